@@ -1,0 +1,55 @@
+# Every target is complete on its own: it makes the virtual environment it needs and installs into it.
+#   make tutorial      run the Shakespeare notebook      make test    lint, types, unit tests, notebooks
+#   make lab           open the notebooks                make docs    build the pages under docs/_build/html
+#   make bench         time the kernels                  make lint    ruff and mypy only
+#   make clean         delete all that was made here
+# Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=lookup (benchmark)
+
+PYTHON ?= $(or $(shell command -v python3.11 2>/dev/null),$(shell command -v python3 2>/dev/null),python3)
+VENV ?= .venv
+WORKERS ?= 2
+NAME ?= lookup
+BIN := $(VENV)/bin
+
+.PHONY: help tutorial test lab docs bench lint clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+help:
+	@sed -n '/^#/s/^# *//p' Makefile
+
+tutorial: $(VENV)/.installed-notebooks
+	$(BIN)/python -m rsembed run 01_shakespeare
+
+# One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together.
+test: lint
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --nbmake tests rsembed notebooks
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy rsembed
+
+lab: $(VENV)/.installed-notebooks
+	$(BIN)/jupyter lab notebooks
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/sphinx-build --fail-on-warning -b html docs docs/_build/html
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m rsembed bench $(NAME)
+
+clean:
+	rm -rf $(VENV) .venv-ci docs/_build executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find rsembed tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Python files are used from the checkout; only these make an installation out of date.
+$(VENV)/.installed-%: pyproject.toml CMakeLists.txt $(wildcard rsembed/kernels/csrc/*) | $(BIN)/python
+	@echo "Installing rsembed[$*] into $(VENV); the first time takes a few minutes."
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	$(BIN)/python -m rsembed doctor
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; say which: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,297 @@
+"""Times lookups and training steps of rsembed against torch EmbeddingBag and plain JAX, in one run.
+
+    python benchmarks/lookup.py [--quick] [--workloads 8x100k,26x100k,1x10M] [--json PATH]
+
+The contestants take turns batch by batch, so that a noisy machine is noisy for all of them; eight distinct batches are
+cycled and the table shows medians. Every contestant gets the same ids and the loss `sum((outputs - targets)**2) / 2`,
+so that gradients follow from outputs, as they do in training:
+
+* rsembed: one stacked table on huge pages, one call for all features; lookup, then fused row-wise Adagrad.
+* torch: `nn.EmbeddingBag(mode="sum")` per feature, with `sparse=True` for training; `torch.optim.Adagrad`, which is not
+  row-wise (torch has no such rule) but keeps its sums only up to date for the rows of the batch, and `torch.optim.SGD`.
+* plain JAX: `table[ids].sum(1)` per feature. The gradient goes to the gathered rows, never to the whole table, and
+  row-wise Adagrad is two scatters: add the mean squares of every entry to the accumulator, read it back, add the scaled
+  gradients to the table. An exact rule would combine equal rows first, with a sort that makes it slower still.
+
+Tables and optimizer state are donated to the step everywhere. Needs about 12 GB of memory for the largest workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsembed.kernels import native
+from rsembed.kernels.contract import Segment
+from rsembed.optimizers import RowWiseAdagradOptimizerSpec, SGDOptimizerSpec
+
+LEARNING_RATE = 0.01
+NUM_BATCHES = 8
+Run = Callable[[int], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Tables of one size, one feature each, a fixed number of ids per sample."""
+
+    name: str
+    num_tables: int
+    vocabulary_size: int
+    embedding_dim: int
+    batch_size: int
+    ids_per_sample: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tables * self.vocabulary_size
+
+
+WORKLOADS = (
+    Workload(name="8x100k", num_tables=8, vocabulary_size=100_000, embedding_dim=64, batch_size=2048, ids_per_sample=20),
+    Workload(name="26x100k", num_tables=26, vocabulary_size=100_000, embedding_dim=128, batch_size=1024, ids_per_sample=1),
+    Workload(name="1x10M", num_tables=1, vocabulary_size=10_000_000, embedding_dim=64, batch_size=4096, ids_per_sample=20),
+)
+
+
+def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
+    """Ids `[NUM_BATCHES, num_tables, batch, ids_per_sample]`; law `zipf` has exponent 1.15 and id 0 most frequent."""
+    generator = np.random.default_rng(seed)
+    shape = (NUM_BATCHES, workload.num_tables, workload.batch_size, workload.ids_per_sample)
+    if law == "uniform":
+        return generator.integers(0, workload.vocabulary_size, shape, dtype=np.int32)
+    cumulative = np.cumsum(np.arange(1, workload.vocabulary_size + 1, dtype=np.float64) ** -1.15)
+    return np.searchsorted(cumulative, generator.random(shape) * cumulative[-1]).astype(np.int32)
+
+
+def draw_targets(workload: Workload) -> list[np.ndarray]:
+    """Targets of every feature's output."""
+    generator = np.random.default_rng(7)
+    shape = (workload.batch_size, workload.embedding_dim)
+    return [generator.standard_normal(shape, dtype=np.float32) for _ in range(workload.num_tables)]
+
+
+def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
+    """Lookup and steps of rsembed."""
+    batches = [[jnp.asarray(feature) for feature in batch] for batch in ids]
+    targets = [jnp.asarray(target) for target in draw_targets(workload)]
+
+    def segments(batch: list[jax.Array]) -> list[Segment]:
+        offsets = jnp.arange(workload.batch_size + 1, dtype=jnp.int32) * workload.ids_per_sample
+        rows = [feature.reshape(-1) + k * workload.vocabulary_size for k, feature in enumerate(batch)]
+        return [Segment(rows=r, offsets=offsets, weights=None, combiner="sum") for r in rows]
+
+    @jax.jit
+    def lookup(table, batch):
+        return native.lookup(table, segments(batch))
+
+    def stepper(rule):
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(table, slots, batch):
+            outputs = native.lookup(table, segments(batch))
+            gradients = [output - target for output, target in zip(outputs, targets, strict=True)]
+            table, slots = native.update(table, slots, segments(batch), gradients, rule.get_hyperparameters(0), rule)
+            return outputs, table, slots
+
+        return step
+
+    adagrad, sgd = RowWiseAdagradOptimizerSpec(LEARNING_RATE), SGDOptimizerSpec(LEARNING_RATE)
+    state = {
+        "table": native.allocate((workload.num_rows, workload.embedding_dim), jnp.float32, 0.01),
+        "slots": (native.allocate((workload.num_rows, 1), jnp.float32, 0.1),),
+    }
+    adagrad_step, sgd_step = stepper(adagrad), stepper(sgd)
+
+    def run_adagrad(k: int) -> object:
+        outputs, state["table"], state["slots"] = adagrad_step(state["table"], state["slots"], batches[k])
+        return jax.block_until_ready((outputs, state))
+
+    def run_sgd(k: int) -> object:
+        outputs, state["table"], _ = sgd_step(state["table"], (), batches[k])
+        return jax.block_until_ready((outputs, state))
+
+    return {
+        "lookup": lambda k: jax.block_until_ready(lookup(state["table"], batches[k])),
+        "step, Adagrad": run_adagrad,
+        "step, SGD": run_sgd,
+    }
+
+
+def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
+    """Lookup and steps of plain JAX."""
+    batches = [[jnp.asarray(feature) for feature in batch] for batch in ids]
+    targets = [jnp.asarray(target) for target in draw_targets(workload)]
+
+    def pool(vectors):
+        return [v.sum(1) for v in vectors]
+
+    def gather(tables, batch):
+        return [table[feature] for table, feature in zip(tables, batch, strict=True)]
+
+    @jax.jit
+    def lookup(tables, batch):
+        return pool(gather(tables, batch))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def adagrad_step(tables, accumulators, batch):
+        outputs, pullback = jax.vjp(pool, gather(tables, batch))
+        (d_vectors,) = pullback([output - target for output, target in zip(outputs, targets, strict=True)])
+        new_tables, new_accumulators = [], []
+        for table, accumulator, feature, d_vector in zip(tables, accumulators, batch, d_vectors, strict=True):
+            accumulator = accumulator.at[feature].add(jnp.mean(d_vector * d_vector, axis=-1))
+            scale = LEARNING_RATE / (jnp.sqrt(accumulator[feature]) + 1e-8)
+            new_tables.append(table.at[feature].add(-scale[..., None] * d_vector))
+            new_accumulators.append(accumulator)
+        return outputs, new_tables, new_accumulators
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def sgd_step(tables, batch):
+        outputs, pullback = jax.vjp(pool, gather(tables, batch))
+        (d_vectors,) = pullback([output - target for output, target in zip(outputs, targets, strict=True)])
+        steps = zip(tables, batch, d_vectors, strict=True)
+        return outputs, [table.at[feature].add(-LEARNING_RATE * d_vector) for table, feature, d_vector in steps]
+
+    count = range(workload.num_tables)
+    state = {
+        "tables": [jnp.full((workload.vocabulary_size, workload.embedding_dim), 0.01, jnp.float32) for _ in count],
+        "accumulators": [jnp.full((workload.vocabulary_size,), 0.1, jnp.float32) for _ in count],
+    }
+
+    def run_adagrad(k: int) -> object:
+        outputs, state["tables"], state["accumulators"] = adagrad_step(state["tables"], state["accumulators"], batches[k])
+        return jax.block_until_ready((outputs, state))
+
+    def run_sgd(k: int) -> object:
+        outputs, state["tables"] = sgd_step(state["tables"], batches[k])
+        return jax.block_until_ready((outputs, state))
+
+    return {
+        "lookup": lambda k: jax.block_until_ready(lookup(state["tables"], batches[k])),
+        "step, Adagrad": run_adagrad,
+        "step, SGD": run_sgd,
+    }
+
+
+def torch_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
+    """Lookup and steps of torch; raises ImportError without it."""
+    import torch
+
+    batches = [[torch.from_numpy(feature.astype(np.int64)) for feature in batch] for batch in ids]
+    targets = [torch.from_numpy(target) for target in draw_targets(workload)]
+    bags = [
+        torch.nn.EmbeddingBag(
+            workload.vocabulary_size,
+            workload.embedding_dim,
+            mode="sum",
+            sparse=True,
+            _weight=torch.full((workload.vocabulary_size, workload.embedding_dim), 0.01),
+        )
+        for _ in range(workload.num_tables)
+    ]
+    weights = [bag.weight for bag in bags]
+    optimizers = {
+        "step, Adagrad": torch.optim.Adagrad(weights, lr=LEARNING_RATE, initial_accumulator_value=0.1),
+        "step, SGD": torch.optim.SGD(weights, lr=LEARNING_RATE),
+    }
+
+    def lookup(k: int) -> object:
+        with torch.no_grad():
+            return [bag(feature) for bag, feature in zip(bags, batches[k], strict=True)]
+
+    def step(k: int, optimizer: torch.optim.Optimizer) -> object:
+        optimizer.zero_grad(set_to_none=True)
+        outputs = [bag(feature) for bag, feature in zip(bags, batches[k], strict=True)]
+        torch.autograd.backward(outputs, [o.detach() - target for o, target in zip(outputs, targets, strict=True)])
+        optimizer.step()
+        return outputs
+
+    return {"lookup": lookup, **{what: functools.partial(step, optimizer=o) for what, o in optimizers.items()}}
+
+
+def race(contestants: dict[str, dict[str, Run]], what: str, num_rounds: int) -> dict[str, float]:
+    """Median milliseconds of every contestant, which take turns on the same batch."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(-1, num_rounds):
+        for k in range(NUM_BATCHES):
+            for name, runs in contestants.items():
+                start = time.perf_counter()
+                runs[what](k)
+                if turn >= 0:  # the first round compiles and warms up
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+
+
+def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable]) -> list[dict]:
+    """One record per kind of run."""
+    ids = draw_ids(workload, law, seed=3)
+    contestants = {name: make(workload, ids) for name, make in makers.items()}
+    records = []
+    for what in ("lookup", "step, Adagrad", "step, SGD"):
+        milliseconds = race(contestants, what, num_rounds)
+        records.append({"workload": workload.name, "ids": law, "what": what, "milliseconds": milliseconds})
+        print(format_record(records[-1]), flush=True)
+    contestants.clear()
+    gc.collect()
+    return records
+
+
+def format_record(record: dict) -> str:
+    """A row of the printed table."""
+    times = record["milliseconds"]
+
+    def cell(name: str, divisor: float = 1.0) -> str:
+        return f"{times[name] / divisor:10.2f}" if name in times else " " * 9 + "-"
+
+    ours = times["ours"]
+    numbers = cell("ours") + cell("torch") + cell("xla") + cell("torch", ours) + cell("xla", ours)
+    return f"{record['workload']:<9}{record['ids']:<9}{record['what']:<15}{numbers}"
+
+
+def main() -> int:
+    """Prints the table, and writes it if asked."""
+    names = [workload.name for workload in WORKLOADS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no workload above 2 GB")
+    parser.add_argument("--json", type=Path, help="also write the records to this file")
+    parser.add_argument("--workloads", default=None, help=f"comma-separated, of {', '.join(names)}")
+    parser.add_argument("--rounds", type=int, default=None, help="times all batches are run (default 8, quick 2)")
+    options = parser.parse_args()
+    chosen = options.workloads.split(",") if options.workloads else names[:2] if options.quick else names
+    unknown = set(chosen) - set(names)
+    if unknown:
+        parser.error(f"unknown workloads {sorted(unknown)}; choose from {', '.join(names)}")
+    reason = native.unavailable_because()
+    if reason is not None:
+        print(f"rsembed's native kernels are not available: {reason}", file=sys.stderr)
+        return 1
+    makers: dict[str, Callable] = {"ours": rsembed_contestant, "torch": torch_contestant, "xla": xla_contestant}
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        print("torch is not installed, its columns stay empty; `pip install 'rsembed[bench]'` fills them.")
+        del makers["torch"]
+    rounds = options.rounds or (2 if options.quick else 8)
+    print(f"{'workload':<9}{'ids':<9}{'what':<15}{'ours ms':>10}{'torch ms':>10}{'xla ms':>10}{'torch/ours':>12}{'xla/ours':>10}")
+    records = []
+    for workload in WORKLOADS:
+        if workload.name in chosen:
+            for law in ("uniform", "zipf"):
+                records += measure(workload, law, rounds, makers)
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

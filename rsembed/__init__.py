@@ -1,0 +1,28 @@
+"""rsembed: embedding tables for JAX."""
+
+from rsembed.bags import Bags as Bags
+from rsembed.collection import EmbeddingCollection as EmbeddingCollection
+from rsembed.collection import EmbeddingState as EmbeddingState
+from rsembed.collection import LookupStatistics as LookupStatistics
+from rsembed.collection import value_and_grad as value_and_grad
+from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
+from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
+from rsembed.optimizers import AdamOptimizerSpec as AdamOptimizerSpec
+from rsembed.optimizers import CustomOptimizerSpec as CustomOptimizerSpec
+from rsembed.optimizers import F2AOptimizerSpec as F2AOptimizerSpec
+from rsembed.optimizers import FTRLOptimizerSpec as FTRLOptimizerSpec
+from rsembed.optimizers import LaPropOptimizerSpec as LaPropOptimizerSpec
+from rsembed.optimizers import OptimizerSpec as OptimizerSpec
+from rsembed.optimizers import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
+from rsembed.optimizers import SGDOptimizerSpec as SGDOptimizerSpec
+from rsembed.optimizers import from_optax as from_optax
+from rsembed.row_gradients import RowGradients as RowGradients
+from rsembed.row_gradients import clip_by_global_norm as clip_by_global_norm
+from rsembed.row_gradients import combine as combine
+from rsembed.row_gradients import global_norm as global_norm
+from rsembed.row_gradients import scale as scale
+from rsembed.specs import FeatureSpec as FeatureSpec
+from rsembed.specs import QuantizationConfig as QuantizationConfig
+from rsembed.specs import TableSpec as TableSpec
+from rsembed.stacking import StackingPlan as StackingPlan
+from rsembed.stacking import plan_stacking as plan_stacking

@@ -1,0 +1,300 @@
+"""The command line: `python -m rsembed doctor | run NOTEBOOK [NAME=VALUE ...] | bench [NAME]`."""
+
+import argparse
+import ast
+import base64
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent
+_TAIL_LINES = 15
+_COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class CommandError(Exception):
+    """A failure that the reader can mend; its message is all that is printed."""
+
+
+def notebook_paths() -> dict[str, Path]:
+    """The tutorials at hand, by name: those of the checkout, or those that came with the wheel."""
+    for folder in (_PACKAGE.parent / "notebooks", _PACKAGE / "_bundled" / "notebooks"):
+        if found := sorted(folder.glob("*.ipynb")):
+            return {path.stem: path for path in found}
+    return {}
+
+
+def find_notebook(name: str) -> Path:
+    """The notebook that `name` means.
+
+    Args:
+      name: a path ending in `.ipynb`, a tutorial's name, or the beginning of exactly one (`01`).
+
+    Returns:
+      The notebook's path.
+
+    Raises:
+      CommandError: no tutorial, or more than one, begins like that; the message lists them.
+    """
+    if name.endswith(".ipynb") and Path(name).is_file():
+        return Path(name)
+    known = notebook_paths()
+    matches = [name] if name in known else [stem for stem in known if stem.startswith(name)]
+    if len(matches) == 1:
+        return known[matches[0]]
+    problem = f"{name!r} could mean {', '.join(matches)}" if matches else f"there is no notebook {name!r}"
+    raise CommandError(f"{problem}; known: {', '.join(known) or 'none'}.")
+
+
+def replace_parameters(source: str, settings: dict[str, str]) -> str:
+    """The parameters cell with the values of `settings` in place of its own; comments stay.
+
+    Args:
+      source: the cell's code; its parameters are the top-level assignments to one name.
+      settings: new values as Python literals. Where the present value is a string, bare words do too.
+
+    Returns:
+      The changed code.
+
+    Raises:
+      CommandError: a name that the cell does not assign (the message lists those it does), or a value
+        that is no Python literal.
+
+    Example:
+      >>> replace_parameters("STEPS = 200  # 5_000 in the docs", {"STEPS": "10"})
+      'STEPS = 10  # 5_000 in the docs'
+    """
+    values: dict[str, ast.expr] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target: ast.expr = node.targets[0]
+        elif isinstance(node, ast.AnnAssign):
+            target = node.target
+        else:
+            continue
+        if isinstance(target, ast.Name) and node.value is not None:
+            values[target.id] = node.value
+    if unknown := sorted(settings.keys() - values.keys()):
+        known = ", ".join(values) or "none"
+        raise CommandError(f"unknown parameter {', '.join(unknown)}; this notebook knows {known}.")
+    # `ast` counts columns in bytes; replacing from the end keeps the earlier positions true.
+    lines = source.encode().splitlines(keepends=True)
+    for name in sorted(settings, key=lambda name: values[name].lineno, reverse=True):
+        old, new = values[name], _literal(name, settings[name], values[name])
+        first, last = old.lineno - 1, (old.end_lineno or old.lineno) - 1
+        tail = lines[last][old.end_col_offset :]
+        lines[first : last + 1] = [lines[first][: old.col_offset] + new.encode() + tail]
+    return b"".join(lines).decode()
+
+
+def _literal(name: str, text: str, old: ast.expr) -> str:
+    try:
+        return repr(ast.literal_eval(text))
+    except (ValueError, SyntaxError):
+        if isinstance(old, ast.Constant) and isinstance(old.value, str):
+            return repr(text)
+        raise CommandError(f"{name}={text}: the value must be a Python literal, such as 0.1.") from None
+
+
+def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE` arguments as a dictionary of texts.
+
+    Raises:
+      CommandError: an argument is not of the form `NAME=VALUE`.
+    """
+    settings = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not (equals and name.isidentifier()):
+            raise CommandError(f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500.")
+        settings[name] = value
+    return settings
+
+
+def execute(notebook: Any, folder: Path) -> str | None:
+    """Runs all cells of a notebook, in place, with the interpreter that runs this.
+
+    Args:
+      notebook: an `nbformat` notebook; it receives the outputs, also those before a failure.
+      folder: the working folder of the cells.
+
+    Returns:
+      None, or what went wrong in one line.
+    """
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+    # A kernel installed elsewhere under the usual name may belong to another Python: name our own. It is
+    # reached through files that only this user can open, not through network ports.
+    with tempfile.TemporaryDirectory() as folder_name:
+        spec = Path(folder_name) / "rsembed" / "kernel.json"
+        spec.parent.mkdir()
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        spec.write_text(json.dumps({"argv": argv, "display_name": "rsembed", "language": "python"}))
+        manager = AsyncKernelManager(
+            kernel_name="rsembed",
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[folder_name]),
+            connection_file=f"{folder_name}/connection.json",
+            transport="ipc",
+        )
+        client = NotebookClient(
+            notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}}
+        )
+        try:
+            client.execute(cleanup_kc=True)
+        except CellExecutionError as error:
+            kinds = [[output.output_type for output in cell.get("outputs", [])] for cell in notebook.cells]
+            number = next(number for number, kind in enumerate(kinds, 1) if "error" in kind)
+            return f"cell {number}: {error.ename}: {_COLOUR_CODES.sub('', error.evalue)}"
+        except DeadKernelError:
+            return "the Python process of the notebook died (out of memory?)"
+    return None
+
+
+def text_lines(notebook: Any) -> Iterator[str]:
+    """What the cells printed, and the text form of their results, line by line."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "stream" and output.name == "stdout":
+                yield from output.text.splitlines()
+            elif output.output_type == "execute_result" and "image/png" not in output.data:
+                yield from output.data.get("text/plain", "").splitlines()
+
+
+def save_pictures(notebook: Any, folder: Path) -> list[Path]:
+    """Writes each picture as `cell-<cell>-<picture>.png` and removes those of an earlier run.
+
+    Returns:
+      The files, in the order of the notebook.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("cell-*.png"):
+        old.unlink()
+    written = []
+    for number, cell in enumerate(notebook.cells, 1):
+        pictures = (output.get("data", {}).get("image/png") for output in cell.get("outputs", []))
+        for count, picture in enumerate(filter(None, pictures), 1):
+            written.append(folder / f"cell-{number:02d}-{count}.png")
+            written[-1].write_bytes(base64.b64decode(picture))
+    return written
+
+
+def run(name: str, settings: dict[str, str], output: Path) -> int:
+    """Executes a tutorial with other parameters, and keeps the result and its pictures.
+
+    Args:
+      name: see `find_notebook`.
+      settings: see `replace_parameters`.
+      output: folder for `<notebook>.ipynb` and the pictures under `<notebook>/`.
+
+    Returns:
+      0, or 1 when a cell failed.
+
+    Raises:
+      CommandError: unknown notebook or parameter, or the `notebooks` extra is not installed.
+    """
+    try:
+        import nbclient  # noqa: F401
+        import nbformat
+    except ImportError as error:
+        raise CommandError(f"{error}; install the extra: pip install 'rsembed[notebooks]'.") from None
+
+    path = find_notebook(name)
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    if settings and not cells:
+        raise CommandError(f"{path.stem} has no cell tagged 'parameters', so nothing can be set.")
+    for cell in cells[:1]:
+        cell.source = replace_parameters(cell.source, settings)
+
+    chosen = " ".join(f"{key}={value}" for key, value in settings.items())
+    print(f"Running {path.stem}" + (f" with {chosen}" if chosen else "") + " ...", flush=True)
+    start = time.monotonic()
+    failure = execute(notebook, Path.cwd())
+    seconds = time.monotonic() - start
+    output.mkdir(parents=True, exist_ok=True)
+    executed = output / path.name
+    nbformat.write(notebook, executed)
+    pictures = save_pictures(notebook, output / path.stem)
+    for line in list(text_lines(notebook))[-_TAIL_LINES:]:
+        print(f"  {line}")
+    if failure:
+        print(f"{path.stem} failed after {seconds:.0f} s: {failure}", file=sys.stderr)
+        print(f"The notebook up to there, with the traceback: {executed}", file=sys.stderr)
+        return 1
+    print(f"Finished in {seconds:.0f} s.")
+    print(f"Executed notebook: {executed}")
+    print(f"Pictures: {', '.join(map(str, pictures)) or 'none'}")
+    return 0
+
+
+def doctor() -> int:
+    """Prints the versions, the devices, and which kernel implementations are live or why they are not."""
+    import jax
+
+    from rsembed.kernels.api import implementation_states
+
+    print(f"{'python':<12}{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in ("rsembed", "jax", "jaxlib", "flax", "optax", "numpy"):
+        try:
+            print(f"{package:<12}{importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{package:<12}not installed")
+    devices = jax.devices()
+    print(f"{'devices':<12}{len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
+    print("kernels")
+    for name, state in implementation_states():
+        print(f"  {name:<10}{state}")
+    return 0
+
+
+def bench(name: str, arguments: Sequence[str]) -> int:
+    """Runs `benchmarks/<name>.py` of the checkout with `arguments`, and returns its exit status.
+
+    Raises:
+      CommandError: there is no such benchmark; the message lists those there are.
+    """
+    folder = _PACKAGE.parent / "benchmarks"
+    script = folder / f"{name.removesuffix('.py')}.py"
+    if not script.is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.py")))
+        raise CommandError(f"no benchmark {name!r}; known: {known or 'none (they come with a checkout)'}.")
+    return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: 0, 1 for a failed notebook, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog="rsembed", description="Embedding tables in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="versions, devices, and which kernels are live")
+    runner = commands.add_parser("run", help="execute a tutorial, with other parameters if you like")
+    runner.add_argument("notebook", help="name or its beginning, such as 01_shakespeare or 01; or a path")
+    runner.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="parameter, such as STEPS=500")
+    runner.add_argument("--output", type=Path, default=Path("executed"), help="folder of the results")
+    timer = commands.add_parser("bench", help="time the kernels against other systems")
+    timer.add_argument("name", nargs="?", default="lookup", help="file under benchmarks/ (default: lookup)")
+    timer.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "run":
+            return run(options.notebook, parse_settings(options.settings), options.output)
+        if options.command == "bench":
+            return bench(options.name, options.arguments)
+        return doctor()
+    except CommandError as error:
+        print(f"rsembed: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

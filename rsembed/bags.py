@@ -1,0 +1,210 @@
+"""Ids in whatever form users have them, made into one canonical form: ids, offsets, weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+PAD_ID = -1
+"""Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bags:
+    """Bags of ids: bag `b` holds `ids[offsets[b] : offsets[b + 1]]`.
+
+    Args:
+      ids: all ids, bag after bag; places behind the last offset are ignored.
+      offsets: starts at 0 and never falls.
+      weights: one per id; None means ones.
+      dense_shape: shape of the array that the ids came from, which activations without a combiner take over.
+
+    Example:
+      >>> from rsembed import Bags
+      >>> Bags.from_lists([[3, 1], [], [4]]).offsets.tolist()
+      [0, 2, 2, 3]
+    """
+
+    ids: Int[Array, " nnz"]
+    offsets: Int[Array, " bags_plus_1"]
+    weights: Float[Array, " nnz"] | None = None
+    dense_shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def num_bags(self) -> int:
+        """Number of bags."""
+        return self.offsets.shape[0] - 1
+
+    @staticmethod
+    def from_lists(rows: Sequence[Any], weights: Sequence[Any] | None = None) -> Bags:
+        """One bag a row, from lists, tuples or one-dimensional arrays of any length (also empty).
+
+        Raises:
+          TypeError: a row is not a flat sequence of integers.
+          ValueError: weights have other lengths than the ids.
+        """
+        arrays = [_flat_ids(row, position) for position, row in enumerate(rows)]
+        lengths = np.asarray([a.size for a in arrays], np.int64)
+        ids = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+        if weights is None:
+            return Bags.from_lengths(ids, lengths)
+        if len(weights) != len(arrays):
+            raise ValueError(f"weights have {len(weights)} rows, ids {len(arrays)}; they must match row by row.")
+        flat = [np.asarray(w, np.float32).reshape(-1) for w in weights]
+        for position, (w, a) in enumerate(zip(flat, arrays, strict=True)):
+            if w.size != a.size:
+                raise ValueError(f"row {position} has {a.size} ids but {w.size} weights; give one weight per id.")
+        return Bags.from_lengths(ids, lengths, np.concatenate(flat) if flat else np.zeros(0, np.float32))
+
+    @staticmethod
+    def from_lengths(values: Any, lengths: Any, weights: Any = None) -> Bags:
+        """From a jagged pair: all ids, and the number of ids in each bag.
+
+        Raises: ValueError: a length is negative, or they do not add up to the number of ids.
+        """
+        values, lengths = np.asarray(values), np.asarray(lengths)
+        if lengths.size and lengths.min() < 0:
+            raise ValueError(f"lengths must not be negative, got {int(lengths.min())} at bag {int(lengths.argmin())}.")
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        if offsets[-1] != values.size:
+            raise ValueError(f"lengths add up to {int(offsets[-1])}, but there are {values.size} ids.")
+        return Bags(values, offsets.astype(np.int32), None if weights is None else np.asarray(weights, np.float32))
+
+    @staticmethod
+    def from_dense(ids: Any, weights: Any = None) -> Bags:
+        """From an array `[bags]` or `[bags, ids per bag]`, in which `-1` stands for no id. Works inside `jit`."""
+        xp: Any = np if isinstance(ids, np.ndarray) else jnp
+        if ids.ndim not in (1, 2):
+            raise ValueError(f"dense ids must have one or two axes, got shape {tuple(ids.shape)}.")
+        num_bags, length = ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1]
+        if weights is not None and tuple(weights.shape) != tuple(ids.shape):
+            raise ValueError(f"weights have shape {tuple(weights.shape)}, ids {tuple(ids.shape)}; they must be equal.")
+        offsets = xp.arange(num_bags + 1, dtype=np.int32) * np.int32(length)
+        flat_weights = None if weights is None else xp.asarray(weights).astype(np.float32).reshape(-1)
+        return Bags(ids.reshape(-1), offsets, flat_weights, tuple(ids.shape))
+
+    @staticmethod
+    def from_coo(sample_ids: Any, embedding_ids: Any, gains: Any = None, *, num_samples: int) -> Bags:
+        """From coordinate lists in any order; ids of one sample keep their order.
+
+        Raises: ValueError: a sample id lies outside `[0, num_samples)`, or the lists differ in length.
+        """
+        samples, ids = np.asarray(sample_ids), np.asarray(embedding_ids)
+        if samples.shape != ids.shape:
+            raise ValueError(f"there are {samples.size} sample ids but {ids.size} embedding ids.")
+        if samples.size and (samples.min() < 0 or samples.max() >= num_samples):
+            worst = int(samples.min() if samples.min() < 0 else samples.max())
+            raise ValueError(f"sample id {worst} is outside [0, {num_samples}); raise num_samples or fix the list.")
+        order = np.argsort(samples, kind="stable")
+        weights = None if gains is None else np.asarray(gains, np.float32)[order]
+        return Bags.from_lengths(ids[order], np.bincount(samples.astype(np.int64), minlength=num_samples), weights)
+
+    @staticmethod
+    def from_sparse_tensor(indices: Any, values: Any, dense_shape: Sequence[int], weights: Any = None) -> Bags:
+        """From `indices [nnz, 2]` (sample, position), `values [nnz]` (ids) and `dense_shape` (samples, positions)."""
+        indices = np.asarray(indices).reshape(-1, 2)
+        return Bags.from_coo(indices[:, 0], values, weights, num_samples=int(dense_shape[0]))
+
+    def pad_to(self, num_ids: int) -> Bags:
+        """Room for `num_ids` ids, so that batches of different sizes share one compiled program.
+
+        Raises: ValueError: there are already more ids than that.
+        """
+        missing = num_ids - self.ids.shape[0]
+        if missing < 0:
+            raise ValueError(f"the bags hold {self.ids.shape[0]} ids and cannot be padded to {num_ids}; raise num_ids.")
+        xp: Any = np if isinstance(self.ids, np.ndarray) else jnp
+        ids = xp.concatenate([self.ids, xp.full(missing, PAD_ID, self.ids.dtype)])
+        weights = None
+        if self.weights is not None:
+            weights = xp.concatenate([self.weights, xp.zeros(missing, self.weights.dtype)])
+        return Bags(ids, self.offsets, weights)
+
+    def to_lists(self) -> list[list[int]]:
+        """The ids of every bag, without padding."""
+        ids, offsets = np.asarray(self.ids), np.asarray(self.offsets)
+        return [[int(i) for i in ids[a:b] if i != PAD_ID] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def _flat_ids(row: Any, position: int) -> np.ndarray:
+    array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
+    if array.ndim != 1 or array.dtype == object:
+        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; the input is nested too deeply.")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"row {position} holds {array.dtype} values; ids must be integers.")
+    return array
+
+
+def as_bags(value: Any, *, feature: str) -> Bags:
+    """Bags from any accepted form: `Bags`, a dense array, nested lists, or a pair `(ids, weights)` of the latter.
+
+    Raises: TypeError or ValueError, naming the feature.
+    """
+    try:
+        if isinstance(value, Bags):
+            return value
+        ids, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        if isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object:
+            weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
+            return Bags.from_dense(ids, weights)
+        if isinstance(ids, (list, tuple, np.ndarray)):
+            if len(ids) and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
+                return Bags.from_dense(np.asarray(ids), None if weights is None else np.asarray(weights, np.float32))
+            rows = [[row] if np.ndim(row) == 0 else row for row in ids]
+            return Bags.from_lists(rows, weights)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"feature {feature!r}: {error}") from error
+    raise TypeError(f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}.")
+
+
+def is_traced(bags: Bags) -> bool:
+    """Whether the values are unknown because they are inside `jit`."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(bags))
+
+
+def check_ids_dtype(bags: Bags, *, feature: str) -> None:
+    """Raises: TypeError: ids are not integers."""
+    if not jnp.issubdtype(bags.ids.dtype, jnp.integer):
+        raise TypeError(f"feature {feature!r}: ids must be integers, got {bags.ids.dtype}; convert them, or hash strings.")
+
+
+def check_values(bags: Bags, *, feature: str, table: str, vocabulary_size: int, allow_out_of_range: bool = False) -> None:
+    """Checks concrete bags on the host.
+
+    Raises: ValueError: an id lies outside the table, offsets are not increasing, or a weight is not finite. The
+      message names the feature, the bag, the value, the table and the way out.
+    """
+    ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
+    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {offsets[:8].tolist()}...")
+    if offsets[-1] > ids.size:
+        raise ValueError(f"feature {feature!r}: the last offset is {int(offsets[-1])}, but there are {ids.size} ids.")
+    used = ids[: offsets[-1]]
+    bad = (used != PAD_ID) & ((used < 0) | (used >= vocabulary_size))
+    if bad.any() and not allow_out_of_range:
+        place = int(bad.argmax())
+        bag = int(np.searchsorted(offsets, place, side="right")) - 1
+        raise ValueError(
+            f"feature {feature!r}: id {int(used[place])} in sample {bag} is outside table {table!r} with "
+            f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); enlarge the table, hash the "
+            f"ids first, use {PAD_ID} for missing ids, or pass bounds_check='ignore' to drop and count them."
+        )
+    if bags.weights is not None:
+        weights = np.asarray(bags.weights)
+        if weights.shape != ids.shape:
+            raise ValueError(f"feature {feature!r}: {weights.size} weights for {ids.size} ids; give one per id.")
+        finite = np.isfinite(weights[: offsets[-1]].astype(np.float32))
+        if not finite.all():
+            place = int(finite.argmin())
+            bag = int(np.searchsorted(offsets, place, side="right")) - 1
+            raise ValueError(
+                f"feature {feature!r}: weight {float(weights[place])} in sample {bag} is not finite; clean the weights."
+            )

@@ -1,0 +1,23 @@
+"""Small data to learn from: text, streams of Zipf ids, and click logs whose best reachable loss is known.
+
+Everything works offline and is deterministic. Arrays are numpy; each loader has a tiny size for tests
+(`max_words`, `num_batches`, `num_ids`, `num_samples`).
+"""
+
+from rsembed.datasets.batches import next_word_batches, unigram_entropy, word_id_batches
+from rsembed.datasets.generated import ClickLog, synthetic_clicks, zipf_ids, zipf_probabilities
+from rsembed.datasets.text import UNKNOWN_WORD, Text, load_shakespeare, shakespeare
+
+__all__ = [
+    "UNKNOWN_WORD",
+    "ClickLog",
+    "Text",
+    "load_shakespeare",
+    "next_word_batches",
+    "shakespeare",
+    "synthetic_clicks",
+    "unigram_entropy",
+    "word_id_batches",
+    "zipf_ids",
+    "zipf_probabilities",
+]

@@ -1,0 +1,198 @@
+"""Generated data with a known law: Zipf ids, and click logs whose best reachable loss is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float32, Float64, Int32
+
+CLICK_INTERCEPT = -1.0
+"""Log-odds of a click before any feature speaks; the deviations leave clicks learnable but not certain."""
+CLICK_DENSE_STD = 0.6
+CLICK_BIAS_STD = 0.8
+CLICK_INTERACTION_STD = 0.8
+
+
+def zipf_probabilities(
+    vocabulary_size: int, *, exponent: float = 1.15, seed: int | None = None
+) -> Float64[np.ndarray, " vocab"]:
+    """Probabilities of the bounded Zipf law: rank `r = 1, 2, …` has probability `r**-exponent / sum`.
+
+    Args:
+      vocabulary_size: number of ranks; because it is finite, every exponent from 0 (uniform) up is fine.
+      exponent: 1.05 to 1.2 is usual for click logs and words; a larger one concentrates on fewer ids.
+      seed: None gives the order of ranks; a seed the order of ids that `zipf_ids` shuffles to with this seed.
+
+    Raises:
+      ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
+
+    Example:
+      >>> zipf_probabilities(3, exponent=1.0).round(3).tolist()
+      [0.545, 0.273, 0.182]
+    """
+    if not 1 <= vocabulary_size < 2**31:
+        raise ValueError(f"zipf: vocabulary_size={vocabulary_size} must be at least 1 and below 2**31.")
+    if not (math.isfinite(exponent) and exponent >= 0):
+        raise ValueError(f"zipf: exponent={exponent} must be finite and not negative; 0 is uniform.")
+    weights = np.arange(1, vocabulary_size + 1, dtype=np.float64) ** -float(exponent)
+    by_rank: np.ndarray = weights / weights.sum()
+    if seed is None:
+        return by_rank
+    by_id: np.ndarray = np.empty_like(by_rank)
+    by_id[_id_of_rank(vocabulary_size, seed)] = by_rank
+    return by_id
+
+
+def zipf_ids(
+    num_ids: int, vocabulary_size: int, *, exponent: float = 1.15, seed: int, shuffle: bool = True
+) -> Int32[np.ndarray, " ids"]:
+    """Ids drawn from the bounded Zipf law, by exact inversion of its distribution function.
+
+    Args:
+      num_ids: how many to draw; 0 is allowed.
+      vocabulary_size: ids lie in `[0, vocabulary_size)`; ten million take about 0.2 GB while drawing.
+      exponent: as in `zipf_probabilities`.
+      seed: fixes the draws and, independently of `num_ids`, the shuffle.
+      shuffle: spread popular ids over the whole range, as hashed ids are; False makes id 0 the most frequent.
+
+    Raises:
+      ValueError: `num_ids` is negative, or as `zipf_probabilities`.
+
+    Example:
+      >>> ids = zipf_ids(1000, 10, exponent=1.0, seed=0, shuffle=False)
+      >>> int(np.bincount(ids).argmax()), ids.dtype
+      (0, dtype('int32'))
+    """
+    if num_ids < 0:
+        raise ValueError(f"zipf_ids: num_ids={num_ids} must not be negative.")
+    ranks = _zipf_ranks(_generator("zipf ranks", seed), (num_ids,), vocabulary_size, exponent)
+    return _id_of_rank(vocabulary_size, seed)[ranks] if shuffle else ranks
+
+
+def _generator(purpose: str, *seeds: int) -> np.random.Generator:
+    """A stream of its own for every purpose, so that one draw never moves another."""
+    return np.random.Generator(np.random.PCG64([zlib.crc32(purpose.encode()), *seeds]))
+
+
+def _id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
+    return _generator("zipf shuffle", *seeds).permutation(vocabulary_size).astype(np.int32)
+
+
+def _zipf_ranks(
+    generator: np.random.Generator, shape: tuple[int, ...], vocabulary_size: int, exponent: float
+) -> np.ndarray:
+    """Ranks counted from 0."""
+    distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
+    distribution /= distribution[-1]  # ends at exactly 1, above every uniform number
+    return np.searchsorted(distribution, generator.random(shape), side="right").astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClickLog:
+    """Samples of a click log, with the true probability of each click.
+
+    `best_log_loss` is the expected log-loss, in nats, of a model that predicts `click_probability` on these
+    samples: none can do better. `base_rate_log_loss` is that of their mean probability alone. The loss
+    against the drawn `labels` scatters around them by about `1 / sqrt(samples)`.
+    """
+
+    sparse: dict[str, Int32[np.ndarray, "samples *ids"]]
+    dense: Float32[np.ndarray, "samples numbers"]
+    labels: Int32[np.ndarray, " samples"]
+    click_probability: Float64[np.ndarray, " samples"]
+    best_log_loss: float
+    base_rate_log_loss: float
+
+
+def synthetic_clicks(
+    num_samples: int,
+    *,
+    vocabulary_sizes: Sequence[int] = (1000, 300, 100),
+    num_dense: int = 4,
+    seed: int,
+    sample_seed: int = 0,
+    exponent: float = 1.05,
+    ids_per_feature: int = 1,
+    embedding_dim: int = 4,
+) -> ClickLog:
+    """A click log with Zipf ids, drawn from a known model: dense weights, id biases and pairs of id vectors.
+
+    The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`, where several
+    ids of one feature are summed and divided by the root of their number. Labels are Bernoulli draws.
+
+    Args:
+      num_samples: rows to draw; a few hundred for tests, 100_000 to come near `best_log_loss`.
+      vocabulary_sizes: one per sparse feature; the features are called `sparse_0`, `sparse_1`, ….
+      num_dense: number of standard normal dense features; 0 is allowed.
+      seed: fixes the true model and which ids are popular, whatever `num_samples` is.
+      sample_seed: fixes the rows; draw a test set by changing it and nothing else.
+      exponent: Zipf exponent of the ids, see `zipf_probabilities`.
+      ids_per_feature: ids per row and feature; 1 gives vectors, more give `[samples, ids_per_feature]`.
+      embedding_dim: length of the true id vectors; models with at least this dimension can fit them.
+
+    Raises:
+      ValueError: a count is below 1 (`num_dense`: below 0), or as `zipf_probabilities`.
+
+    Source:
+      Model: Rendle, "Factorization Machines", ICDM 2010, equation 1.
+
+    Example:
+      >>> clicks = synthetic_clicks(500, seed=0)
+      >>> sorted(clicks.sparse), clicks.dense.shape, clicks.best_log_loss < clicks.base_rate_log_loss
+      (['sparse_0', 'sparse_1', 'sparse_2'], (500, 4), True)
+    """
+    _check_click_sizes(num_samples, len(vocabulary_sizes), num_dense, ids_per_feature, embedding_dim)
+    rows = _generator("click rows", seed, sample_seed)
+    dense = rows.standard_normal((num_samples, num_dense)).astype(np.float32)
+    weights = _generator("click weights", seed).standard_normal(num_dense) / math.sqrt(max(1, num_dense))
+    log_odds = CLICK_INTERCEPT + CLICK_DENSE_STD * (dense.astype(np.float64) @ weights)
+
+    sparse, num_features = {}, len(vocabulary_sizes)
+    vector_sum, square_sum = np.zeros((num_samples, embedding_dim)), np.zeros((num_samples, embedding_dim))
+    for feature, vocabulary_size in enumerate(vocabulary_sizes):
+        ranks = _zipf_ranks(rows, (num_samples, ids_per_feature), vocabulary_size, exponent)
+        ids = _id_of_rank(vocabulary_size, seed, feature)[ranks]
+        # Column 0 is the id's bias, the others its vector.
+        truth = _generator("click ids", seed, feature).standard_normal((vocabulary_size, 1 + embedding_dim))
+        pooled = sum(truth[ids[:, column]] for column in range(ids_per_feature)) / math.sqrt(ids_per_feature)
+        log_odds += CLICK_BIAS_STD / math.sqrt(num_features) * pooled[:, 0]
+        vector_sum += pooled[:, 1:]
+        square_sum += pooled[:, 1:] ** 2
+        sparse[f"sparse_{feature}"] = ids[:, 0] if ids_per_feature == 1 else ids
+    num_pairs = max(1, num_features * (num_features - 1) // 2)
+    # The sum over pairs f < g is half of (square of the sum - sum of the squares).
+    pairs = 0.5 * np.sum(vector_sum**2 - square_sum, axis=1)
+    log_odds += CLICK_INTERACTION_STD / math.sqrt(embedding_dim * num_pairs) * pairs
+
+    probability = 1.0 / (1.0 + np.exp(-log_odds))
+    return ClickLog(
+        sparse=sparse,
+        dense=dense,
+        labels=(rows.random(num_samples) < probability).astype(np.int32),
+        click_probability=probability,
+        best_log_loss=float(np.mean(np.logaddexp(0.0, log_odds) - probability * log_odds)),
+        base_rate_log_loss=_entropy(float(np.mean(probability))),
+    )
+
+
+def _check_click_sizes(
+    num_samples: int, num_features: int, num_dense: int, ids_per_feature: int, embedding_dim: int
+) -> None:
+    sizes = {
+        "num_samples": (num_samples, 1),
+        "len(vocabulary_sizes)": (num_features, 1),
+        "num_dense": (num_dense, 0),
+        "ids_per_feature": (ids_per_feature, 1),
+        "embedding_dim": (embedding_dim, 1),
+    }
+    for name, (size, smallest) in sizes.items():
+        if size < smallest:
+            raise ValueError(f"synthetic_clicks: {name}={size} must be at least {smallest}.")
+
+
+def _entropy(probability: float) -> float:
+    return -probability * math.log(probability) - (1.0 - probability) * math.log1p(-probability)

@@ -1,0 +1,237 @@
+"""Text as word ids: the real Shakespeare corpus where it is found, a bundled text in his manner elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+UNKNOWN_WORD = "<unk>"
+"""The word of id 0, which stands for every word outside the vocabulary."""
+
+CORPUS_NAME = "tinyshakespeare.txt"
+CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SOURCES = ("auto", "pastiche", "corpus")
+
+_log = logging.getLogger("rsembed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text as word ids, with its vocabulary and a sentence about its origin.
+
+    `vocabulary[i]` is the word of id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the
+    `vocabulary_size` that was asked for, when the text has fewer distinct words.
+    """
+
+    word_ids: Int32[np.ndarray, " words"]
+    vocabulary: tuple[str, ...]
+    source: str
+
+    @property
+    def unknown_fraction(self) -> float:
+        """Share of the text's words that became id 0."""
+        return float(np.mean(self.word_ids == 0))
+
+    def encode(self, words: str | Iterable[str]) -> Int32[np.ndarray, " encoded"]:
+        """Ids of words; a string is split at white space, and unknown words become 0."""
+        ids = {word: number for number, word in enumerate(self.vocabulary)}
+        words = words.split() if isinstance(words, str) else words
+        return np.array([ids.get(word, 0) for word in words], np.int32)
+
+    def decode(self, ids: Int[np.ndarray, "*shape"] | Sequence[int]) -> str:
+        """Words of ids, joined by spaces; arrays are read row by row.
+
+        Raises:
+          ValueError: an id has no word.
+        """
+        flat = np.asarray(ids, np.int64).reshape(-1)
+        bad = np.flatnonzero((flat < 0) | (flat >= len(self.vocabulary)))
+        if bad.size:
+            raise ValueError(
+                f"Text.decode: id {flat[bad[0]]} at position {bad[0]} has no word; this text has the ids "
+                f"0 to {len(self.vocabulary) - 1}. Where a model has more rows than that, mask the rest."
+            )
+        return " ".join(self.vocabulary[number] for number in flat)
+
+
+def shakespeare(
+    vocabulary_size: int = 2048,
+    *,
+    source: str = "auto",
+    path: str | os.PathLike[str] | None = None,
+    download: bool = False,
+    max_words: int | None = None,
+    progress: bool = False,
+) -> Text:
+    """Words of Shakespeare, or of a bundled text in his manner, ranked into ids by how often they occur.
+
+    The most frequent word gets id 1, ties go to the word that appears first, and id 0 stands for the words
+    that found no room. The real corpus (tinyshakespeare) is searched in `path`, then in the file or folder
+    named by the environment variable `RSEMBED_DATA`, then in pooch's cache, and fetched only if `download`.
+
+    Args:
+      vocabulary_size: number of ids, id 0 included; a table of as many rows holds them all.
+      source: "auto" takes the real corpus if it is found, else the bundled text, and tells the logger
+        "rsembed" which; "corpus" insists on a file that was found, "pastiche" on the bundled text.
+      path: a text file, or a folder with `tinyshakespeare.txt` or `tinyshakespeare/input.txt`. Your own text
+        may have any other name, and is then read without a checksum.
+      download: allow fetching the corpus (1.1 MB) into the cache folder.
+      max_words: keep only the first words; a few hundred make a test quick.
+      progress: show a bar while downloading.
+
+    Returns:
+      The text; its `source` says what was read.
+
+    Raises:
+      ValueError: an argument is out of range, a file that bears the corpus' name has another content, or a
+        text is empty or not UTF-8.
+      FileNotFoundError: `path` has no text, or `source="corpus"` found none.
+
+    Source:
+      Ranking as in the Shakespeare example of jax-tpu-embedding, except that its most frequent word shares
+      id 0 with the unknown words; here every id is one higher and 0 means unknown alone.
+
+    Example:
+      >>> text = shakespeare(64, source="pastiche", max_words=2000)
+      >>> text.word_ids.shape, len(text.vocabulary), text.vocabulary[:3]
+      ((2000,), 64, ('<unk>', 'the', 'I'))
+      >>> text.decode(text.encode("the zeppelin"))
+      'the <unk>'
+    """
+    if vocabulary_size < 2:
+        raise ValueError(
+            f"shakespeare: vocabulary_size={vocabulary_size}; id 0 and one word need at least 2."
+        )
+    if source not in SOURCES:
+        raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
+    if source == "pastiche" and (path is not None or download):
+        raise ValueError(
+            "shakespeare: source='pastiche' is the bundled text; drop path= and download=, or source=."
+        )
+    if max_words is not None and max_words < 1:
+        raise ValueError(
+            f"shakespeare: max_words={max_words} must be at least 1, or None for the whole text."
+        )
+
+    file = None if source == "pastiche" else _find_corpus(path, download=download, progress=progress)
+    if file is None and source == "corpus":
+        raise FileNotFoundError(
+            f"shakespeare: source='corpus', but no {CORPUS_NAME} was found. Give path=FILE, set RSEMBED_DATA "
+            f"to the file or its folder, allow download=True, or read the bundled text: source='pastiche'."
+        )
+    content, origin = (
+        (_bundled_file().read_bytes(), "bundled") if file is None else (file.read_bytes(), str(file))
+    )
+    sentence = _describe(content, file, origin)
+    try:
+        words = content.decode("utf-8").split()[:max_words]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"shakespeare: {origin} is not UTF-8 text ({error}); convert it first.") from error
+    if not words:
+        raise ValueError(f"shakespeare: {origin} has no words; give a text with at least one.")
+    _log.info("shakespeare: %s", sentence)
+    word_ids, vocabulary = _rank_words(words, vocabulary_size)
+    return Text(word_ids=word_ids, vocabulary=vocabulary, source=sentence)
+
+
+def _rank_words(words: list[str], vocabulary_size: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Ids by falling count, from 1; a stable sort keeps words of equal count in order of first appearance."""
+    counts = Counter(word for word in words if word != UNKNOWN_WORD)
+    ranked = sorted(counts, key=lambda word: -counts[word])[: vocabulary_size - 1]
+    ids = {word: rank for rank, word in enumerate(ranked, start=1)}
+    return np.array([ids.get(word, 0) for word in words], np.int32), (UNKNOWN_WORD, *ranked)
+
+
+def _describe(content: bytes, file: Path | None, origin: str) -> str:
+    """Says which text this is, after checking that a file with the corpus' name is the corpus."""
+    if file is None:
+        return "pastiche, an original text in Shakespeare's manner, bundled with rsembed"
+    digest = hashlib.sha256(content).hexdigest()
+    if digest == CORPUS_SHA256:
+        return f"tinyshakespeare, the real corpus (sha256 verified), from {origin}"
+    if file.name == CORPUS_NAME or file.parts[-2:] == ("tinyshakespeare", "input.txt"):
+        raise ValueError(
+            f"shakespeare: checksum mismatch, {origin} has sha256 {digest}, the corpus has {CORPUS_SHA256}. "
+            f"Delete a broken download and fetch it again; give a text of your own another name."
+        )
+    return f"a text of your own, from {origin}"
+
+
+def _bundled_file() -> Path:
+    """The pastiche inside an installed package, else in the checkout around it."""
+    package = Path(__file__).resolve().parent.parent
+    candidates = [package / "_bundled" / "pastiche.txt", package.parent / "datasets" / "pastiche.txt"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise FileNotFoundError(
+        f"shakespeare: the bundled text is at none of {[str(c) for c in candidates]}; reinstall."
+    )
+
+
+def _cache_folder() -> Path:
+    import pooch
+
+    return Path(pooch.os_cache("rsembed"))
+
+
+def _text_file(place: Path) -> Path | None:
+    """The file itself, or the corpus inside a folder."""
+    place = place.expanduser()
+    candidates = [place, place / CORPUS_NAME, place / "tinyshakespeare" / "input.txt"]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progress: bool) -> Path | None:
+    if path is not None:
+        file = _text_file(Path(path))
+        if file is None:
+            raise FileNotFoundError(
+                f"shakespeare: path={os.fspath(path)!r} is neither a file nor a folder with {CORPUS_NAME} or "
+                f"tinyshakespeare/input.txt; correct it, or leave it out to use the bundled text."
+            )
+        return file
+    named = os.environ.get("RSEMBED_DATA")
+    if named:
+        file = _text_file(Path(named))
+        if file is not None:
+            return file
+        _log.warning(
+            "shakespeare: RSEMBED_DATA=%s is no text file and holds no %s; looking on.", named, CORPUS_NAME
+        )
+    if download:
+        import pooch
+
+        folder = _cache_folder()
+        kept = pooch.retrieve(
+            CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=progress
+        )
+        return Path(kept)
+    cached = _cache_folder() / CORPUS_NAME
+    return cached if cached.is_file() else None
+
+
+def load_shakespeare(
+    vocabulary_size: int, *, source: str = "auto", path: str | os.PathLike[str] | None = None
+) -> Int32[np.ndarray, " words"]:
+    """Only the word ids of `shakespeare(vocabulary_size)`, under the name that the published tutorial uses.
+
+    Args:
+      vocabulary_size: number of ids, id 0 (unknown) included.
+      source: as in `shakespeare`.
+      path: as in `shakespeare`.
+
+    Example:
+      >>> load_shakespeare(2048, source="pastiche").dtype
+      dtype('int32')
+    """
+    return shakespeare(vocabulary_size, source=source, path=path).word_ids

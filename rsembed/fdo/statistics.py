@@ -1,0 +1,115 @@
+"""What preprocessing saw in a batch, per stack: the numbers that limits and buffer sizes are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SparseDenseMatmulInputStats:
+    """Counts of one batch (or of many, one row each), keyed by stack name.
+
+    Entries are counted after equal ids of one sample were merged, and before any were dropped.
+
+    Attributes:
+      max_ids_per_partition: for every (local device, shard), the most entries that one core of the device sends there.
+      max_unique_ids_per_partition: likewise, distinct rows.
+      required_buffer_size_per_sc: buffer places that every core needs; each partition fills whole tiles of 8.
+      id_drop_counters: ids dropped, every duplicate counted.
+    """
+
+    max_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
+    max_unique_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
+    required_buffer_size_per_sc: dict[str, Any] = dataclasses.field(default_factory=dict)
+    id_drop_counters: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def get_required_buffer_size_per_device(self, table_name: str, num_sc: int | None = None) -> int | None:
+        """Buffer places a device needs: the fullest core's need times the cores; None for an unknown stack.
+
+        Args:
+          table_name: name of the stack.
+          num_sc: cores per device; None takes one core per recorded value.
+        """
+        if table_name not in self.required_buffer_size_per_sc:
+            return None
+        values = np.asarray(self.required_buffer_size_per_sc[table_name])
+        return int(np.max(values) * (num_sc or len(values)))
+
+    def set_required_buffer_size_per_device(self, table_name: str, size: int, num_sc: int | None = None) -> None:
+        """Records `size` buffer places per device, in equal parts for `num_sc` cores.
+
+        Raises:
+          ValueError: the stack is unknown and `num_sc` is missing.
+        """
+        if num_sc is None:
+            if table_name not in self.required_buffer_size_per_sc:
+                raise ValueError(
+                    f"stack {table_name!r} has no recorded buffer size yet, so its number of cores is unknown; pass num_sc."
+                )
+            num_sc = len(self.required_buffer_size_per_sc[table_name])
+        self.required_buffer_size_per_sc[table_name] = np.full(num_sc, size / num_sc)
+
+
+KINDS: dict[str, str] = {
+    "max_ids": "max_ids_per_partition",
+    "max_unique_ids": "max_unique_ids_per_partition",
+    "required_buffer_size": "required_buffer_size_per_sc",
+    "id_drop_counters": "id_drop_counters",
+}
+"""How the statistics are called in files: `<stack>_<key of this dict>`."""
+
+History = dict[str, np.ndarray]
+"""Every statistic of every stack by its name in files; one row per record once there are several."""
+
+
+def append_record(history: History, statistics: SparseDenseMatmulInputStats) -> History:
+    """The history with one more record. A first record stays one-dimensional; further ones become rows.
+
+    Raises:
+      ValueError: a statistic has another length than before: the layout changed under one client.
+    """
+    result = dict(history)
+    for suffix, field in KINDS.items():
+        for stack, values in getattr(statistics, field).items():
+            key, row = f"{stack}_{suffix}", np.atleast_1d(np.asarray(values)).astype(np.int64)
+            if key in result and result[key].shape[-1] != row.shape[-1]:
+                raise ValueError(
+                    f"statistic {key!r} now has {row.shape[-1]} values, but was recorded with {result[key].shape[-1]}; "
+                    "use a new client (and folder) when the number of devices or cores changes."
+                )
+            result[key] = np.vstack([result[key], row]) if key in result else row
+    return result
+
+
+def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
+    """One process: its history as it stands. Several: the elementwise maximum over all their records."""
+    histories = list(histories)
+    if len(histories) == 1:
+        return dict(histories[0])
+    merged: History = {}
+    for history in histories:
+        for key, values in history.items():
+            highest = np.max(np.atleast_2d(values), axis=0)
+            merged[key] = np.maximum(merged[key], highest) if key in merged else highest
+    return merged
+
+
+def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
+    """The history as statistics.
+
+    Raises:
+      ValueError: a name ends in none of the known kinds.
+    """
+    statistics = SparseDenseMatmulInputStats()
+    for key, values in history.items():
+        # "max_unique_ids" also ends in "ids", so the longest kind that fits decides.
+        suffixes = [suffix for suffix in KINDS if key.endswith(f"_{suffix}")]
+        if not suffixes:
+            raise ValueError(f"statistic {key!r} ends in none of {', '.join('_' + suffix for suffix in KINDS)}.")
+        suffix = max(suffixes, key=len)
+        getattr(statistics, KINDS[suffix])[key.removesuffix(f"_{suffix}")] = values
+    return statistics

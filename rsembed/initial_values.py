@@ -1,0 +1,140 @@
+"""Initial table values that depend on the key, the table and the row alone.
+
+An initializer written for a whole table, `initializer(key, (vocabulary, dim))`, is evaluated for any subset of rows
+without building the table: its computation is traced once at the full logical shape (so that scales computed from the
+shape are right), and the trace is then evaluated for the wanted rows only, with random bits that belong to the row.
+Stacking, sharding and device count therefore never change a table, and building one needs no second copy of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from rsembed.specs import TableSpec
+
+
+def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
+    """The key of one table: the model's key and the table's name."""
+    return jax.random.fold_in(key, zlib.crc32(table_name.encode()))
+
+
+def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
+    """Initial float32 values of some rows of a table.
+
+    Args:
+      key: the table's own key, `table_key(model_key, table.name)`.
+      table: its initializer sees the logical shape `(vocabulary_size, embedding_dim)`.
+      rows: row numbers, in any order.
+
+    Raises:
+      TypeError: the initializer does not accept `(key, shape)`.
+      ValueError: it returns another shape than it was asked for.
+    """
+    shape = (table.vocabulary_size, table.embedding_dim)
+    trace = _trace(table, shape)
+    try:
+        return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
+    except _MixesRowsError:  # an orthogonal matrix, a given array, ...: build it whole and pick
+        return table.initializer(key, shape).astype(jnp.float32)[rows]
+
+
+def _trace(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
+    try:
+        trace = jax.make_jaxpr(lambda key: table.initializer(key, shape))(jax.random.key(0))
+    except TypeError as error:
+        raise TypeError(
+            f"table {table.name!r}: the initializer could not be called as initializer(key, {shape}): {error}. "
+            "Write it as `lambda key, shape: ...`, or use one of jax.nn.initializers."
+        ) from error
+    found = [aval.shape for aval in trace.out_avals]
+    if found != [shape]:
+        raise ValueError(
+            f"table {table.name!r}: the initializer returned {found} for shape {shape}; it must return one array of "
+            "the shape it is given."
+        )
+    return trace
+
+
+# Primitives that treat every entry alone.
+_ELEMENTWISE = frozenset(
+    """abs add and atan2 bitcast_convert_type cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv
+    erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or
+    pow rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square
+    stop_gradient sub tan tanh xor""".split()
+)
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+class _MixesRowsError(Exception):
+    """The computation cannot be cut into rows."""
+
+
+class _Cut(NamedTuple):
+    """The wanted rows of an array whose leading axis counts all rows."""
+
+    array: Array
+
+
+class _RowEvaluator:
+    """Evaluates a traced computation for some rows of its arrays; what has no row axis is computed as it stands."""
+
+    def __init__(self, rows: Int[Array, " rows"], num_rows: int):
+        self.rows = rows
+        self.num_rows = num_rows
+
+    def evaluate(self, trace: ClosedJaxpr, key: PRNGKeyArray) -> Array:
+        (result,) = self._run(trace.jaxpr, trace.consts, [key])
+        return result.array if isinstance(result, _Cut) else jnp.asarray(result)[self.rows]
+
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+
+        def value(variable: Any) -> Any:
+            return variable.val if isinstance(variable, Literal) else values[variable]
+
+        for equation in jaxpr.eqns:
+            results = self._equation(equation, [value(v) for v in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [value(v) for v in jaxpr.outvars]
+
+    def _equation(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        name, params = equation.primitive.name, equation.params
+        if name in _CALLS:
+            inner = params[_CALLS[name]]
+            if isinstance(inner, ClosedJaxpr):
+                return self._run(inner.jaxpr, inner.consts, inputs)
+            return self._run(inner, (), inputs)
+        if any(isinstance(x, _Cut) for x in inputs):
+            return [self._elementwise(equation, inputs)]
+        shape = params.get("shape", ())
+        if len(shape) == 2 and shape[0] == self.num_rows:
+            if name == "random_bits":
+                return [_Cut(_row_bits(inputs[0], self.rows, params["bit_width"], shape[1]))]
+            if name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
+                cut_shape = (self.rows.shape[0], shape[1])
+                return [_Cut(equation.primitive.bind(*inputs, **{**params, "shape": cut_shape}))]
+        results = equation.primitive.bind(*inputs, **params)
+        return list(results) if equation.primitive.multiple_results else [results]
+
+    def _elementwise(self, equation: Any, inputs: list[Any]) -> _Cut:
+        spans_rows = [not isinstance(x, _Cut) and jnp.ndim(x) > 0 and jnp.shape(x)[0] != 1 for x in inputs]
+        if equation.primitive.name not in _ELEMENTWISE or any(spans_rows):
+            raise _MixesRowsError
+        arrays = [x.array if isinstance(x, _Cut) else x for x in inputs]
+        return _Cut(equation.primitive.bind(*arrays, **equation.params))
+
+
+def _row_bits(key: PRNGKeyArray, rows: Array, bit_width: int, dim: int) -> Array:
+    """Random bits of each row from a key of its own."""
+
+    def one_row(row: Array) -> Array:
+        return jax.random.bits(jax.random.fold_in(key, row), (dim,), jnp.dtype(f"uint{bit_width}"))
+
+    return jax.vmap(one_row)(rows.astype(jnp.uint32))

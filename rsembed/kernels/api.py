@@ -1,0 +1,172 @@
+"""The kernels as everybody calls them: picks the first implementation that can serve a call.
+
+An implementation is a module with the functions of `reference.py`. It says why it cannot run on this machine through
+`unavailable_because()`, and why it cannot serve one call by raising `NotImplementedError(reason)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from rsembed.kernels import native, reference
+from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
+from rsembed.specs import QuantizationConfig
+
+IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, reference)
+"""In order of preference."""
+
+
+def implementation_states() -> list[tuple[str, str]]:
+    """Every implementation by name, with "live" or the reason why it is not."""
+    return [(module.NAME, module.unavailable_because() or "live") for module in IMPLEMENTATIONS]
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises: ValueError: the name is unknown. NotImplementedError: that one cannot run here."""
+    if implementation is None:
+        return
+    known = {module.NAME: module for module in IMPLEMENTATIONS}
+    if implementation not in known:
+        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(known)}, or None.")
+    reason = known[implementation].unavailable_because()
+    if reason is not None:
+        raise NotImplementedError(f"implementation {implementation!r} cannot run here: {reason}")
+
+
+def _dispatch(function: str, implementation: str | None, *args: Any) -> Any:
+    check_implementation(implementation)
+    reasons = []
+    for module in IMPLEMENTATIONS:
+        if implementation not in (None, module.NAME):
+            continue
+        reason = module.unavailable_because()
+        if reason is None:
+            try:
+                return getattr(module, function)(*args)
+            except NotImplementedError as error:
+                reason = str(error)
+        reasons.append(f"{module.NAME}: {reason}")
+    raise NotImplementedError(f"no implementation can serve {function}: " + "; ".join(reasons))
+
+
+def lookup(
+    table: Float[Array, "num_rows dim"],
+    segments: Sequence[Segment],
+    *,
+    quantization: QuantizationConfig | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "_ dim"], ...]:
+    """Pooled rows of every segment, float32; see `reference.lookup` for the meaning.
+
+    Differentiable in the table and the weights (dense gradients); training uses `row_gradients` or `update` instead.
+    """
+    if quantization is None:
+        return _lookup(implementation, table, tuple(segments))
+    outputs = []
+    for segment in segments:  # quantization acts on single rows, before they are combined
+        entries = Segment(segment.rows, None, None, "none")
+        (vectors,) = _lookup(implementation, table, (entries,))
+        valid = (segment.rows >= 0) & (segment.rows < table.shape[0])
+        places = jnp.where(valid, jnp.arange(segment.rows.shape[0], dtype=jnp.int32), NO_ROW)
+        pooled = Segment(places, segment.offsets, segment.weights, segment.combiner)
+        outputs.extend(_lookup(implementation, quantization.quantize(vectors), (pooled,)))
+    return tuple(outputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup(implementation: str | None, table: Array, segments: tuple[Segment, ...]) -> tuple[Array, ...]:
+    return _dispatch("lookup", implementation, table, segments)
+
+
+def _lookup_forward(implementation: str | None, table: Array, segments: tuple[Segment, ...]) -> Any:
+    return _lookup(implementation, table, segments), (table, segments)
+
+
+def _lookup_backward(implementation: str | None, saved: Any, d_outputs: tuple[Array, ...]) -> Any:
+    table, segments = saved
+    rows, values = row_gradients(table.shape[0], segments, d_outputs, implementation=implementation)
+    d_table = jnp.zeros_like(table).at[rows].add(values.astype(table.dtype), mode="drop")
+    return d_table, tuple(
+        _segment_cotangent(table, segment, d_output) for segment, d_output in zip(segments, d_outputs, strict=True)
+    )
+
+
+def _segment_cotangent(table: Array, segment: Segment, d_output: Array) -> Segment:
+    def zero(integers: Array | None) -> Any:
+        return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
+
+    d_weights = None
+    if segment.weights is not None:
+
+        def pooled(weights: Array) -> Array:
+            return reference.lookup(table, [Segment(segment.rows, segment.offsets, weights, segment.combiner)])[0]
+
+        (d_weights,) = jax.vjp(pooled, segment.weights)[1](d_output)
+    return Segment(zero(segment.rows), zero(segment.offsets), d_weights, segment.combiner)  # type: ignore[arg-type]
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def row_gradients(
+    num_rows: int,
+    segments: Sequence[Segment],
+    d_outputs: Sequence[Float[Array, "_ dim"]],
+    *,
+    implementation: str | None = None,
+) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
+    """Gradient of every looked-up row, equal rows combined; see `reference.row_gradients`."""
+    return _dispatch("row_gradients", implementation, num_rows, tuple(segments), tuple(d_outputs))
+
+
+def apply_rows(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    rows: Int[Array, " capacity"],
+    gradients: Float[Array, "capacity dim"],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    *,
+    rounding_key: PRNGKeyArray | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """One optimizer step of distinct rows, in place when the arrays are donated."""
+    return _dispatch("apply_rows", implementation, table, slots, rows, gradients, hyper, rule, rounding_key)
+
+
+def update(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    segments: Sequence[Segment],
+    d_outputs: Sequence[Float[Array, "_ dim"]],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    *,
+    rounding_key: PRNGKeyArray | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
+    return _dispatch(
+        "update", implementation, table, slots, tuple(segments), tuple(d_outputs), hyper, rule, rounding_key
+    )
+
+
+def rows_by_bag(
+    bags: Int[Array, " nnz"], num_bags: int, *, implementation: str | None = None
+) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
+    """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
+    return _dispatch("rows_by_bag", implementation, bags, num_bags)
+
+
+def allocate(shape: tuple[int, ...], dtype: Any, *, implementation: str | None = None) -> Array:
+    """An array to be filled in place, of unspecified values; on huge pages where the system has them."""
+    return _dispatch("allocate", implementation, shape, dtype)

@@ -1,0 +1,444 @@
+// The doors between XLA and the kernels: XLA FFI handlers, and the choice of the instruction set.
+//
+// Handlers take one variable list of buffers, so that a call serves any number of features. An attribute `segments`
+// describes the list: per feature the combiner in the low two bits, 4 if it has offsets, 8 if it has weights. The
+// buffers of a feature follow each other: rows, offsets, weights, gradient of the output.
+// rsembed/kernels/native.py is the only caller; it checks values, the handlers check what memory safety needs.
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "parallel.h"
+#include "row_kernels.h"
+#include "sorting.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace rsembed {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
+constexpr int64_t kBlockBytes = 128 << 10;
+constexpr int64_t kItemsPerBlock = 1024;
+
+// RSEMBED_ISA=baseline or avx2 lowers the choice, to compare or to reproduce the bits of an older machine.
+const RowKernels& Kernels() {
+  static const RowKernels& kernels = []() -> const RowKernels& {
+#if defined(RSEMBED_HAS_X86_ISAS)
+    const char* wish = std::getenv("RSEMBED_ISA");
+    const std::string_view limit = wish == nullptr ? "" : wish;
+    if (limit == "baseline") return baseline::kRowKernels;
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_avx2 && has_avx512 && limit != "avx2") return avx512::kRowKernels;
+    if (has_avx2) return avx2::kRowKernels;
+#endif
+    return baseline::kRowKernels;
+  }();
+  return kernels;
+}
+
+// Reads buffers one after the other and keeps the first complaint; what is read after one must not be used.
+class Reader {
+ public:
+  explicit Reader(ffi::RemainingArgs args) : args_(args) {}
+
+  void* Next(const char* what, ffi::DataType type, int64_t* count) {
+    const auto buffer = args_.get<ffi::AnyBuffer>(at_++);
+    *count = 0;
+    if (!buffer.has_value()) return Fail(std::string("missing ") + what);
+    if (buffer->element_type() != type) return Fail(std::string("wrong element type of ") + what);
+    *count = buffer->element_count();
+    return buffer->untyped_data();
+  }
+
+  void* Next(const char* what, ffi::DataType type, int64_t expected_count, bool or_more = false) {
+    int64_t count;
+    void* data = Next(what, type, &count);
+    if (count < expected_count || (count > expected_count && !or_more)) Fail(std::string("wrong size of ") + what);
+    return data;
+  }
+
+  std::vector<Segment> Segments(ffi::Span<const int32_t> layout, int64_t dim, bool with_gradients) {
+    std::vector<Segment> segments;
+    int64_t num_entries = 0, num_outputs = 0;
+    for (const int32_t flags : layout) {
+      Segment s = {};
+      s.first_entry = num_entries;
+      s.first_output = num_outputs;
+      s.combiner = static_cast<Combiner>(flags & 3);
+      s.rows = static_cast<int32_t*>(Next("rows", ffi::S32, &s.num_entries));
+      s.num_outputs = s.num_entries;
+      if (flags & 4) {
+        s.offsets = static_cast<int32_t*>(Next("offsets", ffi::S32, &s.num_outputs));
+        if (--s.num_outputs < 0) Fail("offsets must not be empty");
+      }
+      if (flags & 8) s.weights = static_cast<float*>(Next("weights", ffi::F32, s.num_entries));
+      if (with_gradients) s.d_output = static_cast<float*>(Next("d_output", ffi::F32, s.num_outputs * dim));
+      num_entries += s.num_entries;
+      num_outputs += s.num_outputs;
+      segments.push_back(s);
+    }
+    if (std::max(num_entries, num_outputs) > kNoRow) Fail("too many entries for one call");
+    return segments;
+  }
+
+  void* Fail(const std::string& complaint) {
+    if (complaint_.empty()) complaint_ = complaint;
+    return nullptr;
+  }
+  bool Failed() const { return !complaint_.empty(); }
+  ffi::Error Complaint() const { return ffi::Error::InvalidArgument("rsembed: " + complaint_); }
+
+ private:
+  ffi::RemainingArgs args_;
+  size_t at_ = 0;
+  std::string complaint_;
+};
+
+ElementType ElementTypeOf(ffi::AnyBuffer buffer, Reader& reader) {
+  switch (buffer.element_type()) {
+    case ffi::F32:
+      return kFloat32;
+    case ffi::BF16:
+      return kBFloat16;
+    case ffi::F16:
+      return kFloat16;
+    default:
+      reader.Fail("tables are float32, bfloat16 or float16");
+      return kFloat32;
+  }
+}
+
+int64_t NumRows(ffi::AnyBuffer buffer) { return buffer.dimensions().size() > 0 ? buffer.dimensions()[0] : 0; }
+
+int64_t RowBytes(ffi::AnyBuffer buffer) {
+  return NumRows(buffer) == 0 ? 0 : static_cast<int64_t>(buffer.size_bytes()) / NumRows(buffer);
+}
+
+// Memory is the only thing that can run out while sorting.
+template <typename Body>
+ffi::Error WithMemory(const Body& body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "rsembed: no memory to sort the entries of this call");
+  }
+}
+
+ffi::Error Lookup(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  ffi::Span<const int32_t> layout) {
+  Reader reader(args);
+  const ElementType type = ElementTypeOf(values, reader);
+  if (values.dimensions().size() != 2) reader.Fail("a table has two axes");
+  if (reader.Failed()) return reader.Complaint();
+  Table table = {};
+  table.values = values.untyped_data();
+  table.num_rows = values.dimensions()[0];
+  table.dim = values.dimensions()[1];
+  std::vector<Segment> segments = reader.Segments(layout, table.dim, false);
+  int64_t num_entries = 0, num_outputs = 0;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    auto output = rets.get<ffi::AnyBuffer>(i);
+    const int64_t size = segments[i].num_outputs * table.dim;
+    if (!output.has_value() || static_cast<int64_t>((*output)->element_count()) != size) {
+      reader.Fail("wrong size of output");
+      break;
+    }
+    segments[i].output = static_cast<float*>((*output)->untyped_data());
+    num_entries += segments[i].num_entries;
+    num_outputs += segments[i].num_outputs;
+  }
+  if (reader.Failed()) return reader.Complaint();
+  const int64_t num_bytes = num_entries * RowBytes(values) + num_outputs * table.dim * 4;
+  const int64_t num_blocks = std::max<int64_t>(num_bytes / kBlockBytes, 1);
+  const int64_t outputs_per_block = std::max<int64_t>((num_outputs + num_blocks - 1) / num_blocks, 1);
+  const auto pool_rows = Kernels().pool[type];
+  Workers(pool).ForEachRange(num_outputs, outputs_per_block, [&](int64_t first, int64_t last) {
+    ForEachPart<&Segment::first_output, &Segment::num_outputs>(
+        segments, first, last,
+        [&](const Segment& segment, int64_t begin, int64_t end) { pool_rows(table, segment, begin, end); });
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR1<ffi::S32>> out_rows,
+                        ffi::Result<ffi::BufferR2<ffi::F32>> out_gradients, ffi::Span<const int32_t> layout,
+                        int64_t num_rows) {
+  const int64_t capacity = out_gradients->dimensions()[0], dim = out_gradients->dimensions()[1];
+  Reader reader(args);
+  const std::vector<Segment> segments = reader.Segments(layout, dim, true);
+  int64_t num_entries = 0;
+  for (const Segment& segment : segments) num_entries += segment.num_entries;
+  if (num_rows < 0 || num_rows > kNoRow) reader.Fail("num_rows does not fit");
+  if (capacity != std::min(num_entries, num_rows) || static_cast<int64_t>(out_rows->element_count()) != capacity) {
+    reader.Fail("wrong capacity");
+  }
+  if (reader.Failed()) return reader.Complaint();
+  return WithMemory([&] {
+    Workers workers(pool);
+    const SortedSegments sorted(workers, Kernels(), segments, num_rows, dim);
+    const SortedEntries entries = sorted.entries();
+    const int64_t num_blocks = (entries.num_items + kItemsPerBlock - 1) / kItemsPerBlock;
+    std::vector<int64_t> first_group(num_blocks + 1, 0);
+    workers.ForEachRange(entries.num_items, kItemsPerBlock, [&](int64_t first, int64_t last) {
+      int64_t num_groups = 0;
+      for (int64_t i = first; i < last; ++i) {
+        num_groups += i == 0 || entries.items[i].row != entries.items[i - 1].row;
+      }
+      first_group[first / kItemsPerBlock + 1] = num_groups;
+    });
+    for (int64_t block = 0; block < num_blocks; ++block) first_group[block + 1] += first_group[block];
+    workers.ForEachRange(entries.num_items, kItemsPerBlock, [&](int64_t first, int64_t last) {
+      const int64_t group = first_group[first / kItemsPerBlock];
+      Kernels().sum_groups(entries, first, last, out_rows->typed_data() + group,
+                           out_gradients->typed_data() + group * dim);
+    });
+    const int64_t num_groups = first_group[num_blocks];
+    workers.ForEachRange(capacity - num_groups, kItemsPerBlock, [&](int64_t first, int64_t last) {
+      std::fill(out_rows->typed_data() + num_groups + first, out_rows->typed_data() + num_groups + last, kNoRow);
+      std::fill(out_gradients->typed_data() + (num_groups + first) * dim,
+                out_gradients->typed_data() + (num_groups + last) * dim, 0.0f);
+    });
+  });
+}
+
+constexpr int kNumSlots[kNumRules] = {0, 1, 1, 2};
+constexpr int kNumHyperparameters[kNumRules] = {1, 1, 2, 4};
+
+// Takes hyperparameters and slots from the front of the list. Table and slots are stepped where they lie, which XLA
+// grants by aliasing them with the results.
+Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, int64_t rule) {
+  Table table = {};
+  if (rule < 0 || rule >= kNumRules) reader.Fail("unknown rule");
+  if (values.dimensions().size() != 2) reader.Fail("a table has two axes");
+  if (reader.Failed()) return table;
+  table.values = values.untyped_data();
+  table.num_rows = values.dimensions()[0];
+  table.dim = values.dimensions()[1];
+  table.slot_width = rule == kRowWiseAdagrad ? 1 : table.dim;
+  table.hyper = static_cast<float*>(reader.Next("hyperparameters", ffi::F32, kNumHyperparameters[rule], true));
+  for (int k = 0; k < kNumSlots[rule]; ++k) {
+    table.slots[k] = static_cast<float*>(reader.Next("slot", ffi::F32, table.num_rows * table.slot_width));
+  }
+  for (int k = 0; k <= kNumSlots[rule]; ++k) {
+    auto result = rets.get<ffi::AnyBuffer>(k);
+    const void* operand = k == 0 ? table.values : table.slots[k - 1];
+    if (!result.has_value() || (*result)->untyped_data() != operand) reader.Fail("results must alias table and slots");
+  }
+  return table;
+}
+
+ffi::Error Update(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  ffi::Span<const int32_t> layout, int64_t rule) {
+  Reader reader(args);
+  const ElementType type = ElementTypeOf(values, reader);
+  const Table table = ReadTable(reader, values, rets, rule);
+  const std::vector<Segment> segments = reader.Segments(layout, table.dim, true);
+  if (reader.Failed()) return reader.Complaint();
+  return WithMemory([&] {
+    Workers workers(pool);
+    const SortedSegments sorted(workers, Kernels(), segments, table.num_rows, table.dim);
+    const SortedEntries entries = sorted.entries();
+    const auto update_groups = Kernels().update_groups[type][rule];
+    workers.ForEachRange(entries.num_items, kItemsPerBlock, [&](int64_t first, int64_t last) {
+      update_groups(table, entries, first, last);
+    });
+  });
+}
+
+ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     int64_t rule) {
+  Reader reader(args);
+  const ElementType type = ElementTypeOf(values, reader);
+  const Table table = ReadTable(reader, values, rets, rule);
+  int64_t num_rows = 0;
+  const auto* rows = static_cast<int32_t*>(reader.Next("rows", ffi::S32, &num_rows));
+  const auto* gradients = static_cast<float*>(reader.Next("gradients", ffi::F32, num_rows * table.dim));
+  if (reader.Failed()) return reader.Complaint();
+  const auto step_rows = Kernels().step_rows[type][rule];
+  Workers(pool).ForEachRange(num_rows, kItemsPerBlock, [&](int64_t first, int64_t last) {
+    step_rows(table, rows, gradients, first, last);
+  });
+  return ffi::Error::Success();
+}
+
+// Calls body(place, row) for every place of the list `rows`, with row -1 if the array has no such row.
+template <typename Body>
+void ForEachRow(Workers& workers, ffi::BufferR1<ffi::S32> rows, int64_t num_rows, int64_t row_bytes, const Body& body) {
+  const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);
+  workers.ForEachRange(rows.element_count(), rows_per_block, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = rows.typed_data()[i];
+      body(i, row >= 0 && row < num_rows ? row : -1);
+    }
+  });
+}
+
+// True if `few` holds one row of `array`, of whatever element type, for every entry of `rows`.
+bool HoldsRowsOf(ffi::AnyBuffer few, ffi::AnyBuffer array, ffi::BufferR1<ffi::S32> rows) {
+  const int64_t count = rows.element_count();
+  return NumRows(few) == count && (count == 0 || NumRows(array) == 0 || RowBytes(few) == RowBytes(array));
+}
+
+// Copies rows of all arrays of the list; a row outside its array reads as zeros.
+ffi::Error GatherRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs arrays,
+                      ffi::RemainingRets results) {
+  Workers workers(pool);
+  for (size_t k = 0; k < arrays.size(); ++k) {
+    const auto array = arrays.get<ffi::AnyBuffer>(k);
+    auto result = results.get<ffi::AnyBuffer>(k);
+    if (!array.has_value() || !result.has_value() || !HoldsRowsOf(**result, *array, rows)) {
+      return ffi::Error::InvalidArgument("rsembed: gathered rows have the wrong shape");
+    }
+    const int64_t row_bytes = RowBytes(**result);
+    const char* from = static_cast<const char*>(array->untyped_data());
+    char* to = static_cast<char*>((*result)->untyped_data());
+    ForEachRow(workers, rows, NumRows(*array), row_bytes, [=](int64_t place, int64_t row) {
+      if (row >= 0) {
+        std::memcpy(to + place * row_bytes, from + row * row_bytes, row_bytes);
+      } else {
+        std::memset(to + place * row_bytes, 0, row_bytes);
+      }
+    });
+  }
+  return ffi::Error::Success();
+}
+
+// Overwrites distinct rows in place; the list holds all arrays, then the new rows of each.
+ffi::Error ScatterRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
+                       ffi::RemainingRets results) {
+  Workers workers(pool);
+  const size_t num_arrays = args.size() / 2;
+  for (size_t k = 0; k < num_arrays; ++k) {
+    const auto array = args.get<ffi::AnyBuffer>(k), new_rows = args.get<ffi::AnyBuffer>(num_arrays + k);
+    auto result = results.get<ffi::AnyBuffer>(k);
+    if (!array.has_value() || !new_rows.has_value() || !result.has_value() || !HoldsRowsOf(*new_rows, *array, rows)) {
+      return ffi::Error::InvalidArgument("rsembed: scattered rows have the wrong shape");
+    }
+    if (array->untyped_data() != (*result)->untyped_data()) {
+      return ffi::Error::InvalidArgument("rsembed: results must alias the arrays");
+    }
+    const int64_t row_bytes = RowBytes(*array);
+    const char* from = static_cast<const char*>(new_rows->untyped_data());
+    char* to = static_cast<char*>(array->untyped_data());
+    ForEachRow(workers, rows, NumRows(*array), row_bytes, [=](int64_t place, int64_t row) {
+      if (row >= 0) std::memcpy(to + row * row_bytes, from + place * row_bytes, row_bytes);
+    });
+  }
+  return ffi::Error::Success();
+}
+
+// A bag outside [0, num_bags) counts as bag num_bags, behind all others.
+ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Result<ffi::BufferR1<ffi::S32>> offsets,
+                     ffi::Result<ffi::BufferR1<ffi::S32>> order) {
+  const int64_t num_bags = static_cast<int64_t>(offsets->element_count()) - 1, num_entries = bags.element_count();
+  if (num_bags < 0 || static_cast<int64_t>(order->element_count()) != num_entries) {
+    return ffi::Error::InvalidArgument("rsembed: wrong size of offsets or order");
+  }
+  return WithMemory([&] {
+    Workers workers(pool);
+    const RowSort sort(workers, num_entries, num_bags + 1, [&](int64_t first, int64_t last, Item* items) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t bag = bags.typed_data()[i];
+        items[i - first] = {static_cast<uint32_t>(bag >= 0 && bag < num_bags ? bag : num_bags), static_cast<uint32_t>(i)};
+      }
+      return last - first;
+    });
+    // Offset b is the first place whose bag is b or more; place i settles those between its bag and the one before.
+    workers.ForEachRange(num_entries + 1, 8 * kItemsPerBlock, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t previous = i == 0 ? -1 : sort.items()[i - 1].row;
+        const int64_t bag = i == num_entries ? num_bags : sort.items()[i].row;
+        for (int64_t b = previous + 1; b <= bag; ++b) offsets->typed_data()[b] = static_cast<int32_t>(i);
+        if (i < num_entries) order->typed_data()[i] = static_cast<int32_t>(sort.items()[i].source);
+      }
+    });
+  });
+}
+
+constexpr uintptr_t kHugePageBytes = 2 << 20;
+
+// Asks for huge pages inside [data, data + bytes); pages already touched are collapsed only if `now`.
+bool AdviseHugePages(void* data, size_t bytes, bool now) {
+#if defined(MADV_HUGEPAGE)
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(kHugePageBytes - 1);
+  if (begin >= end) return false;
+  void* const interior = reinterpret_cast<void*>(begin);
+  if (madvise(interior, end - begin, MADV_HUGEPAGE) != 0) return false;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older headers do not name it
+  return !now || madvise(interior, end - begin, kCollapse) == 0;
+#else
+  return false;
+#endif
+}
+
+// A new array on huge pages, every element set to the low bytes of `pattern` unless it may stay as it comes.
+ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64_t pattern, bool fill) {
+  const int64_t bytes = out->size_bytes(), width = bytes == 0 ? 1 : bytes / out->element_count();
+  if (width > 8) return ffi::Error::InvalidArgument("rsembed: elements have at most 8 bytes");
+  AdviseHugePages(out->untyped_data(), bytes, false);
+  if (!fill) return ffi::Error::Success();
+  char unit[8];
+  for (int64_t k = 0; k < 8; ++k) unit[k] = reinterpret_cast<const char*>(&pattern)[k % width];
+  char* const data = static_cast<char*>(out->untyped_data());
+  Workers(pool).ForEachRange(bytes, 2 * kHugePageBytes, [&](int64_t first, int64_t last) {
+    for (; first + 8 <= last; first += 8) std::memcpy(data + first, unit, 8);
+    std::memcpy(data + first, unit, last - first);
+  });
+  return ffi::Error::Success();
+}
+
+using Layout = ffi::Span<const int32_t>;
+using Any = ffi::AnyBuffer;
+using Int32s = ffi::BufferR1<ffi::S32>;
+
+auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
+
+}  // namespace
+
+// Nothing else of the library is visible: its symbols must not meet those of jaxlib.
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup,
+                              Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<Layout>("segments"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    rsembed_row_gradients, RowGradients,
+    Bind().RemainingArgs().Ret<Int32s>().Ret<ffi::BufferR2<ffi::F32>>().Attr<Layout>("segments").Attr<int64_t>("num_rows"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    rsembed_update, Update,
+    Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<Layout>("segments").Attr<int64_t>("rule"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_apply_rows, ApplyRows,
+                              Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<int64_t>("rule"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_gather_rows, GatherRows, Bind().Arg<Int32s>().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_scatter_rows, ScatterRows, Bind().Arg<Int32s>().RemainingArgs().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_rows_by_bag, RowsByBag, Bind().Arg<Int32s>().Ret<Int32s>().Ret<Int32s>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate, Bind().Ret<Any>().Attr<int64_t>("pattern").Attr<bool>("fill"));
+
+extern "C" const char* rsembed_instruction_set() { return Kernels().name; }
+
+extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
+
+#pragma GCC visibility pop
+
+}  // namespace rsembed

@@ -1,0 +1,119 @@
+// Blocks of work on XLA's own thread pool.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace rsembed {
+
+// How subnormal numbers are treated belongs to a thread; results may not depend on which thread took a block.
+class FloatingPointMode {
+ public:
+#if defined(__x86_64__)
+  FloatingPointMode() : control_(_mm_getcsr()) {}
+  void Set() const { _mm_setcsr(control_); }
+
+ private:
+  unsigned control_;
+#else
+  void Set() const {}
+#endif
+};
+
+// Runs body(block) for every block. The calling thread works too and waits only for blocks that another thread has
+// begun, never for one to arrive: a pool that is busy, or has a single thread, costs time but cannot block the call.
+class Workers {
+ public:
+  explicit Workers(xla::ffi::ThreadPool pool) : pool_(pool) {
+    // XLA sizes its pool by the number of devices if that is larger, but more threads than cores only get in the way.
+    static const int64_t num_cores = std::max(1u, std::thread::hardware_concurrency());
+    num_threads_ = std::clamp<int64_t>(pool_.num_threads(), 1, num_cores);
+  }
+
+  template <typename Body>
+  void ForEachBlock(int64_t num_blocks, const Body& body) {
+    const int64_t num_helpers = std::min(num_threads_, num_blocks) - 1;
+    if (num_helpers <= 0) {
+      for (int64_t block = 0; block < num_blocks; ++block) body(block);
+      return;
+    }
+    auto job = std::make_shared<Job>();
+    job->num_blocks = num_blocks;
+    job->body = &body;
+    job->run = [](const void* b, int64_t block) { (*static_cast<const Body*>(b))(block); };
+    for (int64_t i = 0; i < num_helpers; ++i) {
+      pool_.Schedule([job] { job->Help(); });
+    }
+    job->Work();
+    job->WaitForOthers();
+  }
+
+  // The same over ranges [first, last) of at most `block_size` numbers.
+  template <typename Body>
+  void ForEachRange(int64_t count, int64_t block_size, const Body& body) {
+    ForEachBlock((count + block_size - 1) / block_size, [&](int64_t block) {
+      body(block * block_size, std::min(count, (block + 1) * block_size));
+    });
+  }
+
+ private:
+  // Shared by the caller and its helpers. A helper may start after the caller has returned; it then finds no block
+  // left and touches nothing but this.
+  struct Job {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> num_done{0};
+    int64_t num_blocks;
+    const void* body;
+    void (*run)(const void*, int64_t);
+    FloatingPointMode mode;
+    std::mutex mutex;
+    std::condition_variable all_done;
+
+    void Work() {
+      for (int64_t block; (block = next.fetch_add(1, std::memory_order_relaxed)) < num_blocks;) {
+        run(body, block);
+        if (num_done.fetch_add(1, std::memory_order_acq_rel) + 1 == num_blocks) {
+          std::lock_guard<std::mutex> lock(mutex);
+          all_done.notify_one();
+        }
+      }
+    }
+
+    void Help() {
+      const FloatingPointMode own;
+      mode.Set();
+      Work();
+      own.Set();
+    }
+
+    bool IsDone() const { return num_done.load(std::memory_order_acquire) == num_blocks; }
+
+    void WaitForOthers() {
+      // Blocks take microseconds, going to sleep and waking up takes longer.
+      for (int spin = 0; spin < 4096 && !IsDone(); ++spin) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+      }
+      if (IsDone()) return;
+      std::unique_lock<std::mutex> lock(mutex);
+      all_done.wait(lock, [this] { return IsDone(); });
+    }
+  };
+
+  xla::ffi::ThreadPool pool_;
+  int64_t num_threads_;
+};
+
+}  // namespace rsembed

@@ -1,0 +1,476 @@
+// Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
+//
+// Vectors are the compilers' own (`vector_size`), as wide as the instruction set, so one text serves all three.
+// No standard C++ header is included, for the reason given in row_kernels.h.
+#include "row_kernels.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#ifndef RSEMBED_ISA
+#define RSEMBED_ISA baseline
+#endif
+#define RSEMBED_STRING_OF(name) #name
+#define RSEMBED_STRING(name) RSEMBED_STRING_OF(name)
+
+namespace rsembed {
+namespace RSEMBED_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+inline Floats broadcast(float x) { return x - Floats{}; }
+inline Words as_words(Floats x) { return reinterpret_cast<Words>(x); }
+inline Floats as_floats(Words x) { return reinterpret_cast<Floats>(x); }
+inline Words select(Words mask, Words yes, Words no) { return (mask & yes) | (~mask & no); }
+
+inline Floats square_root(Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_sqrt_ps(0xffff, (__m512)x);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_sqrt_ps((__m256)x);
+#elif defined(__x86_64__)
+  return (Floats)_mm_sqrt_ps((__m128)x);
+#else
+  for (int k = 0; k < kLanes; ++k) x[k] = __builtin_sqrtf(x[k]);
+  return x;
+#endif
+}
+
+inline float sum_of_lanes(Floats x) {
+  float lanes[kLanes];
+  memcpy(lanes, &x, sizeof(x));
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  }
+  return lanes[0];
+}
+
+inline Floats decode(const float*, Floats x) { return x; }
+
+inline Floats decode(const BFloat16*, Halves x) { return as_floats(__builtin_convertvector(x, Words) << 16); }
+
+// Subnormals become normal by a subtraction of normal numbers, because XLA lets the processor read subnormals as zero.
+inline Floats decode(const Float16*, Halves x) {
+  const Words bits = __builtin_convertvector(x, Words);
+  const Words magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+  const Words normal = magnitude + (112u << 23);
+  const Words infinite = normal + (112u << 23);
+  const Words tiny = as_words(as_floats(normal + (1u << 23)) - as_floats(Words{} + (113u << 23)));
+  const Words is_infinite = (Words)(exponent == 0x0f800000), is_tiny = (Words)(exponent == 0);
+  return as_floats(select(is_tiny, tiny, select(is_infinite, infinite, normal)) | (bits & 0x8000) << 16);
+}
+
+inline Floats encode(const float*, Floats x) { return x; }
+
+// Round to nearest, ties to even; NaN stays a quiet NaN.
+inline Halves encode(const BFloat16*, Floats x) {
+  const Words bits = as_words(x);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(select((Words)(x != x), (bits >> 16) | 0x40, rounded), Halves);
+}
+
+inline Halves encode(const Float16*, Floats x) {
+  const Words bits = as_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+  const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Adding 0.5 leaves exactly the ten bits of a subnormal half in the low end of the sum, rounded to nearest.
+  const Words tiny = as_words(as_floats(magnitude) + 0.5f) - 0x3f000000;
+  const Words huge = select((Words)(magnitude > 0x7f800000), Words{} + 0x7e00, Words{} + 0x7c00);
+  const Words finite = select((Words)(magnitude < 0x38800000), tiny, normal);
+  return __builtin_convertvector(sign | select((Words)(magnitude >= 0x47800000), huge, finite), Halves);
+}
+
+template <typename T>
+struct VectorOf {
+  typedef Halves type;
+};
+template <>
+struct VectorOf<float> {
+  typedef Floats type;
+};
+
+template <typename T>
+inline Floats load(const T* from) {
+  typename VectorOf<T>::type raw;
+  memcpy(&raw, from, sizeof(raw));
+  return decode(from, raw);
+}
+
+template <typename T>
+inline void store(T* to, Floats x) {
+  const typename VectorOf<T>::type raw = encode(to, x);
+  memcpy(to, &raw, sizeof(raw));
+}
+
+// The columns behind the last full vector; missing lanes read as zero and are not written.
+template <typename T>
+inline Floats load_tail(const T* from, int64_t count) {
+  T lanes[kLanes] = {};
+  for (int64_t k = 0; k < count; ++k) lanes[k] = from[k];
+  return load(lanes);
+}
+
+template <typename T>
+inline void store_tail(T* to, Floats x, int64_t count) {
+  T lanes[kLanes];
+  store(lanes, x);
+  for (int64_t k = 0; k < count; ++k) to[k] = lanes[k];
+}
+
+constexpr int64_t kLineBytes = 64;
+
+template <int kForWriting>
+inline void prefetch(const void* from, int64_t bytes) {
+  const char* line = static_cast<const char*>(from);
+  for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(line + at, kForWriting);
+}
+
+// --- sums of rows ---------------------------------------------------------------------------------------------------
+//
+// A Source names the addends: row(i) is the address of addend i or null to skip it, gain(i) its factor, and
+// prefetch(i) asks for an addend some way behind i. Sums run in the order of i, column by column, so that neither
+// threads nor blocks change a bit.
+
+template <int kVectors, bool kPrefetch, typename Source>
+inline void sum_panel(const Source& source, int64_t first, int64_t last, int64_t column, float scale, float* out) {
+  Floats sum[kVectors] = {};
+  for (int64_t i = first; i < last; ++i) {
+    if (kPrefetch) source.prefetch(i);
+    const auto* row = source.row(i);
+    if (row == nullptr) continue;
+    if (Source::kHasGains) {
+      const Floats gain = broadcast(source.gain(i));
+      for (int k = 0; k < kVectors; ++k) sum[k] += gain * load(row + column + k * kLanes);
+    } else {
+      for (int k = 0; k < kVectors; ++k) sum[k] += load(row + column + k * kLanes);
+    }
+  }
+  for (int k = 0; k < kVectors; ++k) store(out + column + k * kLanes, sum[k] * scale);
+}
+
+template <typename Source>
+inline void sum_tail(const Source& source, int64_t first, int64_t last, int64_t column, int64_t count, float scale,
+                     float* out) {
+  Floats sum = {};
+  for (int64_t i = first; i < last; ++i) {
+    if (column == 0) source.prefetch(i);
+    const auto* row = source.row(i);
+    if (row != nullptr) sum += source.gain(i) * load_tail(row + column, count);
+  }
+  store_tail(out + column, sum * scale, count);
+}
+
+// Panels of at most 8 vectors keep the sums in registers; a row's later panels find it in the first-level cache.
+template <typename Source>
+inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t dim, float scale, float* out) {
+  int64_t column = 0;
+  if (dim >= 8 * kLanes) {
+    sum_panel<8, true>(source, first, last, column, scale, out);
+    for (column = 8 * kLanes; column + 8 * kLanes <= dim; column += 8 * kLanes) {
+      sum_panel<8, false>(source, first, last, column, scale, out);
+    }
+  }
+  if (column + 4 * kLanes <= dim) {
+    column == 0 ? sum_panel<4, true>(source, first, last, column, scale, out)
+                : sum_panel<4, false>(source, first, last, column, scale, out);
+    column += 4 * kLanes;
+  }
+  for (; column + kLanes <= dim; column += kLanes) {
+    column == 0 ? sum_panel<1, true>(source, first, last, column, scale, out)
+                : sum_panel<1, false>(source, first, last, column, scale, out);
+  }
+  if (column < dim) sum_tail(source, first, last, column, dim - column, scale, out);
+}
+
+// --- lookup ---------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kEntriesAhead = 12;
+
+template <typename T, bool kWeighted>
+struct TableRows {
+  static constexpr bool kHasGains = kWeighted;
+  const T* table;
+  const int32_t* rows;
+  const float* weights;
+  int64_t num_entries;
+  uint32_t num_rows;
+  int64_t dim;
+
+  // A negative row is a huge one without its sign.
+  const T* row(int64_t i) const {
+    const bool contributes = static_cast<uint32_t>(rows[i]) < num_rows && (!kWeighted || weights[i] != 0.0f);
+    return contributes ? table + rows[i] * dim : nullptr;
+  }
+  float gain(int64_t i) const { return kWeighted ? weights[i] : 1.0f; }
+  void prefetch(int64_t i) const {
+    const int64_t ahead = i + kEntriesAhead;
+    if (ahead < num_entries && static_cast<uint32_t>(rows[ahead]) < num_rows) {
+      RSEMBED_ISA::prefetch<0>(table + rows[ahead] * dim, dim * sizeof(T));
+    }
+  }
+};
+
+inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+struct EntryRange {
+  int64_t first;
+  int64_t last;
+};
+
+inline EntryRange bag_entries(const Segment& segment, int64_t output) {
+  if (segment.offsets == nullptr) return {output, output + 1};
+  const int64_t first = clamp(segment.offsets[output], 0, segment.num_entries);
+  return {first, clamp(segment.offsets[output + 1], first, segment.num_entries)};
+}
+
+inline float bag_scale(const Segment& segment, uint32_t num_rows, EntryRange bag) {
+  if (segment.offsets == nullptr || segment.combiner == kSum) return 1.0f;
+  float total = 0.0f;
+  for (int64_t i = bag.first; i < bag.last; ++i) {
+    if (static_cast<uint32_t>(segment.rows[i]) >= num_rows) continue;
+    const float weight = segment.weights == nullptr ? 1.0f : segment.weights[i];
+    total += segment.combiner == kMean ? weight : weight * weight;
+  }
+  const float divisor = segment.combiner == kMean ? total : __builtin_sqrtf(total);
+  return divisor == 0.0f ? 0.0f : 1.0f / divisor;
+}
+
+void bag_scales(const Segment& segment, int64_t num_rows, int64_t first_output, int64_t last_output, float* scales) {
+  for (int64_t output = first_output; output < last_output; ++output) {
+    *scales++ = bag_scale(segment, static_cast<uint32_t>(num_rows), bag_entries(segment, output));
+  }
+}
+
+template <typename T, bool kWeighted>
+void pool_segment(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
+  const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
+  const TableRows<T, kWeighted> source = {
+      static_cast<const T*>(table.values), segment.rows, segment.weights, segment.num_entries, num_rows, table.dim};
+  for (int64_t output = first_output; output < last_output; ++output) {
+    EntryRange bag = bag_entries(segment, output);
+    const float scale = bag_scale(segment, num_rows, bag);
+    if (scale == 0.0f) bag.last = bag.first;  // rows that must not contribute may hold NaN
+    sum_rows(source, bag.first, bag.last, table.dim, scale, segment.output + output * table.dim);
+  }
+}
+
+template <typename T>
+void pool(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
+  if (segment.weights != nullptr) {
+    pool_segment<T, true>(table, segment, first_output, last_output);
+  } else {
+    pool_segment<T, false>(table, segment, first_output, last_output);
+  }
+}
+
+// --- row gradients --------------------------------------------------------------------------------------------------
+
+constexpr int64_t kItemsAhead = 8;
+
+template <bool kGained>
+struct OutputGradients {
+  static constexpr bool kHasGains = kGained;
+  const SortedEntries& entries;
+
+  const float* row(int64_t i) const {
+    const uint32_t source = entries.items[i].source;
+    return kGained ? entries.gained[source].d_output : entries.d_outputs[source];
+  }
+  float gain(int64_t i) const { return kGained ? entries.gained[entries.items[i].source].gain : 1.0f; }
+  void prefetch(int64_t i) const {
+    if (i + kItemsAhead < entries.num_items) {
+      RSEMBED_ISA::prefetch<0>(row(i + kItemsAhead), entries.dim * sizeof(float));
+    }
+  }
+};
+
+inline int64_t group_end(const SortedEntries& entries, int64_t first) {
+  int64_t last = first + 1;
+  while (last < entries.num_items && entries.items[last].row == entries.items[first].row) ++last;
+  return last;
+}
+
+// Calls body(row, first, last) for every group that begins in [first, last).
+template <typename Body>
+inline void for_groups(const SortedEntries& entries, int64_t first, int64_t last, const Body& body) {
+  while (first < last && first > 0 && entries.items[first].row == entries.items[first - 1].row) ++first;
+  while (first < last) {
+    const int64_t end = group_end(entries, first);
+    body(entries.items[first].row, first, end);
+    first = end;
+  }
+}
+
+template <bool kGained>
+void sum_groups_of(const SortedEntries& entries, int64_t first, int64_t last, int32_t* rows, float* gradients) {
+  const OutputGradients<kGained> source = {entries};
+  for_groups(entries, first, last, [&](uint32_t row, int64_t begin, int64_t end) {
+    sum_rows(source, begin, end, entries.dim, 1.0f, gradients);
+    gradients += entries.dim;
+    *rows++ = static_cast<int32_t>(row);
+  });
+}
+
+void sum_groups(const SortedEntries& entries, int64_t first, int64_t last, int32_t* rows, float* gradients) {
+  if (entries.gained != nullptr) {
+    sum_groups_of<true>(entries, first, last, rows, gradients);
+  } else {
+    sum_groups_of<false>(entries, first, last, rows, gradients);
+  }
+}
+
+// --- optimizer rules ------------------------------------------------------------------------------------------------
+//
+// The formulas, and the order of `hyper`, are those of rsembed/optimizers.py.
+
+// Calls body(column, get, put), where get and put move the vector at that column, or what there is of it in the tail.
+template <typename Body>
+inline void for_columns(int64_t dim, const Body& body) {
+  int64_t column = 0;
+  for (; column + kLanes <= dim; column += kLanes) {
+    body(column, [](auto* from) { return load(from); }, [](auto* to, Floats x) { store(to, x); });
+  }
+  if (column < dim) {
+    const int64_t count = dim - column;
+    body(column, [count](auto* from) { return load_tail(from, count); },
+         [count](auto* to, Floats x) { store_tail(to, x, count); });
+  }
+}
+
+template <typename T, Rule kRule>
+inline void step_row(T* row, float* const slots[2], const float* gradient, int64_t dim, const float* hyper) {
+  const float lr = hyper[0];
+  if (kRule == kSGD) {
+    for_columns(dim, [&](int64_t at, auto get, auto put) { put(row + at, get(row + at) - lr * get(gradient + at)); });
+  } else if (kRule == kAdagrad) {
+    for_columns(dim, [&](int64_t at, auto get, auto put) {
+      const Floats g = get(gradient + at), sum = get(slots[0] + at) + g * g;
+      const Words positive = (Words)(sum > 0.0f);
+      const Floats root = square_root(as_floats(select(positive, as_words(sum), as_words(broadcast(1.0f)))));
+      put(slots[0] + at, sum);
+      put(row + at, get(row + at) - as_floats(positive & as_words(lr * g / root)));
+    });
+  } else if (kRule == kRowWiseAdagrad) {
+    Floats squares = {};
+    for_columns(dim, [&](int64_t at, auto get, auto) { squares += get(gradient + at) * get(gradient + at); });
+    slots[0][0] += sum_of_lanes(squares) / static_cast<float>(dim);
+    const float rate = lr / (__builtin_sqrtf(slots[0][0]) + hyper[1]);
+    for_columns(dim, [&](int64_t at, auto get, auto put) { put(row + at, get(row + at) - rate * get(gradient + at)); });
+  } else {
+    const float one_minus_beta_1 = 1.0f - hyper[1], one_minus_beta_2 = 1.0f - hyper[2], epsilon = hyper[3];
+    for_columns(dim, [&](int64_t at, auto get, auto put) {
+      const Floats g = get(gradient + at), old_momentum = get(slots[0] + at), old_velocity = get(slots[1] + at);
+      const Floats momentum = old_momentum + one_minus_beta_1 * (g - old_momentum);
+      const Floats velocity = old_velocity + one_minus_beta_2 * (g * g - old_velocity);
+      put(slots[0] + at, momentum);
+      put(slots[1] + at, velocity);
+      put(row + at, get(row + at) - lr * momentum / (square_root(velocity) + epsilon));
+    });
+  }
+}
+
+template <Rule kRule>
+constexpr int num_slots() {
+  return kRule == kSGD ? 0 : kRule == kAdam ? 2 : 1;
+}
+
+template <typename T, Rule kRule>
+inline void step_table_row(const Table& table, uint32_t row, const float* gradient) {
+  float* slots[2] = {nullptr, nullptr};
+  for (int k = 0; k < num_slots<kRule>(); ++k) slots[k] = table.slots[k] + row * table.slot_width;
+  step_row<T, kRule>(static_cast<T*>(table.values) + row * table.dim, slots, gradient, table.dim, table.hyper);
+}
+
+template <typename T, Rule kRule>
+inline void prefetch_table_row(const Table& table, uint32_t row) {
+  prefetch<1>(static_cast<T*>(table.values) + row * table.dim, table.dim * sizeof(T));
+  for (int k = 0; k < num_slots<kRule>(); ++k) {
+    prefetch<1>(table.slots[k] + row * table.slot_width, table.slot_width * sizeof(float));
+  }
+}
+
+template <typename T, Rule kRule, bool kGained>
+void update_groups_of(const Table& table, const SortedEntries& entries, int64_t first, int64_t last, float* sum) {
+  const OutputGradients<kGained> source = {entries};
+  int64_t ahead = first;
+  for_groups(entries, first, last, [&](uint32_t row, int64_t begin, int64_t end) {
+    const int64_t want = end + kItemsAhead < entries.num_items ? end + kItemsAhead : entries.num_items;
+    for (ahead = ahead < begin ? begin : ahead; ahead < want; ++ahead) {
+      const uint32_t next = entries.items[ahead].row;
+      if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, next);
+    }
+    if (!kGained && end == begin + 1) {  // most rows of a large table occur once: step from the gradient itself
+      source.prefetch(begin);
+      step_table_row<T, kRule>(table, row, source.row(begin));
+    } else {
+      sum_rows(source, begin, end, table.dim, 1.0f, sum);
+      step_table_row<T, kRule>(table, row, sum);
+    }
+  });
+}
+
+template <typename T, Rule kRule>
+void update_groups(const Table& table, const SortedEntries& entries, int64_t first, int64_t last) {
+  constexpr int64_t kSmallDim = 1024;
+  float small[kSmallDim];
+  float* sum = table.dim <= kSmallDim ? small : static_cast<float*>(malloc(table.dim * sizeof(float)));
+  if (sum == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
+  if (entries.gained != nullptr) {
+    update_groups_of<T, kRule, true>(table, entries, first, last, sum);
+  } else {
+    update_groups_of<T, kRule, false>(table, entries, first, last, sum);
+  }
+  if (sum != small) free(sum);
+}
+
+template <typename T, Rule kRule>
+void step_rows(const Table& table, const int32_t* rows, const float* gradients, int64_t first, int64_t last) {
+  const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
+  for (int64_t i = first; i < last; ++i) {
+    if (i + kItemsAhead < last && static_cast<uint32_t>(rows[i + kItemsAhead]) < num_rows) {
+      prefetch_table_row<T, kRule>(table, rows[i + kItemsAhead]);
+    }
+    if (static_cast<uint32_t>(rows[i]) < num_rows) step_table_row<T, kRule>(table, rows[i], gradients + i * table.dim);
+  }
+}
+
+}  // namespace
+
+#define RSEMBED_BY_RULE(function, T) \
+  { function<T, kSGD>, function<T, kAdagrad>, function<T, kRowWiseAdagrad>, function<T, kAdam> }
+#define RSEMBED_BY_TYPE_AND_RULE(function) \
+  { RSEMBED_BY_RULE(function, float), RSEMBED_BY_RULE(function, BFloat16), RSEMBED_BY_RULE(function, Float16) }
+
+extern const RowKernels kRowKernels;
+const RowKernels kRowKernels = {
+    RSEMBED_STRING(RSEMBED_ISA),
+    {pool<float>, pool<BFloat16>, pool<Float16>},
+    bag_scales,
+    sum_groups,
+    RSEMBED_BY_TYPE_AND_RULE(update_groups),
+    RSEMBED_BY_TYPE_AND_RULE(step_rows),
+};
+
+}  // namespace RSEMBED_ISA
+}  // namespace rsembed

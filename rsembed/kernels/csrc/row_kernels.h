@@ -1,0 +1,84 @@
+// The floating-point loops over embedding rows, built once per instruction set and picked at run time.
+//
+// Only plain structs live here. An inline function or template shared by the copies of row_kernels.cc would be
+// emitted by each of them, the linker would keep one body, and that may be the AVX-512 one on a machine without it.
+#pragma once
+
+#include <cstdint>
+
+namespace rsembed {
+
+enum ElementType { kFloat32, kBFloat16, kFloat16, kNumElementTypes };
+enum Rule { kSGD, kAdagrad, kRowWiseAdagrad, kAdam, kNumRules };
+enum Combiner { kSum, kMean, kSqrtN };
+
+// One feature's entries. Entries offsets[b] .. offsets[b + 1] make up output b; without offsets every entry is an
+// output of its own. Neither rows nor offsets are trusted: both may hold any number.
+struct Segment {
+  const int32_t* rows;
+  const int32_t* offsets;  // null: one output per entry
+  const float* weights;    // null: ones
+  int64_t num_entries;
+  int64_t num_outputs;
+  Combiner combiner;
+  float* output;          // lookup writes [num_outputs, dim]
+  const float* d_output;  // row gradients read [num_outputs, dim]
+  int64_t first_entry;    // numbers of this segment's first entry and output in the whole call
+  int64_t first_output;
+};
+
+// A table, its slots and the hyperparameters of its rule. Slots are float32, `slot_width` numbers per row.
+struct Table {
+  void* values;
+  float* slots[2];
+  int64_t slot_width;
+  const float* hyper;
+  int64_t num_rows;
+  int64_t dim;
+};
+
+// An entry on its way through the sort: its row, and where its gradient comes from.
+struct Item {
+  uint32_t row;
+  uint32_t source;
+};
+
+struct GainedSource {
+  const float* d_output;
+  float gain;
+};
+
+// Valid entries in the order of their rows, equal rows in the order of their entries.
+// If every gain is 1, `source` counts outputs and indexes `d_outputs`; else it counts entries and indexes `gained`.
+struct SortedEntries {
+  const Item* items;
+  int64_t num_items;
+  const float* const* d_outputs;
+  const GainedSource* gained;  // null: every gain is 1
+  int64_t dim;
+};
+
+// Every function works on a range and calls of disjoint ranges may run at the same time. Functions over sorted
+// entries own the groups of equal rows that *begin* in their range, and read on behind it to finish the last one.
+struct RowKernels {
+  const char* name;
+  void (*pool[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
+  // Factors of the outputs' sums: 1, or one over the divisor of mean and sqrtn, 0 where that divisor is 0.
+  void (*bag_scales)(const Segment&, int64_t num_rows, int64_t first_output, int64_t last_output, float* scales);
+  void (*sum_groups)(const SortedEntries&, int64_t first, int64_t last, int32_t* rows, float* gradients);
+  void (*update_groups[kNumElementTypes][kNumRules])(const Table&, const SortedEntries&, int64_t first, int64_t last);
+  void (*step_rows[kNumElementTypes][kNumRules])(const Table&, const int32_t* rows, const float* gradients,
+                                                 int64_t first, int64_t last);
+};
+
+namespace baseline {
+extern const RowKernels kRowKernels;
+}
+namespace avx2 {
+extern const RowKernels kRowKernels;
+}
+namespace avx512 {
+extern const RowKernels kRowKernels;
+}
+
+}  // namespace rsembed

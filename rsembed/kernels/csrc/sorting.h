@@ -1,0 +1,214 @@
+// Brings the entries of all segments into the order of their rows: integer work, the same on every instruction set.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "parallel.h"
+#include "row_kernels.h"
+
+namespace rsembed {
+
+// Memory whose first contents do not matter (a vector would write it once for nothing).
+template <typename T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t size) : data_(new T[std::max<int64_t>(size, 1)]) {}
+  T* get() const { return data_.get(); }
+  T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  std::unique_ptr<T[]> data_;
+};
+
+// Stable radix sort of items by row, least significant digit first: every pass counts and moves chunks of items in
+// parallel, so that neither few distinct rows nor many equal ones unbalance it. The chunks depend on the number of
+// items alone, and a stable sort has one possible result.
+class RowSort {
+ public:
+  // `emit(first, last, items)` writes the items of entries [first, last) and returns how many there are;
+  // rows are less than `num_rows`.
+  template <typename Emit>
+  RowSort(Workers& workers, int64_t num_entries, int64_t num_rows, const Emit& emit)
+      : items_(num_entries), spare_(num_entries) {
+    const int64_t num_chunks = std::clamp<int64_t>(num_entries / kEntriesPerChunk, 1, kMaxChunks);
+    chunk_size_ = std::max<int64_t>((num_entries + num_chunks - 1) / num_chunks, 1);
+    int row_bits = 1;
+    while ((int64_t{1} << row_bits) < num_rows) ++row_bits;
+    // Few entries are sorted sooner by more passes over fewer counters.
+    const int max_digit_bits = num_entries < 2048 ? 7 : num_entries < 16384 ? 10 : 12;
+    const int num_passes = (row_bits + max_digit_bits - 1) / max_digit_bits;
+    digit_bits_ = (row_bits + num_passes - 1) / num_passes;
+    counts_ = std::vector<uint32_t>(num_chunks << digit_bits_);
+
+    // Before the first pass the items of a chunk stand where its entries would, with gaps behind them.
+    std::vector<int64_t> chunk_items(num_chunks);
+    workers.ForEachBlock(num_chunks, [&](int64_t chunk) {
+      const int64_t first = std::min(chunk * chunk_size_, num_entries);
+      const int64_t last = std::min(first + chunk_size_, num_entries);
+      chunk_items[chunk] = emit(first, last, &items_[first]);
+      Count(chunk, first, first + chunk_items[chunk], 0);
+    });
+    for (int pass = 0; pass < num_passes; ++pass) {
+      const int shift = pass * digit_bits_;
+      if (pass > 0) {
+        workers.ForEachBlock(num_chunks, [&](int64_t chunk) {
+          const int64_t first = std::min(chunk * chunk_size_, num_items_);
+          chunk_items[chunk] = std::min(first + chunk_size_, num_items_) - first;
+          Count(chunk, first, first + chunk_items[chunk], shift);
+        });
+      }
+      TurnCountsIntoPlaces(num_chunks);
+      workers.ForEachBlock(num_chunks, [&](int64_t chunk) {
+        const int64_t first = std::min(chunk * chunk_size_, num_entries);
+        Move(chunk, first, first + chunk_items[chunk], shift);
+      });
+      std::swap(items_, spare_);
+    }
+  }
+
+  const Item* items() const { return items_.get(); }
+  int64_t num_items() const { return num_items_; }
+
+ private:
+  static constexpr int64_t kEntriesPerChunk = 8192;
+  static constexpr int64_t kMaxChunks = 32;
+
+  uint32_t Digit(const Item& item, int shift) const { return (item.row >> shift) & ((1u << digit_bits_) - 1); }
+
+  void Count(int64_t chunk, int64_t first, int64_t last, int shift) {
+    uint32_t* counts = &counts_[chunk << digit_bits_];
+    std::fill_n(counts, int64_t{1} << digit_bits_, 0);
+    for (int64_t i = first; i < last; ++i) ++counts[Digit(items_[i], shift)];
+  }
+
+  void TurnCountsIntoPlaces(int64_t num_chunks) {
+    uint32_t place = 0;
+    for (int64_t digit = 0; digit < int64_t{1} << digit_bits_; ++digit) {
+      for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+        uint32_t& count = counts_[(chunk << digit_bits_) + digit];
+        const uint32_t next = place + count;
+        count = place;
+        place = next;
+      }
+    }
+    num_items_ = place;
+  }
+
+  void Move(int64_t chunk, int64_t first, int64_t last, int shift) {
+    uint32_t* places = &counts_[chunk << digit_bits_];
+    for (int64_t i = first; i < last; ++i) spare_[places[Digit(items_[i], shift)]++] = items_[i];
+  }
+
+  Scratch<Item> items_, spare_;
+  std::vector<uint32_t> counts_;
+  int64_t chunk_size_ = 0;
+  int64_t num_items_ = 0;
+  int digit_bits_ = 0;
+};
+
+// Calls body(segment, first, last) for the parts of entries (or outputs) [first, last) of the whole call that lie in
+// each segment; the numbers handed on count within the segment.
+template <int64_t Segment::*kFirst, int64_t Segment::*kCount, typename Body>
+void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t last, const Body& body) {
+  for (const Segment& segment : segments) {
+    const int64_t begin = std::max<int64_t>(first - segment.*kFirst, 0);
+    const int64_t end = std::min(last - segment.*kFirst, segment.*kCount);
+    if (begin < end) body(segment, begin, end);
+  }
+}
+
+// The entries that contribute a gradient, sorted by row, and where their gradients lie.
+class SortedSegments {
+ public:
+  SortedSegments(Workers& workers, const RowKernels& kernels, const std::vector<Segment>& segments, int64_t num_rows,
+                 int64_t dim)
+      : totals_(segments),
+        d_outputs_(totals_.num_outputs),
+        scales_(totals_.has_gains ? totals_.num_outputs : 0),
+        gained_(totals_.has_gains ? totals_.num_entries : 0),
+        dim_(dim) {
+    workers.ForEachRange(totals_.num_outputs, 4096, [&](int64_t first, int64_t last) {
+      ForEachPart<&Segment::first_output, &Segment::num_outputs>(
+          segments, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
+            for (int64_t output = begin; output < end; ++output) {
+              d_outputs_[segment.first_output + output] = segment.d_output + output * dim;
+            }
+            if (totals_.has_gains) {
+              kernels.bag_scales(segment, num_rows, begin, end, &scales_[segment.first_output + begin]);
+            }
+          });
+    });
+    sort_ = std::make_unique<RowSort>(workers, totals_.num_entries, num_rows, [&](int64_t first, int64_t last, Item* items) {
+      Item* const begin = items;
+      ForEachPart<&Segment::first_entry, &Segment::num_entries>(
+          segments, first, last, [&](const Segment& segment, int64_t from, int64_t to) {
+            items = Emit(segment, from, to, static_cast<uint32_t>(num_rows), items);
+          });
+      return items - begin;
+    });
+  }
+
+  SortedEntries entries() const {
+    return {sort_->items(), sort_->num_items(), d_outputs_.get(), totals_.has_gains ? gained_.get() : nullptr, dim_};
+  }
+
+ private:
+  struct Totals {
+    int64_t num_entries = 0, num_outputs = 0;
+    bool has_gains = false;  // some gain may differ from 1
+
+    explicit Totals(const std::vector<Segment>& segments) {
+      for (const Segment& segment : segments) {
+        num_entries += segment.num_entries;
+        num_outputs += segment.num_outputs;
+        has_gains |= segment.weights != nullptr || (segment.offsets != nullptr && segment.combiner != kSum);
+      }
+    }
+  };
+
+  // Walks entries and offsets side by side. Each entry is written at most once, whatever the offsets hold.
+  Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, uint32_t num_rows, Item* items) const {
+    if (segment.offsets == nullptr) {
+      for (; entry < last_entry; ++entry) items = EmitOne(segment, entry, entry, num_rows, items);
+      return items;
+    }
+    const int32_t* const ends = segment.offsets + segment.num_outputs + 1;
+    int64_t output = std::upper_bound(segment.offsets, ends, entry) - segment.offsets - 1;
+    while (entry < last_entry) {
+      while (output < segment.num_outputs && segment.offsets[output + 1] <= entry) ++output;
+      if (output >= segment.num_outputs) break;
+      const int64_t stop = std::min<int64_t>(last_entry, segment.offsets[output + 1]);
+      if (output < 0) {
+        entry = stop;  // in front of the first bag
+      }
+      for (; entry < stop; ++entry) items = EmitOne(segment, entry, output, num_rows, items);
+    }
+    return items;
+  }
+
+  Item* EmitOne(const Segment& segment, int64_t entry, int64_t output, uint32_t num_rows, Item* items) const {
+    const uint32_t row = static_cast<uint32_t>(segment.rows[entry]);  // a negative row is a huge one without its sign
+    if (row >= num_rows) return items;
+    const int64_t call_output = segment.first_output + output;
+    if (!totals_.has_gains) {
+      *items = {row, static_cast<uint32_t>(call_output)};
+    } else {
+      const float weight = segment.weights == nullptr ? 1.0f : segment.weights[entry];
+      gained_[segment.first_entry + entry] = {d_outputs_[call_output], weight * scales_[call_output]};
+      *items = {row, static_cast<uint32_t>(segment.first_entry + entry)};
+    }
+    return items + 1;
+  }
+
+  const Totals totals_;
+  const Scratch<const float*> d_outputs_;
+  const Scratch<float> scales_;
+  const Scratch<GainedSource> gained_;
+  const int64_t dim_;
+  std::unique_ptr<RowSort> sort_;
+};
+
+}  // namespace rsembed

@@ -1,0 +1,323 @@
+"""The kernels in C++ for CPUs, called through XLA's foreign function interface.
+
+Every function means what its namesake in `reference.py` means. One call into the library serves all segments;
+tables and slots are stepped where they lie when the caller donates them or lives inside `jit`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.reference import round_stochastically
+from rsembed.optimizers import (
+    AdagradOptimizerSpec,
+    AdamOptimizerSpec,
+    Hyperparameters,
+    OptimizerSpec,
+    RowWiseAdagradOptimizerSpec,
+    SGDOptimizerSpec,
+    Slots,
+)
+
+NAME = "native"
+LIBRARY = "librsembed_kernels.so"
+# Names a library to load instead of the installed one, for work on the C++ itself.
+LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
+
+_TARGETS = (
+    *("rsembed_lookup", "rsembed_row_gradients", "rsembed_update", "rsembed_apply_rows"),
+    *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
+)
+_TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+# Numbers shared with csrc/row_kernels.h and csrc/ffi.cc.
+_COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "none": 0}
+_HAS_OFFSETS, _HAS_WEIGHTS = 4, 8
+_FUSED_RULES: dict[type[OptimizerSpec], int] = {
+    SGDOptimizerSpec: 0,
+    AdagradOptimizerSpec: 1,
+    RowWiseAdagradOptimizerSpec: 2,
+    AdamOptimizerSpec: 3,
+}
+_NUM_SLOTS = (0, 1, 1, 2)
+# Below this a table fits the second-level TLB on ordinary pages, and collapsing it costs more than it gains.
+_MIN_HUGE_BYTES = 32 << 20
+
+
+def library_paths() -> tuple[Path, ...]:
+    """Where the library is looked for, in this order; an editable install keeps it away from the sources."""
+    folders = [Path(__file__).parent]
+    folders += [Path(sysconfig.get_path(key)) / "rsembed" / "kernels" for key in ("platlib", "purelib")]
+    named = os.environ.get(LIBRARY_VARIABLE)
+    return (*([Path(named)] if named else []), *(folder / LIBRARY for folder in dict.fromkeys(folders)))
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library with its handlers registered, or why there is none."""
+    path = next((path for path in library_paths() if path.is_file()), None)
+    if path is None:
+        return f"{LIBRARY} is not installed; reinstall rsembed where a C++ compiler is found"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.rsembed_instruction_set.restype = ctypes.c_char_p
+        library.rsembed_advise_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        library.rsembed_advise_huge_pages.restype = ctypes.c_bool
+        for name in _TARGETS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    except (OSError, AttributeError) as error:  # not loadable here, or of another version
+        return f"{path} cannot be used: {error}"
+    return library
+
+
+def unavailable_because() -> str | None:
+    """Why these kernels cannot run here, or None if they can."""
+    library = _load()
+    if isinstance(library, str):
+        return library
+    if jax.default_backend() != "cpu":
+        return f"the native kernels run on CPUs, but the default backend is {jax.default_backend()}"
+    return None
+
+
+def instruction_set() -> str | None:
+    """`baseline`, `avx2` or `avx512`: what the library chose for this processor; None without a library."""
+    library = _load()
+    return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
+
+
+def lookup(
+    table: Float[Array, "num_rows dim"], segments: Sequence[Segment]
+) -> tuple[Float[Array, "outputs dim"], ...]:
+    """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
+    _check_available()
+    _check_table(table)
+    if not segments:
+        return ()
+    layout, arrays = _flatten(segments)
+    results = [((segment.num_outputs, table.shape[1]), jnp.float32) for segment in segments]
+    return _call("rsembed_lookup", results, table, *arrays, segments=layout)
+
+
+def row_gradients(
+    num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "outputs dim"]]
+) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
+    """Gradient of every looked-up row, equal rows combined: distinct rows ascending, `NO_ROW` and zeros behind."""
+    _check_available()
+    layout, arrays = _flatten(segments, d_outputs)
+    capacity = min(sum(segment.rows.shape[0] for segment in segments), num_rows)
+    results = [((capacity,), jnp.int32), ((capacity, d_outputs[0].shape[1]), jnp.float32)]
+    rows, gradients = _call(
+        "rsembed_row_gradients", results, *arrays, segments=layout, num_rows=np.int64(num_rows)
+    )
+    return rows, gradients
+
+
+def update(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    segments: Sequence[Segment],
+    d_outputs: Sequence[Float[Array, "outputs dim"]],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    rounding_key: PRNGKeyArray | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """Row gradients and one optimizer step per distinct row, fused for the rules written in C++."""
+    _check_available()
+    _check_table(table)
+    code = _fused_code(table, slots, rule, rounding_key)
+    if code is None:
+        rows, gradients = row_gradients(table.shape[0], segments, d_outputs)
+        return apply_rows(table, slots, rows, gradients, hyper, rule, rounding_key)
+    layout, arrays = _flatten(segments, d_outputs)
+    operands = (table, _hyper_vector(hyper), *slots, *arrays)
+    return _step_in_place("rsembed_update", operands, len(slots), segments=layout, rule=np.int64(code))
+
+
+def apply_rows(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    rows: Int[Array, " capacity"],
+    gradients: Float[Array, "capacity dim"],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    rounding_key: PRNGKeyArray | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """One optimizer step of distinct `rows`; rows outside the table are padding."""
+    _check_available()
+    _check_table(table)
+    rows, gradients = _as_rows(rows), gradients.astype(jnp.float32)
+    code = _fused_code(table, slots, rule, rounding_key)
+    if code is not None:
+        operands = (table, _hyper_vector(hyper), *slots, rows, gradients)
+        return _step_in_place("rsembed_apply_rows", operands, len(slots), rule=np.int64(code))
+    old, *old_slots = gather_rows((table, *slots), rows)
+    new, new_slots = rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, hyper)
+    if rounding_key is not None:
+        new = round_stochastically(new, table.dtype, rows, rounding_key)
+    new_table, *new_slots = scatter_rows((table, *slots), rows, (new, *new_slots))
+    return new_table, tuple(new_slots)
+
+
+def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
+    """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+    results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
+    return _call("rsembed_gather_rows", results, _as_rows(rows), *arrays)
+
+
+def scatter_rows(
+    arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]
+) -> tuple[Array, ...]:
+    """The arrays with distinct `rows` overwritten, in place where XLA may; rows outside are skipped."""
+    values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
+    results = [(array.shape, array.dtype) for array in arrays]
+    aliases = {1 + k: k for k in range(len(arrays))}
+    return _call("rsembed_scatter_rows", results, _as_rows(rows), *arrays, *values, aliases=aliases)
+
+
+def rows_by_bag(
+    bags: Int[Array, " nnz"], num_bags: int
+) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
+    """Groups entries by bag: offsets, and the stable order in which entries belong to bags 0, 1, ...
+
+    Entries whose bag lies outside `[0, num_bags)` come last, behind the final offset.
+    """
+    _check_available()
+    results = [((num_bags + 1,), jnp.int32), ((bags.shape[0],), jnp.int32)]
+    offsets, order = _call("rsembed_rows_by_bag", results, _as_rows(bags))
+    return offsets, order
+
+
+def allocate(shape: Sequence[int], dtype: Any, fill: complex | None = None) -> Array:
+    """A new array on huge pages where the system has them, which makes random access to big tables twice as fast.
+
+    Args:
+      shape: any shape.
+      dtype: an element type of at most 8 bytes.
+      fill: every element's value; None leaves whatever the memory held, for arrays that are overwritten anyway.
+    """
+    _check_available()
+    dtype = np.dtype(dtype)
+    if dtype.itemsize > 8:
+        raise NotImplementedError(f"native allocation fills elements of at most 8 bytes, not {dtype}")
+    element = np.zeros((), dtype) if fill is None else np.asarray(fill).astype(dtype)
+    pattern = np.frombuffer(element.tobytes().ljust(8, b"\0"), np.int64)[0]
+    attributes = {"pattern": pattern, "fill": np.bool_(fill is not None)}
+    (array,) = _call("rsembed_allocate", [(tuple(shape), dtype)], **attributes)
+    return array
+
+
+def advise_huge_pages(array: Array) -> bool:
+    """Moves the memory of an existing CPU array to huge pages; True if the system did so for all of it.
+
+    Small arrays, arrays of other devices and systems without huge pages are left as they are. Takes about as long as
+    copying the array.
+    """
+    library = _load()
+    if isinstance(library, str) or isinstance(array, jax.core.Tracer):
+        return False
+    shards = [shard.data for shard in array.addressable_shards]
+    if any(shard.device.platform != "cpu" or shard.nbytes < _MIN_HUGE_BYTES for shard in shards):
+        return False
+    jax.block_until_ready(array)
+    # A list, not a generator: one refusal must not keep the other shards from being tried.
+    return all([library.rsembed_advise_huge_pages(s.unsafe_buffer_pointer(), s.nbytes) for s in shards])
+
+
+def _check_available() -> None:
+    reason = unavailable_because()
+    if reason is not None:
+        raise NotImplementedError(reason)
+
+
+def _check_table(table: Array) -> None:
+    if table.dtype not in _TABLE_DTYPES:
+        raise NotImplementedError(f"native tables are float32, bfloat16 or float16, not {table.dtype}")
+    if table.shape[0] > NO_ROW:
+        raise NotImplementedError(f"native tables have less than 2**31 rows, not {table.shape[0]}")
+
+
+def _as_rows(rows: Array) -> Int[Array, " nnz"]:
+    """The same numbers as int32; those that do not fit become `NO_ROW`, which no table has."""
+    if rows.dtype == jnp.int32:
+        return rows
+    if rows.dtype.itemsize < 4:
+        return rows.astype(jnp.int32)
+    return jnp.where((rows >= 0) & (rows < NO_ROW), rows, NO_ROW).astype(jnp.int32)
+
+
+def _flatten(
+    segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None
+) -> tuple[np.ndarray, list[Array]]:
+    """What the library reads: one number per segment saying which arrays it has, and all arrays in a row."""
+    if d_outputs is not None and len(d_outputs) != len(segments):
+        raise ValueError(f"got {len(segments)} segments but {len(d_outputs)} output gradients; pass one each.")
+    if sum(max(segment.rows.shape[0], segment.num_outputs) for segment in segments) >= NO_ROW:
+        raise NotImplementedError("native calls have less than 2**31 entries and outputs")
+    layout, arrays = [], []
+    for position, segment in enumerate(segments):
+        flags = _COMBINER_CODES[segment.combiner]
+        arrays.append(_as_rows(segment.rows))
+        if segment.offsets is not None:
+            if segment.combiner == "none":
+                raise NotImplementedError('the native combiner "none" takes no offsets')
+            flags |= _HAS_OFFSETS
+            arrays.append(jnp.clip(segment.offsets, 0, segment.rows.shape[0]).astype(jnp.int32)
+                          if segment.offsets.dtype.itemsize > 4 else segment.offsets.astype(jnp.int32))
+        if segment.weights is not None:
+            flags |= _HAS_WEIGHTS
+            arrays.append(segment.weights.astype(jnp.float32))
+        if d_outputs is not None:
+            arrays.append(d_outputs[position].astype(jnp.float32))
+        layout.append(flags)
+    return np.asarray(layout, np.int32), arrays
+
+
+def _fused_code(table: Array, slots: Slots, rule: OptimizerSpec, rounding_key: Array | None) -> int | None:
+    """Number of the rule in the library, or None when the step must be traced instead."""
+    # A subclass may have another rule, so only the classes themselves count.
+    code = _FUSED_RULES.get(type(rule))
+    if code is None or len(slots) != _NUM_SLOTS[code]:
+        return None
+    if rounding_key is not None and table.dtype != jnp.float32:
+        return None
+    width = 1 if isinstance(rule, RowWiseAdagradOptimizerSpec) else table.shape[1]
+    fits = all(slot.dtype == jnp.float32 and slot.shape == (table.shape[0], width) for slot in slots)
+    return code if fits else None
+
+
+def _hyper_vector(hyper: Hyperparameters) -> Float[Array, " hyper"]:
+    return jnp.stack([jnp.asarray(value, jnp.float32) for value in hyper])
+
+
+def _step_in_place(
+    target: str, operands: Sequence[Array], num_slots: int, **attributes: Any
+) -> tuple[Array, Slots]:
+    """Calls a target whose operands begin with table, hyperparameters and slots; returns table and slots."""
+    stepped = {0: 0, **{2 + k: 1 + k for k in range(num_slots)}}
+    results = [(operands[k].shape, operands[k].dtype) for k in stepped]
+    table, *slots = _call(target, results, *operands, aliases=stepped, **attributes)
+    return table, tuple(slots)
+
+
+def _call(
+    target: str,
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    *operands: Array,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> tuple[Array, ...]:
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
+    return tuple(call(*operands, **attributes))

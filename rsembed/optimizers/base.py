@@ -1,0 +1,129 @@
+"""What an optimizer of embedding rows is: slots plus one pure rule for the rows that were looked up."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any, ClassVar, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
+Slots = tuple[Array, ...]
+Hyperparameters = tuple[Any, ...]
+
+
+@no_type_check  # wrong values are refused by name in __post_init__
+@dataclasses.dataclass(frozen=True, repr=False)
+class OptimizerSpec(abc.ABC):
+    """How the touched rows of a table are stepped.
+
+    Args:
+      learning_rate: a number, a callable of nothing, or a callable of the 0-based step.
+    """
+
+    learning_rate: LearningRate = 0.001
+
+    slot_type: ClassVar[type] = tuple
+    needs_step: ClassVar[bool] = False
+    """True when the rule itself (not only a learning-rate callable) depends on the step."""
+    is_row_wise: ClassVar[bool] = False
+    """True when a row's entries share state, so that padding columns would change the numbers."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (jax.Array, np.ndarray, np.generic)) and not isinstance(value, jax.core.Tracer):
+                if np.ndim(value) != 0:
+                    raise TypeError(f"{type(self).__name__}: {field.name} must be a scalar, got shape {np.shape(value)}.")
+                object.__setattr__(self, field.name, np.asarray(value).item())
+            elif isinstance(value, jax.core.Tracer):
+                raise TypeError(
+                    f"{type(self).__name__}: {field.name} is a traced value; specs are static. Pass a callable of step."
+                )
+        learning_rate_arity(self.learning_rate)
+
+    def __repr__(self) -> str:
+        """The short form that specs print; `str(optimizer)` lists the hyperparameters."""
+        return f"{type(self).__name__}()"
+
+    def __str__(self) -> str:
+        fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return f"{type(self).__name__}({fields})"
+
+    def get_learning_rate(self, step: Any = None) -> Any:
+        """Learning rate at `step` (0-based).
+
+        Raises: ValueError: the learning rate is a callable of step and `step` is None.
+        """
+        if not callable(self.learning_rate):
+            return self.learning_rate
+        if learning_rate_arity(self.learning_rate) == 0:
+            return self.learning_rate()  # type: ignore[call-arg]
+        if step is None:
+            raise ValueError(f"{type(self).__name__}: the learning rate depends on the step, but step is None; pass step=.")
+        return self.learning_rate(step)  # type: ignore[call-arg]
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        """Scalars that the row rule receives at `step`; the learning rate comes first."""
+        return (as_float32(self.get_learning_rate(step)),)
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        """One number (or initializer of `(key, shape)`) per slot, in the order of `slot_type`."""
+        return ()
+
+    def slot_variables_count(self) -> int:
+        """Number of arrays kept beside the table."""
+        return len(self.slot_initial_values())
+
+    def slot_variables_initializers(self) -> tuple[Callable[..., Array], ...]:
+        """The slots' initial values as initializers of `(key, shape)`."""
+        return tuple(v if callable(v) else jax.nn.initializers.constant(v) for v in self.slot_initial_values())
+
+    def init_slots(self, rows: Float[Array, "rows dim"]) -> Slots:
+        """Initial slots of `rows`: arrays whose leading axis counts rows."""
+        return tuple(jnp.full(rows.shape, value, jnp.float32) for value in self.slot_initial_values())
+
+    def pack_slots(self, slots: Slots) -> Any:
+        """The slots as the named tuple of this optimizer."""
+        return tuple(slots) if self.slot_type is tuple else self.slot_type(*slots)
+
+    @abc.abstractmethod
+    def step_rows(
+        self, rows: Float[Array, "rows dim"], slots: Slots, gradients: Float[Array, "rows dim"], hyper: Hyperparameters
+    ) -> tuple[Float[Array, "rows dim"], Slots]:
+        """One step of distinct rows, in float32."""
+
+    @abc.abstractmethod
+    def short_name(self) -> str:
+        """The name used by files and kernels."""
+
+
+def as_float32(value: Any) -> Array:
+    return jnp.asarray(value, jnp.float32)
+
+
+def learning_rate_arity(learning_rate: Any) -> int:
+    """Number of required positional arguments of a learning-rate callable; 0 for numbers."""
+    if not callable(learning_rate):
+        if isinstance(learning_rate, bool) or not isinstance(learning_rate, numbers.Real):
+            raise TypeError(f"learning_rate must be a number or a callable, got {type(learning_rate).__name__}.")
+        return 0
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(learning_rate).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind in (*positional, p.KEYWORD_ONLY)]
+    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
+        raise ValueError(
+            f"a learning-rate callable takes no argument or the step, but {learning_rate!r} needs "
+            f"{[p.name for p in required]}; bind the others with functools.partial."
+        )
+    if required:
+        return 1
+    # `lambda step=0: ...` is meant as a schedule; `lambda *_: ...` and `lambda: ...` are not.
+    return int(any(p.kind in positional for p in parameters))

@@ -1,0 +1,347 @@
+"""The optimizers of the JAX SparseCore API (jax-tpu-embedding 0.2: formulas and defaults), and row-wise Adagrad.
+
+A rule sees only rows that were looked up; every other row and its slots keep their bits. All rules compute in
+float32, whatever the table's dtype; `step` counts from 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots, as_float32
+
+
+class SGDSlotVariables(NamedTuple):
+    """SGD keeps nothing beside the table."""
+
+
+class AdagradSlotVariables(NamedTuple):
+    """Sum of squared gradients."""
+
+    accumulator: Any
+
+
+class AdagradMomentumSlotVariables(NamedTuple):
+    """Sum (or decayed mean) of squared gradients, and the momentum of preconditioned gradients."""
+
+    accumulator: Any
+    momentum: Any
+
+
+class AdamSlotVariables(NamedTuple):
+    """First and second moment."""
+
+    momentum: Any
+    velocity: Any
+
+
+class FTRLSlotVariables(NamedTuple):
+    """Sum of squared gradients and the linear term."""
+
+    accumulator: Any
+    linear: Any
+
+
+class LaPropSlotVariables(NamedTuple):
+    """First moment of normalised gradients, and the second moment."""
+
+    mu: Any
+    nu: Any
+
+
+class F2ASlotVariables(NamedTuple):
+    """Sum of squared gradients and how often the row was stepped."""
+
+    accumulator: Any
+    local_step: Any
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SGDOptimizerSpec(OptimizerSpec):
+    """Stochastic gradient descent: `w -= lr * g`."""
+
+    slot_type: ClassVar[type] = SGDSlotVariables
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        (lr,) = hyper
+        return rows - lr * gradients, slots
+
+    def short_name(self) -> str:
+        return "sgd"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdagradOptimizerSpec(OptimizerSpec):
+    """Adagrad without epsilon: `A += g²; w -= lr * g / sqrt(A)`.
+
+    An entry whose accumulator and gradient are both zero stays put (the bare formula would be 0/0).
+
+    Source: Duchi, Hazan, Singer (2011).
+    """
+
+    initial_accumulator_value: float = 0.1
+    slot_type: ClassVar[type] = AdagradSlotVariables
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return (self.initial_accumulator_value,)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        (lr,) = hyper
+        accumulator = slots[0] + gradients * gradients
+        scale = jnp.where(accumulator > 0, jax.lax.rsqrt(jnp.where(accumulator > 0, accumulator, 1.0)), 0.0)
+        return rows - lr * gradients * scale, (accumulator,)
+
+    def short_name(self) -> str:
+        return "adagrad"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RowWiseAdagradOptimizerSpec(OptimizerSpec):
+    """Adagrad with one accumulator a row: `A += mean(g²); w -= lr * g / (sqrt(A) + epsilon)`.
+
+    Needs 4 bytes of state a row instead of `4 * embedding_dim`.
+
+    Source: FBGEMM `EXACT_ROWWISE_ADAGRAD`.
+    """
+
+    initial_accumulator_value: float = 0.0
+    epsilon: float = 1e-8
+    slot_type: ClassVar[type] = AdagradSlotVariables
+    is_row_wise: ClassVar[bool] = True
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        return (as_float32(self.get_learning_rate(step)), as_float32(self.epsilon))
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return (self.initial_accumulator_value,)
+
+    def init_slots(self, rows: Array) -> Slots:
+        return (jnp.full((rows.shape[0], 1), self.initial_accumulator_value, jnp.float32),)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, epsilon = hyper
+        accumulator = slots[0] + jnp.mean(gradients * gradients, axis=-1, keepdims=True)
+        return rows - gradients * (lr / (jnp.sqrt(accumulator) + epsilon)), (accumulator,)
+
+    def short_name(self) -> str:
+        return "rowwise_adagrad"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdamOptimizerSpec(OptimizerSpec):
+    """Adam with bias correction by the global step; moments decay only when their row is touched ("lazy").
+
+    `step=None` means the first step, for ever: what a layer without a step counter computes.
+
+    Source: Kingma, Ba (2015), with the corrections folded into the learning rate and epsilon.
+    """
+
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+    epsilon: float = 1e-8
+    slot_type: ClassVar[type] = AdamSlotVariables
+    needs_step: ClassVar[bool] = True
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        t = as_float32(0 if step is None else step) + 1.0
+        correction = jnp.sqrt(_one_minus_power(self.beta_2, t))
+        lr = as_float32(self.get_learning_rate(step)) * correction / _one_minus_power(self.beta_1, t)
+        return lr, as_float32(self.beta_1), as_float32(self.beta_2), as_float32(self.epsilon) * correction
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return (0.0, 0.0)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, beta_1, beta_2, epsilon = hyper
+        momentum = slots[0] + (1.0 - beta_1) * (gradients - slots[0])
+        velocity = slots[1] + (1.0 - beta_2) * (gradients * gradients - slots[1])
+        return rows - lr * momentum / (jnp.sqrt(velocity) + epsilon), (momentum, velocity)
+
+    def short_name(self) -> str:
+        return "adam"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdagradMomentumOptimizerSpec(OptimizerSpec):
+    """Adagrad with any root, optional decay of the accumulator (`beta2 < 1`), and (Nesterov) momentum.
+
+    `A += g²` (or `A = beta2*A + (1-beta2)*g²`); `q = g * (A + epsilon)^(-1/exponent)`; `m = momentum*m + q`;
+    `w -= lr*m`, with Nesterov `w -= lr*(momentum*m + q)`.
+    """
+
+    momentum: float = 0.9
+    beta2: float = 1.0
+    epsilon: float = 1e-10
+    exponent: float = 2.0
+    use_nesterov: bool = False
+    initial_accumulator_value: float = 0.1
+    initial_momentum_value: float = 0.0
+    slot_type: ClassVar[type] = AdagradMomentumSlotVariables
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        rest = (self.momentum, self.beta2, self.epsilon, self.exponent, float(self.use_nesterov))
+        return (as_float32(self.get_learning_rate(step)), *map(as_float32, rest))
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return (self.initial_accumulator_value, self.initial_momentum_value)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, decay, beta2, epsilon, exponent, nesterov = hyper
+        square = gradients * gradients
+        accumulator = jnp.where(beta2 == 1.0, slots[0] + square, beta2 * slots[0] + (1.0 - beta2) * square)
+        direction = gradients * jnp.power(accumulator + epsilon, -1.0 / exponent)
+        momentum = decay * slots[1] + direction
+        return rows - lr * jnp.where(nesterov > 0, decay * momentum + direction, momentum), (accumulator, momentum)
+
+    def short_name(self) -> str:
+        return "adagrad_momentum"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FTRLOptimizerSpec(OptimizerSpec):
+    """Follow the regularised leader: sparse weights through an L1 term.
+
+    Source: McMahan et al. (2013), with the learning-rate power and the `multiply_linear_by_learning_rate` variant
+    of TensorFlow.
+    """
+
+    learning_rate: LearningRate = 0.01
+    learning_rate_power: float = -0.5
+    l1_regularization_strength: float = 0.0
+    l2_regularization_strength: float = 0.0
+    beta: float = 0.0
+    initial_accumulator_value: float = 0.1
+    initial_linear_value: float = 0.0
+    multiply_linear_by_learning_rate: bool = False
+    slot_type: ClassVar[type] = FTRLSlotVariables
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        rest = (
+            self.learning_rate_power,
+            self.l1_regularization_strength,
+            self.l2_regularization_strength,
+            self.beta,
+        )
+        return (as_float32(self.get_learning_rate(step)), *map(as_float32, rest))
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return (self.initial_accumulator_value, self.initial_linear_value)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, power, l1, l2, beta = hyper
+        accumulator = slots[0] + gradients * gradients
+        new_power, old_power = jnp.power(accumulator, -power), jnp.power(slots[0], -power)
+        if self.multiply_linear_by_learning_rate:
+            linear = slots[1] + lr * gradients - (new_power - old_power) * rows
+            threshold, denominator = lr * l1, new_power + 2.0 * lr * l2 + beta
+        else:
+            linear = slots[1] + gradients - (new_power - old_power) / lr * rows
+            threshold, denominator = l1, (new_power + beta) / lr + 2.0 * l2
+        return (jnp.clip(linear, -threshold, threshold) - linear) / denominator, (accumulator, linear)
+
+    def short_name(self) -> str:
+        return "ftrl"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LaPropOptimizerSpec(OptimizerSpec):
+    """Momentum of already normalised gradients, with a second moment whose decay warms up.
+
+    `step=None` uses the final decay `b2` from the start.
+
+    Source: Ziyin, Wang, Ueda (2020). Normalised gradients enter with weight `sqrt(1 - b1²)`.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-30
+    rms_clip_threshold: float | None = None
+    initial_slot_value: float = 0.0
+    slot_type: ClassVar[type] = LaPropSlotVariables
+    needs_step: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rms_clip_threshold is not None:
+            raise ValueError(
+                "LaPropOptimizerSpec: rms_clip_threshold is not supported; clip the row gradients instead "
+                "(rsembed.clip_by_global_norm)."
+            )
+
+    def get_decay_rate(self, step: Any = None) -> Array:
+        """Decay of the second moment at the 0-based `step`."""
+        b2 = as_float32(self.b2)
+        if step is None:
+            return b2
+        t = as_float32(step)
+        return b2 * _one_minus_power(self.b2, t) / _one_minus_power(self.b2, t + 1.0)
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        return as_float32(self.get_learning_rate(step)), as_float32(self.b1), self.get_decay_rate(step), as_float32(self.eps)
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return (self.initial_slot_value, self.initial_slot_value)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, b1, decay, eps = hyper
+        nu = decay * slots[1] + (1.0 - decay) * (gradients * gradients + eps)
+        mu = b1 * slots[0] + jnp.sqrt(1.0 - b1 * b1) * gradients * jax.lax.rsqrt(nu)
+        return rows - lr * mu, (mu, nu)
+
+    def short_name(self) -> str:
+        return "laprop"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class F2AOptimizerSpec(OptimizerSpec):
+    """Frequency-aware Adagrad: rarely seen rows take larger steps, by `(step / times_seen)^rho`, capped.
+
+    `n += 1; r = min((max(step, 1)/n)^rho, max_lr_multiplier); A += g²;`
+    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`.
+    """
+
+    learning_rate: LearningRate = 0.01
+    rho: float = 0.5
+    initial_accumulator_value: float = 0.1
+    initial_local_step_value: float = 0.0
+    l1_regularization_strength: float = 0.0
+    l2_regularization_strength: float = 0.0
+    max_lr_multiplier: float = 1e6
+    slot_type: ClassVar[type] = F2ASlotVariables
+    needs_step: ClassVar[bool] = True
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        rest = (
+            self.rho,
+            self.l1_regularization_strength,
+            self.l2_regularization_strength,
+            self.max_lr_multiplier,
+            0.0 if step is None else step,
+        )
+        return (as_float32(self.get_learning_rate(step)), *map(as_float32, rest))
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return (self.initial_accumulator_value, self.initial_local_step_value)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, rho, l1, l2, cap, step = hyper
+        accumulator, times_seen = slots[0] + gradients * gradients, slots[1] + 1.0
+        ratio = jnp.minimum(jnp.power(jnp.maximum(step, 1.0) / times_seen, rho), cap)
+        direction = ratio * gradients * jax.lax.rsqrt(accumulator) + l1 * jnp.sign(rows) + l2 * rows
+        return rows - lr * direction, (accumulator, times_seen)
+
+    def short_name(self) -> str:
+        return "f2a"
+
+
+def _one_minus_power(decay: float, exponent: Array) -> Array:
+    """`1 - decay**exponent`; the direct form keeps only four digits of `1 - 0.999` in float32."""
+    if decay == 0.0:
+        return jnp.where(exponent > 0, 1.0, 0.0)
+    return -jnp.expm1(exponent * as_float32(math.log(decay)))

@@ -1,0 +1,449 @@
+"""Pictures: one function each. Numbers come from functions of their own; drawing touches only the given `ax`.
+
+Every `plot_…` takes data first and `ax=`, makes a figure only when `ax` is None, and returns the `Axes`.
+Further keyword arguments go to the main artist. Colours are those of Okabe and Ito, which colour-blind eyes
+can tell apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Float, Int, Num
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Blue, vermilion, green, purple, orange, sky blue, black."""
+MUTED = "#6b6b6b"
+"""Dark enough to read on white; for what is not the point of the picture."""
+LABEL_POINTS = 9.0
+
+
+def _axes(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) -> Axes:
+    return plt.subplots(figsize=size_inches, layout="constrained")[1] if ax is None else ax
+
+
+def _options(given: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The caller's keyword arguments over ours."""
+    return defaults | given
+
+
+def _reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
+    """Dashed lines at known values, each with its text and value written on it at the right."""
+    for text, value in (references or {}).items():
+        ax.axhline(value, color=MUTED, linestyle="--", linewidth=1.2)
+        ax.annotate(
+            f"{text}: {value:.3f}",
+            (0.985, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=LABEL_POINTS,
+            color=MUTED,
+        )
+
+
+# Numbers
+
+
+def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.ndarray, " vocab"]:
+    """How often each id occurs; `-1` is no id.
+
+    Args:
+      ids: any shape.
+      vocabulary_size: number of ids.
+
+    Raises:
+      ValueError: an id is outside the vocabulary.
+
+    Example:
+      >>> id_counts(np.array([[2, 0], [2, -1]]), 4).tolist()
+      [1, 0, 2, 0]
+    """
+    flat = np.asarray(ids).reshape(-1)
+    flat = flat[flat != -1]
+    if flat.size and (flat.min() < 0 or flat.max() >= vocabulary_size):
+        raise ValueError(
+            f"id_counts: ids reach from {flat.min()} to {flat.max()}, outside "
+            f"vocabulary_size={vocabulary_size}; pass the size of the table that they address."
+        )
+    return np.bincount(flat, minlength=vocabulary_size)
+
+
+def running_mean(values: Num[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
+    """The mean of each value and the up to `window - 1` values before it.
+
+    Example:
+      >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
+      [1.0, 2.0, 4.0]
+    """
+    if window < 1:
+        raise ValueError(f"running_mean: window={window} must be at least 1; 1 changes nothing.")
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def unit_rows(table: Float[np.ndarray, "rows dim"]) -> Float[np.ndarray, "rows dim"]:
+    """The rows scaled to norm one; rows of zeros stay zero."""
+    table = np.asarray(table, np.float64)
+    norms = np.linalg.norm(table, axis=1, keepdims=True)
+    return table / np.where(norms > 0, norms, 1.0)
+
+
+def nearest_neighbours(
+    table: Float[np.ndarray, "rows dim"], ids: Int[np.ndarray, " queries"] | Sequence[int], k: int
+) -> tuple[Int[np.ndarray, "queries k"], Float[np.ndarray, "queries k"]]:
+    """The `k` rows of `table` most similar to each row of `ids`, itself left out, and their cosines.
+
+    Args:
+      table: the embedding table, or the part of it among which to search.
+      ids: rows of `table`.
+      k: neighbours per row, fewer than the table has rows.
+
+    Raises:
+      ValueError: `k` is out of range.
+
+    Example:
+      >>> ids, cosines = nearest_neighbours(np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]), [0], 1)
+      >>> ids.tolist(), cosines.round(2).tolist()
+      ([[2]], [[0.89]])
+    """
+    if not 1 <= k < len(table):
+        raise ValueError(
+            f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table."
+        )
+    queries, unit = np.asarray(ids, np.int64), unit_rows(table)
+    cosines = unit[queries] @ unit.T
+    cosines[np.arange(len(queries)), queries] = -np.inf
+    nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
+    return nearest, np.take_along_axis(cosines, nearest, axis=1)
+
+
+def principal_plane(
+    vectors: Float[np.ndarray, "points dim"],
+) -> tuple[Float[np.ndarray, "points 2"], Float[np.ndarray, " 2"]]:
+    """Coordinates in the plane in which the points vary most, and the shares of variance on its two axes.
+
+    The sign of an axis is chosen so that its coordinate of largest size is positive.
+
+    Raises:
+      ValueError: there are fewer than two points or columns.
+    """
+    if np.ndim(vectors) != 2 or min(np.shape(vectors)) < 2:
+        raise ValueError(
+            f"principal_plane: needs two points of two columns at least, got shape {np.shape(vectors)}."
+        )
+    centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0)
+    left, singular, _ = np.linalg.svd(centred, full_matrices=False)
+    coordinates = left[:, :2] * singular[:2]
+    coordinates *= np.sign(coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]] + 0.0) + (
+        singular[:2] == 0
+    )
+    return coordinates, singular[:2] ** 2 / max(float(np.sum(singular**2)), 1e-300)
+
+
+def place_labels(
+    points: Float[np.ndarray, "points 2"],
+    sizes: Float[np.ndarray, "points 2"],
+    box: tuple[float, float],
+    *,
+    gap: float = 4.0,
+    max_distance: float = 60.0,
+) -> Float[np.ndarray, "points 2"]:
+    """Centres for labels such that none covers another label or a point, each as near to its point as can be.
+
+    Points are served in order: put the important ones first. All lengths are in one unit, such as 1/72 inch.
+
+    Args:
+      points: what is labelled.
+      sizes: width and height of each label.
+      box: width and height of the picture, which labels do not leave.
+      gap: between a point and its label.
+      max_distance: a label that finds no room up to there takes the nearest place in the box, free or not.
+    """
+    angles = np.deg2rad(
+        [90, 270, 0, 180, 45, 135, 315, 225, 22.5, 157.5, 202.5, 337.5, 67.5, 112.5, 247.5, 292.5]
+    )
+    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    centres = np.empty_like(points, dtype=np.float64)
+    for i, (point, size) in enumerate(zip(points, sizes, strict=True)):
+        distances = np.arange(0.0, max_distance, 4.0)[:, None, None]
+        reach = directions * (size / 2 + gap)
+        places = (point + reach + directions * distances).reshape(-1, 2)
+        places = np.clip(places, size / 2, np.maximum(np.asarray(box) - size / 2, size / 2))
+        on_label = _overlaps(places, size, centres[:i], sizes[:i])
+        on_point = _overlaps(places, size, points, np.full_like(points, gap))
+        free = np.flatnonzero(~(on_label | on_point))
+        centres[i] = places[free[0] if free.size else 0]
+    return centres
+
+
+def _overlaps(places: np.ndarray, size: np.ndarray, centres: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Whether a box of `size` at each place would cover any of the other boxes."""
+    apart = np.abs(places[:, None] - centres[None]) >= (size + sizes[None]) / 2
+    return ~np.all(np.any(apart, axis=-1), axis=1)
+
+
+# Training
+
+
+def plot_loss(
+    losses: Num[np.ndarray, " points"] | Sequence[float],
+    *,
+    steps: Num[np.ndarray, " points"] | Sequence[int] | None = None,
+    references: Mapping[str, float] | None = None,
+    ylabel: str = "loss (nats)",
+    ax: Axes | None = None,
+    **line_kwargs: Any,
+) -> Axes:
+    """A loss over training steps, with lines at losses to compare it with.
+
+    Call it again with the same `ax` for more curves.
+
+    Args:
+      losses: one value per point.
+      steps: where they were measured; None means after steps 1, 2, 3, ….
+      references: losses of things known, such as `{"unigram entropy": 5.3}`, by the text written at the line.
+      ylabel: what the loss is, with its unit.
+      ax: None makes a figure.
+      **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
+    """
+    ax = _axes(ax)
+    values = np.asarray(losses, np.float64)
+    ax.plot(np.arange(1, len(values) + 1) if steps is None else np.asarray(steps), values, **line_kwargs)
+    _reference_lines(ax, references)
+    ax.set(xlabel="training step", ylabel=ylabel)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if "label" in line_kwargs:
+        ax.legend(frameon=False)
+    return ax
+
+
+def plot_row_path(
+    paths: Mapping[str, Num[np.ndarray, " steps"]],
+    *,
+    lookups: Int[np.ndarray, " times"] | Sequence[int] = (),
+    ylabel: str = "one entry of the row (no unit)",
+    ax: Axes | None = None,
+    **line_kwargs: Any,
+) -> Axes:
+    """How one row of a table moves under different rules, with a mark at every step that looked it up.
+
+    Args:
+      paths: values after steps 1, 2, 3, … by the name of the rule.
+      lookups: the steps, counted from 1, whose batch held the row.
+      ylabel: what the values are.
+      ax: None makes a figure.
+      **line_kwargs: for all curves.
+    """
+    ax = _axes(ax)
+    for step in lookups:
+        ax.axvline(step, color="#d9d9d9", linewidth=3, zorder=0)
+    looks = zip(itertools.cycle(COLOURS), itertools.cycle(["-", "--", "-."]), strict=True)
+    for (name, values), (colour, style) in zip(paths.items(), looks, strict=False):
+        steps = np.arange(1, len(values) + 1)
+        ax.plot(
+            steps,
+            values,
+            **_options(line_kwargs, color=colour, linestyle=style, label=name, linewidth=2.0),
+        )
+    ax.set(
+        xlabel="training step (grey: the row is looked up)" if len(lookups) else "training step",
+        ylabel=ylabel,
+    )
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_loss_against_state(
+    results: Mapping[str, tuple[int, float]],
+    *,
+    references: Mapping[str, float] | None = None,
+    ax: Axes | None = None,
+    **scatter_kwargs: Any,
+) -> Axes:
+    """What the memory of an optimizer buys: each rule's loss against the bytes it keeps beside a row.
+
+    Args:
+      results: `(state bytes per row, loss in nats)` by the name of the rule.
+      references: losses to compare with, by name, such as the best that can be reached.
+      ax: None makes a figure.
+      **scatter_kwargs: for the points.
+    """
+    ax = _axes(ax)
+    state_bytes, losses = np.array(list(results.values()), np.float64).T
+    ax.scatter(state_bytes, losses, **_options(scatter_kwargs, color=COLOURS[0], s=45, zorder=3))
+    _reference_lines(ax, references)
+    ax.margins(x=0.12, y=0.15)
+    ax.set(xlabel="optimizer state (bytes per row)", ylabel="validation loss (nats)")
+    _label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
+    return ax
+
+
+# Ids
+
+
+def plot_id_frequency(
+    counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any
+) -> Axes:
+    """How often ids occur, from the most frequent down, on logarithmic axes; ids never seen are left out.
+
+    Args:
+      counts: occurrences of each id, see `id_counts`.
+      ax: None makes a figure.
+      **line_kwargs: for the curve.
+    """
+    ax = _axes(ax)
+    seen = np.sort(np.asarray(counts)[np.asarray(counts) > 0])[::-1]
+    ax.loglog(np.arange(1, len(seen) + 1), seen, **_options(line_kwargs, color=COLOURS[0], linewidth=2.0))
+    ax.set(xlabel="rank of the id (1 = most frequent)", ylabel="occurrences")
+    return ax
+
+
+def plot_limits(
+    observed: Num[np.ndarray, " steps"] | Sequence[int],
+    limits: Num[np.ndarray, " steps"] | Sequence[int] | int,
+    *,
+    ylabel: str = "ids in the fullest partition",
+    ax: Axes | None = None,
+    **line_kwargs: Any,
+) -> Axes:
+    """What batches needed against the limit in force; crosses mark those above it, which lose ids or raise.
+
+    Args:
+      observed: the largest count of each batch.
+      limits: the limit at each batch, or one for all.
+      ylabel: what is counted.
+      ax: None makes a figure.
+      **line_kwargs: for the observed curve.
+    """
+    ax = _axes(ax)
+    needed = np.asarray(observed)
+    steps, allowed = np.arange(1, len(needed) + 1), np.broadcast_to(np.asarray(limits), needed.shape)
+    ax.step(steps, allowed, where="post", color=COLOURS[1], linewidth=2.0, label="limit")
+    ax.plot(steps, needed, **_options(line_kwargs, color=COLOURS[0], linewidth=1.5, label="observed"))
+    above = needed > allowed
+    if above.any():
+        ax.plot(
+            steps[above],
+            needed[above],
+            "x",
+            color="black",
+            markersize=8,
+            markeredgewidth=2,
+            label="over the limit",
+        )
+    ax.set(xlabel="training step", ylabel=ylabel, ylim=(0, 1.08 * max(needed.max(), allowed.max())))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(frameon=False)
+    return ax
+
+
+# Tables
+
+
+def plot_neighbourhoods(
+    vectors: Float[np.ndarray, "points dim"],
+    labels: Sequence[str],
+    *,
+    num_neighbours: int = 1,
+    ax: Axes | None = None,
+    **scatter_kwargs: Any,
+) -> Axes:
+    """Rows of a table in the plane in which they differ most, each tied to its nearest neighbours.
+
+    Rows are scaled to norm one first: the picture is about directions. Lines join rows whose cosine, taken in
+    all dimensions, is largest; a long line says that the plane does not show all there is.
+
+    Args:
+      vectors: the rows, the most important first: labels are placed in this order. About 80
+        stay legible.
+      labels: one text per row.
+      num_neighbours: neighbours to join to each row; 0 draws no lines.
+      ax: None makes a figure.
+      **scatter_kwargs: for the points.
+
+    Raises:
+      ValueError: there are not as many labels as rows.
+    """
+    if len(labels) != len(vectors):
+        raise ValueError(
+            f"plot_neighbourhoods: {len(labels)} labels for {len(vectors)} rows; give one text per row."
+        )
+    ax = _axes(ax, (8.0, 6.0))
+    points, shares = principal_plane(unit_rows(vectors))
+    if num_neighbours:
+        nearest, _ = nearest_neighbours(vectors, np.arange(len(vectors)), num_neighbours)
+        pairs = {(min(a, b), max(a, b)) for a, row in enumerate(nearest.tolist()) for b in row}
+        for a, b in sorted(pairs):
+            ax.plot(*points[[a, b]].T, color=COLOURS[5], linewidth=1.3, zorder=1)
+    ax.scatter(*points.T, **_options(scatter_kwargs, color=COLOURS[0], s=16, zorder=2))
+    ax.margins(0.06)
+    ax.set_xlabel(f"first principal axis of unit rows ({shares[0]:.0%} of variance)")
+    ax.set_ylabel(f"second principal axis ({shares[1]:.0%})")
+    _label_points(ax, points, labels)
+    return ax
+
+
+def _label_points(ax: Axes, points: np.ndarray, labels: Sequence[str]) -> None:
+    """Writes labels beside points, where there is room; a thin line leads to those further away."""
+    figure = ax.figure.canvas.figure
+    figure.draw_without_rendering()  # fixes the size of the axes, which layout engines decide late
+    points_per_pixel = 72.0 / figure.dpi
+    corner = ax.bbox.min
+    places = (ax.transData.transform(points) - corner) * points_per_pixel
+    # The letters of a proportional font are 0.6 of its size wide on average.
+    sizes = np.array([(0.6 * LABEL_POINTS * max(len(label), 1) + 2, 1.25 * LABEL_POINTS) for label in labels])
+    centres = place_labels(
+        places, sizes, (ax.bbox.width * points_per_pixel, ax.bbox.height * points_per_pixel)
+    )
+    for label, point, place, centre, size in zip(labels, points, places, centres, sizes, strict=True):
+        is_far = bool(np.any(np.abs(centre - place) > size / 2 + 8.0))
+        line = (
+            {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2}
+            if is_far
+            else None
+        )
+        ax.annotate(
+            label, point, xytext=centre - place, textcoords="offset points", ha="center", va="center",
+            fontsize=LABEL_POINTS, arrowprops=line, zorder=4,
+        )  # fmt: skip
+
+
+def row_norms(table: Float[np.ndarray, "rows dim"]) -> Float[np.ndarray, " rows"]:
+    """Euclidean norm of every row."""
+    return np.linalg.norm(np.asarray(table, np.float64), axis=1)
+
+
+def plot_row_norms(
+    norms: Float[np.ndarray, " rows"],
+    counts: Int[np.ndarray, " rows"],
+    *,
+    ax: Axes | None = None,
+    **scatter_kwargs: Any,
+) -> Axes:
+    """The norm of every row against how often it was looked up: which rows did training move?
+
+    Args:
+      norms: see `row_norms`.
+      counts: look-ups of each row, see `id_counts`. Rows never seen stand left of 1, at one half.
+      ax: None makes a figure.
+      **scatter_kwargs: for the points.
+    """
+    ax = _axes(ax)
+    seen = np.maximum(np.asarray(counts, np.float64), 0.5)
+    ax.scatter(seen, norms, **_options(scatter_kwargs, color=COLOURS[0], s=10, alpha=0.6))
+    ax.set_xscale("log")
+    ax.set(xlabel="look-ups during training (0.5: none)", ylabel="Euclidean norm of the row (no unit)")
+    ax.set_ylim(bottom=0)
+    return ax

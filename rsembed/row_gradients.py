@@ -1,0 +1,95 @@
+"""Gradients of the rows that a batch looked up: small, sparse, and composable before they are applied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import no_type_check
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, Segment
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowGradients:
+    """Gradients of distinct rows, per stack.
+
+    Args:
+      rows: distinct row numbers in ascending order; `NO_ROW` marks unused places at the end.
+      values: float32 gradient of each row; zeros in unused places.
+      num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
+    """
+
+    rows: dict[str, Int[Array, " capacity"]]
+    values: dict[str, Float[Array, "capacity dim"]]
+    num_rows: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
+
+    def num_touched(self) -> dict[str, Int[Array, ""]]:
+        """Number of distinct rows with a gradient, per stack."""
+        return {name: jnp.sum(rows != NO_ROW) for name, rows in self.rows.items()}
+
+    def to_dense(self) -> dict[str, Float[Array, "rows dim"]]:
+        """Gradients as large as the tables; for tests and small models."""
+        return {
+            name: jnp.zeros((rows, self.values[name].shape[-1])).at[self.rows[name]].add(self.values[name], mode="drop")
+            for name, rows in self.num_rows
+        }
+
+
+def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
+    """Euclidean norm over all rows of all stacks; equals the norm of the dense gradients."""
+    return jnp.sqrt(sum((jnp.sum(v * v) for v in row_gradients.values.values()), start=jnp.zeros(())))
+
+
+def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowGradients:
+    """All values times `factor`."""
+    values = {name: v * jnp.asarray(factor, v.dtype) for name, v in row_gradients.values.items()}
+    return dataclasses.replace(row_gradients, values=values)
+
+
+def clip_by_global_norm(
+    row_gradients: RowGradients, max_norm: float, *, other_norm: Float[Array, ""] | float = 0.0
+) -> RowGradients:
+    """Scales all values down so that their global norm is at most `max_norm`.
+
+    Args:
+      row_gradients: gradients with equal rows combined (as `pullback` returns them).
+      max_norm: the largest norm allowed.
+      other_norm: norm of the dense gradients (`optax.global_norm`), to clip both by their common norm.
+    """
+    norm = jnp.sqrt(jnp.square(global_norm(row_gradients)) + jnp.square(jnp.asarray(other_norm, jnp.float32)))
+    return scale(row_gradients, jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0))
+
+
+def combine(*row_gradients: RowGradients) -> RowGradients:
+    """The sum of several row gradients, equal rows added up: gradient accumulation over micro-batches.
+
+    A `lax.scan` over micro-batches stacks its results along a leading axis; such stacked gradients are accepted too.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from rsembed.row_gradients import RowGradients, combine
+      >>> one = RowGradients({"t": jnp.asarray([2, 5])}, {"t": jnp.ones((2, 1))}, (("t", 9),))
+      >>> two = RowGradients({"t": jnp.asarray([5, 7])}, {"t": jnp.ones((2, 1))}, (("t", 9),))
+      >>> combine(one, two).rows["t"].tolist()[:3]
+      [2, 5, 7]
+
+    Raises: ValueError: none is given, or they belong to different collections.
+    """
+    if not row_gradients:
+        raise ValueError("combine needs at least one RowGradients.")
+    first = row_gradients[0]
+    if any(other.num_rows != first.num_rows for other in row_gradients):
+        raise ValueError(f"row gradients of different collections cannot be combined: {[r.num_rows for r in row_gradients]}.")
+    rows, values = {}, {}
+    for name, num_rows in first.num_rows:
+        parts = [(r.rows[name].reshape(-1), r.values[name]) for r in row_gradients]
+        segments = [Segment(part, None, None, "none") for part, _ in parts]
+        flat_values = [v.reshape(-1, v.shape[-1]) for _, v in parts]
+        rows[name], values[name] = api.row_gradients(num_rows, segments, flat_values)
+    return RowGradients(rows, values, first.num_rows)
+

@@ -1,0 +1,182 @@
+"""The device side: what one device does with its part of a preprocessed batch, inside `shard_map`.
+
+```
+lookup   entries ──rows by owner──▶ vectors ──pool by sample──▶ activations of the stack
+update   d(activations) ──spread──▶ one vector per entry ──to the owner──▶ one optimizer step per row
+```
+
+With one device the exchange falls away. All arithmetic on tables is done by `rsembed.kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
+from rsembed.parallel.exchange import AxisName, Routes, plan_routes, send, send_back
+from rsembed.sparsecore.layout import StackLayout
+from rsembed.stacking import SUBLANES
+
+
+class Entries(NamedTuple):
+    """The buffer of one device, place by place; empty places have `NO_ROW` in every integer field and gain 0.
+
+    Attributes:
+      owners: device that holds the row.
+      rows: row of the owner's part of the physical table.
+      samples: sample of this device.
+      gains: factor of the row in the sample's activation.
+    """
+
+    owners: Int[Array, " nnz"]
+    rows: Int[Array, " nnz"]
+    samples: Int[Array, " nnz"]
+    gains: Float[Array, " nnz"]
+
+
+class Exchange(NamedTuple):
+    """How entries reach their owners: mesh axis, devices along it, places per block."""
+
+    axis_name: AxisName | None
+    num_devices: int
+    capacity: int
+
+
+def read_entries(
+    layout: StackLayout,
+    row_pointers: Int[Array, " pointers"],
+    embedding_ids: Int[Array, " nnz"],
+    sample_ids: Int[Array, " nnz"],
+    gains: Float[Array, " nnz"],
+) -> Entries:
+    """The entries that the row pointers delimit; what lies in gaps and behind the last partition is never used."""
+    num_cores, num_shards = layout.num_cores, layout.num_shards
+    ends = row_pointers.reshape(num_cores, -1)[:, :num_shards]
+    starts = jnp.pad((ends[:, :-1] + SUBLANES - 1) // SUBLANES * SUBLANES, ((0, 0), (1, 0)))
+    core = jnp.arange(num_cores, dtype=jnp.int32)[:, None]
+    place = jnp.arange(embedding_ids.size // num_cores, dtype=jnp.int32)[None, :]
+    # Counting the partitions that start up to a place tells its partition: the last of those, if some are empty.
+    started = jnp.zeros((num_cores, place.size), jnp.int32).at[core, starts].add(1, mode="drop")
+    shard = jnp.cumsum(started, axis=1) - 1
+    is_entry = place < jnp.take_along_axis(ends, shard, axis=1)
+
+    def flat(values: Array) -> Array:
+        return jnp.where(is_entry, values, NO_ROW).reshape(-1)
+
+    rows = shard % num_cores * layout.rows_per_shard + embedding_ids.reshape(num_cores, -1)
+    samples = core * layout.samples_per_core + sample_ids.reshape(num_cores, -1)
+    return Entries(
+        owners=flat(shard // num_cores),
+        rows=flat(rows),
+        samples=flat(samples),
+        gains=jnp.where(is_entry, gains.reshape(num_cores, -1), 0.0).reshape(-1),
+    )
+
+
+def plan_exchange(layout: StackLayout, max_ids: int | None, num_places: int, axis_name: AxisName | None) -> Exchange:
+    """The smallest blocks that hold whatever the limits allow; `max_ids=None` means that limits are unknown."""
+    capacity = num_places
+    if max_ids is not None:
+        capacity = min(num_places, layout.num_cores * layout.num_cores * max_ids)
+    return Exchange(axis_name, layout.num_devices, capacity)
+
+
+def _routes(entries: Entries, exchange: Exchange) -> Routes:
+    return plan_routes(entries.owners, num_devices=exchange.num_devices, capacity=exchange.capacity)
+
+
+def lookup_stack(
+    table: Float[Array, "rows dim"], entries: Entries, layout: StackLayout, exchange: Exchange
+) -> Float[Array, "samples dim"]:
+    """Activations of all samples of this device, float32, in the stacked order (cores, then features)."""
+    offsets, order = api.rows_by_bag(entries.samples, layout.samples_per_core * layout.num_cores)
+    if exchange.axis_name is None:
+        vectors, places = table, entries.rows
+    else:
+        routes = _routes(entries, exchange)
+        wanted = send(entries.rows, routes, exchange.axis_name, fill_value=NO_ROW)
+        (found,) = api.lookup(table, [Segment(wanted.reshape(-1), None, None, "none")])
+        vectors = send_back(found.reshape(*wanted.shape, -1), exchange.axis_name)
+        places = routes.places
+    segment = Segment(places[order], offsets, entries.gains[order], "sum")
+    return api.lookup(vectors, [segment], quantization=layout.spec.quantization_config)[0]
+
+
+def update_stack(
+    table: Float[Array, "rows dim"],
+    slots: Slots,
+    entries: Entries,
+    d_activations: Float[Array, "samples dim"],
+    exchange: Exchange,
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    rounding_key: PRNGKeyArray | None = None,
+) -> tuple[Float[Array, "rows dim"], Slots]:
+    """One optimizer step of every row that any device looked up, with the gradients of all of them added."""
+    spread = Segment(entries.samples, None, entries.gains, "none")
+    (vectors,) = api.lookup(d_activations, [spread])
+    rows = entries.rows
+    if exchange.axis_name is not None:
+        routes = _routes(entries, exchange)
+        rows = send(rows, routes, exchange.axis_name, fill_value=NO_ROW).reshape(-1)
+        vectors = send(vectors, routes, exchange.axis_name, fill_value=0.0).reshape(rows.shape[0], -1)
+    touched = Segment(rows, None, None, "none")
+    return api.update(table, slots, [touched], [vectors], hyper, rule, rounding_key=rounding_key)
+
+
+def unstack(layout: StackLayout, activations: Float[Array, "samples dim"]) -> dict[str, Array]:
+    """The activations of every feature of a stack, by name, on one device."""
+    by_core = activations.reshape(layout.num_cores, layout.samples_per_core, -1)
+    result = {}
+    for feature in layout.features:
+        start = feature.id_transformation.row_offset // layout.num_shards
+        stop = start + (feature.num_samples or 0) // layout.num_shards
+        piece = by_core[:, start:stop, : feature.output_dim]
+        result[feature.name] = piece.reshape(-1, feature.output_dim)
+    return result
+
+
+def stack(layout: StackLayout, by_feature: dict[str, Any]) -> Float[Array, "samples dim"]:
+    """The inverse of `unstack`: zeros in the columns that a feature does not have."""
+    pieces = []
+    for feature in layout.features:
+        gradient = by_feature[feature.name]
+        expected = (feature.num_samples or 0) // layout.num_devices
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        if gradient.shape[0] != expected or gradient.shape[1] > layout.spec.stack_embedding_dim:
+            raise ValueError(
+                f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, expected "
+                f"({expected}, {feature.output_dim}) on each of {layout.num_devices} devices."
+            )
+        columns = layout.spec.stack_embedding_dim - gradient.shape[1]
+        padded = jnp.pad(gradient, ((0, 0), (0, columns)))
+        pieces.append(padded.reshape(layout.num_cores, -1, padded.shape[1]))
+    return jnp.concatenate(pieces, axis=1).reshape(-1, layout.spec.stack_embedding_dim)
+
+
+def manual_axes(num_devices: int) -> AxisName | None:
+    """The mesh axes of the surrounding `shard_map` that have `num_devices` devices together; None for one device.
+
+    Raises:
+      ValueError: there is no `shard_map` around, or none of its axes fits.
+    """
+    if num_devices == 1:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
+    if sizes and math.prod(sizes.values()) == num_devices:
+        return tuple(sizes)
+    fitting = [name for name, size in sizes.items() if size == num_devices]
+    if len(fitting) == 1:
+        return fitting[0]
+    raise ValueError(
+        f"global_device_count={num_devices}, but the surrounding shard_map has the axes {sizes}; call this inside "
+        "jax.shard_map over the axis that shards the tables."
+    )

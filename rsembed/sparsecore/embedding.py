@@ -1,0 +1,197 @@
+"""The published runtime module: everything a training program calls, by its published name."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import PRNGKeyArray
+
+from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
+from rsembed.sparsecore import table_stacking
+from rsembed.sparsecore.initialization import initialize
+from rsembed.sparsecore.layout import (
+    MAX_MINIBATCHES,
+    check_sharding_strategy,
+    coo_buffer_size,
+    placed_stack,
+    resolve_cores,
+    row_pointers_size,
+    stack_layouts,
+)
+from rsembed.sparsecore.matmul import sparse_dense_matmul as sparse_dense_matmul
+from rsembed.sparsecore.matmul import sparse_dense_matmul_grad as sparse_dense_matmul_grad
+from rsembed.sparsecore.matmul import stack_embedding_gradients as stack_embedding_gradients
+from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul as tpu_sparse_dense_matmul
+from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul_grad as tpu_sparse_dense_matmul_grad
+from rsembed.sparsecore.matmul import unstack_embedding_activations as unstack_embedding_activations
+from rsembed.sparsecore.preprocessing import (
+    preprocess_sparse_dense_matmul_input as preprocess_sparse_dense_matmul_input,
+)
+from rsembed.sparsecore.preprocessing import (
+    preprocess_sparse_dense_matmul_input_from_sparse_tensor as preprocess_sparse_dense_matmul_input_from_sparse_tensor,
+)
+from rsembed.sparsecore.table_stacking import (
+    prepare_feature_specs_for_training as prepare_feature_specs_for_training,
+)
+from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
+from rsembed.sparsecore.variables import ArrayLike as ArrayLike
+from rsembed.sparsecore.variables import EmbeddingVariables as EmbeddingVariables
+from rsembed.sparsecore.variables import Nested as Nested
+from rsembed.sparsecore.variables import PreprocessedInput as PreprocessedInput
+from rsembed.sparsecore.variables import SparseDenseMatmulInput as SparseDenseMatmulInput
+from rsembed.specs import (
+    DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+    FeatureSpec,
+    StackedTableSpec,
+    TableSpec,
+    features_of,
+    tables_of,
+)
+from rsembed.stacking import LimitsCallable as LimitsCallable
+from rsembed.stacking import get_default_limits as get_default_limits
+
+
+class ShardingStrategy(enum.Enum):
+    """How rows are dealt to shards."""
+
+    MOD = "MOD"
+
+
+def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
+    """The strategy of that name, in any case. Raises: ValueError: there is none."""
+    check_sharding_strategy(sharding_strategy)
+    return ShardingStrategy.MOD
+
+
+def auto_stack_tables(
+    features: Nested[FeatureSpec],
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    stack_to_max_ids_per_partition: LimitsCallable = get_default_limits,
+    stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
+    *,
+    rotation: int | None = None,
+    use_short_stack_names: bool = True,
+    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+) -> None:
+    """`table_stacking.auto_stack_tables`, with `rotation` by keyword only."""
+    table_stacking.auto_stack_tables(
+        features,
+        global_device_count,
+        num_sc_per_device,
+        rotation,
+        stack_to_max_ids_per_partition,
+        stack_to_max_unique_ids_per_partition,
+        use_short_stack_names=use_short_stack_names,
+        activation_mem_bytes_limit=activation_mem_bytes_limit,
+    )
+
+
+def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
+    """The tables that the features read, by name."""
+    return tables_of(feature_specs)
+
+
+def get_stacked_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, StackedTableSpec]:
+    """The stacks that the features read, by name. Raises: ValueError: a table has no place yet."""
+    stacks = (placed_stack(feature.table_spec) for feature in features_of(feature_specs))
+    return {stack.stack_name: stack for stack in stacks}
+
+
+def compute_row_pointers_size_per_device(
+    *, global_device_count: int, num_sc_per_device: int | None = None, enable_minibatching: bool = False
+) -> int:
+    """Row pointers that a device has for one stack."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    return row_pointers_size(global_device_count, num_cores) * (MAX_MINIBATCHES if enable_minibatching else 1)
+
+
+def compute_theoretical_max_coo_buffer_size(
+    max_ids_per_partition: int,
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    enable_minibatching: bool = False,
+) -> int:
+    """Buffer places that a device needs when every partition is as full as its limit allows."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    size = coo_buffer_size(max_ids_per_partition, global_device_count, num_cores)
+    return size * (MAX_MINIBATCHES if enable_minibatching else 1)
+
+
+def compute_coo_buffer_size_per_device(
+    feature_specs: Nested[FeatureSpec], global_device_count: int, num_sc_per_device: int | None = None
+) -> dict[str, int]:
+    """Buffer places that a device has, by stack."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    return {name: layout.buffer_size_per_device for name, layout in layouts.items()}
+
+
+def init_embedding_variables(
+    rng: PRNGKeyArray,
+    table_specs: Nested[TableSpec],
+    global_sharding: NamedSharding,
+    num_sparsecore_per_device: int | None = None,
+    bypass_mesh_check: bool = False,
+) -> dict[str, EmbeddingVariables]:
+    """Tables and slots of all stacks, every device building its own rows.
+
+    A logical table depends on `rng`, its name and its initializer alone: stacking, sharding and the number of devices do
+    not change it. Its initializer sees the logical shape; padding rows and columns are zero.
+
+    Args:
+      rng: the model's key.
+      table_specs: placed tables, for example of `get_table_specs`.
+      global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`.
+      num_sparsecore_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      bypass_mesh_check: ignored; rows follow the mesh, whatever the order of its devices.
+    """
+    del bypass_mesh_check
+    axis = global_sharding.spec[0] if len(global_sharding.spec) else None
+    if axis is None:
+        raise ValueError(f"global_sharding must shard rows, as in PartitionSpec('x', None); got {global_sharding.spec}.")
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    num_devices = int(np.prod([global_sharding.mesh.shape[name] for name in axes]))
+    num_cores = resolve_cores(num_sparsecore_per_device, num_devices)
+    mesh = global_sharding.mesh
+    return initialize(rng, jax.tree.leaves(table_specs), mesh=mesh, axis_name=axes, num_cores=num_cores)
+
+
+def update_preprocessing_parameters(
+    feature_specs: Nested[FeatureSpec], updated_params: SparseDenseMatmulInputStats, num_sc_per_device: int
+) -> None:
+    """Sets the limits and buffer sizes of all stacks to what `updated_params` observed, in place.
+
+    Limits become the largest observed values, without headroom, and may shrink. Stacks without statistics keep theirs.
+    The next preprocessed batch carries the new limits, which makes `jit` trace its step anew.
+
+    Args:
+      feature_specs: placed specs.
+      updated_params: statistics of one or many batches, as loaded by a client of `rsembed.fdo`.
+      num_sc_per_device: cores per device.
+    """
+    for stack in get_stacked_table_specs(feature_specs).values():
+        changes = _observed_limits(updated_params, stack.stack_name, num_sc_per_device)
+        new = stack.replace(**changes)
+        for feature in features_of(feature_specs):
+            if placed_stack(feature.table_spec).stack_name == stack.stack_name:
+                feature.table_spec.stacked_table_spec = new
+
+
+def _observed_limits(statistics: SparseDenseMatmulInputStats, stack_name: str, num_cores: int) -> dict[str, Any]:
+    observed: dict[str, tuple[Mapping[str, Any], int]] = {
+        "max_ids_per_partition": (statistics.max_ids_per_partition, 1),
+        "max_unique_ids_per_partition": (statistics.max_unique_ids_per_partition, 1),
+        "suggested_coo_buffer_size_per_device": (statistics.required_buffer_size_per_sc, num_cores),
+    }
+    # A stack that saw no id at all keeps room for one.
+    return {
+        field: max(1, int(np.max(values[stack_name]) * factor))
+        for field, (values, factor) in observed.items()
+        if stack_name in values
+    }

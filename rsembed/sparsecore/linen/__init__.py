@@ -1,0 +1,1 @@
+"""Flax Linen layers under the published names."""

@@ -1,0 +1,235 @@
+"""Lookup and update of all stacks on one device: the published functions over `rsembed.sparsecore.device`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from rsembed.sparsecore import device
+from rsembed.sparsecore.layout import (
+    StackLayout,
+    check_no_minibatching,
+    check_sharding_strategy,
+    cores_from_row_pointers,
+    resolve_cores,
+    stack_layouts,
+)
+from rsembed.sparsecore.row_rule import RowLimits, rule_of_stack
+from rsembed.sparsecore.variables import EmbeddingVariables, Nested, PreprocessedInput
+from rsembed.specs import FeatureSpec, features_of, tables_of
+
+
+def sparse_dense_matmul(
+    preprocessed_inputs: PreprocessedInput,
+    embedding_variables: Mapping[str, EmbeddingVariables],
+    feature_specs: Nested[FeatureSpec],
+    *,
+    global_device_count: int,
+    sharding_strategy: str = "MOD",
+    num_sc_per_device: int | None = None,
+    enable_minibatching: bool = False,
+    perform_unstacking: bool = True,
+    use_activation_unstack_primitive: bool = False,
+) -> Any:
+    """Activations of this device's samples. With several devices, call it inside `jax.shard_map`.
+
+    Args:
+      preprocessed_inputs: this device's part of the batch.
+      embedding_variables: this device's part of the variables, by stack.
+      feature_specs: placed specs.
+      global_device_count: devices that share the tables.
+      sharding_strategy: "MOD".
+      num_sc_per_device: None reads it off the input.
+      enable_minibatching: not implemented yet.
+      perform_unstacking: False returns `{stack: activations}` as they are laid out.
+      use_activation_unstack_primitive: ignored; a TPU detail.
+
+    Returns:
+      Float32 activations `[samples of this device, output dim]` in a tree like `feature_specs`.
+    """
+    del use_activation_unstack_primitive
+    check_sharding_strategy(sharding_strategy)
+    check_no_minibatching(enable_minibatching)
+    num_cores = _num_cores(preprocessed_inputs, global_device_count, num_sc_per_device)
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    activations = {}
+    for layout, entries, exchange in _stacks(layouts, preprocessed_inputs):
+        table = embedding_variables[layout.name][0]
+        activations[layout.name] = device.lookup_stack(table, entries, layout, exchange)
+    if not perform_unstacking:
+        return activations
+    return unstack_embedding_activations(activations, feature_specs, global_device_count, num_cores)
+
+
+def sparse_dense_matmul_grad(
+    activation_gradients: Any,
+    preprocessed_inputs: PreprocessedInput,
+    embedding_variables: Mapping[str, EmbeddingVariables],
+    feature_specs: Nested[FeatureSpec],
+    *,
+    global_device_count: int | None = None,
+    sharding_strategy: str = "MOD",
+    label: str = "",
+    step: Any = None,
+    num_sc_per_device: int | None = None,
+    enable_minibatching: bool = False,
+    perform_stacking: bool = True,
+    use_gradient_stacking_primitive: bool = False,
+    embedding_var_limits: Mapping[str, RowLimits] | None = None,
+) -> dict[str, EmbeddingVariables]:
+    """The updated variables: one optimizer step of every row that was looked up, in place when donated.
+
+    Args:
+      activation_gradients: like the activations; `{stack: gradients}` without `perform_stacking`.
+      preprocessed_inputs: as given to `sparse_dense_matmul`.
+      embedding_variables: this device's part of the variables.
+      feature_specs: placed specs.
+      global_device_count: devices that share the tables; None reads it off the gradients' size.
+      sharding_strategy: "MOD".
+      label: ignored; it names a TPU program.
+      step: 0-based step, for optimizers and learning rates that depend on it; None is the first step, for ever.
+      num_sc_per_device: None reads it off the input.
+      enable_minibatching: not implemented yet.
+      perform_stacking: False expects gradients as they are laid out.
+      use_gradient_stacking_primitive: ignored; a TPU detail.
+      embedding_var_limits: `{stack: (minimum or None, maximum or None)}` of stepped rows, for every stack.
+
+    Raises:
+      ValueError: limits do not name every stack, shapes do not fit, or a step is needed and missing.
+    """
+    del label, use_gradient_stacking_primitive
+    check_sharding_strategy(sharding_strategy)
+    check_no_minibatching(enable_minibatching)
+    num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, perform_stacking)
+    num_cores = _num_cores(preprocessed_inputs, num_devices, num_sc_per_device)
+    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
+    limits = _checked_limits(embedding_var_limits, layouts)
+    if perform_stacking:
+        activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, num_cores, num_devices)
+    tables = tables_of(feature_specs).values()
+    updated = {}
+    for layout, entries, exchange in _stacks(layouts, preprocessed_inputs):
+        variables = EmbeddingVariables(*embedding_variables[layout.name])
+        members = [table for table in tables if table.setting_in_stack.stack_name == layout.name]
+        rule = rule_of_stack(layout.spec, members, limits.get(layout.name, (None, None)))
+        table, slots = device.update_stack(
+            variables.table,
+            variables.slots(),
+            entries,
+            activation_gradients[layout.name],
+            exchange,
+            layout.spec.optimizer.get_hyperparameters(step),
+            rule,
+            _rounding_key(step, layout) if members[0].stochastic_rounding else None,
+        )
+        updated[layout.name] = EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots))
+    return updated
+
+
+def unstack_embedding_activations(
+    activations: Mapping[str, Array],
+    feature_specs: Nested[FeatureSpec],
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+) -> Any:
+    """Activations of every feature, in a tree like `feature_specs`, from those of the stacks on one device."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    by_name: dict[str, Array] = {}
+    for name, layout in layouts.items():
+        by_name |= device.unstack(layout, activations[name])
+    return jax.tree.unflatten(
+        jax.tree.structure(feature_specs), [by_name[feature.name] for feature in features_of(feature_specs)]
+    )
+
+
+def stack_embedding_gradients(
+    activation_gradients: Any,
+    feature_specs: Nested[FeatureSpec],
+    num_sc_per_device: int | None = None,
+    global_device_count: int | None = None,
+) -> dict[str, Array]:
+    """The inverse of `unstack_embedding_activations`; columns that a feature does not have are zero.
+
+    Raises:
+      ValueError: the tree differs from `feature_specs`, or a gradient has another number of samples.
+    """
+    num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, True)
+    num_cores = resolve_cores(num_sc_per_device, num_devices)
+    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
+    leaves = _gradient_leaves(activation_gradients, feature_specs)
+    by_name = {feature.name: leaf for feature, leaf in zip(features_of(feature_specs), leaves, strict=True)}
+    return {name: device.stack(layout, by_name) for name, layout in layouts.items()}
+
+
+def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]:
+    structure = jax.tree.structure(feature_specs)
+    leaves, given = jax.tree.flatten(activation_gradients)
+    if given != structure:
+        raise ValueError(f"activation gradients must have the tree structure of feature_specs, {structure}; got {given}.")
+    return [jnp.asarray(leaf) for leaf in leaves]
+
+
+def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking: bool) -> int:
+    feature = features_of(feature_specs)[0]
+    if perform_stacking:
+        gradient = _gradient_leaves(activation_gradients, feature_specs)[0]
+        return (feature.num_samples or 0) // max(1, gradient.size // gradient.shape[-1])
+    stack = feature.table_spec.stacked_table_spec
+    if stack is None:
+        raise ValueError(f"table {feature.table_spec.name!r} is not prepared; call prepare_feature_specs_for_training.")
+    return stack.total_sample_count // max(1, activation_gradients[stack.stack_name].shape[0])
+
+
+def _num_cores(inputs: PreprocessedInput, num_devices: int, num_sc_per_device: int | None) -> int:
+    """Cores per device, from the number of row pointers that this device has."""
+    size = next(iter(inputs.lhs_row_pointers.values())).size
+    num_cores = cores_from_row_pointers(size, num_devices)
+    if num_sc_per_device not in (None, num_cores):
+        raise ValueError(f"num_sc_per_device={num_sc_per_device}, but the input was preprocessed with {num_cores}.")
+    return num_cores
+
+
+def _stacks(
+    layouts: Mapping[str, StackLayout], inputs: PreprocessedInput
+) -> Iterator[tuple[StackLayout, device.Entries, device.Exchange]]:
+    if set(layouts) != set(inputs.lhs_row_pointers):
+        raise ValueError(
+            f"the input was preprocessed for stacks {sorted(inputs.lhs_row_pointers)}, but feature_specs have "
+            f"{sorted(layouts)}; use the same specs for both."
+        )
+    for name, layout in layouts.items():
+        flat = [field[name].reshape(-1) for field in inputs.sparse_dense_matmul_input]
+        axis_name = device.manual_axes(layout.num_devices)
+        exchange = device.plan_exchange(layout, inputs.max_ids_per_partition(name), flat[1].size, axis_name)
+        yield layout, device.read_entries(layout, *flat), exchange
+
+
+def _checked_limits(
+    limits: Mapping[str, RowLimits] | None, layouts: Mapping[str, StackLayout]
+) -> Mapping[str, RowLimits]:
+    if limits is None:
+        return {}
+    if set(limits) != set(layouts):
+        raise ValueError(
+            f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(layouts)}; (None, None) sets "
+            "no limit."
+        )
+    for name, (minimum, maximum) in limits.items():
+        if minimum is not None and maximum is not None and minimum > maximum:
+            raise ValueError(f"embedding_var_limits of stack {name!r}: minimum {minimum} is above maximum {maximum}.")
+    return limits
+
+
+def _rounding_key(step: Any, layout: StackLayout) -> PRNGKeyArray:
+    if step is None:
+        raise ValueError(f"stack {layout.name!r} rounds stochastically, which needs a new key every step; pass step=.")
+    return jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32))
+
+
+tpu_sparse_dense_matmul = sparse_dense_matmul
+tpu_sparse_dense_matmul_grad = sparse_dense_matmul_grad

@@ -1,0 +1,90 @@
+"""A row rule that keeps padding out of sight and rows inside limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec, Slots
+from rsembed.specs import StackedTableSpec, TableSpec
+
+RowLimits = tuple[float | None, float | None]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BoundedRowRule(OptimizerSpec):
+    """Another optimizer's rule on the first `num_columns` columns, with the stepped rows clipped.
+
+    The step is part of the rule, so it still happens in place and touches no other row.
+
+    Args:
+      inner: the optimizer.
+      num_columns: columns that the rule sees; None means all. Columns behind them stay as they are.
+      minimum: lower limit of stepped entries, or None.
+      maximum: upper limit of stepped entries, or None.
+    """
+
+    inner: OptimizerSpec = dataclasses.field(default_factory=SGDOptimizerSpec)
+    num_columns: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:  # noqa: D102
+        return self.inner.get_hyperparameters(step)
+
+    def slot_initial_values(self) -> tuple[Any, ...]:  # noqa: D102
+        return self.inner.slot_initial_values()
+
+    def init_slots(self, rows: Array) -> Slots:  # noqa: D102
+        return self.inner.init_slots(rows[:, : self.num_columns])
+
+    def pack_slots(self, slots: Slots) -> Any:  # noqa: D102
+        return self.inner.pack_slots(slots)
+
+    def step_rows(  # noqa: D102
+        self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters
+    ) -> tuple[Array, Slots]:
+        seen, hidden = rows[:, : self.num_columns], rows[:, rows.shape[1] if self.num_columns is None else self.num_columns :]
+        new, new_slots = self.inner.step_rows(seen, slots, gradients[:, : self.num_columns], hyper)
+        if self.minimum is not None or self.maximum is not None:
+            new = jnp.clip(new, self.minimum, self.maximum)
+        return jnp.concatenate([new, hidden], axis=1), new_slots
+
+    def short_name(self) -> str:  # noqa: D102
+        return self.inner.short_name()
+
+
+def rule_of_stack(
+    stack: StackedTableSpec, tables: Sequence[TableSpec], limits: RowLimits = (None, None)
+) -> OptimizerSpec:
+    """The rule that steps a stack's rows.
+
+    Padding columns hold zeros. Rules of single entries keep them zero by themselves; a rule that looks at whole rows (a
+    row-wise accumulator, a norm, a custom function) must not see them, or its means would be wrong.
+
+    Args:
+      stack: the stack.
+      tables: its tables.
+      limits: smallest and largest value of a stepped entry.
+
+    Raises:
+      ValueError: such a rule, and tables of different dims.
+    """
+    num_columns = None
+    dims = {table.name: table.embedding_dim for table in tables}
+    # Limits that exclude zero would move the padding, so clipping too stops at the last real column where it can.
+    if stack.optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
+        if len(set(dims.values())) > 1:
+            raise ValueError(
+                f"stack {stack.stack_name!r}: optimizer {stack.optimizer.short_name()!r} works on whole rows, so the tables "
+                f"of a stack must have one embedding_dim, but have {dims}; give them stacks of their own."
+            )
+        num_columns = next(iter(dims.values()))
+        num_columns = None if num_columns == stack.stack_embedding_dim else num_columns
+    if num_columns is None and limits == (None, None):
+        return stack.optimizer
+    return BoundedRowRule(stack.optimizer.learning_rate, stack.optimizer, num_columns, *limits)

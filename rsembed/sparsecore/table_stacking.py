@@ -1,0 +1,261 @@
+"""Which tables share a physical table: the published in-place functions over the pure planner `rsembed.stacking`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rsembed.sparsecore.layout import placed_stack, resolve_cores
+from rsembed.sparsecore.variables import Nested
+from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, FeatureSpec, TableSpec, features_of, tables_of
+from rsembed.stacking import (
+    SUBLANES,
+    LimitsCallable,
+    StackingPlan,
+    StackPlan,
+    TablePlacement,
+    attach_placement,
+    get_default_limits,
+    group_tables,
+    plan_stack,
+    round_up,
+    stack_and_shard,
+    stack_name_of,
+    unshard_and_unstack,
+)
+
+
+def auto_stack_tables(
+    features: Nested[FeatureSpec],
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    rotation: int | None = None,
+    stack_to_max_ids_per_partition: LimitsCallable = get_default_limits,
+    stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
+    *,
+    use_short_stack_names: bool = True,
+    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+) -> None:
+    """Stacks all tables that can share one (equal padded dim, optimizer, combiner, quantization), in place.
+
+    Tables that `stack_tables` placed before stay where they are.
+
+    Args:
+      features: specs of all features; their tables are changed.
+      global_device_count: devices of all processes.
+      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      rotation: shards by which each further table of a stack is rotated; None means one device.
+      stack_to_max_ids_per_partition: `(stack name, samples) -> limit` for stacks of several tables. A higher limit
+        of one of the tables wins.
+      stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
+      use_short_stack_names: cut names over 50 characters and add a hash.
+      activation_mem_bytes_limit: activations per shard beyond which a group is split.
+    """
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    num_shards = global_device_count * num_cores
+    _check_features(features)
+    tables = tables_of(features)
+    groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=activation_mem_bytes_limit)
+    free = [[name for name in group if not tables[name].is_stacked()] for group in groups]
+    stacks = tuple(
+        plan_stack(
+            features,
+            group,
+            stack_name=stack_name_of(group, use_short_stack_names=use_short_stack_names),
+            num_shards=num_shards,
+            rotation=num_cores if rotation is None else rotation,
+            max_ids_per_partition=stack_to_max_ids_per_partition,
+            max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
+            activation_mem_bytes_limit=activation_mem_bytes_limit,
+        )
+        for group in free
+        if group
+    )
+    attach_placement(features, StackingPlan(num_shards=num_shards, stacks=stacks))
+
+
+def stack_tables(
+    features: Nested[FeatureSpec],
+    table_names: Sequence[str],
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    rotation: int | None = None,
+    stack_to_max_ids_per_partition: LimitsCallable = get_default_limits,
+    stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
+    stack_name: str | None = None,
+    fail_on_excess_padding: bool = False,
+    *,
+    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+) -> None:
+    """Stacks the named tables in the given order, in place. Narrower tables are padded to the widest.
+
+    Args:
+      features: specs of all features; the named tables are changed.
+      table_names: tables of the stack, first row first.
+      global_device_count: devices of all processes.
+      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      rotation: shards by which each further table is rotated; None means one device.
+      stack_to_max_ids_per_partition: `(stack name, samples) -> limit`, if there are several tables.
+      stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
+      stack_name: None joins the table names.
+      fail_on_excess_padding: raise if a table is narrower than the widest one.
+      activation_mem_bytes_limit: recorded in the stack.
+
+    Raises:
+      ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
+    """
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    num_shards = global_device_count * num_cores
+    _check_features(features)
+    tables = tables_of(features)
+    name = stack_name_of(table_names) if stack_name is None else stack_name
+    _check_free(tables, table_names, name)
+    stack = plan_stack(
+        features,
+        table_names,
+        stack_name=name,
+        num_shards=num_shards,
+        rotation=num_cores if rotation is None else rotation,
+        max_ids_per_partition=stack_to_max_ids_per_partition,
+        max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
+        activation_mem_bytes_limit=activation_mem_bytes_limit,
+    )
+    if fail_on_excess_padding:
+        _check_excess_padding(stack)
+    attach_placement(features, StackingPlan(num_shards=num_shards, stacks=(stack,)))
+
+
+def prepare_feature_specs_for_training(
+    feature_specs: Nested[FeatureSpec], global_device_count: int, num_sc_per_device: int | None = None
+) -> None:
+    """Gives every table that has no place yet a stack of its own, in place.
+
+    Args:
+      feature_specs: specs of all features, with declared shapes.
+      global_device_count: devices of all processes.
+      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+
+    Raises:
+      ValueError: a name is used twice, a feature declares no batch, or a table's combiner is "none".
+    """
+    num_shards = global_device_count * resolve_cores(num_sc_per_device, global_device_count)
+    _check_features(feature_specs)
+    stacks = tuple(
+        plan_stack(
+            feature_specs,
+            [table.name],
+            stack_name=table.name,
+            num_shards=num_shards,
+            sort_features_by_name=True,
+            keep_suggested_buffer_size=True,
+        )
+        for table in tables_of(feature_specs).values()
+        if table.stacked_table_spec is None
+    )
+    attach_placement(feature_specs, StackingPlan(num_shards=num_shards, stacks=stacks))
+
+
+def _check_features(features: Any) -> None:
+    for feature in features_of(features):
+        table = feature.table_spec
+        if feature.num_samples is None:
+            raise ValueError(
+                f"feature {feature.name!r}: declare the global batch with input_shape=(samples, ids) or "
+                "output_shape=(samples, dim); the partitioned layout depends on it."
+            )
+        if table.combiner == "none":
+            raise ValueError(
+                f"table {table.name!r}: combiner 'none' has no partitioned layout; use 'sum' and one id per sample "
+                "(ids reshaped to (-1, 1)) for sequences."
+            )
+
+
+def _check_free(tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str) -> None:
+    for name, table in tables.items():
+        stack = table.stacked_table_spec
+        if stack is None:
+            continue
+        if name in table_names and table.is_stacked():
+            raise ValueError(f"table {name!r} is already in stack {stack.stack_name!r}; a table has one place.")
+        if stack.stack_name == stack_name and name not in table_names:
+            raise ValueError(f"stack name {stack_name!r} is already used by table {name!r}; choose another stack_name.")
+
+
+def _check_excess_padding(stack: StackPlan) -> None:
+    excess = {
+        table.name: (stack.spec.stack_embedding_dim - round_up(table.dim, SUBLANES)) * table.setting.padded_vocab_size
+        for table in stack.tables
+    }
+    if sum(excess.values()):
+        raise ValueError(
+            f"stack {stack.name!r}: padding to {stack.spec.stack_embedding_dim} columns adds {sum(excess.values())} values "
+            f"({excess}); stack tables of equal dim, or pass fail_on_excess_padding=False."
+        )
+
+
+def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec]]:
+    """Stack name to its tables, in the order of the given specs."""
+    stacks: dict[str, list[TableSpec]] = {}
+    for table in jax.tree.leaves(table_specs):
+        stacks.setdefault(table.setting_in_stack.stack_name, []).append(table)
+    return stacks
+
+
+def stack_and_shard_tables(
+    table_specs: Nested[TableSpec], tables: Mapping[str, Any], num_shards: int, pad_value: float = np.nan
+) -> dict[str, Any]:
+    """Logical tables to stacked arrays `[num_shards, rows per shard, columns]`, padding filled with `pad_value`.
+
+    Args:
+      table_specs: placed tables.
+      tables: `[vocabulary, dim]` by table name, or trees of such arrays (a table and its slots).
+      num_shards: devices times cores.
+      pad_value: what padding rows and columns hold.
+    """
+    result = {}
+    for name, plan in _plans(table_specs, num_shards).items():
+        members = [table.name for table in plan.stacks[0].tables]
+
+        def stack(*arrays: Any, plan: StackingPlan = plan, members: list[str] = members, name: str = name) -> Any:
+            return stack_and_shard(plan, dict(zip(members, arrays, strict=True)), pad_value=pad_value)[name]
+
+        result[name] = jax.tree.map(stack, *(tables[member] for member in members))
+    return result
+
+
+def unshard_and_unstack_tables(
+    table_specs: Nested[TableSpec], stacked_tables: Mapping[str, Any], num_shards: int
+) -> dict[str, Any]:
+    """The inverse of `stack_and_shard_tables`, padding removed; flat arrays `[shards * rows, columns]` work too."""
+    result = {}
+    for name, plan in _plans(table_specs, num_shards).items():
+        for table in plan.stacks[0].tables:
+
+            def unstack(array: Any, plan: StackingPlan = plan, stack: str = name, table: str = table.name) -> Any:
+                return unshard_and_unstack(plan, {stack: array})[table]
+
+            result[table.name] = jax.tree.map(unstack, stacked_tables[name])
+    return result
+
+
+def _plans(table_specs: Any, num_shards: int) -> dict[str, StackingPlan]:
+    """For every stack, the plan of that stack alone, read back from its placed tables."""
+    plans = {}
+    for name, tables in get_table_stacks(table_specs).items():
+        placements = tuple(
+            TablePlacement(
+                name=table.name,
+                rows=table.vocabulary_size,
+                dim=table.embedding_dim,
+                dtype=table.dtype,
+                stochastic_rounding=table.stochastic_rounding,
+                setting=table.setting_in_stack,
+            )
+            for table in sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
+        )
+        stack = StackPlan(spec=placed_stack(tables[0]), dtype=tables[0].dtype, tables=placements, features=())
+        plans[name] = StackingPlan(num_shards=num_shards, stacks=(stack,))
+    return plans

@@ -1,0 +1,99 @@
+"""The published helpers: core counts, first guesses of limits, and a single table's shards."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from rsembed.sparsecore.layout import cores_per_device
+from rsembed.stacking import SUBLANES, round_up
+
+
+def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
+    """SparseCores of a device: 4 on TPU v5p, 2 on v6e and TPU7x.
+
+    CPUs and GPUs have none, and get as many as make 32 shards together with all devices of their platform (at least
+    one each); `rsembed.sparsecore.layout.cores_per_device` tells why. Any other number works as well, as long as all
+    functions are given the same.
+
+    Raises:
+      ValueError: a TPU of unknown kind.
+    """
+    return cores_per_device(device)
+
+
+def estimate_preprocessing_parameters(
+    *,
+    global_batch_size: int,
+    global_device_count: int,
+    num_sc_per_device: int,
+    valency: float,
+    hot_shard_fraction: float = 0.2,
+    headroom_factor: float = 1.25,
+) -> dict[str, int]:
+    """A first guess of a table's limits and buffer size, before there are statistics.
+
+    A core's `n` ids fall on `S` shards: a share `hot_shard_fraction` on one of them, the rest evenly, plus two standard
+    deviations. Half of the ids of a partition are taken to be distinct.
+
+    Args:
+      global_batch_size: samples of all features of the stack.
+      global_device_count: devices.
+      num_sc_per_device: cores per device.
+      valency: ids per sample, on average.
+      hot_shard_fraction: raise it if few ids make up most of the data.
+      headroom_factor: room on top of the guess.
+
+    Returns:
+      Keyword arguments for `TableSpec`.
+
+    Source: `estimate_preprocessing_parameters` of jax-tpu-embedding 0.2.
+    """
+    num_shards = global_device_count * num_sc_per_device
+    ids_per_device = global_batch_size / global_device_count * valency
+    ids_per_core = ids_per_device / num_sc_per_device
+    mean = ids_per_core / num_shards
+    spread = hot_shard_fraction * ids_per_core + (1 - hot_shard_fraction) * mean + 2 * math.sqrt(mean)
+    peak = headroom_factor * spread
+    max_ids = round_up(math.ceil(peak), SUBLANES)
+    places = max(num_sc_per_device * max_ids, 1.2 * ids_per_device + 14 * num_shards)
+    return {
+        "max_ids_per_partition": max_ids,
+        "max_unique_ids_per_partition": round_up(math.ceil(peak / 2), SUBLANES),
+        "suggested_coo_buffer_size_per_device": round_up(math.ceil(places), SUBLANES * num_sc_per_device),
+    }
+
+
+def shard_emb_table(
+    emb_table: Float[Array | np.ndarray, "vocab dim"], num_devices: int, num_sc_per_device: int
+) -> Float[Array | np.ndarray, "devices rows dim"]:
+    """One table, cut into the parts of the devices: row `v*S + c*C + s` is device `c`'s row `s*(vocab/S) + v`.
+
+    Args:
+      emb_table: the table.
+      num_devices: devices.
+      num_sc_per_device: cores per device.
+
+    Raises:
+      ValueError: the rows cannot be dealt evenly.
+    """
+    num_shards = num_devices * num_sc_per_device
+    if emb_table.shape[0] % num_shards:
+        raise ValueError(
+            f"a table of {emb_table.shape[0]} rows cannot be dealt to {num_shards} shards evenly; pad it to "
+            f"{round_up(emb_table.shape[0], num_shards)} rows."
+        )
+    shards = emb_table.reshape(-1, num_shards, emb_table.shape[1]).swapaxes(0, 1)
+    return shards.reshape(num_devices, -1, emb_table.shape[1])
+
+
+def unshard_emb_table(
+    sharded: Float[Array | np.ndarray, "devices rows dim"], num_devices: int, num_sc_per_device: int
+) -> Float[Array | np.ndarray, "vocab dim"]:
+    """The inverse of `shard_emb_table`; also takes the flat `[devices * rows, dim]`."""
+    dim = sharded.shape[-1]
+    shards = sharded.reshape(num_devices * num_sc_per_device, -1, dim)
+    return shards.swapaxes(0, 1).reshape(-1, dim)

@@ -1,0 +1,307 @@
+"""What users declare: tables, features, and the records that a stacking plan attaches to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec
+
+DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
+Combiner = Literal["sum", "mean", "sqrtn", "none"]
+COMBINERS: tuple[Combiner, ...] = ("sum", "mean", "sqrtn", "none")
+TABLE_DTYPES = ("float32", "bfloat16", "float16")
+MAX_ROWS = 2**31 - 1
+"""Row numbers are int32; the largest value is the padding row."""
+
+CallableTableInitializer = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationConfig:
+    """Rounds looked-up rows to `num_buckets` evenly spaced values in `[min_value, max_value]`, before combining.
+
+    The table itself keeps full precision ("fake quantization").
+    """
+
+    min_value: float
+    max_value: float
+    num_buckets: int
+
+    def __post_init__(self) -> None:
+        if not self.min_value < self.max_value:
+            raise ValueError(f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}.")
+        if self.num_buckets < 2:
+            raise ValueError(f"QuantizationConfig: num_buckets must be at least 2, got {self.num_buckets}.")
+
+    def as_tuple(self) -> tuple[float, float, int]:
+        """`(min_value, max_value, num_buckets)`."""
+        return self.min_value, self.max_value, self.num_buckets
+
+    def quantize(self, values: jax.Array) -> jax.Array:
+        """`values` rounded to the nearest bucket; halves round up."""
+        width = (self.max_value - self.min_value) / (self.num_buckets - 1)
+        clipped = jnp.clip(values, self.min_value, self.max_value)
+        return jnp.floor((clipped - self.min_value) / width + 0.5) * width + self.min_value
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureIdTransformation:
+    """Where a feature's samples and ids go inside its stack.
+
+    Args:
+      row_offset: first sample of the feature in the stacked batch.
+      col_offset: first column of the feature's table in the stacked table.
+      col_shift: rotation of the feature's table over the shards.
+    """
+
+    row_offset: int = 0
+    col_offset: int = 0
+    col_shift: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSettingInStack:
+    """Where a table lies inside its stack; sizes in rows and columns."""
+
+    stack_name: str
+    padded_vocab_size: int
+    padded_embedding_dim: int
+    row_offset_in_shard: int = 0
+    shard_rotation: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedTableSpec:
+    """One physical table: the tables of a stack under each other, sharded by row number modulo the shard count."""
+
+    stack_name: str
+    stack_vocab_size: int
+    stack_embedding_dim: int
+    optimizer: OptimizerSpec
+    combiner: str
+    total_sample_count: int
+    max_ids_per_partition: int = 256
+    max_unique_ids_per_partition: int = 256
+    suggested_coo_buffer_size_per_device: int | None = None
+    quantization_config: QuantizationConfig | None = None
+    activation_mem_bytes_limit: int = dataclasses.field(default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False)
+
+    def replace(self, **changes: Any) -> StackedTableSpec:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@no_type_check  # wrong values are refused by name in __post_init__
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class TableSpec:
+    """One embedding table.
+
+    Args:
+      name: unique among the tables of a model.
+      vocabulary_size: rows; ids run from 0 to `vocabulary_size - 1`.
+      embedding_dim: columns.
+      initializer: called as `(key, shape)` with the logical shape `(vocabulary_size, embedding_dim)`.
+      optimizer: how touched rows are stepped.
+      combiner: `sum`, `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
+      max_ids_per_partition: most entries one core may send to one shard. A layout limit of SparseCores: raise it
+        when preprocessing says so, or let feedback-directed optimisation (`rsembed.fdo`) set it.
+      max_unique_ids_per_partition: likewise, for distinct ids.
+      suggested_coo_buffer_size_per_device: entries in a device's input buffer; None sizes it for the worst case.
+      quantization_config: rounds rows at lookup.
+      dtype: `float32`, `bfloat16` or `float16`; sums and optimizers compute in float32 all the same.
+      stochastic_rounding: round updated rows of a 16-bit table up or down at random, without bias.
+
+    Once a stacking function has placed the table, its public fields can no longer be set.
+    """
+
+    name: str
+    vocabulary_size: int
+    embedding_dim: int
+    initializer: CallableTableInitializer = dataclasses.field(default_factory=lambda: default_initializer)
+    optimizer: OptimizerSpec = dataclasses.field(default_factory=SGDOptimizerSpec)
+    combiner: Combiner = "sum"
+    max_ids_per_partition: int = 256
+    max_unique_ids_per_partition: int = 256
+    suggested_coo_buffer_size_per_device: int | None = None
+    quantization_config: QuantizationConfig | None = None
+    # The plan's printout shows these two; the spec prints as the published system's does.
+    dtype: str = dataclasses.field(default="float32", repr=False)
+    stochastic_rounding: bool = dataclasses.field(default=False, repr=False)
+    _stacked_table_spec: StackedTableSpec | None = dataclasses.field(default=None, init=False)
+    _setting_in_stack: TableSettingInStack = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"TableSpec: name must be a non-empty string, got {self.name!r}.")
+        where = f"table {self.name!r}"
+        self.vocabulary_size = _positive_int(self.vocabulary_size, where, "vocabulary_size")
+        self.embedding_dim = _positive_int(self.embedding_dim, where, "embedding_dim")
+        if self.vocabulary_size > MAX_ROWS:
+            raise ValueError(
+                f"{where}: vocabulary_size={self.vocabulary_size} exceeds {MAX_ROWS}, the most rows that 32-bit ids "
+                "reach; split the table, or hash the ids into fewer rows."
+            )
+        for limit in ("max_ids_per_partition", "max_unique_ids_per_partition"):
+            _positive_int(getattr(self, limit), where, limit)
+        if self.suggested_coo_buffer_size_per_device is not None:
+            _positive_int(self.suggested_coo_buffer_size_per_device, where, "suggested_coo_buffer_size_per_device")
+        if not callable(self.initializer):
+            raise TypeError(f"{where}: initializer must be a function of (key, shape), got {self.initializer!r}.")
+        if not isinstance(self.optimizer, OptimizerSpec):
+            raise TypeError(
+                f"{where}: optimizer must be an OptimizerSpec, got {type(self.optimizer).__name__}; "
+                "wrap an optax transformation with rsembed.from_optax."
+            )
+        if self.combiner not in COMBINERS:
+            raise ValueError(f"{where}: unknown combiner {self.combiner!r}; choose one of {', '.join(COMBINERS)}.")
+        self.dtype = jnp.dtype(self.dtype).name
+        if self.dtype not in TABLE_DTYPES:
+            raise ValueError(f"{where}: dtype {self.dtype!r} is not one of {', '.join(TABLE_DTYPES)}.")
+        self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_public_field = name in type(self).__dataclass_fields__ and not name.startswith("_")
+        if is_public_field and getattr(self, "_stacked_table_spec", None) is not None:
+            raise AttributeError(
+                f"table {self.name!r} is already placed in stack {self._setting_in_stack.stack_name!r}, so {name!r} can "
+                "no longer be set; build new specs, or set it before stacking."
+            )
+        object.__setattr__(self, name, value)
+
+    @property
+    def setting_in_stack(self) -> TableSettingInStack:
+        """Where the table lies; before stacking, alone and unpadded."""
+        return self._setting_in_stack
+
+    @setting_in_stack.setter
+    def setting_in_stack(self, setting: TableSettingInStack) -> None:
+        self._setting_in_stack = setting
+
+    @property
+    def stacked_table_spec(self) -> StackedTableSpec | None:
+        """The physical table, or None before stacking."""
+        return self._stacked_table_spec
+
+    @stacked_table_spec.setter
+    def stacked_table_spec(self, spec: StackedTableSpec | None) -> None:
+        self._stacked_table_spec = spec
+
+    def is_stacked(self) -> bool:
+        """Whether the table shares a physical table of another name."""
+        return self._setting_in_stack.stack_name != self.name
+
+
+@no_type_check  # wrong values are refused by name in __post_init__
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class FeatureSpec:
+    """One categorical input that reads a table.
+
+    Args:
+      name: unique among the features of a model.
+      table_spec: the table; several features may share one.
+      input_shape: `(samples, ids per sample)` of the GLOBAL batch; None accepts any batch.
+      output_shape: `(..., dim)` of the global activations, `prod(output_shape[:-1])` samples. `dim` may be below the
+        table's `embedding_dim`: the leading columns are returned. None follows the input.
+    """
+
+    name: str
+    table_spec: TableSpec
+    input_shape: tuple[int, ...] | None = None
+    output_shape: tuple[int, ...] | None = None
+    _id_transformation: FeatureIdTransformation = dataclasses.field(
+        default_factory=FeatureIdTransformation, init=False
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"FeatureSpec: name must be a non-empty string, got {self.name!r}.")
+        where = f"feature {self.name!r}"
+        if not isinstance(self.table_spec, TableSpec):
+            raise TypeError(f"{where}: table_spec must be a TableSpec, got {type(self.table_spec).__name__}.")
+        for field in ("input_shape", "output_shape"):
+            shape = getattr(self, field)
+            if shape is not None:
+                sizes = tuple(_positive_int(size, where, field) for size in shape)
+                setattr(self, field, sizes)
+        if self.output_shape is not None and self.output_shape[-1] > self.table_spec.embedding_dim:
+            raise ValueError(
+                f"{where}: output_shape {self.output_shape} asks for {self.output_shape[-1]} columns, but table "
+                f"{self.table_spec.name!r} has embedding_dim={self.table_spec.embedding_dim}."
+            )
+
+    @property
+    def id_transformation(self) -> FeatureIdTransformation:
+        """Where the feature lies inside its stack."""
+        return self._id_transformation
+
+    @id_transformation.setter
+    def id_transformation(self, value: FeatureIdTransformation) -> None:
+        self._id_transformation = value
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in the global batch, or None when no shape was declared."""
+        if self.output_shape is not None:
+            return math.prod(self.output_shape[:-1])
+        return None if self.input_shape is None else self.input_shape[0]
+
+    @property
+    def output_dim(self) -> int:
+        """Columns of the activations."""
+        return self.table_spec.embedding_dim if self.output_shape is None else self.output_shape[-1]
+
+
+def _positive_int(value: Any, where: str, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{where}: {field} must be an integer, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{where}: {field} must be at least 1, got {value}.")
+    return int(value)
+
+
+def default_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Normal values with standard deviation `1 / sqrt(dim)`: rows of norm about one."""
+    return jax.random.normal(key, shape, dtype) / math.sqrt(shape[-1])
+
+
+
+
+
+def features_of(features: Any) -> list[FeatureSpec]:
+    """The feature specs of a nested structure, in leaf order (lists as given, dicts by sorted key).
+
+    Raises:
+      TypeError: a leaf is not a FeatureSpec.
+      ValueError: there is none, two features share a name, or two different tables share one.
+    """
+    leaves = jax.tree.leaves(features)
+    for leaf in leaves:
+        if not isinstance(leaf, FeatureSpec):
+            raise TypeError(f"features must be FeatureSpecs (nested in lists or dicts), got {type(leaf).__name__}.")
+    if not leaves:
+        raise ValueError("features: there is no FeatureSpec in it.")
+    names = [feature.name for feature in leaves]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"feature names must be unique, but {repeated} appear more than once.")
+    tables: dict[str, TableSpec] = {}
+    for feature in leaves:
+        table = tables.setdefault(feature.table_spec.name, feature.table_spec)
+        if table is not feature.table_spec and table != feature.table_spec:
+            raise ValueError(f"two different tables are named {table.name!r} (one is read by feature {feature.name!r}).")
+    return leaves
+
+
+def tables_of(features: Any) -> dict[str, TableSpec]:
+    """The tables that `features` read, by name, in the order in which the features mention them."""
+    tables: dict[str, TableSpec] = {}
+    for feature in features_of(features):
+        tables.setdefault(feature.table_spec.name, feature.table_spec)
+    return tables

@@ -1,0 +1,447 @@
+"""From specs to a plan: which tables share a physical table, and where every row of every table lies.
+
+A plan is pure data: frozen, hashable by value (limits included), printable. It is computed here and nowhere else; the
+published in-place functions attach it to specs. Two layouts are made of the same arithmetic:
+
+* SparseCore's: dims padded to 8, rows padded to `8 * num_shards`, row `id` in shard `(id + rotation) % num_shards`;
+* the core's own (`num_shards=1`, no padding): tables of equal dim, dtype and optimizer under each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsembed.specs import (
+    DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+    MAX_ROWS,
+    Combiner,
+    FeatureIdTransformation,
+    FeatureSpec,
+    StackedTableSpec,
+    TableSettingInStack,
+    TableSpec,
+    features_of,
+    tables_of,
+)
+
+LimitsCallable = Callable[[str, int], int]
+SUBLANES = 8
+"""Rows and columns are moved in tiles of this size on a TPU."""
+MAX_STACK_NAME_LENGTH = 50
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def get_default_limits(stack_name: str, batch_size: int) -> int:
+    """The limit of a stack of several tables when nobody chose one: 256 entries."""
+    del stack_name, batch_size
+    return 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TablePlacement:
+    """One logical table and its place in a stack; `dim` and `rows` are unpadded."""
+
+    name: str
+    rows: int
+    dim: int
+    dtype: str
+    stochastic_rounding: bool
+    setting: TableSettingInStack
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeaturePlacement:
+    """One feature, its table, and its place in the stacked batch (`num_samples` global samples; None if undeclared)."""
+
+    name: str
+    table_name: str
+    combiner: Combiner
+    num_samples: int | None
+    transformation: FeatureIdTransformation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackPlan:
+    """One physical table with the tables and features in it."""
+
+    spec: StackedTableSpec
+    dtype: str
+    tables: tuple[TablePlacement, ...]
+    features: tuple[FeaturePlacement, ...]
+
+    @property
+    def name(self) -> str:
+        """The stack's name."""
+        return self.spec.stack_name
+
+    @property
+    def num_slot_values(self) -> int:
+        """Optimizer state values a row, for `dim` columns."""
+        row = jax.ShapeDtypeStruct((1, self.spec.stack_embedding_dim), jnp.float32)
+        return sum(slot.size for slot in jax.eval_shape(self.spec.optimizer.init_slots, row))
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the physical table over all devices."""
+        return self.spec.stack_vocab_size * self.spec.stack_embedding_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the optimizer state over all devices."""
+        return self.spec.stack_vocab_size * self.num_slot_values * 4
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the physical table that no logical table uses."""
+        used = sum(table.rows * table.dim for table in self.tables)
+        return 1.0 - used / (self.spec.stack_vocab_size * self.spec.stack_embedding_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackingPlan:
+    """Where every table and feature of a model lies. Equal plans hash equal, limits included."""
+
+    num_shards: int
+    stacks: tuple[StackPlan, ...]
+
+    def stack(self, name: str) -> StackPlan:
+        """The stack of that name. Raises: KeyError: there is none."""
+        for stack in self.stacks:
+            if stack.name == name:
+                return stack
+        raise KeyError(f"no stack {name!r}; the plan has {[stack.name for stack in self.stacks]}.")
+
+    def table(self, name: str) -> tuple[StackPlan, TablePlacement]:
+        """A table by its logical name, and its stack. Raises: KeyError: there is none."""
+        for stack in self.stacks:
+            for table in stack.tables:
+                if table.name == name:
+                    return stack, table
+        raise KeyError(f"no table {name!r}; the plan has {[t.name for s in self.stacks for t in s.tables]}.")
+
+    def flat_rows(self, table_name: str, ids: Any) -> Any:
+        """Row of each id in the stacked array: `shard * rows_per_shard + local row`."""
+        stack, table = self.table(table_name)
+        shard = (ids % self.num_shards + table.setting.shard_rotation) % self.num_shards
+        rows_per_shard = stack.spec.stack_vocab_size // self.num_shards
+        return shard * rows_per_shard + table.setting.row_offset_in_shard + ids // self.num_shards
+
+    def __str__(self) -> str:
+        rows = [self._COLUMNS, *self._cells()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self._COLUMNS))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{cell}</th>" for cell in self._COLUMNS)
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in self._cells())
+        return f"<table><tr>{head}</tr>{body}</table>"
+
+    _COLUMNS = ("stack", "tables", "features", "rows", "dim", "dtype", "optimizer", "padding", "table MB/shard", "slots MB/shard")  # fmt: skip
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                stack.name,
+                str(len(stack.tables)),
+                str(len(stack.features)),
+                f"{stack.spec.stack_vocab_size:,}",
+                str(stack.spec.stack_embedding_dim),
+                stack.dtype,
+                stack.spec.optimizer.short_name(),
+                f"{stack.padding_fraction:.1%}",
+                f"{stack.table_bytes / self.num_shards / 1e6:,.2f}",
+                f"{stack.slot_bytes / self.num_shards / 1e6:,.2f}",
+            )
+            for stack in self.stacks
+        ]
+
+
+def plan_stacking(
+    features: Any,
+    *,
+    num_shards: int = 1,
+    groups: Sequence[Sequence[str]] | None = None,
+    pad: bool = True,
+    rotation: int = 0,
+    activation_mem_bytes_limit: int | None = None,
+    use_short_stack_names: bool = True,
+) -> StackingPlan:
+    """Plans all tables that `features` read; changes nothing.
+
+    Args:
+      features: FeatureSpecs, nested in lists or dicts.
+      num_shards: devices times cores per device.
+      groups: table names of every stack, in stack order; None groups tables that can share one: equal (padded) dim,
+        dtype, optimizer, rounding and quantization, with `pad` also equal combiner.
+      pad: pad dims to 8 and rows to `8 * num_shards`, as SparseCores need; without it one shard only.
+      rotation: shards by which each further table of a stack is rotated, so that hot first rows spread.
+      activation_mem_bytes_limit: most bytes of activations per shard in one stack; None sets no limit.
+      use_short_stack_names: names over 50 characters are cut and a hash is added.
+
+    Raises:
+      ValueError: a table is in no group or in two, tables of a group disagree, or a stack has too many rows.
+    """
+    if num_shards < 1:
+        raise ValueError(f"num_shards must be at least 1, got {num_shards}.")
+    if not pad and num_shards != 1:
+        raise ValueError("a plan without padding has one shard; use pad=True for several.")
+    tables = tables_of(features)
+    if groups is None:
+        groups = group_tables(
+            features, num_shards=num_shards, pad=pad, activation_mem_bytes_limit=activation_mem_bytes_limit
+        )
+    named = [name for group in groups for name in group]
+    if sorted(named) != sorted(tables):
+        raise ValueError(f"groups must name every table once: tables {sorted(tables)}, groups {sorted(named)}.")
+    stacks = tuple(
+        plan_stack(
+            features,
+            group,
+            stack_name=stack_name_of(group, use_short_stack_names=use_short_stack_names),
+            num_shards=num_shards,
+            pad=pad,
+            rotation=rotation,
+        )
+        for group in groups
+    )
+    return StackingPlan(num_shards=num_shards, stacks=stacks)
+
+
+def stack_name_of(table_names: Sequence[str], *, use_short_stack_names: bool = True) -> str:
+    """Table names joined by `_`; a long name is cut and gets a hash of the whole."""
+    full = "_".join(table_names)
+    if not use_short_stack_names or len(full) <= MAX_STACK_NAME_LENGTH:
+        return full
+    return f"{full[:MAX_STACK_NAME_LENGTH]}...{hashlib.sha256(full.encode()).hexdigest()[:12]}"
+
+
+def group_tables(
+    features: Any,
+    *,
+    num_shards: int,
+    pad: bool = True,
+    activation_mem_bytes_limit: int | None = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+) -> list[list[str]]:
+    """Table names that can share a physical table, in first-seen order, split so that activations fit the limit."""
+    groups: dict[Any, list[str]] = {}
+    for name, table in tables_of(features).items():
+        dim = round_up(table.embedding_dim, SUBLANES) if pad else table.embedding_dim
+        key = (
+            dim,
+            table.optimizer,
+            table.combiner if pad else None,
+            table.quantization_config,
+            table.dtype,
+            table.stochastic_rounding,
+            # State shared along a row must not see padding, so such tables only join others of their exact dim.
+            table.embedding_dim if table.optimizer.is_row_wise else None,
+        )
+        groups.setdefault(key, []).append(name)
+    if activation_mem_bytes_limit is None:
+        return list(groups.values())
+    num_bytes = activation_bytes(features, num_shards)
+    return split_by_memory(groups.values(), num_bytes, activation_mem_bytes_limit)
+
+
+def activation_bytes(features: Any, num_shards: int) -> dict[str, int]:
+    """Bytes of float32 activations per shard and table, over all features that read it."""
+    num_bytes = dict.fromkeys(tables_of(features), 0)
+    for feature in features_of(features):
+        samples = (feature.num_samples or 0) // num_shards
+        num_bytes[feature.table_spec.name] += round_up(feature.table_spec.embedding_dim, SUBLANES) * 4 * samples
+    return num_bytes
+
+
+def split_by_memory(groups: Iterable[Sequence[str]], num_bytes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """First-fit split of every group; a table above the limit stands alone."""
+    result: list[list[str]] = []
+    for group in groups:
+        subgroups: list[list[str]] = []
+        for name in group:
+            for subgroup in subgroups:
+                if sum(num_bytes[other] for other in subgroup) + num_bytes[name] <= limit:
+                    subgroup.append(name)
+                    break
+            else:
+                subgroups.append([name])
+        result.extend(subgroups)
+    return result
+
+
+def plan_stack(
+    features: Any,
+    table_names: Sequence[str],
+    *,
+    stack_name: str,
+    num_shards: int,
+    pad: bool = True,
+    rotation: int = 0,
+    sort_features_by_name: bool = False,
+    max_ids_per_partition: LimitsCallable = get_default_limits,
+    max_unique_ids_per_partition: LimitsCallable = get_default_limits,
+    keep_suggested_buffer_size: bool = False,
+    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+) -> StackPlan:
+    """One stack of the given tables, in the given order.
+
+    A single table keeps its own limits; several take those of the two callables `(stack_name, total_sample_count)`,
+    or the largest limit that one of the tables declares, if that is higher.
+
+    Raises: ValueError: a table is repeated or unknown, or the tables disagree in what one physical table must share.
+    """
+    all_tables = tables_of(features)
+    tables = _checked_tables(all_tables, table_names, stack_name, share_combiner=pad)
+    first = tables[0]
+    tile = SUBLANES if pad else 1
+    dim = max(round_up(table.embedding_dim, tile) for table in tables)
+    padded_rows = [round_up(table.vocabulary_size, tile * num_shards) for table in tables]
+    total_rows = sum(padded_rows)
+    if total_rows > MAX_ROWS:
+        raise ValueError(
+            f"stack {stack_name!r} would have {total_rows} rows, above {MAX_ROWS}; give tables {list(table_names)} "
+            "separate stacks."
+        )
+    offsets = np.concatenate([[0], np.cumsum(padded_rows)]) // num_shards
+    placements = tuple(
+        TablePlacement(
+            name=table.name,
+            rows=table.vocabulary_size,
+            dim=table.embedding_dim,
+            dtype=table.dtype,
+            stochastic_rounding=table.stochastic_rounding,
+            setting=TableSettingInStack(stack_name, rows, dim, int(offset), (k * rotation) % num_shards),
+        )
+        for k, (table, rows, offset) in enumerate(zip(tables, padded_rows, offsets[:-1], strict=True))
+    )
+    readers = [f for f in features_of(features) if f.table_spec.name in set(table_names)]
+    if sort_features_by_name:
+        readers.sort(key=lambda feature: feature.name)
+    feature_placements, total_samples = _place_features(readers, placements, num_shards)
+    limits = [max_ids_per_partition, max_unique_ids_per_partition]
+    declared = [[t.max_ids_per_partition for t in tables], [t.max_unique_ids_per_partition for t in tables]]
+    max_ids, max_unique = (
+        own[0] if len(tables) == 1 else max(int(limit(stack_name, total_samples)), *own)
+        for limit, own in zip(limits, declared, strict=True)
+    )
+    spec = StackedTableSpec(
+        stack_name=stack_name,
+        stack_vocab_size=total_rows,
+        stack_embedding_dim=dim,
+        optimizer=first.optimizer,
+        combiner=first.combiner,
+        total_sample_count=total_samples,
+        max_ids_per_partition=max_ids,
+        max_unique_ids_per_partition=max_unique,
+        suggested_coo_buffer_size_per_device=(
+            first.suggested_coo_buffer_size_per_device if keep_suggested_buffer_size else None
+        ),
+        quantization_config=first.quantization_config,
+        activation_mem_bytes_limit=activation_mem_bytes_limit,
+    )
+    return StackPlan(spec=spec, dtype=first.dtype, tables=placements, features=feature_placements)
+
+
+def _checked_tables(
+    all_tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str, *, share_combiner: bool
+) -> list[TableSpec]:
+    if len(set(table_names)) != len(table_names):
+        raise ValueError(f"stack {stack_name!r}: a table is repeated in {list(table_names)}.")
+    unknown = [name for name in table_names if name not in all_tables]
+    if unknown or not table_names:
+        raise ValueError(f"stack {stack_name!r}: no feature reads tables {unknown}; known are {list(all_tables)}.")
+    tables = [all_tables[name] for name in table_names]
+    shared = ["optimizer", "quantization_config", "dtype", "stochastic_rounding"] + ["combiner"] * share_combiner
+    for field in shared:
+        values = {table.name: getattr(table, field) for table in tables}
+        if any(value != values[tables[0].name] for value in values.values()):
+            shown = {name: str(value) for name, value in values.items()}
+            raise ValueError(f"stack {stack_name!r}: tables must agree in {field}, but have {shown}.")
+    return tables
+
+
+def _place_features(
+    readers: Sequence[FeatureSpec], tables: Sequence[TablePlacement], num_shards: int
+) -> tuple[tuple[FeaturePlacement, ...], int]:
+    settings = {table.name: table.setting for table in tables}
+    placements, row_offset = [], 0
+    for feature in readers:
+        setting = settings[feature.table_spec.name]
+        placements.append(
+            FeaturePlacement(
+                name=feature.name,
+                table_name=feature.table_spec.name,
+                combiner=feature.table_spec.combiner,
+                num_samples=feature.num_samples,
+                transformation=FeatureIdTransformation(
+                    row_offset=row_offset,
+                    col_offset=setting.row_offset_in_shard * num_shards,
+                    col_shift=setting.shard_rotation,
+                ),
+            )
+        )
+        row_offset += feature.num_samples or 0
+    return tuple(placements), row_offset
+
+
+def attach_placement(features: Any, plan: StackingPlan) -> None:
+    """Writes a plan into the specs, in place: the one function that changes a spec."""
+    tables = tables_of(features)
+    by_name = {feature.name: feature for feature in features_of(features)}
+    for stack in plan.stacks:
+        for placement in stack.tables:
+            tables[placement.name].setting_in_stack = placement.setting
+            tables[placement.name].stacked_table_spec = stack.spec
+        for feature in stack.features:
+            by_name[feature.name].id_transformation = feature.transformation
+            # Features may hold equal copies of one table spec; all of them get the placement.
+            spec = by_name[feature.name].table_spec
+            spec.setting_in_stack, spec.stacked_table_spec = tables[spec.name].setting_in_stack, stack.spec
+
+
+def stack_and_shard(plan: StackingPlan, tables: Mapping[str, Any], *, pad_value: float = 0.0) -> dict[str, Any]:
+    """Logical tables `[rows, columns]` to stacked arrays `[num_shards, rows_per_shard, columns]`.
+
+    Works for tables and for slots (whose columns may be 1); padding rows and columns hold `pad_value`.
+    """
+    return {stack.name: _stack_one(stack, plan.num_shards, tables, pad_value) for stack in plan.stacks}
+
+
+def _stack_one(stack: StackPlan, num_shards: int, tables: Mapping[str, Any], pad_value: float) -> Any:
+    pieces = []
+    for table in stack.tables:
+        array = tables[table.name]
+        xp = np if isinstance(array, np.ndarray) else jnp
+        is_full_width = array.shape[1] == table.dim
+        columns = stack.spec.stack_embedding_dim - table.dim if is_full_width else 0
+        rows = table.setting.padded_vocab_size - table.rows
+        padded = xp.pad(array, ((0, rows), (0, columns)), constant_values=pad_value)
+        shards = xp.swapaxes(padded.reshape(-1, num_shards, padded.shape[1]), 0, 1)
+        pieces.append(xp.roll(shards, table.setting.shard_rotation, axis=0))
+    return (np if isinstance(pieces[0], np.ndarray) else jnp).concatenate(pieces, axis=1)
+
+
+def unshard_and_unstack(plan: StackingPlan, stacked: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `stack_and_shard`; accepts `[shards, rows, columns]` or the flat `[shards * rows, columns]`."""
+    tables = {}
+    for stack in plan.stacks:
+        array = stacked[stack.name]
+        shards = array.reshape(plan.num_shards, -1, array.shape[-1])
+        xp = np if isinstance(array, np.ndarray) else jnp
+        for table in stack.tables:
+            start = table.setting.row_offset_in_shard
+            piece = shards[:, start : start + table.setting.padded_vocab_size // plan.num_shards]
+            piece = xp.swapaxes(xp.roll(piece, -table.setting.shard_rotation, axis=0), 0, 1)
+            columns = table.dim if array.shape[-1] == stack.spec.stack_embedding_dim else array.shape[-1]
+            tables[table.name] = piece.reshape(-1, array.shape[-1])[: table.rows, :columns]
+    return tables

@@ -1,0 +1,193 @@
+"""Generated data follow the law they claim."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsembed import datasets
+
+
+def zipf_by_hand(vocabulary_size, exponent):
+    weights = [1.0 / rank**exponent for rank in range(1, vocabulary_size + 1)]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def assert_frequencies(ids, probabilities):
+    """Pearson's statistic within five standard deviations of its mean, for a chi-square law."""
+    expected = np.asarray(probabilities) * len(ids)
+    counts = np.bincount(ids, minlength=len(expected))
+    freedom = len(expected) - 1
+    assert np.sum((counts - expected) ** 2 / expected) < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.15, 2.0])
+def test_zipf_ids_have_the_bounded_zipf_frequencies(exponent):
+    by_rank = zipf_by_hand(40, exponent)
+    np.testing.assert_allclose(datasets.zipf_probabilities(40, exponent=exponent), by_rank, rtol=1e-12)
+    assert_frequencies(datasets.zipf_ids(100_000, 40, exponent=exponent, seed=1, shuffle=False), by_rank)
+
+    by_id = datasets.zipf_probabilities(40, exponent=exponent, seed=1)
+    np.testing.assert_allclose(sorted(by_id, reverse=True), by_rank, rtol=1e-12)
+    assert_frequencies(datasets.zipf_ids(100_000, 40, exponent=exponent, seed=1), by_id)
+
+
+def test_shuffling_moves_the_popular_ids_and_depends_on_the_seed_alone():
+    ranks = datasets.zipf_ids(2000, 500, seed=4, shuffle=False)
+    ids = datasets.zipf_ids(2000, 500, seed=4)
+    new_name = dict(zip(ranks.tolist(), ids.tolist(), strict=True))
+    assert [new_name[rank] for rank in ranks.tolist()] == ids.tolist()
+    assert len(set(new_name.values())) == len(new_name)
+    np.testing.assert_array_equal(datasets.zipf_ids(700, 500, seed=4), ids[:700])
+    assert (datasets.zipf_ids(2000, 500, seed=5) != ids).any()
+
+
+def test_ten_million_ids_are_drawn_exactly():
+    ids = datasets.zipf_ids(2000, 10_000_000, exponent=0.0, seed=0)
+    assert len(set(ids.tolist())) > 1990
+    assert abs(ids.mean() / 5e6 - 1) < 0.1
+    assert ids.max() < 10_000_000
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 50), st.integers(1, 30), st.floats(0.0, 8.0), st.integers(0, 2**40))
+def test_zipf_ids_lie_in_the_vocabulary(num_ids, vocabulary_size, exponent, seed):
+    ids = datasets.zipf_ids(num_ids, vocabulary_size, exponent=exponent, seed=seed)
+    assert (ids.shape, ids.dtype) == ((num_ids,), np.int32)
+    assert all(0 <= number < vocabulary_size for number in ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "exponent", "message"),
+    [
+        ((-1, 5), 1.0, "num_ids=-1 must not be negative"),
+        ((5, 0), 1.0, "vocabulary_size=0 must be at least 1"),
+        ((5, 2**31), 1.0, r"below 2\*\*31"),
+        ((5, 5), -0.5, "exponent=-0.5 must be finite and not negative"),
+        ((5, 5), math.nan, "exponent=nan must be finite"),
+    ],
+)
+def test_zipf_refuses_bad_arguments(sizes, exponent, message):
+    with pytest.raises(ValueError, match=message):
+        datasets.zipf_ids(*sizes, exponent=exponent, seed=0)
+
+
+def log_odds(clicks):
+    return np.log(clicks.click_probability) - np.log1p(-clicks.click_probability)
+
+
+@pytest.mark.parametrize("ids_per_feature", [1, 3])
+def test_click_logs_have_the_declared_shapes(ids_per_feature):
+    clicks = datasets.synthetic_clicks(
+        50, vocabulary_sizes=(7, 11), num_dense=3, seed=0, ids_per_feature=ids_per_feature
+    )
+    shape = (50,) if ids_per_feature == 1 else (50, 3)
+    assert {name: ids.shape for name, ids in clicks.sparse.items()} == {"sparse_0": shape, "sparse_1": shape}
+    for ids, size in zip(clicks.sparse.values(), (7, 11), strict=True):
+        assert ids.dtype == np.int32 and ids.min() >= 0 and ids.max() < size
+    assert (clicks.dense.shape, clicks.dense.dtype) == ((50, 3), np.float32)
+    assert (clicks.labels.dtype, set(clicks.labels.tolist())) == (np.int32, {0, 1})
+    assert datasets.synthetic_clicks(5, num_dense=0, seed=0).dense.shape == (5, 0)
+
+
+def test_click_logs_are_deterministic():
+    first, again = (datasets.synthetic_clicks(200, seed=3, sample_seed=9) for _ in range(2))
+    np.testing.assert_array_equal(first.labels, again.labels)
+    np.testing.assert_array_equal(first.click_probability, again.click_probability)
+    other_rows = datasets.synthetic_clicks(200, seed=3, sample_seed=10)
+    assert (first.dense != other_rows.dense).any()
+
+
+def test_the_true_model_depends_on_the_seed_alone():
+    def probability_of_pairs(**options):
+        clicks = datasets.synthetic_clicks(vocabulary_sizes=(4, 5), num_dense=0, **options)
+        pairs = zip(*(ids.tolist() for ids in clicks.sparse.values()), strict=True)
+        return dict(zip(pairs, clicks.click_probability.tolist(), strict=True))
+
+    train = probability_of_pairs(num_samples=1500, seed=6)
+    test = probability_of_pairs(num_samples=700, seed=6, sample_seed=1)
+    other = probability_of_pairs(num_samples=700, seed=7)
+    assert len(test) > 15
+    assert all(train[pair] == pytest.approx(test[pair], abs=1e-12) for pair in train.keys() & test.keys())
+    assert not any(
+        train[pair] == pytest.approx(other[pair], abs=1e-6) for pair in train.keys() & other.keys()
+    )
+
+
+def test_click_log_odds_are_linear_in_the_dense_features():
+    clicks = datasets.synthetic_clicks(300, vocabulary_sizes=(1,), num_dense=3, seed=2)
+    columns = np.column_stack([np.ones(300), clicks.dense.astype(np.float64)])
+    solution, *_ = np.linalg.lstsq(columns, log_odds(clicks), rcond=None)
+    np.testing.assert_allclose(columns @ solution, log_odds(clicks), atol=1e-9)
+    assert (np.abs(solution[1:]) > 1e-3).all()
+
+
+def test_click_interactions_have_the_rank_of_the_true_embeddings():
+    clicks = datasets.synthetic_clicks(
+        4000, vocabulary_sizes=(8, 9), num_dense=0, seed=5, exponent=0.0, embedding_dim=2
+    )
+    table = np.full((8, 9), np.nan)
+    table[clicks.sparse["sparse_0"], clicks.sparse["sparse_1"]] = log_odds(clicks)
+    assert np.isfinite(table).all()
+    # Removing row and column means removes the intercept and the biases, and only them.
+    rest = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
+    singular_values = np.linalg.svd(rest, compute_uv=False)
+    assert singular_values[1] > 0.1
+    assert singular_values[2] < 1e-9
+
+
+def test_several_ids_of_a_feature_count_alike_in_any_order():
+    clicks = datasets.synthetic_clicks(
+        3000, vocabulary_sizes=(3, 3), num_dense=0, seed=1, exponent=0.0, ids_per_feature=2
+    )
+    bags = zip(*(map(tuple, np.sort(ids, axis=1).tolist()) for ids in clicks.sparse.values()), strict=True)
+    seen = {}
+    for bag, value in zip(bags, log_odds(clicks).tolist(), strict=True):
+        assert seen.setdefault(bag, value) == pytest.approx(value, abs=1e-9)
+    assert len(seen) == 36
+
+
+def log_loss(labels, probability):
+    return -np.mean(np.where(labels == 1, np.log(probability), np.log1p(-probability)))
+
+
+def test_best_and_base_log_loss_are_what_redrawn_labels_give():
+    clicks = datasets.synthetic_clicks(4000, seed=8)
+    generator = np.random.default_rng(0)
+    base = np.full(4000, clicks.click_probability.mean())
+    losses = []
+    for _ in range(100):
+        labels = generator.random(4000) < clicks.click_probability
+        losses.append([log_loss(labels, clicks.click_probability), log_loss(labels, base)])
+    error = 5 * np.std(losses, axis=0) / math.sqrt(100)
+    expected = np.array([clicks.best_log_loss, clicks.base_rate_log_loss])
+    assert (np.abs(np.mean(losses, axis=0) - expected) < error).all()
+    assert clicks.best_log_loss < clicks.base_rate_log_loss - 0.05
+    assert abs(log_loss(clicks.labels, clicks.click_probability) - clicks.best_log_loss) < 5 / math.sqrt(4000)
+
+
+def test_labels_follow_the_click_probability():
+    clicks = datasets.synthetic_clicks(20_000, seed=11)
+    for members in np.array_split(np.argsort(clicks.click_probability), 10):
+        probability = clicks.click_probability[members]
+        deviation = math.sqrt(np.sum(probability * (1 - probability))) / len(members)
+        assert abs(clicks.labels[members].mean() - probability.mean()) < 5 * deviation
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 0}, "num_samples=0 must be at least 1"),
+        ({"vocabulary_sizes": ()}, r"len\(vocabulary_sizes\)=0 must be at least 1"),
+        ({"vocabulary_sizes": (5, 0)}, "vocabulary_size=0 must be at least 1"),
+        ({"num_dense": -1}, "num_dense=-1 must be at least 0"),
+        ({"ids_per_feature": 0}, "ids_per_feature=0 must be at least 1"),
+        ({"embedding_dim": 0}, "embedding_dim=0 must be at least 1"),
+        ({"exponent": -1.0}, "exponent=-1.0 must be finite"),
+    ],
+)
+def test_click_logs_refuse_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        datasets.synthetic_clicks(**{"num_samples": 5, "seed": 0, **options})

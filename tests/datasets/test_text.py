@@ -1,0 +1,270 @@
+"""Words become ids by rank, and the text that is read is the one that should be."""
+
+import hashlib
+import logging
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsembed import datasets
+from rsembed.datasets import text as text_module
+
+README = Path(__file__).resolve().parents[2] / "datasets" / "README.md"
+VERSE = "the sea the stone the sea a bell , a stone by the sea ."
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """No corpus of this machine and no network: an empty cache, and no RSEMBED_DATA."""
+    monkeypatch.delenv("RSEMBED_DATA", raising=False)
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(text_module, "_cache_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture
+def corpus(monkeypatch, tmp_path):
+    """A stand-in for the real corpus, whose checksum is the expected one."""
+    file = tmp_path / "somewhere" / "tinyshakespeare.txt"
+    file.parent.mkdir()
+    file.write_text(VERSE)
+    monkeypatch.setattr(text_module, "CORPUS_SHA256", hashlib.sha256(VERSE.encode()).hexdigest())
+    return file
+
+
+@pytest.fixture
+def doctored(tmp_path):
+    file = tmp_path / "broken" / "tinyshakespeare.txt"
+    file.parent.mkdir()
+    file.write_text(VERSE)
+    return file
+
+
+def own_text(tmp_path, words):
+    file = tmp_path / "own.txt"
+    file.write_text(words)
+    return file
+
+
+def rank_by_hand(words, vocabulary_size):
+    """Ids from 1 by repeated search for the most frequent word left; the first seen wins a tie."""
+    seen = []
+    for word in words:
+        if word not in seen:
+            seen.append(word)
+    ids = {}
+    while seen and len(ids) < vocabulary_size - 1:
+        best = seen[0]
+        for word in seen:
+            if words.count(word) > words.count(best):
+                best = word
+        ids[best] = len(ids) + 1
+        seen.remove(best)
+    return [ids.get(word, 0) for word in words], ["<unk>", *ids]
+
+
+@pytest.mark.parametrize("vocabulary_size", [2, 3, 5, 8, 9, 100])
+def test_words_are_ranked_by_count_and_ties_by_first_appearance(tmp_path, vocabulary_size):
+    text = datasets.shakespeare(vocabulary_size, path=own_text(tmp_path, VERSE))
+    ids, vocabulary = rank_by_hand(VERSE.split(), vocabulary_size)
+    assert text.word_ids.tolist() == ids
+    assert list(text.vocabulary) == vocabulary
+    assert text.word_ids.dtype == np.int32
+    assert text.unknown_fraction == ids.count(0) / len(ids)
+
+
+def test_a_text_of_454_words_and_287_distinct_ones_uses_the_ids_1_to_287(tmp_path):
+    words = [f"w{i}" for i in range(287)] + [f"w{i * i % 97}" for i in range(167)]
+    text = datasets.shakespeare(2048, path=own_text(tmp_path, " ".join(words)))
+    counts = Counter(text.word_ids.tolist())
+    first = {number: text.word_ids.tolist().index(number) for number in counts}
+    assert len(text.word_ids) == 454
+    assert sorted(counts) == list(range(1, 288))
+    order = [(-counts[number], first[number]) for number in range(1, 288)]
+    assert order == sorted(order)
+    features, labels = datasets.word_id_batches(text.word_ids, 100, 256, 16, 1)
+    assert (len(features["words_0"]), features["words_0"][0].shape) == (100, (256, 16, 1))
+    assert (len(labels), labels[99].shape) == (100, (256,))
+
+
+def test_the_word_of_id_0_is_unknown_even_where_a_text_contains_it(tmp_path):
+    text = datasets.shakespeare(8, path=own_text(tmp_path, "<unk> sea <unk> bell"))
+    assert text.vocabulary == ("<unk>", "sea", "bell")
+    assert text.word_ids.tolist() == [0, 1, 0, 2]
+
+
+def test_encode_and_decode_are_inverse_on_known_words():
+    text = datasets.shakespeare(4096, source="pastiche")
+    words = text_module._bundled_file().read_text().split()
+    assert text.unknown_fraction == 0.0
+    assert text.decode(text.word_ids) == " ".join(words)
+    np.testing.assert_array_equal(text.encode(words), text.word_ids)
+    assert text.encode("the zeppelin").tolist() == [1, 0]
+    assert text.encode([]).shape == (0,)
+    assert text.decode(np.array([[1, 0], [0, 1]])) == "the <unk> <unk> the"
+
+
+@pytest.mark.parametrize("bad", [-1, 9])
+def test_decoding_an_id_without_a_word_names_it(tmp_path, bad):
+    text = datasets.shakespeare(100, path=own_text(tmp_path, VERSE))
+    assert len(text.vocabulary) == 9
+    with pytest.raises(ValueError, match=rf"id {bad} at position 1 has no word.*0 to 8"):
+        text.decode([0, bad])
+
+
+def test_max_words_cuts_before_ranking():
+    whole = datasets.shakespeare(4096, source="pastiche")
+    start = datasets.shakespeare(4096, source="pastiche", max_words=50)
+    assert start.decode(start.word_ids) == whole.decode(whole.word_ids[:50])
+    assert len(start.vocabulary) == 1 + len(set(whole.word_ids[:50].tolist()))
+
+
+def test_the_bundled_text_is_the_one_its_readme_describes():
+    if not README.is_file():
+        pytest.skip("needs the checkout's datasets/README.md")
+    row = next(line for line in README.read_text().splitlines() if line.startswith("| `pastiche.txt`"))
+    content = text_module._bundled_file().read_bytes()
+    words = content.decode().split()
+    figures = [f"{figure:,}" for figure in (len(words), len(set(words)), len(content))]
+    assert [cell.strip() for cell in row.split("|")[3:6]] == figures
+    assert hashlib.sha256(content).hexdigest() in row
+    assert text_module.CORPUS_SHA256 in README.read_text()
+
+
+def test_the_bundled_text_is_long_and_repeats_its_words():
+    text = datasets.shakespeare(2048, source="pastiche")
+    counts = Counter(text.word_ids.tolist())
+    assert len(text.word_ids) >= 5_500
+    assert sum(count for count in counts.values() if count > 1) > 0.75 * len(text.word_ids)
+
+
+def test_auto_takes_the_pastiche_when_there_is_no_corpus_and_says_so(caplog):
+    with caplog.at_level(logging.INFO, logger="rsembed"):
+        text = datasets.shakespeare(64, max_words=20)
+    assert "pastiche" in text.source
+    assert text.source in caplog.text
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "variable file", "variable folder", "cache", "download"])
+@pytest.mark.parametrize("source", ["auto", "corpus"])
+def test_the_corpus_is_preferred_wherever_it_is_found(monkeypatch, corpus, cache, place, source):
+    options = {}
+    if place in ("file", "folder"):
+        options["path"] = corpus if place == "file" else str(corpus.parent)
+    elif place.startswith("variable"):
+        monkeypatch.setenv("RSEMBED_DATA", str(corpus if place.endswith("file") else corpus.parent))
+    else:
+        cache.mkdir()
+        corpus = corpus.rename(cache / corpus.name)
+        # A file in the cache with the right checksum is not fetched again, so this needs no network.
+        options["download"] = place == "download"
+    text = datasets.shakespeare(100, source=source, **options)
+    assert text.source == f"tinyshakespeare, the real corpus (sha256 verified), from {corpus}"
+    assert text.word_ids.tolist() == rank_by_hand(VERSE.split(), 100)[0]
+
+
+def test_a_folder_may_hold_the_corpus_under_its_original_name(corpus):
+    folder = corpus.parent
+    (folder / "tinyshakespeare").mkdir()
+    renamed = corpus.rename(folder / "tinyshakespeare" / "input.txt")
+    assert datasets.shakespeare(100, path=folder).source.endswith(f"verified), from {renamed}")
+
+
+def test_the_download_is_pinned_and_asked_for(monkeypatch, corpus, cache):
+    asked = []
+
+    def retrieve(url, known_hash, fname, path, *, progressbar):
+        asked.append((url, known_hash, fname, path, progressbar))
+        return str(corpus)
+
+    monkeypatch.setattr("pooch.retrieve", retrieve)
+    assert "pastiche" in datasets.shakespeare(100).source
+    assert asked == []
+    assert "verified" in datasets.shakespeare(100, download=True).source
+    expected = (text_module.CORPUS_URL, f"sha256:{text_module.CORPUS_SHA256}", corpus.name, cache, False)
+    assert asked == [expected]
+
+
+def test_path_wins_over_the_variable_and_the_pastiche_over_both(monkeypatch, corpus, tmp_path):
+    monkeypatch.setenv("RSEMBED_DATA", str(corpus))
+    own = own_text(tmp_path, "one two two")
+    text = datasets.shakespeare(10, path=own)
+    assert text.source == f"a text of your own, from {own}"
+    assert text.vocabulary == ("<unk>", "two", "one")
+    assert "pastiche" in datasets.shakespeare(10, source="pastiche").source
+
+
+def test_a_variable_that_leads_nowhere_is_reported_and_passed_over(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("RSEMBED_DATA", str(tmp_path / "gone"))
+    assert "pastiche" in datasets.shakespeare(10).source
+    assert re.search(r"RSEMBED_DATA=.*gone is no text file", caplog.text)
+
+
+@pytest.mark.parametrize("place", ["path", "variable", "cache"])
+def test_a_doctored_corpus_is_refused(monkeypatch, doctored, cache, place):
+    if place == "variable":
+        monkeypatch.setenv("RSEMBED_DATA", str(doctored.parent))
+    if place == "cache":
+        cache.mkdir()
+        doctored.rename(cache / doctored.name)
+    with pytest.raises(ValueError, match=r"checksum mismatch.*another name"):
+        datasets.shakespeare(10, path=doctored if place == "path" else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary_size": 1}, "vocabulary_size=1; id 0 and one word"),
+        ({"source": "web"}, r"source='web' is none of \('auto', 'pastiche', 'corpus'\)"),
+        ({"max_words": 0}, "max_words=0 must be at least 1"),
+        ({"source": "pastiche", "path": "x.txt"}, "drop path= and download="),
+        ({"source": "pastiche", "download": True}, "drop path= and download="),
+    ],
+)
+def test_shakespeare_refuses_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        datasets.shakespeare(**options)
+
+
+def test_an_insisted_corpus_that_is_missing_lists_the_ways_out():
+    with pytest.raises(FileNotFoundError, match=r"path=FILE.*RSEMBED_DATA.*download=True.*source='pastiche'"):
+        datasets.shakespeare(10, source="corpus")
+
+
+def test_a_path_without_a_text_is_an_error(tmp_path):
+    for place in (tmp_path, tmp_path / "gone.txt"):
+        with pytest.raises(FileNotFoundError, match=r"neither a file nor a folder with tinyshakespeare\.txt"):
+            datasets.shakespeare(10, path=place)
+
+
+def test_a_file_without_words_or_in_another_encoding_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="has no words"):
+        datasets.shakespeare(10, path=own_text(tmp_path, " \n"))
+    (tmp_path / "latin.txt").write_bytes("süß".encode("latin-1"))
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        datasets.shakespeare(10, path=tmp_path / "latin.txt")
+
+
+def test_a_broken_installation_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(text_module, "__file__", str(tmp_path / "a" / "b" / "text.py"))
+    with pytest.raises(FileNotFoundError, match=r"the bundled text is at none of .*reinstall"):
+        datasets.shakespeare(10, source="pastiche")
+
+
+def test_an_installed_package_reads_its_own_copy_of_the_text(monkeypatch, tmp_path):
+    bundled = tmp_path / "rsembed" / "_bundled" / "pastiche.txt"
+    bundled.parent.mkdir(parents=True)
+    bundled.write_text("here we are")
+    monkeypatch.setattr(text_module, "__file__", str(tmp_path / "rsembed" / "datasets" / "text.py"))
+    assert datasets.shakespeare(10, source="pastiche").vocabulary == ("<unk>", "here", "we", "are")
+
+
+def test_load_shakespeare_gives_the_ids_of_shakespeare(tmp_path):
+    own = own_text(tmp_path, VERSE)
+    np.testing.assert_array_equal(datasets.load_shakespeare(6, path=own), rank_by_hand(VERSE.split(), 6)[0])
+    np.testing.assert_array_equal(
+        datasets.load_shakespeare(300, source="pastiche"), datasets.shakespeare(300).word_ids
+    )

@@ -1,0 +1,206 @@
+import numpy as np
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import rsembed as rs
+from rsembed.optimizers import AdamSlotVariables
+
+ROWS, DIM = 5, 4
+
+
+def step_in_float64(optimizer, row, slots, gradient, step):
+    """One step of one entry, scalar by scalar, straight from the published formulas."""
+    lr = optimizer.learning_rate
+    match optimizer.short_name():
+        case "sgd":
+            return row - lr * gradient, ()
+        case "adagrad":
+            total = slots[0] + gradient**2
+            return row - lr * gradient / total**0.5, (total,)
+        case "adam":
+            t, b1, b2 = step + 1, optimizer.beta_1, optimizer.beta_2
+            m = b1 * slots[0] + (1 - b1) * gradient
+            v = b2 * slots[1] + (1 - b2) * gradient**2
+            return row - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + optimizer.epsilon), (m, v)
+        case "adagrad_momentum":
+            b2, momentum = optimizer.beta2, optimizer.momentum
+            total = slots[0] + gradient**2 if b2 == 1 else b2 * slots[0] + (1 - b2) * gradient**2
+            q = gradient * (total + optimizer.epsilon) ** (-1 / optimizer.exponent)
+            m = momentum * slots[1] + q
+            return row - lr * (momentum * m + q if optimizer.use_nesterov else m), (total, m)
+        case "ftrl":
+            k, l1, l2 = -optimizer.learning_rate_power, *_regularization(optimizer)
+            total = slots[0] + gradient**2
+            e = total**k - slots[0] ** k
+            if optimizer.multiply_linear_by_learning_rate:
+                linear = slots[1] + lr * gradient - e * row
+                bound, denominator = lr * l1, total**k + 2 * lr * l2 + optimizer.beta
+            else:
+                linear = slots[1] + gradient - e / lr * row
+                bound, denominator = l1, (total**k + optimizer.beta) / lr + 2 * l2
+            return (min(max(linear, -bound), bound) - linear) / denominator, (total, linear)
+        case "laprop":
+            b1, b2 = optimizer.b1, optimizer.b2
+            d = b2 * (1 - b2**step) / (1 - b2 ** (step + 1))
+            nu = d * slots[1] + (1 - d) * (gradient**2 + optimizer.eps)
+            mu = b1 * slots[0] + (1 - b1**2) ** 0.5 * gradient / nu**0.5
+            return row - lr * mu, (mu, nu)
+        case "f2a":
+            total, seen = slots[0] + gradient**2, slots[1] + 1
+            ratio = min((max(step, 1) / seen) ** optimizer.rho, optimizer.max_lr_multiplier)
+            l1, l2 = _regularization(optimizer)
+            direction = ratio * gradient / total**0.5 + l1 * np.sign(row) + l2 * row
+            return row - lr * direction, (total, seen)
+    raise AssertionError(optimizer)
+
+
+def _regularization(optimizer):
+    return optimizer.l1_regularization_strength, optimizer.l2_regularization_strength
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        rs.SGDOptimizerSpec(0.1),
+        rs.AdagradOptimizerSpec(0.1),
+        rs.AdamOptimizerSpec(0.1, beta_1=0.8, beta_2=0.99),
+        rs.AdagradMomentumOptimizerSpec(0.1),
+        rs.AdagradMomentumOptimizerSpec(0.1, beta2=0.9, exponent=3.0, use_nesterov=True),
+        rs.FTRLOptimizerSpec(0.1, l1_regularization_strength=0.05, l2_regularization_strength=0.02, beta=0.1),
+        rs.FTRLOptimizerSpec(0.1, l1_regularization_strength=0.5, multiply_linear_by_learning_rate=True),
+        rs.FTRLOptimizerSpec(0.1, learning_rate_power=-0.3),
+        rs.LaPropOptimizerSpec(0.1),
+        rs.F2AOptimizerSpec(0.1, l1_regularization_strength=0.01, l2_regularization_strength=0.02),
+        rs.F2AOptimizerSpec(0.1, rho=2.0, max_lr_multiplier=1.5),
+    ],
+    ids=str,
+)
+def test_rules_follow_their_formulas_over_several_steps(optimizer):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(ROWS, DIM))
+    ours = jnp.asarray(rows, jnp.float32)
+    slots = optimizer.init_slots(ours)
+    exact = np.vectorize(lambda w: (float(w), tuple(map(float, optimizer.slot_initial_values()))), otypes=[object])(rows)
+    for step in range(4):
+        gradients = rng.normal(size=(ROWS, DIM))
+        hyper = optimizer.get_hyperparameters(step)
+        ours, slots = optimizer.step_rows(ours, slots, jnp.asarray(gradients, jnp.float32), hyper)
+        for place in np.ndindex(ROWS, DIM):
+            exact[place] = step_in_float64(optimizer, *exact[place], gradients[place], step)
+    np.testing.assert_allclose(ours, np.vectorize(lambda x: x[0])(exact), rtol=2e-5, atol=2e-5)
+    for number, slot in enumerate(slots):
+        expected = np.vectorize(lambda x, n=number: x[1][n])(exact)
+        np.testing.assert_allclose(slot, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_row_wise_adagrad_keeps_one_number_a_row():
+    optimizer = rs.RowWiseAdagradOptimizerSpec(0.1, epsilon=1e-3)
+    rows, gradients = np.arange(8.0).reshape(2, 4), np.asarray([[1.0, 2, 3, 4], [0, 0, 0, 2]])
+    slots = optimizer.init_slots(jnp.asarray(rows, jnp.float32))
+    assert slots[0].shape == (2, 1)
+    new, (accumulator,) = optimizer.step_rows(
+        jnp.asarray(rows, jnp.float32), slots, jnp.asarray(gradients, jnp.float32), optimizer.get_hyperparameters()
+    )
+    mean_square = (gradients**2).mean(1, keepdims=True)
+    np.testing.assert_allclose(accumulator, mean_square, rtol=1e-6)
+    np.testing.assert_allclose(new, rows - 0.1 * gradients / (mean_square**0.5 + 1e-3), rtol=1e-6)
+
+
+def test_adagrad_entries_without_history_and_gradient_stay_put():
+    optimizer = rs.AdagradOptimizerSpec(0.1, initial_accumulator_value=0.0)
+    row = jnp.ones((1, 2))
+    new, _ = optimizer.step_rows(row, optimizer.init_slots(row), jnp.asarray([[0.0, 1.0]]), (0.1,))
+    np.testing.assert_allclose(new, [[1.0, 0.9]], rtol=1e-6)
+
+
+def test_learning_rate_is_a_number_or_a_callable_of_nothing_or_of_step():
+    assert rs.SGDOptimizerSpec(0.3).get_learning_rate() == 0.3
+    assert rs.SGDOptimizerSpec(lambda: 0.3).get_learning_rate(None) == 0.3
+    assert rs.SGDOptimizerSpec(lambda step: 0.3 * step).get_learning_rate(5) == pytest.approx(1.5)
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    np.testing.assert_allclose(rs.SGDOptimizerSpec(schedule).get_learning_rate(jnp.asarray(5)), 0.5)
+    with pytest.raises(ValueError, match="depends on the step, but step is None"):
+        rs.SGDOptimizerSpec(lambda step: step).get_learning_rate()
+    with pytest.raises(ValueError, match=r"needs \['a', 'b'\]; bind the others"):
+        rs.SGDOptimizerSpec(lambda a, b: a)
+    with pytest.raises(TypeError, match="must be a number or a callable"):
+        rs.SGDOptimizerSpec("fast")
+
+
+def test_schedule_reaches_the_update_through_the_state_step():
+    table = rs.TableSpec(
+        name="t", vocabulary_size=2, embedding_dim=1, initializer=jax.nn.initializers.zeros,
+        optimizer=rs.SGDOptimizerSpec(lambda step: 1.0 + step.astype(jnp.float32)),
+    )  # fmt: skip
+    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
+    state = collection.init(jax.random.key(0))
+    seen = []
+    for _ in range(3):
+        state = collection.update(state, {"f": [[1]]}, {"f": jnp.ones((1, 1))})
+        seen.append(float(state.tables["t"][1, 0]))
+    assert seen == [-1.0, -3.0, -6.0]
+
+
+def test_optax_state_is_kept_per_row_and_shown_in_its_own_type():
+    optimizer = rs.from_optax(optax.adam(0.1))
+    table = rs.TableSpec(name="t", vocabulary_size=4, embedding_dim=2, optimizer=optimizer)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
+    state = collection.init(jax.random.key(0))
+    for ids in ([[1], [2]], [[1], [1]]):
+        state = collection.update(state, {"f": ids}, {"f": jnp.ones((2, 2))})
+    adam_state = collection.slots(state)["t"][0]
+    assert isinstance(adam_state, optax.ScaleByAdamState)
+    assert adam_state.count.tolist() == [0, 2, 1, 0]
+
+
+def test_optax_state_made_from_parameters_starts_from_the_rows_themselves():
+    tracking = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, p))
+    table = rs.TableSpec(name="t", vocabulary_size=4, embedding_dim=2, optimizer=rs.from_optax(tracking))
+    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
+    state = collection.init(jax.random.key(0))
+    np.testing.assert_array_equal(state.slots["t"][0], state.tables["t"])
+
+
+def test_custom_rules_see_one_row_at_a_time():
+    def normalised(gradient, row, lr):
+        return row - lr * gradient / jnp.linalg.norm(gradient)
+
+    optimizer = rs.CustomOptimizerSpec(0.5, normalised)
+    gradients = jnp.asarray([[3.0, 4.0], [0.0, 2.0]])
+    new, slots = optimizer.step_rows(jnp.zeros((2, 2)), (), gradients, optimizer.get_hyperparameters())
+    np.testing.assert_allclose(new, [[-0.3, -0.4], [0.0, -0.5]], rtol=1e-6)
+    assert slots == ()
+    broken = rs.CustomOptimizerSpec(0.5, lambda g, w, lr: jnp.sum(w), short_name_str="broken")
+    with pytest.raises(ValueError, match="custom optimizer 'broken' must return the row and its 0 slots"):
+        broken.step_rows(jnp.zeros((2, 2)), (), gradients, broken.get_hyperparameters())
+
+
+def test_specs_compare_by_class_and_value_and_print_short():
+    assert rs.SGDOptimizerSpec(0.1) == rs.SGDOptimizerSpec(0.1)
+    assert hash(rs.SGDOptimizerSpec(0.1)) == hash(rs.SGDOptimizerSpec(0.1))
+    assert rs.AdagradOptimizerSpec(0.1) != rs.SGDOptimizerSpec(0.1)
+    assert repr(rs.AdamOptimizerSpec(0.1)) == "AdamOptimizerSpec()"
+    assert "beta_1=0.9" in str(rs.AdamOptimizerSpec(0.1))
+    assert rs.SGDOptimizerSpec(jnp.asarray(0.5)).learning_rate == 0.5
+    assert isinstance(rs.AdamOptimizerSpec().pack_slots((1, 2)), AdamSlotVariables)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: rs.LaPropOptimizerSpec(rms_clip_threshold=1.0), ValueError, "rms_clip_threshold is not supported"),
+        (lambda: rs.CustomOptimizerSpec(0.1), TypeError, "custom_computation_fn must be a function"),
+        (lambda: rs.SGDOptimizerSpec(np.ones(2)), TypeError, "must be a scalar"),
+        (lambda: jax.jit(rs.SGDOptimizerSpec)(0.1), TypeError, "traced value; specs are static"),
+    ],
+)
+def test_bad_optimizers_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_from_optax_refuses_what_is_no_transformation():
+    with pytest.raises(TypeError, match="GradientTransformation"):
+        rs.from_optax(lambda g: g)

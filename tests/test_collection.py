@@ -1,0 +1,393 @@
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import rsembed as rs
+
+VOCABULARY, DIM, BATCH = 11, 3, 4
+COMBINERS = ["sum", "mean", "sqrtn"]
+
+
+def table_spec(name="t", **changes):
+    defaults = {"vocabulary_size": VOCABULARY, "embedding_dim": DIM, "optimizer": rs.SGDOptimizerSpec(0.1)}
+    return rs.TableSpec(name=name, **{**defaults, **changes})
+
+
+def collection_of(*tables, **options):
+    return rs.EmbeddingCollection([rs.FeatureSpec(name=f"f_{t.name}", table_spec=t) for t in tables], **options)
+
+
+def gain_matrix(rows, weights, combiner, vocabulary=VOCABULARY):
+    """One row a sample, one column an id: activations are `gains @ table`."""
+    gains = np.zeros((len(rows), vocabulary))
+    for sample, ids in enumerate(rows):
+        own = [1.0] * len(ids) if weights is None else weights[sample]
+        kept = [(i, w) for i, w in zip(ids, own, strict=True) if 0 <= i < vocabulary]
+        divisor = {
+            "sum": 1.0,
+            "mean": sum(w for _, w in kept),
+            "sqrtn": sum(w * w for _, w in kept) ** 0.5,
+        }[combiner]
+        for i, w in kept:
+            gains[sample, i] += w / divisor if divisor else 0.0
+    return gains
+
+
+ROWS = [[1, 2, 2], [], [10], [0, 1, 5, 5]]
+WEIGHTS = [[1.0, 0.5, 2.0], [], [3.0], [0.25, 1.0, 1.0, 2.0]]
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_lookup_and_row_gradients_equal_the_gain_matrix(implementation, combiner, weights):
+    collection = collection_of(table_spec(combiner=combiner), implementation=implementation)
+    state = collection.init(jax.random.key(0))
+    batch = {"f_t": (ROWS, weights) if weights else ROWS}
+    gains = gain_matrix(ROWS, weights, combiner)
+    activations, pullback = collection.lookup_vjp(state, batch)
+    table = np.asarray(collection.tables(state)["t"])
+    np.testing.assert_allclose(activations["f_t"], gains @ table, rtol=1e-6, atol=1e-6)
+    d_activations = np.random.default_rng(0).normal(size=(BATCH, DIM)).astype(np.float32)
+    row_gradients = pullback({"f_t": d_activations})
+    np.testing.assert_allclose(row_gradients.to_dense()["t"], gains.T @ d_activations, rtol=1e-5, atol=1e-6)
+    assert int(row_gradients.num_touched()["t"]) == 5
+
+
+def test_sequence_output_keeps_the_shape_of_dense_ids_and_zeros_where_there_is_no_id():
+    collection = collection_of(table_spec(combiner="none"))
+    state = collection.init(jax.random.key(0))
+    ids = np.array([[1, -1], [4, 4]])
+    table = np.asarray(collection.tables(state)["t"])
+    expected = np.stack([[table[1], np.zeros(DIM)], [table[4], table[4]]])
+    np.testing.assert_array_equal(collection.lookup(state, {"f_t": ids})["f_t"], expected)
+    prepared = collection.prepare({"f_t": ids})
+    np.testing.assert_array_equal(jax.jit(collection.lookup)(state, prepared)["f_t"], expected)
+
+
+OPTIMIZERS = [
+    rs.SGDOptimizerSpec(0.1),
+    rs.AdagradOptimizerSpec(0.1),
+    rs.RowWiseAdagradOptimizerSpec(0.1),
+    rs.AdamOptimizerSpec(0.1),
+    rs.AdagradMomentumOptimizerSpec(0.1),
+    rs.FTRLOptimizerSpec(0.1, l1_regularization_strength=0.01),
+    rs.LaPropOptimizerSpec(0.1),
+    rs.F2AOptimizerSpec(0.1),
+    rs.CustomOptimizerSpec(0.1, lambda g, w, m, lr: (w - lr * (m + g), m + g), (0.0,)),
+    rs.from_optax(optax.adamw(0.1)),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.short_name())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_update_equals_apply_and_leaves_other_rows_alone(optimizer, dtype):
+    collection = collection_of(table_spec(optimizer=optimizer, dtype=dtype), table_spec("u", optimizer=optimizer))
+    state = collection.init(jax.random.key(1))
+    batch = {"f_t": ROWS, "f_u": [[3], [3], [7, 8], []]}
+    rng = np.random.default_rng(1)
+    d_activations = {name: rng.normal(size=(BATCH, DIM)).astype(np.float32) for name in batch}
+    for _ in range(3):
+        _, pullback = collection.lookup_vjp(state, batch)
+        applied = collection.apply(state, pullback(d_activations))
+        updated = collection.update(state, batch, d_activations)
+        for one, two in zip(jax.tree.leaves(applied[:3]), jax.tree.leaves(updated[:3]), strict=True):
+            np.testing.assert_allclose(one.astype(jnp.float32), two.astype(jnp.float32), rtol=2e-6, atol=1e-6)
+        untouched = sorted(set(range(VOCABULARY)) - {0, 1, 2, 5, 10})
+        for before, after in (
+            (collection.tables(state), collection.tables(updated)),
+            (collection.slots(state), collection.slots(updated)),
+        ):
+            for old, new in zip(jax.tree.leaves(before["t"]), jax.tree.leaves(after["t"]), strict=True):
+                np.testing.assert_array_equal(old[jnp.asarray(untouched)], new[jnp.asarray(untouched)])
+        assert (collection.tables(state)["t"][jnp.asarray([0, 1, 2, 5, 10])] != 0).any()
+        state = updated
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize(
+    ("ours", "dense"),
+    [
+        (rs.SGDOptimizerSpec(0.1), optax.sgd(0.1)),
+        (rs.AdamOptimizerSpec(0.1), optax.adam(0.1)),
+        (rs.AdagradOptimizerSpec(0.1), optax.adagrad(0.1, 0.1, eps=0.0)),
+        (rs.from_optax(optax.adamw(0.1)), optax.adamw(0.1)),
+        (rs.from_optax(optax.rmsprop(0.1, momentum=0.9)), optax.rmsprop(0.1, momentum=0.9)),
+    ],
+    ids=["sgd", "adam", "adagrad", "optax-adamw", "optax-rmsprop"],
+)
+def test_when_every_row_is_touched_rules_equal_dense_optax(ours, dense):
+    collection = collection_of(table_spec(optimizer=ours))
+    state = collection.init(jax.random.key(2))
+    ids = np.arange(VOCABULARY)
+    params = collection.tables(state)["t"]
+    dense_state = dense.init(params)
+    for step in range(4):
+        gradient = jax.random.normal(jax.random.key(step), (VOCABULARY, DIM))
+        state = collection.update(state, {"f_t": ids}, {"f_t": gradient})
+        with jax.numpy_dtype_promotion("standard"):
+            updates, dense_state = dense.update(gradient, dense_state, params)
+        params = optax.apply_updates(params, updates)
+    # optax computes `1 - 0.999**t` in float32, which is off by up to 6e-5; ours is exact to float32.
+    np.testing.assert_allclose(collection.tables(state)["t"], params, rtol=1e-4, atol=2e-5)
+
+
+def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
+    collection = collection_of(table_spec(optimizer=rs.AdamOptimizerSpec(0.1)))
+    state = collection.init(jax.random.key(0))
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, VOCABULARY, size=(6, 2))
+    d_activations = rng.normal(size=(6, DIM)).astype(np.float32)
+    whole = collection.lookup_vjp(state, {"f_t": ids})[1]({"f_t": d_activations})
+    parts = [
+        collection.lookup_vjp(state, {"f_t": ids[i : i + 2]})[1]({"f_t": d_activations[i : i + 2]})
+        for i in (0, 2, 4)
+    ]
+    combined = rs.combine(*parts)
+    touched = int(whole.num_touched()["t"])
+    np.testing.assert_array_equal(combined.rows["t"][:touched], whole.rows["t"][:touched])
+    assert int(combined.num_touched()["t"]) == touched
+    np.testing.assert_allclose(combined.to_dense()["t"], whole.to_dense()["t"], rtol=1e-6, atol=1e-6)
+
+    def micro(_, inputs):
+        bags, gradient = inputs
+        return None, collection.lookup_vjp(state, {"f_t": bags})[1]({"f_t": gradient})
+
+    _, stacked = jax.lax.scan(micro, None, (jnp.asarray(ids.reshape(3, 2, 2)), d_activations.reshape(3, 2, DIM)))
+    np.testing.assert_array_equal(rs.combine(stacked).to_dense()["t"], combined.to_dense()["t"])
+
+
+def test_whole_training_runs_in_one_scan_and_equals_single_steps():
+    collection = collection_of(table_spec(optimizer=rs.AdagradOptimizerSpec(0.1)), table_spec("u", embedding_dim=2))
+    batch = collection.prepare({"f_t": ROWS, "f_u": np.array([[1], [2], [3], [-1]])})
+
+    def loss_fn(params, activations):
+        return params * sum(jnp.sum(x * x) for x in activations.values())
+
+    def step(carry, _):
+        params, state = carry
+        loss, (d_params, row_gradients) = rs.value_and_grad(loss_fn, collection, has_aux=False)(params, state, batch)
+        state = collection.apply(state, rs.clip_by_global_norm(row_gradients, 1.0))
+        return (params - 0.01 * d_params, state), loss
+
+    state = collection.init(jax.random.key(0))
+    (_, scanned), losses = jax.jit(lambda s: jax.lax.scan(step, (jnp.ones(()), s), None, length=5))(state)
+    carry = (jnp.ones(()), state)
+    for expected in losses:
+        carry, loss = step(carry, None)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for one, two in zip(jax.tree.leaves(scanned.tables), jax.tree.leaves(carry[1].tables), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    assert losses[-1] < losses[0]
+
+
+def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
+    collection = collection_of(table_spec())
+    state = collection.init(jax.random.key(0))
+
+    def loss_fn(params, activations, labels):
+        errors = activations["f_t"] @ params - labels
+        return jnp.sum(errors**2), errors
+
+    batch = collection.prepare({"f_t": ROWS})
+    params, labels = jnp.ones(DIM), jnp.arange(4.0)
+    (loss, aux), (dense, row_gradients) = jax.jit(rs.value_and_grad(loss_fn, collection))(params, state, batch, labels)
+    gains = gain_matrix(ROWS, None, "sum")
+    table = np.asarray(collection.tables(state)["t"])
+    errors = gains @ table @ np.ones(DIM) - np.arange(4.0)
+    np.testing.assert_allclose(aux, errors, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss, (errors**2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(dense, 2 * (gains @ table).T @ errors, rtol=1e-5)
+    expected = gains.T @ (2 * errors[:, None] * np.ones((1, DIM)))
+    np.testing.assert_allclose(row_gradients.to_dense()["t"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ordinary_autodiff_through_lookup_gives_dense_gradients_of_tables_and_weights():
+    collection = collection_of(table_spec(combiner="mean"))
+    state = collection.init(jax.random.key(0))
+    bags = collection.prepare({"f_t": (ROWS, WEIGHTS)})["f_t"]
+
+    def total(tables, weights):
+        own = rs.Bags(bags.ids, bags.offsets, weights)
+        return jnp.sum(jnp.sin(collection.lookup(state._replace(tables=tables), {"f_t": own})["f_t"]))
+
+    d_tables, d_weights = jax.grad(total, argnums=(0, 1))(state.tables, bags.weights)
+    gains = gain_matrix(ROWS, WEIGHTS, "mean")
+    cosine = np.cos(gains @ np.asarray(state.tables["t"]))
+    np.testing.assert_allclose(d_tables["t"], gains.T @ cosine, rtol=1e-5, atol=1e-6)
+    for place in (0, 2, 5):
+        nudge = jnp.zeros_like(bags.weights).at[place].set(1e-2)
+        slope = (total(state.tables, bags.weights + nudge) - total(state.tables, bags.weights - nudge)) / 2e-2
+        np.testing.assert_allclose(d_weights[place], slope, rtol=2e-2, atol=1e-4)
+
+
+def test_initial_values_depend_on_key_and_table_not_on_company():
+    alone = collection_of(table_spec("u"))
+    together = collection_of(table_spec("t"), table_spec("u"), table_spec("v", embedding_dim=5))
+    key = jax.random.key(7)
+    one, many = alone.tables(alone.init(key))["u"], together.tables(together.init(key))
+    np.testing.assert_array_equal(one, many["u"])
+    assert not np.array_equal(many["t"], many["u"])
+    assert not np.array_equal(one, alone.tables(alone.init(jax.random.key(8)))["u"])
+
+
+def test_init_in_blocks_fills_every_row_once(monkeypatch):
+    spec = table_spec(vocabulary_size=50, optimizer=rs.AdagradOptimizerSpec(0.1, initial_accumulator_value=0.3))
+    expected = collection_of(spec).init(jax.random.key(0))
+    monkeypatch.setattr("rsembed.collection.INIT_BLOCK_VALUES", 7 * DIM)  # 8 blocks, the last one overlapping
+    blocks = collection_of(spec).init(jax.random.key(0))
+    np.testing.assert_array_equal(blocks.tables["t"], expected.tables["t"])
+    np.testing.assert_array_equal(blocks.slots["t"][0], np.full((50, DIM), 0.3, np.float32))
+
+
+def test_stochastic_rounding_keeps_the_mean_where_nearest_rounding_stands_still():
+    spec = table_spec(
+        vocabulary_size=2000, embedding_dim=2, dtype="bfloat16", stochastic_rounding=True,
+        initializer=jax.nn.initializers.ones, optimizer=rs.SGDOptimizerSpec(1.0),
+    )  # fmt: skip
+    ids, step = np.arange(2000), 1e-3  # far below the spacing of bfloat16 at one (2^-8 downwards)
+    gradient = {"f_t": np.full((2000, 2), step, np.float32)}
+    collection = collection_of(spec)
+    state = collection.init(jax.random.key(0))
+    for _ in range(8):
+        state = collection.update(state, {"f_t": ids}, gradient)
+    mean = float(jnp.mean(state.tables["t"].astype(jnp.float32)))
+    assert abs(mean - (1 - 8 * step)) < 5e-4
+    nearest = collection_of(table_spec("t", **{**_fields(spec), "stochastic_rounding": False}))
+    still = nearest.update(nearest.init(jax.random.key(0)), {"f_t": ids}, gradient)
+    assert float(jnp.min(still.tables["t"].astype(jnp.float32))) == 1.0
+    again = collection.init(jax.random.key(0))
+    for _ in range(8):
+        again = collection.update(again, {"f_t": ids}, gradient)
+    np.testing.assert_array_equal(again.tables["t"], state.tables["t"])
+
+
+def _fields(spec):
+    names = ["vocabulary_size", "embedding_dim", "dtype", "initializer", "optimizer"]
+    return {name: getattr(spec, name) for name in names}
+
+
+def test_quantized_lookup_rounds_rows_before_they_are_summed():
+    spec = table_spec(quantization_config=rs.QuantizationConfig(-1.0, 1.0, 5))
+    collection = collection_of(spec)
+    state = collection.init(jax.random.key(0))
+    table = np.asarray(collection.tables(state)["t"], np.float64)
+    rounded = np.floor((np.clip(table, -1, 1) + 1) / 0.5 + 0.5) * 0.5 - 1
+    expected = gain_matrix(ROWS, None, "sum") @ rounded
+    np.testing.assert_allclose(collection.lookup(state, {"f_t": ROWS})["f_t"], expected, atol=1e-6)
+
+
+def test_with_tables_loads_pretrained_vectors():
+    collection = collection_of(table_spec(), table_spec("u"))
+    state = collection.init(jax.random.key(0))
+    vectors = np.arange(VOCABULARY * DIM, dtype=np.float32).reshape(VOCABULARY, DIM)
+    loaded = collection.with_tables(state, {"u": vectors})
+    np.testing.assert_array_equal(collection.tables(loaded)["u"], vectors)
+    np.testing.assert_array_equal(collection.tables(loaded)["t"], collection.tables(state)["t"])
+    with pytest.raises(ValueError, match=r"table 'u' has shape \(11, 3\)"):
+        collection.with_tables(state, {"u": vectors[1:]})
+
+
+def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
+    collection = collection_of(table_spec(), table_spec("u"))
+    state = collection.init(jax.random.key(0))
+    ids = jnp.asarray([[1, VOCABULARY], [-1, 3], [-7, 2]])
+
+    @jax.jit
+    def run(state, ids):
+        batch = {"f_t": ids, "f_u": ids[:, :1]}
+        return collection.lookup(state, batch, return_statistics=True)
+
+    activations, statistics = run(state, ids)
+    table = np.asarray(collection.tables(state)["t"])
+    np.testing.assert_array_equal(activations["f_t"], table[[1, 3, 2]])
+    assert int(statistics.num_ids["f_t"]) == 3
+    assert int(statistics.num_out_of_range["f_t"]) == 2
+    lenient = collection_of(table_spec(), table_spec("u"), bounds_check="ignore")
+    batch = {"f_t": np.asarray(ids), "f_u": np.asarray([[2**40], [0], [1]])}
+    activations, statistics = lenient.lookup(lenient.init(jax.random.key(0)), batch, return_statistics=True)
+    np.testing.assert_array_equal(activations["f_t"], table[[1, 3, 2]])
+    assert int(statistics.num_out_of_range["f_u"]) == 1
+
+
+def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
+    table = table_spec()
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table, output_shape=(2, 2))])
+    state = collection.init(jax.random.key(0))
+    activations, pullback = collection.lookup_vjp(state, {"f": [[1], [2]]})
+    np.testing.assert_array_equal(activations["f"], np.asarray(state.tables["t"])[[1, 2], :2])
+    dense = pullback({"f": jnp.ones((2, 2))}).to_dense()["t"]
+    np.testing.assert_array_equal(dense[1], [1, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ({"f_t": [[1], [VOCABULARY]]}, ValueError, r"feature 'f_t': id 11 in sample 1 is outside table 't'"),
+        ({"f_t": [[1], [-2]]}, ValueError, r"id -2 in sample 1"),
+        ({"f_t": np.asarray([[2**32 + 1]])}, ValueError, r"id 4294967297 in sample 0"),
+        ({"f_t": [[1.5]]}, TypeError, r"feature 'f_t': row 0 holds float64 values"),
+        ({"f_t": np.ones((2, 2))}, TypeError, r"ids must be integers, got float64"),
+        ({"f_t": np.asarray([[True]])}, TypeError, r"ids must be integers, got bool"),
+        ({"f_t": [[[1]]]}, TypeError, r"feature 'f_t': row 0 must be a flat list of ids"),
+        ({"f_t": np.ones((2, 2, 2), int)}, ValueError, r"one or two axes"),
+        ({"f_t": "abc"}, TypeError, r"feature 'f_t'"),
+        ({"f_t": ([[1], [2]], [[1.0], [np.nan]])}, ValueError, r"weight nan in sample 1 is not finite"),
+        ({"f_t": ([[1], [2]], [[1.0], [1.0, 2.0]])}, ValueError, r"row 1 has 1 ids but 2 weights"),
+        ({"f_t": (np.ones((2, 1), int), np.ones((2, 2)))}, ValueError, r"weights have shape \(2, 2\)"),
+        ({"f_t": rs.Bags(np.ones(3, int), np.asarray([0, 4]))}, ValueError, r"last offset is 4"),
+        ({"f_t": rs.Bags(np.ones(3, int), np.asarray([0, 2, 1]))}, ValueError, r"never fall"),
+        ({"other": [[1]]}, ValueError, r"missing \['f_t'\], unknown \['other'\]"),
+        ({}, ValueError, r"missing \['f_t'\]"),
+    ],
+)
+def test_bad_batches_are_refused_with_the_place_and_the_way_out(batch, error, message):
+    collection = collection_of(table_spec())
+    with pytest.raises(error, match=message):
+        collection.lookup(collection.init(jax.random.key(0)), batch)
+
+
+def test_batch_size_against_the_spec_and_gradient_shapes_are_checked():
+    spec = rs.FeatureSpec(name="f", table_spec=table_spec(), input_shape=(4, 2), output_shape=(4, DIM))
+    collection = rs.EmbeddingCollection(spec)
+    state = collection.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="the batch has 2 samples, but the spec declares 4"):
+        collection.lookup(state, {"f": [[1], [2]]})
+    with pytest.raises(ValueError, match="gradient has shape"):
+        collection.update(state, {"f": ROWS}, {"f": jnp.ones((4, DIM + 1))})
+    with pytest.raises(ValueError, match="activation gradients does not match"):
+        collection.update(state, {"f": ROWS}, {"g": jnp.ones((4, DIM))})
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(ValueError, match="unknown implementation 'fast'; choose one of"):
+        collection_of(table_spec(), implementation="fast")
+    with pytest.raises(ValueError, match="bounds_check must be"):
+        collection_of(table_spec(), bounds_check="off")
+
+
+ragged = st.lists(st.lists(st.integers(-1, VOCABULARY - 1), max_size=4), min_size=BATCH, max_size=BATCH)
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(ragged, ragged, st.sampled_from(COMBINERS), st.integers(0, 99))
+def test_any_batch_on_shared_tables_equals_the_oracle(first, second, combiner, seed):
+    table = table_spec(combiner=combiner, optimizer=rs.SGDOptimizerSpec(0.5))
+    features = [rs.FeatureSpec(name=name, table_spec=table) for name in "ab"]
+    collection = rs.EmbeddingCollection(features)
+    state = collection.init(jax.random.key(0))
+    batch = {n: rs.Bags.from_lists(rows).pad_to(16) for n, rows in (("a", first), ("b", second))}
+    gradients = {n: np.random.default_rng(seed).normal(size=(BATCH, DIM)).astype(np.float32) for n in "ab"}
+    activations = collection.lookup(state, batch)
+    table_before = np.asarray(collection.tables(state)["t"])
+    expected = table_before.astype(np.float64)
+    for name, rows in (("a", first), ("b", second)):
+        gains = gain_matrix(rows, None, combiner)
+        np.testing.assert_allclose(activations[name], gains @ table_before, rtol=1e-5, atol=1e-6)
+        expected = expected - 0.5 * gains.T @ gradients[name]
+    after = collection.tables(collection.update(state, batch, gradients))["t"]
+    np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,76 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rsembed as rs
+from rsembed.initial_values import initial_rows
+
+ROWS, DIM = 3000, 8
+
+
+def table(initializer):
+    return rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, initializer=initializer)
+
+
+INITIALIZERS = {
+    "normal": jax.nn.initializers.normal(0.3),
+    "uniform": jax.nn.initializers.uniform(0.3),
+    "truncated": jax.nn.initializers.truncated_normal(0.3),
+    "fan_in": jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal"),
+    "glorot": jax.nn.initializers.glorot_uniform(),
+    "constant": jax.nn.initializers.constant(0.3),
+    "two draws": lambda key, shape: jax.random.normal(key, shape) * 0.1 + jax.random.uniform(key, shape),
+    "shifted": lambda key, shape: 1.0 + 0.1 * jax.random.normal(jax.random.split(key)[1], shape),
+    "default": rs.TableSpec(name="d", vocabulary_size=1, embedding_dim=1).initializer,
+}
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_any_rows_in_any_order_have_the_values_of_the_whole_table(name):
+    spec, key = table(INITIALIZERS[name]), jax.random.key(3)
+    whole = initial_rows(key, spec, jnp.arange(ROWS))
+    some = jnp.asarray([7, 2999, 0, 7])
+    np.testing.assert_array_equal(initial_rows(key, spec, some), whole[some])
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_distribution_is_that_of_the_initializer_at_the_full_shape(name):
+    spec = table(INITIALIZERS[name])
+    ours = np.asarray(initial_rows(jax.random.key(3), spec, jnp.arange(ROWS)))
+    theirs = np.asarray(spec.initializer(jax.random.key(4), (ROWS, DIM)))
+    error = 5 * theirs.std() / np.sqrt(ours.size)  # five standard errors of the mean
+    assert abs(ours.mean() - theirs.mean()) <= 2 * error
+    assert ours.std() == pytest.approx(theirs.std(), rel=0.05)
+    assert ours.max() <= 1.3 * theirs.max() + 1e-6
+    if name != "constant":
+        assert len(np.unique(ours)) > 0.9 * ours.size
+
+
+def test_equal_draws_of_one_key_stay_equal():
+    spec = table(lambda key, shape: jax.random.normal(key, shape) - jax.random.normal(key, shape))
+    assert float(jnp.abs(initial_rows(jax.random.key(0), spec, jnp.arange(9))).max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    "initializer",
+    [
+        jax.nn.initializers.orthogonal(),
+        lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
+        lambda key, shape: jnp.cumsum(jax.random.normal(key, shape), axis=0),
+        lambda key, shape: jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32),
+    ],
+    ids=["orthogonal", "iota", "cumsum", "given"],
+)
+def test_initializers_that_mix_rows_are_evaluated_whole(initializer):
+    key, some = jax.random.key(0), jnp.asarray([5, 1])
+    np.testing.assert_allclose(
+        initial_rows(key, table(initializer), some), initializer(key, (ROWS, DIM))[some], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_initializers_that_cannot_be_called_get_the_fix():
+    with pytest.raises(TypeError, match=r"table 't': .*lambda key, shape"):
+        initial_rows(jax.random.key(0), table(lambda: jnp.zeros((ROWS, DIM))), jnp.arange(2))
+    with pytest.raises(ValueError, match=r"returned \[\(128, 16\)\] for shape \(3000, 8\)"):
+        initial_rows(jax.random.key(0), table(lambda key, shape: jnp.zeros((128, 16))), jnp.arange(2))

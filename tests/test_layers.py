@@ -1,0 +1,150 @@
+"""The house rules that a machine can hold: who may import whom, and how long a file may be."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A room imports only from rooms further up this list. The page docs/architecture.md tells the reasons.
+ROOMS = [
+    "optimizers",
+    "specs",
+    "initial_values",
+    "stacking",
+    "bags",
+    "kernels",
+    "row_gradients",
+    "parallel",
+    "collection",
+    "caching",
+    "fdo",
+    "sparsecore",
+    "tbe",
+    "tt",
+    "sok",
+    "checkpoint",
+    "plot",
+    "datasets",
+    "__main__",
+]
+WINGS = {"sparsecore", "tbe", "tt", "sok"}
+LEAVES = {"plot", "datasets", "__main__"}
+MAX_LINES = 500
+
+
+def room_of(file: Path, package: Path) -> str:
+    """The first step of the path inside the package: `kernels/api.py` is in the room `kernels`."""
+    return Path(file.relative_to(package).parts[0]).stem
+
+
+def imported_names(file: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name, below the package, of each import from it; "" is the package itself."""
+    folders = list(file.relative_to(package).parts[:-1])
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = ["rsembed", *folders][: len(folders) + 2 - node.level]
+            modules = [".".join([*base, node.module] if node.module else base)]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            continue
+        for module in modules:
+            if module.split(".")[0] != "rsembed":
+                continue
+            below = module.removeprefix("rsembed").removeprefix(".")
+            if below or isinstance(node, ast.Import):
+                yield node.lineno, below
+            else:
+                # `from rsembed import kernels` names a room, `from rsembed import TableSpec` does not.
+                yield from ((node.lineno, name.name if name.name in ROOMS else "") for name in node.names)
+
+
+def violation(room: str, target: str) -> str | None:
+    """Why `room` may not import `target`, or None when it may."""
+    if target == room:
+        return None
+    if target == "":
+        return "imports the package itself; import the room instead"
+    if target not in ROOMS:
+        return f"imports {target}, which is not in the list of rooms"
+    if target in LEAVES:
+        return f"imports the leaf {target}"
+    if {room, target} <= WINGS:
+        return f"imports the wing {target}"
+    if ROOMS.index(target) > ROOMS.index(room):
+        return f"imports {target}, which lies below it"
+    return None
+
+
+def violations(package: Path) -> list[str]:
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        room, where = room_of(file, package), file.relative_to(package)
+        if room == "__init__":
+            continue
+        if room not in ROOMS:
+            found.append(f"{where}: the room {room} is not in the list of rooms")
+            continue
+        for line, name in imported_names(file, package):
+            if why := violation(room, name.split(".")[0]):
+                found.append(f"{where}:{line} {why}")
+    return found
+
+
+def test_rooms_import_only_from_rooms_above():
+    assert violations(ROOT / "rsembed") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "reason"),
+    [
+        ("bags.py", "from rsembed.collection import EmbeddingCollection", "lies below"),
+        ("bags.py", "from rsembed import collection", "lies below"),
+        ("bags.py", "def f():\n    import rsembed.kernels.api", "lies below"),
+        ("bags.py", "from . import kernels", "lies below"),
+        ("kernels/api.py", "from ..collection import x", "lies below"),
+        ("kernels/api.py", "from .. import sok", "lies below"),
+        ("tt/cores.py", "from rsembed.tbe import x", "the wing tbe"),
+        ("tbe/module.py", "from ..tt.cores import x", "the wing tt"),
+        ("checkpoint.py", "from rsembed.plot import x", "the leaf plot"),
+        ("__main__.py", "from rsembed import datasets", "the leaf datasets"),
+        ("collection.py", "import rsembed as rs", "the package itself"),
+        ("collection.py", "from rsembed import TableSpec", "the package itself"),
+        ("collection.py", "from rsembed.utils import x", "not in the list"),
+        ("utils.py", "", "not in the list"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, file, code, reason):
+    planted = tmp_path / file
+    planted.parent.mkdir(exist_ok=True)
+    planted.write_text(code + "\n")
+    assert [reason in found for found in violations(tmp_path)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("collection.py", "import jax\nfrom rsembed.kernels import api\nfrom rsembed import specs, bags"),
+        ("kernels/api.py", "from rsembed.kernels import reference\nfrom . import native\nfrom .gpu import x"),
+        ("kernels/api.py", "from ..optimizers import sgd\nfrom .. import specs"),
+        ("sok/layers.py", "from rsembed.fdo import x"),
+        ("__init__.py", "from rsembed.plot import x\nfrom rsembed import datasets"),
+    ],
+)
+def test_an_allowed_import_is_not_reported(tmp_path, file, code):
+    written = tmp_path / file
+    written.parent.mkdir(exist_ok=True)
+    written.write_text(code + "\n")
+    assert violations(tmp_path) == []
+
+
+def test_files_are_short_enough_to_read_in_one_sitting():
+    files = [*(ROOT / "rsembed").rglob("*"), *(ROOT / "tests").rglob("*.py")]
+    sources = [file for file in files if file.suffix in {".py", ".cc", ".h"}]
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in sources}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}

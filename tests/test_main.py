@@ -1,0 +1,107 @@
+"""The command line, on a tiny notebook written for the purpose."""
+
+import sys
+
+import nbformat
+import pytest
+
+from rsembed import __main__ as command_line
+
+PARAMETERS = 'STEPS = 3  # 5_000 for the docs\nSOURCE = "bundled"\nrates: list = [\n    0.1,\n]  # é\n'
+STORY = """import sys
+import matplotlib.pyplot as plt
+print(f"steps={STEPS} source={SOURCE} rates={rates}")
+print(sys.prefix)
+plt.plot([1, 2, 3])
+plt.show()
+f"loss {1 / STEPS:.3f}"
+"""
+
+
+@pytest.fixture
+def notebook_folder(tmp_path, monkeypatch):
+    """A checkout with one notebook `01_tiny`, seen as the place that the package lies in."""
+    notebook = nbformat.v4.new_notebook()
+    parameters = nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
+    notebook.cells = [
+        nbformat.v4.new_markdown_cell("# A tiny one"),
+        parameters,
+        nbformat.v4.new_code_cell(STORY),
+    ]
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    nbformat.write(notebook, folder / "01_tiny.ipynb")
+    monkeypatch.setattr(command_line, "_PACKAGE", tmp_path / "rsembed")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_run_executes_with_given_parameters_and_this_python(notebook_folder, tmp_path, capsys):
+    assert command_line.main(["run", "01", "STEPS=8", "SOURCE=a=b", "rates=(1, 2)"]) == 0
+    printed = capsys.readouterr().out
+    assert "steps=8 source=a=b rates=(1, 2)" in printed
+    assert "loss 0.125" in printed
+    assert sys.prefix in printed
+    assert "executed/01_tiny.ipynb" in printed
+    assert (tmp_path / "executed/01_tiny.ipynb").is_file()
+    assert (tmp_path / "executed/01_tiny/cell-03-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_reports_a_failing_cell_and_keeps_the_notebook(notebook_folder, tmp_path, capsys):
+    output = tmp_path / "elsewhere"
+    assert command_line.main(["run", "01_tiny", "STEPS=0", "--output", str(output)]) == 1
+    message = capsys.readouterr().err
+    assert "cell 3: ZeroDivisionError: division by zero" in message
+    assert "Traceback" not in message
+    assert "ZeroDivisionError" in (output / "01_tiny.ipynb").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["02"], "there is no notebook '02'; known: 01_tiny"),
+        (["01", "STEP=3"], "unknown parameter STEP; this notebook knows STEPS, SOURCE, rates"),
+        (["01", "STEPS"], "'STEPS' is not of the form NAME=VALUE"),
+        (["01", "STEPS=many"], "STEPS=many: the value must be a Python literal"),
+    ],
+)
+def test_run_explains_a_wrong_call(notebook_folder, capsys, arguments, message):
+    assert command_line.main(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_prefix_of_two_notebooks_lists_both(notebook_folder):
+    (notebook_folder / "01_twin.ipynb").touch()
+    with pytest.raises(command_line.CommandError, match="could mean 01_tiny, 01_twin"):
+        command_line.find_notebook("01")
+
+
+def test_bundled_notebooks_serve_where_there_is_no_checkout(tmp_path, monkeypatch):
+    bundled = tmp_path / "rsembed" / "_bundled" / "notebooks"
+    bundled.mkdir(parents=True)
+    (bundled / "01_tiny.ipynb").touch()
+    monkeypatch.setattr(command_line, "_PACKAGE", tmp_path / "rsembed")
+    assert command_line.find_notebook("01_tiny") == bundled / "01_tiny.ipynb"
+
+
+def test_replaced_parameters_keep_comments_and_neighbours():
+    replaced = command_line.replace_parameters(PARAMETERS, {"rates": "[1]", "SOURCE": "real"})
+    assert replaced == "STEPS = 3  # 5_000 for the docs\nSOURCE = 'real'\nrates: list = [1]  # é\n"
+
+
+def test_doctor_names_each_kernel_implementation(capsys):
+    assert command_line.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("jax ") for line in lines)
+    assert any("8 × cpu" in line for line in lines if line.startswith("devices"))
+    assert any(line.split() == ["reference", "live"] for line in lines)
+
+
+def test_bench_passes_arguments_and_status_on(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(command_line, "_PACKAGE", tmp_path / "rsembed")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "lookup.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    assert command_line.main(["bench", "lookup", "--quick"]) == 3
+    assert "['--quick']" in capfd.readouterr().out
+    assert command_line.main(["bench", "lookdown"]) == 2
+    assert "no benchmark 'lookdown'; known: lookup" in capfd.readouterr().err

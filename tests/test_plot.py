@@ -1,0 +1,246 @@
+import subprocess
+import sys
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from rsembed import plot
+
+RNG = np.random.default_rng(0)
+VECTORS = RNG.normal(size=(40, 8))
+LABELS = [f"word{i}" for i in range(40)]
+
+PICTURES = {
+    "loss": lambda **kw: plot.plot_loss([3.0, 2.0, 1.0], references={"floor": 0.5}, label="training", **kw),
+    "row_path": lambda **kw: plot.plot_row_path({"a": np.arange(4), "b": np.ones(4)}, lookups=[2], **kw),
+    "loss_against_state": lambda **kw: plot.plot_loss_against_state(
+        {"sgd": (0, 0.6), "adam": (128, 0.5)}, **kw
+    ),
+    "id_frequency": lambda **kw: plot.plot_id_frequency(np.array([5, 0, 9]), **kw),
+    "limits": lambda **kw: plot.plot_limits([3, 9, 4], [8, 8, 16], **kw),
+    "neighbourhoods": lambda **kw: plot.plot_neighbourhoods(VECTORS, LABELS, **kw),
+    "row_norms": lambda **kw: plot.plot_row_norms(np.ones(3), np.array([0, 1, 5]), **kw),
+}
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+# Every picture
+
+
+def test_every_picture_is_in_this_table():
+    assert {name for name in vars(plot) if name.startswith("plot_")} == {f"plot_{name}" for name in PICTURES}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_drawn_on_the_given_axes_and_nowhere_else(name):
+    _, (left, right) = plt.subplots(1, 2, figsize=(12, 5))
+    assert PICTURES[name](ax=right) is right
+    assert plt.get_fignums() == [1]
+    assert not left.has_data() and right.has_data()
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_makes_one_figure_without_axes_and_names_both_of_its_axes(name):
+    ax = PICTURES[name]()
+    assert plt.get_fignums() == [1]
+    assert len(ax.get_xlabel()) > 3 and len(ax.get_ylabel()) > 3
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_changes_no_global_setting(name):
+    before = dict(plt.rcParams)
+    PICTURES[name]()
+    assert dict(plt.rcParams) == before
+
+
+def test_importing_the_library_does_not_import_matplotlib():
+    code = "import sys, rsembed; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Numbers
+
+
+def test_id_counts_counts_ids_of_any_shape_and_skips_padding():
+    assert plot.id_counts(np.array([[0, 3], [3, -1]]), 5).tolist() == [1, 0, 0, 2, 0]
+
+
+@pytest.mark.parametrize("ids", [[4], [-2]])
+def test_id_counts_rejects_ids_outside_the_vocabulary(ids):
+    with pytest.raises(ValueError, match="outside vocabulary_size=4"):
+        plot.id_counts(np.array(ids), 4)
+
+
+def test_running_mean_averages_what_there_is_at_the_beginning():
+    values = RNG.normal(size=30)
+    expected = [np.mean(values[max(0, i - 6) : i + 1]) for i in range(30)]
+    np.testing.assert_allclose(plot.running_mean(values, 7), expected)
+    with pytest.raises(ValueError, match="at least 1"):
+        plot.running_mean(values, 0)
+
+
+def test_nearest_neighbours_are_those_of_an_exhaustive_search():
+    nearest, cosines = plot.nearest_neighbours(VECTORS, [3, 17], 4)
+    for row, query in enumerate([3, 17]):
+        cosine = {
+            i: v @ VECTORS[query] / np.linalg.norm(v) / np.linalg.norm(VECTORS[query])
+            for i, v in enumerate(VECTORS)
+            if i != query
+        }
+        expected = sorted(cosine, key=lambda i: -cosine[i])[:4]
+        assert nearest[row].tolist() == expected
+        np.testing.assert_allclose(cosines[row], [cosine[i] for i in expected])
+
+
+def test_nearest_neighbours_of_a_zero_row_have_cosine_zero():
+    _, cosines = plot.nearest_neighbours(np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), [0], 2)
+    assert cosines.tolist() == [[0.0, 0.0]]
+
+
+def test_nearest_neighbours_asks_for_fewer_than_all_rows():
+    with pytest.raises(ValueError, match="k=40 must be from 1 to 39"):
+        plot.nearest_neighbours(VECTORS, [0], 40)
+
+
+def test_principal_plane_finds_the_plane_in_which_the_points_lie():
+    flat = RNG.normal(size=(50, 2)) * [5.0, 1.0]
+    basis = np.linalg.qr(RNG.normal(size=(6, 2)))[0]
+    coordinates, shares = plot.principal_plane(flat @ basis.T + 3.0)
+    assert shares.sum() == pytest.approx(1.0)
+    distances = np.linalg.norm(flat[:, None] - flat[None], axis=-1)
+    np.testing.assert_allclose(np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distances)
+    assert coordinates.max(axis=0).tolist() == np.abs(coordinates).max(axis=0).tolist()
+
+
+def test_principal_plane_of_equal_points_is_a_point():
+    coordinates, shares = plot.principal_plane(np.ones((5, 3)))
+    np.testing.assert_allclose(coordinates, 0.0, atol=1e-12)
+    assert np.isfinite(shares).all()
+
+
+def test_principal_plane_needs_two_points():
+    with pytest.raises(ValueError, match="two points"):
+        plot.principal_plane(np.ones((1, 3)))
+
+
+def test_placed_labels_cover_neither_each_other_nor_a_point():
+    points = RNG.uniform(50, 350, size=(40, 2))
+    sizes = np.tile([40.0, 11.0], (40, 1))
+    centres = plot.place_labels(points, sizes, (400.0, 400.0))
+    for i, centre in enumerate(centres):
+        assert np.all(centre >= sizes[i] / 2) and np.all(centre <= 400 - sizes[i] / 2)
+        for j in range(i):
+            assert np.any(np.abs(centre - centres[j]) >= sizes[i] - 1e-9), (i, j)
+        assert not np.any(np.all(np.abs(points - centre) < sizes[i] / 2, axis=1)), i
+
+
+def test_a_label_without_room_stays_in_the_picture():
+    centres = plot.place_labels(np.full((30, 2), 15.0), np.full((30, 2), 10.0), (30.0, 30.0))
+    assert centres.min() >= 5.0 and centres.max() <= 25.0
+
+
+def test_row_norms_are_euclidean():
+    assert plot.row_norms(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist() == [5.0, 0.0]
+
+
+# Artists
+
+
+def test_plot_loss_draws_its_values_and_writes_its_references():
+    ax = PICTURES["loss"]()
+    curve, reference = ax.lines
+    assert curve.get_xydata().tolist() == [[1.0, 3.0], [2.0, 2.0], [3.0, 1.0]]
+    assert set(reference.get_ydata()) == {0.5}
+    assert texts(ax) == ["floor: 0.500"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["training"]
+
+
+def test_plot_loss_takes_a_second_curve_at_its_own_steps():
+    ax = plot.plot_loss([2.0, 1.0])
+    assert ax.get_legend() is None
+    assert plot.plot_loss([5.0], steps=[10], ax=ax, color="red") is ax
+    assert ax.lines[1].get_xydata().tolist() == [[10.0, 5.0]] and ax.lines[1].get_color() == "red"
+
+
+def test_plot_row_path_marks_the_steps_that_looked_the_row_up():
+    ax = plot.plot_row_path({"lazy": np.arange(4.0), "dense": np.ones(4)}, lookups=[2, 4])
+    marks, curves = ax.lines[:2], ax.lines[2:]
+    assert [mark.get_xdata()[0] for mark in marks] == [2, 4]
+    assert [curve.get_label() for curve in curves] == ["lazy", "dense"]
+    assert len({(curve.get_color(), curve.get_linestyle()) for curve in curves}) == 2
+    assert "grey" in ax.get_xlabel()
+
+
+def test_plot_loss_against_state_names_every_point():
+    ax = plot.plot_loss_against_state({"sgd": (0, 0.6), "adam": (128, 0.5)}, references={"best": 0.45})
+    assert ax.collections[0].get_offsets().tolist() == [[0.0, 0.6], [128.0, 0.5]]
+    assert texts(ax) == ["best: 0.450", "sgd", "adam"]
+
+
+def test_plot_id_frequency_sorts_counts_and_leaves_out_ids_never_seen():
+    ax = plot.plot_id_frequency(np.array([5, 0, 9]))
+    assert ax.lines[0].get_xydata().tolist() == [[1.0, 9.0], [2.0, 5.0]]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+
+
+def test_plot_limits_marks_exactly_the_batches_above_the_limit():
+    ax = plot.plot_limits([3, 9, 4, 20], [8, 8, 16, 16])
+    limit, observed, crosses = ax.lines
+    assert limit.get_ydata().tolist() == [8, 8, 16, 16] and observed.get_ydata().tolist() == [3, 9, 4, 20]
+    assert crosses.get_xydata().tolist() == [[2.0, 9.0], [4.0, 20.0]]
+    assert ax.get_ylim()[0] == 0
+
+
+def test_plot_limits_takes_one_limit_for_all_batches():
+    ax = plot.plot_limits([3, 4], 8)
+    assert len(ax.lines) == 2 and ax.lines[0].get_ydata().tolist() == [8, 8]
+
+
+def test_plot_neighbourhoods_joins_nearest_rows_and_labels_every_point():
+    ax = plot.plot_neighbourhoods(VECTORS, LABELS, num_neighbours=2)
+    nearest, _ = plot.nearest_neighbours(VECTORS, range(40), 2)
+    pairs = {frozenset((a, int(b))) for a in range(40) for b in nearest[a]}
+    points = ax.collections[0].get_offsets()
+    drawn = {
+        frozenset(int(np.linalg.norm(points - end, axis=1).argmin()) for end in line.get_xydata())
+        for line in ax.lines
+    }
+    assert drawn == pairs
+    assert texts(ax) == LABELS
+    assert plot.plot_neighbourhoods(VECTORS, LABELS, num_neighbours=0).lines[:] == []
+
+
+def test_plot_neighbourhoods_sees_directions_alone():
+    stretched = VECTORS * RNG.uniform(1, 5, size=(40, 1))
+    first, second = (
+        plot.plot_neighbourhoods(v, LABELS).collections[0].get_offsets() for v in (VECTORS, stretched)
+    )
+    np.testing.assert_allclose(first, second, atol=1e-9)
+
+
+def test_labels_that_are_drawn_do_not_overlap():
+    ax = plot.plot_neighbourhoods(VECTORS, LABELS)
+    ax.figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    overlapping = [
+        (a, b)
+        for a in range(40)
+        for b in range(a)
+        if boxes[a].shrunk(0.98, 0.8).overlaps(boxes[b].shrunk(0.98, 0.8))
+    ]
+    assert overlapping == []
+
+
+def test_plot_neighbourhoods_needs_a_label_per_row():
+    with pytest.raises(ValueError, match="1 labels for 40 rows"):
+        plot.plot_neighbourhoods(VECTORS, ["one"])
+
+
+def test_plot_row_norms_shows_rows_never_seen_at_one_half():
+    ax = plot.plot_row_norms(np.array([1.0, 2.0]), np.array([0, 7]))
+    assert ax.collections[0].get_offsets().tolist() == [[0.5, 1.0], [7.0, 2.0]]
+    assert ax.get_xscale() == "log"

@@ -1,0 +1,147 @@
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rsembed as rs
+from rsembed.stacking import attach_placement, plan_stack, stack_and_shard, stack_name_of, unshard_and_unstack
+
+
+def tables_and_features(*sizes, **changes):
+    tables = [rs.TableSpec(name=f"t{i}", vocabulary_size=v, embedding_dim=d, **changes) for i, (v, d) in enumerate(sizes)]
+    return tables, [rs.FeatureSpec(name=f"f{i}", table_spec=t, output_shape=(16, t.embedding_dim)) for i, t in enumerate(tables)]
+
+
+def test_the_core_layout_stacks_equal_tables_without_padding():
+    tables, features = tables_and_features((5, 3), (7, 4), (6, 3))
+    plan = rs.plan_stacking(features, pad=False)
+    assert [[t.name for t in stack.tables] for stack in plan.stacks] == [["t0", "t2"], ["t1"]]
+    assert [stack.padding_fraction for stack in plan.stacks] == [0.0, 0.0]
+    assert plan.table("t2")[1].setting.row_offset_in_shard == 5
+    assert all(t.stacked_table_spec is None for t in tables)  # planning changes nothing
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": rs.AdamOptimizerSpec()},
+        {"dtype": "bfloat16"},
+        {"stochastic_rounding": True},
+        {"quantization_config": rs.QuantizationConfig(-1, 1, 8)},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_tables_that_differ_in_what_a_stack_shares_stay_apart(change):
+    one = rs.TableSpec(name="one", vocabulary_size=4, embedding_dim=2)
+    two = rs.TableSpec(name="two", vocabulary_size=4, embedding_dim=2, **change)
+    features = [rs.FeatureSpec(name=t.name, table_spec=t) for t in (one, two)]
+    assert len(rs.plan_stacking(features, pad=False).stacks) == 2
+    with pytest.raises(ValueError, match=f"tables must agree in {next(iter(change))}"):
+        rs.plan_stacking(features, groups=[["one", "two"]])
+
+
+def test_row_wise_rules_share_a_padded_stack_only_at_their_exact_dim():
+    _, features = tables_and_features((9, 5), (9, 6), (9, 6), optimizer=rs.RowWiseAdagradOptimizerSpec())
+    plan = rs.plan_stacking(features, num_shards=2)
+    assert [[t.name for t in stack.tables] for stack in plan.stacks] == [["t0"], ["t1", "t2"]]
+
+
+def test_plans_are_equal_and_hash_by_value_limits_included():
+    def plan(limit):
+        return rs.plan_stacking(tables_and_features((5, 3), max_ids_per_partition=limit)[1], num_shards=4)
+
+    assert plan(8) == plan(8)
+    assert len({plan(8), plan(8), plan(16)}) == 2
+
+
+def test_declared_limits_survive_stacking_when_they_exceed_the_default():
+    _, features = tables_and_features((5, 3), (5, 3), max_ids_per_partition=1024)
+    stack = rs.plan_stacking(features).stacks[0]
+    assert stack.spec.max_ids_per_partition == 1024
+    assert stack.spec.max_unique_ids_per_partition == 256
+    chosen = plan_stack(
+        features, ["t0", "t1"], stack_name="s", num_shards=1, max_ids_per_partition=lambda name, samples: samples * 100
+    )
+    assert chosen.spec.max_ids_per_partition == 3200
+
+
+def test_plan_prints_as_text_and_html():
+    _, features = tables_and_features((5, 3), (7, 4), optimizer=rs.AdamOptimizerSpec())
+    plan = rs.plan_stacking(features, num_shards=4)
+    lines = str(plan).splitlines()
+    assert lines[0].split()[:4] == ["stack", "tables", "features", "rows"]
+    assert lines[1].split()[:7] == ["t0_t1", "2", "2", "64", "8", "float32", "adam"]
+    assert plan._repr_html_().count("<tr>") == len(lines)
+    assert plan.stacks[0].slot_bytes == 2 * plan.stacks[0].table_bytes == 2 * 64 * 8 * 4
+
+
+def test_attached_specs_are_frozen_and_show_their_place():
+    tables, features = tables_and_features((5, 3), (5, 3))
+    attach_placement(features, rs.plan_stacking(features, num_shards=2, rotation=1))
+    assert tables[1].is_stacked()
+    assert tables[1].setting_in_stack.shard_rotation == 1
+    assert features[1].id_transformation.row_offset == 16
+    with pytest.raises(AttributeError, match="table 't1' is already placed in stack 't0_t1'"):
+        tables[1].combiner = "mean"
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 5), st.integers(0, 2**16)
+)
+def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(sizes, num_shards, rotation, seed):
+    _, features = tables_and_features(*[(size, 3 + i % 2) for i, size in enumerate(sizes)])
+    plan = rs.plan_stacking(features, num_shards=num_shards, rotation=rotation)
+    rng = np.random.default_rng(seed)
+    tables = {f"t{i}": rng.normal(size=(size, 3 + i % 2)).astype(np.float32) for i, size in enumerate(sizes)}
+    stacked = stack_and_shard(plan, tables, pad_value=np.nan)
+    for name, values in unshard_and_unstack(plan, stacked).items():
+        np.testing.assert_array_equal(values, tables[name])
+    for name, table in tables.items():
+        stack, _ = plan.table(name)
+        flat = stacked[stack.name].reshape(-1, stack.spec.stack_embedding_dim)
+        rows = plan.flat_rows(name, np.arange(len(table)))
+        np.testing.assert_array_equal(flat[rows, : table.shape[1]], table)
+        assert np.isnan(flat[rows, table.shape[1] :]).all()
+    on_device = unshard_and_unstack(plan, stack_and_shard(plan, {n: jnp.asarray(t) for n, t in tables.items()}))
+    np.testing.assert_array_equal(on_device["t0"], tables["t0"])
+
+
+def test_bad_groups_and_huge_stacks_are_refused():
+    _, features = tables_and_features((5, 3), (5, 3))
+    with pytest.raises(ValueError, match="groups must name every table once"):
+        rs.plan_stacking(features, groups=[["t0"]])
+    with pytest.raises(ValueError, match="a table is repeated"):
+        plan_stack(features, ["t0", "t0"], stack_name="s", num_shards=1)
+    with pytest.raises(ValueError, match=r"no feature reads tables \['x'\]"):
+        plan_stack(features, ["x"], stack_name="s", num_shards=1)
+    with pytest.raises(ValueError, match="num_shards must be at least 1"):
+        rs.plan_stacking(features, num_shards=0)
+    with pytest.raises(ValueError, match="one shard; use pad=True"):
+        rs.plan_stacking(features, num_shards=2, pad=False)
+    _, huge = tables_and_features((2**30, 1), (2**30, 1))
+    with pytest.raises(ValueError, match=r"would have 2147483648 rows.*separate stacks"):
+        rs.plan_stacking(huge, pad=False)
+    with pytest.raises(KeyError, match="no table 'x'"):
+        rs.plan_stacking(features).table("x")
+    with pytest.raises(KeyError, match="no stack 'x'"):
+        rs.plan_stacking(features).stack("x")
+
+
+def test_long_stack_names_are_cut_and_hashed():
+    names = [f"quite_a_long_name_for_a_table_{i}" for i in range(3)]
+    short, full = stack_name_of(names), stack_name_of(names, use_short_stack_names=False)
+    assert short[:53] == full[:50] + "..."
+    assert len(short) == 50 + 3 + 12
+    assert stack_name_of(["a", "b"]) == "a_b"
+
+
+def test_stacked_spec_is_replaced_not_changed():
+    _, features = tables_and_features((5, 3))
+    spec = rs.plan_stacking(features).stacks[0].spec
+    assert spec.replace(max_ids_per_partition=8).max_ids_per_partition == 8
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.max_ids_per_partition = 8
