@@ -147,9 +147,7 @@ def execute(notebook: Any, folder: Path) -> str | None:
             connection_file=f"{folder_name}/connection.json",
             transport="ipc",
         )
-        client = NotebookClient(
-            notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}}
-        )
+        client = NotebookClient(notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}})
         try:
             client.execute(cleanup_kc=True)
         except CellExecutionError as error:

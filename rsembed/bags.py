@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, no_type_check
 
@@ -33,9 +34,9 @@ class Bags:
       [0, 2, 2, 3]
     """
 
-    ids: Int[Array, " nnz"]
-    offsets: Int[Array, " bags_plus_1"]
-    weights: Float[Array, " nnz"] | None = None
+    ids: Int[Array | np.ndarray, " nnz"]
+    offsets: Int[Array | np.ndarray, " bags_plus_1"]
+    weights: Float[Array | np.ndarray, " nnz"] | None = None
     dense_shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -131,7 +132,7 @@ class Bags:
     def to_lists(self) -> list[list[int]]:
         """The ids of every bag, without padding."""
         ids, offsets = np.asarray(self.ids), np.asarray(self.offsets)
-        return [[int(i) for i in ids[a:b] if i != PAD_ID] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        return [[int(i) for i in ids[a:b] if i != PAD_ID] for a, b in itertools.pairwise(offsets)]
 
 
 def _flat_ids(row: Any, position: int) -> np.ndarray:
@@ -165,6 +166,15 @@ def as_bags(value: Any, *, feature: str) -> Bags:
     raise TypeError(f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}.")
 
 
+def narrow_ids(ids: Any) -> Any:
+    """Ids as int32; an id that int32 cannot hold becomes one that no table has, never another valid one."""
+    xp: Any = np if isinstance(ids, np.ndarray) else jnp
+    if ids.dtype.itemsize > 2 and ids.dtype != np.int32:
+        lowest = 0 if xp.issubdtype(ids.dtype, xp.unsignedinteger) else PAD_ID - 1
+        ids = xp.clip(ids, lowest, 2**31 - 1)
+    return ids.astype(np.int32)
+
+
 def is_traced(bags: Bags) -> bool:
     """Whether the values are unknown because they are inside `jit`."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(bags))
@@ -173,10 +183,14 @@ def is_traced(bags: Bags) -> bool:
 def check_ids_dtype(bags: Bags, *, feature: str) -> None:
     """Raises: TypeError: ids are not integers."""
     if not jnp.issubdtype(bags.ids.dtype, jnp.integer):
-        raise TypeError(f"feature {feature!r}: ids must be integers, got {bags.ids.dtype}; convert them, or hash strings.")
+        raise TypeError(
+            f"feature {feature!r}: ids must be integers, got {bags.ids.dtype}; convert them, or hash strings."
+        )
 
 
-def check_values(bags: Bags, *, feature: str, table: str, vocabulary_size: int, allow_out_of_range: bool = False) -> None:
+def check_values(
+    bags: Bags, *, feature: str, table: str, vocabulary_size: int, allow_out_of_range: bool = False
+) -> None:
     """Checks concrete bags on the host.
 
     Raises: ValueError: an id lies outside the table, offsets are not increasing, or a weight is not finite. The

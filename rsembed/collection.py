@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.bags import PAD_ID, Bags, as_bags, check_ids_dtype, check_values, is_traced
+from rsembed.bags import PAD_ID, Bags, as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
@@ -216,11 +216,9 @@ class EmbeddingCollection:
                 vocabulary_size=table.vocabulary_size,
                 allow_out_of_range=self.bounds_check == "ignore",
             )
-            if isinstance(bags.ids, np.ndarray):  # narrowing to int32 must not turn a huge id into a valid one
-                bags = dataclasses.replace(bags, ids=np.clip(bags.ids, -2, NO_ROW).astype(np.int32))
         return dataclasses.replace(
             bags,
-            ids=jnp.asarray(bags.ids).astype(jnp.int32),
+            ids=jnp.asarray(narrow_ids(bags.ids)),
             offsets=jnp.asarray(bags.offsets).astype(jnp.int32),
             weights=None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32),
         )
@@ -233,8 +231,9 @@ class EmbeddingCollection:
             valid = (own.ids >= 0) & (own.ids < spec.vocabulary_size)
             first_row = self.plan.table(spec.name)[1].setting.row_offset_in_shard
             rows = jnp.where(valid, own.ids + first_row, NO_ROW)
-            offsets = None if feature.combiner == "none" else own.offsets
-            segments.append(Segment(rows, offsets, own.weights, feature.combiner))
+            offsets = None if feature.combiner == "none" else jnp.asarray(own.offsets)
+            weights = None if own.weights is None else jnp.asarray(own.weights)
+            segments.append(Segment(rows, offsets, weights, feature.combiner))
         return segments
 
     # Forward and backward
@@ -268,8 +267,9 @@ class EmbeddingCollection:
         output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
         if feature.output_shape is not None:
             return output.reshape(feature.output_shape)
-        is_sequence = feature.table_spec.combiner == "none" and bags.dense_shape is not None
-        return output.reshape(*bags.dense_shape, output.shape[1]) if is_sequence else output
+        if feature.table_spec.combiner == "none" and bags.dense_shape is not None:
+            return output.reshape(*bags.dense_shape, output.shape[1])
+        return output
 
     def _statistics(self, bags: Mapping[str, Bags]) -> LookupStatistics:
         num_ids, num_out_of_range = {}, {}
@@ -316,8 +316,8 @@ class EmbeddingCollection:
             columns = self.features[feature.name].output_dim
             if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != segment.num_outputs * columns:
                 raise ValueError(
-                    f"feature {feature.name!r}: the activation gradient has shape {gradient.shape}, but the activations "
-                    f"hold {segment.num_outputs} vectors of {columns}."
+                    f"feature {feature.name!r}: the activation gradient has shape {gradient.shape}, but the "
+                    f"activations hold {segment.num_outputs} vectors of {columns}."
                 )
             gradient = gradient.reshape(segment.num_outputs, columns)
             missing = stack.spec.stack_embedding_dim - columns
@@ -370,8 +370,8 @@ def _check_batch_size(feature: FeatureSpec, bags: Bags) -> None:
         got, unit = bags.ids.shape[0], "ids"
     if expected is not None and expected != got:
         raise ValueError(
-            f"feature {feature.name!r}: the batch has {got} {unit}, but the spec declares {expected}; change the batch, or "
-            "leave input_shape and output_shape None to accept any."
+            f"feature {feature.name!r}: the batch has {got} {unit}, but the spec declares {expected}; change the "
+            "batch, or leave input_shape and output_shape None to accept any."
         )
 
 

@@ -63,12 +63,13 @@ def _trace(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
 
 
 # Primitives that treat every entry alone.
-_ELEMENTWISE = frozenset(
-    """abs add and atan2 bitcast_convert_type cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv
-    erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or
-    pow rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square
-    stop_gradient sub tan tanh xor""".split()
-)
+_ELEMENTWISE_NAMES = """
+    abs add and atan2 bitcast_convert_type cbrt ceil clamp convert_element_type copy copy_p cos div eq erf
+    erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne
+    neg nextafter not or pow rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
+    sign sin sqrt square stop_gradient sub tan tanh xor
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 

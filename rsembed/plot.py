@@ -34,17 +34,17 @@ def _options(given: dict[str, Any], **defaults: Any) -> dict[str, Any]:
 
 
 def _reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
-    """Dashed lines at known values, each with its text and value written on it at the right."""
+    """Dashed lines at known values, with text and value to the right of the axes, where no curve runs."""
     for text, value in (references or {}).items():
         ax.axhline(value, color=MUTED, linestyle="--", linewidth=1.2)
         ax.annotate(
-            f"{text}: {value:.3f}",
-            (0.985, value),
+            f"{text}\n{value:.3f}",
+            (1.0, value),
             xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
+            xytext=(4, 0),
             textcoords="offset points",
-            ha="right",
-            va="bottom",
+            ha="left",
+            va="center",
             fontsize=LABEL_POINTS,
             color=MUTED,
         )
@@ -118,9 +118,7 @@ def nearest_neighbours(
       ([[2]], [[0.89]])
     """
     if not 1 <= k < len(table):
-        raise ValueError(
-            f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table."
-        )
+        raise ValueError(f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table.")
     queries, unit = np.asarray(ids, np.int64), unit_rows(table)
     cosines = unit[queries] @ unit.T
     cosines[np.arange(len(queries)), queries] = -np.inf
@@ -139,15 +137,11 @@ def principal_plane(
       ValueError: there are fewer than two points or columns.
     """
     if np.ndim(vectors) != 2 or min(np.shape(vectors)) < 2:
-        raise ValueError(
-            f"principal_plane: needs two points of two columns at least, got shape {np.shape(vectors)}."
-        )
+        raise ValueError(f"principal_plane: needs two points of two columns at least, got shape {np.shape(vectors)}.")
     centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0)
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
     coordinates = left[:, :2] * singular[:2]
-    coordinates *= np.sign(coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]] + 0.0) + (
-        singular[:2] == 0
-    )
+    coordinates *= np.sign(coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]] + 0.0) + (singular[:2] == 0)
     return coordinates, singular[:2] ** 2 / max(float(np.sum(singular**2)), 1e-300)
 
 
@@ -170,9 +164,7 @@ def place_labels(
       gap: between a point and its label.
       max_distance: a label that finds no room up to there takes the nearest place in the box, free or not.
     """
-    angles = np.deg2rad(
-        [90, 270, 0, 180, 45, 135, 315, 225, 22.5, 157.5, 202.5, 337.5, 67.5, 112.5, 247.5, 292.5]
-    )
+    angles = np.deg2rad([0, 180, 90, 270, 45, 135, 315, 225, *np.arange(22.5, 360.0, 45.0)])
     directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     centres = np.empty_like(points, dtype=np.float64)
     for i, (point, size) in enumerate(zip(points, sizes, strict=True)):
@@ -293,9 +285,7 @@ def plot_loss_against_state(
 # Ids
 
 
-def plot_id_frequency(
-    counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any
-) -> Axes:
+def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
     """How often ids occur, from the most frequent down, on logarithmic axes; ids never seen are left out.
 
     Args:
@@ -377,9 +367,7 @@ def plot_neighbourhoods(
       ValueError: there are not as many labels as rows.
     """
     if len(labels) != len(vectors):
-        raise ValueError(
-            f"plot_neighbourhoods: {len(labels)} labels for {len(vectors)} rows; give one text per row."
-        )
+        raise ValueError(f"plot_neighbourhoods: {len(labels)} labels for {len(vectors)} rows; give one text per row.")
     ax = _axes(ax, (8.0, 6.0))
     points, shares = principal_plane(unit_rows(vectors))
     if num_neighbours:
@@ -404,16 +392,10 @@ def _label_points(ax: Axes, points: np.ndarray, labels: Sequence[str]) -> None:
     places = (ax.transData.transform(points) - corner) * points_per_pixel
     # The letters of a proportional font are 0.6 of its size wide on average.
     sizes = np.array([(0.6 * LABEL_POINTS * max(len(label), 1) + 2, 1.25 * LABEL_POINTS) for label in labels])
-    centres = place_labels(
-        places, sizes, (ax.bbox.width * points_per_pixel, ax.bbox.height * points_per_pixel)
-    )
+    centres = place_labels(places, sizes, (ax.bbox.width * points_per_pixel, ax.bbox.height * points_per_pixel))
     for label, point, place, centre, size in zip(labels, points, places, centres, sizes, strict=True):
         is_far = bool(np.any(np.abs(centre - place) > size / 2 + 8.0))
-        line = (
-            {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2}
-            if is_far
-            else None
-        )
+        line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2} if is_far else None
         ax.annotate(
             label, point, xytext=centre - place, textcoords="offset points", ha="center", va="center",
             fontsize=LABEL_POINTS, arrowprops=line, zorder=4,

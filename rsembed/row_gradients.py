@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import no_type_check
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -84,7 +85,9 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
         raise ValueError("combine needs at least one RowGradients.")
     first = row_gradients[0]
     if any(other.num_rows != first.num_rows for other in row_gradients):
-        raise ValueError(f"row gradients of different collections cannot be combined: {[r.num_rows for r in row_gradients]}.")
+        raise ValueError(
+            f"row gradients of different collections cannot be combined: {[r.num_rows for r in row_gradients]}."
+        )
     rows, values = {}, {}
     for name, num_rows in first.num_rows:
         parts = [(r.rows[name].reshape(-1), r.values[name]) for r in row_gradients]
@@ -92,4 +95,3 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
         flat_values = [v.reshape(-1, v.shape[-1]) for _, v in parts]
         rows[name], values[name] = api.row_gradients(num_rows, segments, flat_values)
     return RowGradients(rows, values, first.num_rows)
-

@@ -36,7 +36,9 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         if not self.min_value < self.max_value:
-            raise ValueError(f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}.")
+            raise ValueError(
+                f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}."
+            )
         if self.num_buckets < 2:
             raise ValueError(f"QuantizationConfig: num_buckets must be at least 2, got {self.num_buckets}.")
 
@@ -170,8 +172,8 @@ class TableSpec:
         is_public_field = name in type(self).__dataclass_fields__ and not name.startswith("_")
         if is_public_field and getattr(self, "_stacked_table_spec", None) is not None:
             raise AttributeError(
-                f"table {self.name!r} is already placed in stack {self._setting_in_stack.stack_name!r}, so {name!r} can "
-                "no longer be set; build new specs, or set it before stacking."
+                f"table {self.name!r} is already placed in stack {self._setting_in_stack.stack_name!r}, so {name!r} "
+                "can no longer be set; build new specs, or set it before stacking."
             )
         object.__setattr__(self, name, value)
 
@@ -215,9 +217,7 @@ class FeatureSpec:
     table_spec: TableSpec
     input_shape: tuple[int, ...] | None = None
     output_shape: tuple[int, ...] | None = None
-    _id_transformation: FeatureIdTransformation = dataclasses.field(
-        default_factory=FeatureIdTransformation, init=False
-    )
+    _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation, init=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -271,9 +271,6 @@ def default_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp
     return jax.random.normal(key, shape, dtype) / math.sqrt(shape[-1])
 
 
-
-
-
 def features_of(features: Any) -> list[FeatureSpec]:
     """The feature specs of a nested structure, in leaf order (lists as given, dicts by sorted key).
 
@@ -295,7 +292,9 @@ def features_of(features: Any) -> list[FeatureSpec]:
     for feature in leaves:
         table = tables.setdefault(feature.table_spec.name, feature.table_spec)
         if table is not feature.table_spec and table != feature.table_spec:
-            raise ValueError(f"two different tables are named {table.name!r} (one is read by feature {feature.name!r}).")
+            raise ValueError(
+                f"two different tables are named {table.name!r} (one is read by feature {feature.name!r})."
+            )
     return leaves
 
 

@@ -140,14 +140,19 @@ class StackingPlan:
     def __str__(self) -> str:
         rows = [self._COLUMNS, *self._cells()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self._COLUMNS))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{cell}</th>" for cell in self._COLUMNS)
         body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in self._cells())
         return f"<table><tr>{head}</tr>{body}</table>"
 
-    _COLUMNS = ("stack", "tables", "features", "rows", "dim", "dtype", "optimizer", "padding", "table MB/shard", "slots MB/shard")  # fmt: skip
+    _COLUMNS = (
+        *("stack", "tables", "features", "rows", "dim", "dtype"),
+        *("optimizer", "padding", "table MB/shard", "slots MB/shard"),
+    )
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [

@@ -144,8 +144,7 @@ def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
     d_activations = rng.normal(size=(6, DIM)).astype(np.float32)
     whole = collection.lookup_vjp(state, {"f_t": ids})[1]({"f_t": d_activations})
     parts = [
-        collection.lookup_vjp(state, {"f_t": ids[i : i + 2]})[1]({"f_t": d_activations[i : i + 2]})
-        for i in (0, 2, 4)
+        collection.lookup_vjp(state, {"f_t": ids[i : i + 2]})[1]({"f_t": d_activations[i : i + 2]}) for i in (0, 2, 4)
     ]
     combined = rs.combine(*parts)
     touched = int(whole.num_touched()["t"])
@@ -307,6 +306,10 @@ def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
     np.testing.assert_array_equal(activations["f_t"], table[[1, 3, 2]])
     assert int(statistics.num_ids["f_t"]) == 3
     assert int(statistics.num_out_of_range["f_t"]) == 2
+    for dtype in (np.uint8, np.int16, np.uint32, np.int64, np.uint64):
+        narrow = collection.prepare({"f_t": np.asarray([[1], [3]], dtype), "f_u": [[0], [0]]})["f_t"].ids
+        assert narrow.dtype == jnp.int32
+        assert narrow.tolist() == [1, 3]
     lenient = collection_of(table_spec(), table_spec("u"), bounds_check="ignore")
     batch = {"f_t": np.asarray(ids), "f_u": np.asarray([[2**40], [0], [1]])}
     activations, statistics = lenient.lookup(lenient.init(jax.random.key(0)), batch, return_statistics=True)

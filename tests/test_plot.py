@@ -14,9 +14,7 @@ LABELS = [f"word{i}" for i in range(40)]
 PICTURES = {
     "loss": lambda **kw: plot.plot_loss([3.0, 2.0, 1.0], references={"floor": 0.5}, label="training", **kw),
     "row_path": lambda **kw: plot.plot_row_path({"a": np.arange(4), "b": np.ones(4)}, lookups=[2], **kw),
-    "loss_against_state": lambda **kw: plot.plot_loss_against_state(
-        {"sgd": (0, 0.6), "adam": (128, 0.5)}, **kw
-    ),
+    "loss_against_state": lambda **kw: plot.plot_loss_against_state({"sgd": (0, 0.6), "adam": (128, 0.5)}, **kw),
     "id_frequency": lambda **kw: plot.plot_id_frequency(np.array([5, 0, 9]), **kw),
     "limits": lambda **kw: plot.plot_limits([3, 9, 4], [8, 8, 16], **kw),
     "neighbourhoods": lambda **kw: plot.plot_neighbourhoods(VECTORS, LABELS, **kw),
@@ -155,7 +153,7 @@ def test_plot_loss_draws_its_values_and_writes_its_references():
     curve, reference = ax.lines
     assert curve.get_xydata().tolist() == [[1.0, 3.0], [2.0, 2.0], [3.0, 1.0]]
     assert set(reference.get_ydata()) == {0.5}
-    assert texts(ax) == ["floor: 0.500"]
+    assert texts(ax) == ["floor\n0.500"]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["training"]
 
 
@@ -178,7 +176,7 @@ def test_plot_row_path_marks_the_steps_that_looked_the_row_up():
 def test_plot_loss_against_state_names_every_point():
     ax = plot.plot_loss_against_state({"sgd": (0, 0.6), "adam": (128, 0.5)}, references={"best": 0.45})
     assert ax.collections[0].get_offsets().tolist() == [[0.0, 0.6], [128.0, 0.5]]
-    assert texts(ax) == ["best: 0.450", "sgd", "adam"]
+    assert texts(ax) == ["best\n0.450", "sgd", "adam"]
 
 
 def test_plot_id_frequency_sorts_counts_and_leaves_out_ids_never_seen():
@@ -206,8 +204,7 @@ def test_plot_neighbourhoods_joins_nearest_rows_and_labels_every_point():
     pairs = {frozenset((a, int(b))) for a in range(40) for b in nearest[a]}
     points = ax.collections[0].get_offsets()
     drawn = {
-        frozenset(int(np.linalg.norm(points - end, axis=1).argmin()) for end in line.get_xydata())
-        for line in ax.lines
+        frozenset(int(np.linalg.norm(points - end, axis=1).argmin()) for end in line.get_xydata()) for line in ax.lines
     }
     assert drawn == pairs
     assert texts(ax) == LABELS
@@ -216,9 +213,7 @@ def test_plot_neighbourhoods_joins_nearest_rows_and_labels_every_point():
 
 def test_plot_neighbourhoods_sees_directions_alone():
     stretched = VECTORS * RNG.uniform(1, 5, size=(40, 1))
-    first, second = (
-        plot.plot_neighbourhoods(v, LABELS).collections[0].get_offsets() for v in (VECTORS, stretched)
-    )
+    first, second = (plot.plot_neighbourhoods(v, LABELS).collections[0].get_offsets() for v in (VECTORS, stretched))
     np.testing.assert_allclose(first, second, atol=1e-9)
 
 
@@ -227,10 +222,7 @@ def test_labels_that_are_drawn_do_not_overlap():
     ax.figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in ax.texts]
     overlapping = [
-        (a, b)
-        for a in range(40)
-        for b in range(a)
-        if boxes[a].shrunk(0.98, 0.8).overlaps(boxes[b].shrunk(0.98, 0.8))
+        (a, b) for a in range(40) for b in range(a) if boxes[a].shrunk(0.98, 0.8).overlaps(boxes[b].shrunk(0.98, 0.8))
     ]
     assert overlapping == []
 

@@ -8,7 +8,8 @@ from rsembed.kernels.contract import NO_ROW
 
 
 def gradients(rows, values, num_rows=9, name="t"):
-    return rs.RowGradients({name: jnp.asarray(rows, jnp.int32)}, {name: jnp.asarray(values, jnp.float32)}, ((name, num_rows),))
+    rows, values = jnp.asarray(rows, jnp.int32), jnp.asarray(values, jnp.float32)
+    return rs.RowGradients({name: rows}, {name: values}, ((name, num_rows),))
 
 
 def test_combine_adds_equal_rows_and_keeps_ascending_order():

@@ -11,8 +11,15 @@ from rsembed.stacking import attach_placement, plan_stack, stack_and_shard, stac
 
 
 def tables_and_features(*sizes, **changes):
-    tables = [rs.TableSpec(name=f"t{i}", vocabulary_size=v, embedding_dim=d, **changes) for i, (v, d) in enumerate(sizes)]
-    return tables, [rs.FeatureSpec(name=f"f{i}", table_spec=t, output_shape=(16, t.embedding_dim)) for i, t in enumerate(tables)]
+    tables = [
+        rs.TableSpec(name=f"t{i}", vocabulary_size=rows, embedding_dim=dim, **changes)
+        for i, (rows, dim) in enumerate(sizes)
+    ]
+    features = [
+        rs.FeatureSpec(name=f"f{i}", table_spec=table, output_shape=(16, table.embedding_dim))
+        for i, table in enumerate(tables)
+    ]
+    return tables, features
 
 
 def test_the_core_layout_stacks_equal_tables_without_padding():

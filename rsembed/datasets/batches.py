@@ -108,9 +108,7 @@ def next_word_batches(
         )
     whole = num_windows // batch_size
     if split == "train":
-        return _windows(
-            part, batch_size, sequence_length, num_batches or max(1, whole), np.random.PCG64(seed)
-        )
+        return _windows(part, batch_size, sequence_length, num_batches or max(1, whole), np.random.PCG64(seed))
     return _windows(part, batch_size, sequence_length, min(num_batches or whole, whole), None)
 
 

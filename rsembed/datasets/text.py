@@ -108,19 +108,13 @@ def shakespeare(
       'the <unk>'
     """
     if vocabulary_size < 2:
-        raise ValueError(
-            f"shakespeare: vocabulary_size={vocabulary_size}; id 0 and one word need at least 2."
-        )
+        raise ValueError(f"shakespeare: vocabulary_size={vocabulary_size}; id 0 and one word need at least 2.")
     if source not in SOURCES:
         raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
     if source == "pastiche" and (path is not None or download):
-        raise ValueError(
-            "shakespeare: source='pastiche' is the bundled text; drop path= and download=, or source=."
-        )
+        raise ValueError("shakespeare: source='pastiche' is the bundled text; drop path= and download=, or source=.")
     if max_words is not None and max_words < 1:
-        raise ValueError(
-            f"shakespeare: max_words={max_words} must be at least 1, or None for the whole text."
-        )
+        raise ValueError(f"shakespeare: max_words={max_words} must be at least 1, or None for the whole text.")
 
     file = None if source == "pastiche" else _find_corpus(path, download=download, progress=progress)
     if file is None and source == "corpus":
@@ -128,9 +122,7 @@ def shakespeare(
             f"shakespeare: source='corpus', but no {CORPUS_NAME} was found. Give path=FILE, set RSEMBED_DATA "
             f"to the file or its folder, allow download=True, or read the bundled text: source='pastiche'."
         )
-    content, origin = (
-        (_bundled_file().read_bytes(), "bundled") if file is None else (file.read_bytes(), str(file))
-    )
+    content, origin = (_bundled_file().read_bytes(), "bundled") if file is None else (file.read_bytes(), str(file))
     sentence = _describe(content, file, origin)
     try:
         words = content.decode("utf-8").split()[:max_words]
@@ -173,9 +165,7 @@ def _bundled_file() -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise FileNotFoundError(
-        f"shakespeare: the bundled text is at none of {[str(c) for c in candidates]}; reinstall."
-    )
+    raise FileNotFoundError(f"shakespeare: the bundled text is at none of {[str(c) for c in candidates]}; reinstall.")
 
 
 def _cache_folder() -> Path:
@@ -205,16 +195,12 @@ def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progres
         file = _text_file(Path(named))
         if file is not None:
             return file
-        _log.warning(
-            "shakespeare: RSEMBED_DATA=%s is no text file and holds no %s; looking on.", named, CORPUS_NAME
-        )
+        _log.warning("shakespeare: RSEMBED_DATA=%s is no text file and holds no %s; looking on.", named, CORPUS_NAME)
     if download:
         import pooch
 
         folder = _cache_folder()
-        kept = pooch.retrieve(
-            CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=progress
-        )
+        kept = pooch.retrieve(CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=progress)
         return Path(kept)
     cached = _cache_folder() / CORPUS_NAME
     return cached if cached.is_file() else None
@@ -223,10 +209,12 @@ def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progres
 def load_shakespeare(
     vocabulary_size: int, *, source: str = "auto", path: str | os.PathLike[str] | None = None
 ) -> Int32[np.ndarray, " words"]:
-    """Only the word ids of `shakespeare(vocabulary_size)`, under the name that the published tutorial uses.
+    """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
+
+    `shakespeare` keeps the two apart; use this one to compare with the tutorial.
 
     Args:
-      vocabulary_size: number of ids, id 0 (unknown) included.
+      vocabulary_size: number of ids; as many of the most frequent words get one of their own.
       source: as in `shakespeare`.
       path: as in `shakespeare`.
 
@@ -234,4 +222,5 @@ def load_shakespeare(
       >>> load_shakespeare(2048, source="pastiche").dtype
       dtype('int32')
     """
-    return shakespeare(vocabulary_size, source=source, path=path).word_ids
+    ids = shakespeare(vocabulary_size + 1, source=source, path=path).word_ids
+    return np.maximum(ids - np.int32(1), np.int32(0))

@@ -71,7 +71,7 @@ def lookup(
     """
     if quantization is None:
         return _lookup(implementation, table, tuple(segments))
-    outputs = []
+    outputs: list[Array] = []
     for segment in segments:  # quantization acts on single rows, before they are combined
         entries = Segment(segment.rows, None, None, "none")
         (vectors,) = _lookup(implementation, table, (entries,))
@@ -111,7 +111,7 @@ def _segment_cotangent(table: Array, segment: Segment, d_output: Array) -> Segme
             return reference.lookup(table, [Segment(segment.rows, segment.offsets, weights, segment.combiner)])[0]
 
         (d_weights,) = jax.vjp(pooled, segment.weights)[1](d_output)
-    return Segment(zero(segment.rows), zero(segment.offsets), d_weights, segment.combiner)  # type: ignore[arg-type]
+    return Segment(zero(segment.rows), zero(segment.offsets), d_weights, segment.combiner)
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

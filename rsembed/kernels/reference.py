@@ -44,9 +44,7 @@ def entry_gains(segment: Segment, num_rows: int) -> tuple[Int[Array, " nnz"], Fl
     return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag]
 
 
-def lookup(
-    table: Float[Array, "num_rows dim"], segments: Sequence[Segment]
-) -> tuple[Float[Array, "_ dim"], ...]:
+def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> tuple[Float[Array, "_ dim"], ...]:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
     outputs = []
     for segment in segments:
@@ -76,8 +74,11 @@ def row_gradients(
         bag, gains = entry_gains(segment, num_rows)
         listed = _is_listed(segment, num_rows)
         all_rows.append(jnp.where(listed, segment.rows.astype(jnp.int32), NO_ROW))
-        all_terms.append(gains[:, None] * d_output.astype(jnp.float32)[bag] if segment.num_outputs else
-                         jnp.zeros((segment.rows.shape[0], dim), jnp.float32))
+        all_terms.append(
+            gains[:, None] * d_output.astype(jnp.float32)[bag]
+            if segment.num_outputs
+            else jnp.zeros((segment.rows.shape[0], dim), jnp.float32)
+        )
     rows, terms = jnp.concatenate(all_rows), jnp.concatenate(all_terms)
     return combine_rows(rows, terms, min(rows.shape[0], num_rows))
 
@@ -174,9 +175,7 @@ def round_stochastically(
     return jnp.where(take_other, other, back).astype(dtype)
 
 
-def rows_by_bag(
-    bags: Int[Array, " nnz"], num_bags: int
-) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
+def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
     """Groups entries by bag: offsets, and the stable order in which entries belong to bags 0, 1, ...
 
     Entries whose bag lies outside `[0, num_bags)` come last, behind the final offset.

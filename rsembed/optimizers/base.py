@@ -41,7 +41,9 @@ class OptimizerSpec(abc.ABC):
             value = getattr(self, field.name)
             if isinstance(value, (jax.Array, np.ndarray, np.generic)) and not isinstance(value, jax.core.Tracer):
                 if np.ndim(value) != 0:
-                    raise TypeError(f"{type(self).__name__}: {field.name} must be a scalar, got shape {np.shape(value)}.")
+                    raise TypeError(
+                        f"{type(self).__name__}: {field.name} must be a scalar, got shape {np.shape(value)}."
+                    )
                 object.__setattr__(self, field.name, np.asarray(value).item())
             elif isinstance(value, jax.core.Tracer):
                 raise TypeError(
@@ -67,7 +69,9 @@ class OptimizerSpec(abc.ABC):
         if learning_rate_arity(self.learning_rate) == 0:
             return self.learning_rate()  # type: ignore[call-arg]
         if step is None:
-            raise ValueError(f"{type(self).__name__}: the learning rate depends on the step, but step is None; pass step=.")
+            raise ValueError(
+                f"{type(self).__name__}: the learning rate depends on the step, but step is None; pass step=."
+            )
         return self.learning_rate(step)  # type: ignore[call-arg]
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
@@ -106,6 +110,7 @@ class OptimizerSpec(abc.ABC):
 
 
 def as_float32(value: Any) -> Array:
+    """A hyperparameter as the scalar that rules compute with."""
     return jnp.asarray(value, jnp.float32)
 
 

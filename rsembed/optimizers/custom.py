@@ -39,7 +39,9 @@ class CustomOptimizerSpec(OptimizerSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.custom_computation_fn):
-            raise TypeError("CustomOptimizerSpec: custom_computation_fn must be a function of (gradient, row, *slots, lr).")
+            raise TypeError(
+                "CustomOptimizerSpec: custom_computation_fn must be a function of (gradient, row, *slots, lr)."
+            )
 
     def slot_initial_values(self) -> tuple[Any, ...]:
         return tuple(self.slot_variable_initializers_tuple)
@@ -91,7 +93,9 @@ class OptaxOptimizerSpec(OptimizerSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.transformation, optax.GradientTransformation):
-            raise TypeError(f"from_optax takes an optax GradientTransformation, got {type(self.transformation).__name__}.")
+            raise TypeError(
+                f"from_optax takes an optax GradientTransformation, got {type(self.transformation).__name__}."
+            )
 
     def _state_structure(self, dim: int) -> Any:
         row = jax.ShapeDtypeStruct((dim,), jnp.float32)

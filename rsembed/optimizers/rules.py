@@ -283,7 +283,12 @@ class LaPropOptimizerSpec(OptimizerSpec):
         return b2 * _one_minus_power(self.b2, t) / _one_minus_power(self.b2, t + 1.0)
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        return as_float32(self.get_learning_rate(step)), as_float32(self.b1), self.get_decay_rate(step), as_float32(self.eps)
+        return (
+            as_float32(self.get_learning_rate(step)),
+            as_float32(self.b1),
+            self.get_decay_rate(step),
+            as_float32(self.eps),
+        )
 
     def slot_initial_values(self) -> tuple[Any, ...]:
         return (self.initial_slot_value, self.initial_slot_value)

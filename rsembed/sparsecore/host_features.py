@@ -40,7 +40,8 @@ def read_features(
 
     Args:
       feature_specs: tree of FeatureSpecs.
-      features: the same tree; each leaf is a 2-D integer array, a 1-D object array of 1-D arrays, or lists of lists.
+      features: the same tree; each leaf is a 2-D integer array, a 1-D object array of 1-D arrays, or lists of lists. It
+        has this process' part of the batch; of a whole global batch, that part is taken.
       weights: the same tree and shapes, or None for ones.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
@@ -52,10 +53,12 @@ def read_features(
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
         where = f"feature {spec.name!r}"
         ids, lengths = _rows(leaf, where)
+        values = None if weight is None else _weights(weight, lengths, where)
+        if len(lengths) == spec.num_samples and jax.process_count() * local_device_count == global_device_count:
+            ids, lengths, values = _own_share(ids, lengths, values)
         _check_batch(spec, len(lengths), local_device_count, global_device_count)
         samples = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
         checked = _check_ids(spec, ids, samples)
-        values = None if weight is None else _weights(weight, lengths, where)
         gains = _gains(spec.table_spec.combiner, samples, len(lengths), values)
         result.append(HostFeature(spec=spec, ids=checked, samples=samples, gains=gains))
     return result
@@ -136,6 +139,18 @@ def _ragged_rows(leaf: Sequence[Any] | np.ndarray, where: str) -> tuple[np.ndarr
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     filled = [row for row in rows if row.size]  # an empty list has the dtype float64
     return (np.concatenate(filled) if filled else np.zeros(0, np.int64)), lengths
+
+
+def _own_share(
+    ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """This process' part of a global batch: the processes' parts follow each other."""
+    num_rows = len(lengths) // jax.process_count()
+    first = jax.process_index() * num_rows
+    start = int(lengths[:first].sum())
+    own = lengths[first : first + num_rows]
+    entries = slice(start, start + int(own.sum()))
+    return ids[entries], own, None if weights is None else weights[entries]
 
 
 def _check_batch(spec: FeatureSpec, num_rows: int, local_device_count: int, global_device_count: int) -> None:

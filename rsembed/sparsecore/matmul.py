@@ -203,7 +203,7 @@ def _stacks(
             f"{sorted(layouts)}; use the same specs for both."
         )
     for name, layout in layouts.items():
-        flat = [field[name].reshape(-1) for field in inputs.sparse_dense_matmul_input]
+        flat = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
         axis_name = device.manual_axes(layout.num_devices)
         exchange = device.plan_exchange(layout, inputs.max_ids_per_partition(name), flat[1].size, axis_name)
         yield layout, device.read_entries(layout, *flat), exchange

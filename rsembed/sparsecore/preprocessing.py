@@ -40,7 +40,7 @@ def preprocess_sparse_dense_matmul_input(
 
     Args:
       features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array `[local samples, ids per sample]`, a
-        1-D object array of 1-D arrays, or a list of lists.
+        1-D object array of 1-D arrays, or a list of lists. A process that is given the global batch takes its own part.
       features_weights: weights in the same tree and shapes; None means ones.
       feature_specs: placed specs. Their shapes are those of the global batch.
       local_device_count: devices of this process.

@@ -125,9 +125,7 @@ def test_unigram_entropy_is_the_mean_surprise_of_the_words():
 
 @pytest.mark.parametrize("word_ids", [[0, 4], [-1, 2]])
 def test_unigram_entropy_refuses_ids_out_of_range(word_ids):
-    with pytest.raises(
-        ValueError, match=f"from {min(word_ids)} to {max(word_ids)}, outside vocabulary_size=4"
-    ):
+    with pytest.raises(ValueError, match=f"from {min(word_ids)} to {max(word_ids)}, outside vocabulary_size=4"):
         datasets.unigram_entropy(np.array(word_ids), 4)
     with pytest.raises(ValueError, match="no words"):
         datasets.unigram_entropy(np.array([], np.int32), 4)

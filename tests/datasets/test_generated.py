@@ -111,9 +111,7 @@ def test_the_true_model_depends_on_the_seed_alone():
     other = probability_of_pairs(num_samples=700, seed=7)
     assert len(test) > 15
     assert all(train[pair] == pytest.approx(test[pair], abs=1e-12) for pair in train.keys() & test.keys())
-    assert not any(
-        train[pair] == pytest.approx(other[pair], abs=1e-6) for pair in train.keys() & other.keys()
-    )
+    assert not any(train[pair] == pytest.approx(other[pair], abs=1e-6) for pair in train.keys() & other.keys())
 
 
 def test_click_log_odds_are_linear_in_the_dense_features():

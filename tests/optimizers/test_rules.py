@@ -1,6 +1,6 @@
-import numpy as np
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -82,7 +82,8 @@ def test_rules_follow_their_formulas_over_several_steps(optimizer):
     rows = rng.normal(size=(ROWS, DIM))
     ours = jnp.asarray(rows, jnp.float32)
     slots = optimizer.init_slots(ours)
-    exact = np.vectorize(lambda w: (float(w), tuple(map(float, optimizer.slot_initial_values()))), otypes=[object])(rows)
+    first = tuple(map(float, optimizer.slot_initial_values()))
+    exact = np.vectorize(lambda w: (float(w), first), otypes=[object])(rows)
     for step in range(4):
         gradients = rng.normal(size=(ROWS, DIM))
         hyper = optimizer.get_hyperparameters(step)

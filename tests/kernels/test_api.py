@@ -1,0 +1,71 @@
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsembed.kernels import api, reference
+from rsembed.kernels.contract import NO_ROW, Segment
+
+
+def implementation(name, reason=None, refusal=None):
+    def lookup(*_):
+        if refusal:
+            raise NotImplementedError(refusal)
+        return (jnp.full((1, 1), 42.0),)
+
+    return types.SimpleNamespace(NAME=name, unavailable_because=lambda: reason, lookup=lookup)
+
+
+TABLE = jnp.ones((3, 1))
+SEGMENTS = [Segment(jnp.asarray([1, 2]), jnp.asarray([0, 2]), None, "sum")]
+
+
+def test_the_first_implementation_that_can_serve_is_taken(monkeypatch):
+    able = implementation("able")
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (implementation("broken", reason="no compiler"), able, reference))
+    assert float(api.lookup(TABLE, SEGMENTS)[0][0, 0]) == 42.0
+    assert float(api.lookup(TABLE, SEGMENTS, implementation="reference")[0][0, 0]) == 2.0
+    assert api.implementation_states() == [("broken", "no compiler"), ("able", "live"), ("reference", "live")]
+
+
+def test_when_none_can_serve_one_error_lists_every_reason(monkeypatch):
+    first, second = implementation("first", reason="no compiler"), implementation("second", refusal="odd dtype")
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (first, second))
+    with pytest.raises(
+        NotImplementedError, match="no implementation can serve lookup: first: no compiler; second: odd dtype"
+    ):
+        api.lookup(TABLE, SEGMENTS)
+    with pytest.raises(NotImplementedError, match="implementation 'first' cannot run here: no compiler"):
+        api.lookup(TABLE, SEGMENTS, implementation="first")
+    with pytest.raises(ValueError, match="unknown implementation 'third'; choose one of first, second"):
+        api.lookup(TABLE, SEGMENTS, implementation="third")
+
+
+@pytest.mark.parametrize("name", ["reference", None])
+def test_rows_by_bag_groups_stably_and_puts_strays_last(name):
+    bags = jnp.asarray([2, 0, -1, 2, 7, 0, 1], jnp.int32)
+    offsets, order = api.rows_by_bag(bags, 4, implementation=name)
+    assert offsets.tolist() == [0, 2, 3, 5, 5]
+    assert order[:5].tolist() == [1, 5, 6, 0, 3]
+    assert sorted(order[5:].tolist()) == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["reference", None])
+def test_rows_that_may_not_contribute_may_hold_nan(name):
+    table = jnp.asarray([[jnp.nan], [1.0], [2.0]])
+    weights = jnp.asarray([0.0, 3.0, 1.0])
+    segment = Segment(jnp.asarray([5, 1, NO_ROW]), jnp.asarray([0, 3]), weights, "sum")
+    assert float(api.lookup(table, [segment], implementation=name)[0][0, 0]) == 3.0
+
+
+def test_autodiff_of_lookup_equals_finite_differences():
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2)), jnp.float32)
+    rows, offsets = jnp.asarray([1, 2, 1, 3]), jnp.asarray([0, 3, 4])
+
+    def total(table, weights):
+        (out,) = api.lookup(table, [Segment(rows, offsets, weights, "sqrtn")])
+        return jnp.sum(out**3)
+
+    jax.test_util.check_grads(total, (table, jnp.asarray([1.0, 2.0, 0.5, 1.5])), order=1, modes=["rev"], rtol=2e-2)

@@ -1,0 +1,159 @@
+"""Specs, tables and device runs for the cases of `tests/data/sparsecore_cases.json`.
+
+Each case has `inputs`, `expected` and `tolerance`; a number matches if `abs(got - expected) <= tolerance * (1 +
+abs(expected))`, and None among numbers means NaN.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import FrozenDict
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+
+CASES = json.loads((Path(__file__).parent.parent / "data" / "sparsecore_cases.json").read_text())
+
+OPTIMIZERS = {
+    "sgd": embedding_spec.SGDOptimizerSpec,
+    "adagrad": embedding_spec.AdagradOptimizerSpec,
+    "adam": embedding_spec.AdamOptimizerSpec,
+    "adagrad_momentum": embedding_spec.AdagradMomentumOptimizerSpec,
+    "ftrl": embedding_spec.FTRLOptimizerSpec,
+    "laprop": embedding_spec.LaPropOptimizerSpec,
+    "f2a": embedding_spec.F2AOptimizerSpec,
+}
+
+
+def optimizer_of(fields):
+    fields = dict(fields)
+    return OPTIMIZERS[fields.pop("type")](**fields)
+
+
+def table_of(row):
+    row = dict(row)
+    quantization = row.pop("quantization", None)
+    config = None if quantization is None else embedding_spec.QuantizationConfig(*quantization)
+    row["optimizer"] = optimizer_of(row["optimizer"])
+    return embedding_spec.TableSpec(**row, quantization_config=config)
+
+
+def declared_specs(spec):
+    """The features of a spec object, not placed yet, as a list or dict."""
+    tables = {row["name"]: table_of(row) for row in spec["tables"]}
+    features = [
+        embedding_spec.FeatureSpec(
+            name=row["name"],
+            table_spec=tables[row["table"]],
+            input_shape=(row["batch"], row["ids_per_sample"]),
+            output_shape=(row["batch"], row.get("dim", tables[row["table"]].embedding_dim)),
+        )
+        for row in spec["features"]
+    ]
+    return {feature.name: feature for feature in features} if spec["container"] == "dict" else features
+
+
+def stack_as_told(features, stack, devices, cores):
+    if stack in (None, "none"):
+        return
+    if stack == "auto":
+        table_stacking.auto_stack_tables(features, devices, cores)
+        return
+    for group in stack:
+        table_stacking.stack_tables(
+            features,
+            group["tables"],
+            devices,
+            cores,
+            rotation=group.get("rotation"),
+            stack_name=group.get("stack_name"),
+        )
+
+
+def placed_specs(spec):
+    features = declared_specs(spec)
+    stack_as_told(features, spec["stack"], spec["devices"], spec["cores"])
+    embedding.prepare_feature_specs_for_training(features, spec["devices"], spec["cores"])
+    return features
+
+
+def tree_like(features, by_name, convert):
+    return jax.tree.map(lambda feature: convert(by_name[feature.name]), features)
+
+
+def ragged(rows):
+    result = np.empty(len(rows), object)
+    result[:] = [np.asarray(row, np.int32) for row in rows]
+    return result
+
+
+def dense_or_ragged(rows):
+    return np.asarray(rows, np.int32) if len({len(row) for row in rows}) == 1 else ragged(rows)
+
+
+def preprocess(inputs, specs, **options):
+    spec = inputs["spec"]
+    weights = inputs.get("weights")
+    return embedding.preprocess_sparse_dense_matmul_input(
+        tree_like(specs, inputs["features"], dense_or_ragged),
+        None if weights is None else tree_like(specs, weights, lambda rows: np.asarray(rows, np.float32)),
+        specs,
+        inputs.get("local_devices", spec["devices"]),
+        spec["devices"],
+        num_sc_per_device=spec["cores"],
+        **options,
+    )
+
+
+def table_values(spec, given=None):
+    """Logical tables: those given, or row `r`, column `c` of table `i` is `100*i + r + c/8`."""
+    if given is not None:
+        return {name: np.asarray(rows, np.float32) for name, rows in given.items()}
+    values = {}
+    for i, row in enumerate(spec["tables"]):
+        shape = (row["vocabulary_size"], row["embedding_dim"])
+        values[row["name"]] = np.fromfunction(lambda r, c, i=i: 100 * i + r + c / 8, shape, dtype=np.float32)
+    return values
+
+
+def variables_of(specs, spec, tables):
+    """Embedding variables that hold the given logical tables, with fresh slots."""
+    table_specs = embedding.get_table_specs(specs)
+    stacked = table_stacking.stack_and_shard_tables(table_specs, tables, spec["devices"] * spec["cores"], 0.0)
+    variables = {}
+    for name, stack in embedding.get_stacked_table_specs(specs).items():
+        array = jnp.asarray(stacked[name].reshape(-1, stack.stack_embedding_dim))
+        slots = stack.optimizer.init_slots(array)
+        variables[name] = embedding.EmbeddingVariables(array, stack.optimizer.pack_slots(slots))
+    return variables
+
+
+def logical_tables(specs, spec, arrays):
+    table_specs = embedding.get_table_specs(specs)
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    return table_stacking.unshard_and_unstack_tables(table_specs, arrays, spec["devices"] * spec["cores"])
+
+
+def on_devices(function, num_devices):
+    """`function` of device-local arrays as a function of global ones; one device needs no mesh."""
+    if num_devices == 1:
+        return jax.jit(function)
+    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+
+
+def assert_matches(got, expected, tolerance):
+    got = np.asarray(got, np.float64)
+    wanted = np.asarray(expected, np.float64)  # None becomes NaN
+    assert got.shape == wanted.shape
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    error = np.abs(got - wanted) / (1 + np.abs(wanted))
+    assert np.nanmax(error, initial=0.0) <= tolerance, f"largest error {np.nanmax(error)}"
+
+
+def frozen(features):
+    return FrozenDict({feature.name: feature for feature in features})

@@ -1,0 +1,154 @@
+"""A next-word model over one table, trained with the calls of the published Shakespeare tutorial.
+
+Run as a script it takes part in a run of several processes: `tutorial_program.py ADDRESS NUM_PROCESSES PROCESS FOLDER`
+prints the losses of every step as one line of JSON.
+"""
+
+import functools
+import json
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed.fdo import file_fdo_client
+from rsembed.sparsecore import embedding, embedding_spec
+from rsembed.sparsecore.linen import embed, embed_optimizer
+
+VOCABULARY, BATCH, LENGTH, DIM, LEARNING_RATE = 2048, 256, 16, 16, 0.005
+FEATURE = "words"
+SHARDS = 32
+
+
+def make_batch(word_ids):
+    """Windows of the text and the word behind each; what every step trains on."""
+    windows = (np.arange(BATCH)[:, None] + np.arange(LENGTH)) % len(word_ids)
+    return word_ids[windows], word_ids[(np.arange(BATCH) + LENGTH) % len(word_ids)]
+
+
+def synthetic_text():
+    """A few hundred words in which frequent ones repeat, as in a language."""
+    return np.random.default_rng(7).zipf(1.3, 400).astype(np.int64).clip(1, VOCABULARY - 1).astype(np.int32)
+
+
+class NextWord(nn.Module):
+    specs: embedding.Nested[embedding_spec.FeatureSpec]
+    mesh: Mesh
+    frozen_step: bool
+
+    @nn.compact
+    def __call__(self, inputs):
+        layer = embed.SparseCoreEmbed(
+            feature_specs=self.specs, mesh=self.mesh, sharding_axis="device", frozen_step=self.frozen_step
+        )
+        context = layer(inputs)[FEATURE].reshape(BATCH, LENGTH * DIM)
+        context = jax.lax.with_sharding_constraint(context, NamedSharding(self.mesh, P("device")))
+        return nn.Dense(VOCABULARY)(nn.Dense(DIM)(context))
+
+
+def word_specs(num_devices, num_cores):
+    table = embedding_spec.TableSpec(
+        name="word_table",
+        vocabulary_size=VOCABULARY,
+        embedding_dim=DIM,
+        initializer=jax.nn.initializers.normal(),
+        optimizer=embedding_spec.AdamOptimizerSpec(learning_rate=LEARNING_RATE),
+        combiner="sum",
+        max_ids_per_partition=128,
+        max_unique_ids_per_partition=64,
+    )
+    samples = BATCH * LENGTH
+    feature = embedding_spec.FeatureSpec(
+        name=FEATURE, table_spec=table, input_shape=(samples, 1), output_shape=(samples, DIM)
+    )
+    specs = nn.FrozenDict({FEATURE: feature})
+    embedding.prepare_feature_specs_for_training(specs, global_device_count=num_devices, num_sc_per_device=num_cores)
+    return specs
+
+
+def train(batch, *, num_devices, num_steps, frozen_step=False, fdo_folder=None, fdo_every=15):
+    """Loss of every step; limits follow the statistics, as in the tutorial."""
+    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
+    data = NamedSharding(mesh, P("device"))
+    num_cores = SHARDS // num_devices
+    specs = word_specs(num_devices, num_cores)
+    model = NextWord(specs, mesh, frozen_step)
+    share = BATCH // jax.process_count()
+    contexts, labels = (array[jax.process_index() * share :][:share] for array in batch)
+    contexts = contexts.reshape(-1, 1)
+
+    def to_devices(array):
+        return jax.make_array_from_process_local_data(data, array)
+
+    def preprocess():
+        processed, stats = embedding.preprocess_sparse_dense_matmul_input(
+            nn.FrozenDict({FEATURE: contexts}),
+            nn.FrozenDict({FEATURE: np.ones(contexts.shape, np.float32)}),
+            specs,
+            mesh.local_mesh.size,
+            mesh.size,
+            num_sc_per_device=num_cores,
+        )
+        return jax.tree.map(to_devices, processed), stats
+
+    inputs, _ = preprocess()
+    abstract = jax.eval_shape(model.init, jax.random.key(42), inputs)
+    shardings, replicated = nn.get_sharding(abstract, mesh), NamedSharding(mesh, P())
+    params = jax.jit(model.init, in_shardings=(replicated, data), out_shardings=shardings)(jax.random.key(42), inputs)
+    tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.adam(LEARNING_RATE))
+    opt_state = tx.init(params)
+
+    @functools.partial(
+        jax.jit,
+        in_shardings=(shardings, data, data, replicated),
+        out_shardings=(shardings, replicated, None),
+        donate_argnums=(0,),
+    )
+    def train_step(params, inputs, labels, opt_state):
+        def loss_of(params, inputs, labels):
+            logits = model.apply(params, inputs)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+
+        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True, allow_int=True)(params, inputs, labels)
+        with jax.numpy_dtype_promotion("standard"):  # optax's Adam mixes its integer step with floats
+            updates, opt_state = tx.update(grads, opt_state)
+        return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
+
+    client = None if fdo_folder is None else file_fdo_client.NPZFileFDOClient(fdo_folder)
+    labels, losses = to_devices(labels), []
+    for number in range(1, num_steps + 1):
+        inputs, stats = preprocess()
+        params, opt_state, loss = train_step(params, inputs, labels, opt_state)
+        losses.append(float(loss))
+        if client is None:
+            continue
+        client.record(stats)
+        if number % fdo_every == 0:
+            client.publish()
+            embedding.update_preprocessing_parameters(specs, client.load(), num_cores)
+    return losses
+
+
+def final_loss(batch, *, num_devices, num_steps, frozen_step):
+    with tempfile.TemporaryDirectory() as folder:
+        return train(
+            batch, num_devices=num_devices, num_steps=num_steps, frozen_step=frozen_step, fdo_folder=folder
+        )[-1]
+
+
+def main(address, num_processes, process, folder):
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, int(num_processes), int(process))
+    losses = train(make_batch(synthetic_text()), num_devices=jax.device_count(), num_steps=20, fdo_folder=folder)
+    print(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

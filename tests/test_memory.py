@@ -1,0 +1,91 @@
+"""How much memory init and a training step may take, measured in a process of their own."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import rsembed as rs
+from rsembed.kernels import native
+
+ROWS, DIM, BATCH, LENGTH = 1_000_000, 64, 512, 4
+
+PROGRAM = """
+import re, sys
+import jax, jax.numpy as jnp
+import rsembed as rs
+
+optimizer = eval(sys.argv[1])
+table = rs.TableSpec(name="t", vocabulary_size={rows}, embedding_dim={dim}, optimizer=optimizer)
+collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
+
+def resident(kind):
+    return int(re.search(kind + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+small = rs.TableSpec(name="s", vocabulary_size=64, embedding_dim={dim}, optimizer=optimizer)
+small = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=small))
+
+def step(state, batch):
+    def body(state, ids):
+        activations = collection_in_use.lookup(state, {{"f": ids}})
+        return collection_in_use.update(state, {{"f": ids}}, activations), None
+    return jax.lax.scan(body, state, batch)[0]
+
+collection_in_use = small
+warm = jax.jit(step, donate_argnums=0)(small.init(jax.random.key(0)), jnp.zeros((2, {batch}, {length}), jnp.int32))
+jax.block_until_ready(warm)
+open("/proc/self/clear_refs", "w").write("5")
+before = resident("VmRSS")
+state = jax.block_until_ready(collection.init(jax.random.key(0)))
+nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves((state.tables, state.slots)))
+print("init", (resident("VmHWM") - before) / nbytes)
+collection_in_use = collection
+batch = jax.random.randint(jax.random.key(1), (4, {batch}, {length}), 0, {rows})
+jax.block_until_ready(batch)
+open("/proc/self/clear_refs", "w").write("5")
+state = jax.block_until_ready(jax.jit(step, donate_argnums=0)(state, batch))
+print("step", (resident("VmHWM") - before) / nbytes)
+"""
+
+
+def measured(optimizer):
+    program = PROGRAM.format(rows=ROWS, dim=DIM, batch=BATCH, length=LENGTH)
+    output = subprocess.run(
+        [sys.executable, "-c", program, optimizer], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert output.returncode == 0, output.stderr
+    return {word: float(number) for word, number in (line.split() for line in output.stdout.splitlines())}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
+@pytest.mark.parametrize("optimizer", ["rs.SGDOptimizerSpec()", "rs.AdagradOptimizerSpec()", "rs.FTRLOptimizerSpec()"])
+def test_init_and_training_hold_one_copy_of_the_state(optimizer):
+    peaks = measured(optimizer)
+    assert peaks["init"] < 1.3
+    assert peaks["step"] < 1.2
+
+
+@pytest.mark.parametrize("optimizer", [rs.AdagradOptimizerSpec(), rs.FTRLOptimizerSpec()], ids=["fused", "traced"])
+@pytest.mark.parametrize("implementation", ["reference", "native"])
+def test_compiled_training_has_no_temporary_of_the_size_of_a_table(optimizer, implementation):
+    reason = native.unavailable_because()
+    if implementation == "native" and reason is not None:
+        pytest.skip(f"needs the native kernels: {reason}")
+    table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, optimizer=optimizer)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table), implementation=implementation)
+    state = jax.eval_shape(collection.init, jax.random.key(0))
+
+    def train(state, batches):
+        def body(state, ids):
+            activations = collection.lookup(state, {"f": ids})
+            return collection.update(state, {"f": ids}, activations), jnp.sum(activations["f"])
+
+        return jax.lax.scan(body, state, batches)
+
+    batches = jax.ShapeDtypeStruct((3, BATCH, LENGTH), jnp.int32)
+    memory = jax.jit(train, donate_argnums=0).lower(state, batches).compile().memory_analysis()
+    table_bytes = ROWS * DIM * 4
+    assert memory.alias_size_in_bytes >= table_bytes
+    assert memory.temp_size_in_bytes < 0.1 * table_bytes
