@@ -1,0 +1,19 @@
+import re
+from pathlib import Path
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+
+
+def test_the_ten_lines_run_as_printed():
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names = {}
+    exec(compile(program, "README.md", "exec"), names)
+    assert int(names["row_gradients"].num_touched()["item"]) == 4
+    assert int(names["state"].step) == 1
+
+
+def test_rooms_named_in_the_readme_exist():
+    root = Path(__file__).resolve().parent.parent
+    places = re.findall(r"\| `(rsembed/[^`]+)` \|", README)
+    assert len(places) > 10
+    assert [place for place in places if not (root / place).exists()] == []
