@@ -15,6 +15,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import MaxNLocator
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -150,7 +152,7 @@ def place_labels(
     sizes: Float[np.ndarray, "points 2"],
     box: tuple[float, float],
     *,
-    gap: float = 4.0,
+    gap: float = 6.0,
     max_distance: float = 60.0,
 ) -> Float[np.ndarray, "points 2"]:
     """Centres for labels such that none covers another label or a point, each as near to its point as can be.
@@ -276,7 +278,10 @@ def plot_loss_against_state(
     state_bytes, losses = np.array(list(results.values()), np.float64).T
     ax.scatter(state_bytes, losses, **_options(scatter_kwargs, color=COLOURS[0], s=45, zorder=3))
     _reference_lines(ax, references)
-    ax.margins(x=0.12, y=0.15)
+    ax.margins(x=0.2, y=0.15)
+    low, high = ax.get_xlim()
+    ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= high])  # the margin is not for negative bytes
+    ax.set_xlim(low, high)
     ax.set(xlabel="optimizer state (bytes per row)", ylabel="validation loss (nats)")
     _label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
     return ax
@@ -374,7 +379,7 @@ def plot_neighbourhoods(
         nearest, _ = nearest_neighbours(vectors, np.arange(len(vectors)), num_neighbours)
         pairs = {(min(a, b), max(a, b)) for a, row in enumerate(nearest.tolist()) for b in row}
         for a, b in sorted(pairs):
-            ax.plot(*points[[a, b]].T, color=COLOURS[5], linewidth=1.3, zorder=1)
+            ax.plot(*points[[a, b]].T, color=COLOURS[5], linewidth=1.0, zorder=1)
     ax.scatter(*points.T, **_options(scatter_kwargs, color=COLOURS[0], s=16, zorder=2))
     ax.margins(0.06)
     ax.set_xlabel(f"first principal axis of unit rows ({shares[0]:.0%} of variance)")
@@ -390,8 +395,8 @@ def _label_points(ax: Axes, points: np.ndarray, labels: Sequence[str]) -> None:
     points_per_pixel = 72.0 / figure.dpi
     corner = ax.bbox.min
     places = (ax.transData.transform(points) - corner) * points_per_pixel
-    # The letters of a proportional font are 0.6 of its size wide on average.
-    sizes = np.array([(0.6 * LABEL_POINTS * max(len(label), 1) + 2, 1.25 * LABEL_POINTS) for label in labels])
+    widths = [TextPath((0, 0), label, size=LABEL_POINTS).get_extents().width for label in labels]
+    sizes = np.array([(width + 3, 1.25 * LABEL_POINTS) for width in widths])
     centres = place_labels(places, sizes, (ax.bbox.width * points_per_pixel, ax.bbox.height * points_per_pixel))
     for label, point, place, centre, size in zip(labels, points, places, centres, sizes, strict=True):
         is_far = bool(np.any(np.abs(centre - place) > size / 2 + 8.0))
@@ -399,6 +404,7 @@ def _label_points(ax: Axes, points: np.ndarray, labels: Sequence[str]) -> None:
         ax.annotate(
             label, point, xytext=centre - place, textcoords="offset points", ha="center", va="center",
             fontsize=LABEL_POINTS, arrowprops=line, zorder=4,
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )  # fmt: skip
 
 

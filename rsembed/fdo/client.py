@@ -78,10 +78,12 @@ class StatisticsFiles:
                 newest[process] = max(newest.get(process, (-1, path)), (written, path))
         strangers = sorted(process for process in newest if process >= jax.process_count())
         if strangers:
-            _log.warning("%s holds statistics of processes %s, which are not in this run; ignored.", self.folder, strangers)
+            _log.warning(
+                "%s holds statistics of processes %s, which are not in this run; ignored.", self.folder, strangers
+            )
         found = [newest[process][1] for process in sorted(newest) if process not in strangers]
         if not found:
             raise FileNotFoundError(
-                f"no file fdo_stats_<process>_<time>.{self._extension} in {str(self.folder)!r}; call publish() before load()."
+                f"no fdo_stats_<process>_<time>.{self._extension} in {str(self.folder)!r}; publish() before load()."
             )
         return found

@@ -48,7 +48,7 @@ class SparseDenseMatmulInputStats:
         if num_sc is None:
             if table_name not in self.required_buffer_size_per_sc:
                 raise ValueError(
-                    f"stack {table_name!r} has no recorded buffer size yet, so its number of cores is unknown; pass num_sc."
+                    f"stack {table_name!r} has no recorded buffer size, so its cores are unknown; pass num_sc."
                 )
             num_sc = len(self.required_buffer_size_per_sc[table_name])
         self.required_buffer_size_per_sc[table_name] = np.full(num_sc, size / num_sc)

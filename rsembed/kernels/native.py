@@ -97,9 +97,7 @@ def instruction_set() -> str | None:
     return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
 
 
-def lookup(
-    table: Float[Array, "num_rows dim"], segments: Sequence[Segment]
-) -> tuple[Float[Array, "outputs dim"], ...]:
+def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> tuple[Float[Array, "_ dim"], ...]:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
     _check_available()
     _check_table(table)
@@ -111,16 +109,14 @@ def lookup(
 
 
 def row_gradients(
-    num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "outputs dim"]]
+    num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]]
 ) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
     """Gradient of every looked-up row, equal rows combined: distinct rows ascending, `NO_ROW` and zeros behind."""
     _check_available()
     layout, arrays = _flatten(segments, d_outputs)
     capacity = min(sum(segment.rows.shape[0] for segment in segments), num_rows)
     results = [((capacity,), jnp.int32), ((capacity, d_outputs[0].shape[1]), jnp.float32)]
-    rows, gradients = _call(
-        "rsembed_row_gradients", results, *arrays, segments=layout, num_rows=np.int64(num_rows)
-    )
+    rows, gradients = _call("rsembed_row_gradients", results, *arrays, segments=layout, num_rows=np.int64(num_rows))
     return rows, gradients
 
 
@@ -128,7 +124,7 @@ def update(
     table: Float[Array, "num_rows dim"],
     slots: Slots,
     segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "outputs dim"]],
+    d_outputs: Sequence[Float[Array, "_ dim"]],
     hyper: Hyperparameters,
     rule: OptimizerSpec,
     rounding_key: PRNGKeyArray | None = None,
@@ -166,8 +162,8 @@ def apply_rows(
     new, new_slots = rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, hyper)
     if rounding_key is not None:
         new = round_stochastically(new, table.dtype, rows, rounding_key)
-    new_table, *new_slots = scatter_rows((table, *slots), rows, (new, *new_slots))
-    return new_table, tuple(new_slots)
+    new_table, *stepped_slots = scatter_rows((table, *slots), rows, (new, *new_slots))
+    return new_table, tuple(stepped_slots)
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
@@ -176,9 +172,7 @@ def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple
     return _call("rsembed_gather_rows", results, _as_rows(rows), *arrays)
 
 
-def scatter_rows(
-    arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]
-) -> tuple[Array, ...]:
+def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
     """The arrays with distinct `rows` overwritten, in place where XLA may; rows outside are skipped."""
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
     results = [(array.shape, array.dtype) for array in arrays]
@@ -186,9 +180,7 @@ def scatter_rows(
     return _call("rsembed_scatter_rows", results, _as_rows(rows), *arrays, *values, aliases=aliases)
 
 
-def rows_by_bag(
-    bags: Int[Array, " nnz"], num_bags: int
-) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
+def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
     """Groups entries by bag: offsets, and the stable order in which entries belong to bags 0, 1, ...
 
     Entries whose bag lies outside `[0, num_bags)` come last, behind the final offset.
@@ -257,9 +249,7 @@ def _as_rows(rows: Array) -> Int[Array, " nnz"]:
     return jnp.where((rows >= 0) & (rows < NO_ROW), rows, NO_ROW).astype(jnp.int32)
 
 
-def _flatten(
-    segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None
-) -> tuple[np.ndarray, list[Array]]:
+def _flatten(segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None) -> tuple[np.ndarray, list[Array]]:
     """What the library reads: one number per segment saying which arrays it has, and all arrays in a row."""
     if d_outputs is not None and len(d_outputs) != len(segments):
         raise ValueError(f"got {len(segments)} segments but {len(d_outputs)} output gradients; pass one each.")
@@ -273,8 +263,11 @@ def _flatten(
             if segment.combiner == "none":
                 raise NotImplementedError('the native combiner "none" takes no offsets')
             flags |= _HAS_OFFSETS
-            arrays.append(jnp.clip(segment.offsets, 0, segment.rows.shape[0]).astype(jnp.int32)
-                          if segment.offsets.dtype.itemsize > 4 else segment.offsets.astype(jnp.int32))
+            arrays.append(
+                jnp.clip(segment.offsets, 0, segment.rows.shape[0]).astype(jnp.int32)
+                if segment.offsets.dtype.itemsize > 4
+                else segment.offsets.astype(jnp.int32)
+            )
         if segment.weights is not None:
             flags |= _HAS_WEIGHTS
             arrays.append(segment.weights.astype(jnp.float32))
@@ -301,9 +294,7 @@ def _hyper_vector(hyper: Hyperparameters) -> Float[Array, " hyper"]:
     return jnp.stack([jnp.asarray(value, jnp.float32) for value in hyper])
 
 
-def _step_in_place(
-    target: str, operands: Sequence[Array], num_slots: int, **attributes: Any
-) -> tuple[Array, Slots]:
+def _step_in_place(target: str, operands: Sequence[Array], num_slots: int, **attributes: Any) -> tuple[Array, Slots]:
     """Calls a target whose operands begin with table, hyperparameters and slots; returns table and slots."""
     stepped = {0: 0, **{2 + k: 1 + k for k in range(num_slots)}}
     results = [(operands[k].shape, operands[k].dtype) for k in stepped]

@@ -58,7 +58,7 @@ def plan_routes(owners: Int[Array, " nnz"], *, num_devices: int, capacity: int) 
     column = jnp.arange(capacity, dtype=offsets.dtype)
     positions = offsets[:-1, None] + column[None, :]
     is_filled = positions < offsets[1:, None]
-    entries = jnp.where(is_filled, order.at[positions].get(mode="fill", fill_value=NO_ROW), NO_ROW)
+    entries = jnp.where(is_filled, _take(order, positions, NO_ROW), NO_ROW)
     all_places = jnp.arange(num_devices * capacity, dtype=jnp.int32)
     places = jnp.full(owners.shape, NO_ROW, jnp.int32).at[entries.reshape(-1)].set(all_places, mode="drop")
     num_left_behind = jnp.sum(jnp.maximum(jnp.diff(offsets) - capacity, 0))
@@ -76,7 +76,7 @@ def send(
       axis_name: the mesh axis, or axes whose sizes multiply to the number of devices.
       fill_value: what empty places hold; `NO_ROW` for rows, so that the owner ignores them.
     """
-    blocks = values.at[routes.entries].get(mode="fill", fill_value=fill_value)
+    blocks = _take(values, routes.entries, fill_value)
     return jax.lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -91,3 +91,10 @@ def send_back(
     """
     returned = jax.lax.all_to_all(replies, axis_name, split_axis=0, concat_axis=0, tiled=True)
     return returned.reshape(-1, *replies.shape[2:])
+
+
+def _take(values: Array, places: Array, fill_value: float | int) -> Array:
+    """`values[places]`, and the fill value for places outside; unlike plain indexing, also of an empty array."""
+    if values.shape[0] == 0:
+        return jnp.full((*places.shape, *values.shape[1:]), fill_value, values.dtype)
+    return values.at[places].get(mode="fill", fill_value=fill_value)

@@ -141,8 +141,8 @@ def init_embedding_variables(
 ) -> dict[str, EmbeddingVariables]:
     """Tables and slots of all stacks, every device building its own rows.
 
-    A logical table depends on `rng`, its name and its initializer alone: stacking, sharding and the number of devices do
-    not change it. Its initializer sees the logical shape; padding rows and columns are zero.
+    A logical table depends on `rng`, its name and its initializer alone: stacking, sharding and the number of
+    devices do not change it. Its initializer sees the logical shape; padding rows and columns are zero.
 
     Args:
       rng: the model's key.
@@ -154,12 +154,13 @@ def init_embedding_variables(
     del bypass_mesh_check
     axis = global_sharding.spec[0] if len(global_sharding.spec) else None
     if axis is None:
-        raise ValueError(f"global_sharding must shard rows, as in PartitionSpec('x', None); got {global_sharding.spec}.")
+        raise ValueError(
+            f"global_sharding must shard rows, as in PartitionSpec('x', None); got {global_sharding.spec}."
+        )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     num_devices = int(np.prod([global_sharding.mesh.shape[name] for name in axes]))
     num_cores = resolve_cores(num_sparsecore_per_device, num_devices)
-    mesh = global_sharding.mesh
-    return initialize(rng, jax.tree.leaves(table_specs), mesh=mesh, axis_name=axes, num_cores=num_cores)
+    return initialize(rng, jax.tree.leaves(table_specs), mesh=global_sharding.mesh, axis_name=axes, num_cores=num_cores)
 
 
 def update_preprocessing_parameters(

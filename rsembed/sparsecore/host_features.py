@@ -48,7 +48,9 @@ def read_features(
     """
     specs = features_of(feature_specs)
     leaves = _matching_leaves(feature_specs, features, "features")
-    all_weights = [None] * len(specs) if weights is None else _matching_leaves(feature_specs, weights, "features_weights")
+    all_weights = (
+        [None] * len(specs) if weights is None else _matching_leaves(feature_specs, weights, "features_weights")
+    )
     result = []
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
         where = f"feature {spec.name!r}"
@@ -101,7 +103,7 @@ def read_sparse_tensors(
 
 
 def _matching_leaves(feature_specs: Any, tree: Any, name: str) -> list[Any]:
-    structure = jax.tree.structure(feature_specs)
+    structure: Any = jax.tree.structure(feature_specs)
     try:
         # Lists of lists are leaves here, so the tree is only taken apart as far as the specs go.
         return structure.flatten_up_to(tree)
@@ -116,7 +118,7 @@ def _rows(leaf: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
         if leaf.dtype != object:
             if leaf.ndim != 2:
                 raise ValueError(
-                    f"{where}: a dense input is [samples, ids per sample], got {leaf.ndim} dimensions, shape {leaf.shape}; "
+                    f"{where}: a dense input is [samples, ids per sample], got {leaf.ndim} dimensions ({leaf.shape}); "
                     "reshape it to (-1, 1) for one id per sample."
                 )
             return leaf.reshape(-1), np.full(leaf.shape[0], leaf.shape[1], np.int64)
@@ -191,9 +193,9 @@ def _weights(leaf: Any, lengths: np.ndarray, where: str) -> np.ndarray:
         raise TypeError(f"{where}: weights must be numbers, got dtype {values.dtype}.")
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
-        place = int(np.flatnonzero(~np.isfinite(values))[0])
-        sample = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-        raise ValueError(f"{where}: weight {values[place]} in sample {sample} is not finite.")
+        entry = int(np.flatnonzero(~np.isfinite(values))[0])
+        sample = int(np.searchsorted(np.cumsum(lengths), entry, side="right"))
+        raise ValueError(f"{where}: weight {values[entry]} in sample {sample} is not finite.")
     return values
 
 

@@ -7,15 +7,17 @@ change a logical table. Padding rows and columns are zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.initial_values import initial_rows
-from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.initial_values import initial_rows, table_key
+from rsembed.kernels import api
+from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore.layout import placed_stack
 from rsembed.sparsecore.row_rule import rule_of_stack
@@ -31,7 +33,7 @@ def initialize(
     key: PRNGKeyArray,
     tables: Sequence[TableSpec],
     *,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName,
     num_cores: int,
 ) -> dict[str, EmbeddingVariables]:
@@ -93,50 +95,56 @@ def _build_stack(
     rule = rule_of_stack(stack, tables)
     rows_per_shard, dim = stack.stack_vocab_size // num_shards, stack.stack_embedding_dim
     num_rows = rows_per_shard * num_cores
-    table_array = jnp.zeros((num_rows, dim), tables[0].dtype)
-    block = jax.ShapeDtypeStruct((SUBLANES, dim), jnp.float32)
-    slots = tuple(
-        jnp.zeros((num_rows, *slot.shape[1:]), slot.dtype) for slot in jax.eval_shape(rule.init_slots, block)
-    )
+    arrays = [api.allocate((num_rows, dim), jnp.dtype(tables[0].dtype))]
+    for slot in jax.eval_shape(rule.init_slots, jax.ShapeDtypeStruct((SUBLANES, dim), jnp.float32)):
+        arrays.append(api.allocate((num_rows, *slot.shape[1:]), slot.dtype))
+    filled = tuple(arrays)
+    for alike in _tables_alike(tables):
+        filled = _fill_tables(key, alike, filled, first_shard, rule, num_cores=num_cores, num_shards=num_shards)
+    return EmbeddingVariables(filled[0], stack.optimizer.pack_slots(filled[1:]))
+
+
+def _tables_alike(tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
+    """Tables of equal initializer and size: one compiled loop fills them all."""
+    groups: dict[Any, list[TableSpec]] = {}
     for table in tables:
-        table_array, slots = _write_table(
-            key, table, (table_array, slots), first_shard, rule, num_cores=num_cores, num_shards=num_shards
-        )
-    return EmbeddingVariables(table_array, stack.optimizer.pack_slots(slots))
+        groups.setdefault((table.initializer, table.vocabulary_size, table.embedding_dim), []).append(table)
+    return list(groups.values())
 
 
-def _write_table(
+def _fill_tables(
     key: PRNGKeyArray,
-    table: TableSpec,
-    arrays: tuple[Array, Slots],
+    tables: Sequence[TableSpec],
+    arrays: tuple[Array, ...],
     first_shard: Int[Array, ""],
     rule: OptimizerSpec,
     *,
     num_cores: int,
     num_shards: int,
-) -> tuple[Array, Slots]:
-    setting = table.setting_in_stack
-    table_rows = setting.padded_vocab_size // num_shards
+) -> tuple[Array, ...]:
+    table_rows = tables[0].setting_in_stack.padded_vocab_size // num_shards
     num_rows, dim = arrays[0].shape
     block_rows = min(table_rows, max(SUBLANES, BLOCK_VALUES // dim))
     blocks_per_core = -(-table_rows // block_rows)
+    keys = jnp.stack([table_key(key, table.name) for table in tables])
+    rotations = jnp.asarray([table.setting_in_stack.shard_rotation for table in tables], jnp.int32)
+    offsets = jnp.asarray([table.setting_in_stack.row_offset_in_shard for table in tables], jnp.int32)
 
-    def write_block(number: Int[Array, ""], arrays: tuple[Array, Slots]) -> tuple[Array, Slots]:
-        core, block = number // blocks_per_core, number % blocks_per_core
+    def fill_block(number: Int[Array, ""], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        table, rest = number // (num_cores * blocks_per_core), number % (num_cores * blocks_per_core)
+        core, block = rest // blocks_per_core, rest % blocks_per_core
         # The last block overlaps the one before it and writes the same values again.
         first_row = jnp.minimum(block * block_rows, table_rows - block_rows)
-        shard = (first_shard + core - setting.shard_rotation) % num_shards
+        shard = (first_shard + core - rotations[table]) % num_shards
         ids = (first_row + jnp.arange(block_rows, dtype=jnp.int32)) * num_shards + shard
-        values = _padded_rows(key, table, ids, dim)
-        place = core * (num_rows // num_cores) + setting.row_offset_in_shard + first_row
+        values = _padded_rows(keys[table], tables[0], ids, dim)
+        place = core * (num_rows // num_cores) + offsets[table] + first_row
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), place, axis=0)
+            for array, part in zip(arrays, (values, *rule.init_slots(values)), strict=True)
+        )
 
-        def put(array: Array, block: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(array, block.astype(array.dtype), place, axis=0)
-
-        new_slots = rule.init_slots(values)
-        return put(arrays[0], values), tuple(map(put, arrays[1], new_slots))
-
-    return jax.lax.fori_loop(0, num_cores * blocks_per_core, write_block, arrays)
+    return jax.lax.fori_loop(0, len(tables) * num_cores * blocks_per_core, fill_block, arrays)
 
 
 def _padded_rows(
@@ -145,4 +153,3 @@ def _padded_rows(
     is_real = (ids < table.vocabulary_size)[:, None]
     values = initial_rows(key, table, jnp.minimum(ids, table.vocabulary_size - 1))
     return jnp.pad(jnp.where(is_real, values, 0.0), ((0, 0), (0, dim - table.embedding_dim)))
-

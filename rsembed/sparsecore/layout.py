@@ -187,8 +187,8 @@ def _check_layout(layout: StackLayout) -> None:
         if feature.num_samples is None or feature.num_samples % num_shards:
             raise ValueError(
                 f"feature {feature.name!r}: its global batch of {feature.num_samples} samples cannot be cut into "
-                f"{num_shards} equal parts ({layout.num_devices} devices x {layout.num_cores} cores); use a multiple of "
-                f"{num_shards}, or lay tables out with a smaller num_sc_per_device."
+                f"{num_shards} equal parts ({layout.num_devices} devices x {layout.num_cores} cores); use a "
+                f"multiple of {num_shards}, or lay tables out with a smaller num_sc_per_device."
             )
 
 

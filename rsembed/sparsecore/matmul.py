@@ -167,10 +167,12 @@ def stack_embedding_gradients(
 
 
 def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]:
-    structure = jax.tree.structure(feature_specs)
+    structure: Any = jax.tree.structure(feature_specs)
     leaves, given = jax.tree.flatten(activation_gradients)
     if given != structure:
-        raise ValueError(f"activation gradients must have the tree structure of feature_specs, {structure}; got {given}.")
+        raise ValueError(
+            f"activation gradients must have the tree structure of feature_specs, {structure}; got {given}."
+        )
     return [jnp.asarray(leaf) for leaf in leaves]
 
 
@@ -216,8 +218,8 @@ def _checked_limits(
         return {}
     if set(limits) != set(layouts):
         raise ValueError(
-            f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(layouts)}; (None, None) sets "
-            "no limit."
+            f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(layouts)}; (None, None) "
+            "sets no limit."
         )
     for name, (minimum, maximum) in limits.items():
         if minimum is not None and maximum is not None and minimum > maximum:

@@ -1,7 +1,7 @@
 """The host partitioner: from ids to the buffers of every core, with one sort per stack.
 
-Layout, per device: each of its `C` cores has a part of the buffer. In it, the entries that go to shard 0 come first, then
-those of shard 1, and so on; every partition starts at a multiple of 8, and its end is a row pointer. Entries are
+Layout, per device: each of its `C` cores has a part of the buffer. In it, the entries that go to shard 0 come first,
+then those of shard 1, and so on; every partition starts at a multiple of 8, and its end is a row pointer. Entries are
 ordered by row and sample; entries of one sample with equal rows are merged.
 
 Source: the published behaviour of the JAX SparseCore API.
@@ -67,8 +67,8 @@ def partition_stack(
     num_cores, num_shards = local_device_count * layout.num_cores, layout.num_shards
     if layout.samples_per_core * layout.num_cores > MAX_SAMPLES_PER_DEVICE:
         raise ValueError(
-            f"stack {layout.name!r} has {layout.samples_per_core * layout.num_cores} samples per device, above the limit "
-            f"of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, or use more devices."
+            f"stack {layout.name!r} has {layout.samples_per_core * layout.num_cores} samples per device, above the "
+            f"limit of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, or use more devices."
         )
     entries = _merge(*_sorted_entries(layout, features, num_cores), layout)
     num_partitions = num_cores * num_shards
@@ -89,9 +89,9 @@ def partition_stack(
     if num_lost and not allow_id_dropping:
         needed = int(statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
         raise ValueError(
-            f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {layout.buffer_size_per_device} places per "
-            f"device, {needed} are needed; raise suggested_coo_buffer_size_per_device to {needed} (or leave it None), or pass "
-            "allow_id_dropping=True to drop and count them."
+            f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {layout.buffer_size_per_device} "
+            f"places per device, {needed} are needed; raise suggested_coo_buffer_size_per_device to {needed} (or leave "
+            "it None), or pass allow_id_dropping=True to drop and count them."
         )
     statistics.id_drop_counters[layout.name] = num_dropped + num_lost
     if num_dropped + num_lost:
@@ -101,8 +101,8 @@ def partition_stack(
 
 def _sorted_entries(
     layout: StackLayout, features: Sequence[HostFeature], num_cores: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Partitions, and `(row, sample)` packed into one number, and gains (None for ones) of all raw entries, sorted."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Partitions, and `(row, sample)` packed into one number, and gains of all raw entries, sorted."""
     num_shards = layout.num_shards
     partitions, keys, gains = [], [], []
     for feature in features:
@@ -168,8 +168,9 @@ def _exceeded_limits(layout: StackLayout, num_ids: np.ndarray, num_unique: np.nd
     if not parts:
         return ""
     return (
-        f"stack {layout.name!r} (tables {', '.join(tables)}): {'; '.join(parts)}. Raise the limit to at least the observed "
-        "number, spread ids over more shards (num_sc_per_device), or pass allow_id_dropping=True to drop and count them."
+        f"stack {layout.name!r} (tables {', '.join(tables)}): {'; '.join(parts)}. Raise the limit to at least the "
+        "observed number, spread ids over more shards (num_sc_per_device), or pass allow_id_dropping=True to drop and "
+        "count them."
     )
 
 
@@ -182,9 +183,7 @@ def _within_limits(
     return (rank < layout.spec.max_ids_per_partition) & (row_rank < layout.spec.max_unique_ids_per_partition)
 
 
-def _fill(
-    layout: StackLayout, entries: _Entries, num_cores: int, local_device_count: int
-) -> tuple[StackBuffers, int]:
+def _fill(layout: StackLayout, entries: _Entries, num_cores: int, local_device_count: int) -> tuple[StackBuffers, int]:
     """The buffers, and how many merged entries found no place in their core's part."""
     num_shards = layout.num_shards
     places_per_core = layout.buffer_size_per_device // layout.num_cores
@@ -219,5 +218,6 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 @functools.cache
 def _warn_once(stack_name: str) -> None:
     _log.warning(
-        "stack %r: ids were dropped; id_drop_counters of the statistics counts them. This is said once per stack.", stack_name
+        "stack %r: ids were dropped; id_drop_counters of the statistics counts them. This is said once per stack.",
+        stack_name,
     )

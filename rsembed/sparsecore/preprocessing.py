@@ -63,7 +63,12 @@ def preprocess_sparse_dense_matmul_input(
     """
     del batch_number, all_reduce_interface
     layouts = _layouts(
-        feature_specs, local_device_count, global_device_count, num_sc_per_device, sharding_strategy, enable_minibatching
+        feature_specs,
+        local_device_count,
+        global_device_count,
+        num_sc_per_device,
+        sharding_strategy,
+        enable_minibatching,
     )
     read = read_features(
         feature_specs,
@@ -115,7 +120,12 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     """
     del batch_number, all_reduce_interface
     layouts = _layouts(
-        feature_specs, local_device_count, global_device_count, num_sc_per_device, sharding_strategy, enable_minibatching
+        feature_specs,
+        local_device_count,
+        global_device_count,
+        num_sc_per_device,
+        sharding_strategy,
+        enable_minibatching,
     )
     read = read_sparse_tensors(
         feature_specs,
@@ -141,7 +151,7 @@ def _layouts(
     check_no_minibatching(enable_minibatching)
     if not 1 <= local_device_count <= global_device_count:
         raise ValueError(
-            f"local_device_count must be between 1 and global_device_count={global_device_count}, got {local_device_count}."
+            f"local_device_count={local_device_count} must be between 1 and global_device_count={global_device_count}."
         )
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     return stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
@@ -173,9 +183,7 @@ def _partition(
             for name, stack in buffers.items()
         }
         num_minibatches = num_minibatches.reshape(local_device_count, 1)
-    fields = (
-        {name: getattr(stack, field) for name, stack in buffers.items()} for field in StackBuffers._fields
-    )
+    fields = ({name: getattr(stack, field) for name, stack in buffers.items()} for field in StackBuffers._fields)
     limits = tuple(
         StackLimits(name, layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition)
         for name, layout in sorted(layouts.items())

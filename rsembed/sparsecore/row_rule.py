@@ -33,28 +33,29 @@ class BoundedRowRule(OptimizerSpec):
     minimum: float | None = None
     maximum: float | None = None
 
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:  # noqa: D102
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         return self.inner.get_hyperparameters(step)
 
-    def slot_initial_values(self) -> tuple[Any, ...]:  # noqa: D102
+    def slot_initial_values(self) -> tuple[Any, ...]:
         return self.inner.slot_initial_values()
 
-    def init_slots(self, rows: Array) -> Slots:  # noqa: D102
+    def init_slots(self, rows: Array) -> Slots:
         return self.inner.init_slots(rows[:, : self.num_columns])
 
-    def pack_slots(self, slots: Slots) -> Any:  # noqa: D102
+    def pack_slots(self, slots: Slots) -> Any:
         return self.inner.pack_slots(slots)
 
-    def step_rows(  # noqa: D102
-        self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters
-    ) -> tuple[Array, Slots]:
-        seen, hidden = rows[:, : self.num_columns], rows[:, rows.shape[1] if self.num_columns is None else self.num_columns :]
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        seen, hidden = (
+            rows[:, : self.num_columns],
+            rows[:, rows.shape[1] if self.num_columns is None else self.num_columns :],
+        )
         new, new_slots = self.inner.step_rows(seen, slots, gradients[:, : self.num_columns], hyper)
         if self.minimum is not None or self.maximum is not None:
             new = jnp.clip(new, self.minimum, self.maximum)
         return jnp.concatenate([new, hidden], axis=1), new_slots
 
-    def short_name(self) -> str:  # noqa: D102
+    def short_name(self) -> str:
         return self.inner.short_name()
 
 
@@ -80,8 +81,8 @@ def rule_of_stack(
     if stack.optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
         if len(set(dims.values())) > 1:
             raise ValueError(
-                f"stack {stack.stack_name!r}: optimizer {stack.optimizer.short_name()!r} works on whole rows, so the tables "
-                f"of a stack must have one embedding_dim, but have {dims}; give them stacks of their own."
+                f"stack {stack.stack_name!r}: optimizer {stack.optimizer.short_name()!r} works on whole rows, so the "
+                f"tables of a stack must have one embedding_dim, but have {dims}; give them stacks of their own."
             )
         num_columns = next(iter(dims.values()))
         num_columns = None if num_columns == stack.stack_embedding_dim else num_columns

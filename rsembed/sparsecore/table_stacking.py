@@ -191,8 +191,8 @@ def _check_excess_padding(stack: StackPlan) -> None:
     }
     if sum(excess.values()):
         raise ValueError(
-            f"stack {stack.name!r}: padding to {stack.spec.stack_embedding_dim} columns adds {sum(excess.values())} values "
-            f"({excess}); stack tables of equal dim, or pass fail_on_excess_padding=False."
+            f"stack {stack.name!r}: padding to {stack.spec.stack_embedding_dim} columns adds {sum(excess.values())} "
+            f"values ({excess}); stack tables of equal dim, or pass fail_on_excess_padding=False."
         )
 
 

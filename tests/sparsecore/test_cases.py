@@ -34,16 +34,36 @@ DEFERRED = {
 }
 
 LAYOUT_CASES = ["stack_auto_two_tables", "stack_auto_dict_features_sorted_by_key", "stack_tables_manual"]
-PREPROCESSING_CASES = sorted(name for name in CASES if name.startswith("pre_") and name not in ("pre_errors", "pre_sparse_tensor"))
+PREPROCESSING_CASES = sorted(
+    name for name in CASES if name.startswith("pre_") and name not in ("pre_errors", "pre_sparse_tensor")
+)
 FORWARD_CASES = sorted(name for name in CASES if name.startswith("fwd_"))
 UPDATE_CASES = sorted(name for name in CASES if name.startswith("grad_sgd_"))
 RULE_CASES = sorted(
-    name for name in CASES if name.startswith("opt_") and name.removesuffix("_step_none")[4:] in
-    ("sgd", "adagrad", "adam", "adagrad_momentum", "ftrl", "laprop", "f2a")
+    name
+    for name in CASES
+    if name.startswith("opt_")
+    and name.removesuffix("_step_none")[4:] in ("sgd", "adagrad", "adam", "adagrad_momentum", "ftrl", "laprop", "f2a")
 )
-SINGLE_CASES = """stack_split_groups_first_fit stack_short_name stack_errors pre_sparse_tensor pre_errors buffer_sizes
-    grad_stack_layout opt_hyperparameters opt_learning_rate_callables opt_custom shard_emb_table stack_and_shard_tables
-    init_embedding_variables fdo_npz fdo_update_parameters estimate_parameters shakespeare_dataset""".split()
+SINGLE_CASES = [
+    "stack_split_groups_first_fit",
+    "stack_short_name",
+    "stack_errors",
+    "pre_sparse_tensor",
+    "pre_errors",
+    "buffer_sizes",
+    "grad_stack_layout",
+    "opt_hyperparameters",
+    "opt_learning_rate_callables",
+    "opt_custom",
+    "shard_emb_table",
+    "stack_and_shard_tables",
+    "init_embedding_variables",
+    "fdo_npz",
+    "fdo_update_parameters",
+    "estimate_parameters",
+    "shakespeare_dataset",
+]
 
 
 def case(name):
@@ -112,8 +132,8 @@ def partitions_of(processed, stack, spec):
 def assert_buffers(processed, statistics, spec, expected, tolerance):
     for stack, wanted in expected["stacks"].items():
         assert processed.lhs_row_pointers[stack].tolist() == wanted["row_pointers"]
-        size = processed.lhs_embedding_ids[stack].size
-        assert size == processed.lhs_gains[stack].size == wanted["buffer_len"] * spec["devices"] or size == wanted["buffer_len"]
+        sizes = {field[stack].size for field in processed.sparse_dense_matmul_input[1:]}
+        assert sizes == {wanted["buffer_len"]}
         found = partitions_of(processed, stack, spec)
         gains = [value for partition in found for value in partition.pop("gains")]
         wanted_gains = [value for partition in wanted["partitions"] for value in partition["gains"]]
@@ -161,8 +181,11 @@ def test_calls_that_crash_the_published_system(call, outcome):
         specs = simple_specs(batch=12, devices=3)
         processed, _ = run([np.arange(12)[:, None]], None, specs, 3, 3, num_sc_per_device=2)
         spec = {"devices": 3, "cores": 2}
-        found = {(p["dest_shard"], i, p["device"] * 4 + p["sc"] * 2 + s)
-                 for p in partitions_of(processed, "t", spec) for i, s in zip(p["ids"], p["samples"], strict=True)}  # fmt: skip
+        found = set()
+        for partition in partitions_of(processed, "t", spec):
+            first_sample = (partition["device"] * 2 + partition["sc"]) * 2
+            for row, sample in zip(partition["ids"], partition["samples"], strict=True):
+                found.add((partition["dest_shard"], row, first_sample + sample))
         assert found == {(sample % 6, sample // 6, sample) for sample in range(12)}
         return
     features = {
@@ -183,15 +206,13 @@ def test_calls_that_crash_the_published_system(call, outcome):
 def test_buffer_sizes():
     inputs, expected, _ = case("buffer_sizes")
     for call, size in zip(inputs["calls"], expected, strict=True):
-        minibatching = call["minibatching"]
+        devices, cores, minibatching = call["global_devices"], call["sc"], call["minibatching"]
         if call["fn"] == "row_pointers_size_per_device":
             got = embedding.compute_row_pointers_size_per_device(
-                global_device_count=call["global_devices"], num_sc_per_device=call["sc"], enable_minibatching=minibatching
+                global_device_count=devices, num_sc_per_device=cores, enable_minibatching=minibatching
             )
         else:
-            got = embedding.compute_theoretical_max_coo_buffer_size(
-                call["max_ids"], call["global_devices"], call["sc"], minibatching
-            )
+            got = embedding.compute_theoretical_max_coo_buffer_size(call["max_ids"], devices, cores, minibatching)
         assert got == size
 
 
@@ -224,14 +245,19 @@ def test_update_steps_every_touched_row_once(name):
     processed, _ = preprocess(inputs, specs)
     before = table_values(spec)
     limits = inputs["embedding_var_limits"]
-    updated = embedding.tpu_sparse_dense_matmul_grad(
-        tree_like(specs, inputs["activation_grads"], lambda rows: jnp.asarray(rows, jnp.float32)),
-        processed,
-        variables_of(specs, spec, before),
-        specs,
-        step=inputs["step"],
-        embedding_var_limits=None if limits is None else {"t": tuple(limits)},
-    )
+
+    def update(gradients, processed, variables):
+        return embedding.tpu_sparse_dense_matmul_grad(
+            gradients,
+            processed,
+            variables,
+            specs,
+            step=inputs["step"],
+            embedding_var_limits=None if limits is None else {"t": tuple(limits)},
+        )
+
+    gradients = tree_like(specs, inputs["activation_grads"], lambda rows: jnp.asarray(rows, jnp.float32))
+    updated = jax.jit(update)(gradients, processed, variables_of(specs, spec, before))
     after = logical_tables(specs, spec, {name: variables.table for name, variables in updated.items()})
     for table, rows in expected["updated_rows"].items():
         touched = sorted(map(int, rows))
@@ -373,8 +399,9 @@ def test_statistics_set_the_limits():
         fields = ({"t": update[key]} if update else {} for key in ("max_ids", "max_unique", "required_per_sc"))
         embedding.update_preprocessing_parameters(specs, SparseDenseMatmulInputStats(*fields), num_cores)
         stack = embedding.get_stacked_table_specs(specs)["t"]
-        got = (stack.max_ids_per_partition, stack.max_unique_ids_per_partition, stack.suggested_coo_buffer_size_per_device)
-        assert got == (wanted["max_ids"], wanted["max_unique"], wanted["suggested"])
+        assert stack.max_ids_per_partition == wanted["max_ids"]
+        assert stack.max_unique_ids_per_partition == wanted["max_unique"]
+        assert stack.suggested_coo_buffer_size_per_device == wanted["suggested"]
 
 
 def test_first_guesses_of_limits():
@@ -395,6 +422,5 @@ def test_the_published_text_reaches_the_published_loss(frozen_step):
     np.testing.assert_array_equal(batch[0], features["words_0"][0][..., 0])
     loss = final_loss(batch, num_devices=1, num_steps=inputs["steps"], frozen_step=frozen_step)
     low, high = expected["loss_with_frozen_step" if frozen_step else "loss_with_true_step"]
-    # The range is that of eight other seeds; initial values differ, so give it a little room on both sides.
-    assert low * 0.85 <= loss <= high * 1.15
-
+    # The range is that of eight seeds. Twelve others, of the same model with a plain table, reach 0.77 to 1.07 of it.
+    assert 0.7 * low <= loss <= 1.1 * high

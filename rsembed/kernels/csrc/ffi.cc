@@ -360,7 +360,7 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
     // Offset b is the first place whose bag is b or more; place i settles those between its bag and the one before.
     workers.ForEachRange(num_entries + 1, 8 * kItemsPerBlock, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
-        const int64_t previous = i == 0 ? -1 : sort.items()[i - 1].row;
+        const int64_t previous = i == 0 ? -1 : int64_t{sort.items()[i - 1].row};
         const int64_t bag = i == num_entries ? num_bags : sort.items()[i].row;
         for (int64_t b = previous + 1; b <= bag; ++b) offsets->typed_data()[b] = static_cast<int32_t>(i);
         if (i < num_entries) order->typed_data()[i] = static_cast<int32_t>(sort.items()[i].source);

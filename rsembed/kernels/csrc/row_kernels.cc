@@ -30,6 +30,7 @@ constexpr int kLanes = 4;
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef float Quad __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
@@ -59,12 +60,10 @@ inline Floats square_root(Floats x) {
 }
 
 inline float sum_of_lanes(Floats x) {
-  float lanes[kLanes];
-  memcpy(lanes, &x, sizeof(x));
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
-  }
-  return lanes[0];
+  Quad quads[kLanes / 4];
+  memcpy(quads, &x, sizeof(x));
+  for (int k = 1; k < kLanes / 4; ++k) quads[0] += quads[k];
+  return (quads[0][0] + quads[0][2]) + (quads[0][1] + quads[0][3]);
 }
 
 inline Floats decode(const float*, Floats x) { return x; }
@@ -205,7 +204,10 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 // --- lookup ---------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kEntriesAhead = 12;
+#ifndef EA
+#define EA 12
+#endif
+constexpr int64_t kEntriesAhead = EA;
 
 template <typename T, bool kWeighted>
 struct TableRows {
@@ -286,12 +288,16 @@ void pool(const Table& table, const Segment& segment, int64_t first_output, int6
 
 // --- row gradients --------------------------------------------------------------------------------------------------
 
-constexpr int64_t kItemsAhead = 8;
+#ifndef IA
+#define IA 8
+#endif
+constexpr int64_t kItemsAhead = IA;
 
 template <bool kGained>
 struct OutputGradients {
   static constexpr bool kHasGains = kGained;
   const SortedEntries& entries;
+  int64_t dim;
 
   const float* row(int64_t i) const {
     const uint32_t source = entries.items[i].source;
@@ -300,7 +306,7 @@ struct OutputGradients {
   float gain(int64_t i) const { return kGained ? entries.gained[entries.items[i].source].gain : 1.0f; }
   void prefetch(int64_t i) const {
     if (i + kItemsAhead < entries.num_items) {
-      RSEMBED_ISA::prefetch<0>(row(i + kItemsAhead), entries.dim * sizeof(float));
+      RSEMBED_ISA::prefetch<0>(row(i + kItemsAhead), dim * sizeof(float));
     }
   }
 };
@@ -324,7 +330,7 @@ inline void for_groups(const SortedEntries& entries, int64_t first, int64_t last
 
 template <bool kGained>
 void sum_groups_of(const SortedEntries& entries, int64_t first, int64_t last, int32_t* rows, float* gradients) {
-  const OutputGradients<kGained> source = {entries};
+  const OutputGradients<kGained> source = {entries, entries.dim};
   for_groups(entries, first, last, [&](uint32_t row, int64_t begin, int64_t end) {
     sum_rows(source, begin, end, entries.dim, 1.0f, gradients);
     gradients += entries.dim;
@@ -374,7 +380,7 @@ inline void step_row(T* row, float* const slots[2], const float* gradient, int64
   } else if (kRule == kRowWiseAdagrad) {
     Floats squares = {};
     for_columns(dim, [&](int64_t at, auto get, auto) { squares += get(gradient + at) * get(gradient + at); });
-    slots[0][0] += sum_of_lanes(squares) / static_cast<float>(dim);
+    slots[0][0] += sum_of_lanes(squares) * (1.0f / static_cast<float>(dim));
     const float rate = lr / (__builtin_sqrtf(slots[0][0]) + hyper[1]);
     for_columns(dim, [&](int64_t at, auto get, auto put) { put(row + at, get(row + at) - rate * get(gradient + at)); });
   } else {
@@ -396,38 +402,51 @@ constexpr int num_slots() {
 }
 
 template <typename T, Rule kRule>
-inline void step_table_row(const Table& table, uint32_t row, const float* gradient) {
+inline void step_table_row(const Table& table, int64_t dim, uint32_t row, const float* gradient) {
   float* slots[2] = {nullptr, nullptr};
   for (int k = 0; k < num_slots<kRule>(); ++k) slots[k] = table.slots[k] + row * table.slot_width;
-  step_row<T, kRule>(static_cast<T*>(table.values) + row * table.dim, slots, gradient, table.dim, table.hyper);
+  step_row<T, kRule>(static_cast<T*>(table.values) + row * dim, slots, gradient, dim, table.hyper);
 }
 
 template <typename T, Rule kRule>
-inline void prefetch_table_row(const Table& table, uint32_t row) {
-  prefetch<1>(static_cast<T*>(table.values) + row * table.dim, table.dim * sizeof(T));
+inline void prefetch_table_row(const Table& table, int64_t dim, uint32_t row) {
+  prefetch<1>(static_cast<T*>(table.values) + row * dim, dim * sizeof(T));
   for (int k = 0; k < num_slots<kRule>(); ++k) {
     prefetch<1>(table.slots[k] + row * table.slot_width, table.slot_width * sizeof(float));
   }
 }
 
-template <typename T, Rule kRule, bool kGained>
+// kDim is the table's dim where it is worth unrolled loops, or 0 for any other.
+template <typename T, Rule kRule, bool kGained, int64_t kDim>
 void update_groups_of(const Table& table, const SortedEntries& entries, int64_t first, int64_t last, float* sum) {
-  const OutputGradients<kGained> source = {entries};
+  const int64_t dim = kDim == 0 ? table.dim : kDim;
+  const OutputGradients<kGained> source = {entries, dim};
   int64_t ahead = first;
   for_groups(entries, first, last, [&](uint32_t row, int64_t begin, int64_t end) {
     const int64_t want = end + kItemsAhead < entries.num_items ? end + kItemsAhead : entries.num_items;
     for (ahead = ahead < begin ? begin : ahead; ahead < want; ++ahead) {
       const uint32_t next = entries.items[ahead].row;
-      if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, next);
+      if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, dim, next);
     }
     if (!kGained && end == begin + 1) {  // most rows of a large table occur once: step from the gradient itself
       source.prefetch(begin);
-      step_table_row<T, kRule>(table, row, source.row(begin));
+      step_table_row<T, kRule>(table, dim, row, source.row(begin));
     } else {
-      sum_rows(source, begin, end, table.dim, 1.0f, sum);
-      step_table_row<T, kRule>(table, row, sum);
+      sum_rows(source, begin, end, dim, 1.0f, sum);
+      step_table_row<T, kRule>(table, dim, row, sum);
     }
   });
+}
+
+template <typename T, Rule kRule, bool kGained>
+void update_groups_by_dim(const Table& table, const SortedEntries& entries, int64_t first, int64_t last, float* sum) {
+  if (table.dim == 64) {
+    update_groups_of<T, kRule, kGained, 64>(table, entries, first, last, sum);
+  } else if (table.dim == 128) {
+    update_groups_of<T, kRule, kGained, 128>(table, entries, first, last, sum);
+  } else {
+    update_groups_of<T, kRule, kGained, 0>(table, entries, first, last, sum);
+  }
 }
 
 template <typename T, Rule kRule>
@@ -437,9 +456,9 @@ void update_groups(const Table& table, const SortedEntries& entries, int64_t fir
   float* sum = table.dim <= kSmallDim ? small : static_cast<float*>(malloc(table.dim * sizeof(float)));
   if (sum == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
   if (entries.gained != nullptr) {
-    update_groups_of<T, kRule, true>(table, entries, first, last, sum);
+    update_groups_by_dim<T, kRule, true>(table, entries, first, last, sum);
   } else {
-    update_groups_of<T, kRule, false>(table, entries, first, last, sum);
+    update_groups_by_dim<T, kRule, false>(table, entries, first, last, sum);
   }
   if (sum != small) free(sum);
 }
@@ -449,9 +468,11 @@ void step_rows(const Table& table, const int32_t* rows, const float* gradients, 
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
   for (int64_t i = first; i < last; ++i) {
     if (i + kItemsAhead < last && static_cast<uint32_t>(rows[i + kItemsAhead]) < num_rows) {
-      prefetch_table_row<T, kRule>(table, rows[i + kItemsAhead]);
+      prefetch_table_row<T, kRule>(table, table.dim, rows[i + kItemsAhead]);
     }
-    if (static_cast<uint32_t>(rows[i]) < num_rows) step_table_row<T, kRule>(table, rows[i], gradients + i * table.dim);
+    if (static_cast<uint32_t>(rows[i]) < num_rows) {
+      step_table_row<T, kRule>(table, table.dim, rows[i], gradients + i * table.dim);
+    }
   }
 }
 

@@ -40,9 +40,9 @@ class SparseCoreEmbed(nn.Module):
       mesh: the devices; None means all of them.
       table_sharding_strategy: "MOD".
       enable_minibatching: not implemented yet.
-      frozen_step: hide the step from the optimizers: Adam corrects its bias as in the first step for ever, and learning
-        rates that depend on the step fail. So does the published layer; by default a counter beside the tables keeps the
-        true step (as float32, exact for 16 million steps).
+      frozen_step: hide the step from the optimizers: Adam corrects its bias as in the first step for ever, and
+        learning rates that depend on the step fail. So does the published layer; by default a counter beside the
+        tables keeps the true step (as float32, exact for 16 million steps).
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -70,7 +70,8 @@ class SparseCoreEmbed(nn.Module):
             tables = list(tables_of(self.feature_specs).values())
             return initialize(key, tables, mesh=mesh, axis_name=self._axes(), num_cores=num_cores)
 
-        variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(init, (self._axes(),)))
+        axes: Any = (self._axes(),)  # one entry of a partition spec may be several mesh axes
+        variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(init, axes))
         step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: jnp.zeros((), jnp.float32))
         lookup = _trainable_lookup(self.feature_specs, mesh, self._axes(), num_devices)
         return lookup(variables, step, embedding_lookup_inputs)
@@ -100,7 +101,9 @@ class SparseCoreEmbed(nn.Module):
         if self.mesh is not None:
             missing = [axis for axis in self._axes() if axis not in self.mesh.axis_names]
             if missing:
-                raise ValueError(f"sharding_axis {missing} is not in the mesh, which has the axes {self.mesh.axis_names}.")
+                raise ValueError(
+                    f"sharding_axis {missing} is not in the mesh, which has the axes {self.mesh.axis_names}."
+                )
             return self.mesh
         if len(self._axes()) != 1:
             raise ValueError(f"sharding_axis {self._axes()} needs a mesh; pass mesh=.")

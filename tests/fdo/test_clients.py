@@ -1,0 +1,137 @@
+"""Every client keeps what it is told, shares it, and says what is missing."""
+
+import jax
+import numpy as np
+import pytest
+
+from rsembed.fdo import CSVFileFDOClient, MemoryFDOClient, NPZFileFDOClient, SparseDenseMatmulInputStats
+from rsembed.fdo.statistics import append_record, merge_processes, to_statistics
+
+
+def stats(max_ids, max_unique=(1, 1), required=(8, 8), dropped=0, stack="t"):
+    return SparseDenseMatmulInputStats(
+        *({stack: values} for values in (np.asarray(max_ids), np.asarray(max_unique), np.asarray(required), dropped))
+    )
+
+
+CLIENTS = {
+    "npz": NPZFileFDOClient,
+    "csv": CSVFileFDOClient,
+    "csv_maximum": lambda folder: CSVFileFDOClient(folder, retain_history=False),
+    "memory": lambda folder: MemoryFDOClient(),
+}
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request, tmp_path):
+    return CLIENTS[request.param](str(tmp_path / "new" / "folder"))
+
+
+def test_the_maximum_of_all_records_survives(client):
+    client.record(stats([3, 4], required=[16, 24]))
+    client.record(stats([5, 2], required=[24, 16], dropped=7))
+    client.publish()
+    loaded = client.load()
+    assert np.max(np.atleast_2d(loaded.max_ids_per_partition["t"]), axis=0).tolist() == [5, 4]
+    assert np.max(loaded.required_buffer_size_per_sc["t"]) == 24
+    assert np.max(loaded.id_drop_counters["t"]) == 7
+    assert np.max(loaded.max_unique_ids_per_partition["t"]) == 1
+
+
+def test_loading_before_publishing_says_so(client):
+    client.record(stats([1, 2]))
+    with pytest.raises((FileNotFoundError, LookupError), match="publish"):
+        client.load()
+
+
+def test_one_record_is_one_dimensional(client):
+    client.record(stats([3, 4]))
+    client.publish()
+    assert client.load().max_ids_per_partition["t"].tolist() == [3, 4]
+
+
+def test_a_new_layout_under_an_old_client_is_refused(client):
+    client.record(stats([3, 4]))
+    with pytest.raises(ValueError, match="'t_max_ids' now has 3 values, but was recorded with 2"):
+        client.record(stats([3, 4, 5]))
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_histories_have_a_row_per_record_and_loading_replaces_memory(kind, tmp_path):
+    client, other = CLIENTS[kind](str(tmp_path)), CLIENTS[kind](str(tmp_path))
+    for value in range(3):
+        client.record(stats([value, 1]))
+    client.publish()
+    other.record(stats([9, 9]))
+    assert other.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1]]
+    other.record(stats([7, 7]))
+    other.publish()
+    assert client.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1], [7, 7]]
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_a_client_leaves_one_file_however_often_it_publishes(kind, tmp_path):
+    client = CLIENTS[kind](str(tmp_path))
+    for value in range(4):
+        client.record(stats([value, 1]))
+        client.publish()
+    (path,) = tmp_path.iterdir()
+    assert path.match(f"fdo_stats_0_*.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_several_processes_are_merged_and_strangers_ignored(kind, tmp_path, monkeypatch):
+    for process, values in enumerate(([3, 4], [5, 2], [99, 99])):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        client = CLIENTS[kind](str(tmp_path))
+        client.record(stats(values))
+        client.record(stats([1, 1]))
+        client.publish()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("rsembed.fdo.client.multihost_utils.sync_global_devices", lambda name: None)
+    assert client.load().max_ids_per_partition["t"].tolist() == [5, 4]
+
+
+def test_csv_files_have_the_published_form(tmp_path):
+    client = CSVFileFDOClient(str(tmp_path))
+    client.record(stats([3, 4]))
+    client.record(stats([5, 2]))
+    client.publish()
+    (path,) = tmp_path.iterdir()
+    lines = path.read_bytes().split(b"\r\n")
+    assert lines[:3] == [b"key,values", b"t_max_ids,3 4", b"t_max_ids,5 2"]
+    assert lines[-1] == b""
+
+
+def test_files_with_unknown_statistics_are_refused(tmp_path):
+    np.savez(tmp_path / "fdo_stats_0_1.npz", t_surprise=np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match="'t_surprise' ends in none of _max_ids"):
+        NPZFileFDOClient(str(tmp_path)).load()
+    (tmp_path / "fdo_stats_0_2.csv").write_text("name;value\n")
+    with pytest.raises(ValueError, match="starts with the line 'key,values'"):
+        CSVFileFDOClient(str(tmp_path)).load()
+
+
+def test_stack_names_may_end_like_statistics():
+    statistics = to_statistics(append_record({}, stats([3, 4], stack="a_max_ids")))
+    assert list(statistics.max_ids_per_partition) == ["a_max_ids"]
+    assert list(statistics.max_unique_ids_per_partition) == ["a_max_ids"]
+
+
+def test_a_single_process_keeps_its_history():
+    history = {"t_max_ids": np.asarray([[1, 2], [3, 0]])}
+    assert merge_processes([history])["t_max_ids"].tolist() == [[1, 2], [3, 0]]
+    assert merge_processes([history, history])["t_max_ids"].tolist() == [3, 2]
+
+
+def test_buffer_sizes_per_device():
+    statistics = stats([3, 4], required=[16, 24])
+    assert statistics.get_required_buffer_size_per_device("t") == 48
+    assert statistics.get_required_buffer_size_per_device("t", num_sc=4) == 96
+    assert statistics.get_required_buffer_size_per_device("unknown") is None
+    statistics.set_required_buffer_size_per_device("t", 80)
+    assert statistics.required_buffer_size_per_sc["t"].tolist() == [40.0, 40.0]
+    statistics.set_required_buffer_size_per_device("new", 90, num_sc=3)
+    assert statistics.required_buffer_size_per_sc["new"].tolist() == [30.0] * 3
+    with pytest.raises(ValueError, match="stack 'other' has no recorded buffer size"):
+        statistics.set_required_buffer_size_per_device("other", 8)

@@ -1,0 +1,374 @@
+"""The native kernels agree with their definition, with loops over numpy, and with themselves on any machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import rsembed.optimizers as ro
+from rsembed.kernels import native, reference
+from rsembed.kernels.contract import NO_ROW, Segment
+from tests import oracles
+
+_reason = native.unavailable_because()
+if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
+    raise RuntimeError(f"RSEMBED_REQUIRE_NATIVE=1, but {_reason}")
+pytestmark = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
+
+COMBINERS = ("sum", "mean", "sqrtn", "none")
+NUM_ROWS = 23
+# float32: sums of a few dozen terms in another order. The table is rounded once per step to its own type, and a
+# sum that differs in its last bit may round to the neighbour: 8 bits of bfloat16, 11 of float16.
+RELATIVE_TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
+
+RULES = {
+    "sgd": ro.SGDOptimizerSpec(0.3),
+    "adagrad": ro.AdagradOptimizerSpec(0.3),
+    "rowwise_adagrad": ro.RowWiseAdagradOptimizerSpec(0.3),
+    "adam": ro.AdamOptimizerSpec(0.3),
+    "ftrl": ro.FTRLOptimizerSpec(0.3),
+    "custom": ro.CustomOptimizerSpec(
+        0.3, lambda g, w, count, lr: (w - lr * jnp.sign(g) / (1.0 + count), count + 1.0), (0.0,)
+    ),
+    "optax": ro.from_optax(optax.adamw(0.3)),
+}
+ORACLE_STEPS = {
+    "sgd": (oracles.sgd_step, {"learning_rate": 0.3}),
+    "adagrad": (oracles.adagrad_step, {"learning_rate": 0.3}),
+    "rowwise_adagrad": (oracles.rowwise_adagrad_step, {"learning_rate": 0.3, "epsilon": 1e-8}),
+    "adam": (
+        oracles.adam_step,
+        {"learning_rate": 0.3, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8, "step": 2},
+    ),
+}
+
+
+def draw_segment(seed, combiner, lengths, *, weighted=False, outside=True):
+    """Bags of the given lengths: duplicates are certain, and some rows lie outside the table."""
+    generator = np.random.default_rng(seed)
+    num_entries = sum(lengths)
+    rows = generator.integers(0, NUM_ROWS, num_entries).astype(np.int32)
+    if outside:
+        rows[1::7], rows[3::7], rows[4::11] = -1, NUM_ROWS, NO_ROW
+    weights = jnp.asarray(generator.uniform(0.5, 2.0, num_entries), jnp.float32) if weighted else None
+    offsets = None if combiner == "none" else jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+    return Segment(jnp.asarray(rows), offsets, weights, combiner)
+
+
+def draw_table(dim, dtype="float32", seed=0):
+    return jax.random.normal(jax.random.key(seed), (NUM_ROWS, dim), jnp.float32).astype(dtype)
+
+
+def draw_gradients(segments, dim, seed=1):
+    keys = jax.random.split(jax.random.key(seed), len(segments))
+    return [jax.random.normal(k, (s.num_outputs, dim), jnp.float32) for k, s in zip(keys, segments, strict=True)]
+
+
+RAGGED = {
+    "every combiner": [draw_segment(k, c, [3, 0, 5, 1, 9]) for k, c in enumerate(COMBINERS)],
+    "weighted": [draw_segment(k, c, [0, 4, 7, 0], weighted=True) for k, c in enumerate(COMBINERS)],
+    "no entry": [draw_segment(0, "sum", [0, 0, 0]), draw_segment(0, "none", [])],
+    "no bag": [draw_segment(0, "mean", []), draw_segment(1, "sum", [2])],
+    "no weight": [Segment(jnp.asarray([1, 2], jnp.int32), jnp.asarray([0, 2], jnp.int32), jnp.zeros(2), "mean")],
+    "one row only": [Segment(jnp.full(40, 7, jnp.int32), jnp.arange(0, 41, 4, dtype=jnp.int32), None, "sum")] * 2,
+    "trimmed": [Segment(jnp.arange(9, dtype=jnp.int32), jnp.asarray([2, 4, 6], jnp.int32), None, "mean")],
+}
+
+
+@jax.jit
+def reference_lookup(table, segments):
+    return reference.lookup(table, segments)
+
+
+def assert_close(actual, desired, dtype="float32"):
+    rtol = RELATIVE_TOLERANCE[str(dtype)]
+    np.testing.assert_allclose(np.asarray(actual, np.float64), np.asarray(desired, np.float64), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", RAGGED)
+def test_lookup_agrees_with_reference_and_loops(case, dtype):
+    table, segments = draw_table(8, dtype), RAGGED[case]
+    outputs = native.lookup(table, segments)
+    for output, defined, segment in zip(outputs, reference_lookup(table, segments), segments, strict=True):
+        assert output.dtype == jnp.float32 and output.shape == (segment.num_outputs, 8)
+        assert_close(output, defined)
+        assert_close(output, oracles.pooled_lookup(np.asarray(table, np.float64), segment))
+
+
+@pytest.mark.parametrize("dim", [1, 3, 8, 17, 64, 130])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_width_is_served(dim, dtype):
+    table, segments = draw_table(dim, dtype), RAGGED["weighted"] + RAGGED["every combiner"]
+    d_outputs = draw_gradients(segments, dim)
+    for output, segment in zip(native.lookup(table, segments), segments, strict=True):
+        assert_close(output, oracles.pooled_lookup(np.asarray(table, np.float64), segment))
+    rule = RULES["rowwise_adagrad"]
+    slots = rule.init_slots(jnp.zeros((NUM_ROWS, dim)))
+    new_table, new_slots = native.update(table, slots, segments, d_outputs, rule.get_hyperparameters(0), rule)
+    step, made_of = ORACLE_STEPS["rowwise_adagrad"]
+    gradients = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
+    want_table, want_slots = oracles.stepped_table(table, slots, gradients, step, **made_of)
+    assert_close(new_table, want_table, dtype)
+    assert_close(new_slots[0], want_slots[0])
+
+
+@pytest.mark.parametrize("case", RAGGED)
+def test_row_gradients_agree_with_reference_and_loops(case):
+    segments = RAGGED[case]
+    d_outputs = draw_gradients(segments, 5)
+    rows, gradients = native.row_gradients(NUM_ROWS, segments, d_outputs)
+    defined_rows, defined_gradients = jax.jit(reference.row_gradients, static_argnums=0)(NUM_ROWS, segments, d_outputs)
+    np.testing.assert_array_equal(rows, defined_rows)
+    assert_close(gradients, defined_gradients)
+    expected = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
+    count = len(expected)
+    assert rows[:count].tolist() == sorted(expected) and set(rows[count:].tolist()) <= {NO_ROW}
+    assert not np.any(gradients[count:])
+    for row, gradient in zip(rows[:count].tolist(), gradients, strict=False):
+        assert_close(gradient, expected[row])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", RULES)
+def test_update_agrees_with_reference_and_loops(name, dtype):
+    rule, dim, segments = RULES[name], 12, RAGGED["every combiner"] + RAGGED["weighted"]
+    table, d_outputs = draw_table(dim, dtype), draw_gradients(segments, dim)
+    slots = rule.init_slots(table.astype(jnp.float32))
+    hyper = rule.get_hyperparameters(2)
+    new_table, new_slots = native.update(table, slots, segments, d_outputs, hyper, rule)
+    want_table, want_slots = jax.jit(reference.update, static_argnums=5)(table, slots, segments, d_outputs, hyper, rule)
+    assert new_table.dtype == table.dtype
+    assert_close(new_table, want_table, dtype)
+    for slot, want in zip(new_slots, want_slots, strict=True):
+        assert slot.dtype == want.dtype and slot.shape == want.shape
+        assert_close(slot, want)
+    gradients = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
+    untouched = np.asarray(sorted(set(range(NUM_ROWS)) - set(gradients)), np.int32)
+    np.testing.assert_array_equal(new_table[untouched], table[untouched])
+    if name in ORACLE_STEPS:
+        step, made_of = ORACLE_STEPS[name]
+        oracle_table, oracle_slots = oracles.stepped_table(table, slots, gradients, step, **made_of)
+        assert_close(new_table, oracle_table, dtype)
+        for slot, want in zip(new_slots, oracle_slots, strict=True):
+            assert_close(slot, want)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_apply_rows_agrees_with_update(name):
+    rule, segments = RULES[name], RAGGED["every combiner"]
+    table, d_outputs = draw_table(17), draw_gradients(segments, 17)
+    slots, hyper = rule.init_slots(table), rule.get_hyperparameters(0)
+    rows, gradients = native.row_gradients(NUM_ROWS, segments, d_outputs)
+    applied = native.apply_rows(table, slots, rows, gradients, hyper, rule)
+    fused = native.update(table, slots, segments, d_outputs, hyper, rule)
+    for one, other in zip(jax.tree.leaves(applied), jax.tree.leaves(fused), strict=True):
+        assert_close(one, other)
+
+
+def test_stochastic_rounding_is_the_reference_one():
+    rule, segments = RULES["rowwise_adagrad"], RAGGED["every combiner"]
+    table, d_outputs = draw_table(8, "bfloat16"), draw_gradients(segments, 8)
+    slots = rule.init_slots(table.astype(jnp.float32))
+    arguments = (table, slots, segments, d_outputs, rule.get_hyperparameters(0))
+    rounded, _ = native.update(*arguments, rule, jax.random.key(5))
+    defined, _ = reference.update(*arguments, rule, jax.random.key(5))
+    # Sums differ in their last bit, which moves an entry whose noise fell just there.
+    assert np.mean(np.asarray(rounded) == np.asarray(defined)) > 0.98
+    assert np.any(np.asarray(rounded) != np.asarray(native.update(*arguments, rule)[0]))
+
+
+def test_slots_of_any_shape_and_type_follow_a_traced_rule():
+    class Counting(ro.SGDOptimizerSpec):
+        def step_rows(self, rows, slots, gradients, hyper):
+            return rows - hyper[0] * gradients, (slots[0] + 1, slots[1] | True)
+
+    segments = RAGGED["every combiner"]
+    table, slots = draw_table(4), (jnp.zeros(NUM_ROWS, jnp.int32), jnp.zeros((NUM_ROWS, 2, 3), bool))
+    arguments = (table, slots, segments, draw_gradients(segments, 4), (jnp.float32(0.1),), Counting())
+    stepped, defined = native.update(*arguments), reference.update(*arguments)
+    for one, other in zip(jax.tree.leaves(stepped), jax.tree.leaves(defined), strict=True):
+        assert one.dtype == other.dtype
+        assert_close(one, other)
+
+
+def test_rows_by_bag_agrees_with_reference():
+    for num_entries, num_bags in [(0, 3), (50, 7), (20_000, 300), (6, 0)]:
+        bags = jax.random.randint(jax.random.key(num_bags), (num_entries,), -1, num_bags + 2, jnp.int32)
+        for one, other in zip(native.rows_by_bag(bags, num_bags), reference.rows_by_bag(bags, num_bags), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_row_that_must_not_contribute_may_hold_nan():
+    table = draw_table(8).at[5].set(jnp.nan)
+    rows, offsets = jnp.asarray([5, 3], jnp.int32), jnp.asarray([0, 2], jnp.int32)
+    (weighted,) = native.lookup(table, [Segment(rows, offsets, jnp.asarray([0.0, 1.0]), "sum")])
+    (cancelled,) = native.lookup(table, [Segment(rows, offsets, jnp.asarray([1.0, -1.0]), "mean")])
+    assert_close(weighted[0], table[3])
+    assert not np.any(cancelled)
+
+
+@pytest.mark.parametrize("bits", [np.uint16(0x0001), np.uint16(0x03FF), np.uint16(0x0400)])
+def test_float16_subnormals_keep_their_value(bits):
+    table = jnp.full((2, 9), bits.view(np.float16))
+    (output,) = native.lookup(table, [Segment(jnp.asarray([1], jnp.int32), None, None, "none")])
+    np.testing.assert_array_equal(output[0], np.full(9, np.float32(bits.view(np.float16))))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_to_the_table_is_to_nearest_even(dtype):
+    edges = [0.0, -0.0, 65504.0, 65519.9, 65520.0, 1e30, np.nan]
+    values = np.concatenate([np.geomspace(1e-6, 1e5, 2000), np.linspace(-2.0, 2.0, 999), edges])
+    values = values.astype(np.float32)[:, None]
+    table, rows = jnp.zeros((len(values), 1), dtype), jnp.arange(len(values), dtype=jnp.int32)
+    new, _ = native.apply_rows(table, (), rows, jnp.asarray(-values), (jnp.float32(1.0),), RULES["sgd"])
+    with np.errstate(over="ignore"):
+        nearest = values.astype(table.dtype)
+    np.testing.assert_array_equal(np.asarray(new, np.float32), nearest.astype(np.float32))
+
+
+@pytest.mark.parametrize("offsets", [[0, 99, 3], [-5, 2, 1000], [7, 3, 1], [NO_ROW, -NO_ROW, 6], [0, 0, 0]])
+def test_malformed_offsets_touch_nothing_outside(offsets):
+    segment = Segment(jnp.arange(6, dtype=jnp.int32), jnp.asarray(offsets, jnp.int32), None, "mean")
+    table, rule = jnp.ones((NUM_ROWS, 8)), RULES["sgd"]
+    (output,) = native.lookup(table, [segment])
+    assert output.shape == (2, 8) and set(np.unique(output)) <= {0.0, 1.0}
+    new, _ = native.update(table, (), [segment], [jnp.ones((2, 8))], rule.get_hyperparameters(0), rule)
+    np.testing.assert_array_equal(new[6:], table[6:])
+
+
+def test_wide_ids_are_not_wrapped_into_the_table():
+    with jax.enable_x64(True):
+        rows = jnp.asarray([2, 2**32 + 2, -(2**32) + 2, 2**31 + 2], jnp.int64)
+        (output,) = native.lookup(jnp.ones((NUM_ROWS, 4), jnp.float32), [Segment(rows, None, None, "none")])
+    np.testing.assert_array_equal(output[:, 0], [1.0, 0.0, 0.0, 0.0])
+
+
+def test_unserved_calls_say_why():
+    rows = jnp.zeros(2, jnp.int32)
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float32, bfloat16 or float16, not float64"):
+        native.lookup(jnp.zeros((3, 2), jnp.float64), [Segment(rows, None, None, "none")])
+    with pytest.raises(NotImplementedError, match="takes no offsets"):
+        native.lookup(jnp.zeros((3, 2)), [Segment(rows, jnp.asarray([0, 2], jnp.int32), None, "none")])
+    with pytest.raises(ValueError, match="2 segments but 1 output gradients"):
+        native.row_gradients(3, [Segment(rows, None, None, "none")] * 2, [jnp.zeros((2, 2))])
+
+
+@pytest.mark.parametrize("name", ["rowwise_adagrad", "ftrl"])
+def test_a_donated_table_is_stepped_in_place_under_scan(name):
+    rule, num_rows, dim = RULES[name], 1 << 16, 64
+
+    def step(state, rows):
+        table, slots = state
+        segments = [Segment(rows, jnp.arange(0, 101, 10, dtype=jnp.int32), None, "sum")]
+        (output,) = native.lookup(table, segments)
+        return native.update(table, slots, segments, [output - 1.0], rule.get_hyperparameters(0), rule), output
+
+    table = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
+    slots = jax.eval_shape(rule.init_slots, table)
+    rows = jax.ShapeDtypeStruct((7, 100), jnp.int32)
+    epoch = jax.jit(lambda state, rows: jax.lax.scan(step, state, rows), donate_argnums=0)
+    compiled = epoch.lower((table, slots), rows).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < num_rows * dim * 4 / 50
+    state = jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), (table, slots))
+    address = state[0].unsafe_buffer_pointer()
+    (new_table, _), outputs = compiled(state, jnp.zeros((7, 100), jnp.int32))
+    assert new_table.unsafe_buffer_pointer() == address
+    assert outputs[0, 0, 0] == 5.0 and not np.array_equal(outputs[0], outputs[6])
+    np.testing.assert_array_equal(new_table[1:], 0.5)
+
+
+def test_shards_are_served_on_their_own_devices():
+    mesh = jax.make_mesh((len(jax.devices()),), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("shard")
+
+    def lookup(table, rows):
+        return native.lookup(table, [Segment(rows, None, None, "none")])[0]
+
+    sharded = jax.jit(jax.shard_map(lookup, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+    table = jnp.arange(4 * len(jax.devices()), dtype=jnp.float32)[:, None]
+    output = sharded(table, jnp.full(len(jax.devices()), 3, jnp.int32))
+    np.testing.assert_array_equal(output[:, 0], np.arange(len(jax.devices())) * 4 + 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "int32"])
+def test_allocated_arrays_hold_their_fill(dtype):
+    for shape in [(), (0, 3), (7,), (3, 5), (1000, 1001)]:
+        array = native.allocate(shape, dtype, 1)
+        assert array.shape == shape and array.dtype == dtype
+        assert np.all(np.asarray(array) == np.ones((), dtype))
+
+
+def test_huge_pages_change_no_value():
+    table = jnp.arange(12 << 20, dtype=jnp.int32)
+    assert native.advise_huge_pages(table) in (True, False)
+    np.testing.assert_array_equal(table, np.arange(12 << 20))
+    assert native.advise_huge_pages(jnp.zeros(3)) is False
+
+
+_HASHES = """
+import hashlib, json, sys
+import jax, jax.numpy as jnp, numpy as np
+import rsembed.optimizers as ro
+from rsembed.kernels import native
+from rsembed.kernels.contract import Segment
+
+def digest(arrays):
+    sha = hashlib.sha256()
+    for array in jax.tree.leaves(arrays):
+        sha.update(np.asarray(array).tobytes())
+    return sha.hexdigest()
+
+generator = np.random.default_rng(0)
+num_rows, dim, bags = 5000, 33, 900
+table = jnp.asarray(generator.standard_normal((num_rows, dim), np.float32) * 1e-20)
+segments, d_outputs = [], []
+for combiner in ("sum", "mean", "sqrtn"):
+    rows = jnp.asarray((num_rows * generator.random(bags * 30) ** 4).astype(np.int32))
+    weights = jnp.asarray(generator.random(bags * 30, np.float32)) if combiner == "sqrtn" else None
+    segments.append(Segment(rows, jnp.arange(bags + 1, dtype=jnp.int32) * 30, weights, combiner))
+    d_outputs.append(jnp.asarray(generator.standard_normal((bags, dim), np.float32)))
+found = {"lookup": digest(native.lookup(table, segments))}
+found["row_gradients"] = digest(native.row_gradients(num_rows, segments, d_outputs))
+for rule in (ro.RowWiseAdagradOptimizerSpec(0.1), ro.AdamOptimizerSpec(0.1), ro.FTRLOptimizerSpec(0.1)):
+    stepped = native.update(table, rule.init_slots(table), segments, d_outputs, rule.get_hyperparameters(0), rule)
+    found[rule.short_name()] = digest(stepped)
+print(json.dumps([native.instruction_set(), found]))
+"""
+
+
+def hashes_of_child(**environment):
+    """Digests of one call each, computed in a process of its own."""
+    root = Path(native.__file__).parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.run(
+        [sys.executable, "-c", _HASHES],
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)
+
+
+@pytest.fixture(scope="module")
+def hashes_of_four_threads():
+    return hashes_of_child(NPROC="4")
+
+
+@pytest.mark.parametrize("num_threads", ["1", "7"])
+def test_results_do_not_depend_on_the_number_of_threads(num_threads, hashes_of_four_threads):
+    assert hashes_of_child(NPROC=num_threads) == hashes_of_four_threads
+
+
+def test_the_instruction_set_can_be_lowered():
+    name, _ = hashes_of_child(RSEMBED_ISA="baseline")
+    assert name == "baseline"

@@ -1,0 +1,65 @@
+"""The tutorial's training loop gives the same losses wherever it runs."""
+
+import functools
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.sparsecore import tutorial_program as tutorial
+
+ROOT = Path(__file__).resolve().parents[2]
+LOSS_TOLERANCE = 1e-4
+"""Sums over devices are added in another order; after eight steps that shows in the seventh digit."""
+
+
+@functools.cache
+def losses(num_devices: int, frozen_step: bool = False) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return tutorial.train(
+            tutorial.make_batch(tutorial.synthetic_text()),
+            num_devices=num_devices,
+            num_steps=tutorial.NUM_STEPS,
+            frozen_step=frozen_step,
+            fdo_folder=folder,
+        )
+
+
+def test_training_lowers_the_loss():
+    assert losses(1)[-1] < 0.98 * losses(1)[0]
+    assert losses(1)[0] == pytest.approx(np.log(tutorial.VOCABULARY), rel=0.01)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_losses_do_not_depend_on_the_number_of_devices(num_devices):
+    np.testing.assert_allclose(losses(num_devices), losses(1), atol=LOSS_TOLERANCE, rtol=0)
+
+
+def test_the_true_step_is_the_default_and_freezing_it_changes_the_loss():
+    true, frozen = losses(1), losses(1, frozen_step=True)
+    # Frozen Adam takes too long steps after the first one, which happens to help here.
+    assert true[:2] == pytest.approx(frozen[:2], abs=LOSS_TOLERANCE)
+    assert abs(true[-1] - frozen[-1]) > 10 * LOSS_TOLERANCE
+
+
+def test_losses_do_not_depend_on_the_number_of_processes(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.sparsecore.tutorial_program", address, "2"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for output in outputs:
+        np.testing.assert_allclose(json.loads(output.splitlines()[-1]), losses(8), atol=LOSS_TOLERANCE, rtol=0)
