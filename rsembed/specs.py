@@ -94,6 +94,7 @@ class StackedTableSpec:
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
     activation_mem_bytes_limit: int = dataclasses.field(default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False)
+    num_shards: int = dataclasses.field(default=1, repr=False)
 
     def replace(self, **changes: Any) -> StackedTableSpec:
         """A copy with some fields changed."""

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
@@ -131,18 +132,54 @@ class StackingPlan:
         raise KeyError(f"no table {name!r}; the plan has {[t.name for s in self.stacks for t in s.tables]}.")
 
     def flat_rows(self, table_name: str, ids: Any) -> Any:
-        """Row of each id in the stacked array: `shard * rows_per_shard + local row`."""
+        """Row of each id in the stacked array; see `compute_physical_row_ids`."""
         stack, table = self.table(table_name)
-        shard = (ids % self.num_shards + table.setting.shard_rotation) % self.num_shards
-        rows_per_shard = stack.spec.stack_vocab_size // self.num_shards
-        return shard * rows_per_shard + table.setting.row_offset_in_shard + ids // self.num_shards
+        place = (table.setting.shard_rotation, table.setting.row_offset_in_shard)
+        return compute_physical_row_ids(self.num_shards, stack.spec.stack_vocab_size, *place, ids)
 
-    def __str__(self) -> str:
+    def shard_load(self, ids_by_feature: Mapping[str, Any]) -> dict[str, Int[np.ndarray, " shard"]]:
+        """Ids that each shard has to look up, per stack.
+
+        The largest load over the mean is the skew, by which the busiest shard is late. Frequent ids of several tables
+        on one shard make it large; another `rotation` moves them apart.
+
+        Args:
+          ids_by_feature: ids of some batches, as arrays or lists, by feature name; other features add nothing.
+
+        Raises: ValueError: a feature is unknown.
+        """
+        known = {feature.name for stack in self.stacks for feature in stack.features}
+        unknown = sorted(set(ids_by_feature) - known)
+        if unknown:
+            raise ValueError(f"shard_load: no feature {unknown}; the plan has {sorted(known)}.")
+        loads = {}
+        for stack in self.stacks:
+            load = np.zeros(self.num_shards, np.int64)
+            for feature in stack.features:
+                # Laying rows side by side flattens dense, ragged and single ids alike.
+                ids = np.hstack([np.zeros(0, np.int64), *ids_by_feature.get(feature.name, ())]).astype(np.int64)
+                shards = (ids + feature.transformation.col_shift) % self.num_shards
+                load += np.bincount(shards, minlength=self.num_shards)
+            loads[stack.name] = load
+        return loads
+
+    def describe(self, ids_by_feature: Mapping[str, Any] | None = None) -> str:
+        """The plan as text: memory, padding and, given ids as for `shard_load`, the load of the shards."""
         rows = [self._COLUMNS, *self._cells()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(self._COLUMNS))]
+        if ids_by_feature is not None:
+            loads = self.shard_load(ids_by_feature).values()
+            added = [("ids", "busiest shard", "skew")]
+            for load in loads:
+                skew = load.max() * load.size / max(load.sum(), 1)
+                added.append((f"{load.sum():,}", str(load.argmax()), f"{skew:.2f}"))
+            rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
+
+    def __str__(self) -> str:
+        return self.describe()
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{cell}</th>" for cell in self._COLUMNS)
@@ -170,6 +207,14 @@ class StackingPlan:
             )
             for stack in self.stacks
         ]
+
+
+def compute_physical_row_ids(
+    num_sparse_cores: int, stack_vocab_size: int, shard_rotation: int, row_offset_in_shard: int, row_ids: Any
+) -> Any:
+    """Row of each id in the flat stacked array, `shard * rows per shard + local row`, for a number or an array."""
+    shard = (row_ids % num_sparse_cores + shard_rotation) % num_sparse_cores
+    return shard * (stack_vocab_size // num_sparse_cores) + row_offset_in_shard + row_ids // num_sparse_cores
 
 
 def plan_stacking(
@@ -295,13 +340,13 @@ def plan_stack(
     sort_features_by_name: bool = False,
     max_ids_per_partition: LimitsCallable = get_default_limits,
     max_unique_ids_per_partition: LimitsCallable = get_default_limits,
-    keep_suggested_buffer_size: bool = False,
     activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> StackPlan:
     """One stack of the given tables, in the given order.
 
     A single table keeps its own limits; several take those of the two callables `(stack_name, total_sample_count)`,
-    or the largest limit that one of the tables declares, if that is higher.
+    or the largest limit that one of the tables declares, if that is higher. Suggested buffer sizes are added; a table
+    without one leaves the stack without.
 
     Raises: ValueError: a table is repeated or unknown, or the tables disagree in what one physical table must share.
     """
@@ -348,13 +393,18 @@ def plan_stack(
         total_sample_count=total_samples,
         max_ids_per_partition=max_ids,
         max_unique_ids_per_partition=max_unique,
-        suggested_coo_buffer_size_per_device=(
-            first.suggested_coo_buffer_size_per_device if keep_suggested_buffer_size else None
-        ),
+        suggested_coo_buffer_size_per_device=_suggested_buffer_size(tables),
         quantization_config=first.quantization_config,
         activation_mem_bytes_limit=activation_mem_bytes_limit,
+        num_shards=num_shards,
     )
     return StackPlan(spec=spec, dtype=first.dtype, tables=placements, features=feature_placements)
+
+
+def _suggested_buffer_size(tables: Sequence[TableSpec]) -> int | None:
+    sizes = [table.suggested_coo_buffer_size_per_device for table in tables]
+    declared = [size for size in sizes if size is not None]
+    return sum(declared) if len(declared) == len(sizes) else None
 
 
 def _checked_tables(
@@ -397,21 +447,6 @@ def _place_features(
         )
         row_offset += feature.num_samples or 0
     return tuple(placements), row_offset
-
-
-def attach_placement(features: Any, plan: StackingPlan) -> None:
-    """Writes a plan into the specs, in place: the one function that changes a spec."""
-    tables = tables_of(features)
-    by_name = {feature.name: feature for feature in features_of(features)}
-    for stack in plan.stacks:
-        for placement in stack.tables:
-            tables[placement.name].setting_in_stack = placement.setting
-            tables[placement.name].stacked_table_spec = stack.spec
-        for feature in stack.features:
-            by_name[feature.name].id_transformation = feature.transformation
-            # Features may hold equal copies of one table spec; all of them get the placement.
-            spec = by_name[feature.name].table_spec
-            spec.setting_in_stack, spec.stacked_table_spec = tables[spec.name].setting_in_stack, stack.spec
 
 
 def stack_and_shard(plan: StackingPlan, tables: Mapping[str, Any], *, pad_value: float = 0.0) -> dict[str, Any]:

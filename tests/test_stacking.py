@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.stacking import attach_placement, plan_stack, stack_and_shard, stack_name_of, unshard_and_unstack
+from rsembed.sparsecore.table_stacking import attach_placement
+from rsembed.stacking import plan_stack, stack_and_shard, stack_name_of, unshard_and_unstack
 
 
 def tables_and_features(*sizes, **changes):
@@ -83,6 +84,29 @@ def test_plan_prints_as_text_and_html():
     assert lines[1].split()[:7] == ["t0_t1", "2", "2", "64", "8", "float32", "adam"]
     assert plan._repr_html_().count("<tr>") == len(lines)
     assert plan.stacks[0].slot_bytes == 2 * plan.stacks[0].table_bytes == 2 * 64 * 8 * 4
+
+
+def test_shard_load_counts_ids_where_the_plan_puts_them():
+    _, features = tables_and_features((64, 8), (64, 8))
+    plain, rotated = (rs.plan_stacking(features, num_shards=4, rotation=rotation) for rotation in (0, 1))
+    hot = {"f0": np.zeros((12, 1), int), "f1": [[0, 4], [], [8]]}
+    assert plain.shard_load(hot)["t0_t1"].tolist() == [15, 0, 0, 0]
+    assert rotated.shard_load(hot)["t0_t1"].tolist() == [12, 3, 0, 0]
+    assert rotated.shard_load({})["t0_t1"].tolist() == [0, 0, 0, 0]
+    assert plain.describe(hot).splitlines()[1].split()[-3:] == ["15", "0", "4.00"]
+    assert rotated.describe(hot).splitlines()[1].split()[-3:] == ["15", "0", "3.20"]
+    assert plain.describe() == str(plain)
+    with pytest.raises(ValueError, match=r"shard_load: no feature \['x'\]; the plan has \['f0', 'f1'\]"):
+        plain.shard_load({"x": [1]})
+
+
+def test_shard_load_equals_the_shards_of_the_rows():
+    _, features = tables_and_features((40, 8), (70, 8))
+    plan = rs.plan_stacking(features, num_shards=6, rotation=5)
+    ids = np.random.default_rng(0).integers(0, 70, (30, 3))
+    (stack,) = plan.stacks
+    shards = plan.flat_rows("t1", ids) // (stack.spec.stack_vocab_size // 6)
+    np.testing.assert_array_equal(plan.shard_load({"f1": ids})["t0_t1"], np.bincount(shards.ravel(), minlength=6))
 
 
 def test_attached_specs_are_frozen_and_show_their_place():

@@ -51,18 +51,23 @@ class StatisticsFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._pattern = re.compile(rf"fdo_stats_(\d+)_(\d+)\.{re.escape(extension)}")
         self._extension = extension
-        self._last_written: Path | None = None
 
     def write(self, content: bytes) -> Path:
-        """Writes this process' statistics in one go, and removes what this object wrote before."""
-        path = self.folder / f"fdo_stats_{jax.process_index()}_{time.time_ns()}.{self._extension}"
+        """Writes this process' statistics in one go, and removes its older files, also those of an earlier run."""
+        process, now = jax.process_index(), time.time_ns()
+        path = self.folder / f"fdo_stats_{process}_{now}.{self._extension}"
         partial = path.with_suffix(".partial")
         partial.write_bytes(content)
         partial.rename(path)
-        if self._last_written is not None:
-            self._last_written.unlink(missing_ok=True)
-        self._last_written = path
+        for other, (owner, written) in self._files().items():
+            if owner == process and written < now:
+                other.unlink(missing_ok=True)
         return path
+
+    def _files(self) -> dict[Path, tuple[int, int]]:
+        """Process and time of every file."""
+        matches = ((path, self._pattern.fullmatch(path.name)) for path in self.folder.iterdir())
+        return {path: (int(match[1]), int(match[2])) for path, match in matches if match is not None}
 
     def newest(self) -> list[Path]:
         """The newest file of every process of this run, by process.
@@ -71,11 +76,8 @@ class StatisticsFiles:
           FileNotFoundError: there is none.
         """
         newest: dict[int, tuple[int, Path]] = {}
-        for path in self.folder.iterdir():
-            match = self._pattern.fullmatch(path.name)
-            if match is not None:
-                process, written = int(match[1]), int(match[2])
-                newest[process] = max(newest.get(process, (-1, path)), (written, path))
+        for path, (process, written) in self._files().items():
+            newest[process] = max(newest.get(process, (-1, path)), (written, path))
         strangers = sorted(process for process in newest if process >= jax.process_count())
         if strangers:
             _log.warning(

@@ -13,6 +13,7 @@ from rsembed.fdo.statistics import (
     SparseDenseMatmulInputStats,
     append_record,
     merge_processes,
+    running_maximum,
     to_statistics,
 )
 
@@ -35,9 +36,7 @@ class CSVFileFDOClient(FDOClient):
     def record(self, stats: SparseDenseMatmulInputStats) -> None:
         """Appends one row to every statistic, or raises the running maximum."""
         history = append_record(self._history, stats)
-        if not self._retain_history:
-            history = {key: np.max(np.atleast_2d(values), axis=0) for key, values in history.items()}
-        self._history = history
+        self._history = history if self._retain_history else running_maximum(history)
 
     def publish(self) -> None:
         """Writes everything to `fdo_stats_<process>_<time in ns>.csv`."""

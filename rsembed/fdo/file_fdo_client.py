@@ -1,4 +1,4 @@
-"""Statistics in NumPy's `.npz` files: one file per process, holding every record since the start."""
+"""Statistics in NumPy's `.npz` files: one file per process, holding every record since the start, or their maximum."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rsembed.fdo.statistics import (
     SparseDenseMatmulInputStats,
     append_record,
     merge_processes,
+    running_maximum,
     to_statistics,
 )
 
@@ -23,7 +24,8 @@ class NPZFileFDOClient(FDOClient):
     order. A folder belongs to one run; files of processes that are not in the run are ignored.
 
     Args:
-      base_dir: the folder.
+      base_dir: the folder; all processes must see it.
+      retain_history: keep every record; False keeps the running maximum alone, so that files never grow.
 
     Example:
       >>> import tempfile
@@ -34,13 +36,15 @@ class NPZFileFDOClient(FDOClient):
       [3, 4]
     """
 
-    def __init__(self, base_dir: str):
+    def __init__(self, base_dir: str, retain_history: bool = True):
         self._files = StatisticsFiles(base_dir, "npz")
+        self._retain_history = retain_history
         self._history: History = {}
 
     def record(self, stats: SparseDenseMatmulInputStats) -> None:
-        """Appends one row to every statistic."""
-        self._history = append_record(self._history, stats)
+        """Appends one row to every statistic, or raises the running maximum."""
+        history = append_record(self._history, stats)
+        self._history = history if self._retain_history else running_maximum(history)
 
     def publish(self) -> None:
         """Writes all rows to `fdo_stats_<process>_<time in ns>.npz`."""

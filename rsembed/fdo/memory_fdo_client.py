@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rsembed.fdo.client import FDOClient
-from rsembed.fdo.statistics import History, SparseDenseMatmulInputStats, append_record, to_statistics
+from rsembed.fdo.statistics import History, SparseDenseMatmulInputStats, append_record, running_maximum, to_statistics
 
 
 class MemoryFDOClient(FDOClient):
@@ -22,8 +22,7 @@ class MemoryFDOClient(FDOClient):
 
     def record(self, stats: SparseDenseMatmulInputStats) -> None:
         """Raises the running maximum."""
-        history = append_record(self._recorded, stats)
-        self._recorded = {key: np.max(np.atleast_2d(values), axis=0) for key, values in history.items()}
+        self._recorded = running_maximum(append_record(self._recorded, stats))
 
     def publish(self) -> None:
         """Makes the running maximum the one that `load` returns."""

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+
+class TableDrops(NamedTuple):
+    """Ids that a table lost in one batch, by the limit that dropped them.
+
+    Attributes:
+      ids: above `max_ids_per_partition`, every duplicate counted.
+      unique_ids: above `max_unique_ids_per_partition` alone, every duplicate counted.
+      buffer: no place in the input buffer; equal ids of a sample count once.
+    """
+
+    ids: int = 0
+    unique_ids: int = 0
+    buffer: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,12 +34,14 @@ class SparseDenseMatmulInputStats:
       max_unique_ids_per_partition: likewise, distinct rows.
       required_buffer_size_per_sc: buffer places that every core needs; each partition fills whole tiles of 8.
       id_drop_counters: ids dropped, every duplicate counted.
+      id_drops_by_table: the same by table and limit; keyed by table, and of one batch only (files do not keep it).
     """
 
     max_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_unique_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
     required_buffer_size_per_sc: dict[str, Any] = dataclasses.field(default_factory=dict)
     id_drop_counters: dict[str, Any] = dataclasses.field(default_factory=dict)
+    id_drops_by_table: dict[str, TableDrops] = dataclasses.field(default_factory=dict)
 
     def get_required_buffer_size_per_device(self, table_name: str, num_sc: int | None = None) -> int | None:
         """Buffer places a device needs: the fullest core's need times the cores; None for an unknown stack.
@@ -85,15 +101,27 @@ def append_record(history: History, statistics: SparseDenseMatmulInputStats) -> 
     return result
 
 
+def running_maximum(history: Mapping[str, np.ndarray]) -> History:
+    """The elementwise maximum of all records: a history whose size does not grow."""
+    return {key: np.max(np.atleast_2d(values), axis=0) for key, values in history.items()}
+
+
 def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
-    """One process: its history as it stands. Several: the elementwise maximum over all their records."""
+    """One process: its history as it stands. Several: the elementwise maximum over all their records.
+
+    Raises: ValueError: the processes recorded different layouts.
+    """
     histories = list(histories)
     if len(histories) == 1:
         return dict(histories[0])
     merged: History = {}
     for history in histories:
-        for key, values in history.items():
-            highest = np.max(np.atleast_2d(values), axis=0)
+        for key, highest in running_maximum(history).items():
+            if key in merged and merged[key].shape != highest.shape:
+                raise ValueError(
+                    f"statistic {key!r} has {highest.size} values in one process and {merged[key].size} in another; "
+                    "a folder belongs to one run, and all its processes have equally many devices and cores."
+                )
             merged[key] = np.maximum(merged[key], highest) if key in merged else highest
     return merged
 

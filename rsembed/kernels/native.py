@@ -91,6 +91,11 @@ def unavailable_because() -> str | None:
     return None
 
 
+def shared_library() -> ctypes.CDLL | str:
+    """The library, or why there is none: for work on the host, which does not care about JAX's backend."""
+    return _load()
+
+
 def instruction_set() -> str | None:
     """`baseline`, `avx2` or `avx512`: what the library chose for this processor; None without a library."""
     library = _load()

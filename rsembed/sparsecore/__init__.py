@@ -1,5 +1,5 @@
 """The JAX SparseCore embedding API on any backend: stacking, partitioned input, fused lookup and update.
 
-Modules keep the published names: `embedding`, `embedding_spec`, `table_stacking`, `utils`, `linen.embed` and
-`linen.embed_optimizer`.
+Modules keep the published names: `embedding`, `embedding_spec`, `table_stacking`, `utils`, `linen.embed`,
+`linen.embed_optimizer`, `nnx.embed` and `embedding_pipelining_utils`.
 """

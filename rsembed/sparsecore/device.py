@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
@@ -58,25 +58,65 @@ def read_entries(
 ) -> Entries:
     """The entries that the row pointers delimit; what lies in gaps and behind the last partition is never used."""
     num_cores, num_shards = layout.num_cores, layout.num_shards
+    num_places = embedding_ids.size // num_cores
     ends = row_pointers.reshape(num_cores, -1)[:, :num_shards]
     starts = jnp.pad((ends[:, :-1] + SUBLANES - 1) // SUBLANES * SUBLANES, ((0, 0), (1, 0)))
     core = jnp.arange(num_cores, dtype=jnp.int32)[:, None]
-    place = jnp.arange(embedding_ids.size // num_cores, dtype=jnp.int32)[None, :]
+    place = jnp.arange(num_places, dtype=jnp.int32)[None, :]
     # Counting the partitions that start up to a place tells its partition: the last of those, if some are empty.
-    started = jnp.zeros((num_cores, place.size), jnp.int32).at[core, starts].add(1, mode="drop")
+    started = jnp.zeros((num_cores, num_places), jnp.int32).at[core, starts].add(1, mode="drop")
     shard = jnp.cumsum(started, axis=1) - 1
-    is_entry = place < jnp.take_along_axis(ends, shard, axis=1)
+    is_entry = (place < jnp.take_along_axis(ends, shard, axis=1)).reshape(-1)
+    cores = jnp.repeat(jnp.arange(num_cores, dtype=jnp.int32), num_places)
+    return _entries(layout, cores, shard.reshape(-1), is_entry, embedding_ids, sample_ids, gains)
 
-    def flat(values: Array) -> Array:
-        return jnp.where(is_entry, values, NO_ROW).reshape(-1)
 
-    rows = shard % num_cores * layout.rows_per_shard + embedding_ids.reshape(num_cores, -1)
-    samples = core * layout.samples_per_core + sample_ids.reshape(num_cores, -1)
+def read_minibatched_entries(
+    layout: StackLayout,
+    num_minibatches: Int[Array, ""],
+    row_pointers: Int[Array, " pointers"],
+    embedding_ids: Int[Array, " nnz"],
+    sample_ids: Int[Array, " nnz"],
+    gains: Float[Array, " nnz"],
+) -> Entries:
+    """As `read_entries`, of a buffer whose blocks of row pointers belong to (core, minibatch) and are absolute.
+
+    All minibatches are read together: a minibatch exists so that a SparseCore can hold it, and other machines need
+    not. Entries are put into the order of a batch without minibatches, so that sums come out bit by bit the same.
+    """
+    num_shards, num_places = layout.num_shards, embedding_ids.size
+    ends = row_pointers.reshape(-1, max(num_shards, SUBLANES))[:, :num_shards].reshape(-1)
+    starts = jnp.pad((ends[:-1] + SUBLANES - 1) // SUBLANES * SUBLANES, (1, 0))
+    partitions_per_core = num_minibatches * num_shards
+    is_used = jnp.arange(ends.size, dtype=jnp.int32) < layout.num_cores * partitions_per_core
+    started = jnp.zeros(num_places, jnp.int32).at[jnp.where(is_used, starts, num_places)].add(1, mode="drop")
+    partition = jnp.cumsum(started) - 1
+    is_entry = jnp.arange(num_places, dtype=jnp.int32) < ends[partition]
+    cores, shard = partition // partitions_per_core, partition % num_shards
+    entries = _entries(layout, cores, shard, is_entry, embedding_ids, sample_ids, gains)
+    order = jnp.lexsort((entries.samples, entries.rows, entries.owners, jnp.where(is_entry, cores, layout.num_cores)))
+    return Entries(*(field[order] for field in entries))
+
+
+def _entries(
+    layout: StackLayout,
+    cores: Int[Array, " nnz"],
+    shards: Int[Array, " nnz"],
+    is_entry: Bool[Array, " nnz"],
+    embedding_ids: Int[Array, " nnz"],
+    sample_ids: Int[Array, " nnz"],
+    gains: Float[Array, " nnz"],
+) -> Entries:
+    """Places as entries, from the core that a place belongs to and the shard that it reads from."""
+
+    def used(values: Array) -> Array:
+        return jnp.where(is_entry, values, NO_ROW)
+
     return Entries(
-        owners=flat(shard // num_cores),
-        rows=flat(rows),
-        samples=flat(samples),
-        gains=jnp.where(is_entry, gains.reshape(num_cores, -1), 0.0).reshape(-1),
+        owners=used(shards // layout.num_cores),
+        rows=used(shards % layout.num_cores * layout.rows_per_shard + embedding_ids),
+        samples=used(cores * layout.samples_per_core + sample_ids),
+        gains=jnp.where(is_entry, gains, 0.0),
     )
 
 
@@ -161,22 +201,32 @@ def stack(layout: StackLayout, by_feature: dict[str, Any]) -> Float[Array, "samp
     return jnp.concatenate(pieces, axis=1).reshape(-1, layout.spec.stack_embedding_dim)
 
 
-def manual_axes(num_devices: int) -> AxisName | None:
+def manual_axes(num_devices: int, axis_name: AxisName | None = None) -> AxisName | None:
     """The mesh axes of the surrounding `shard_map` that have `num_devices` devices together; None for one device.
 
+    Args:
+      num_devices: devices that share the tables.
+      axis_name: the axes, outermost first, where the caller knows them; None searches: all axes in the order of the
+        mesh, or the one that fits.
+
     Raises:
-      ValueError: there is no `shard_map` around, or none of its axes fits.
+      ValueError: there is no `shard_map` around, none of its axes fits, or several do.
     """
     if num_devices == 1:
         return None
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
-    if sizes and math.prod(sizes.values()) == num_devices:
+    if axis_name is not None:
+        wanted = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        if math.prod(sizes.get(name, 0) for name in wanted) == num_devices:
+            return wanted
+    elif sizes and math.prod(sizes.values()) == num_devices:
         return tuple(sizes)
-    fitting = [name for name, size in sizes.items() if size == num_devices]
-    if len(fitting) == 1:
-        return fitting[0]
+    else:
+        fitting = [name for name, size in sizes.items() if size == num_devices]
+        if len(fitting) == 1:
+            return fitting[0]
     raise ValueError(
         f"global_device_count={num_devices}, but the surrounding shard_map has the axes {sizes}; call this inside "
-        "jax.shard_map over the axis that shards the tables."
+        "jax.shard_map over the axis that shards the tables, and name it with axis_name= if several fit."
     )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import PRNGKeyArray
 
+from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
-from rsembed.sparsecore import table_stacking
 from rsembed.sparsecore.initialization import initialize
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
@@ -23,18 +21,31 @@ from rsembed.sparsecore.layout import (
     row_pointers_size,
     stack_layouts,
 )
+from rsembed.sparsecore.layout_record import create_proto_from_feature_specs as create_proto_from_feature_specs
+from rsembed.sparsecore.layout_record import get_optimizer_class as get_optimizer_class
+from rsembed.sparsecore.layout_record import get_optimizer_type as get_optimizer_type
+from rsembed.sparsecore.layout_record import optimizer_spec_to_proto as optimizer_spec_to_proto
+from rsembed.sparsecore.layout_record import proto_to_optimizer_spec as proto_to_optimizer_spec
+from rsembed.sparsecore.logical_tables import logical_tables as logical_tables
+from rsembed.sparsecore.logical_tables import logical_variables as logical_variables
+from rsembed.sparsecore.logical_tables import with_logical_tables as with_logical_tables
 from rsembed.sparsecore.matmul import sparse_dense_matmul as sparse_dense_matmul
 from rsembed.sparsecore.matmul import sparse_dense_matmul_grad as sparse_dense_matmul_grad
 from rsembed.sparsecore.matmul import stack_embedding_gradients as stack_embedding_gradients
 from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul as tpu_sparse_dense_matmul
 from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul_grad as tpu_sparse_dense_matmul_grad
 from rsembed.sparsecore.matmul import unstack_embedding_activations as unstack_embedding_activations
+from rsembed.sparsecore.minibatching import get_all_reduce_interface as get_all_reduce_interface
+from rsembed.sparsecore.preprocessing import (
+    eval_preprocess_sparse_dense_matmul_input_shape as eval_preprocess_sparse_dense_matmul_input_shape,
+)
 from rsembed.sparsecore.preprocessing import (
     preprocess_sparse_dense_matmul_input as preprocess_sparse_dense_matmul_input,
 )
 from rsembed.sparsecore.preprocessing import (
     preprocess_sparse_dense_matmul_input_from_sparse_tensor as preprocess_sparse_dense_matmul_input_from_sparse_tensor,
 )
+from rsembed.sparsecore.table_stacking import auto_stack_tables as auto_stack_tables
 from rsembed.sparsecore.table_stacking import (
     prepare_feature_specs_for_training as prepare_feature_specs_for_training,
 )
@@ -45,7 +56,6 @@ from rsembed.sparsecore.variables import Nested as Nested
 from rsembed.sparsecore.variables import PreprocessedInput as PreprocessedInput
 from rsembed.sparsecore.variables import SparseDenseMatmulInput as SparseDenseMatmulInput
 from rsembed.specs import (
-    DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     FeatureSpec,
     StackedTableSpec,
     TableSpec,
@@ -66,30 +76,6 @@ def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
     """The strategy of that name, in any case. Raises: ValueError: there is none."""
     check_sharding_strategy(sharding_strategy)
     return ShardingStrategy.MOD
-
-
-def auto_stack_tables(
-    features: Nested[FeatureSpec],
-    global_device_count: int,
-    num_sc_per_device: int | None = None,
-    stack_to_max_ids_per_partition: LimitsCallable = get_default_limits,
-    stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
-    *,
-    rotation: int | None = None,
-    use_short_stack_names: bool = True,
-    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
-) -> None:
-    """`table_stacking.auto_stack_tables`, with `rotation` by keyword only."""
-    table_stacking.auto_stack_tables(
-        features,
-        global_device_count,
-        num_sc_per_device,
-        rotation,
-        stack_to_max_ids_per_partition,
-        stack_to_max_unique_ids_per_partition,
-        use_short_stack_names=use_short_stack_names,
-        activation_mem_bytes_limit=activation_mem_bytes_limit,
-    )
 
 
 def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
@@ -124,12 +110,18 @@ def compute_theoretical_max_coo_buffer_size(
 
 
 def compute_coo_buffer_size_per_device(
-    feature_specs: Nested[FeatureSpec], global_device_count: int, num_sc_per_device: int | None = None
+    feature_specs: Nested[FeatureSpec],
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    enable_minibatching: bool = False,
 ) -> dict[str, int]:
     """Buffer places that a device has, by stack."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
-    return {name: layout.buffer_size_per_device for name, layout in layouts.items()}
+    return {
+        name: layout.minibatched_buffer_size_per_device if enable_minibatching else layout.buffer_size_per_device
+        for name, layout in layouts.items()
+    }
 
 
 def init_embedding_variables(
@@ -164,35 +156,26 @@ def init_embedding_variables(
 
 
 def update_preprocessing_parameters(
-    feature_specs: Nested[FeatureSpec], updated_params: SparseDenseMatmulInputStats, num_sc_per_device: int
+    feature_specs: Nested[FeatureSpec],
+    updated_params: SparseDenseMatmulInputStats,
+    num_sc_per_device: int,
+    *,
+    policy: LimitsPolicy = EXACT,
 ) -> None:
-    """Sets the limits and buffer sizes of all stacks to what `updated_params` observed, in place.
+    """Sets the limits and buffer sizes of all stacks from what `updated_params` observed, in place.
 
-    Limits become the largest observed values, without headroom, and may shrink. Stacks without statistics keep theirs.
-    The next preprocessed batch carries the new limits, which makes `jit` trace its step anew.
+    The published call sets the largest observed values: small buffers, but new ones after almost every call, each of
+    which compiles the training step anew. `policy=LimitsPolicy()` is the better choice for a long run: headroom, never
+    shrinking, in few sizes. The next preprocessed batch carries the new limits, which makes `jit` trace its step anew.
 
     Args:
-      feature_specs: placed specs.
+      feature_specs: placed specs. Stacks without statistics keep their limits.
       updated_params: statistics of one or many batches, as loaded by a client of `rsembed.fdo`.
       num_sc_per_device: cores per device.
+      policy: how limits follow from maxima; see `rsembed.fdo.limits_from_statistics`, which computes them.
     """
-    for stack in get_stacked_table_specs(feature_specs).values():
-        changes = _observed_limits(updated_params, stack.stack_name, num_sc_per_device)
-        new = stack.replace(**changes)
-        for feature in features_of(feature_specs):
-            if placed_stack(feature.table_spec).stack_name == stack.stack_name:
-                feature.table_spec.stacked_table_spec = new
-
-
-def _observed_limits(statistics: SparseDenseMatmulInputStats, stack_name: str, num_cores: int) -> dict[str, Any]:
-    observed: dict[str, tuple[Mapping[str, Any], int]] = {
-        "max_ids_per_partition": (statistics.max_ids_per_partition, 1),
-        "max_unique_ids_per_partition": (statistics.max_unique_ids_per_partition, 1),
-        "suggested_coo_buffer_size_per_device": (statistics.required_buffer_size_per_sc, num_cores),
-    }
-    # A stack that saw no id at all keeps room for one.
-    return {
-        field: max(1, int(np.max(values[stack_name]) * factor))
-        for field, (values, factor) in observed.items()
-        if stack_name in values
-    }
+    stacks = get_stacked_table_specs(feature_specs)
+    limits = limits_from_statistics(stacks.values(), updated_params, num_sc_per_device, policy=policy)
+    for feature in features_of(feature_specs):
+        stack = placed_stack(feature.table_spec)
+        feature.table_spec.stacked_table_spec = stack.replace(**limits[stack.stack_name]._asdict())

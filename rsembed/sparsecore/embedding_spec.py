@@ -19,6 +19,7 @@ from rsembed.optimizers import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
 from rsembed.optimizers import SGDOptimizerSpec as SGDOptimizerSpec
 from rsembed.optimizers import SGDSlotVariables as SGDSlotVariables
+from rsembed.sparsecore.layout_record import CallablePlaceholder as CallablePlaceholder
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT as DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
 from rsembed.specs import CallableTableInitializer as CallableTableInitializer
 from rsembed.specs import FeatureIdTransformation as FeatureIdTransformation

@@ -1,18 +1,21 @@
-"""Ids and weights as users hand them over, checked and brought into one form: one entry per id.
+"""Ids and weights as users hand them over, brought into one form without a copy, and checked.
 
-Every check of this room happens here, before anything is laid out, and names the feature, the place and the way out.
+Shapes and kinds are checked here when a batch is read. Values are checked by whoever walks over them anyway: the numpy
+partitioner asks for `HostFeature.ids`, the native one finds a bad value on its way and has `check_values` name it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int64, Integer
 
+from rsembed.bags import PAD_ID, Bags
 from rsembed.specs import FeatureSpec, features_of
 
 
@@ -22,15 +25,50 @@ class HostFeature:
 
     Attributes:
       spec: the feature.
-      ids: row of the logical table, per entry.
-      samples: sample of this process' batch, per entry.
-      gains: the entry's factor in its sample, before equal entries are added.
+      raw_ids: row of the logical table, per entry, sample after sample, as they were handed over: not yet compared
+        with the vocabulary.
+      lengths: number of ids of every sample of this process' batch.
+      ids_per_sample: that number if it is the same by construction; None if samples may differ.
+      weights: one per entry, not yet known to be finite; None means ones.
     """
 
     spec: FeatureSpec
-    ids: Int64[np.ndarray, " nnz"]
-    samples: Int64[np.ndarray, " nnz"]
-    gains: Float32[np.ndarray, " nnz"]
+    raw_ids: Integer[np.ndarray, " nnz"]
+    lengths: Int64[np.ndarray, " samples"]
+    ids_per_sample: int | None = None
+    weights: Float32[np.ndarray, " nnz"] | None = None
+
+    @functools.cached_property
+    def ids(self) -> Int64[np.ndarray, " nnz"]:
+        """The ids, checked.
+
+        Raises: ValueError: an id is outside its table, or a weight is not finite.
+        """
+        self.check_values()
+        return self.raw_ids.astype(np.int64)
+
+    @functools.cached_property
+    def samples(self) -> Int64[np.ndarray, " nnz"]:
+        """Sample of this process' batch, per entry."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths)
+
+    @functools.cached_property
+    def gains(self) -> Float32[np.ndarray, " nnz"]:
+        """The entry's factor in its sample, before equal entries are added."""
+        return _gains(self.spec.table_spec.combiner, self.samples, len(self.lengths), self.weights)
+
+    def check_values(self) -> None:
+        """Names the first bad value. Raises: ValueError: an id is outside its table, or a weight is not finite."""
+        where, table, ids = f"feature {self.spec.name!r}", self.spec.table_spec, self.raw_ids
+        if self.weights is not None and not np.isfinite(self.weights).all():
+            entry = int(np.flatnonzero(~np.isfinite(self.weights))[0])
+            raise ValueError(f"{where}: weight {self.weights[entry]} in sample {self.samples[entry]} is not finite.")
+        if ids.size and (ids.min() < 0 or ids.max() >= table.vocabulary_size):
+            worst = int(np.argmin(ids) if ids.min() < 0 else np.argmax(ids))
+            raise ValueError(
+                f"{where}: id {ids[worst]} in sample {self.samples[worst]} is outside table {table.name!r} with "
+                f"vocabulary_size={table.vocabulary_size}; enlarge the table, or hash the ids first."
+            )
 
 
 def read_features(
@@ -40,9 +78,11 @@ def read_features(
 
     Args:
       feature_specs: tree of FeatureSpecs.
-      features: the same tree; each leaf is a 2-D integer array, a 1-D object array of 1-D arrays, or lists of lists. It
-        has this process' part of the batch; of a whole global batch, that part is taken.
-      weights: the same tree and shapes, or None for ones.
+      features: the same tree; each leaf is a 2-D integer array, a 1-D object array of 1-D arrays, a list of lists, a
+        pair `(values, lengths)` of 1-D arrays, or `rsembed.Bags`. It has this process' part of the batch; of a whole
+        global batch, that part is taken.
+      weights: the same tree and shapes, or None for ones; a leaf may be None, or flat with one weight per id where the
+        ids are a pair or `Bags`. Weights inside `Bags` need not be repeated here.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
     """
@@ -54,15 +94,25 @@ def read_features(
     result = []
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
         where = f"feature {spec.name!r}"
-        ids, lengths = _rows(leaf, where)
-        values = None if weight is None else _weights(weight, lengths, where)
+        if isinstance(leaf, Bags):
+            ids, lengths, values = _from_bags(leaf, weight, where)
+            ids_per_sample = None
+        else:
+            ids, lengths, ids_per_sample = _rows(leaf, where)
+            weight = (np.asarray(weight), lengths) if _is_pair(leaf) and _is_flat(weight) else weight
+            values = None if weight is None else _weights(weight, lengths, where)
         if len(lengths) == spec.num_samples and jax.process_count() * local_device_count == global_device_count:
             ids, lengths, values = _own_share(ids, lengths, values)
         _check_batch(spec, len(lengths), local_device_count, global_device_count)
-        samples = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-        checked = _check_ids(spec, ids, samples)
-        gains = _gains(spec.table_spec.combiner, samples, len(lengths), values)
-        result.append(HostFeature(spec=spec, ids=checked, samples=samples, gains=gains))
+        result.append(
+            HostFeature(
+                spec=spec,
+                raw_ids=_integers(ids, where),
+                lengths=lengths,
+                ids_per_sample=ids_per_sample,
+                weights=values,
+            )
+        )
     return result
 
 
@@ -96,9 +146,11 @@ def read_sparse_tensors(
         if samples.size and (samples.min() < 0 or samples.max() >= num_samples):
             worst = samples.min() if samples.min() < 0 else samples.max()
             raise ValueError(f"{where}: sparse index names sample {worst}, outside the dense shape's {num_samples}.")
-        checked = _check_ids(spec, value, samples)
-        gains = _gains(spec.table_spec.combiner, samples, num_samples, None)
-        result.append(HostFeature(spec=spec, ids=checked, samples=samples, gains=gains))
+        if (samples[1:] < samples[:-1]).any():
+            order = np.argsort(samples, kind="stable")
+            samples, value = samples[order], value[order]
+        lengths = np.bincount(samples, minlength=num_samples)
+        result.append(HostFeature(spec=spec, raw_ids=_integers(value, where), lengths=lengths))
     return result
 
 
@@ -111,8 +163,55 @@ def _matching_leaves(feature_specs: Any, tree: Any, name: str) -> list[Any]:
         raise ValueError(f"{name} must have the tree structure of feature_specs, {structure}: {error}") from error
 
 
-def _rows(leaf: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Flat values and the number of values in every row."""
+def _from_bags(bags: Bags, weight: Any, where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Flat ids, the number of ids in every sample, and flat weights, without padding."""
+    ids, lengths = _used_part(bags, bags.ids, where)
+    if weight is not None and bags.weights is not None:
+        raise ValueError(f"{where}: weights are given twice, inside the Bags and in features_weights; keep one.")
+    weight = bags.weights if weight is None else weight
+    weight = _used_part(bags, weight, where) if _is_flat(weight) else weight
+    values = None if weight is None else _weights(weight, lengths, where)
+    is_id = ids != PAD_ID  # here too padding is no id, so that it does not count in means
+    if not is_id.all():
+        samples = np.repeat(np.arange(len(lengths)), lengths)
+        lengths = np.bincount(samples[is_id], minlength=len(lengths))
+        ids, values = ids[is_id], None if values is None else values[is_id]
+    return ids, lengths, values
+
+
+def _used_part(bags: Bags, values: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values of `bags` as a pair, without those behind the last offset."""
+    offsets, values = np.asarray(bags.offsets).astype(np.int64), np.asarray(values)
+    if not offsets.size or offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(values):
+        raise ValueError(
+            f"{where}: the offsets of Bags must rise from 0 to at most the {len(values)} values, got "
+            f"{offsets[:8].tolist()}...; Bags.from_lengths builds them."
+        )
+    return values[: offsets[-1]], np.diff(offsets)
+
+
+def _is_flat(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, jax.Array)) and leaf.ndim == 1 and leaf.dtype != object
+
+
+def _is_pair(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 2 and all(map(_is_flat, leaf))
+
+
+def _pair(leaf: tuple[Any, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
+    values, lengths = (np.asarray(part) for part in leaf)
+    if lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0) or lengths.sum() != len(values):
+        raise ValueError(
+            f"{where}: a pair of arrays is (values, lengths), but the lengths {lengths[:8].tolist()}... do not add up "
+            f"to {len(values)} values; give rows as a list, not as a tuple."
+        )
+    return values, lengths.astype(np.int64)
+
+
+def _rows(leaf: Any, where: str) -> tuple[np.ndarray, np.ndarray, int | None]:
+    """Flat values, the number of values in every row, and that number if all rows must have the same."""
+    if _is_pair(leaf):
+        return (*_pair(leaf, where), None)
     if not isinstance(leaf, (list, tuple)):
         leaf = np.asarray(leaf)
         if leaf.dtype != object:
@@ -121,10 +220,10 @@ def _rows(leaf: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
                     f"{where}: a dense input is [samples, ids per sample], got {leaf.ndim} dimensions ({leaf.shape}); "
                     "reshape it to (-1, 1) for one id per sample."
                 )
-            return leaf.reshape(-1), np.full(leaf.shape[0], leaf.shape[1], np.int64)
+            return leaf.reshape(-1), np.full(leaf.shape[0], leaf.shape[1], np.int64), leaf.shape[1]
         if leaf.ndim != 1:
             raise ValueError(f"{where}: an object array must hold one array per sample, got shape {leaf.shape}.")
-    return _ragged_rows(leaf, where)
+    return (*_ragged_rows(leaf, where), None)
 
 
 def _ragged_rows(leaf: Sequence[Any] | np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -147,6 +246,8 @@ def _own_share(
     ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """This process' part of a global batch: the processes' parts follow each other."""
+    if jax.process_count() == 1:
+        return ids, lengths, weights
     num_rows = len(lengths) // jax.process_count()
     first = jax.process_index() * num_rows
     start = int(lengths[:first].sum())
@@ -165,38 +266,26 @@ def _check_batch(spec: FeatureSpec, num_rows: int, local_device_count: int, glob
         )
 
 
-def _check_ids(spec: FeatureSpec, ids: np.ndarray, samples: np.ndarray) -> Int64[np.ndarray, " nnz"]:
-    where, table = f"feature {spec.name!r}", spec.table_spec
+def _integers(ids: np.ndarray, where: str) -> Integer[np.ndarray, " nnz"]:
+    """The same ids if they are integers; an empty list of unknown kind counts as such."""
+    if ids.dtype.kind in "iu":
+        return ids
     if ids.size == 0:
         return np.zeros(0, np.int64)
     if ids.dtype == object:
         raise ValueError(f"{where}: ids must be integers that fit 64 bits, got {ids[0]!r}, ...; hash larger ids first.")
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"{where}: ids must be integers, got dtype {ids.dtype}; convert them with .astype('int32').")
-    lowest, highest = ids.min(), ids.max()
-    if lowest < 0 or highest >= table.vocabulary_size:
-        worst = int(np.argmin(ids) if lowest < 0 else np.argmax(ids))
-        raise ValueError(
-            f"{where}: id {ids[worst]} in sample {samples[worst]} is outside table {table.name!r} with "
-            f"vocabulary_size={table.vocabulary_size}; enlarge the table, or hash the ids first."
-        )
-    return ids.astype(np.int64)
+    raise TypeError(f"{where}: ids must be integers, got dtype {ids.dtype}; convert them with .astype('int32').")
 
 
 def _weights(leaf: Any, lengths: np.ndarray, where: str) -> np.ndarray:
-    values, weight_lengths = _rows(leaf, f"{where}, weights")
+    values, weight_lengths, _ = _rows(leaf, f"{where}, weights")
     if not np.array_equal(lengths, weight_lengths):
         same_count = len(lengths) == len(weight_lengths)
         place = f" (first at sample {np.flatnonzero(lengths != weight_lengths)[0]})" if same_count else ""
         raise ValueError(f"{where}: weights must have one value per id, but their lengths differ{place}.")
     if values.dtype.kind not in "fiub":
         raise TypeError(f"{where}: weights must be numbers, got dtype {values.dtype}.")
-    values = values.astype(np.float32)
-    if not np.isfinite(values).all():
-        entry = int(np.flatnonzero(~np.isfinite(values))[0])
-        sample = int(np.searchsorted(np.cumsum(lengths), entry, side="right"))
-        raise ValueError(f"{where}: weight {values[entry]} in sample {sample} is not finite.")
-    return values
+    return values.astype(np.float32, copy=False)
 
 
 def _gains(combiner: str, samples: np.ndarray, num_samples: int, weights: np.ndarray | None) -> np.ndarray:
@@ -206,6 +295,7 @@ def _gains(combiner: str, samples: np.ndarray, num_samples: int, weights: np.nda
     values = np.ones(samples.shape, np.float32) if weights is None else weights
     wide = values.astype(np.float64)
     total = np.bincount(samples, wide if combiner == "mean" else wide * wide, minlength=num_samples)
+    total = total.astype(np.float64, copy=False)  # without entries, bincount forgets that weights are floats
     divisor = total if combiner == "mean" else np.sqrt(total)
     inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
     return (wide * inverse[samples]).astype(np.float32)

@@ -62,15 +62,6 @@ def check_sharding_strategy(sharding_strategy: str) -> None:
         raise ValueError(f"unknown sharding strategy {sharding_strategy!r}; the only one is 'MOD'.")
 
 
-def check_no_minibatching(enable_minibatching: bool) -> None:
-    """Raises: NotImplementedError: minibatching was asked for."""
-    if enable_minibatching:
-        raise NotImplementedError(
-            "minibatching of preprocessed input is not implemented yet; raise max_ids_per_partition and "
-            "max_unique_ids_per_partition instead, or use smaller batches."
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLayout:
     """One stack with the features that read it, in the order of their samples, and its sizes for `S` shards."""
@@ -106,11 +97,21 @@ class StackLayout:
 
         Raises: ValueError: the suggested size is more than the limits could ever fill.
         """
-        largest = coo_buffer_size(self.spec.max_ids_per_partition, self.num_devices, self.num_cores)
+        return self._buffer_size(1)
+
+    @property
+    def minibatched_buffer_size_per_device(self) -> int:
+        """Places in a device's input buffer that has room for every minibatch, unless a smaller size is suggested."""
+        return self._buffer_size(MAX_MINIBATCHES)
+
+    def _buffer_size(self, num_minibatches: int) -> int:
+        largest = num_minibatches * coo_buffer_size(self.spec.max_ids_per_partition, self.num_devices, self.num_cores)
         suggested = self.spec.suggested_coo_buffer_size_per_device
         if suggested is None:
             return largest
         size = round_up(suggested, SUBLANES * self.num_cores)
+        if size > largest and len({feature.table_spec.name for feature in self.features}) > 1:
+            return largest  # the sizes of several tables were added, their limits were not
         if size > largest:
             raise ValueError(
                 f"stack {self.name!r}: suggested_coo_buffer_size_per_device={suggested} (rounded to {size}) is above "
@@ -130,15 +131,16 @@ def coo_buffer_size(max_ids_per_partition: int, num_devices: int, num_cores: int
     return round_up(max_ids_per_partition, SUBLANES) * num_cores * num_devices * num_cores
 
 
-def cores_from_row_pointers(size_per_device: int, num_devices: int) -> int:
+def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minibatching: bool = False) -> int:
     """The cores per device for which a device has that many row pointers.
 
     Raises: ValueError: no number of cores fits.
     """
     num_cores = 1
-    while row_pointers_size(num_devices, num_cores) < size_per_device:
+    num_blocks = MAX_MINIBATCHES if enable_minibatching else 1
+    while num_blocks * row_pointers_size(num_devices, num_cores) < size_per_device:
         num_cores += 1
-    if row_pointers_size(num_devices, num_cores) != size_per_device:
+    if num_blocks * row_pointers_size(num_devices, num_cores) != size_per_device:
         raise ValueError(
             f"{size_per_device} row pointers per device do not fit {num_devices} devices with any number of cores; was "
             "the input preprocessed for another global_device_count, or passed without shard_map?"

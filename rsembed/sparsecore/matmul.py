@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
+from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore import device
 from rsembed.sparsecore.layout import (
+    MAX_MINIBATCHES,
     StackLayout,
-    check_no_minibatching,
     check_sharding_strategy,
     cores_from_row_pointers,
     resolve_cores,
@@ -34,6 +35,7 @@ def sparse_dense_matmul(
     enable_minibatching: bool = False,
     perform_unstacking: bool = True,
     use_activation_unstack_primitive: bool = False,
+    axis_name: AxisName | None = None,
 ) -> Any:
     """Activations of this device's samples. With several devices, call it inside `jax.shard_map`.
 
@@ -44,20 +46,20 @@ def sparse_dense_matmul(
       global_device_count: devices that share the tables.
       sharding_strategy: "MOD".
       num_sc_per_device: None reads it off the input.
-      enable_minibatching: not implemented yet.
+      enable_minibatching: as given to the preprocessing.
       perform_unstacking: False returns `{stack: activations}` as they are laid out.
       use_activation_unstack_primitive: ignored; a TPU detail.
+      axis_name: mesh axes that shard the tables, outermost first; None takes those that fit the device count.
 
     Returns:
       Float32 activations `[samples of this device, output dim]` in a tree like `feature_specs`.
     """
     del use_activation_unstack_primitive
     check_sharding_strategy(sharding_strategy)
-    check_no_minibatching(enable_minibatching)
-    num_cores = _num_cores(preprocessed_inputs, global_device_count, num_sc_per_device)
+    num_cores = _num_cores(preprocessed_inputs, global_device_count, num_sc_per_device, enable_minibatching)
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
     activations = {}
-    for layout, entries, exchange in _stacks(layouts, preprocessed_inputs):
+    for layout, entries, exchange in _stacks(layouts, preprocessed_inputs, axis_name, enable_minibatching):
         table = embedding_variables[layout.name][0]
         activations[layout.name] = device.lookup_stack(table, entries, layout, exchange)
     if not perform_unstacking:
@@ -80,6 +82,7 @@ def sparse_dense_matmul_grad(
     perform_stacking: bool = True,
     use_gradient_stacking_primitive: bool = False,
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
+    axis_name: AxisName | None = None,
 ) -> dict[str, EmbeddingVariables]:
     """The updated variables: one optimizer step of every row that was looked up, in place when donated.
 
@@ -93,26 +96,26 @@ def sparse_dense_matmul_grad(
       label: ignored; it names a TPU program.
       step: 0-based step, for optimizers and learning rates that depend on it; None is the first step, for ever.
       num_sc_per_device: None reads it off the input.
-      enable_minibatching: not implemented yet.
+      enable_minibatching: as given to the preprocessing.
       perform_stacking: False expects gradients as they are laid out.
       use_gradient_stacking_primitive: ignored; a TPU detail.
       embedding_var_limits: `{stack: (minimum or None, maximum or None)}` of stepped rows, for every stack.
+      axis_name: as for `sparse_dense_matmul`.
 
     Raises:
       ValueError: limits do not name every stack, shapes do not fit, or a step is needed and missing.
     """
     del label, use_gradient_stacking_primitive
     check_sharding_strategy(sharding_strategy)
-    check_no_minibatching(enable_minibatching)
     num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, perform_stacking)
-    num_cores = _num_cores(preprocessed_inputs, num_devices, num_sc_per_device)
+    num_cores = _num_cores(preprocessed_inputs, num_devices, num_sc_per_device, enable_minibatching)
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
     limits = _checked_limits(embedding_var_limits, layouts)
     if perform_stacking:
         activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, num_cores, num_devices)
     tables = tables_of(feature_specs).values()
     updated = {}
-    for layout, entries, exchange in _stacks(layouts, preprocessed_inputs):
+    for layout, entries, exchange in _stacks(layouts, preprocessed_inputs, axis_name, enable_minibatching):
         variables = EmbeddingVariables(*embedding_variables[layout.name])
         members = [table for table in tables if table.setting_in_stack.stack_name == layout.name]
         rule = rule_of_stack(layout.spec, members, limits.get(layout.name, (None, None)))
@@ -187,17 +190,23 @@ def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking
     return stack.total_sample_count // max(1, activation_gradients[stack.stack_name].shape[0])
 
 
-def _num_cores(inputs: PreprocessedInput, num_devices: int, num_sc_per_device: int | None) -> int:
+def _num_cores(
+    inputs: PreprocessedInput, num_devices: int, num_sc_per_device: int | None, enable_minibatching: bool
+) -> int:
     """Cores per device, from the number of row pointers that this device has."""
+    inputs.check_minibatching(enable_minibatching)
     size = next(iter(inputs.lhs_row_pointers.values())).size
-    num_cores = cores_from_row_pointers(size, num_devices)
+    num_cores = cores_from_row_pointers(size, num_devices, enable_minibatching)
     if num_sc_per_device not in (None, num_cores):
         raise ValueError(f"num_sc_per_device={num_sc_per_device}, but the input was preprocessed with {num_cores}.")
     return num_cores
 
 
 def _stacks(
-    layouts: Mapping[str, StackLayout], inputs: PreprocessedInput
+    layouts: Mapping[str, StackLayout],
+    inputs: PreprocessedInput,
+    axis_name: AxisName | None,
+    enable_minibatching: bool,
 ) -> Iterator[tuple[StackLayout, device.Entries, device.Exchange]]:
     if set(layouts) != set(inputs.lhs_row_pointers):
         raise ValueError(
@@ -206,9 +215,25 @@ def _stacks(
         )
     for name, layout in layouts.items():
         flat = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
-        axis_name = device.manual_axes(layout.num_devices)
-        exchange = device.plan_exchange(layout, inputs.max_ids_per_partition(name), flat[1].size, axis_name)
-        yield layout, device.read_entries(layout, *flat), exchange
+        axes = device.manual_axes(layout.num_devices, axis_name)
+        max_ids = inputs.max_ids_per_partition(name)
+        if enable_minibatching:
+            max_ids = None if max_ids is None else max_ids * MAX_MINIBATCHES
+            entries = device.read_minibatched_entries(layout, _num_minibatches(inputs), *flat)
+        else:
+            entries = device.read_entries(layout, *flat)
+        yield layout, entries, device.plan_exchange(layout, max_ids, flat[1].size, axes)
+
+
+def _num_minibatches(inputs: PreprocessedInput) -> Array:
+    """Minibatches on this device."""
+    number = jnp.asarray(inputs.num_minibatches)
+    if number.size != 1:
+        raise ValueError(
+            f"num_minibatches has {number.size} numbers, one per device; call this inside jax.shard_map over the axis "
+            "that shards the input."
+        )
+    return number.reshape(()).astype(jnp.int32)
 
 
 def _checked_limits(

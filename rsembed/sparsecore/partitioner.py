@@ -9,20 +9,17 @@ Source: the published behaviour of the JAX SparseCore API.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
 from rsembed.sparsecore.variables import PADDING_VALUE
 from rsembed.stacking import SUBLANES
-
-_log = logging.getLogger("rsembed")
 
 
 class StackBuffers(NamedTuple):
@@ -34,14 +31,64 @@ class StackBuffers(NamedTuple):
     gains: np.ndarray
 
 
-class _Entries(NamedTuple):
-    """Merged entries of all cores, ordered by (partition, row, sample); a partition is `core * S + shard`."""
+class Entries(NamedTuple):
+    """Merged entries of all cores, in the order of the buffers: by partition, row and sample.
+
+    A partition is `block * S + shard`. Without minibatching a core has one block, so that a block is a core.
+    """
 
     partition: np.ndarray
     row: np.ndarray
     sample: np.ndarray
     gain: np.ndarray
     multiplicity: np.ndarray
+
+
+class Counts(NamedTuple):
+    """Entries and distinct rows of every partition, and which entries are the first of their row."""
+
+    is_new_row: np.ndarray
+    num_ids: np.ndarray
+    num_unique: np.ndarray
+
+
+class Regions(NamedTuple):
+    """How buffers are cut: into regions that fill up independently, and blocks of one row pointer per shard.
+
+    Attributes:
+      num_regions: regions of this process.
+      num_places: places in a region.
+      num_blocks: blocks of a region that hold entries.
+      num_pointer_blocks: blocks of a region that have row pointers.
+      num_blocks_per_core: blocks of one core.
+    """
+
+    num_regions: int
+    num_places: int
+    num_blocks: int = 1
+    num_pointer_blocks: int = 1
+    num_blocks_per_core: int = 1
+
+
+def partition_stacks(
+    layouts: Mapping[str, StackLayout],
+    features: Mapping[str, Sequence[HostFeature]],
+    *,
+    local_device_count: int,
+    allow_id_dropping: bool,
+    statistics: SparseDenseMatmulInputStats,
+) -> dict[str, StackBuffers]:
+    """Buffers of all stacks; arguments as for `partition_stack`, by stack."""
+    return {
+        name: partition_stack(
+            layout,
+            features[name],
+            local_device_count=local_device_count,
+            allow_id_dropping=allow_id_dropping,
+            statistics=statistics,
+        )
+        for name, layout in layouts.items()
+    }
 
 
 def partition_stack(
@@ -64,38 +111,67 @@ def partition_stack(
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
     """
-    num_cores, num_shards = local_device_count * layout.num_cores, layout.num_shards
+    num_cores = local_device_count * layout.num_cores
+    entries = merged_entries(layout, features, num_cores)
+    counts = count_entries(entries, num_cores * layout.num_shards)
+    record_counts(statistics, layout, local_device_count, counts, counts)
+    regions = Regions(num_cores, layout.buffer_size_per_device // layout.num_cores)
+    return lay_out(layout, entries, counts, regions, allow_id_dropping=allow_id_dropping, statistics=statistics)
+
+
+def merged_entries(layout: StackLayout, features: Sequence[HostFeature], num_cores: int) -> Entries:
+    """What the cores of this process look up, equal rows of one sample merged.
+
+    Raises: ValueError: a device has too many samples.
+    """
     if layout.samples_per_core * layout.num_cores > MAX_SAMPLES_PER_DEVICE:
         raise ValueError(
             f"stack {layout.name!r} has {layout.samples_per_core * layout.num_cores} samples per device, above the "
             f"limit of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, or use more devices."
         )
-    entries = _merge(*_sorted_entries(layout, features, num_cores), layout)
-    num_partitions = num_cores * num_shards
+    return _merge(*_sorted_entries(layout, features, num_cores), layout)
+
+
+def count_entries(entries: Entries, num_partitions: int) -> Counts:
+    """The counts that limits apply to."""
     is_new_row = np.ones(entries.row.shape, bool)
     is_new_row[1:] = (np.diff(entries.row) != 0) | (np.diff(entries.partition) != 0)
-    num_ids = np.bincount(entries.partition, minlength=num_partitions)
-    num_unique = np.bincount(entries.partition[is_new_row], minlength=num_partitions)
-    _record(statistics, layout, local_device_count, num_ids, num_unique)
-    kept, num_dropped = entries, 0
-    exceeded = _exceeded_limits(layout, num_ids, num_unique)
+    return Counts(
+        is_new_row,
+        np.bincount(entries.partition, minlength=num_partitions),
+        np.bincount(entries.partition[is_new_row], minlength=num_partitions),
+    )
+
+
+def lay_out(
+    layout: StackLayout,
+    entries: Entries,
+    counts: Counts,
+    regions: Regions,
+    *,
+    allow_id_dropping: bool,
+    statistics: SparseDenseMatmulInputStats,
+) -> StackBuffers:
+    """Buffers that hold what the limits let through; the rest is an error, or counted in `statistics`.
+
+    Raises: ValueError: a limit is exceeded or the buffer is too small, and nothing may be dropped.
+    """
+    kept, dropped = entries, {}
+    exceeded = exceeded_limits(layout, counts, regions.num_blocks_per_core)
     if exceeded and not allow_id_dropping:
         raise ValueError(exceeded)
     if exceeded:
-        keep = _within_limits(layout, entries, is_new_row, num_ids, num_unique)
-        num_dropped = int(entries.multiplicity[~keep].sum())
-        kept = _Entries(*(array[keep] for array in entries))
-    buffers, num_lost = _fill(layout, kept, num_cores, local_device_count)
-    if num_lost and not allow_id_dropping:
-        needed = int(statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
-        raise ValueError(
-            f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {layout.buffer_size_per_device} "
-            f"places per device, {needed} are needed; raise suggested_coo_buffer_size_per_device to {needed} (or leave "
-            "it None), or pass allow_id_dropping=True to drop and count them."
-        )
-    statistics.id_drop_counters[layout.name] = num_dropped + num_lost
-    if num_dropped + num_lost:
-        _warn_once(layout.name)
+        has_place, has_row = _within_limits(layout, entries, counts)
+        keep = has_place & has_row
+        for limit, is_dropped in (("ids", ~has_place), ("unique_ids", has_place & ~has_row)):
+            dropped[limit] = (entries.row[is_dropped], entries.multiplicity[is_dropped])
+        kept = Entries(*(array[keep] for array in entries))
+    buffers, fits = _fill(layout, kept, regions)
+    if not fits.all():
+        if not allow_id_dropping:
+            raise ValueError(_too_small(layout, regions, int(np.count_nonzero(~fits)), statistics))
+        dropped["buffer"] = (kept.row[~fits], np.ones(np.count_nonzero(~fits), np.int64))
+    record_drops(statistics, layout, dropped)
     return buffers
 
 
@@ -128,83 +204,104 @@ def _sorted_entries(
     return partition, key, gain[order]
 
 
-def _merge(partition: np.ndarray, key: np.ndarray, gain: np.ndarray, layout: StackLayout) -> _Entries:
+def _merge(partition: np.ndarray, key: np.ndarray, gain: np.ndarray, layout: StackLayout) -> Entries:
     """Adds the gains of equal (partition, row, sample)."""
     is_first = np.ones(key.shape, bool)
     is_first[1:] = (np.diff(key) != 0) | (np.diff(partition) != 0)
     starts = np.flatnonzero(is_first)
-    merged = np.add.reduceat(gain, starts) if starts.size else gain
+    merged = gain[starts]
+    # One after the other in the order of the batch; reduceat would add in an order of its own.
+    np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
     multiplicity = np.diff(np.append(starts, key.size))
     row, sample = np.divmod(key[starts], layout.samples_per_core)
-    return _Entries(partition[starts], row, sample, merged, multiplicity)
+    return Entries(partition[starts], row, sample, merged, multiplicity)
 
 
-def _record(
+def record_counts(
     statistics: SparseDenseMatmulInputStats,
     layout: StackLayout,
     local_device_count: int,
-    num_ids: np.ndarray,
-    num_unique: np.ndarray,
+    counts: Counts,
+    laid_out: Counts,
 ) -> None:
+    """Records what limits were compared with, and the places that the layout with counts `laid_out` needs."""
     shape = (local_device_count, layout.num_cores, layout.num_shards)
 
-    def most_of_any_core(counts: np.ndarray) -> np.ndarray:
-        return counts.reshape(shape).max(axis=1).reshape(-1).astype(np.int32)
+    def most_of_any_core(values: np.ndarray) -> np.ndarray:
+        return values.reshape(shape).max(axis=1).reshape(-1).astype(np.int32)
 
-    statistics.max_ids_per_partition[layout.name] = most_of_any_core(num_ids)
-    statistics.max_unique_ids_per_partition[layout.name] = most_of_any_core(num_unique)
-    places = _round_up(num_ids).reshape(-1, layout.num_shards).sum(axis=1)
+    statistics.max_ids_per_partition[layout.name] = most_of_any_core(counts.num_ids)
+    statistics.max_unique_ids_per_partition[layout.name] = most_of_any_core(counts.num_unique)
+    places = _round_up(laid_out.num_ids).reshape(local_device_count * layout.num_cores, -1).sum(axis=1)
     statistics.required_buffer_size_per_sc[layout.name] = places.astype(np.int32)
 
 
-def _exceeded_limits(layout: StackLayout, num_ids: np.ndarray, num_unique: np.ndarray) -> str:
+def exceeded_limits(layout: StackLayout, counts: Counts, num_blocks_per_core: int = 1) -> str:
     """What to tell about the limits that were exceeded; empty if none was."""
     parts, tables = [], sorted({feature.table_spec.name for feature in layout.features})
-    for limit, counts in (("max_ids_per_partition", num_ids), ("max_unique_ids_per_partition", num_unique)):
+    for limit, values in (
+        ("max_ids_per_partition", counts.num_ids),
+        ("max_unique_ids_per_partition", counts.num_unique),
+    ):
         allowed = getattr(layout.spec, limit)
-        if counts.max() > allowed:
-            core, shard = divmod(int(counts.argmax()), layout.num_shards)
-            parts.append(f"{limit}={allowed}, but core {core} has {counts.max()} for shard {shard}")
+        if values.max() > allowed:
+            block, shard = divmod(int(values.argmax()), layout.num_shards)
+            core = block // num_blocks_per_core
+            parts.append(f"{limit}={allowed}, but core {core} has {values.max()} for shard {shard}")
     if not parts:
         return ""
+    still = f" in one of {num_blocks_per_core} minibatches, which cannot be split" if num_blocks_per_core > 1 else ""
     return (
-        f"stack {layout.name!r} (tables {', '.join(tables)}): {'; '.join(parts)}. Raise the limit to at least the "
-        "observed number, spread ids over more shards (num_sc_per_device), or pass allow_id_dropping=True to drop and "
-        "count them."
+        f"stack {layout.name!r} (tables {', '.join(tables)}): {'; '.join(parts)}{still}. Raise the limit to at least "
+        "the observed number, spread ids over more shards (num_sc_per_device), or pass allow_id_dropping=True to drop "
+        "and count them."
     )
 
 
-def _within_limits(
-    layout: StackLayout, entries: _Entries, is_new_row: np.ndarray, num_ids: np.ndarray, num_unique: np.ndarray
-) -> np.ndarray:
-    """Entries that survive: the first `max_ids` of their partition, among its first `max_unique` rows."""
-    rank = np.arange(entries.row.size) - _starts(num_ids)[entries.partition]
-    row_rank = np.cumsum(is_new_row) - 1 - _starts(num_unique)[entries.partition]
-    return (rank < layout.spec.max_ids_per_partition) & (row_rank < layout.spec.max_unique_ids_per_partition)
+def _within_limits(layout: StackLayout, entries: Entries, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+    """Which entries are among the first `max_ids` of their partition, and which belong to its first `max_unique` rows.
+
+    Those that are dropped keep their number.
+    """
+    rank = np.arange(entries.row.size) - _starts(counts.num_ids)[entries.partition]
+    row_rank = np.cumsum(counts.is_new_row) - 1 - _starts(counts.num_unique)[entries.partition]
+    return rank < layout.spec.max_ids_per_partition, row_rank < layout.spec.max_unique_ids_per_partition
 
 
-def _fill(layout: StackLayout, entries: _Entries, num_cores: int, local_device_count: int) -> tuple[StackBuffers, int]:
-    """The buffers, and how many merged entries found no place in their core's part."""
-    num_shards = layout.num_shards
-    places_per_core = layout.buffer_size_per_device // layout.num_cores
-    counts = np.bincount(entries.partition, minlength=num_cores * num_shards)
-    tiles = _round_up(counts).reshape(num_cores, num_shards)
+def _fill(layout: StackLayout, entries: Entries, regions: Regions) -> tuple[StackBuffers, np.ndarray]:
+    """The buffers, and which entries found a place in their region."""
+    num_shards, num_places = layout.num_shards, regions.num_places
+    shape = (regions.num_regions, regions.num_blocks * num_shards)
+    counts = np.bincount(entries.partition, minlength=shape[0] * shape[1])
+    tiles = _round_up(counts).reshape(shape)
     starts = np.cumsum(tiles, axis=1) - tiles
-    ends = np.minimum(starts + counts.reshape(num_cores, num_shards), places_per_core)
-    pointers = np.empty((num_cores, max(num_shards, SUBLANES)), np.int32)
-    pointers[:, :num_shards] = ends
-    pointers[:, num_shards:] = np.minimum(_round_up(ends[:, -1:]), places_per_core)
+    ends = np.minimum(starts + counts.reshape(shape), num_places).reshape(-1, regions.num_blocks, num_shards)
+    used = np.minimum(_round_up(ends[:, :, -1]), num_places)
+    pointers = np.empty((regions.num_regions, regions.num_pointer_blocks, max(num_shards, SUBLANES)), np.int32)
+    pointers[:] = used[:, -1, None, None]  # pointers of blocks without entries: an empty partition at the end
+    pointers[:, : regions.num_blocks, :num_shards] = ends
+    pointers[:, : regions.num_blocks, num_shards:] = used[:, :, None]
 
     rank = np.arange(entries.row.size) - _starts(counts)[entries.partition]
-    place_in_core = starts.reshape(-1)[entries.partition] + rank
-    fits = place_in_core < places_per_core
-    place = (entries.partition // num_shards * places_per_core + place_in_core)[fits]
-    size = layout.buffer_size_per_device * local_device_count
+    place_in_region = starts.reshape(-1)[entries.partition] + rank
+    fits = place_in_region < num_places
+    place = (entries.partition // shape[1] * num_places + place_in_region)[fits]
+    size = num_places * regions.num_regions
     embedding_ids = np.full(size, PADDING_VALUE, np.int32)
     sample_ids = np.full(size, PADDING_VALUE, np.int32)
     gains = np.full(size, np.nan, np.float32)
     embedding_ids[place], sample_ids[place], gains[place] = entries.row[fits], entries.sample[fits], entries.gain[fits]
-    return StackBuffers(pointers.reshape(-1), embedding_ids, sample_ids, gains), int(np.count_nonzero(~fits))
+    return StackBuffers(pointers.reshape(-1), embedding_ids, sample_ids, gains), fits
+
+
+def _too_small(layout: StackLayout, regions: Regions, num_lost: int, statistics: SparseDenseMatmulInputStats) -> str:
+    size = regions.num_places * regions.num_regions // statistics.required_buffer_size_per_sc[layout.name].size
+    needed = int(statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
+    return (
+        f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {size * layout.num_cores} places per "
+        f"device, {needed} are needed; raise suggested_coo_buffer_size_per_device to {needed} (or leave it None), or "
+        "pass allow_id_dropping=True to drop and count them."
+    )
 
 
 def _round_up(counts: np.ndarray) -> np.ndarray:
@@ -213,11 +310,3 @@ def _round_up(counts: np.ndarray) -> np.ndarray:
 
 def _starts(counts: np.ndarray) -> np.ndarray:
     return np.cumsum(counts) - counts
-
-
-@functools.cache
-def _warn_once(stack_name: str) -> None:
-    _log.warning(
-        "stack %r: ids were dropped; id_drop_counters of the statistics counts them. This is said once per stack.",
-        stack_name,
-    )

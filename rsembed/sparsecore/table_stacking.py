@@ -9,15 +9,17 @@ import jax
 import numpy as np
 
 from rsembed.sparsecore.layout import placed_stack, resolve_cores
+from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
+from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.variables import Nested
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import (
     SUBLANES,
+    FeaturePlacement,
     LimitsCallable,
     StackingPlan,
     StackPlan,
     TablePlacement,
-    attach_placement,
     get_default_limits,
     group_tables,
     plan_stack,
@@ -26,6 +28,7 @@ from rsembed.stacking import (
     stack_name_of,
     unshard_and_unstack,
 )
+from rsembed.stacking import compute_physical_row_ids as compute_physical_row_ids
 
 
 def auto_stack_tables(
@@ -57,6 +60,7 @@ def auto_stack_tables(
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     num_shards = global_device_count * num_cores
     _check_features(features)
+    _check_rotation(rotation)
     tables = tables_of(features)
     groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=activation_mem_bytes_limit)
     free = [[name for name in group if not tables[name].is_stacked()] for group in groups]
@@ -110,6 +114,7 @@ def stack_tables(
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     num_shards = global_device_count * num_cores
     _check_features(features)
+    _check_rotation(rotation)
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
     _check_free(tables, table_names, name)
@@ -150,12 +155,26 @@ def prepare_feature_specs_for_training(
             stack_name=table.name,
             num_shards=num_shards,
             sort_features_by_name=True,
-            keep_suggested_buffer_size=True,
         )
         for table in tables_of(feature_specs).values()
         if table.stacked_table_spec is None
     )
     attach_placement(feature_specs, StackingPlan(num_shards=num_shards, stacks=stacks))
+
+
+def attach_placement(features: Any, plan: StackingPlan) -> None:
+    """Writes a plan into the specs, in place: the one function that changes a spec."""
+    tables = tables_of(features)
+    by_name = {feature.name: feature for feature in features_of(features)}
+    for stack in plan.stacks:
+        for placement in stack.tables:
+            tables[placement.name].setting_in_stack = placement.setting
+            tables[placement.name].stacked_table_spec = stack.spec
+        for feature in stack.features:
+            by_name[feature.name].id_transformation = feature.transformation
+            # Features may hold equal copies of one table spec; all of them get the placement.
+            spec = by_name[feature.name].table_spec
+            spec.setting_in_stack, spec.stacked_table_spec = tables[spec.name].setting_in_stack, stack.spec
 
 
 def _check_features(features: Any) -> None:
@@ -171,6 +190,14 @@ def _check_features(features: Any) -> None:
                 f"table {table.name!r}: combiner 'none' has no partitioned layout; use 'sum' and one id per sample "
                 "(ids reshaped to (-1, 1)) for sequences."
             )
+
+
+def _check_rotation(rotation: Any) -> None:
+    if rotation is not None and (isinstance(rotation, bool) or not isinstance(rotation, int)):
+        raise TypeError(
+            f"rotation must be a number of shards or None, got {rotation!r}; pass the two limits by keyword: "
+            "stack_to_max_ids_per_partition=, stack_to_max_unique_ids_per_partition=."
+        )
 
 
 def _check_free(tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str) -> None:
@@ -243,19 +270,46 @@ def unshard_and_unstack_tables(
 
 def _plans(table_specs: Any, num_shards: int) -> dict[str, StackingPlan]:
     """For every stack, the plan of that stack alone, read back from its placed tables."""
-    plans = {}
-    for name, tables in get_table_stacks(table_specs).items():
-        placements = tuple(
-            TablePlacement(
-                name=table.name,
-                rows=table.vocabulary_size,
-                dim=table.embedding_dim,
-                dtype=table.dtype,
-                stochastic_rounding=table.stochastic_rounding,
-                setting=table.setting_in_stack,
-            )
-            for table in sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
+    return {
+        name: StackingPlan(num_shards=num_shards, stacks=(_placed_plan(tables, ()),))
+        for name, tables in get_table_stacks(table_specs).items()
+    }
+
+
+def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
+    """The plan behind placed specs: print it for memory and padding, ask it for the load of the shards.
+
+    Raises: ValueError: a table has no place yet.
+    """
+    features = features_of(feature_specs)
+    stacks = get_table_stacks(list(tables_of(feature_specs).values()))
+    plans = tuple(
+        _placed_plan(tables, [f for f in features if f.table_spec.setting_in_stack.stack_name == name])
+        for name, tables in stacks.items()
+    )
+    return StackingPlan(num_shards=plans[0].spec.num_shards, stacks=plans)
+
+
+def _placed_plan(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> StackPlan:
+    placements = tuple(
+        TablePlacement(
+            name=table.name,
+            rows=table.vocabulary_size,
+            dim=table.embedding_dim,
+            dtype=table.dtype,
+            stochastic_rounding=table.stochastic_rounding,
+            setting=table.setting_in_stack,
         )
-        stack = StackPlan(spec=placed_stack(tables[0]), dtype=tables[0].dtype, tables=placements, features=())
-        plans[name] = StackingPlan(num_shards=num_shards, stacks=(stack,))
-    return plans
+        for table in sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
+    )
+    readers = tuple(
+        FeaturePlacement(
+            name=feature.name,
+            table_name=feature.table_spec.name,
+            combiner=feature.table_spec.combiner,
+            num_samples=feature.num_samples,
+            transformation=feature.id_transformation,
+        )
+        for feature in sorted(features, key=lambda feature: feature.id_transformation.row_offset)
+    )
+    return StackPlan(spec=placed_stack(tables[0]), dtype=tables[0].dtype, tables=placements, features=readers)

@@ -72,11 +72,13 @@ class PreprocessedInput:
       num_minibatches: one number per local device; 1 without minibatching.
       limits: the limits of every stack, by name. They belong to the tree's structure, so a jitted step is traced anew
         when they change, whatever holds the specs. Empty means unknown: buffers are then taken as completely full.
+      has_minibatches: whether the buffers are laid out for minibatches; None means that nobody told.
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
     num_minibatches: Any = dataclasses.field(default_factory=lambda: np.array(1))
     limits: tuple[StackLimits, ...] = dataclasses.field(default=(), metadata={"static": True})
+    has_minibatches: bool | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def lhs_row_pointers(self) -> dict[str, Any]:
@@ -97,6 +99,14 @@ class PreprocessedInput:
     def lhs_gains(self) -> dict[str, Any]:
         """Factor of the row."""
         return self.sparse_dense_matmul_input.lhs_gains
+
+    def check_minibatching(self, enable_minibatching: bool) -> None:
+        """Raises: ValueError: the buffers are known to be laid out otherwise."""
+        if self.has_minibatches not in (None, enable_minibatching):
+            raise ValueError(
+                f"enable_minibatching={enable_minibatching}, but the input was preprocessed with "
+                f"enable_minibatching={self.has_minibatches}; pass the same to both."
+            )
 
     def max_ids_per_partition(self, stack_name: str) -> int | None:
         """The limit that a stack's buffer was laid out with, or None if unknown."""

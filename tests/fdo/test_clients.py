@@ -16,6 +16,7 @@ def stats(max_ids, max_unique=(1, 1), required=(8, 8), dropped=0, stack="t"):
 
 CLIENTS = {
     "npz": NPZFileFDOClient,
+    "npz_maximum": lambda folder: NPZFileFDOClient(folder, retain_history=False),
     "csv": CSVFileFDOClient,
     "csv_maximum": lambda folder: CSVFileFDOClient(folder, retain_history=False),
     "memory": lambda folder: MemoryFDOClient(),
@@ -77,6 +78,32 @@ def test_a_client_leaves_one_file_however_often_it_publishes(kind, tmp_path):
         client.publish()
     (path,) = tmp_path.iterdir()
     assert path.match(f"fdo_stats_0_*.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["npz_maximum", "csv_maximum"])
+def test_files_of_a_running_maximum_keep_their_size(kind, tmp_path):
+    client, sizes = CLIENTS[kind](str(tmp_path)), set()
+    for value in range(50):
+        client.record(stats([10 + value % 7, 10]))
+        client.publish()
+        sizes.add(sum(path.stat().st_size for path in tmp_path.iterdir()))
+    assert len(sizes) == 1
+    assert client.load().max_ids_per_partition["t"].tolist() == [16, 10]
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_an_earlier_run_leaves_nothing_behind(kind, tmp_path):
+    for values in ([99, 99], [1, 2]):
+        client = CLIENTS[kind](str(tmp_path))
+        client.record(stats(values))
+        client.publish()
+    assert len(list(tmp_path.iterdir())) == 1
+    assert client.load().max_ids_per_partition["t"].tolist() == [1, 2]
+
+
+def test_processes_with_other_layouts_are_refused():
+    with pytest.raises(ValueError, match="'t_max_ids' has 2 values in one process and 1 in another"):
+        merge_processes([{"t_max_ids": np.asarray([1])}, {"t_max_ids": np.asarray([1, 2])}])
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])

@@ -81,7 +81,6 @@ def test_wrong_weights_are_named(weights, error, message):
     ("options", "error", "message"),
     [
         ({"sharding_strategy": "DIV"}, ValueError, "unknown sharding strategy 'DIV'"),
-        ({"enable_minibatching": True}, NotImplementedError, "minibatching"),
         ({"num_sc_per_device": 0}, ValueError, "num_sc_per_device must be at least 1"),
         ({"local": 2}, ValueError, "local_device_count=2 must be between 1 and global_device_count=1"),
         ({"num_sc_per_device": 3}, ValueError, r"table 'words' was laid out for another number of shards"),
@@ -192,7 +191,7 @@ def test_layers_check_their_mesh_and_options():
         init(sharding_axis="y")
     with pytest.raises(ValueError, match="unknown sharding strategy"):
         init(table_sharding_strategy="DIV")
-    with pytest.raises(NotImplementedError, match="minibatching"):
+    with pytest.raises(ValueError, match=r"enable_minibatching=True, but the input was preprocessed with .*=False"):
         init(enable_minibatching=True)
     with pytest.raises(ValueError, match="needs a mesh"):
         init(mesh=None, sharding_axis=("x", "y"))

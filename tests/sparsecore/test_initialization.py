@@ -94,6 +94,19 @@ def test_padding_is_zero_and_slots_are_full():
     assert stack.table.sharding.spec == P(("x",)) or stack.table.sharding.spec == P("x")
 
 
+RULES = ["SGD", "Adagrad", "Adam", "AdagradMomentum", "FTRL", "LaProp", "F2A", "RowWiseAdagrad"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_padding_columns_stay_zero_under_every_rule(rule):
+    optimizer = getattr(embedding_spec, f"{rule}OptimizerSpec")()
+    rows = jnp.zeros((8, 4))
+    slots = optimizer.init_slots(rows)
+    for step in range(3):
+        rows, slots = optimizer.step_rows(rows, slots, jnp.zeros((8, 4)), optimizer.get_hyperparameters(step))
+    np.testing.assert_array_equal(rows, 0.0)
+
+
 def test_raw_keys_work_like_typed_ones():
     raw = jax.random.key_data(KEY)
     jax.tree.map(np.testing.assert_array_equal, tables_of(1, 1, True)[1], built_tables(1, 1, True, key=raw)[1])

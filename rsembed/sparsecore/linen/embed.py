@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax.core import meta
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
 
-from rsembed.sparsecore import embedding
+from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.sparsecore import embedding, mesh_lookup
 from rsembed.sparsecore.initialization import initialize
-from rsembed.sparsecore.layout import check_no_minibatching, check_sharding_strategy, cores_from_row_pointers
+from rsembed.sparsecore.layout import check_sharding_strategy, cores_from_row_pointers
 from rsembed.specs import FeatureSpec, tables_of
 
 EMBEDDING_PARAM_NAME = "sc_embedding_variables"
@@ -32,17 +28,20 @@ class SparseCoreEmbed(nn.Module):
     """Activations of all features; differentiating it trains the tables.
 
     The layer's parameters have an unusual gradient: `jax.grad` returns the UPDATED tables, slots and step counter, one
-    optimizer step after the lookup. Use `embed_optimizer`, which puts them in place and leaves the rest to optax.
+    optimizer step after the lookup. Use `embed_optimizer`, which puts them in place and leaves the rest to optax. Call
+    a layer once in a loss: of two calls, autodiff would add up the two updated tables.
 
     Attributes:
       feature_specs: placed specs; see `embedding.prepare_feature_specs_for_training`.
-      sharding_axis: mesh axis (or axes) over which tables and batch are sharded.
+      sharding_axis: mesh axis (or axes) over which tables and batch are cut; other axes of the mesh hold copies.
       mesh: the devices; None means all of them.
       table_sharding_strategy: "MOD".
-      enable_minibatching: not implemented yet.
+      enable_minibatching: split batches that exceed a limit, instead of refusing them.
       frozen_step: hide the step from the optimizers: Adam corrects its bias as in the first step for ever, and
         learning rates that depend on the step fail. So does the published layer; by default a counter beside the
         tables keeps the true step (as float32, exact for 16 million steps).
+      num_sc_per_device: cores that `preprocess_inputs` and `prepare_batch` lay out; None means
+        `utils.num_sparsecores_per_device()`. The lookup reads them off its input.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -51,6 +50,7 @@ class SparseCoreEmbed(nn.Module):
     table_sharding_strategy: str = "MOD"
     enable_minibatching: bool = False
     frozen_step: bool = False
+    num_sc_per_device: int | None = None
 
     @nn.compact
     def __call__(self, embedding_lookup_inputs: embedding.PreprocessedInput) -> Any:
@@ -60,85 +60,91 @@ class SparseCoreEmbed(nn.Module):
           embedding_lookup_inputs: a preprocessed batch of all devices.
         """
         check_sharding_strategy(self.table_sharding_strategy)
-        check_no_minibatching(self.enable_minibatching)
-        mesh = self._device_mesh()
-        num_devices = self._num_devices()
+        devices = self._devices()
+        embedding_lookup_inputs.check_minibatching(self.enable_minibatching)
         pointers = next(iter(embedding_lookup_inputs.lhs_row_pointers.values()))
-        num_cores = cores_from_row_pointers(pointers.size // num_devices, num_devices)
+        num_cores = cores_from_row_pointers(
+            pointers.size // devices.num_devices, devices.num_devices, self.enable_minibatching
+        )
 
         def init(key: jax.Array) -> dict[str, embedding.EmbeddingVariables]:
             tables = list(tables_of(self.feature_specs).values())
-            return initialize(key, tables, mesh=mesh, axis_name=self._axes(), num_cores=num_cores)
+            return initialize(key, tables, mesh=devices.mesh, axis_name=devices.axes, num_cores=num_cores)
 
-        axes: Any = (self._axes(),)  # one entry of a partition spec may be several mesh axes
+        axes: Any = (devices.axes,)  # one entry of a partition spec may be several mesh axes
         variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(init, axes))
         step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: jnp.zeros((), jnp.float32))
-        lookup = _trainable_lookup(self.feature_specs, mesh, self._axes(), num_devices)
+        lookup = mesh_lookup.trainable_lookup(devices, self.feature_specs, enable_minibatching=self.enable_minibatching)
         return lookup(variables, step, embedding_lookup_inputs)
+
+    def apply_gradient(
+        self, gradients: Any, embedding_lookup_inputs: embedding.PreprocessedInput, step: Any = None
+    ) -> dict[str, Any]:
+        """The layer's parameters after one update with the given gradients: what autodiff returns, without it.
+
+        Call it as `layer.apply({"params": params}, gradients, inputs, method="apply_gradient")` and put the result in
+        the place of `params`.
+
+        Args:
+          gradients: gradients of the activations, in a tree like `feature_specs`.
+          embedding_lookup_inputs: the batch that was looked up.
+          step: 0-based step; None reads the layer's own counter (or hides the step, if it is frozen).
+        """
+        boxed: Any = self.get_variable("params", EMBEDDING_PARAM_NAME)
+        if boxed is None:
+            raise ValueError("apply_gradient needs the layer's parameters; pass those that init or training returned.")
+        if step is None and not self.frozen_step:
+            step = self.get_variable("params", STEP_PARAM_NAME)
+        updated = mesh_lookup.update(
+            self._devices(),
+            self.feature_specs,
+            gradients,
+            meta.unbox(boxed),
+            step,
+            embedding_lookup_inputs,
+            enable_minibatching=self.enable_minibatching,
+        )
+        result = {EMBEDDING_PARAM_NAME: meta.replace_boxed(boxed, updated)}
+        if not self.frozen_step:
+            result[STEP_PARAM_NAME] = mesh_lookup.next_step(jnp.asarray(step, jnp.float32))
+        return result
 
     def preprocess_inputs(
         self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
     ) -> embedding.PreprocessedInput:
         """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
-        mesh = self._device_mesh()
-        processed, _ = embedding.preprocess_sparse_dense_matmul_input(
+        return self._preprocess(
+            features, features_weights, batch_number=step, all_reduce_interface=all_reduce_interface
+        )[0]
+
+    def prepare_batch(
+        self, features: Any, features_weights: Any = None, *, allow_id_dropping: bool = False, batch_number: int = 0
+    ) -> tuple[embedding.PreprocessedInput, SparseDenseMatmulInputStats]:
+        """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
+
+        Args:
+          features: ids of this process' samples, in a tree like `feature_specs`.
+          features_weights: weights in the same tree, or None.
+          allow_id_dropping: drop and count what exceeds a limit; by default that is an error.
+          batch_number: number of the batch, the same in all processes.
+        """
+        processed, statistics = self._preprocess(
+            features, features_weights, batch_number=batch_number, allow_id_dropping=allow_id_dropping
+        )
+        return mesh_lookup.put_on_devices(self._devices(), processed), statistics
+
+    def _preprocess(
+        self, features: Any, features_weights: Any, **options: Any
+    ) -> tuple[embedding.PreprocessedInput, SparseDenseMatmulInputStats]:
+        return mesh_lookup.preprocess(
+            self._devices(),
+            self.feature_specs,
             features,
             features_weights,
-            self.feature_specs,
-            local_device_count=mesh.local_mesh.size,
-            global_device_count=mesh.size,
             sharding_strategy=self.table_sharding_strategy,
-            batch_number=step,
             enable_minibatching=self.enable_minibatching,
-            all_reduce_interface=all_reduce_interface,
-        )
-        return processed
-
-    def _axes(self) -> tuple[str, ...]:
-        return (self.sharding_axis,) if isinstance(self.sharding_axis, str) else tuple(self.sharding_axis)
-
-    def _device_mesh(self) -> Mesh:
-        if self.mesh is not None:
-            missing = [axis for axis in self._axes() if axis not in self.mesh.axis_names]
-            if missing:
-                raise ValueError(
-                    f"sharding_axis {missing} is not in the mesh, which has the axes {self.mesh.axis_names}."
-                )
-            return self.mesh
-        if len(self._axes()) != 1:
-            raise ValueError(f"sharding_axis {self._axes()} needs a mesh; pass mesh=.")
-        return Mesh(np.asarray(jax.devices()), self._axes())
-
-    def _num_devices(self) -> int:
-        return int(np.prod([self._device_mesh().shape[axis] for axis in self._axes()]))
-
-
-def _trainable_lookup(
-    feature_specs: Any, mesh: Mesh, axes: tuple[str, ...], num_devices: int
-) -> Callable[[Any, Float[Array, ""] | None, embedding.PreprocessedInput], Any]:
-    """A lookup of `(variables, step, inputs)` whose "gradients" are the variables and the step after one update."""
-    sharded = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-
-    def look_up(variables: Any, inputs: embedding.PreprocessedInput) -> Any:
-        return embedding.sparse_dense_matmul(inputs, variables, feature_specs, global_device_count=num_devices)
-
-    def step_tables(d_activations: Any, variables: Any, step: Any, inputs: embedding.PreprocessedInput) -> Any:
-        return embedding.sparse_dense_matmul_grad(
-            d_activations, inputs, variables, feature_specs, global_device_count=num_devices, step=step
+            **options,
         )
 
-    @jax.custom_vjp
-    def lookup(variables: Any, step: Any, inputs: embedding.PreprocessedInput) -> Any:
-        return sharded(look_up, in_specs=(P(axes), P(axes)), out_specs=P(axes))(variables, inputs)
-
-    def forward(variables: Any, step: Any, inputs: embedding.PreprocessedInput) -> Any:
-        return lookup(variables, step, inputs), (variables, step, inputs)
-
-    def backward(saved: Any, d_activations: Any) -> Any:
-        variables, step, inputs = saved
-        specs = (P(axes), P(axes), P(), P(axes))
-        updated = sharded(step_tables, in_specs=specs, out_specs=P(axes))(d_activations, variables, step, inputs)
-        return updated, None if step is None else step + 1.0, None
-
-    lookup.defvjp(forward, backward)
-    return lookup
+    def _devices(self) -> mesh_lookup.TableMesh:
+        return mesh_lookup.table_mesh(self.mesh, self.sharding_axis, self.num_sc_per_device)

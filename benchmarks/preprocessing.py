@@ -1,0 +1,254 @@
+"""Times the host partitioner against the one of jax-tpu-embedding, in one run and on the same ids.
+
+    TF_CPP_MIN_LOG_LEVEL=2 python benchmarks/preprocessing.py [--quick] [--workloads 16384x10,4096x10,...] [--json PATH]
+
+Both are called through `preprocess_sparse_dense_matmul_input` with equal specs: 26 features, a table of a million rows
+each, one device with 4 cores, dim 16, combiner "sum", int32 ids by Zipf's law (exponent 1.2, scrambled). One untimed
+call collects statistics, from which limits and buffer sizes are set so that nothing is dropped; one more warms up; then
+they take turns, call by call. The table shows medians: processor time of all threads per id, and wall time. Both must
+give the same row pointers, ids, samples and gains wherever a buffer is defined. The variable silences warnings about
+buffers that are not full.
+
+jax-tpu-embedding 0.2.0 needs Linux on x86-64 and Python 3.12: `pip install jax-tpu-embedding==0.2.0`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rsembed.sparsecore import embedding as our_embedding
+from rsembed.sparsecore import embedding_spec as our_specs
+from rsembed.sparsecore import native_partitioner
+
+NUM_CORES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Features with one table each."""
+
+    name: str
+    batch_size: int
+    ids_per_sample: int = 10
+    num_features: int = 26
+    vocabulary_size: int = 1_000_000
+    combiner: str = "sum"
+    law: str = "zipf"
+    has_weights: bool = False
+    is_stacked: bool = False
+
+    @property
+    def num_ids(self) -> int:
+        return self.num_features * self.batch_size * self.ids_per_sample
+
+
+WORKLOADS = (
+    Workload(name="16384x10", batch_size=16384),
+    Workload(name="4096x10", batch_size=4096),
+    Workload(name="16384x1", batch_size=16384, ids_per_sample=1),
+    Workload(name="mean", batch_size=16384, combiner="mean"),
+    Workload(name="weights", batch_size=16384, has_weights=True),
+    Workload(name="uniform", batch_size=16384, law="uniform"),
+    Workload(name="stacked", batch_size=16384, is_stacked=True),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A library set up for a workload."""
+
+    embedding: Any
+    specs: dict[str, Any]
+    batch: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray] | None
+
+    def run(self, *, allow_id_dropping: bool = False) -> tuple[Any, Any]:
+        return self.embedding.preprocess_sparse_dense_matmul_input(
+            self.batch,
+            self.weights,
+            self.specs,
+            1,
+            1,
+            num_sc_per_device=NUM_CORES,
+            allow_id_dropping=allow_id_dropping,
+        )
+
+
+def draw_batch(workload: Workload) -> dict[str, np.ndarray]:
+    """Ids of every feature; frequent ones are scattered over the vocabulary."""
+    generator = np.random.default_rng(0)
+    shape = (workload.batch_size, workload.ids_per_sample)
+    batch = {}
+    for k in range(workload.num_features):
+        if workload.law == "uniform":
+            ids = generator.integers(0, workload.vocabulary_size, shape)
+        else:
+            scrambled = generator.zipf(1.2, shape).astype(np.uint64) * np.uint64(2654435761)
+            ids = scrambled % np.uint64(workload.vocabulary_size)
+        batch[f"feature_{k:02}"] = ids.astype(np.int32)
+    return batch
+
+
+def make_contestant(
+    workload: Workload, embedding: Any, specs: Any, batch: dict[str, np.ndarray], weights: dict[str, np.ndarray] | None
+) -> Contestant:
+    """Specs of one library, with limits and buffer sizes from the statistics of the batch."""
+    # The first call may not drop what the statistics are to count, nor need a buffer for limits out of reach.
+    room = 8 * -(-workload.batch_size * workload.ids_per_sample // (8 * NUM_CORES))
+    features = {}
+    for name in batch:
+        table = specs.TableSpec(
+            name=name.replace("feature", "table"),
+            vocabulary_size=workload.vocabulary_size,
+            embedding_dim=16,
+            initializer=lambda key, shape: np.zeros(shape, np.float32),
+            optimizer=specs.SGDOptimizerSpec(learning_rate=0.01),
+            combiner=workload.combiner,
+            max_ids_per_partition=room,
+            max_unique_ids_per_partition=room,
+        )
+        features[name] = specs.FeatureSpec(
+            name=name,
+            table_spec=table,
+            input_shape=(workload.batch_size, workload.ids_per_sample),
+            output_shape=(workload.batch_size, 16),
+        )
+    if workload.is_stacked:
+        embedding.auto_stack_tables(
+            features,
+            global_device_count=1,
+            num_sc_per_device=NUM_CORES,
+            stack_to_max_ids_per_partition=lambda *_: room * workload.num_features,
+            stack_to_max_unique_ids_per_partition=lambda *_: room * workload.num_features,
+            activation_mem_bytes_limit=2**40,
+        )
+    embedding.prepare_feature_specs_for_training(features, global_device_count=1, num_sc_per_device=NUM_CORES)
+    contestant = Contestant(embedding=embedding, specs=features, batch=batch, weights=weights)
+    _, counts = contestant.run(allow_id_dropping=True)
+    embedding.update_preprocessing_parameters(features, counts, NUM_CORES)
+    return contestant
+
+
+def check_equal(ours: Any, theirs: Any) -> int:
+    """How many places of the buffers were compared.
+
+    Raises: ValueError: some differ.
+    """
+    compared = 0
+    for stack, pointers in ours.lhs_row_pointers.items():
+        if not np.array_equal(pointers, theirs.lhs_row_pointers[stack]):
+            raise ValueError(f"row pointers of stack {stack!r} differ")
+        ends = pointers.reshape(NUM_CORES, -1)[:, -1]  # of the last partition, with the gap behind it
+        for field in ("lhs_embedding_ids", "lhs_sample_ids", "lhs_gains"):
+            both = [np.asarray(getattr(buffers, field)[stack]).reshape(NUM_CORES, -1) for buffers in (ours, theirs)]
+            if both[0].shape != both[1].shape:
+                raise ValueError(f"{field} of stack {stack!r} has {both[0].size} and {both[1].size} places")
+            for core, end in enumerate(ends):
+                mine, other = (values[core, :end] for values in both)
+                # Sums of gains may differ in their last bits.
+                same = mine == other if field != "lhs_gains" else np.isclose(mine, other, 2e-6, 0, equal_nan=True)
+                if not same.all():
+                    place = int(np.argmin(same))
+                    raise ValueError(f"{field} of stack {stack!r} differ at place {place} of core {core}")
+                compared += int(end)
+    return compared
+
+
+def time_calls(contestants: dict[str, Contestant], num_rounds: int) -> dict[str, tuple[float, float]]:
+    """Median seconds of every contestant: processor time, wall time."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    for _ in range(num_rounds):
+        for name, contestant in contestants.items():
+            wall, processor = time.perf_counter(), time.process_time()
+            result = contestant.run()
+            seconds[name].append((time.process_time() - processor, time.perf_counter() - wall))
+            del result  # memory goes back before the next one's turn
+    return {
+        name: (statistics.median(p for p, _ in calls), statistics.median(w for _, w in calls))
+        for name, calls in seconds.items()
+    }
+
+
+def measure(workload: Workload, peer: Any, peer_specs: Any, num_rounds: int) -> dict:
+    """One record, after both results were found equal."""
+    batch = draw_batch(workload)
+    weights = None
+    if workload.has_weights:
+        generator = np.random.default_rng(1)
+        weights = {name: generator.random(ids.shape, np.float32) + np.float32(0.5) for name, ids in batch.items()}
+    libraries = {"ours": (our_embedding, our_specs), "peer": (peer, peer_specs)}
+    contestants = {
+        name: make_contestant(workload, library, specs, batch, weights) for name, (library, specs) in libraries.items()
+    }
+    compared = check_equal(contestants["ours"].run()[0], contestants["peer"].run()[0])
+    times = time_calls(contestants, num_rounds)
+    record: dict[str, Any] = {"workload": workload.name, "num_ids": workload.num_ids, "places_compared": compared}
+    for name, (processor, wall) in times.items():
+        record[name] = {"cpu_nanoseconds_per_id": processor / workload.num_ids * 1e9, "wall_milliseconds": wall * 1e3}
+    print(format_record(record), flush=True)
+    return record
+
+
+def format_record(record: dict) -> str:
+    """A row of the printed table."""
+    row = f"{record['workload']:<10}{record['num_ids']:>10}"
+    for unit in ("cpu_nanoseconds_per_id", "wall_milliseconds"):
+        ours, peer = record["ours"][unit], record["peer"][unit]
+        row += f"{ours:>11.1f}{peer:>11.1f}{ours / peer:>7.2f}"
+    return row + f"{record['places_compared']:>13}"
+
+
+def import_peer() -> tuple[Any, Any]:
+    """The modules of jax-tpu-embedding. Raises: ImportError: it is not installed."""
+    from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
+
+    return embedding, embedding_spec
+
+
+def main() -> int:
+    """Prints the table, and writes it if asked."""
+    names = [workload.name for workload in WORKLOADS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="5 rounds instead of 20")
+    parser.add_argument("--json", type=Path, help="also write the records to this file")
+    parser.add_argument("--workloads", default=",".join(names[:2]), help=f"comma-separated, of {', '.join(names)}")
+    parser.add_argument("--rounds", type=int, default=None, help="timed calls (default 20)")
+    options = parser.parse_args()
+    chosen = options.workloads.split(",")
+    unknown = set(chosen) - set(names)
+    if unknown:
+        parser.error(f"unknown workloads {sorted(unknown)}; choose from {', '.join(names)}")
+    reason = native_partitioner.unavailable_because()
+    if reason is not None:
+        print(f"rsembed's native host partitioner is not available: {reason}", file=sys.stderr)
+        return 1
+    try:
+        peer, peer_specs = import_peer()
+    except ImportError as error:
+        print(
+            f"jax-tpu-embedding is not installed ({error}); it needs Linux on x86-64 and Python >= 3.12 (this is "
+            f"{sys.version.split()[0]}): pip install jax-tpu-embedding==0.2.0",
+            file=sys.stderr,
+        )
+        return 1
+    rounds: int = options.rounds or (5 if options.quick else 20)
+    print(f"{'':<20}{'cpu, nanoseconds per id':>29}{'wall, milliseconds':>29}")
+    heads = ("ours", "peer", "ratio")
+    print(f"{'workload':<10}{'ids':>10}" + 2 * "{:>11}{:>11}{:>7}".format(*heads) + f"{'places equal':>13}")
+    records = [measure(workload, peer, peer_specs, rounds) for workload in WORKLOADS if workload.name in chosen]
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""From statistics to new limits: how much room to leave, and how seldom to change.
+
+Every change of a limit or a buffer size compiles the training step anew. Limits that follow each batch exactly are
+small but never stay; limits in buckets that only grow settle after a few changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.specs import StackedTableSpec, features_of
+from rsembed.stacking import SUBLANES, round_up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LimitsPolicy:
+    """How new limits are made from observed maxima.
+
+    Attributes:
+      headroom_fraction: room on top of what was observed (0.1 = 10 %); raise it if later batches still exceed a limit.
+      monotone: never lower a limit, also not below what the specs declared.
+      bucket: round up to a ladder of multiples of 8 that grows by this factor, so that few different limits occur: at
+        most 12 between 100 and 1000 with 1.25, 4 with 2.0. None keeps exact numbers.
+
+    Raises: ValueError: a negative headroom, or a factor that does not grow.
+    """
+
+    headroom_fraction: float = 0.1
+    monotone: bool = True
+    bucket: float | None = 1.25
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.headroom_fraction < math.inf:
+            raise ValueError(f"headroom_fraction must be at least 0, got {self.headroom_fraction}.")
+        if self.bucket is not None and not 1 < self.bucket < math.inf:
+            raise ValueError(f"bucket must be a factor above 1, such as 1.25 or 2.0, or None; got {self.bucket}.")
+
+    def limit(self, observed: float, current: int | None) -> int:
+        """The limit for a maximum of `observed`, in place of `current` (None: there was none)."""
+        # A stack that saw no id at all keeps room for one.
+        value = max(1, math.ceil(round(observed * (1 + self.headroom_fraction), 6)))
+        if self.bucket is not None:
+            value = _round_up_to_bucket(value, self.bucket)
+        return max(value, current) if self.monotone and current is not None else value
+
+
+EXACT = LimitsPolicy(headroom_fraction=0.0, monotone=False, bucket=None)
+"""The published policy: limits are what was observed, and may shrink."""
+
+
+class PartitionLimits(NamedTuple):
+    """The settings of a stack that statistics decide."""
+
+    max_ids_per_partition: int
+    max_unique_ids_per_partition: int
+    suggested_coo_buffer_size_per_device: int | None
+
+
+def limits_from_statistics(
+    stacks: Iterable[StackedTableSpec],
+    statistics: SparseDenseMatmulInputStats,
+    num_sc_per_device: int,
+    *,
+    policy: LimitsPolicy | None = None,
+) -> dict[str, PartitionLimits]:
+    """New limits and buffer sizes, by stack name; changes nothing.
+
+    Args:
+      stacks: the stacks with their present limits.
+      statistics: of one or many batches, as loaded by a client. What it does not mention keeps its setting.
+      num_sc_per_device: cores per device.
+      policy: None means `LimitsPolicy()`: headroom, never shrinking, in buckets.
+
+    Example:
+      >>> from rsembed import SGDOptimizerSpec
+      >>> stack = StackedTableSpec("words", 64, 8, SGDOptimizerSpec(), "sum", 8, max_ids_per_partition=50)
+      >>> seen = SparseDenseMatmulInputStats(max_ids_per_partition={"words": [61, 70]})
+      >>> limits_from_statistics([stack], seen, 2)["words"].max_ids_per_partition
+      96
+    """
+    policy = LimitsPolicy() if policy is None else policy
+    return {stack.stack_name: _stack_limits(stack, statistics, num_sc_per_device, policy) for stack in stacks}
+
+
+def _stack_limits(
+    stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
+) -> PartitionLimits:
+    name = stack.stack_name
+    max_ids, max_unique = stack.max_ids_per_partition, stack.max_unique_ids_per_partition
+    buffer = stack.suggested_coo_buffer_size_per_device
+    if name in statistics.max_ids_per_partition:
+        max_ids = policy.limit(float(np.max(statistics.max_ids_per_partition[name])), max_ids)
+    if name in statistics.max_unique_ids_per_partition:
+        max_unique = policy.limit(float(np.max(statistics.max_unique_ids_per_partition[name])), max_unique)
+    if name in statistics.required_buffer_size_per_sc:
+        per_core = None if buffer is None else -(-buffer // num_cores)
+        observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
+        buffer = policy.limit(observed, per_core) * num_cores
+        largest = _largest_buffer(name, max_ids, statistics, num_cores)
+        if largest is not None and buffer > largest >= observed * num_cores:
+            buffer = largest
+    return PartitionLimits(max_ids, max_unique, buffer)
+
+
+def _largest_buffer(name: str, max_ids: int, statistics: SparseDenseMatmulInputStats, num_cores: int) -> int | None:
+    """The places that `max_ids` entries in every partition need; None if the number of shards is unknown."""
+    if name not in statistics.max_ids_per_partition:
+        return None
+    # One value per (local device, shard) over one value per (local device, core).
+    num_values = np.shape(np.atleast_1d(statistics.max_ids_per_partition[name]))[-1]
+    num_local_cores = np.shape(np.atleast_1d(statistics.required_buffer_size_per_sc[name]))[-1]
+    num_shards, rest = divmod(num_values * num_cores, num_local_cores)
+    return None if rest or not num_shards else round_up(max_ids, SUBLANES) * num_cores * num_shards
+
+
+def _round_up_to_bucket(value: int, growth: float) -> int:
+    step = SUBLANES
+    while step < value:
+        step = max(step + SUBLANES, round_up(math.ceil(step * growth), SUBLANES))
+    return step
+
+
+_COLUMNS = ("stack", "ids limit", "seen", "unique limit", "seen", "buffer", "needed", "dropped")
+
+
+def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_per_device: int) -> str:
+    """A table of limits, of the largest values seen, and of what was dropped, one line per stack; print it.
+
+    Ids are per partition, buffer places per device. Behind it stand the tables that lost ids, where statistics of a
+    single batch tell them.
+
+    Args:
+      feature_specs: placed specs.
+      statistics: of one or many batches.
+      num_sc_per_device: cores per device.
+    """
+    stacks = {
+        stack.stack_name: stack
+        for feature in features_of(feature_specs)
+        if (stack := feature.table_spec.stacked_table_spec) is not None
+    }
+    rows = [_COLUMNS]
+    for name, stack in stacks.items():
+        buffer = stack.suggested_coo_buffer_size_per_device
+        rows.append(
+            (
+                name,
+                f"{stack.max_ids_per_partition:,}",
+                _most(statistics.max_ids_per_partition, name),
+                f"{stack.max_unique_ids_per_partition:,}",
+                _most(statistics.max_unique_ids_per_partition, name),
+                "worst case" if buffer is None else f"{buffer:,}",
+                _most(statistics.required_buffer_size_per_sc, name, num_sc_per_device),
+                f"{int(np.sum(statistics.id_drop_counters.get(name, 0))):,}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    lines += [
+        f"table {table} lost {drops.ids:,} ids to max_ids_per_partition, {drops.unique_ids:,} to "
+        f"max_unique_ids_per_partition, {drops.buffer:,} to the buffer"
+        for table, drops in statistics.id_drops_by_table.items()
+        if any(drops)
+    ]
+    return "\n".join(lines)
+
+
+def _most(values: Mapping[str, Any], name: str, factor: int = 1) -> str:
+    return f"{int(np.max(values[name])) * factor:,}" if name in values else "-"

@@ -1,0 +1,50 @@
+// What the host partitioner is told and tells. The structs are mirrored in rsembed/sparsecore/native_partitioner.py.
+#pragma once
+
+#include <cstdint>
+
+namespace rsembed {
+
+enum GainRule : int32_t { kGainsAsGiven, kGainsOverSum, kGainsOverNorm };
+enum IdType : int32_t { kInt8, kInt16, kInt32, kInt64, kUInt8, kUInt16, kUInt32, kUInt64, kNumIdTypes };
+enum DropKind { kDroppedIds, kDroppedUniqueIds, kDroppedByBuffer, kNumDropKinds };
+enum PartitionStatus : int32_t { kPartitioned, kBadEntry, kOutOfMemory };
+
+// The ids of one feature in this process; sample s has the entries offsets[s] .. offsets[s + 1].
+struct PartitionFeature {
+  const void* ids;
+  const int64_t* offsets;  // null: every sample has `ids_per_sample`
+  const float* weights;    // null: ones
+  int64_t ids_per_sample;
+  int64_t samples_per_core;
+  int64_t vocabulary_size;  // below 2^31
+  int64_t first_row;     // of the feature's table, in every shard
+  int64_t first_sample;  // of the feature, in every core
+  int64_t rotation;      // of the table's shards
+  int32_t id_type;
+};
+
+// One stack: `num_cores` cores of this process, each with its part of every buffer. Features are ordered by
+// (first_row, first_sample); those of one table have the same first row.
+struct PartitionStack {
+  const PartitionFeature* features;
+  int64_t num_features;
+  int64_t num_cores;
+  int64_t num_shards;
+  int64_t samples_per_core;
+  int64_t max_ids;
+  int64_t max_unique;
+  int64_t places_per_core;    // a multiple of 8
+  int64_t pointers_per_core;  // at least num_shards
+  int32_t* row_pointers;
+  int32_t* embedding_ids;
+  int32_t* sample_ids;
+  float* gains;
+  int64_t* num_ids;     // [num_cores, num_shards], before anything is dropped
+  int64_t* num_unique;  // [num_cores, num_shards]
+  int64_t* drops;       // [num_cores, num_features, kNumDropKinds], at a table's first feature; comes as zeros
+  int32_t gain_rule;
+  int32_t drops_something;  // set where a limit is exceeded or a buffer too small; comes as 0
+};
+
+}  // namespace rsembed

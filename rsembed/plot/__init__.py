@@ -1,0 +1,27 @@
+"""Every picture: numbers come from functions of their own, drawing touches only the given axes."""
+
+from rsembed.plot.buffers import buffer_places as buffer_places
+from rsembed.plot.buffers import plot_buffer as plot_buffer
+from rsembed.plot.distributions import Coverage as Coverage
+from rsembed.plot.distributions import coverage_curve as coverage_curve
+from rsembed.plot.distributions import plot_coverage as plot_coverage
+from rsembed.plot.pictures import COLOURS as COLOURS
+from rsembed.plot.pictures import MUTED as MUTED
+from rsembed.plot.pictures import id_counts as id_counts
+from rsembed.plot.pictures import nearest_neighbours as nearest_neighbours
+from rsembed.plot.pictures import place_labels as place_labels
+from rsembed.plot.pictures import plot_id_frequency as plot_id_frequency
+from rsembed.plot.pictures import plot_limits as plot_limits
+from rsembed.plot.pictures import plot_loss as plot_loss
+from rsembed.plot.pictures import plot_loss_against_state as plot_loss_against_state
+from rsembed.plot.pictures import plot_neighbourhoods as plot_neighbourhoods
+from rsembed.plot.pictures import plot_row_norms as plot_row_norms
+from rsembed.plot.pictures import plot_row_path as plot_row_path
+from rsembed.plot.pictures import principal_plane as principal_plane
+from rsembed.plot.pictures import row_norms as row_norms
+from rsembed.plot.pictures import running_mean as running_mean
+from rsembed.plot.pictures import unit_rows as unit_rows
+from rsembed.plot.stacking import load_skew as load_skew
+from rsembed.plot.stacking import plot_shard_load as plot_shard_load
+from rsembed.plot.stacking import plot_stack_bytes as plot_stack_bytes
+from rsembed.plot.stacking import stack_bytes as stack_bytes

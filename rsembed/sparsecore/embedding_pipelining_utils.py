@@ -1,0 +1,16 @@
+"""`rsembed.sparsecore.pipelining` under its published name."""
+
+from rsembed.sparsecore.pipelining import CurrentStepInput as CurrentStepInput
+from rsembed.sparsecore.pipelining import LastStepInput as LastStepInput
+from rsembed.sparsecore.pipelining import PipelineState as PipelineState
+from rsembed.sparsecore.pipelining import ScBwdStageFun as ScBwdStageFun
+from rsembed.sparsecore.pipelining import ScFwdStageFun as ScFwdStageFun
+from rsembed.sparsecore.pipelining import StepBeforeLastStepInput as StepBeforeLastStepInput
+from rsembed.sparsecore.pipelining import TcStageFun as TcStageFun
+from rsembed.sparsecore.pipelining import get_default_sc_bwd_function as get_default_sc_bwd_function
+from rsembed.sparsecore.pipelining import get_default_sc_fwd_function as get_default_sc_fwd_function
+from rsembed.sparsecore.pipelining import get_initial_state as get_initial_state
+from rsembed.sparsecore.pipelining import get_pipeline_state_sharding as get_pipeline_state_sharding
+from rsembed.sparsecore.pipelining import get_pipeline_train_steps as get_pipeline_train_steps
+from rsembed.sparsecore.pipelining import is_output_valid as is_output_valid
+from rsembed.sparsecore.pipelining import step as step

@@ -1,0 +1,312 @@
+"""Where everything lies, as a readable record that JSON can hold, under the published names of its protos.
+
+```
+EmbeddingSpecRecord ─▶ StackRecord ─▶ TableRecord (with its optimizer) ─▶ FeatureRecord
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rsembed import optimizers
+from rsembed.optimizers import OptimizerSpec
+from rsembed.sparsecore.layout import resolve_cores, stack_layouts
+from rsembed.sparsecore.variables import Nested
+from rsembed.specs import FeatureSpec, TableSpec, tables_of
+from rsembed.stacking import compute_physical_row_ids
+
+_CODES: dict[type[OptimizerSpec], int] = {
+    optimizers.SGDOptimizerSpec: 1,
+    optimizers.AdagradOptimizerSpec: 2,
+    optimizers.AdamOptimizerSpec: 3,
+    optimizers.FTRLOptimizerSpec: 4,
+    optimizers.F2AOptimizerSpec: 5,
+    optimizers.AdagradMomentumOptimizerSpec: 6,
+    # 7 is "custom". The published codes end there; LaProp, stored as 7, would come back as SGD.
+    optimizers.LaPropOptimizerSpec: 8,
+    optimizers.RowWiseAdagradOptimizerSpec: 9,
+}
+CUSTOM_CODE = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class CallablePlaceholder:
+    """Stands for a learning rate that was a function: a record keeps only its tag. Calling it raises."""
+
+    tag: str
+
+    def __call__(self, step: Any) -> Any:
+        raise RuntimeError(
+            f"the learning rate {self.tag!r} was a function, which a record cannot hold; give the optimizer a new one "
+            "with dataclasses.replace(optimizer, learning_rate=...)."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerRecord:
+    """An optimizer by its code; `learning_rate` is None for a function, of which `learning_rate_tag` is left."""
+
+    type_enum: int
+    short_name: str
+    learning_rate: float | None
+    learning_rate_tag: str | None = None
+    float_params: dict[str, float] = dataclasses.field(default_factory=dict)
+    bool_params: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureRecord:
+    """A feature and its place in the stacked batch."""
+
+    feature_name: str
+    input_shape: tuple[int, ...] | None
+    output_shape: tuple[int, ...] | None
+    row_offset: int
+    col_offset: int
+    col_shift: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableRecord:
+    """A table, its place in the stack, and the features that read it."""
+
+    table_name: str
+    vocab_size: int
+    embedding_dim: int
+    padded_vocab_size: int
+    padded_embedding_dim: int
+    row_offset_in_shard: int
+    shard_rotation: int
+    combiner: str
+    dtype: str
+    stochastic_rounding: bool
+    optimizer: OptimizerRecord
+    quantization: tuple[float, float, int] | None
+    feature_specs: tuple[FeatureRecord, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackRecord:
+    """A physical table; `num_sparsecores` are the shards, that is cores over all devices."""
+
+    stack_name: str
+    stack_vocab_size: int
+    stack_embedding_dim: int
+    total_sample_count: int
+    max_ids_per_partition: int
+    max_unique_ids_per_partition: int
+    suggested_coo_buffer_size_per_device: int | None
+    num_sparsecores: int
+    activation_mem_bytes_limit: int
+    table_specs: tuple[TableRecord, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingSpecRecord:
+    """All stacks of a model.
+
+    Example:
+      >>> from rsembed.sparsecore import embedding, embedding_spec
+      >>> table = embedding_spec.TableSpec(name="words", vocabulary_size=30, embedding_dim=4)
+      >>> feature = embedding_spec.FeatureSpec(name="word", table_spec=table, output_shape=(8, 4))
+      >>> embedding.prepare_feature_specs_for_training(feature, 1, 2)
+      >>> record = create_proto_from_feature_specs(feature, 1, 2)
+      >>> record == EmbeddingSpecRecord.from_json(record.to_json())
+      True
+    """
+
+    stacked_table_specs: tuple[StackRecord, ...]
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The record as text."""
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> EmbeddingSpecRecord:
+        """The inverse of `to_json`."""
+        return cls(stacked_table_specs=tuple(map(_stack_from, json.loads(text)["stacked_table_specs"])))
+
+
+def _stack_from(fields: Mapping[str, Any]) -> StackRecord:
+    return StackRecord(**{**fields, "table_specs": tuple(map(_table_from, fields["table_specs"]))})
+
+
+def _table_from(fields: Mapping[str, Any]) -> TableRecord:
+    quantization = fields["quantization"]
+    changed = {
+        "optimizer": OptimizerRecord(**fields["optimizer"]),
+        "quantization": None if quantization is None else tuple(quantization),
+        "feature_specs": tuple(map(_feature_from, fields["feature_specs"])),
+    }
+    return TableRecord(**{**fields, **changed})
+
+
+def _feature_from(fields: Mapping[str, Any]) -> FeatureRecord:
+    shapes = {key: None if fields[key] is None else tuple(fields[key]) for key in ("input_shape", "output_shape")}
+    return FeatureRecord(**{**fields, **shapes})
+
+
+def create_proto_from_feature_specs(
+    feature_specs: Nested[FeatureSpec], global_device_count: int, num_sparsecore_per_device: int | None = None
+) -> EmbeddingSpecRecord:
+    """The record of placed specs.
+
+    Args:
+      feature_specs: placed specs.
+      global_device_count: devices that they were placed for.
+      num_sparsecore_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+
+    Raises: ValueError: they were not placed, or for another number of shards.
+    """
+    num_cores = resolve_cores(num_sparsecore_per_device, global_device_count)
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    tables = sorted(tables_of(feature_specs).values(), key=lambda table: table.setting_in_stack.row_offset_in_shard)
+    stacks = []
+    for name, layout in layouts.items():
+        members = [table for table in tables if table.setting_in_stack.stack_name == name]
+        stacks.append(
+            StackRecord(
+                stack_name=name,
+                stack_vocab_size=layout.spec.stack_vocab_size,
+                stack_embedding_dim=layout.spec.stack_embedding_dim,
+                total_sample_count=layout.spec.total_sample_count,
+                max_ids_per_partition=layout.spec.max_ids_per_partition,
+                max_unique_ids_per_partition=layout.spec.max_unique_ids_per_partition,
+                suggested_coo_buffer_size_per_device=layout.spec.suggested_coo_buffer_size_per_device,
+                num_sparsecores=layout.num_shards,
+                activation_mem_bytes_limit=layout.spec.activation_mem_bytes_limit,
+                table_specs=tuple(_table_record(table, layout.features) for table in members),
+            )
+        )
+    return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
+
+
+def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
+    setting, config = table.setting_in_stack, table.quantization_config
+    readers = [feature for feature in features if feature.table_spec.name == table.name]
+    return TableRecord(
+        table_name=table.name,
+        vocab_size=table.vocabulary_size,
+        embedding_dim=table.embedding_dim,
+        padded_vocab_size=setting.padded_vocab_size,
+        padded_embedding_dim=setting.padded_embedding_dim,
+        row_offset_in_shard=setting.row_offset_in_shard,
+        shard_rotation=setting.shard_rotation,
+        combiner=table.combiner,
+        dtype=table.dtype,
+        stochastic_rounding=table.stochastic_rounding,
+        optimizer=optimizer_spec_to_proto(table.optimizer),
+        quantization=None if config is None else config.as_tuple(),
+        feature_specs=tuple(
+            FeatureRecord(
+                feature_name=feature.name,
+                input_shape=feature.input_shape,
+                output_shape=feature.output_shape,
+                **dataclasses.asdict(feature.id_transformation),
+            )
+            for feature in readers
+        ),
+    )
+
+
+def get_optimizer_type(optimizer: OptimizerSpec) -> int:
+    """The code of an optimizer; rules that are functions of the user's all have `CUSTOM_CODE`."""
+    return _CODES.get(type(optimizer), CUSTOM_CODE)
+
+
+def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
+    """The class behind a code. Raises: ValueError: there is none; custom rules have many."""
+    for optimizer_class, code in _CODES.items():
+        if code == type_enum:
+            return optimizer_class
+    raise ValueError(f"optimizer code {type_enum} names no class; known are {sorted(_CODES.values())}.")
+
+
+def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
+    """The record of an optimizer. Of a function (a custom rule, a schedule), only the name is kept."""
+    learning_rate = optimizer.learning_rate
+    values: dict[str, Any] = {}
+    if type(optimizer) in _CODES:
+        names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
+        values = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) is not None}
+    return OptimizerRecord(
+        type_enum=get_optimizer_type(optimizer),
+        short_name=optimizer.short_name(),
+        learning_rate=None if callable(learning_rate) else float(learning_rate),
+        learning_rate_tag=_tag(learning_rate) if callable(learning_rate) else None,
+        float_params={name: float(value) for name, value in values.items() if not isinstance(value, bool)},
+        bool_params={name: value for name, value in values.items() if isinstance(value, bool)},
+    )
+
+
+def _tag(learning_rate: Any) -> str:
+    if isinstance(learning_rate, CallablePlaceholder):
+        return learning_rate.tag
+    return str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
+
+
+def proto_to_optimizer_spec(
+    record: OptimizerRecord, custom: Mapping[str, OptimizerSpec] | None = None
+) -> OptimizerSpec:
+    """The optimizer of a record; a learning rate that was a function comes back as a `CallablePlaceholder`.
+
+    Args:
+      record: of `optimizer_spec_to_proto`.
+      custom: the optimizers to take for custom rules, by short name.
+
+    Raises: ValueError: a custom rule is not among `custom`.
+    """
+    if record.type_enum == CUSTOM_CODE:
+        if custom is None or record.short_name not in custom:
+            raise ValueError(
+                f"optimizer {record.short_name!r} is a function, which a record cannot hold; pass "
+                f"custom={{{record.short_name!r}: optimizer}}."
+            )
+        return custom[record.short_name]
+    learning_rate: Any = record.learning_rate
+    if learning_rate is None:
+        learning_rate = CallablePlaceholder(record.learning_rate_tag or "function")
+    parameters: dict[str, Any] = {**record.float_params, **record.bool_params}
+    return get_optimizer_class(record.type_enum)(learning_rate, **parameters)
+
+
+def get_row_ids_in_stacked_table(
+    stack_table_spec: StackRecord, table_spec: TableRecord, row_ids: Sequence[int]
+) -> list[int]:
+    """Rows of the flat stacked array that hold the given ids of one table.
+
+    Raises: ValueError: an id is outside the table.
+    """
+    ids = np.asarray(row_ids, np.int64)
+    outside = ids[(ids < 0) | (ids >= table_spec.vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"table {table_spec.table_name!r}: id {outside[0]} is outside its vocabulary of {table_spec.vocab_size}."
+        )
+    rows = compute_physical_row_ids(
+        stack_table_spec.num_sparsecores,
+        stack_table_spec.stack_vocab_size,
+        table_spec.shard_rotation,
+        table_spec.row_offset_in_shard,
+        ids,
+    )
+    return [int(row) for row in rows]
+
+
+def get_row_ids_in_stacked_tables(
+    embedding_specs: EmbeddingSpecRecord, row_ids_by_table: Mapping[str, Sequence[int]]
+) -> dict[str, list[int]]:
+    """As `get_row_ids_in_stacked_table`, by table name. Raises: ValueError: a table is unknown."""
+    places = {
+        table.table_name: (stack, table) for stack in embedding_specs.stacked_table_specs for table in stack.table_specs
+    }
+    unknown = sorted(set(row_ids_by_table) - set(places))
+    if unknown:
+        raise ValueError(f"no tables {unknown} in the record; it has {sorted(places)}.")
+    return {name: get_row_ids_in_stacked_table(*places[name], ids) for name, ids in row_ids_by_table.items()}

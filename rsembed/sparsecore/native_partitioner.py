@@ -1,0 +1,269 @@
+"""The host partitioner in C++: the same buffers and counts as `partitioner.py`, bit by bit, on all processors.
+
+One call serves all stacks of a batch. It reads ids where they lie and in their own width, and releases Python's lock
+while it runs, so that a thread can partition the next batch while this one trains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.kernels import native
+from rsembed.sparsecore import partitioner
+from rsembed.sparsecore.drops import record_drops
+from rsembed.sparsecore.host_features import HostFeature
+from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
+from rsembed.sparsecore.partitioner import Counts, StackBuffers
+from rsembed.stacking import SUBLANES
+
+THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
+"""Names the most threads that partition a batch; by default, one for every processor this process may use."""
+
+# Below this, a thread takes longer to start than the ids to partition.
+_MIN_IDS_PER_THREAD = 16384
+# Numbers shared with csrc/partition.h.
+_GAIN_RULES = {"sum": 0, "mean": 1, "sqrtn": 2}
+_ID_TYPES = {
+    np.dtype(name): code
+    for code, name in enumerate(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
+}
+# Of the fields of StackBuffers.
+_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "int32", "float32"))
+_LINE_BYTES = 64  # JAX takes over arrays that begin at a multiple of this without a copy
+_HUGE_PAGE_BYTES = 2 << 20
+_PARTITIONED, _BAD_ENTRY = 0, 1
+_DROP_KINDS = ("ids", "unique_ids", "buffer")
+
+
+class _Feature(ctypes.Structure):
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("ids_per_sample", ctypes.c_int64),
+        ("samples_per_core", ctypes.c_int64),
+        ("vocabulary_size", ctypes.c_int64),
+        ("first_row", ctypes.c_int64),
+        ("first_sample", ctypes.c_int64),
+        ("rotation", ctypes.c_int64),
+        ("id_type", ctypes.c_int32),
+    )
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (
+        ("features", ctypes.POINTER(_Feature)),
+        *((name, ctypes.c_int64) for name in ("num_features", "num_cores", "num_shards", "samples_per_core")),
+        *((name, ctypes.c_int64) for name in ("max_ids", "max_unique", "places_per_core", "pointers_per_core")),
+        *((name, ctypes.c_void_p) for name in ("row_pointers", "embedding_ids", "sample_ids", "gains")),
+        *((name, ctypes.c_void_p) for name in ("num_ids", "num_unique", "drops")),
+        ("gain_rule", ctypes.c_int32),
+        ("drops_something", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def _partition_function() -> Any:
+    """The function of the library, or why there is none."""
+    library = native.shared_library()
+    if isinstance(library, str):
+        return library
+    try:
+        function = library.rsembed_partition
+    except AttributeError:
+        return "the installed library has no host partitioner; reinstall rsembed"
+    function.argtypes = (ctypes.POINTER(_Stack), ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)
+    function.restype = ctypes.c_int32
+    return function
+
+
+def unavailable_because() -> str | None:
+    """Why this partitioner cannot run here, or None if it can."""
+    function = _partition_function()
+    return function if isinstance(function, str) else None
+
+
+def num_threads() -> int:
+    """Threads that partition a large batch.
+
+    Raises: ValueError: the environment asks for less than one, or for no number.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    available = len(affinity(0)) if affinity else os.cpu_count() or 1
+    wanted = os.environ.get(THREADS_VARIABLE)
+    if not wanted:
+        return available
+    if not wanted.strip().isdecimal() or int(wanted) < 1:
+        raise ValueError(f"{THREADS_VARIABLE} must be a number of at least 1, got {wanted!r}.")
+    return min(available, int(wanted))
+
+
+def partition_stacks(
+    layouts: Mapping[str, StackLayout],
+    features: Mapping[str, Sequence[HostFeature]],
+    *,
+    local_device_count: int,
+    allow_id_dropping: bool,
+    statistics: SparseDenseMatmulInputStats,
+) -> dict[str, StackBuffers]:
+    """Buffers of all stacks, as `partitioner.partition_stacks` lays them out.
+
+    Raises:
+      ValueError: an id or a weight is bad, a limit is exceeded, a buffer is too small, or there are too many samples.
+    """
+    tasks = {name: _StackTask(layout, features[name], local_device_count) for name, layout in layouts.items()}
+    served = [task for task in tasks.values() if task.is_served]
+    block = _Block(sum(task.num_bytes for task in served))
+    for task in served:
+        task.place_buffers(block)
+    descriptors = (_Stack * len(served))(*(task.descriptor for task in served))
+    readers = [feature for stack in features.values() for feature in stack]
+    num_ids = sum(feature.raw_ids.size for feature in readers)
+    threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
+    status = _partition_function()(descriptors, len(served), allow_id_dropping, threads)
+    for task, descriptor in zip(served, descriptors, strict=True):
+        task.descriptor = descriptor  # an array of structs holds copies
+    if status == _BAD_ENTRY:
+        for feature in readers:
+            feature.check_values()
+    if status != _PARTITIONED:
+        raise MemoryError("no memory to partition a batch; use smaller batches or fewer threads.")
+    buffers = {}
+    for name, task in tasks.items():
+        if task.is_served and (allow_id_dropping or not task.drops_something):
+            task.record(statistics)
+            buffers[name] = task.buffers
+        else:  # for the definition to lay out, or to refuse with a reason
+            buffers[name] = partitioner.partition_stack(
+                task.layout,
+                features[name],
+                local_device_count=local_device_count,
+                allow_id_dropping=allow_id_dropping,
+                statistics=statistics,
+            )
+    return buffers
+
+
+class _Block:
+    """The buffers of all stacks in one piece of memory.
+
+    The system hands out fresh memory page by page, which takes as long as sorting the ids. numpy asks for huge pages
+    for a large piece, but gets them only for whole ones; what is asked for beyond the need is never touched.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        unit = _HUGE_PAGE_BYTES if num_bytes >= 2 * _HUGE_PAGE_BYTES else _LINE_BYTES
+        self._memory = np.empty(_round_up(num_bytes, unit) + unit, np.uint8)
+        self._address = self._memory.ctypes.data
+        self._next = -self._address % unit
+
+    def cut(self, size: int, dtype: np.dtype) -> tuple[np.ndarray, int]:
+        """An array whose contents do not matter, and its address."""
+        first, self._next = self._next, self._next + _round_up(4 * size, _LINE_BYTES)
+        return np.ndarray(size, dtype, self._memory, first), self._address + first
+
+
+class _StackTask:
+    """One stack on its way through the library: keeps what the library reads and writes alive."""
+
+    def __init__(self, layout: StackLayout, features: Sequence[HostFeature], local_device_count: int) -> None:
+        self.layout = layout
+        self.local_device_count = local_device_count
+        num_cores, num_shards = local_device_count * layout.num_cores, layout.num_shards
+        self.is_served = (
+            layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE
+            and _bits(num_shards) + _bits(layout.rows_per_shard) + _bits(layout.samples_per_core) <= 64
+        )
+        if not self.is_served:
+            return
+        # Features of one table follow each other, in the order of their samples.
+        readers = sorted(features, key=_table_and_sample)
+        self.inputs: list[np.ndarray] = []
+        self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
+        size, pointers = layout.buffer_size_per_device * local_device_count, max(num_shards, SUBLANES)
+        self.sizes = (num_cores * pointers, size, size, size)
+        self.num_bytes = sum(_round_up(4 * size, _LINE_BYTES) for size in self.sizes)
+        num_partitions, num_drops = num_cores * num_shards, num_cores * len(readers) * len(_DROP_KINDS)
+        counts = np.zeros(2 * num_partitions + num_drops, np.int64)
+        self.num_ids, self.num_unique = counts[:num_partitions], counts[num_partitions : 2 * num_partitions]
+        self.drops = counts[2 * num_partitions :].reshape(num_cores, len(readers), len(_DROP_KINDS))
+        address = counts.ctypes.data
+        self.descriptor = _Stack(
+            self.features,
+            *(len(readers), num_cores, num_shards, layout.samples_per_core),
+            *(layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition),
+            *(size // num_cores, pointers),
+            *(None, None, None, None),  # see place_buffers
+            *(address, address + 8 * num_partitions, address + 16 * num_partitions),
+            _GAIN_RULES[layout.spec.combiner],
+        )
+
+    def _describe(self, feature: HostFeature) -> _Feature:
+        placement, num_shards = feature.spec.id_transformation, self.layout.num_shards
+        ids, offsets = _plain(feature.raw_ids), None
+        if feature.ids_per_sample is None:
+            offsets = np.zeros(len(feature.lengths) + 1, np.int64)
+            np.cumsum(feature.lengths, out=offsets[1:])
+        weights = None if feature.weights is None else _plain(feature.weights)
+        self.inputs += [array for array in (ids, offsets, weights) if array is not None]
+        return _Feature(
+            ids.ctypes.data,
+            None if offsets is None else offsets.ctypes.data,
+            None if weights is None else weights.ctypes.data,
+            feature.ids_per_sample or 0,
+            (feature.spec.num_samples or 0) // num_shards,
+            feature.spec.table_spec.vocabulary_size,
+            placement.col_offset // num_shards,
+            placement.row_offset // num_shards,
+            placement.col_shift,
+            _ID_TYPES[ids.dtype],
+        )
+
+    def place_buffers(self, block: _Block) -> None:
+        """Cuts this stack's buffers from a block of memory."""
+        arrays = []
+        for field, size, dtype in zip(StackBuffers._fields, self.sizes, _DTYPES, strict=True):
+            array, address = block.cut(size, dtype)
+            arrays.append(array)
+            setattr(self.descriptor, field, address)
+        self.buffers = StackBuffers(*arrays)
+
+    @property
+    def drops_something(self) -> bool:
+        """Whether a limit is exceeded or a buffer too small."""
+        return bool(self.descriptor.drops_something)
+
+    def record(self, statistics: SparseDenseMatmulInputStats) -> None:
+        """Puts the counts where the definition puts them."""
+        counts = Counts(np.zeros(0, bool), self.num_ids, self.num_unique)
+        partitioner.record_counts(statistics, self.layout, self.local_device_count, counts, counts)
+        dropped = {}
+        if self.drops_something:
+            first_rows, times = np.asarray([feature.first_row for feature in self.features]), self.drops.sum(axis=0)
+            dropped = {kind: (first_rows, times[:, code]) for code, kind in enumerate(_DROP_KINDS)}
+        record_drops(statistics, self.layout, dropped)
+
+
+def _round_up(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
+
+
+def _table_and_sample(feature: HostFeature) -> tuple[int, int]:
+    placement = feature.spec.id_transformation
+    return placement.col_offset, placement.row_offset
+
+
+def _bits(count: int) -> int:
+    return max(count - 1, 0).bit_length()
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """The same numbers as the library reads them; copied only if they are scattered or of the other byte order."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

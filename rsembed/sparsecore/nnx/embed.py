@@ -1,0 +1,204 @@
+"""The NNX layer: lookup in the forward pass, the optimizer step of the tables in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.sparsecore import mesh_lookup
+from rsembed.sparsecore.initialization import initialize
+from rsembed.sparsecore.layout import check_sharding_strategy
+from rsembed.sparsecore.variables import Nested, PreprocessedInput
+from rsembed.specs import FeatureSpec, tables_of
+
+
+class EmbeddingVariablesParam(nnx.Param):
+    """Tables with their slots, or a step counter: parameters that optax must not see."""
+
+
+def is_embedding_variables(path: Any, value: Any) -> bool:
+    """Filter of `nnx.state` and friends: the parameters of `SparseCoreEmbed` layers."""
+    del path
+    return isinstance(value, EmbeddingVariablesParam)
+
+
+def is_non_embedding_variables(path: Any, value: Any) -> bool:
+    """Filter of `nnx.state` and friends: everything else."""
+    return not is_embedding_variables(path, value)
+
+
+class SparseCoreEmbed(nnx.Module):
+    """Activations of all features; differentiating it trains the tables.
+
+    `nnx.grad` returns for this layer the UPDATED tables, slots and step counter, one optimizer step after the lookup;
+    `PartitionedOptimizer` puts them in place. Call a layer once in a loss: of two calls, autodiff would add up the two
+    updated tables.
+
+    Args:
+      feature_specs: placed specs; see `embedding.prepare_feature_specs_for_training`.
+      sharding_axis: mesh axis (or axes) over which tables and batch are cut; other axes of the mesh hold copies.
+      mesh: the devices; None means all of them.
+      rngs: its stream `params` gives the key of the initial tables.
+      enable_minibatching: split batches that exceed a limit, instead of refusing them.
+      table_sharding_strategy: "MOD".
+      frozen_step: hide the step from the optimizers unless a call names it: Adam corrects its bias as in the first
+        step for ever. By default a counter beside the tables keeps the true step.
+      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+    """
+
+    def __init__(
+        self,
+        feature_specs: Nested[FeatureSpec],
+        sharding_axis: str | tuple[str, ...] = "sparsecore_sharding",
+        mesh: Mesh | None = None,
+        rngs: nnx.Rngs | None = None,
+        *,
+        enable_minibatching: bool = False,
+        table_sharding_strategy: str = "MOD",
+        frozen_step: bool = False,
+        num_sc_per_device: int | None = None,
+    ):
+        check_sharding_strategy(table_sharding_strategy)
+        if rngs is None:
+            raise ValueError("SparseCoreEmbed needs rngs, the source of its initial tables, as in rngs=nnx.Rngs(0).")
+        devices = mesh_lookup.table_mesh(mesh, sharding_axis, num_sc_per_device)
+        tables = list(tables_of(feature_specs).values())
+        variables = initialize(
+            rngs.params(), tables, mesh=devices.mesh, axis_name=devices.axes, num_cores=devices.num_cores
+        )
+        self.feature_specs = nnx.static(feature_specs)
+        self.devices = nnx.static(devices)
+        self.enable_minibatching = enable_minibatching
+        self.embedding_table = EmbeddingVariablesParam(variables, table_axes=devices.axes)
+        self.step = None if frozen_step else EmbeddingVariablesParam(jnp.zeros((), jnp.float32))
+
+    def __call__(self, inputs: PreprocessedInput, step: Any = None) -> Any:
+        """Activations `[global samples, output dim]` in a tree like `feature_specs`.
+
+        Args:
+          inputs: a preprocessed batch of all devices.
+          step: 0-based step of the update that autodiff will ask for; the counter goes on from it. None reads the
+            counter.
+        """
+        return embedding_lookup(self, inputs, step)
+
+    def apply_gradient(self, gradients: Any, inputs: PreprocessedInput, step: Any = None) -> None:
+        """Updates tables, slots and counter in place: what autodiff and `PartitionedOptimizer` do, without them.
+
+        Args:
+          gradients: gradients of the activations, in a tree like `feature_specs`.
+          inputs: the batch that was looked up.
+          step: as for a call.
+        """
+        step = self._step(step)
+        updated = mesh_lookup.update(
+            self.devices,
+            self.feature_specs,
+            gradients,
+            self.embedding_table.get_value(),
+            step,
+            inputs,
+            enable_minibatching=self.enable_minibatching,
+        )
+        self.embedding_table.set_value(updated)
+        if self.step is not None:
+            self.step.set_value(mesh_lookup.next_step(step))
+
+    def preprocess_inputs(
+        self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
+    ) -> PreprocessedInput:
+        """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
+        return self._preprocess(
+            features, features_weights, batch_number=step, all_reduce_interface=all_reduce_interface
+        )[0]
+
+    def prepare_batch(
+        self, features: Any, features_weights: Any = None, *, allow_id_dropping: bool = False, batch_number: int = 0
+    ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
+        """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
+
+        Args:
+          features: ids of this process' samples, in a tree like `feature_specs`.
+          features_weights: weights in the same tree, or None.
+          allow_id_dropping: drop and count what exceeds a limit; by default that is an error.
+          batch_number: number of the batch, the same in all processes.
+        """
+        processed, statistics = self._preprocess(
+            features, features_weights, batch_number=batch_number, allow_id_dropping=allow_id_dropping
+        )
+        return mesh_lookup.put_on_devices(self.devices, processed), statistics
+
+    def _preprocess(
+        self, features: Any, features_weights: Any, **options: Any
+    ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
+        return mesh_lookup.preprocess(
+            self.devices,
+            self.feature_specs,
+            features,
+            features_weights,
+            enable_minibatching=self.enable_minibatching,
+            **options,
+        )
+
+    def _step(self, step: Any) -> Array | None:
+        """The step to update with, which is also what the counter's gradient is made from."""
+        counter = None if self.step is None else self.step.get_value()
+        if step is None or counter is None:
+            return counter if step is None else jnp.asarray(step, jnp.float32)
+        return counter + jax.lax.stop_gradient(jnp.asarray(step, jnp.float32) - counter)
+
+
+def embedding_lookup(layer: SparseCoreEmbed, inputs: PreprocessedInput, step: Any = None) -> Any:
+    """The trainable lookup of a layer; see `SparseCoreEmbed.__call__`."""
+    lookup = mesh_lookup.trainable_lookup(
+        layer.devices, layer.feature_specs, enable_minibatching=layer.enable_minibatching
+    )
+    return lookup(layer.embedding_table.get_value(), layer._step(step), inputs)
+
+
+class PartitionedOptimizer(nnx.Module):
+    """Puts updated tables in place and leaves all other parameters to optax.
+
+    Args:
+      model: holds `SparseCoreEmbed` layers and dense ones.
+      dense_optimizer: never sees tables, so its norms and state are those of the dense part.
+    """
+
+    def __init__(self, model: nnx.Module, dense_optimizer: optax.GradientTransformation):
+        self.dense = nnx.Optimizer(model, dense_optimizer, wrt=nnx.All(nnx.Param, is_non_embedding_variables))
+
+    def update(self, model: nnx.Module, grads: Any) -> None:
+        """Applies what `nnx.grad` of the model returned, in place."""
+        nnx.update(model, nnx.state(grads, is_embedding_variables))
+        # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
+        with jax.numpy_dtype_promotion("standard"):
+            self.dense.update(model, grads)
+
+
+def get_named_sharding(node: Any, mesh: Mesh) -> nnx.StateSharding:
+    """Shardings of a model's or optimizer's state, for `in_shardings` of `nnx.jit`.
+
+    Tables and slots are cut along the axes of their layer. Every other variable follows its own annotation, and is
+    copied to all devices if it has none.
+
+    Args:
+      node: an `nnx.Module` or `nnx.Optimizer`.
+      mesh: the mesh of the layers.
+    """
+
+    def sharding_of(path: Any, value: Any) -> Any:
+        del path
+        axes = value.get_metadata().get("table_axes")
+        names = value.get_metadata().get("sharding_names")
+        spec = P(axes) if axes is not None else P(*(names or ()))
+        return value.replace(NamedSharding(mesh, spec))
+
+    return nnx.StateSharding(nnx.map_state(sharding_of, nnx.state(node)))

@@ -1,0 +1,109 @@
+"""Limits that leave room, settle, and say what they are."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rsembed import FeatureSpec, TableSpec
+from rsembed.fdo import EXACT, LimitsPolicy, SparseDenseMatmulInputStats, TableDrops, limits_from_statistics, report
+from rsembed.sparsecore import embedding
+
+
+def stats(max_ids, max_unique=(1, 1), required=(8, 8)):
+    return SparseDenseMatmulInputStats({"t": max_ids}, {"t": max_unique}, {"t": required}, {"t": 0})
+
+
+def specs_for(cores=2, **limits):
+    table = TableSpec(name="t", vocabulary_size=64, embedding_dim=8, **limits)
+    feature = FeatureSpec(name="f", table_spec=table, input_shape=(8, 1))
+    embedding.prepare_feature_specs_for_training(feature, 1, cores)
+    return feature
+
+
+def planned(statistics, *, policy=None, **limits):
+    stacks = embedding.get_stacked_table_specs(specs_for(**limits)).values()
+    return limits_from_statistics(stacks, statistics, 2, policy=policy)["t"]
+
+
+def test_the_exact_policy_takes_what_was_seen_and_shrinks():
+    assert planned(stats([3, 4], [1, 2], [16, 24]), policy=EXACT) == (4, 2, 48)
+    assert planned(stats([[1, 1], [7, 2]]), policy=EXACT) == (7, 1, 16)
+    assert planned(stats([0, 0], [0, 0], [0, 0]), policy=EXACT)[:2] == (1, 1)
+
+
+def test_the_default_policy_leaves_room_in_steps_and_never_shrinks():
+    assert planned(stats([100, 400], [300, 1], [400, 400])) == (480, 384, 2 * 480)
+    assert planned(stats([3, 4], [1, 2], [16, 24])) == (256, 256, 2 * 32)
+    small = {"max_ids_per_partition": 5, "max_unique_ids_per_partition": 5}
+    assert planned(stats([3, 4], [1, 2], [8, 8]), **small) == (8, 8, 2 * 16)
+    assert planned(stats([20, 4], [9, 2], [40, 8]), policy=LimitsPolicy(bucket=2.0), **small)[:2] == (32, 16)
+    exact_room = LimitsPolicy(headroom_fraction=0.25, bucket=None)
+    assert planned(stats([20, 4], [9, 2], [40, 8]), policy=exact_room, **small)[:2] == (25, 12)
+
+
+def test_buffers_never_exceed_what_the_limits_can_fill():
+    """A larger size would be refused by the layout."""
+    small = {"max_ids_per_partition": 5, "max_unique_ids_per_partition": 5}
+    policy = LimitsPolicy(headroom_fraction=0.0, bucket=3.0)
+    limits = planned(stats([24, 24], required=[48, 48]), policy=policy, **small)
+    assert limits.max_ids_per_partition == 24
+    assert limits.suggested_coo_buffer_size_per_device == 24 * 2 * 2  # the ladder alone says 2 * 72
+
+
+def test_what_has_no_statistics_keeps_its_settings():
+    nothing = SparseDenseMatmulInputStats()
+    assert planned(nothing, max_ids_per_partition=7) == (7, 256, None)
+    only_ids = SparseDenseMatmulInputStats(max_ids_per_partition={"t": [300], "other": [9]})
+    assert planned(only_ids) == (384, 256, None)
+
+
+def changes(policy):
+    """How often limits change in a run whose batches grow and scatter, with feedback after every batch."""
+    rng = np.random.default_rng(0)
+    specs, seen = specs_for(max_ids_per_partition=1, max_unique_ids_per_partition=1), []
+    for batch in range(300):
+        most = int(100 + 3 * batch + rng.normal(0, 20))
+        observed = stats([most, most], [most // 2] * 2, [2 * most] * 2)
+        embedding.update_preprocessing_parameters(specs, observed, 2, policy=policy)
+        seen.append(embedding.get_stacked_table_specs(specs)["t"])
+    return sum(a != b for a, b in itertools.pairwise(seen))
+
+
+def test_few_limits_occur_so_that_recompiles_stay_few():
+    assert changes(EXACT) > 250
+    # Ids, distinct ids and buffer climb the same ladder, each at its own times.
+    assert changes(LimitsPolicy()) <= 3 * 12
+    assert changes(LimitsPolicy(bucket=2.0)) <= 3 * 4
+
+
+def test_the_published_call_stays_exact_and_takes_a_policy():
+    specs = specs_for()
+    embedding.update_preprocessing_parameters(specs, stats([3, 4]), 2)
+    assert specs.table_spec.stacked_table_spec.max_ids_per_partition == 4
+    embedding.update_preprocessing_parameters(specs, stats([40, 4]), 2, policy=LimitsPolicy())
+    embedding.update_preprocessing_parameters(specs, stats([3, 4]), 2, policy=LimitsPolicy())
+    assert specs.table_spec.stacked_table_spec.max_ids_per_partition == 56
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"headroom_fraction": -0.1}, "headroom_fraction must be at least 0, got -0.1"),
+        ({"bucket": 1.0}, "bucket must be a factor above 1"),
+    ],
+)
+def test_policies_are_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LimitsPolicy(**fields)
+
+
+def test_the_report_shows_limits_observations_and_drops():
+    statistics = stats([300, 4], [1, 2], [16, 24])
+    statistics.id_drop_counters["t"] = np.asarray([[3], [1204]])
+    statistics.id_drops_by_table["t"] = TableDrops(ids=7, buffer=2)
+    text = report(specs_for(), statistics, 2).splitlines()
+    assert text[0].split("  ")[0] == "stack"
+    assert text[1].split() == ["t", "256", "300", "256", "2", "worst", "case", "48", "1,207"]
+    assert "table t lost 7 ids to max_ids_per_partition, 0 to max_unique_ids_per_partition, 2 to the buffer" in text
+    assert report(specs_for(), SparseDenseMatmulInputStats(), 2).splitlines()[1].split()[1:3] == ["256", "-"]

@@ -1,0 +1,85 @@
+"""The picture of a buffer shows what the partitioner laid out."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from rsembed import plot
+from rsembed.plot.buffers import GAP, TAIL
+from rsembed.plot.pictures import COLOURS
+from rsembed.sparsecore import embedding, embedding_spec
+
+POINTERS = np.array([3, 9, *[16] * 6, 8, 8, *[8] * 6])
+"""Two cores and two shards: 3 and 1 ids, then 8 and none."""
+PLACES = plot.buffer_places(POINTERS, num_shards=2, num_places=48)
+
+
+def legend_texts(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_places_are_partitions_gaps_and_a_tail():
+    assert PLACES.tolist() == [
+        [0] * 3 + [GAP] * 5 + [1] + [GAP] * 7 + [TAIL] * 8,
+        [0] * 8 + [TAIL] * 16,
+    ]
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 4, 16])
+def test_used_places_are_those_that_the_partitioner_filled(num_cores):
+    table = embedding_spec.TableSpec(name="t", vocabulary_size=100, embedding_dim=4, max_ids_per_partition=128)
+    spec = embedding_spec.FeatureSpec(name="f", table_spec=table, input_shape=(16, 1), output_shape=(16, 4))
+    embedding.prepare_feature_specs_for_training(spec, 1, num_cores)
+    ids = np.random.default_rng(0).integers(0, 100, (16, 5))
+    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, spec, 1, 1, num_sc_per_device=num_cores)
+    rows = processed.lhs_embedding_ids["t"]
+    places = plot.buffer_places(processed.lhs_row_pointers["t"], num_shards=num_cores, num_places=len(rows))
+    is_used = rows.reshape(num_cores, -1) != np.iinfo(np.int32).max
+    np.testing.assert_array_equal(places >= 0, is_used)
+    distinct = [sample_id for row in ids for sample_id in set(row.tolist())]
+    np.testing.assert_array_equal(np.bincount(places[is_used]), np.bincount(np.array(distinct) % num_cores))
+
+
+@pytest.mark.parametrize(("num_shards", "num_places"), [(3, 47), (9, 48), (2, 16)])
+def test_numbers_that_are_no_buffer_are_refused(num_shards, num_places):
+    with pytest.raises(ValueError, match="buffer_places: "):
+        plot.buffer_places(POINTERS, num_shards=num_shards, num_places=num_places)
+
+
+def test_every_core_is_a_strip_whose_colours_tell_partitions_from_empty_places():
+    ax = plot.plot_buffer(PLACES)
+    assert len(ax.collections) == 2
+    for strip, places in zip(ax.collections, PLACES, strict=True):
+        strip.update_scalarmappable()
+        colours = [to_hex(colour) for colour in strip.get_facecolors()]
+        assert len(colours) == len(places)
+        assert len({*zip(places.tolist(), colours, strict=True)}) == len(set(places.tolist()))
+        assert len(set(colours)) == len(set(places.tolist()))
+        assert {to_hex(COLOURS[0])} == {c for c, p in zip(colours, places, strict=True) if p == 0}
+    assert legend_texts(ax) == ["shard 0", "shard 1", "gap", "empty tail"]
+
+
+def test_labels_stand_on_used_places_only():
+    labels = np.arange(PLACES.size).reshape(PLACES.shape).astype(str)
+    ax = plot.plot_buffer(PLACES, labels=labels)
+    assert [text.get_text() for text in ax.texts] == labels[PLACES >= 0].tolist()
+    assert [text.get_position() for text in ax.texts][3] == (8.5, 0)
+
+
+def test_labels_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"labels have shape \(3,\)"):
+        plot.plot_buffer(PLACES, labels=np.array(["a", "b", "c"]))
+
+
+def test_more_shards_than_colours_and_an_empty_buffer_are_drawn():
+    ax = plot.plot_buffer(np.arange(16)[None])
+    assert "colours repeat" in legend_texts(ax)[-3]
+    assert legend_texts(plot.plot_buffer(np.full((1, 8), TAIL))) == ["gap", "empty tail"]
+
+
+def test_it_draws_on_the_given_axes_and_passes_options_on():
+    _, (left, right) = plt.subplots(1, 2)
+    assert plot.plot_buffer(PLACES, ax=right, alpha=0.5) is right
+    assert plt.get_fignums() == [1] and not left.has_data()
+    assert {strip.get_alpha() for strip in right.collections} == {0.5}

@@ -1,0 +1,63 @@
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from rsembed import datasets, plot
+
+COUNTS = np.array([1, 6, 0, 3])
+
+
+def test_coverage_runs_from_nothing_to_everything_with_the_hottest_rows_first():
+    curve = plot.coverage_curve(COUNTS)
+    assert curve.row_fractions.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+    np.testing.assert_allclose(curve.lookup_fractions, [0.0, 0.6, 0.9, 1.0, 1.0])
+
+
+def test_coverage_agrees_with_a_loop_over_sorted_counts():
+    counts = np.random.default_rng(0).integers(0, 50, 40)
+    served, expected = 0, [0.0]
+    for count in sorted(counts.tolist(), reverse=True):
+        served += count
+        expected.append(served / counts.sum())
+    np.testing.assert_allclose(plot.coverage_curve(counts).lookup_fractions, expected)
+
+
+def test_equal_counts_are_covered_in_proportion():
+    curve = plot.coverage_curve(np.full(10, 7))
+    assert curve.of_rows(0.0) == 0.0 and curve.of_rows(1.0) == 1.0
+    assert curve.of_rows(0.35) == pytest.approx(0.35)
+
+
+def test_a_larger_zipf_exponent_covers_more_with_the_same_rows():
+    shares = [plot.coverage_curve(datasets.zipf_probabilities(100, exponent=e)).of_rows(0.1) for e in (0.0, 0.8, 1.2)]
+    assert shares == sorted(shares) and shares[0] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0], [3, -1], [-2, -1]])
+def test_counts_that_are_negative_or_all_zero_are_refused(counts):
+    with pytest.raises(ValueError, match="at least one must be above 0"):
+        plot.coverage_curve(np.array(counts, np.int64))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_of_rows_lies_between_0_and_1(share):
+    with pytest.raises(ValueError, match="must be from 0 to 1"):
+        plot.coverage_curve(COUNTS).of_rows(share)
+
+
+def test_coverage_is_drawn_in_per_cent_over_a_logarithmic_axis_of_rows():
+    ax = plot.plot_coverage(COUNTS)
+    (line,) = ax.lines
+    np.testing.assert_allclose(line.get_xdata(), [25.0, 50.0, 75.0, 100.0])
+    np.testing.assert_allclose(line.get_ydata(), [60.0, 90.0, 100.0, 100.0])
+    assert ax.get_xscale() == "log" and "%" in ax.get_xlabel() and "%" in ax.get_ylabel()
+    assert ax.get_legend() is None
+
+
+def test_coverage_curves_share_given_axes_and_are_told_apart_by_a_legend():
+    _, (left, right) = plt.subplots(1, 2)
+    assert plot.plot_coverage(COUNTS, ax=right, label="a") is right
+    plot.plot_coverage(np.ones(4), ax=right, label="b", color="black")
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["a", "b"]
+    assert right.lines[1].get_color() == "black"
+    assert not left.has_data() and plt.get_fignums() == [1]

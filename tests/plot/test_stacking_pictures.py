@@ -1,0 +1,80 @@
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from rsembed import plot
+from rsembed.specs import FeatureSpec, TableSpec
+from rsembed.stacking import plan_stacking
+
+LOADS = {"together": np.array([6, 2, 2, 2]), "apart": np.array([3, 3, 4, 2])}
+SHAPES = {"a": 10, "b": 16, "c": 32}
+SIZES = {"big": (3_000_000, 1_000_000), "small": (500_000, 0)}
+
+
+def plan(dtype="float32"):
+    tables = [TableSpec(name=name, vocabulary_size=rows, embedding_dim=6, dtype=dtype) for name, rows in SHAPES.items()]
+    features = [FeatureSpec(name=table.name, table_spec=table, input_shape=(8, 1)) for table in tables]
+    return plan_stacking(features, num_shards=2, groups=[["a", "b"], ["c"]])
+
+
+def test_skew_is_the_largest_load_over_the_mean():
+    assert [plot.load_skew(load) for load in LOADS.values()] == [2.0, pytest.approx(4 / 3)]
+    with pytest.raises(ValueError, match="at least one batch"):
+        plot.load_skew(np.zeros(4, np.int64))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_bytes_used_and_padding_add_up_to_the_physical_table(dtype, width):
+    sizes = plot.stack_bytes(plan(dtype))
+    # Rows are padded to 16, columns from 6 to 8.
+    assert sizes == {"a_b": (26 * 6 * width, (32 * 8 - 26 * 6) * width), "c": (32 * 6 * width, 32 * 2 * width)}
+    for stack in plan(dtype).stacks:
+        used, padding = sizes[stack.name]
+        assert used + padding == stack.table_bytes
+        assert padding / stack.table_bytes == pytest.approx(stack.padding_fraction)
+
+
+def test_loads_stand_side_by_side_around_their_shard():
+    ax = plot.plot_shard_load(LOADS)
+    for bars, load in zip(ax.containers, LOADS.values(), strict=True):
+        assert [bar.get_height() for bar in bars] == load.tolist()
+    first, second = (np.array([bar.get_x() + bar.get_width() / 2 for bar in bars]) for bars in ax.containers)
+    np.testing.assert_allclose((first + second) / 2, np.arange(4), atol=1e-12)
+    np.testing.assert_allclose(second - first, ax.containers[0][0].get_width())
+    assert ax.lines[0].get_ydata()[0] == 3.0
+
+
+def test_the_legend_of_the_loads_tells_the_skew():
+    labels = [text.get_text() for text in plot.plot_shard_load(LOADS).get_legend().get_texts()]
+    assert "together: busiest 2.00 × mean" in labels and "apart: busiest 1.33 × mean" in labels
+
+
+@pytest.mark.parametrize("loads", [{}, {"two": np.ones(2, int), "three": np.ones(3, int)}])
+def test_loads_of_different_shards_are_refused(loads):
+    with pytest.raises(ValueError, match="one number of shards"):
+        plot.plot_shard_load(loads)
+    assert not plt.get_fignums()
+
+
+def test_padding_follows_the_bytes_in_use_in_megabytes():
+    ax = plot.plot_stack_bytes(SIZES)
+    used, padding = ax.containers
+    assert [bar.get_width() for bar in used] == [3.0, 0.5]
+    assert [(bar.get_x(), bar.get_width()) for bar in padding] == [(3.0, 1.0), (0.5, 0.0)]
+    assert [text.get_text() for text in ax.texts] == ["25.0% padding", "0.0% padding"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["big", "small"] and ax.yaxis_inverted()
+
+
+def test_the_caller_s_options_reach_the_bars():
+    for ax in (plot.plot_shard_load(LOADS, alpha=0.25), plot.plot_stack_bytes(SIZES, alpha=0.25)):
+        assert {bar.get_alpha() for bars in ax.containers for bar in bars} == {0.25}
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda **kw: plot.plot_shard_load(LOADS, **kw), lambda **kw: plot.plot_stack_bytes(SIZES, **kw)]
+)
+def test_it_draws_on_the_given_axes_and_nowhere_else(draw):
+    _, (left, right) = plt.subplots(1, 2)
+    assert draw(ax=right) is right
+    assert plt.get_fignums() == [1] and not left.has_data()
+    assert right.get_xlabel() and right.get_ylabel()

@@ -1,0 +1,84 @@
+"""One step of a model that needs minibatches, in one process or several.
+
+`minibatch_program.py ADDRESS NUM_PROCESSES PROCESS` takes part in a run with two devices a process, and prints what
+`run_step` returns as one line of JSON.
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed.sparsecore import embedding, embedding_spec
+
+ROWS, DIM, BATCH, IDS = 64, 8, 32, 6
+
+
+def specs_for(devices, cores=1, **limits):
+    table = embedding_spec.TableSpec(
+        name="words",
+        vocabulary_size=ROWS,
+        embedding_dim=DIM,
+        combiner="mean",
+        optimizer=embedding_spec.AdagradOptimizerSpec(0.5),
+        **limits,
+    )
+    specs = {"history": embedding_spec.FeatureSpec(name="history", table_spec=table, output_shape=(BATCH, DIM))}
+    embedding.prepare_feature_specs_for_training(specs, devices, cores)
+    return specs
+
+
+def make_ids():
+    """The first half of the batch repeats two ids and needs no minibatch, the second half has many."""
+    ids = np.random.default_rng(0).integers(0, ROWS, (BATCH, IDS))
+    ids[: BATCH // 2] %= 2
+    return ids
+
+
+def run_step(devices, limits=None, **options):
+    """Minibatches, activations and the updated table, on the first devices of all processes."""
+    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("x",))
+    specs = specs_for(devices, **(limits or {}))
+    share = BATCH // jax.process_count()
+    ids = make_ids()[jax.process_index() * share :][:share]
+    local = mesh.local_mesh.size
+    processed, statistics = embedding.preprocess_sparse_dense_matmul_input(
+        {"history": ids}, None, specs, local, devices, num_sc_per_device=1, **options
+    )
+    enable = options.get("enable_minibatching", False)
+
+    def step(processed, variables):
+        matmul_options = {"global_device_count": devices, "enable_minibatching": enable}
+        activations = embedding.sparse_dense_matmul(processed, variables, specs, **matmul_options)
+        updated = embedding.sparse_dense_matmul_grad(activations, processed, variables, specs, **matmul_options)
+        return processed.num_minibatches, activations["history"], updated["words"].table
+
+    sharding = NamedSharding(mesh, P("x"))
+    on_mesh = jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, array), processed)
+    variables = embedding.init_embedding_variables(
+        jax.random.key(0), embedding.get_table_specs(specs), NamedSharding(mesh, P("x", None)), 1
+    )
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    gathered = multihost_utils.process_allgather(run(on_mesh, variables), tiled=True)
+    return [np.asarray(array) for array in gathered], statistics
+
+
+def main(address, num_processes, process):
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, int(num_processes), int(process))
+    results, _ = run_step(
+        jax.device_count(),
+        {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6},
+        enable_minibatching=True,
+        batch_number=7,
+    )
+    print(json.dumps([array.tolist() for array in results]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Two small tables, three features, and what dense numpy loops make of a batch."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+from tests.oracles import stepped_table
+
+DIM = 5
+TABLES = {"first": 20, "second": 50}
+FEATURES = {"a": ("first", 24), "b": ("second", 24), "c": ("first", 48)}
+IDS_PER_SAMPLE = 3
+VALUE_TOLERANCE = 2e-5
+"""Sums of a few dozen float32 products."""
+
+
+def placed_specs(devices, cores, *, is_stacked=True, rotation=1, **fields):
+    """Specs of both tables for that many devices and cores."""
+    fields = {"optimizer": embedding_spec.AdagradOptimizerSpec(0.5), "max_ids_per_partition": 512} | fields
+    tables = {
+        name: embedding_spec.TableSpec(name=name, vocabulary_size=rows, embedding_dim=DIM, **fields)
+        for name, rows in TABLES.items()
+    }
+    specs = {
+        name: embedding_spec.FeatureSpec(name=name, table_spec=tables[table], output_shape=(batch, DIM))
+        for name, (table, batch) in FEATURES.items()
+    }
+    if is_stacked:
+        table_stacking.auto_stack_tables(specs, devices, cores, rotation)
+    embedding.prepare_feature_specs_for_training(specs, devices, cores)
+    return specs
+
+
+def draw_tables(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(rows, DIM)).astype(np.float32) for name, rows in TABLES.items()}
+
+
+def draw_batch(seed=0):
+    """Ids, with repetitions inside samples, and activation gradients."""
+    rng = np.random.default_rng(seed + 1000)
+    ids = {name: rng.integers(0, TABLES[table], (batch, IDS_PER_SAMPLE)) for name, (table, batch) in FEATURES.items()}
+    gradients = {name: rng.normal(size=(batch, DIM)).astype(np.float32) for name, (_, batch) in FEATURES.items()}
+    return ids, gradients
+
+
+def dense_activations(tables, ids):
+    return {name: np.asarray(tables[FEATURES[name][0]], np.float64)[rows].sum(axis=1) for name, rows in ids.items()}
+
+
+def dense_row_gradients(ids, gradients):
+    """Summed gradient of every row that was looked up, by table and row."""
+    summed = {name: {} for name in TABLES}
+    for feature, rows in ids.items():
+        by_row = summed[FEATURES[feature][0]]
+        for sample, sample_rows in enumerate(rows):
+            for row in sample_rows.tolist():
+                by_row[row] = by_row.get(row, 0.0) + np.asarray(gradients[feature][sample], np.float64)
+    return summed
+
+
+def dense_step(tables, slots, ids, gradients, step_row, **made_of):
+    """Tables and slots after one step of each touched row; slots are `{table: [arrays]}`."""
+    summed = dense_row_gradients(ids, gradients)
+    stepped = {name: stepped_table(tables[name], slots[name], summed[name], step_row, **made_of) for name in tables}
+    return {name: table for name, (table, _) in stepped.items()}, {name: slot for name, (_, slot) in stepped.items()}
+
+
+def full_slots(*values):
+    return {name: [np.full((rows, DIM), value) for value in values] for name, rows in TABLES.items()}
+
+
+def assert_close(got, expected):
+    assert set(got) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(np.asarray(got[name]), values, atol=VALUE_TOLERANCE, rtol=VALUE_TOLERANCE)
+
+
+def assert_padding_is_zero(specs, variables):
+    """Entries of the physical tables that belong to no row of a logical table."""
+    plan = table_stacking.stacking_plan(specs)
+    for stack in plan.stacks:
+        padding = np.array(variables[stack.name].table)
+        for table in stack.tables:
+            rows = plan.flat_rows(table.name, np.arange(table.rows))
+            padding[rows, : table.dim] = 0
+        assert not padding.any()
+
+
+def squared_error(activations):
+    """A loss whose gradient with respect to the activations is the activations themselves."""
+    return sum(0.5 * jnp.sum(values * values) for values in activations.values())

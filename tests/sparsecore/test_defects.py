@@ -1,0 +1,287 @@
+"""What the published system gets wrong, and where this one is shown to do better.
+
+| defect of the published system | shown by |
+|---|---|
+| int64 ids misread as pairs of int32, or wrapped | `test_preprocessing::test_every_form_of_the_same_ids...` |
+| ids outside the table, other batch sizes accepted | `test_errors::test_wrong_ids_are_named` |
+| unknown combiner behaves as sum | `test_specs` (unknown combiner 'max') |
+| weights that cancel give NaN | `test_preprocessing::test_cancelling_weights_give_zero_gains` |
+| the layer hides the step from Adam | `test_tutorial::test_the_true_step_is_the_default...` |
+| equal-shaped tables start equal; padding is random | `test_initialization` |
+| new limits do not reach a compiled step | `test_new_limits_are_traced_once_each` here |
+| static specs hash without their limits | `test_specs_as_static_arguments_follow_new_limits` here |
+| a full buffer drops silently | `test_preprocessing::test_a_small_buffer...`, `test_drops_are_told_once...` here |
+| limits of stacked tables are ignored | `test_stacking::test_declared_limits_survive_stacking...` |
+| suggested buffer sizes are lost in stacking | `test_suggested_buffer_sizes_survive_stacking` here |
+| LaProp comes back as SGD, quantization is lost | `test_layout_record` |
+| different optimizers may compare equal | `test_optimizers_of_different_kinds_differ` here |
+| AdagradMomentum breaks with minibatches | `test_every_optimizer_steps_minibatches_as_the_whole_batch` here |
+| shapes in advance ignore the leading dimension | `test_minibatching::test_shapes_are_known_in_advance` |
+| the process aborts on a limit, 3-D input, lists, an uneven batch, a large buffer | `test_errors`, `test_cases` |
+| lookup and update need a TPU; layers fail in their constructor | every test of this folder runs on a CPU |
+| shard counts must be powers of two, one core is refused | `test_cases`, `test_matmul`, `test_random_models` |
+| sparse tensors have no weights | `test_sparse_input_may_have_weights` here |
+| tables are float32 only | `test_matmul::test_half_precision_tables...` |
+| the statistics example of the documentation is wrong | `test_the_documented_statistics_example_as_it_really_is` here |
+| zero-argument initializers fail at initialization; `rotation` misnamed | `test_stacking_page` |
+| limits jump up and down with every batch | `fdo/test_limits::test_few_limits_occur...` |
+| statistics files grow and are never removed | `fdo/test_clients` (running maximum, earlier run) |
+| unit tests of convergence assert nothing | `test_tutorial`, `test_cases` (published loss) |
+"""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsembed import Bags
+from rsembed.sparsecore import drops, embedding, embedding_spec, table_stacking
+from tests.sparsecore import minibatch_program as program
+from tests.sparsecore.case_specs import variables_of
+
+
+def preprocess(specs, ids, weights=None, **options):
+    return embedding.preprocess_sparse_dense_matmul_input(ids, weights, specs, 1, 1, num_sc_per_device=1, **options)
+
+
+def spec_for(batch=8, name="words", **fields):
+    fields = {"vocabulary_size": 32, "embedding_dim": 8} | fields
+    table = embedding_spec.TableSpec(name=name, **fields)
+    return embedding_spec.FeatureSpec(name=f"of_{name}", table_spec=table, output_shape=(batch, 8))
+
+
+def prepared(*features):
+    embedding.prepare_feature_specs_for_training(features, 1, 1)
+    return features[0] if len(features) == 1 else features
+
+
+def test_new_limits_are_traced_once_each():
+    spec = prepared(spec_for())
+    table, traced = {"words": embedding.EmbeddingVariables(jnp.ones((32, 8)), ())}, []
+
+    @jax.jit
+    def look_up(processed, variables):
+        traced.append(processed.max_ids_per_partition("words"))
+        return embedding.sparse_dense_matmul(processed, variables, spec, global_device_count=1)
+
+    ids = np.arange(16).reshape(8, 2)
+    for max_ids in (20, 20, 24, 20, 24):
+        # 20 and 24 have buffers of one size, so that nothing but the limit can tell them apart.
+        statistics = embedding.SparseDenseMatmulInputStats(max_ids_per_partition={"words": [max_ids]})
+        embedding.update_preprocessing_parameters(spec, statistics, 1)
+        processed, _ = preprocess(spec, ids)
+        assert processed.lhs_gains["words"].size == 24
+        np.testing.assert_array_equal(look_up(processed, table), np.full((8, 8), 2.0))
+    assert traced == [20, 24]
+
+
+def test_specs_as_static_arguments_follow_new_limits():
+    """JAX knows a static argument again even if it changed, so it is the input that must make the difference."""
+    spec, traced = prepared(spec_for()), []
+
+    @jax.jit(static_argnums=0)
+    def limit(spec, processed):
+        traced.append(spec.table_spec.stacked_table_spec.max_ids_per_partition)
+        return jnp.float32(traced[-1])
+
+    def run(spec):
+        return limit(spec, preprocess(spec, [[3]] * 8)[0])
+
+    assert spec == prepared(spec_for()) and hash(spec) == hash(prepared(spec_for()))
+    assert run(spec) == run(prepared(spec_for())) == 256
+    statistics = embedding.SparseDenseMatmulInputStats(max_ids_per_partition={"words": [9]})
+    embedding.update_preprocessing_parameters(spec, statistics, 1)
+    assert spec != prepared(spec_for())
+    assert run(spec) == 9
+    assert traced == [256, 9]
+
+
+def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
+    monkeypatch.setattr(drops, "_told", set())
+    specs = [spec_for(8, "left"), spec_for(8, "right")]
+    limits = {"stack_to_max_ids_per_partition": lambda *_: 12, "stack_to_max_unique_ids_per_partition": lambda *_: 10}
+    for spec in specs:
+        spec.table_spec.max_ids_per_partition = spec.table_spec.max_unique_ids_per_partition = 1
+        spec.table_spec.suggested_coo_buffer_size_per_device = 4
+    table_stacking.stack_tables(specs, ["left", "right"], 1, 1, **limits)
+    embedding.prepare_feature_specs_for_training(specs, 1, 1)
+    # Sorted by table: 8 distinct rows of "left", then of "right" row 0 four times and rows 1 to 4.
+    left, right = np.arange(8)[:, None], np.asarray([0, 0, 0, 0, 1, 2, 3, 4])[:, None]
+    with caplog.at_level(logging.WARNING, logger="rsembed"):
+        for _ in range(2):
+            _, statistics = preprocess(specs, [left, right], allow_id_dropping=True)
+    assert statistics.id_drop_counters == {"left_right": 4 + 4}
+    assert statistics.id_drops_by_table == {"left": (0, 0, 0), "right": (4, 0, 4)}
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        f"table 'right' in stack 'left_right': 4 ids were dropped in one batch by {limit}"
+        for limit in ("max_ids_per_partition=12", "suggested_coo_buffer_size_per_device=8")
+    ]
+    monkeypatch.setattr(drops, "_told", set())
+    spec = prepared(spec_for(max_unique_ids_per_partition=5))
+    with caplog.at_level(logging.WARNING, logger="rsembed"):
+        _, statistics = preprocess(spec, [[number, number] for number in range(8)], allow_id_dropping=True)
+    assert statistics.id_drops_by_table == {"words": (0, 6, 0)}
+    assert "6 ids were dropped in one batch by max_unique_ids_per_partition=5" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_suggested_buffer_sizes_survive_stacking(is_auto):
+    def stacked(*sizes):
+        specs = [spec_for(name=f"t{k}", suggested_coo_buffer_size_per_device=size) for k, size in enumerate(sizes)]
+        if is_auto:
+            table_stacking.auto_stack_tables(specs, 1, 1)
+        else:
+            table_stacking.stack_tables(specs, [spec.table_spec.name for spec in specs], 1, 1)
+        return specs
+
+    (size,) = embedding.compute_coo_buffer_size_per_device(stacked(40), 1, 1).values()
+    assert size == 40
+    (size,) = embedding.compute_coo_buffer_size_per_device(stacked(40, 60), 1, 1).values()
+    assert size == 104
+    (size,) = embedding.compute_coo_buffer_size_per_device(stacked(40, None), 1, 1).values()
+    assert size == 256
+    # Sizes add up, limits do not; the sum is then cut to what the limits can fill, as there is no one to blame.
+    (size,) = embedding.compute_coo_buffer_size_per_device(stacked(200, 200), 1, 1).values()
+    assert size == 256
+
+
+def test_optimizers_of_different_kinds_differ():
+    kinds = [
+        embedding_spec.SGDOptimizerSpec(0.1),
+        embedding_spec.AdagradOptimizerSpec(0.1),
+        embedding_spec.AdamOptimizerSpec(0.1),
+        embedding_spec.RowWiseAdagradOptimizerSpec(0.1),
+    ]
+    assert all((a == b) == (a is b) for a in kinds for b in kinds)
+    assert embedding_spec.AdagradOptimizerSpec(0.1) == embedding_spec.AdagradOptimizerSpec(0.1)
+
+
+OPTIMIZERS = {
+    "sgd": embedding_spec.SGDOptimizerSpec(0.1),
+    "adagrad_momentum": embedding_spec.AdagradMomentumOptimizerSpec(0.1),
+    "adam": embedding_spec.AdamOptimizerSpec(0.1),
+    "ftrl": embedding_spec.FTRLOptimizerSpec(0.1),
+    "laprop": embedding_spec.LaPropOptimizerSpec(0.1),
+    "f2a": embedding_spec.F2AOptimizerSpec(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_steps_minibatches_as_the_whole_batch(name):
+    rng = np.random.default_rng(0)
+    ids, gradient = rng.integers(0, 32, (8, 6)), jnp.asarray(rng.normal(size=(8, 8)), jnp.float32)
+    table = rng.normal(size=(32, 8)).astype(np.float32)
+
+    def step(enable_minibatching, **limits):
+        spec = prepared(spec_for(optimizer=OPTIMIZERS[name], **limits))
+        processed, _ = preprocess(spec, ids, enable_minibatching=enable_minibatching)
+        variables = variables_of([spec], {"devices": 1, "cores": 1}, {"words": table})
+
+        @jax.jit
+        def update(processed, variables):
+            return embedding.sparse_dense_matmul_grad(
+                gradient, processed, variables, spec, step=3, enable_minibatching=enable_minibatching
+            )
+
+        return int(processed.num_minibatches[0]), update(processed, variables)
+
+    number, split = step(True, max_ids_per_partition=24, max_unique_ids_per_partition=6)
+    assert number > 1
+    jax.tree.map(np.testing.assert_array_equal, split, step(False)[1])
+
+
+def test_sparse_input_may_have_weights():
+    spec = prepared(spec_for(combiner="mean"))
+    indices, values = [[0, 0], [0, 3], [5, 1]], [4, 2, 4]
+    bags = Bags.from_sparse_tensor(indices, values, (8, 4), [1.0, 3.0, 2.0])
+    processed, _ = preprocess(spec, bags)
+    assert processed.lhs_embedding_ids["words"][:3].tolist() == [2, 4, 4]
+    assert processed.lhs_sample_ids["words"][:3].tolist() == [0, 0, 5]
+    assert processed.lhs_gains["words"][:3].tolist() == [0.75, 0.25, 1.0]
+
+
+def test_the_documented_statistics_example_as_it_really_is():
+    """Two devices of one core; entries are counted once per sample, and every partition fills whole tiles."""
+    spec = spec_for(batch=4)
+    embedding.prepare_feature_specs_for_training(spec, 2, 1)
+    ids = [[0, 0, 2, 4], [1, 3], [5, 7, 9, 11], [1, 1, 2]]
+    _, statistics = embedding.preprocess_sparse_dense_matmul_input(ids, None, spec, 2, 2, num_sc_per_device=1)
+    assert statistics.max_ids_per_partition["words"].tolist() == [3, 2, 1, 5]
+    assert statistics.max_unique_ids_per_partition["words"].tolist() == [3, 2, 1, 5]
+    assert statistics.required_buffer_size_per_sc["words"].tolist() == [16, 16]
+
+
+FLAT_IDS, LENGTHS = np.asarray([3, 1, 4, 1, 5, 9]), np.asarray([2, 0, 1, 3, 0, 0, 0, 0])
+WEIGHTS = np.asarray([0.5, 1.0, 2.0, 1.0, 1.0, 0.25], np.float32)
+
+
+def rows_of(flat):
+    return [row.tolist() for row in np.split(flat, np.cumsum(LENGTHS)[:-1])]
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_jagged_forms_equal_lists(combiner, is_weighted):
+    spec = prepared(spec_for(combiner=combiner))
+    flat = WEIGHTS if is_weighted else None
+    wanted, _ = preprocess(spec, rows_of(FLAT_IDS), rows_of(WEIGHTS) if is_weighted else None)
+    bags = Bags.from_lengths(FLAT_IDS, LENGTHS)
+    forms = [
+        ((FLAT_IDS, LENGTHS), flat),
+        ((FLAT_IDS, LENGTHS), None if flat is None else (flat, LENGTHS)),
+        ((jnp.asarray(FLAT_IDS), jnp.asarray(LENGTHS)), flat),
+        (bags, flat),
+        (Bags.from_lengths(FLAT_IDS, LENGTHS, flat), None),
+        (Bags.from_lengths(FLAT_IDS, LENGTHS, flat).pad_to(10), None),
+        (Bags.from_lists(rows_of(FLAT_IDS)), rows_of(WEIGHTS) if is_weighted else None),
+    ]
+    for ids, weights in forms:
+        got, _ = preprocess(spec, ids, weights)
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_padding_in_bags_is_no_id():
+    spec = prepared(spec_for(2, combiner="mean"))
+    got, _ = preprocess(spec, Bags.from_dense(np.asarray([[3, -1, 5], [-1, -1, -1]])))
+    wanted, _ = preprocess(spec, [[3, 5], []])
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_one_feature_may_go_without_weights():
+    specs = prepared(spec_for(name="a"), spec_for(name="b"))
+    ids = np.arange(8)[:, None]
+    got, _ = preprocess(specs, (ids, ids), (None, np.full((8, 1), 2.0)))
+    assert got.lhs_gains["a"][:8].tolist() == [1] * 8 and got.lhs_gains["b"][:8].tolist() == [2] * 8
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "message"),
+    [
+        ((FLAT_IDS[:3], LENGTHS[:3]), None, "got 3 samples"),
+        (
+            (FLAT_IDS, LENGTHS + 1),
+            None,
+            r"a pair of arrays is \(values, lengths\), but the lengths .* do not add up to 6",
+        ),
+        ((FLAT_IDS, np.full(8, -1)), None, "do not add up"),
+        (Bags(FLAT_IDS, np.asarray([0, 9])), None, "the offsets of Bags must rise from 0 to at most the 6 values"),
+        (Bags.from_lengths(FLAT_IDS, LENGTHS, WEIGHTS), WEIGHTS, "weights are given twice"),
+        (Bags.from_lengths(FLAT_IDS, LENGTHS), WEIGHTS[:5], "to at most the 5 values"),
+        (Bags.from_lengths(FLAT_IDS + 30, LENGTHS), None, r"feature 'of_words': id 39 in sample 3"),
+    ],
+)
+def test_wrong_jagged_forms_are_named(ids, weights, message):
+    with pytest.raises(ValueError, match=message):
+        preprocess(prepared(spec_for()), ids, weights)
+
+
+def test_no_drop_goes_uncounted_with_minibatches_in_a_small_buffer():
+    specs = program.specs_for(1, max_ids_per_partition=2, suggested_coo_buffer_size_per_device=64)
+    ids = np.stack([np.random.default_rng(k).permutation(64)[:6] for k in range(32)])  # no id twice in a sample
+    processed, statistics = preprocess(specs, {"history": ids}, enable_minibatching=True, allow_id_dropping=True)
+    lost = statistics.id_drops_by_table["words"]
+    assert lost.ids > 0 and lost.buffer > 0 and lost.unique_ids == 0
+    assert np.isfinite(processed.lhs_gains["words"]).sum() + sum(lost) == ids.size
+    assert statistics.id_drop_counters == {"words": sum(lost)}

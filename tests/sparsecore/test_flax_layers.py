@@ -1,0 +1,257 @@
+"""Both Flax layers train tables as dense loops do, through autodiff and without it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh
+
+from rsembed.sparsecore import embedding, embedding_spec
+from rsembed.sparsecore.linen import embed as linen_embed
+from rsembed.sparsecore.linen import embed_optimizer
+from rsembed.sparsecore.nnx import embed as nnx_embed
+from tests import oracles
+from tests.sparsecore import small_world
+from tests.sparsecore.small_world import squared_error
+
+ADAM = embedding_spec.AdamOptimizerSpec(0.1)
+CORES = 1
+NUM_STEPS = 3
+
+
+def mesh():
+    """Tables are cut along "model"; "data" holds copies, which a layer must not count."""
+    return Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+
+def linen_layer(specs, **options):
+    return linen_embed.SparseCoreEmbed(specs, "model", mesh(), num_sc_per_device=CORES, **options)
+
+
+def nnx_layer(specs, seed=0, **options):
+    return nnx_embed.SparseCoreEmbed(specs, "model", mesh(), nnx.Rngs(seed), num_sc_per_device=CORES, **options)
+
+
+def gradient_step(layer, params, inputs):
+    """The Linen layer's own parameters after one step of autodiff."""
+    return jax.jit(jax.grad(lambda params: squared_error(layer.apply({"params": params}, inputs))))(params)
+
+
+def initial_params(model, inputs):
+    return jax.jit(model.init)(jax.random.key(0), inputs)["params"]
+
+
+@functools.cache
+def linen_run(frozen_step=False):
+    specs = small_world.placed_specs(2, CORES, optimizer=ADAM)
+    layer = linen_layer(specs, frozen_step=frozen_step)
+    inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
+    found = [initial_params(layer, inputs)]
+    for _ in range(NUM_STEPS):
+        found.append(gradient_step(layer, found[-1], inputs))
+    return layer, specs, inputs, found
+
+
+@functools.cache
+def nnx_run(steps=(None,) * NUM_STEPS, frozen_step=False):
+    specs = small_world.placed_specs(2, CORES, optimizer=ADAM)
+    layer = nnx_layer(specs, frozen_step=frozen_step)
+    inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
+    before = embedding.logical_tables(nnx.state(layer), specs)
+
+    @nnx.jit(static_argnames="step")
+    def train(layer, inputs, step):
+        grads = nnx.grad(lambda layer: squared_error(layer(inputs, step)))(layer)
+        nnx.update(layer, nnx.state(grads, nnx_embed.is_embedding_variables))
+
+    for step in steps:
+        train(layer, inputs, step)
+    return layer, specs, before, embedding.logical_tables(nnx.state(layer), specs)
+
+
+def dense_adam(tables, steps):
+    """Adam on the squared error of the same batch, over and over."""
+    ids, _ = small_world.draw_batch()
+    slots = small_world.full_slots(0.0, 0.0)
+    for step in steps:
+        gradients = small_world.dense_activations(tables, ids)
+        tables, slots = small_world.dense_step(
+            tables, slots, ids, gradients, oracles.adam_step,
+            learning_rate=0.1, beta_1=0.9, beta_2=0.999, epsilon=1e-8, step=step,
+        )  # fmt: skip
+    return tables
+
+
+@pytest.mark.parametrize("frozen_step", [False, True])
+def test_linen_autodiff_trains_as_dense_loops(frozen_step):
+    _, specs, _, found = linen_run(frozen_step)
+    before, after = (embedding.logical_tables(params, specs) for params in (found[0], found[-1]))
+    steps = [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)
+    small_world.assert_close(after, dense_adam(before, steps))
+    if not frozen_step:
+        assert float(found[-1][linen_embed.STEP_PARAM_NAME]) == NUM_STEPS
+
+
+@pytest.mark.parametrize("frozen_step", [False, True])
+def test_nnx_autodiff_trains_as_dense_loops(frozen_step):
+    layer, _, before, after = nnx_run(frozen_step=frozen_step)
+    steps = [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)
+    small_world.assert_close(after, dense_adam(before, steps))
+    assert layer.step is None if frozen_step else float(layer.step.get_value()) == NUM_STEPS
+
+
+def test_a_given_step_wins_and_the_counter_goes_on_from_it():
+    layer, _, before, after = nnx_run(steps=(None, 7, None))
+    small_world.assert_close(after, dense_adam(before, (0, 7, 8)))
+    assert float(layer.step.get_value()) == 9
+
+
+def test_a_frozen_nnx_layer_obeys_a_given_step():
+    _, _, before, after = nnx_run(steps=(3,), frozen_step=True)
+    small_world.assert_close(after, dense_adam(before, (3,)))
+
+
+def test_linen_apply_gradient_equals_autodiff():
+    layer, _, inputs, (params, updated, *_) = linen_run()
+    activations = jax.jit(layer.apply)({"params": params}, inputs)
+    apply = jax.jit(lambda *args: layer.apply({"params": args[0]}, *args[1:], method="apply_gradient"))
+    explicit = apply(params, activations, inputs)
+    assert jax.tree.structure(explicit) == jax.tree.structure(updated)
+    jax.tree.map(np.testing.assert_array_equal, explicit, updated)
+    with pytest.raises(ValueError, match="apply_gradient needs the layer's parameters"):
+        layer.apply({"params": {}}, activations, inputs, method="apply_gradient")
+
+
+def test_nnx_apply_gradient_equals_autodiff():
+    _, specs, _, expected = nnx_run(steps=(None,))
+    layer = nnx_layer(small_world.placed_specs(2, CORES, optimizer=ADAM))
+    inputs, statistics = layer.prepare_batch(small_world.draw_batch()[0])
+    assert set(statistics.max_ids_per_partition) == {"first_second"}
+
+    @nnx.jit
+    def train(layer, inputs):
+        layer.apply_gradient(layer(inputs), inputs)
+
+    train(layer, inputs)
+    small_world.assert_close(embedding.logical_tables(nnx.state(layer), specs), expected)
+    assert float(layer.step.get_value()) == 1
+
+
+class LinenModel(nn.Module):
+    layer: nn.Module
+
+    @nn.compact
+    def __call__(self, inputs):
+        return nn.Dense(1)(self.layer(inputs)["a"])
+
+
+class NNXModel(nnx.Module):
+    def __init__(self, layer):
+        self.layer = layer
+        self.head = nnx.Linear(small_world.DIM, 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, inputs):
+        return self.head(self.layer(inputs)["a"])
+
+
+def dense_quantized_and_signed(tables, ids):
+    """Activations of rows rounded to halves in [-1, 1], and tables after one step of size 0.1 along the signs."""
+    rounded = {name: np.clip(np.floor((table + 1) * 2 + 0.5) / 2 - 1, -1, 1) for name, table in tables.items()}
+    activations = small_world.dense_activations(rounded, ids)
+
+    def sign_step(row, slots, gradient):
+        row -= 0.1 * np.sign(gradient)
+
+    return activations, small_world.dense_step(tables, small_world.full_slots(), ids, activations, sign_step)[0]
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_quantized_lookup_with_a_custom_rule(kind):
+    specs = small_world.placed_specs(
+        2,
+        CORES,
+        quantization_config=embedding_spec.QuantizationConfig(-1.0, 1.0, 5),
+        optimizer=embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.sign(g)),
+    )
+    layer = linen_layer(specs) if kind == "linen" else nnx_layer(specs)
+    ids, _ = small_world.draw_batch()
+    inputs = layer.preprocess_inputs(0, ids, None)
+    if kind == "linen":
+        params = initial_params(layer, inputs)
+        before = embedding.logical_tables(params, specs)
+        activations = jax.jit(layer.apply)({"params": params}, inputs)
+        after = embedding.logical_tables(gradient_step(layer, params, inputs), specs)
+    else:
+        before = embedding.logical_tables(nnx.state(layer), specs)
+
+        @nnx.jit
+        def train(layer, inputs):
+            activations = layer(inputs)
+            layer.apply_gradient(activations, inputs)
+            return activations
+
+        activations = train(layer, inputs)
+        after = embedding.logical_tables(nnx.state(layer), specs)
+    expected_activations, expected_tables = dense_quantized_and_signed(before, ids)
+    small_world.assert_close(activations, expected_activations)
+    small_world.assert_close(after, expected_tables)
+
+
+def test_the_partitioned_optimizers_keep_tables_from_optax():
+    specs = small_world.placed_specs(2, CORES, optimizer=embedding_spec.SGDOptimizerSpec(0.1))
+    ids, _ = small_world.draw_batch()
+    layer = linen_layer(specs)
+    inputs = layer.preprocess_inputs(0, ids, None)
+    linen_model, nnx_model = LinenModel(layer), NNXModel(nnx_layer(specs))
+    params = initial_params(linen_model, inputs)
+
+    # The same model twice: tables and head of the NNX one go into the Linen one.
+    tables = embedding.logical_tables(nnx.state(nnx_model), specs)
+    params = embedding.with_logical_tables(params, specs, tables)
+    params["Dense_0"] = {"kernel": nnx_model.head.kernel.get_value(), "bias": nnx_model.head.bias.get_value()}
+
+    tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.sgd(0.05))
+    optimizer = nnx_embed.PartitionedOptimizer(nnx_model, optax.sgd(0.05))
+
+    @jax.jit
+    def linen_step(params, opt_state):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((linen_model.apply({"params": p}, inputs) - 1) ** 2))(
+            params
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
+
+    shardings = tuple(nnx_embed.get_named_sharding(node, mesh()) for node in (nnx_model, optimizer))
+
+    @nnx.jit(in_shardings=(*shardings, None), donate_argnums=(0, 1))
+    def nnx_step(model, optimizer, inputs):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(inputs) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    opt_state, losses = tx.init(params), []
+    for _ in range(3):
+        params, opt_state, loss = linen_step(params, opt_state)
+        losses.append(float(loss))
+        np.testing.assert_allclose(nnx_step(nnx_model, optimizer, inputs), loss, rtol=1e-5)
+    assert losses[2] < losses[0]
+    small_world.assert_close(
+        embedding.logical_tables(nnx.state(nnx_model), specs), embedding.logical_tables(params, specs)
+    )
+    np.testing.assert_allclose(nnx_model.head.kernel.get_value(), params["Dense_0"]["kernel"], rtol=1e-5)
+
+
+def test_filters_split_a_model_into_tables_and_the_rest():
+    model = NNXModel(nnx_layer(small_world.placed_specs(2, CORES)))
+    assert set(nnx.state(model, nnx_embed.is_embedding_variables)) == {"layer"}
+    assert set(nnx.state(model, nnx_embed.is_non_embedding_variables)) == {"head"}
+
+
+def test_an_nnx_layer_without_a_key_is_refused():
+    with pytest.raises(ValueError, match=r"needs rngs, .*rngs=nnx.Rngs\(0\)"):
+        nnx_embed.SparseCoreEmbed(small_world.placed_specs(2, CORES), "model", mesh())

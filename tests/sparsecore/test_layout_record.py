@@ -1,0 +1,84 @@
+"""Layouts and optimizers survive being written down."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from rsembed.sparsecore import embedding, embedding_spec, layout_record, table_stacking
+from tests.sparsecore import small_world
+
+
+def recorded(**fields):
+    specs = small_world.placed_specs(2, 2, rotation=3, **fields)
+    return specs, embedding.create_proto_from_feature_specs(specs, 2, 2)
+
+
+def test_records_are_plain_json_and_come_back_equal():
+    _, record = recorded(quantization_config=embedding_spec.QuantizationConfig(-1, 1, 8))
+    assert layout_record.EmbeddingSpecRecord.from_json(record.to_json()) == record
+    (stack,) = json.loads(record.to_json())["stacked_table_specs"]
+    assert (stack["stack_name"], stack["num_sparsecores"], stack["stack_vocab_size"]) == ("first_second", 4, 96)
+    assert [table["table_name"] for table in stack["table_specs"]] == ["first", "second"]
+    assert [table["shard_rotation"] for table in stack["table_specs"]] == [0, 3]
+    assert [feature["feature_name"] for feature in stack["table_specs"][0]["feature_specs"]] == ["a", "c"]
+    assert stack["table_specs"][1]["quantization"] == [-1, 1, 8]
+
+
+def test_row_ids_agree_with_the_stacked_arrays():
+    specs, record = recorded()
+    tables = {"first": np.arange(20.0)[:, None] * np.ones(5), "second": 100 + np.arange(50.0)[:, None] * np.ones(5)}
+    (stacked,) = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), tables, 4).values()
+    flat = stacked.reshape(-1, 8)[:, 0]
+    rows = table_stacking.get_row_ids_in_stacked_tables(record, {"first": [3, 19], "second": [49]})
+    assert {name: flat[ids].tolist() for name, ids in rows.items()} == {"first": [3.0, 19.0], "second": [149.0]}
+    setting = specs["b"].table_spec.setting_in_stack
+    one = table_stacking.compute_physical_row_ids(4, 96, setting.shard_rotation, setting.row_offset_in_shard, 49)
+    assert [one] == rows["second"]
+
+
+def test_ids_and_tables_outside_the_record_are_refused():
+    _, record = recorded()
+    with pytest.raises(ValueError, match="table 'first': id 20 is outside its vocabulary of 20"):
+        table_stacking.get_row_ids_in_stacked_tables(record, {"first": [20]})
+    with pytest.raises(ValueError, match=r"no tables \['x'\] in the record"):
+        table_stacking.get_row_ids_in_stacked_tables(record, {"x": [0]})
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        embedding_spec.LaPropOptimizerSpec(0.5, b1=0.25),
+        embedding_spec.RowWiseAdagradOptimizerSpec(0.5),
+        embedding_spec.FTRLOptimizerSpec(0.5, multiply_linear_by_learning_rate=True),
+    ],
+    ids=lambda optimizer: optimizer.short_name(),
+)
+def test_optimizers_come_back_equal(optimizer):
+    record = layout_record.optimizer_spec_to_proto(optimizer)
+    back = embedding.proto_to_optimizer_spec(layout_record.OptimizerRecord(**json.loads(json.dumps(vars(record)))))
+    assert type(back) is type(optimizer)
+    assert back == optimizer
+
+
+def schedule(step):
+    return 0.1 * step
+
+
+def test_functions_leave_their_name():
+    record = embedding.optimizer_spec_to_proto(embedding_spec.SGDOptimizerSpec(schedule))
+    back = embedding.proto_to_optimizer_spec(record)
+    assert back.learning_rate == embedding_spec.CallablePlaceholder("schedule")
+    assert embedding.optimizer_spec_to_proto(back) == record
+    with pytest.raises(RuntimeError, match=r"the learning rate 'schedule' was a function"):
+        back.get_learning_rate(3)
+    assert dataclasses.replace(back, learning_rate=schedule).get_learning_rate(2) == 0.2
+    custom = embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w, short_name_str="mine")
+    record = embedding.optimizer_spec_to_proto(custom)
+    assert record.type_enum == layout_record.CUSTOM_CODE
+    assert embedding.proto_to_optimizer_spec(record, {"mine": custom}) is custom
+    with pytest.raises(ValueError, match=r"optimizer 'mine' is a function, .*custom=\{'mine': optimizer\}"):
+        embedding.proto_to_optimizer_spec(record)
+    with pytest.raises(ValueError, match="optimizer code 7 names no class"):
+        embedding.get_optimizer_class(7)

@@ -1,0 +1,102 @@
+"""Lookup and update over meshes of any shape equal dense loops on one device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from rsembed.sparsecore import embedding, mesh_lookup
+from rsembed.sparsecore.initialization import initialize
+from rsembed.specs import tables_of
+from tests import oracles
+from tests.sparsecore import small_world
+
+MESHES = {
+    "one device": ((1,), "x", "x", 4),
+    "three devices": ((3,), "x", "x", 2),
+    "eight devices": ((8,), "x", "x", 3),
+    "all of two axes": ((2, 2), "xy", ("x", "y"), 1),
+    "two axes, the inner one first": ((2, 3), "xy", ("y", "x"), 1),
+    "one of two equal axes": ((2, 2), "xy", "x", 2),
+    "two of three axes, out of order": ((2, 2, 2), "xyz", ("z", "x"), 1),
+}
+
+
+def mesh_of(shape, names):
+    return Mesh(np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape), tuple(names))
+
+
+@functools.cache
+def trained(name):
+    """Initial tables, the activations of three batches, and the tables after each."""
+    shape, names, axes, cores = MESHES[name]
+    devices = mesh_lookup.table_mesh(mesh_of(shape, names), axes, cores)
+    specs = small_world.placed_specs(devices.num_devices, cores, is_stacked=name != "three devices")
+    variables = initialize(
+        jax.random.key(5), list(tables_of(specs).values()), mesh=devices.mesh, axis_name=devices.axes, num_cores=cores
+    )
+    small_world.assert_padding_is_zero(specs, variables)
+
+    @jax.jit
+    def run(variables, inputs, gradients):
+        activations = mesh_lookup.look_up(devices, specs, variables, inputs)
+        return activations, mesh_lookup.update(devices, specs, gradients, variables, None, inputs)
+
+    found = [(embedding.logical_tables(variables, specs), None)]
+    for seed in range(3):
+        ids, gradients = small_world.draw_batch(seed)
+        inputs, _ = mesh_lookup.preprocess(devices, specs, ids)
+        activations, variables = run(variables, mesh_lookup.put_on_devices(devices, inputs), gradients)
+        small_world.assert_padding_is_zero(specs, variables)
+        found.append((embedding.logical_tables(variables, specs), activations))
+    return [jax.tree.map(np.asarray, pair) for pair in found]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_lookup_and_update_equal_dense_loops(name):
+    found = trained(name)
+    tables, slots = found[0][0], small_world.full_slots(0.1)
+    for seed, (updated, activations) in enumerate(found[1:]):
+        ids, gradients = small_world.draw_batch(seed)
+        small_world.assert_close(activations, small_world.dense_activations(tables, ids))
+        tables, slots = small_world.dense_step(tables, slots, ids, gradients, oracles.adagrad_step, learning_rate=0.5)
+        small_world.assert_close(updated, tables)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_initial_tables_do_not_depend_on_the_mesh(name):
+    jax.tree.map(np.testing.assert_array_equal, trained(name)[0][0], trained("one device")[0][0])
+
+
+def test_the_device_count_is_that_of_the_axes_alone():
+    devices = mesh_lookup.table_mesh(mesh_of((2, 4), "xy"), "y")
+    assert (devices.num_devices, devices.num_local_devices) == (4, 4)
+
+
+def test_unknown_axes_are_named():
+    with pytest.raises(ValueError, match=r"sharding_axis \['z'\] is not in the mesh, .*\('x', 'y'\)"):
+        mesh_lookup.table_mesh(mesh_of((2, 2), "xy"), ("x", "z"))
+    with pytest.raises(ValueError, match=r"sharding_axis \('x', 'y'\) needs a mesh"):
+        mesh_lookup.table_mesh(None, ("x", "y"))
+
+
+def small_variables(inputs):
+    return {name: embedding.EmbeddingVariables(np.zeros((1, 8)), ()) for name in inputs.lhs_gains}
+
+
+def test_an_ambiguous_axis_must_be_named():
+    specs = small_world.placed_specs(2, 1)
+    inputs, _ = embedding.preprocess_sparse_dense_matmul_input(
+        small_world.draw_batch()[0], None, specs, 2, 2, num_sc_per_device=1
+    )
+    spec = jax.sharding.PartitionSpec("x")
+
+    def look_up(inputs):
+        return embedding.sparse_dense_matmul(inputs, variables, specs, global_device_count=2)
+
+    variables = small_variables(inputs)
+    run = jax.shard_map(look_up, mesh=mesh_of((2, 2), "xy"), in_specs=spec, out_specs=spec, check_vma=False)
+    with pytest.raises(ValueError, match=r"shard_map has the axes .*name it with axis_name="):
+        run(inputs)

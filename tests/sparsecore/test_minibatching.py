@@ -1,0 +1,211 @@
+"""A batch in minibatches is the same batch."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from rsembed.sparsecore import embedding
+from rsembed.sparsecore.linen import embed
+from rsembed.sparsecore.minibatching import bucket_of, minibatch_of_bucket, split_nodes
+from tests.sparsecore import minibatch_program as program
+
+ROOT = Path(__file__).resolve().parents[2]
+TIGHT = {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6}
+
+
+def preprocess(specs, devices=1, cores=1, ids=None, local=None, **options):
+    ids = program.make_ids() if ids is None else ids
+    return embedding.preprocess_sparse_dense_matmul_input(
+        {"history": ids}, None, specs, local or devices, devices, num_sc_per_device=cores, **options
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_run_of_buckets_exceeds_the_limit_unless_one_bucket_does(seed):
+    counts = np.random.default_rng(seed).integers(0, 12, (5, 64))
+    nodes = split_nodes(counts, 15).any(axis=0)
+    minibatches = minibatch_of_bucket(nodes)
+    assert minibatches[-1] == np.count_nonzero(nodes)
+    for minibatch in range(minibatches[-1] + 1):
+        assert counts[:, minibatches == minibatch].sum(axis=1).max() <= 15
+
+
+@pytest.mark.parametrize("num_shards", [1, 4, 6, 64])
+def test_the_rows_of_one_shard_fill_all_buckets_evenly(num_shards):
+    filled = np.bincount(bucket_of(np.arange(64 * 100) * num_shards + num_shards - 1), minlength=64)
+    assert filled.min() > 60 and filled.max() < 150  # 100 each, with a standard deviation of 10
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_step_is_bit_by_bit_that_of_the_whole_batch(devices):
+    (_, *whole), seen = program.run_step(devices)
+    (minibatches, *split), seen_split = program.run_step(devices, TIGHT, enable_minibatching=True)
+    assert len(set(minibatches.tolist())) == 1 and minibatches[0] > 1
+    for got, wanted in zip(split, whole, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    for field in ("max_ids_per_partition", "max_unique_ids_per_partition", "id_drop_counters"):
+        np.testing.assert_array_equal(getattr(seen_split, field)["words"], getattr(seen, field)["words"])
+    assert (seen_split.required_buffer_size_per_sc["words"] >= seen.required_buffer_size_per_sc["words"]).all()
+
+
+def test_processes_agree_and_compute_what_one_process_does():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.sparsecore.minibatch_program", address, "2"]
+    processes = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    wanted, _ = program.run_step(4, TIGHT, enable_minibatching=True)
+    assert wanted[0][0] > 1
+    for output in outputs:
+        for got, array in zip(json.loads(output.splitlines()[-1]), wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(got, array.dtype), array)
+
+
+def test_a_given_agreement_is_asked_twice_and_obeyed():
+    specs, asked = program.specs_for(4, **TIGHT), []
+    cut_everywhere = np.ones(63, bool)
+
+    def agree(key, flags):
+        asked.append((key, flags.copy()))
+        return flags | True if len(flags) == 1 else cut_everywhere
+
+    quiet = program.make_ids()[:16]
+    processed, _ = preprocess(specs, 4, ids=quiet, local=2, enable_minibatching=True, batch_number=5,
+                              all_reduce_interface=agree)  # fmt: skip
+    assert [(key, len(flags), flags.any()) for key, flags in asked] == [(10, 1, False), (11, 63, False)]
+    assert processed.num_minibatches.tolist() == [64, 64]
+
+
+def test_a_batch_within_its_limits_is_one_minibatch_with_absolute_pointers():
+    specs = program.specs_for(1, 2)
+    processed, statistics = preprocess(specs, cores=2, enable_minibatching=True)
+    plain, _ = preprocess(specs, cores=2)
+    assert processed.num_minibatches.tolist() == [1]
+    sizes = {field["words"].size for field in processed.sparse_dense_matmul_input[1:]}
+    assert sizes == {64 * plain.lhs_gains["words"].size}
+    blocks = processed.lhs_row_pointers["words"].reshape(-1, 8)
+    plain_blocks = plain.lhs_row_pointers["words"].reshape(-1, 8)
+    assert len(blocks) == 64 * 2
+    assert blocks[0].tolist() == plain_blocks[0].tolist()
+    assert blocks[1].tolist() == (plain_blocks[1] + blocks[0, -1]).tolist()
+    assert (blocks[2:] == blocks[1, -1]).all()
+    assert statistics.required_buffer_size_per_sc["words"].sum() == blocks[1, -1]
+
+
+def test_blocks_hold_their_minibatch_in_the_published_order():
+    specs = program.specs_for(1, 2, **TIGHT)
+    processed, _ = preprocess(specs, cores=2, enable_minibatching=True)
+    number = int(processed.num_minibatches[0])
+    blocks = processed.lhs_row_pointers["words"].reshape(-1, 8)
+    rows, samples = (processed.sparse_dense_matmul_input[k]["words"] for k in (1, 2))
+    start, found = 0, {}
+    for block in range(2 * number):
+        core, minibatch = divmod(block, number)
+        for shard in range(2):
+            end = blocks[block, shard]
+            columns = rows[start:end] * 2 + shard
+            keys = list(zip(bucket_of(columns).tolist(), columns.tolist(), samples[start:end].tolist(), strict=True))
+            assert keys == sorted(keys)
+            assert len(keys) <= 24 and len(set(columns.tolist())) <= 6
+            for column in columns.tolist():
+                assert found.setdefault((core, column), minibatch) == minibatch, "a row is in two minibatches"
+            start = -(-end // 8) * 8
+        assert (blocks[block, 2:] == start).all()
+    wanted = {(core, int(number)) for core in range(2) for number in program.make_ids()[core * 16 :][:16].ravel()}
+    assert set(found) == wanted
+
+
+def test_a_bucket_that_overflows_alone_is_an_error_or_counted():
+    specs = program.specs_for(1, max_ids_per_partition=10)
+    ids = np.zeros((32, 6), int)
+    with pytest.raises(
+        ValueError, match=r"max_ids_per_partition=10, but core 0 has 32 for shard 0 in one of .* cannot"
+    ):
+        preprocess(specs, ids=ids, enable_minibatching=True)
+    processed, statistics = preprocess(specs, ids=ids, enable_minibatching=True, allow_id_dropping=True)
+    assert statistics.id_drop_counters == {"words": 22 * 6}
+    assert statistics.id_drops_by_table["words"] == (22 * 6, 0, 0)
+    assert np.isfinite(processed.lhs_gains["words"]).sum() == 10
+
+
+def test_a_suggested_buffer_bounds_all_minibatches_together():
+    specs = program.specs_for(1, suggested_coo_buffer_size_per_device=256, **TIGHT)
+    processed, statistics = preprocess(specs, enable_minibatching=True)
+    needed = int(statistics.required_buffer_size_per_sc["words"][0])
+    assert needed <= 256 == processed.lhs_gains["words"].size
+    small = program.specs_for(1, suggested_coo_buffer_size_per_device=64, **TIGHT)
+    with pytest.raises(ValueError, match=rf"entries do not fit the buffer of 64 places per device, {needed} are"):
+        preprocess(small, enable_minibatching=True)
+    _, statistics = preprocess(small, enable_minibatching=True, allow_id_dropping=True)
+    drops = statistics.id_drops_by_table["words"]
+    assert drops.ids == drops.unique_ids == 0 < drops.buffer == statistics.id_drop_counters["words"]
+
+
+@pytest.mark.parametrize("has_leading_dimension", [False, True])
+@pytest.mark.parametrize("enable_minibatching", [False, True])
+def test_shapes_are_known_in_advance(has_leading_dimension, enable_minibatching):
+    options = {"has_leading_dimension": has_leading_dimension, "enable_minibatching": enable_minibatching}
+    limits = {"max_ids_per_partition": 200, "suggested_coo_buffer_size_per_device": 500}
+    specs = program.specs_for(4, 2, **limits)
+    processed, _ = preprocess(specs, 4, 2, ids=program.make_ids()[:16], local=2, **options)
+    shapes = embedding.eval_preprocess_sparse_dense_matmul_input_shape(specs, 2, 4, num_sc_per_device=2, **options)
+    jax.tree.map(lambda shape, array: np.testing.assert_equal((shape.shape, shape.dtype), (array.shape, array.dtype)),
+                 shapes, processed)  # fmt: skip
+    size = embedding.compute_coo_buffer_size_per_device(specs, 4, 2, enable_minibatching)["words"]
+    assert processed.lhs_gains["words"].size == 2 * size == 2 * 512
+    pointers = embedding.compute_row_pointers_size_per_device(
+        global_device_count=4, num_sc_per_device=2, enable_minibatching=enable_minibatching
+    )
+    assert processed.lhs_row_pointers["words"].size == 2 * pointers
+
+
+def test_lookup_must_be_told():
+    specs = program.specs_for(1, **TIGHT)
+    processed, _ = preprocess(specs, enable_minibatching=True)
+    variables = {"words": embedding.EmbeddingVariables(jnp.zeros((64, 8)), (jnp.zeros((64, 8)),))}
+    message = "enable_minibatching=False, but the input was preprocessed with enable_minibatching=True"
+    with pytest.raises(ValueError, match=message):
+        embedding.sparse_dense_matmul(processed, variables, specs, global_device_count=1)
+    both = jax.tree.map(lambda array: np.concatenate([array, array]), processed)
+    with pytest.raises(ValueError, match="num_minibatches has 2 numbers, one per device"):
+        embedding.sparse_dense_matmul(both, variables, specs, global_device_count=1, enable_minibatching=True)
+
+
+def test_the_layer_trains_the_same_with_minibatches():
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
+
+    def train(enable_minibatching, **limits):
+        specs = program.specs_for(2, **limits)
+        layer = embed.SparseCoreEmbed(
+            feature_specs=specs, mesh=mesh, sharding_axis="x", enable_minibatching=enable_minibatching,
+            num_sc_per_device=1,
+        )  # fmt: skip
+        inputs = layer.preprocess_inputs(0, {"history": program.make_ids()}, None)
+        params = jax.jit(layer.init)(jax.random.key(0), inputs)
+
+        def loss(params):
+            return jnp.sum(layer.apply(params, inputs)["history"] ** 2)
+
+        return jax.jit(jax.grad(loss))(params)["params"]["sc_embedding_variables"]
+
+    jax.tree.map(np.testing.assert_array_equal, train(True, **TIGHT), train(False))
+
+
+def test_the_published_way_to_agree_needs_no_addresses():
+    agree = embedding.get_all_reduce_interface(["localhost"], 50000, host_id=0, host_count=1)
+    assert agree(0, np.asarray([True])).tolist() == [True]

@@ -1,0 +1,159 @@
+"""A pipelined trainer gives the numbers of a sequential one whose activations miss one update."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed.sparsecore import embedding, embedding_pipelining_utils, embedding_spec, mesh_lookup, pipelining
+from tests import oracles
+from tests.sparsecore import small_world
+
+NUM_BATCHES = 4
+CORES = 1
+OPTIMIZER = embedding_spec.AdamOptimizerSpec(0.1)
+SLOT_TOLERANCE = 1e-4
+"""Moments add gradients of size ten, and their squares, over all batches."""
+
+
+def mesh():
+    return Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+
+
+def dense_step(activations, targets, train_state, sc_fwd_aux):
+    """Moves activations towards `scale * targets`; the scale is the dense parameter."""
+    assert sc_fwd_aux is None
+    gradients = {name: activations[name] - train_state["scale"] * targets[name] for name in activations}
+    loss = sum(0.5 * jnp.sum(value * value) for value in gradients.values())
+    train_state = {"scale": train_state["scale"] * 0.9, "steps": train_state["steps"] + 1}
+    return gradients, loss, train_state, None
+
+
+def batch(number):
+    """Even and odd batches share many rows, so that staleness shows."""
+    ids, targets = small_world.draw_batch(number)
+    return {name: rows // 2 for name, rows in ids.items()}, targets
+
+
+@functools.cache
+def pipelined_run():
+    """Losses by cycle, and tables, slots and dense state at the end."""
+    specs = small_world.placed_specs(4, CORES, optimizer=OPTIMIZER)
+    devices = mesh_lookup.table_mesh(mesh(), ("x", "y"), CORES)
+    data, replicated = NamedSharding(mesh(), P(("x", "y"))), NamedSharding(mesh(), P())
+    variables = embedding.init_embedding_variables(
+        jax.random.key(1), embedding.get_table_specs(specs), NamedSharding(mesh(), P(("x", "y"), None)), CORES
+    )
+    before = embedding.logical_tables(variables, specs)
+    look_up = pipelining.get_default_sc_fwd_function(specs, mesh())
+    update = pipelining.get_default_sc_bwd_function(specs, mesh())
+
+    def input_of(number):
+        ids, targets = batch(number)
+        processed, _ = mesh_lookup.preprocess(devices, specs, ids)
+        return pipelining.CurrentStepInput(*mesh_lookup.put_on_devices(devices, (processed, targets)))
+
+    first = input_of(0)
+    train_state = jax.device_put({"scale": jnp.float32(1), "steps": jnp.int32(0)}, replicated)
+    state = pipelining.get_initial_state(first, train_state, variables, look_up, dense_step, data, data)
+    shardings = pipelining.get_pipeline_state_sharding(pipelining.PipelineState, data, data, replicated, replicated)
+
+    # The flag is traced here: one program for all cycles. The case of the published schedule passes it as a bool.
+    @functools.partial(jax.jit, donate_argnums=(1, 2, 3))
+    def cycle(pipeline_input, train_state, variables, state, is_fake):
+        return pipelining.step(
+            pipeline_input, train_state, variables, state, look_up, dense_step, update, fake_tc_step=is_fake
+        )
+
+    state, losses = jax.device_put(state, shardings), []
+    for number in range(pipelining.get_pipeline_train_steps(NUM_BATCHES)):
+        given = input_of(number) if number < NUM_BATCHES else jax.tree.map(jnp.zeros_like, first)
+        is_fake = not pipelining.is_output_valid(number, NUM_BATCHES)
+        loss, aux, train_state, variables, state = cycle(given, train_state, variables, state, is_fake)
+        assert aux is None
+        losses.append(float(loss))
+    assert int(state.pipeline_step) == NUM_BATCHES + 2
+    small_world.assert_padding_is_zero(specs, variables)
+    return losses, before, embedding.logical_variables(variables, specs), jax.tree.map(float, train_state)
+
+
+def sequential_run(tables, delay):
+    """Losses and final tables of dense loops in which the update of a batch comes `delay` batches late."""
+    slots, scale, waiting, losses = small_world.full_slots(0.0, 0.0), 1.0, [], []
+
+    def apply(number, ids, gradients):
+        return small_world.dense_step(
+            tables, slots, ids, gradients, oracles.adam_step,
+            learning_rate=0.1, beta_1=0.9, beta_2=0.999, epsilon=1e-8, step=number,
+        )  # fmt: skip
+
+    for number in range(NUM_BATCHES):
+        if len(waiting) > delay:
+            tables, slots = apply(*waiting.pop(0))
+        ids, targets = batch(number)
+        activations = small_world.dense_activations(tables, ids)
+        gradients = {name: activations[name] - scale * targets[name] for name in activations}
+        losses.append(sum(0.5 * np.sum(value**2) for value in gradients.values()))
+        scale *= 0.9
+        waiting.append((number, ids, gradients))
+    for late in waiting:
+        tables, slots = apply(*late)
+    return losses, tables, slots
+
+
+def test_pipelining_equals_sequential_training_with_one_late_update():
+    losses, before, after, train_state = pipelined_run()
+    expected_losses, tables, slots = sequential_run(before, delay=1)
+    assert losses[0] == losses[-1] == 0.0
+    np.testing.assert_allclose(losses[1:-1], expected_losses, rtol=1e-5)
+    small_world.assert_close({name: table.table for name, table in after.items()}, tables)
+    for name, table in after.items():
+        for slot, expected in zip(table.slot, slots[name], strict=True):
+            np.testing.assert_allclose(slot, expected, atol=SLOT_TOLERANCE, rtol=SLOT_TOLERANCE)
+    assert train_state == {"scale": pytest.approx(0.9**NUM_BATCHES), "steps": NUM_BATCHES}
+
+
+def test_the_delay_is_exactly_one_update():
+    losses, before, *_ = pipelined_run()
+    for delay in (0, 2):
+        expected, *_ = sequential_run(before, delay)
+        assert not np.allclose(losses[1:-1], expected, rtol=1e-3)
+
+
+def test_aux_travels_from_stage_to_stage():
+    def look_up(sparse, variables):
+        return sparse * variables, sparse + 100
+
+    def dense(activations, dense_inputs, state, seen):
+        return activations, seen, state, dense_inputs + 1000
+
+    def update(sparse, gradients, variables, tc_aux):
+        return variables, tc_aux
+
+    def input_of(number):
+        return pipelining.CurrentStepInput(jnp.float32(number), jnp.float32(number))
+
+    state = pipelining.get_initial_state(input_of(1), None, jnp.float32(1), look_up, dense)
+    seen = []
+    for number in range(1, 5):
+        output, aux, _, _, state = pipelining.step(
+            input_of(number), None, jnp.float32(1), state, look_up, dense, update, fake_tc_step=number == 1
+        )
+        seen.append((float(output), float(aux)))
+    assert seen == [(0, 0), (101, 0), (102, 1001), (103, 1002)]
+
+
+def test_optimizers_that_need_a_step_are_not_frozen_silently():
+    specs = small_world.placed_specs(4, CORES, optimizer=OPTIMIZER)
+    update = pipelining.get_default_sc_bwd_function(specs, mesh())
+    with pytest.raises(ValueError, match=r"table 'first': optimizer 'adam' depends on the step; .*frozen_step=True"):
+        update(None, None, None)
+
+
+def test_the_published_module_name_works():
+    assert embedding_pipelining_utils.step is pipelining.step
+    assert embedding_pipelining_utils.get_initial_state is pipelining.get_initial_state
