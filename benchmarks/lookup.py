@@ -27,7 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -89,13 +89,13 @@ def draw_gradients(workload: Workload) -> list[np.ndarray]:
     return [generator.standard_normal(shape, dtype=np.float32) for _ in range(workload.num_tables)]
 
 
-def after(outputs: Sequence[jax.Array], learning_rate: float | jax.Array) -> jax.Array:
-    """The learning rate, known only once the outputs are.
+def after(output: jax.Array, learning_rate: float | jax.Array) -> jax.Array:
+    """The learning rate, known only once the output is.
 
     In training the loss sees to it that tables are read before they are stepped. Without one, XLA would be free to step
     them first, and would copy whole tables to do so.
     """
-    return learning_rate + 0.0 * outputs[0][0, 0]
+    return learning_rate + 0.0 * output[0, 0]
 
 
 def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
@@ -117,7 +117,7 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
         def step(table, slots, batch):
             outputs = native.lookup(table, segments(batch))
             rate, *rest = rule.get_hyperparameters(0)
-            hyper = (after(outputs, rate), *rest)
+            hyper = (after(outputs[0], rate), *rest)
             table, slots = native.update(table, slots, segments(batch), gradients, hyper, rule)
             return outputs, table, slots
 
@@ -169,10 +169,11 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
         outputs, pullback = jax.vjp(pool, gather(tables, batch))
         (d_vectors,) = pullback(gradients)
         new_tables, new_accumulators = [], []
-        for table, accumulator, feature, d_vector in zip(tables, accumulators, batch, d_vectors, strict=True):
+        arrays = zip(tables, accumulators, batch, d_vectors, outputs, strict=True)
+        for table, accumulator, feature, d_vector, output in arrays:
             rows, sums = combine(feature, d_vector)
             accumulator = accumulator.at[rows].add(jnp.mean(sums * sums, axis=-1), mode="drop")
-            scale = after(outputs, LEARNING_RATE) / (jnp.sqrt(accumulator.at[rows].get(mode="fill", fill_value=1)) + 1e-8)
+            scale = after(output, LEARNING_RATE) / (jnp.sqrt(accumulator.at[rows].get(mode="fill", fill_value=1)) + 1e-8)
             new_tables.append(table.at[rows].add(-scale[:, None] * sums, mode="drop"))
             new_accumulators.append(accumulator)
         return outputs, new_tables, new_accumulators
@@ -181,9 +182,11 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     def sgd_step(tables, batch):
         outputs, pullback = jax.vjp(pool, gather(tables, batch))
         (d_vectors,) = pullback(gradients)
-        rate = after(outputs, LEARNING_RATE)
-        steps = zip(tables, batch, d_vectors, strict=True)
-        return outputs, [table.at[feature].add(-rate * d_vector) for table, feature, d_vector in steps]
+        arrays = zip(tables, batch, d_vectors, outputs, strict=True)
+        return outputs, [
+            table.at[feature].add(-after(output, LEARNING_RATE) * d_vector)
+            for table, feature, d_vector, output in arrays
+        ]
 
     count = range(workload.num_tables)
     state = {
