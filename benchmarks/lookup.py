@@ -173,7 +173,9 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
         for table, accumulator, feature, d_vector, output in arrays:
             rows, sums = combine(feature, d_vector)
             accumulator = accumulator.at[rows].add(jnp.mean(sums * sums, axis=-1), mode="drop")
-            scale = after(output, LEARNING_RATE) / (jnp.sqrt(accumulator.at[rows].get(mode="fill", fill_value=1)) + 1e-8)
+            scale = after(output, LEARNING_RATE) / (
+                jnp.sqrt(accumulator.at[rows].get(mode="fill", fill_value=1)) + 1e-8
+            )
             new_tables.append(table.at[rows].add(-scale[:, None] * sums, mode="drop"))
             new_accumulators.append(accumulator)
         return outputs, new_tables, new_accumulators

@@ -108,17 +108,11 @@ class Reader {
 };
 
 ElementType ElementTypeOf(ffi::AnyBuffer buffer, Reader& reader) {
-  switch (buffer.element_type()) {
-    case ffi::F32:
-      return kFloat32;
-    case ffi::BF16:
-      return kBFloat16;
-    case ffi::F16:
-      return kFloat16;
-    default:
-      reader.Fail("tables are float32, bfloat16 or float16");
-      return kFloat32;
-  }
+  const ffi::DataType type = buffer.element_type();
+  if (type == ffi::BF16) return kBFloat16;
+  if (type == ffi::F16) return kFloat16;
+  if (type != ffi::F32) reader.Fail("tables are float32, bfloat16 or float16");
+  return kFloat32;
 }
 
 Table TableOf(ffi::AnyBuffer buffer, Reader& reader) {
@@ -329,8 +323,8 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
     Workers workers(pool);
     const RowSort sort(workers, num_entries, num_bags + 1, [&](int64_t first, int64_t last, Item* items) {
       for (int64_t i = first; i < last; ++i) {
-        const int64_t bag = bags.typed_data()[i];
-        items[i - first] = {static_cast<uint32_t>(bag >= 0 && bag < num_bags ? bag : num_bags), static_cast<uint32_t>(i)};
+        const int64_t bag = bags.typed_data()[i], place = bag >= 0 && bag < num_bags ? bag : num_bags;
+        items[i - first] = {static_cast<uint32_t>(place), static_cast<uint32_t>(i)};
       }
       return last - first;
     });
@@ -379,38 +373,39 @@ ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64
   return ffi::Error::Success();
 }
 
-using Layout = ffi::Span<const int32_t>;
 using Any = ffi::AnyBuffer;
 using Int32s = ffi::BufferR1<ffi::S32>;
+using Floats2D = ffi::BufferR2<ffi::F32>;
 
 auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
+auto BindLists() { return Bind().Arg<Any>().RemainingArgs().RemainingRets(); }
+auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets(); }
 
 }  // namespace
 
 // Nothing else of the library is visible: its symbols must not meet those of jaxlib.
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup,
-                              Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<Layout>("segments"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup, BindLists().Attr<ffi::Span<const int32_t>>("segments"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_row_gradients, RowGradients,
-    Bind().RemainingArgs().Ret<Int32s>().Ret<ffi::BufferR2<ffi::F32>>().Attr<Layout>("segments").Attr<int64_t>("num_rows"));
+    Bind().RemainingArgs().Ret<Int32s>().Ret<Floats2D>().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>(
+        "num_rows"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    rsembed_update, Update,
-    Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<Layout>("segments").Attr<int64_t>("rule"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_update, Update,
+                              BindLists().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>("rule"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_apply_rows, ApplyRows,
-                              Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<int64_t>("rule"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_apply_rows, ApplyRows, BindLists().Attr<int64_t>("rule"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_gather_rows, MoveRows<false>, Bind().Arg<Int32s>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_gather_rows, MoveRows<false>, BindRows());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_scatter_rows, MoveRows<true>, Bind().Arg<Int32s>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_scatter_rows, MoveRows<true>, BindRows());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_rows_by_bag, RowsByBag, Bind().Arg<Int32s>().Ret<Int32s>().Ret<Int32s>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate, Bind().Ret<Any>().Attr<int64_t>("pattern").Attr<bool>("fill"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate,
+                              Bind().Ret<Any>().Attr<int64_t>("pattern").Attr<bool>("fill"));
 
 extern "C" const char* rsembed_instruction_set() { return Kernels().name; }
 

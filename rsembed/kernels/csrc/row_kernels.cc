@@ -34,12 +34,13 @@ typedef float Quad __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
+// clang-format off
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+template <typename T> struct VectorOf { typedef Halves type; };
+template <> struct VectorOf<float> { typedef Floats type; };
+// clang-format on
 
 inline Floats broadcast(float x) { return x - Floats{}; }
 inline Words as_words(Floats x) { return reinterpret_cast<Words>(x); }
@@ -99,15 +100,6 @@ inline Halves encode(const Float16*, Floats x) {
   const Words finite = select((Words)(magnitude < 0x38800000), tiny, normal);
   return __builtin_convertvector(sign | select((Words)(magnitude >= 0x47800000), huge, finite), Halves);
 }
-
-template <typename T>
-struct VectorOf {
-  typedef Halves type;
-};
-template <>
-struct VectorOf<float> {
-  typedef Floats type;
-};
 
 template <typename T>
 inline Floats load(const T* from) {
@@ -280,11 +272,8 @@ void pool_segment(const Table& table, const Segment& segment, int64_t first_outp
 
 template <typename T>
 void pool(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
-  if (segment.weights != nullptr) {
-    pool_segment<T, true>(table, segment, first_output, last_output);
-  } else {
-    pool_segment<T, false>(table, segment, first_output, last_output);
-  }
+  const auto pool_it = segment.weights == nullptr ? pool_segment<T, false> : pool_segment<T, true>;
+  pool_it(table, segment, first_output, last_output);
 }
 
 // --- row gradients --------------------------------------------------------------------------------------------------
@@ -336,11 +325,8 @@ void sum_groups_of(const SortedEntries& entries, int64_t first, int64_t last, in
 }
 
 void sum_groups(const SortedEntries& entries, int64_t first, int64_t last, int32_t* rows, float* gradients) {
-  if (entries.gained != nullptr) {
-    sum_groups_of<true>(entries, first, last, rows, gradients);
-  } else {
-    sum_groups_of<false>(entries, first, last, rows, gradients);
-  }
+  const auto sum_them = entries.gained == nullptr ? sum_groups_of<false> : sum_groups_of<true>;
+  sum_them(entries, first, last, rows, gradients);
 }
 
 // --- optimizer rules ------------------------------------------------------------------------------------------------
@@ -439,11 +425,9 @@ void update_groups(const Table& table, const SortedEntries& entries, int64_t fir
   float small[kSmallDim];
   float* sum = table.dim <= kSmallDim ? small : static_cast<float*>(malloc(table.dim * sizeof(float)));
   if (sum == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
-  if (entries.gained != nullptr) {
-    update_groups_of<T, kRule, true>(table, entries, first, last, sum);
-  } else {
-    update_groups_of<T, kRule, false>(table, entries, first, last, sum);
-  }
+  const auto update_them =
+      entries.gained == nullptr ? update_groups_of<T, kRule, false> : update_groups_of<T, kRule, true>;
+  update_them(table, entries, first, last, sum);
   if (sum != small) free(sum);
 }
 
