@@ -34,13 +34,11 @@ typedef float Quad __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
-// clang-format off
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 
 template <typename T> struct VectorOf { typedef Halves type; };
 template <> struct VectorOf<float> { typedef Floats type; };
-// clang-format on
 
 inline Floats broadcast(float x) { return x - Floats{}; }
 inline Words as_words(Floats x) { return reinterpret_cast<Words>(x); }
@@ -200,7 +198,9 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 // --- lookup ---------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kEntriesAhead = 12;
+// Frequent rows are in some cache, rare ones are not: only a long look ahead overlaps enough of the rare ones.
+constexpr int64_t kEntriesAhead = 20;
+constexpr int64_t kBytesAhead = 16 << 10;  // half a first-level cache
 
 template <typename T, bool kWeighted>
 struct TableRows {
@@ -211,6 +211,7 @@ struct TableRows {
   int64_t num_entries;
   uint32_t num_rows;
   int64_t dim;
+  int64_t entries_ahead;
 
   // A negative row is a huge one without its sign.
   const T* row(int64_t i) const {
@@ -219,7 +220,7 @@ struct TableRows {
   }
   float gain(int64_t i) const { return kWeighted ? weights[i] : 1.0f; }
   RSEMBED_PREFETCHING void prefetch(int64_t i) const {
-    const int64_t ahead = i + kEntriesAhead;
+    const int64_t ahead = i + entries_ahead;
     if (ahead < num_entries && static_cast<uint32_t>(rows[ahead]) < num_rows) {
       RSEMBED_ISA::prefetch<0>(table + rows[ahead] * dim, dim * sizeof(T));
     }
@@ -260,8 +261,10 @@ void bag_scales(const Segment& segment, int64_t num_rows, int64_t first_output, 
 template <typename T, bool kWeighted>
 void pool_segment(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
-  const TableRows<T, kWeighted> source = {
-      static_cast<const T*>(table.values), segment.rows, segment.weights, segment.num_entries, num_rows, table.dim};
+  const int64_t row_bytes = table.dim * static_cast<int64_t>(sizeof(T));
+  const int64_t entries_ahead = row_bytes == 0 ? 0 : clamp(kBytesAhead / row_bytes, 1, kEntriesAhead);
+  const TableRows<T, kWeighted> source = {static_cast<const T*>(table.values), segment.rows, segment.weights,
+                                          segment.num_entries, num_rows, table.dim, entries_ahead};
   for (int64_t output = first_output; output < last_output; ++output) {
     EntryRange bag = bag_entries(segment, output);
     const float scale = bag_scale(segment, num_rows, bag);
