@@ -6,7 +6,7 @@ The contestants take turns batch by batch, so that a noisy machine is noisy for 
 cycled and the table shows medians. Every contestant gets the same ids and the same gradient of its outputs; no loss
 and no dense layers are timed:
 
-* rsembed: one stacked table on huge pages, one call for all features; lookup, then fused row-wise Adagrad.
+* rsembed: an `EmbeddingCollection` with one feature a table, prepared batches; `lookup`, then `update`, which is fused.
 * torch: `nn.EmbeddingBag(mode="sum")` per feature, with `sparse=True` for training; `torch.optim.Adagrad`, which is not
   row-wise (torch has no such rule) but keeps its sums only up to date for the rows of the batch, and `torch.optim.SGD`.
 * plain JAX: `table[ids].sum(1)` per feature. The gradient goes to the gathered rows, never to the whole table. SGD is
@@ -23,20 +23,21 @@ import argparse
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import rsembed as rs
 from rsembed.kernels import native
-from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.optimizers import RowWiseAdagradOptimizerSpec, SGDOptimizerSpec
+from rsembed.kernels.contract import NO_ROW
 
 LEARNING_RATE = 0.01
 NUM_BATCHES = 8
@@ -89,57 +90,64 @@ def draw_gradients(workload: Workload) -> list[np.ndarray]:
     return [generator.standard_normal(shape, dtype=np.float32) for _ in range(workload.num_tables)]
 
 
-def after(outputs: Sequence[jax.Array], learning_rate: float | jax.Array) -> jax.Array:
-    """The learning rate, known only once the outputs are.
+def after(output: jax.Array, value: float | jax.Array) -> jax.Array:
+    """The same value, known only once the output is.
 
     In training the loss sees to it that tables are read before they are stepped. Without one, XLA would be free to step
     them first, and would copy whole tables to do so.
     """
-    return learning_rate + 0.0 * outputs[0][0, 0]
+    value = jnp.asarray(value)
+    return value + (0.0 * output[0, 0]).astype(value.dtype)
 
 
 def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     """Lookup and steps of rsembed."""
-    batches = [[jnp.asarray(feature) for feature in batch] for batch in ids]
-    gradients = [jnp.asarray(gradient) for gradient in draw_gradients(workload)]
+    names = [f"feature_{k}" for k in range(workload.num_tables)]
+    gradients = dict(zip(names, map(jnp.asarray, draw_gradients(workload)), strict=True))
 
-    def segments(batch: list[jax.Array]) -> list[Segment]:
-        offsets = jnp.arange(workload.batch_size + 1, dtype=jnp.int32) * workload.ids_per_sample
-        rows = [feature.reshape(-1) + k * workload.vocabulary_size for k, feature in enumerate(batch)]
-        return [Segment(rows=r, offsets=offsets, weights=None, combiner="sum") for r in rows]
+    def collection_with(make_rule: Callable[..., rs.OptimizerSpec]) -> rs.EmbeddingCollection:
+        # A rate that depends on the step is what `after` can hold back.
+        rule = make_rule(lambda step: LEARNING_RATE + 0.0 * step.astype(jnp.float32))
+        tables = [
+            rs.TableSpec(
+                name=name,
+                vocabulary_size=workload.vocabulary_size,
+                embedding_dim=workload.embedding_dim,
+                initializer=jax.nn.initializers.constant(0.01),
+                optimizer=rule,
+            )
+            for name in names
+        ]
+        features = [rs.FeatureSpec(name=name, table_spec=table) for name, table in zip(names, tables, strict=True)]
+        return rs.EmbeddingCollection(features)
 
-    @jax.jit
-    def lookup(table, batch):
-        return native.lookup(table, segments(batch))
-
-    def stepper(rule):
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(table, slots, batch):
-            outputs = native.lookup(table, segments(batch))
-            rate, *rest = rule.get_hyperparameters(0)
-            hyper = (after(outputs, rate), *rest)
-            table, slots = native.update(table, slots, segments(batch), gradients, hyper, rule)
-            return outputs, table, slots
+    def stepper(collection: rs.EmbeddingCollection) -> Callable:
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, batch):
+            outputs = collection.lookup(state, batch)
+            state = state._replace(step=after(outputs[names[0]], state.step))
+            return outputs, collection.update(state, batch, gradients)
 
         return step
 
-    adagrad, sgd = RowWiseAdagradOptimizerSpec(LEARNING_RATE), SGDOptimizerSpec(LEARNING_RATE)
-    state = {
-        "table": native.allocate((workload.num_rows, workload.embedding_dim), jnp.float32, 0.01),
-        "slots": (native.allocate((workload.num_rows, 1), jnp.float32, 0.1),),
-    }
-    adagrad_step, sgd_step = stepper(adagrad), stepper(sgd)
+    adagrad = collection_with(lambda rate: rs.RowWiseAdagradOptimizerSpec(rate, initial_accumulator_value=0.1))
+    sgd = collection_with(rs.SGDOptimizerSpec)
+    batches = [adagrad.prepare(dict(zip(names, batch, strict=True))) for batch in ids]
+    lookup, adagrad_step, sgd_step = jax.jit(adagrad.lookup), stepper(adagrad), stepper(sgd)
+    held = {"state": jax.block_until_ready(adagrad.init(jax.random.key(0)))}
 
     def run_adagrad(k: int) -> object:
-        outputs, state["table"], state["slots"] = adagrad_step(state["table"], state["slots"], batches[k])
-        return jax.block_until_ready((outputs, state))
+        outputs, held["state"] = adagrad_step(held["state"], batches[k])
+        return jax.block_until_ready((outputs, held["state"]))
 
-    def run_sgd(k: int) -> object:
-        outputs, state["table"], _ = sgd_step(state["table"], (), batches[k])
+    def run_sgd(k: int) -> object:  # on the same tables, without their slots
+        slots = held["state"].slots
+        outputs, state = sgd_step(held["state"]._replace(slots=dict.fromkeys(slots, ())), batches[k])
+        held["state"] = state._replace(slots=slots)
         return jax.block_until_ready((outputs, state))
 
     return {
-        "lookup": lambda k: jax.block_until_ready(lookup(state["table"], batches[k])),
+        "lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])),
         "step, Adagrad": run_adagrad,
         "step, SGD": run_sgd,
     }
@@ -169,10 +177,13 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
         outputs, pullback = jax.vjp(pool, gather(tables, batch))
         (d_vectors,) = pullback(gradients)
         new_tables, new_accumulators = [], []
-        for table, accumulator, feature, d_vector in zip(tables, accumulators, batch, d_vectors, strict=True):
+        arrays = zip(tables, accumulators, batch, d_vectors, outputs, strict=True)
+        for table, accumulator, feature, d_vector, output in arrays:
             rows, sums = combine(feature, d_vector)
             accumulator = accumulator.at[rows].add(jnp.mean(sums * sums, axis=-1), mode="drop")
-            scale = after(outputs, LEARNING_RATE) / (jnp.sqrt(accumulator.at[rows].get(mode="fill", fill_value=1)) + 1e-8)
+            scale = after(output, LEARNING_RATE) / (
+                jnp.sqrt(accumulator.at[rows].get(mode="fill", fill_value=1)) + 1e-8
+            )
             new_tables.append(table.at[rows].add(-scale[:, None] * sums, mode="drop"))
             new_accumulators.append(accumulator)
         return outputs, new_tables, new_accumulators
@@ -181,9 +192,11 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     def sgd_step(tables, batch):
         outputs, pullback = jax.vjp(pool, gather(tables, batch))
         (d_vectors,) = pullback(gradients)
-        rate = after(outputs, LEARNING_RATE)
-        steps = zip(tables, batch, d_vectors, strict=True)
-        return outputs, [table.at[feature].add(-rate * d_vector) for table, feature, d_vector in steps]
+        arrays = zip(tables, batch, d_vectors, outputs, strict=True)
+        return outputs, [
+            table.at[feature].add(-after(output, LEARNING_RATE) * d_vector)
+            for table, feature, d_vector, output in arrays
+        ]
 
     count = range(workload.num_tables)
     state = {
@@ -245,13 +258,17 @@ def torch_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
 
 
 def race(contestants: dict[str, dict[str, Run]], what: str, num_rounds: int) -> dict[str, float]:
-    """Median milliseconds of every contestant, which take turns on the same batch."""
+    """Median milliseconds of every contestant. They take turns on the same batch, in every order.
+
+    Orders matter: who runs behind plain JAX, which fills the caches with gathered rows, starts with cold ones.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    orders = itertools.cycle(itertools.permutations(contestants))
     for turn in range(-1, num_rounds):
         for k in range(NUM_BATCHES):
-            for name, runs in contestants.items():
+            for name in next(orders):
                 start = time.perf_counter()
-                runs[what](k)
+                contestants[name][what](k)
                 if turn >= 0:  # the first round compiles and warms up
                     seconds[name].append(time.perf_counter() - start)
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}

@@ -18,6 +18,7 @@ from typing import Any
 _PACKAGE = Path(__file__).resolve().parent
 _TAIL_LINES = 15
 _COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_FAILED_LINE = re.compile(r"^-+>\s*\d+(.*)$", re.MULTILINE)
 
 
 class CommandError(Exception):
@@ -153,9 +154,12 @@ def execute(notebook: Any, folder: Path) -> str | None:
         except CellExecutionError as error:
             kinds = [[output.output_type for output in cell.get("outputs", [])] for cell in notebook.cells]
             number = next(number for number, kind in enumerate(kinds, 1) if "error" in kind)
-            return f"cell {number}: {error.ename}: {_COLOUR_CODES.sub('', error.evalue)}"
+            # A bare assert has no text of its own, so the line it stands on is shown.
+            lines = _FAILED_LINE.findall(_COLOUR_CODES.sub("", error.traceback))
+            text = _COLOUR_CODES.sub("", error.evalue) or (lines[0].strip() if lines else "")
+            return f"cell {number}: {error.ename}: {text}"
         except DeadKernelError:
-            return "the Python process of the notebook died (out of memory?)"
+            return "the Python process of the notebook died; run the cells in JupyterLab to see where"
     return None
 
 

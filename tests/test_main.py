@@ -105,3 +105,11 @@ def test_bench_passes_arguments_and_status_on(tmp_path, monkeypatch, capfd):
     assert "['--quick']" in capfd.readouterr().out
     assert command_line.main(["bench", "lookdown"]) == 2
     assert "no benchmark 'lookdown'; known: lookup" in capfd.readouterr().err
+
+
+def test_a_failed_assert_shows_its_line(tmp_path, monkeypatch, capsys):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("x = 1\nassert x > 2")])
+    nbformat.write(notebook, tmp_path / "claim.ipynb")
+    monkeypatch.chdir(tmp_path)
+    assert command_line.main(["run", str(tmp_path / "claim.ipynb")]) == 1
+    assert "AssertionError: assert x > 2" in capsys.readouterr().err

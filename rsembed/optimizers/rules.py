@@ -64,7 +64,11 @@ class F2ASlotVariables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SGDOptimizerSpec(OptimizerSpec):
-    """Stochastic gradient descent: `w -= lr * g`."""
+    """Stochastic gradient descent: `w -= lr * g`.
+
+    A row's gradient is a sum over the samples that read it. A loss that is a mean over the batch divides it by the
+    batch size, although a row sees few samples of a batch: such models want learning rates far above one.
+    """
 
     slot_type: ClassVar[type] = SGDSlotVariables
 
@@ -79,6 +83,9 @@ class SGDOptimizerSpec(OptimizerSpec):
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdagradOptimizerSpec(OptimizerSpec):
     """Adagrad without epsilon: `A += g²; w -= lr * g / sqrt(A)`.
+
+    The accumulator starts at 0.1, as in the published API, which is large beside the gradients of a mean loss over a
+    large batch; `RowWiseAdagradOptimizerSpec` starts at 0. Set `initial_accumulator_value` when you compare the two.
 
     An entry whose accumulator and gradient are both zero stays put (the bare formula would be 0/0).
 

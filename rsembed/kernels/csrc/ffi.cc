@@ -108,17 +108,23 @@ class Reader {
 };
 
 ElementType ElementTypeOf(ffi::AnyBuffer buffer, Reader& reader) {
-  switch (buffer.element_type()) {
-    case ffi::F32:
-      return kFloat32;
-    case ffi::BF16:
-      return kBFloat16;
-    case ffi::F16:
-      return kFloat16;
-    default:
-      reader.Fail("tables are float32, bfloat16 or float16");
-      return kFloat32;
+  const ffi::DataType type = buffer.element_type();
+  if (type == ffi::BF16) return kBFloat16;
+  if (type == ffi::F16) return kFloat16;
+  if (type != ffi::F32) reader.Fail("tables are float32, bfloat16 or float16");
+  return kFloat32;
+}
+
+Table TableOf(ffi::AnyBuffer buffer, Reader& reader) {
+  Table table = {};
+  if (buffer.dimensions().size() != 2) {
+    reader.Fail("a table has two axes");
+    return table;
   }
+  table.values = buffer.untyped_data();
+  table.num_rows = buffer.dimensions()[0];
+  table.dim = buffer.dimensions()[1];
+  return table;
 }
 
 int64_t NumRows(ffi::AnyBuffer buffer) { return buffer.dimensions().size() > 0 ? buffer.dimensions()[0] : 0; }
@@ -142,12 +148,8 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArg
                   ffi::Span<const int32_t> layout) {
   Reader reader(args);
   const ElementType type = ElementTypeOf(values, reader);
-  if (values.dimensions().size() != 2) reader.Fail("a table has two axes");
+  const Table table = TableOf(values, reader);
   if (reader.Failed()) return reader.Complaint();
-  Table table = {};
-  table.values = values.untyped_data();
-  table.num_rows = values.dimensions()[0];
-  table.dim = values.dimensions()[1];
   std::vector<Segment> segments = reader.Segments(layout, table.dim, false);
   int64_t num_entries = 0, num_outputs = 0;
   for (size_t i = 0; i < segments.size(); ++i) {
@@ -221,13 +223,9 @@ constexpr int kNumHyperparameters[kNumRules] = {1, 1, 2, 4};
 // Takes hyperparameters and slots from the front of the list. Table and slots are stepped where they lie, which XLA
 // grants by aliasing them with the results.
 Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, int64_t rule) {
-  Table table = {};
+  Table table = TableOf(values, reader);
   if (rule < 0 || rule >= kNumRules) reader.Fail("unknown rule");
-  if (values.dimensions().size() != 2) reader.Fail("a table has two axes");
   if (reader.Failed()) return table;
-  table.values = values.untyped_data();
-  table.num_rows = values.dimensions()[0];
-  table.dim = values.dimensions()[1];
   table.slot_width = rule == kRowWiseAdagrad ? 1 : table.dim;
   table.hyper = static_cast<float*>(reader.Next("hyperparameters", ffi::F32, kNumHyperparameters[rule], true));
   for (int k = 0; k < kNumSlots[rule]; ++k) {
@@ -275,67 +273,40 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
   return ffi::Error::Success();
 }
 
-// Calls body(place, row) for every place of the list `rows`, with row -1 if the array has no such row.
-template <typename Body>
-void ForEachRow(Workers& workers, ffi::BufferR1<ffi::S32> rows, int64_t num_rows, int64_t row_bytes, const Body& body) {
-  const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);
-  workers.ForEachRange(rows.element_count(), rows_per_block, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t row = rows.typed_data()[i];
-      body(i, row >= 0 && row < num_rows ? row : -1);
-    }
-  });
-}
-
-// True if `few` holds one row of `array`, of whatever element type, for every entry of `rows`.
-bool HoldsRowsOf(ffi::AnyBuffer few, ffi::AnyBuffer array, ffi::BufferR1<ffi::S32> rows) {
+// Copies rows between arrays of any element type and lists that hold one row of each array per entry of `rows`.
+// Gathering, `args` holds the arrays, `rets` the lists, and a row outside its array reads as zeros. Scattering, `args`
+// holds the arrays and then the lists, rows are distinct, `rets` aliases the arrays, and a row outside is skipped.
+template <bool kScatter>
+ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
+                    ffi::RemainingRets rets) {
+  Workers workers(pool);
   const int64_t count = rows.element_count();
-  return NumRows(few) == count && (count == 0 || NumRows(array) == 0 || RowBytes(few) == RowBytes(array));
-}
-
-// Copies rows of all arrays of the list; a row outside its array reads as zeros.
-ffi::Error GatherRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs arrays,
-                      ffi::RemainingRets results) {
-  Workers workers(pool);
-  for (size_t k = 0; k < arrays.size(); ++k) {
-    const auto array = arrays.get<ffi::AnyBuffer>(k);
-    auto result = results.get<ffi::AnyBuffer>(k);
-    if (!array.has_value() || !result.has_value() || !HoldsRowsOf(**result, *array, rows)) {
-      return ffi::Error::InvalidArgument("rsembed: gathered rows have the wrong shape");
+  for (size_t k = 0; k < rets.size(); ++k) {
+    const auto array = args.get<ffi::AnyBuffer>(k);
+    auto result = rets.get<ffi::AnyBuffer>(k);
+    const auto source = args.get<ffi::AnyBuffer>(kScatter ? rets.size() + k : k);
+    if (!array.has_value() || !result.has_value() || !source.has_value()) {
+      return ffi::Error::InvalidArgument("rsembed: an array has no list of rows");
     }
-    const int64_t row_bytes = RowBytes(**result);
-    const char* from = static_cast<const char*>(array->untyped_data());
-    char* to = static_cast<char*>((*result)->untyped_data());
-    ForEachRow(workers, rows, NumRows(*array), row_bytes, [=](int64_t place, int64_t row) {
-      if (row >= 0) {
-        std::memcpy(to + place * row_bytes, from + row * row_bytes, row_bytes);
-      } else {
-        std::memset(to + place * row_bytes, 0, row_bytes);
-      }
-    });
-  }
-  return ffi::Error::Success();
-}
-
-// Overwrites distinct rows in place; the list holds all arrays, then the new rows of each.
-ffi::Error ScatterRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
-                       ffi::RemainingRets results) {
-  Workers workers(pool);
-  const size_t num_arrays = args.size() / 2;
-  for (size_t k = 0; k < num_arrays; ++k) {
-    const auto array = args.get<ffi::AnyBuffer>(k), new_rows = args.get<ffi::AnyBuffer>(num_arrays + k);
-    auto result = results.get<ffi::AnyBuffer>(k);
-    if (!array.has_value() || !new_rows.has_value() || !result.has_value() || !HoldsRowsOf(*new_rows, *array, rows)) {
-      return ffi::Error::InvalidArgument("rsembed: scattered rows have the wrong shape");
+    const ffi::AnyBuffer list = kScatter ? *source : **result;
+    const int64_t num_rows = NumRows(*array), row_bytes = RowBytes(list);
+    if (NumRows(list) != count || (count > 0 && num_rows > 0 && RowBytes(*array) != row_bytes)) {
+      return ffi::Error::InvalidArgument("rsembed: rows and their array differ in size");
     }
-    if (array->untyped_data() != (*result)->untyped_data()) {
+    if (kScatter && array->untyped_data() != (*result)->untyped_data()) {
       return ffi::Error::InvalidArgument("rsembed: results must alias the arrays");
     }
-    const int64_t row_bytes = RowBytes(*array);
-    const char* from = static_cast<const char*>(new_rows->untyped_data());
-    char* to = static_cast<char*>(array->untyped_data());
-    ForEachRow(workers, rows, NumRows(*array), row_bytes, [=](int64_t place, int64_t row) {
-      if (row >= 0) std::memcpy(to + row * row_bytes, from + place * row_bytes, row_bytes);
+    char* const in_array = static_cast<char*>(array->untyped_data());
+    char* const in_list = static_cast<char*>(list.untyped_data());
+    const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);
+    workers.ForEachRange(count, rows_per_block, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t row = rows.typed_data()[i];
+        const bool is_inside = row >= 0 && row < num_rows;
+        if (kScatter && is_inside) std::memcpy(in_array + row * row_bytes, in_list + i * row_bytes, row_bytes);
+        if (!kScatter && is_inside) std::memcpy(in_list + i * row_bytes, in_array + row * row_bytes, row_bytes);
+        if (!kScatter && !is_inside) std::memset(in_list + i * row_bytes, 0, row_bytes);
+      }
     });
   }
   return ffi::Error::Success();
@@ -352,8 +323,8 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
     Workers workers(pool);
     const RowSort sort(workers, num_entries, num_bags + 1, [&](int64_t first, int64_t last, Item* items) {
       for (int64_t i = first; i < last; ++i) {
-        const int64_t bag = bags.typed_data()[i];
-        items[i - first] = {static_cast<uint32_t>(bag >= 0 && bag < num_bags ? bag : num_bags), static_cast<uint32_t>(i)};
+        const int64_t bag = bags.typed_data()[i], place = bag >= 0 && bag < num_bags ? bag : num_bags;
+        items[i - first] = {static_cast<uint32_t>(place), static_cast<uint32_t>(i)};
       }
       return last - first;
     });
@@ -402,38 +373,39 @@ ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64
   return ffi::Error::Success();
 }
 
-using Layout = ffi::Span<const int32_t>;
 using Any = ffi::AnyBuffer;
 using Int32s = ffi::BufferR1<ffi::S32>;
+using Floats2D = ffi::BufferR2<ffi::F32>;
 
 auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
+auto BindLists() { return Bind().Arg<Any>().RemainingArgs().RemainingRets(); }
+auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets(); }
 
 }  // namespace
 
 // Nothing else of the library is visible: its symbols must not meet those of jaxlib.
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup,
-                              Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<Layout>("segments"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup, BindLists().Attr<ffi::Span<const int32_t>>("segments"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_row_gradients, RowGradients,
-    Bind().RemainingArgs().Ret<Int32s>().Ret<ffi::BufferR2<ffi::F32>>().Attr<Layout>("segments").Attr<int64_t>("num_rows"));
+    Bind().RemainingArgs().Ret<Int32s>().Ret<Floats2D>().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>(
+        "num_rows"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    rsembed_update, Update,
-    Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<Layout>("segments").Attr<int64_t>("rule"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_update, Update,
+                              BindLists().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>("rule"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_apply_rows, ApplyRows,
-                              Bind().Arg<Any>().RemainingArgs().RemainingRets().Attr<int64_t>("rule"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_apply_rows, ApplyRows, BindLists().Attr<int64_t>("rule"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_gather_rows, GatherRows, Bind().Arg<Int32s>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_gather_rows, MoveRows<false>, BindRows());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_scatter_rows, ScatterRows, Bind().Arg<Int32s>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_scatter_rows, MoveRows<true>, BindRows());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_rows_by_bag, RowsByBag, Bind().Arg<Int32s>().Ret<Int32s>().Ret<Int32s>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate, Bind().Ret<Any>().Attr<int64_t>("pattern").Attr<bool>("fill"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate,
+                              Bind().Ret<Any>().Attr<int64_t>("pattern").Attr<bool>("fill"));
 
 extern "C" const char* rsembed_instruction_set() { return Kernels().name; }
 

@@ -34,12 +34,11 @@ typedef float Quad __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+template <typename T> struct VectorOf { typedef Halves type; };
+template <> struct VectorOf<float> { typedef Floats type; };
 
 inline Floats broadcast(float x) { return x - Floats{}; }
 inline Words as_words(Floats x) { return reinterpret_cast<Words>(x); }
@@ -101,15 +100,6 @@ inline Halves encode(const Float16*, Floats x) {
 }
 
 template <typename T>
-struct VectorOf {
-  typedef Halves type;
-};
-template <>
-struct VectorOf<float> {
-  typedef Floats type;
-};
-
-template <typename T>
 inline Floats load(const T* from) {
   typename VectorOf<T>::type raw;
   memcpy(&raw, from, sizeof(raw));
@@ -139,8 +129,11 @@ inline void store_tail(T* to, Floats x, int64_t count) {
 
 constexpr int64_t kLineBytes = 64;
 
+// A function that only prefetches returns nothing and changes nothing, so GCC deletes calls that it did not inline.
+#define RSEMBED_PREFETCHING __attribute__((always_inline)) inline
+
 template <int kForWriting>
-inline void prefetch(const void* from, int64_t bytes) {
+RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
   const char* line = static_cast<const char*>(from);
   for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(line + at, kForWriting);
 }
@@ -181,33 +174,33 @@ inline void sum_tail(const Source& source, int64_t first, int64_t last, int64_t 
 }
 
 // Panels of at most 8 vectors keep the sums in registers; a row's later panels find it in the first-level cache.
+template <int kVectors, typename Source>
+inline void sum_panels(const Source& source, int64_t first, int64_t last, int64_t dim, float scale, float* out,
+                       int64_t& column) {
+  for (; column + kVectors * kLanes <= dim; column += kVectors * kLanes) {
+    if (column == 0) {
+      sum_panel<kVectors, true>(source, first, last, column, scale, out);
+    } else {
+      sum_panel<kVectors, false>(source, first, last, column, scale, out);
+    }
+  }
+}
+
 template <typename Source>
 inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t dim, float scale, float* out) {
   int64_t column = 0;
-  if (dim >= 8 * kLanes) {
-    sum_panel<8, true>(source, first, last, column, scale, out);
-    for (column = 8 * kLanes; column + 8 * kLanes <= dim; column += 8 * kLanes) {
-      sum_panel<8, false>(source, first, last, column, scale, out);
-    }
-  }
-  if (column + 4 * kLanes <= dim) {
-    column == 0 ? sum_panel<4, true>(source, first, last, column, scale, out)
-                : sum_panel<4, false>(source, first, last, column, scale, out);
-    column += 4 * kLanes;
-  }
-  for (; column + kLanes <= dim; column += kLanes) {
-    column == 0 ? sum_panel<1, true>(source, first, last, column, scale, out)
-                : sum_panel<1, false>(source, first, last, column, scale, out);
-  }
+  sum_panels<8>(source, first, last, dim, scale, out, column);
+  sum_panels<4>(source, first, last, dim, scale, out, column);
+  sum_panels<2>(source, first, last, dim, scale, out, column);
+  sum_panels<1>(source, first, last, dim, scale, out, column);
   if (column < dim) sum_tail(source, first, last, column, dim - column, scale, out);
 }
 
 // --- lookup ---------------------------------------------------------------------------------------------------------
 
-#ifndef EA
-#define EA 12
-#endif
-constexpr int64_t kEntriesAhead = EA;
+// Frequent rows are in some cache, rare ones are not: only a long look ahead overlaps enough of the rare ones.
+constexpr int64_t kEntriesAhead = 20;
+constexpr int64_t kBytesAhead = 16 << 10;  // half a first-level cache
 
 template <typename T, bool kWeighted>
 struct TableRows {
@@ -218,6 +211,7 @@ struct TableRows {
   int64_t num_entries;
   uint32_t num_rows;
   int64_t dim;
+  int64_t entries_ahead;
 
   // A negative row is a huge one without its sign.
   const T* row(int64_t i) const {
@@ -225,8 +219,8 @@ struct TableRows {
     return contributes ? table + rows[i] * dim : nullptr;
   }
   float gain(int64_t i) const { return kWeighted ? weights[i] : 1.0f; }
-  void prefetch(int64_t i) const {
-    const int64_t ahead = i + kEntriesAhead;
+  RSEMBED_PREFETCHING void prefetch(int64_t i) const {
+    const int64_t ahead = i + entries_ahead;
     if (ahead < num_entries && static_cast<uint32_t>(rows[ahead]) < num_rows) {
       RSEMBED_ISA::prefetch<0>(table + rows[ahead] * dim, dim * sizeof(T));
     }
@@ -267,8 +261,10 @@ void bag_scales(const Segment& segment, int64_t num_rows, int64_t first_output, 
 template <typename T, bool kWeighted>
 void pool_segment(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
-  const TableRows<T, kWeighted> source = {
-      static_cast<const T*>(table.values), segment.rows, segment.weights, segment.num_entries, num_rows, table.dim};
+  const int64_t row_bytes = table.dim * static_cast<int64_t>(sizeof(T));
+  const int64_t entries_ahead = row_bytes == 0 ? 0 : clamp(kBytesAhead / row_bytes, 1, kEntriesAhead);
+  const TableRows<T, kWeighted> source = {static_cast<const T*>(table.values), segment.rows, segment.weights,
+                                          segment.num_entries, num_rows, table.dim, entries_ahead};
   for (int64_t output = first_output; output < last_output; ++output) {
     EntryRange bag = bag_entries(segment, output);
     const float scale = bag_scale(segment, num_rows, bag);
@@ -279,34 +275,27 @@ void pool_segment(const Table& table, const Segment& segment, int64_t first_outp
 
 template <typename T>
 void pool(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
-  if (segment.weights != nullptr) {
-    pool_segment<T, true>(table, segment, first_output, last_output);
-  } else {
-    pool_segment<T, false>(table, segment, first_output, last_output);
-  }
+  const auto pool_it = segment.weights == nullptr ? pool_segment<T, false> : pool_segment<T, true>;
+  pool_it(table, segment, first_output, last_output);
 }
 
 // --- row gradients --------------------------------------------------------------------------------------------------
 
-#ifndef IA
-#define IA 8
-#endif
-constexpr int64_t kItemsAhead = IA;
+constexpr int64_t kItemsAhead = 8;
 
 template <bool kGained>
 struct OutputGradients {
   static constexpr bool kHasGains = kGained;
   const SortedEntries& entries;
-  int64_t dim;
 
   const float* row(int64_t i) const {
     const uint32_t source = entries.items[i].source;
     return kGained ? entries.gained[source].d_output : entries.d_outputs[source];
   }
   float gain(int64_t i) const { return kGained ? entries.gained[entries.items[i].source].gain : 1.0f; }
-  void prefetch(int64_t i) const {
+  RSEMBED_PREFETCHING void prefetch(int64_t i) const {
     if (i + kItemsAhead < entries.num_items) {
-      RSEMBED_ISA::prefetch<0>(row(i + kItemsAhead), dim * sizeof(float));
+      RSEMBED_ISA::prefetch<0>(row(i + kItemsAhead), entries.dim * sizeof(float));
     }
   }
 };
@@ -330,7 +319,7 @@ inline void for_groups(const SortedEntries& entries, int64_t first, int64_t last
 
 template <bool kGained>
 void sum_groups_of(const SortedEntries& entries, int64_t first, int64_t last, int32_t* rows, float* gradients) {
-  const OutputGradients<kGained> source = {entries, entries.dim};
+  const OutputGradients<kGained> source = {entries};
   for_groups(entries, first, last, [&](uint32_t row, int64_t begin, int64_t end) {
     sum_rows(source, begin, end, entries.dim, 1.0f, gradients);
     gradients += entries.dim;
@@ -339,11 +328,8 @@ void sum_groups_of(const SortedEntries& entries, int64_t first, int64_t last, in
 }
 
 void sum_groups(const SortedEntries& entries, int64_t first, int64_t last, int32_t* rows, float* gradients) {
-  if (entries.gained != nullptr) {
-    sum_groups_of<true>(entries, first, last, rows, gradients);
-  } else {
-    sum_groups_of<false>(entries, first, last, rows, gradients);
-  }
+  const auto sum_them = entries.gained == nullptr ? sum_groups_of<false> : sum_groups_of<true>;
+  sum_them(entries, first, last, rows, gradients);
 }
 
 // --- optimizer rules ------------------------------------------------------------------------------------------------
@@ -402,51 +388,38 @@ constexpr int num_slots() {
 }
 
 template <typename T, Rule kRule>
-inline void step_table_row(const Table& table, int64_t dim, uint32_t row, const float* gradient) {
+inline void step_table_row(const Table& table, uint32_t row, const float* gradient) {
   float* slots[2] = {nullptr, nullptr};
   for (int k = 0; k < num_slots<kRule>(); ++k) slots[k] = table.slots[k] + row * table.slot_width;
-  step_row<T, kRule>(static_cast<T*>(table.values) + row * dim, slots, gradient, dim, table.hyper);
+  step_row<T, kRule>(static_cast<T*>(table.values) + row * table.dim, slots, gradient, table.dim, table.hyper);
 }
 
 template <typename T, Rule kRule>
-inline void prefetch_table_row(const Table& table, int64_t dim, uint32_t row) {
-  prefetch<1>(static_cast<T*>(table.values) + row * dim, dim * sizeof(T));
+RSEMBED_PREFETCHING void prefetch_table_row(const Table& table, uint32_t row) {
+  prefetch<1>(static_cast<T*>(table.values) + row * table.dim, table.dim * sizeof(T));
   for (int k = 0; k < num_slots<kRule>(); ++k) {
     prefetch<1>(table.slots[k] + row * table.slot_width, table.slot_width * sizeof(float));
   }
 }
 
-// kDim is the table's dim where it is worth unrolled loops, or 0 for any other.
-template <typename T, Rule kRule, bool kGained, int64_t kDim>
+template <typename T, Rule kRule, bool kGained>
 void update_groups_of(const Table& table, const SortedEntries& entries, int64_t first, int64_t last, float* sum) {
-  const int64_t dim = kDim == 0 ? table.dim : kDim;
-  const OutputGradients<kGained> source = {entries, dim};
+  const OutputGradients<kGained> source = {entries};
   int64_t ahead = first;
   for_groups(entries, first, last, [&](uint32_t row, int64_t begin, int64_t end) {
     const int64_t want = end + kItemsAhead < entries.num_items ? end + kItemsAhead : entries.num_items;
     for (ahead = ahead < begin ? begin : ahead; ahead < want; ++ahead) {
       const uint32_t next = entries.items[ahead].row;
-      if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, dim, next);
+      if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, next);
     }
     if (!kGained && end == begin + 1) {  // most rows of a large table occur once: step from the gradient itself
       source.prefetch(begin);
-      step_table_row<T, kRule>(table, dim, row, source.row(begin));
+      step_table_row<T, kRule>(table, row, source.row(begin));
     } else {
-      sum_rows(source, begin, end, dim, 1.0f, sum);
-      step_table_row<T, kRule>(table, dim, row, sum);
+      sum_rows(source, begin, end, table.dim, 1.0f, sum);
+      step_table_row<T, kRule>(table, row, sum);
     }
   });
-}
-
-template <typename T, Rule kRule, bool kGained>
-void update_groups_by_dim(const Table& table, const SortedEntries& entries, int64_t first, int64_t last, float* sum) {
-  if (table.dim == 64) {
-    update_groups_of<T, kRule, kGained, 64>(table, entries, first, last, sum);
-  } else if (table.dim == 128) {
-    update_groups_of<T, kRule, kGained, 128>(table, entries, first, last, sum);
-  } else {
-    update_groups_of<T, kRule, kGained, 0>(table, entries, first, last, sum);
-  }
 }
 
 template <typename T, Rule kRule>
@@ -455,11 +428,9 @@ void update_groups(const Table& table, const SortedEntries& entries, int64_t fir
   float small[kSmallDim];
   float* sum = table.dim <= kSmallDim ? small : static_cast<float*>(malloc(table.dim * sizeof(float)));
   if (sum == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
-  if (entries.gained != nullptr) {
-    update_groups_by_dim<T, kRule, true>(table, entries, first, last, sum);
-  } else {
-    update_groups_by_dim<T, kRule, false>(table, entries, first, last, sum);
-  }
+  const auto update_them =
+      entries.gained == nullptr ? update_groups_of<T, kRule, false> : update_groups_of<T, kRule, true>;
+  update_them(table, entries, first, last, sum);
   if (sum != small) free(sum);
 }
 
@@ -468,11 +439,9 @@ void step_rows(const Table& table, const int32_t* rows, const float* gradients, 
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
   for (int64_t i = first; i < last; ++i) {
     if (i + kItemsAhead < last && static_cast<uint32_t>(rows[i + kItemsAhead]) < num_rows) {
-      prefetch_table_row<T, kRule>(table, table.dim, rows[i + kItemsAhead]);
+      prefetch_table_row<T, kRule>(table, rows[i + kItemsAhead]);
     }
-    if (static_cast<uint32_t>(rows[i]) < num_rows) {
-      step_table_row<T, kRule>(table, table.dim, rows[i], gradients + i * table.dim);
-    }
+    if (static_cast<uint32_t>(rows[i]) < num_rows) step_table_row<T, kRule>(table, rows[i], gradients + i * table.dim);
   }
 }
 

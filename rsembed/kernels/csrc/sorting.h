@@ -141,14 +141,15 @@ class SortedSegments {
             }
           });
     });
-    sort_ = std::make_unique<RowSort>(workers, totals_.num_entries, num_rows, [&](int64_t first, int64_t last, Item* items) {
+    const auto emit = [&](int64_t first, int64_t last, Item* items) {
       Item* const begin = items;
       ForEachPart<&Segment::first_entry, &Segment::num_entries>(
           segments, first, last, [&](const Segment& segment, int64_t from, int64_t to) {
             items = Emit(segment, from, to, static_cast<uint32_t>(num_rows), items);
           });
       return items - begin;
-    });
+    };
+    sort_ = std::make_unique<RowSort>(workers, totals_.num_entries, num_rows, emit);
   }
 
   SortedEntries entries() const {
@@ -181,9 +182,7 @@ class SortedSegments {
       while (output < segment.num_outputs && segment.offsets[output + 1] <= entry) ++output;
       if (output >= segment.num_outputs) break;
       const int64_t stop = std::min<int64_t>(last_entry, segment.offsets[output + 1]);
-      if (output < 0) {
-        entry = stop;  // in front of the first bag
-      }
+      if (output < 0) entry = stop;  // in front of the first bag
       for (; entry < stop; ++entry) items = EmitOne(segment, entry, output, num_rows, items);
     }
     return items;
