@@ -105,8 +105,7 @@ def plot_stack_bytes(
             color=MUTED,
         )
     ax.set(xlabel="table (MB over all shards)", ylabel="stack")
-    ax.margins(x=0.3)
-    ax.set_xlim(left=0)
+    ax.set_xlim(0, 1.4 * max(used + padding, default=1.0))  # room for the text behind the bars
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
     return ax

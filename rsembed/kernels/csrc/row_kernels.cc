@@ -334,7 +334,7 @@ void sum_groups(const SortedEntries& entries, int64_t first, int64_t last, int32
 
 // --- optimizer rules ------------------------------------------------------------------------------------------------
 //
-// The formulas, and the order of `hyper`, are those of rsembed/optimizers.py.
+// The formulas, and the order of `hyper`, are those of rsembed/optimizers/rules.py.
 
 // Calls body(column, get, put), where get and put move the vector at that column, or what there is of it in the tail.
 template <typename Body>
