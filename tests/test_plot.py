@@ -18,6 +18,10 @@ PICTURES = {
     "id_frequency": lambda **kw: plot.plot_id_frequency(np.array([5, 0, 9]), **kw),
     "limits": lambda **kw: plot.plot_limits([3, 9, 4], [8, 8, 16], **kw),
     "neighbourhoods": lambda **kw: plot.plot_neighbourhoods(VECTORS, LABELS, **kw),
+    "coverage": lambda **kw: plot.plot_coverage(np.array([5, 0, 9]), **kw),
+    "shard_load": lambda **kw: plot.plot_shard_load({"plain": np.array([5, 3]), "turned": np.array([4, 4])}, **kw),
+    "stack_bytes": lambda **kw: plot.plot_stack_bytes({"a": (4000, 100), "b": (2000, 0)}, **kw),
+    "buffer": lambda **kw: plot.plot_buffer(np.array([[0, 0, -1, 1, -2, -2]]), **kw),
     "row_norms": lambda **kw: plot.plot_row_norms(np.ones(3), np.array([0, 1, 5]), **kw),
 }
 

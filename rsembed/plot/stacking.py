@@ -79,9 +79,7 @@ def plot_shard_load(
     return ax
 
 
-def plot_stack_bytes(
-    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: Any
-) -> Axes:
+def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: Any) -> Axes:
     """One bar per stack: megabytes of embeddings, then the padding behind them, with its share in percent.
 
     Args:
@@ -105,7 +103,7 @@ def plot_stack_bytes(
             color=MUTED,
         )
     ax.set(xlabel="table (MB over all shards)", ylabel="stack")
-    ax.set_xlim(0, 1.4 * max(used + padding, default=1.0))  # room for the text behind the bars
+    ax.set_xlim(0, 1.6 * max(used + padding, default=1.0))  # room for the text behind the bars
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
     return ax
