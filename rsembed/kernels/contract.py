@@ -34,6 +34,12 @@ class Segment:
     weights: Float[Array, " nnz"] | None
     combiner: Combiner = dataclasses.field(default="sum", metadata={"static": True})
 
+    def __post_init__(self) -> None:
+        if (self.offsets is None) != (self.combiner == "none"):
+            raise ValueError(
+                f"combiner {self.combiner!r} and offsets do not go together: `none`, and only it, has none."
+            )
+
     @property
     def num_outputs(self) -> int:
         """Rows of this segment's output: bags, or entries for combiner "none"."""

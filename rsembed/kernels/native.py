@@ -265,8 +265,6 @@ def _flatten(segments: Sequence[Segment], d_outputs: Sequence[Array] | None = No
         flags = _COMBINER_CODES[segment.combiner]
         arrays.append(_as_rows(segment.rows))
         if segment.offsets is not None:
-            if segment.combiner == "none":
-                raise NotImplementedError('the native combiner "none" takes no offsets')
             flags |= _HAS_OFFSETS
             arrays.append(
                 jnp.clip(segment.offsets, 0, segment.rows.shape[0]).astype(jnp.int32)

@@ -255,8 +255,6 @@ def test_unserved_calls_say_why():
     rows = jnp.zeros(2, jnp.int32)
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float32, bfloat16 or float16, not float64"):
         native.lookup(jnp.zeros((3, 2), jnp.float64), [Segment(rows, None, None, "none")])
-    with pytest.raises(NotImplementedError, match="takes no offsets"):
-        native.lookup(jnp.zeros((3, 2)), [Segment(rows, jnp.asarray([0, 2], jnp.int32), None, "none")])
     with pytest.raises(ValueError, match="2 segments but 1 output gradients"):
         native.row_gradients(3, [Segment(rows, None, None, "none")] * 2, [jnp.zeros((2, 2))])
 
