@@ -153,6 +153,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
         if isinstance(value, Bags):
             return value
         ids, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        _check_weights_are_floats(weights)
         if isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object:
             weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
@@ -164,6 +165,17 @@ def as_bags(value: Any, *, feature: str) -> Bags:
     except (TypeError, ValueError) as error:
         raise type(error)(f"feature {feature!r}: {error}") from error
     raise TypeError(f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}.")
+
+
+def _check_weights_are_floats(weights: Any) -> None:
+    """A pair of two samples looks like `(ids, weights)`; integers in the second place would be misread silently."""
+    for leaf in jax.tree.leaves(weights):
+        is_array = isinstance(leaf, (jax.Array, np.ndarray))
+        if jnp.issubdtype(leaf.dtype, jnp.integer) if is_array else isinstance(leaf, (int, np.integer)):
+            raise TypeError(
+                "a pair means (ids, weights), and weights must be floats; pass two samples as a list instead of a "
+                "tuple, or convert the weights."
+            )
 
 
 def narrow_ids(ids: Any) -> Any:

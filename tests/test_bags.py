@@ -36,7 +36,7 @@ def test_weights_follow_their_ids():
     np.testing.assert_array_equal(Bags.from_lists(ROWS, weights).weights, [1, 2, 3, 4, 5, 6])
     coo = Bags.from_coo([3, 0], [7, 8], [0.5, 0.25], num_samples=4)
     np.testing.assert_array_equal(coo.weights, [0.25, 0.5])
-    pair = as_bags((np.ones((2, 2), int), [[1, 2], [3, 4]]), feature="f")
+    pair = as_bags((np.ones((2, 2), int), [[1.0, 2.0], [3.0, 4.0]]), feature="f")
     np.testing.assert_array_equal(pair.weights, [1, 2, 3, 4])
 
 
@@ -59,6 +59,7 @@ def test_lists_survive_the_round_trip_with_any_padding(rows, extra):
         (lambda: Bags.from_coo([4], [1], num_samples=4), ValueError, r"sample id 4 is outside \[0, 4\)"),
         (lambda: Bags.from_coo([1, 2], [1], num_samples=4), ValueError, "2 sample ids but 1 embedding ids"),
         (lambda: Bags.from_lists([[1, 2]]).pad_to(1), ValueError, "cannot be padded to 1"),
+        (lambda: as_bags(([1, 2], [3, 4]), feature="f"), TypeError, r"pair means \(ids, weights\).*list instead"),
         (lambda: as_bags({"a": 1}, feature="f"), TypeError, "feature 'f': ids must be Bags"),
     ],
 )
