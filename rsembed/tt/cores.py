@@ -1,0 +1,165 @@
+"""Tensor-train tables as functions of a spec and its cores: rows, bags of rows, the whole table."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Integer
+
+from rsembed.bags import Bags
+from rsembed.kernels.contract import NO_ROW
+from rsembed.tt.chain import Cores, pooled_rows
+from rsembed.tt.spec import TTSpec
+
+Mode = Literal["sum", "mean"]
+
+
+def rows(
+    spec: TTSpec, cores: Cores, ids: Integer[Array | np.ndarray, "*batch"], *, implementation: str | None = None
+) -> Float[Array, "*batch dim"]:
+    """The rows of `ids`, float32; an id outside the table has a row of zeros.
+
+    Works under `jit`, `grad`, `vmap` and `shard_map`, and stores nothing per lookup for the backward pass but integers.
+    Temporary memory is about `chain.TILE_BYTES` forward and twice that backward, beside a few integers per lookup.
+
+    Args:
+      spec: the table.
+      cores: its cores, float32 or bfloat16; sums are float32.
+      ids: row numbers. Tables of 2^31 rows and more need int64 ids of NumPy, outside `jit`.
+      implementation: see `chain.pooled_rows`.
+
+    Example:
+      >>> spec = TTSpec(6, (2, 3), (1, 2), (1,))
+      >>> cores = (jnp.asarray([[1.0], [10.0]]), jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+      >>> rows(spec, cores, jnp.asarray([1, 3])).tolist()
+      [[3.0, 4.0], [10.0, 20.0]]
+    """
+    flat = ids.reshape(-1)
+    digits, valid = digits_of(spec, flat)
+    places = jnp.where(valid, jnp.arange(flat.size, dtype=jnp.int32), NO_ROW)
+    found = pooled_rows(
+        check_cores(spec, cores),
+        digits,
+        places,
+        jnp.ones(flat.size),
+        slice_shapes=spec.slice_shapes,
+        num_bags=flat.size,
+        implementation=implementation,
+    )
+    return found.reshape(*ids.shape, spec.embedding_dim)
+
+
+def bag(
+    spec: TTSpec,
+    cores: Cores,
+    bags: Bags,
+    *,
+    mode: Mode = "sum",
+    padding_idx: int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "bags dim"]:
+    """Weighted sums or means of the rows of every bag, float32; an empty bag gives zeros.
+
+    Args:
+      spec: the table.
+      cores: its cores.
+      bags: ids and optional weights; ids outside the table, -1 among them, contribute nothing and are not counted.
+      mode: "sum", or "mean", which divides by the number of ids and not by the sum of weights.
+      padding_idx: an id that contributes nothing either.
+      implementation: see `chain.pooled_rows`.
+    """
+    digits, valid = digits_of(spec, bags.ids)
+    if padding_idx is not None:
+        valid &= bags.ids != padding_idx
+    entry_bags = bags_of_entries(bags, valid)
+    return pooled_rows(
+        check_cores(spec, cores),
+        digits,
+        entry_bags,
+        gains_of_entries(entry_bags, bags.num_bags, bags.weights, mode),
+        slice_shapes=spec.slice_shapes,
+        num_bags=bags.num_bags,
+        implementation=implementation,
+    )
+
+
+def full_weight(spec: TTSpec, cores: Cores) -> Float[Array, "vocab dim"]:
+    """The whole table, written block after block of equal first digits; needs the table and one block of memory."""
+    check_cores(spec, cores)
+    num_rows, size = spec.num_embeddings, spec.strides[0]
+    whole = num_rows // size
+
+    def put(k: Array | int, table: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(table, weight_block(spec, cores, k), k * size, 0)
+
+    table = jax.lax.fori_loop(0, whole, put, jnp.zeros((num_rows, spec.embedding_dim)))
+    if whole * size < num_rows:
+        table = table.at[whole * size :].set(weight_block(spec, cores, whole)[: num_rows - whole * size])
+    return table
+
+
+def weight_block(spec: TTSpec, cores: Cores, first_digit: Int[Array, ""] | int) -> Float[Array, "block dim"]:
+    """Rows `first_digit * strides[0]` and following, as many as share that digit, padding rows included."""
+    p, shapes = spec.tt_p_shapes, spec.slice_shapes
+    product = cores[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])  # [rows, columns, rank]
+    for t in range(1, spec.num_cores):
+        core = cores[t].astype(jnp.float32).reshape(p[t], *shapes[t])
+        product = jnp.einsum("acr,prqs->apcqs", product, core, precision="highest")
+        product = product.reshape(math.prod(p[1 : t + 1]), -1, shapes[t][2])
+    return product.reshape(spec.strides[0], spec.embedding_dim)
+
+
+def check_cores(spec: TTSpec, cores: Cores) -> Cores:
+    """The cores as a tuple.
+
+    Raises: ValueError: their shapes are not those of the spec.
+    """
+    found = tuple(tuple(core.shape) for core in cores)
+    if found != spec.core_shapes:
+        raise ValueError(f"cores have shapes {found}, but the spec asks for {spec.core_shapes}.")
+    return tuple(cores)
+
+
+def digits_of(spec: TTSpec, ids: Any) -> tuple[tuple[Int[Array, " nnz"], ...], Any]:
+    """Digits of every id, one array per core, and whether the id lies in the table.
+
+    Integers throughout: float32 cannot tell ids above 2^24 apart. NumPy ids are taken apart on the host, in 64 bits.
+    """
+    xp: Any = np if isinstance(ids, np.ndarray) else jnp
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids must be integers, got {ids.dtype}.")
+    valid = (ids >= 0) & (ids < min(spec.num_embeddings, np.iinfo(ids.dtype).max))
+    if np.iinfo(ids.dtype).max < spec.num_embeddings:
+        valid |= ids == np.iinfo(ids.dtype).max
+    if ids.dtype.itemsize < 4 or (xp is jnp and ids.dtype != jnp.int32):
+        ids = ids.astype(xp.int32)
+    digits = []
+    for stride, p in zip(spec.strides, spec.tt_p_shapes, strict=True):
+        fits = stride <= np.iinfo(ids.dtype).max
+        digits.append(ids // ids.dtype.type(stride) % ids.dtype.type(p) if fits else ids * 0)
+    return tuple(jnp.asarray(digit, jnp.int32) for digit in digits), valid
+
+
+def bags_of_entries(bags: Bags, valid: Any) -> Int[Array, " nnz"]:
+    """Bag of every id; `NO_ROW` where the id is not valid or lies behind the last offset."""
+    num_entries, offsets = bags.ids.shape[0], jnp.asarray(bags.offsets).astype(jnp.int32)
+    starts = jnp.zeros(num_entries + 1, jnp.int32).at[offsets].add(1)
+    entry_bags = jnp.cumsum(starts[:num_entries]) - 1
+    return jnp.where(valid & (entry_bags < bags.num_bags), entry_bags, NO_ROW)
+
+
+def gains_of_entries(
+    entry_bags: Int[Array, " nnz"], num_bags: int, weights: Any | None, mode: Mode
+) -> Float[Array, " nnz"]:
+    """Factor of every row: its weight, over the number of ids in its bag for mode "mean"."""
+    gains = jnp.ones(entry_bags.shape) if weights is None else jnp.asarray(weights, jnp.float32)
+    if mode == "mean":
+        counts = jnp.zeros(num_bags, jnp.int32).at[entry_bags].add(1, mode="drop")
+        gains = gains / jnp.maximum(counts, 1).at[entry_bags].get(mode="clip").astype(jnp.float32)
+    elif mode != "sum":
+        raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}; max is not a linear function of the cores.")
+    return gains

@@ -1,0 +1,92 @@
+"""How the rows and columns of a table are factored over the cores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
+    """The most even way to write `n`, or a slightly larger round number, as a product of `d` integers.
+
+    Candidates are `n` rounded up to multiples of 1, 10, 100, ... Evenness is the entropy of the normalised factors;
+    the first candidate with the greatest entropy wins. Small and large factors alternate.
+
+    Args:
+      n: what to factor.
+      d: number of factors.
+      allow_round_up: False factors `n` itself, as an embedding dimension needs.
+
+    Raises: ValueError: `n` or `d` is less than one.
+
+    Source: FBTT-Embedding, `suggested_tt_shapes`.
+
+    Example:
+      >>> suggested_tt_shapes(11_000_000), suggested_tt_shapes(13, allow_round_up=False)
+      ([200, 220, 250], [1, 1, 13])
+    """
+    if n < 1 or d < 1:
+        raise ValueError(f"suggested_tt_shapes needs n >= 1 and d >= 1, got n={n}, d={d}.")
+    powers = [10**k for k in range(len(str(n)))] if allow_round_up else [1]
+    candidates = [_most_even_factors(-(-n // power) * power, d) for power in powers]
+    _, factors = max(candidates, key=lambda candidate: candidate[0])  # the first of equals
+    small, large = list(factors[: d // 2]), list(factors[d // 2 :])
+    return [(small if t % 2 == 0 and small else large).pop(0) for t in range(d)]
+
+
+def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
+    """Greatest entropy and its ascending factors; of equals the lexicographically largest."""
+    low = np.arange(1, math.isqrt(n) + 1)
+    low = low[n % low == 0]
+    divisors = sorted({*low.tolist(), *(n // low).tolist()})
+
+    def entropy(factors: tuple[int, ...]) -> float:
+        total = sum(factors)
+        return round(-sum(x / total * math.log(x / total) for x in factors), 12)
+
+    return max((entropy(factors), factors) for factors in _ascending_factors(n, d, divisors))
+
+
+def _ascending_factors(n: int, d: int, divisors: list[int]) -> Iterator[tuple[int, ...]]:
+    if d == 1:
+        yield (n,)
+        return
+    for place, first in enumerate(divisors):
+        if first**d > n:
+            return
+        if n % first == 0:
+            yield from ((first, *rest) for rest in _ascending_factors(n // first, d - 1, divisors[place:]))
+
+
+def cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:
+    """Row factors whose cores hold the fewest numbers, `sum(p * slice_size)`, at given slice sizes.
+
+    The sum is least when all its terms are equal, `p_t = (num_embeddings * prod(a))^(1/d) / a_t`: the core with the
+    largest slices gets the fewest of them. Integers are searched around that point, one core after the other, the
+    largest slices first.
+
+    Example:
+      >>> cheapest_p_shapes(11_000_000, [4 * 32, 32 * 4 * 32, 32 * 4])
+      [706, 22, 709]
+    """
+    order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
+
+    def search(rows: int, places: list[int]) -> tuple[int, dict[int, int]]:
+        place, *rest = places
+        size = slice_sizes[place]
+        if not rest:
+            return rows * size, {place: rows}
+        ideal = math.exp(
+            (math.log(rows) + sum(math.log(slice_sizes[t]) for t in places)) / len(places) - math.log(size)
+        )
+        found = []
+        for p in {max(1, math.floor(ideal) + step) for step in (-1, 0, 1, 2)}:
+            cost, factors = search(-(-rows // p), rest)
+            found.append((cost + p * size, p, factors))
+        cost, p, factors = min(found, key=lambda candidate: candidate[:2])
+        return cost, {place: p, **factors}
+
+    factors = search(num_embeddings, order)[1]
+    return [factors[t] for t in range(len(slice_sizes))]

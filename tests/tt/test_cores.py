@@ -1,0 +1,289 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from rsembed.bags import Bags
+from rsembed.tt import TTSpec, bag, chain, full_weight, rows
+from rsembed.tt.cores import digits_of, gains_of_entries
+from tests.tt.tt_oracles import CASES, dense_table, pooled
+
+FORMS = ["grouped", "chunked", "plain"]
+SPECS = {
+    "d2": TTSpec(11, (4, 3), (2, 3), (5,)),
+    "d3": TTSpec(58, (4, 3, 5), (2, 3, 2), (3, 4)),
+    "d3, first core largest": TTSpec(20, (2, 3, 4), (6, 1, 1), (4, 2)),
+    "d3, last core largest": TTSpec(24, (4, 3, 2), (1, 1, 5), (2, 4)),
+    "d4": TTSpec(100, (3, 4, 3, 3), (2, 1, 3, 2), (2, 5, 3)),
+}
+
+
+def spec_of(given):
+    return TTSpec(given.get("num_embeddings", math.prod(given["p"])), given["p"], given["q"], given["ranks"])
+
+
+def cores_of(given, table=0):
+    spec = spec_of(given)
+    return tuple(
+        jnp.asarray(core[table], jnp.float32).reshape(shape)
+        for core, shape in zip(given["cores"], spec.core_shapes, strict=True)
+    )
+
+
+def random_cores(spec, seed=0):
+    """Multiples of 1/4: products and sums are exact, so that every order of summation gives the same bits."""
+    generator = np.random.default_rng(seed)
+    return tuple(jnp.asarray(generator.integers(-4, 5, shape) / 4, jnp.float32) for shape in spec.core_shapes)
+
+
+@pytest.mark.parametrize("name", ["full_weight_2core", "full_weight_3core", "full_weight_4core"])
+def test_full_weight_is_the_worked_table(name):
+    given, expect = CASES[name]["input"], CASES[name]["expect"]
+    spec, cores = spec_of(given), cores_of(given)
+    np.testing.assert_array_equal(full_weight(spec, cores), expect["weight"])
+    for form in FORMS:
+        np.testing.assert_array_equal(
+            rows(spec, cores, jnp.arange(spec.num_embeddings), implementation=form), expect["weight"]
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ids_outside_the_table_have_rows_of_zeros(form):
+    given, expect = CASES["padding_rows"]["input"], CASES["padding_rows"]["expect"]
+    found = rows(spec_of(given), cores_of(given), jnp.asarray(given["indices"]), implementation=form)
+    np.testing.assert_array_equal(found, np.where(np.asarray(expect["valid"])[:, None], expect["rows"], 0))
+    assert full_weight(spec_of(given), cores_of(given)).shape == (10, 4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_worked_bags_and_their_gradients(form):
+    given, expect = CASES["grad_dense_3core"]["input"], CASES["grad_dense_3core"]["expect"]
+    spec = spec_of(given)
+    bags = Bags(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
+    output, pull = jax.vjp(lambda cores: bag(spec, cores, bags, implementation=form), cores_of(given))
+    np.testing.assert_array_equal(output, CASES["bag_sum_empty_dup"]["expect"]["output"])
+    (d_cores,) = pull(jnp.asarray(given["d_output"], jnp.float32))
+    for found, wanted in zip(d_cores, expect["d_cores"], strict=True):
+        np.testing.assert_array_equal(found, np.asarray(wanted).reshape(found.shape))
+
+
+def one_hot_gradients(spec, cores, bags, weights, mode, d_output):
+    """Through the dense table: a bag matrix times all rows, without any lookup."""
+    matrix = np.zeros((bags.num_bags, spec.num_embeddings))
+    ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
+    for b in range(bags.num_bags):
+        entries = [k for k in range(offsets[b], offsets[b + 1]) if 0 <= ids[k] < spec.num_embeddings]
+        for k in entries:
+            matrix[b, ids[k]] += weights[k] / (len(entries) if mode == "mean" else 1)
+    cut = [core.reshape(p, *shape) for core, p, shape in zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True)]
+
+    def table(cores):
+        product = jnp.ones((1, 1, 1))
+        for core in cores:
+            product = jnp.einsum("acr,prqs->apcqs", product, core)
+            product = product.reshape(product.shape[0] * product.shape[1], -1, product.shape[4])
+        return product[: spec.num_embeddings, :, 0]
+
+    gradients = jax.grad(lambda cores: jnp.sum(jnp.asarray(matrix.T @ d_output, jnp.float32) * table(cores)))(cut)
+    return [np.asarray(g).reshape(core.shape) for g, core in zip(gradients, cores, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("chunked", "d2"), ("plain", "d3"), ("chunked", "d4"), *(("grouped", name) for name in SPECS if name != "d2")],
+)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_bags_agree_with_the_dense_table(name, form, data):
+    spec, batch, room = SPECS[name], 5, 40
+    cores = random_cores(spec, data.draw(st.integers(0, 99)))
+    ids = np.asarray(
+        data.draw(st.lists(st.integers(-2, spec.num_embeddings + 2), min_size=room, max_size=room)), np.int32
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, room), min_size=batch, max_size=batch)))
+    mode = data.draw(st.sampled_from(["sum", "mean"]))
+    weights = np.asarray(data.draw(st.lists(st.integers(-4, 4), min_size=room, max_size=room)), np.float32) / 4
+    bags = Bags(jnp.asarray(ids), jnp.asarray([0, *cuts]), jnp.asarray(weights))
+    lookup = jitted(spec, mode, form)
+    d_output = (np.arange(batch * spec.embedding_dim) % 7 - 3.0).reshape(batch, -1).astype(np.float32)
+    output, d_cores, d_weights = lookup(cores, bags, d_output)
+    table = dense_table(spec, cores)
+    np.testing.assert_allclose(output, pooled(table, ids, [0, *cuts], weights, mode), rtol=1e-5, atol=1e-5)
+    wanted = one_hot_gradients(spec, cores, bags, weights, mode, d_output)
+    for found, value in zip(d_cores, wanted, strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-4)
+    for k, found in enumerate(np.asarray(d_weights)):
+        unit = np.eye(room)[k]
+        np.testing.assert_allclose(found, np.sum(pooled(table, ids, [0, *cuts], unit, mode) * d_output), atol=1e-4)
+
+
+@functools.cache
+def jitted(spec, mode, form):
+    @jax.jit
+    def run(cores, bags, d_output):
+        def lookup(cores, weights):
+            return bag(spec, cores, Bags(bags.ids, bags.offsets, weights), mode=mode, implementation=form)
+
+        output, pull = jax.vjp(lookup, cores, bags.weights)
+        return output, *pull(d_output)
+
+    return run
+
+
+@pytest.mark.parametrize("form", ["grouped", "chunked"])
+def test_many_tiles_make_the_same_bits_as_one_definition(form, monkeypatch):
+    monkeypatch.setattr(chain, "TILE_BYTES", 4096)
+    spec, generator = SPECS["d3"], np.random.default_rng(0)
+    cores = random_cores(spec)
+    ids = jnp.asarray(generator.integers(-1, 59, 500))
+    offsets = jnp.asarray([0, 0, 100, 100, 499])
+
+    def run(form):
+        output, pull = jax.vjp(lambda c: bag(spec, c, Bags(ids, offsets), implementation=form), cores)
+        return jax.tree.leaves((output, pull(jnp.ones_like(output))))
+
+    for found, wanted in zip(run(form), run("plain"), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_padding_idx_contributes_nothing_and_is_not_counted():
+    spec, cores = SPECS["d2"], random_cores(SPECS["d2"])
+    with_padding = Bags.from_lists([[3, 0, 5], [0], [0, 2]])
+    without = Bags.from_lists([[3, 5], [], [2]])
+    for mode in ("sum", "mean"):
+        found = bag(spec, cores, with_padding, mode=mode, padding_idx=0)
+        np.testing.assert_array_equal(found, bag(spec, cores, without, mode=mode))
+
+
+def test_no_lookup_at_all():
+    spec, cores = SPECS["d3"], random_cores(SPECS["d3"])
+    bags = Bags(jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32))
+    output, pull = jax.vjp(lambda c: bag(spec, c, bags), cores)
+    assert not output.any()
+    assert output.shape == (2, 12)
+    assert not any(g.any() for g in jax.tree.leaves(pull(output)))
+
+
+@pytest.mark.parametrize("form", ["grouped", "chunked"])
+def test_bfloat16_cores_are_summed_in_float32(form):
+    spec = SPECS["d3"]
+    cores = tuple(core.astype(jnp.bfloat16) for core in random_cores(spec))  # quarters are exact in bfloat16
+    ids = jnp.arange(50)
+    output, pull = jax.vjp(lambda c: rows(spec, c, ids, implementation=form), cores)
+    assert output.dtype == jnp.float32
+    np.testing.assert_array_equal(output, dense_table(spec, [np.asarray(c, np.float32) for c in cores])[:50])
+    (d_cores,) = pull(jnp.ones_like(output))
+    wide = tuple(core.astype(jnp.float32) for core in cores)
+    (wanted,) = jax.vjp(lambda c: rows(spec, c, ids, implementation=form), wide)[1](jnp.ones_like(output))
+    for found, value in zip(d_cores, wanted, strict=True):
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(found, value.astype(jnp.bfloat16))  # rounded once, at the end
+
+
+@pytest.mark.parametrize("form", ["grouped", "chunked"])
+def test_vmap_over_tables_and_over_ids(form):
+    spec = SPECS["d3"]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), random_cores(spec, 1), random_cores(spec, 2))
+    ids = jnp.asarray([[3, 57, 3], [0, -1, 20]])
+    found = jax.vmap(lambda c, i: rows(spec, c, i, implementation=form))(stacked, ids)
+    for k, seed in enumerate((1, 2)):
+        np.testing.assert_array_equal(found[k], rows(spec, random_cores(spec, seed), ids[k], implementation="plain"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shard_map_over_the_batch_sums_core_gradients(form):
+    spec, cores = SPECS["d3"], random_cores(SPECS["d3"])
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, 58, 64))
+    mesh = Mesh(np.asarray(jax.devices()[:4]), "batch")
+    local = jax.shard_map(
+        lambda c, i: rows(spec, c, i, implementation=form), mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch")
+    )
+    d_output = jnp.asarray(np.arange(64 * 12) % 5 - 2.0, jnp.float32).reshape(64, 12)
+    output, pull = jax.vjp(jax.jit(local), cores, ids)
+    wanted, pull_whole = jax.vjp(lambda c: rows(spec, c, ids, implementation="plain"), cores)
+    np.testing.assert_array_equal(output, wanted)
+    for found, value in zip(pull(d_output)[0], pull_whole(d_output)[0], strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
+def test_second_derivatives_of_the_plain_form():
+    spec, cores = SPECS["d2"], random_cores(SPECS["d2"])
+    ids = jnp.arange(6)
+
+    def loss(cores):
+        return jnp.sum(rows(spec, cores, ids, implementation="plain") ** 2)
+
+    direction = jax.tree.map(jnp.ones_like, cores)
+    _, second = jax.jvp(jax.grad(loss), (cores,), (direction,))
+    ahead, behind = (jax.grad(loss)(jax.tree.map(lambda c, s=s: c + s / 64, cores)) for s in (1.0, -1.0))
+    for value, plus, minus in zip(second, ahead, behind, strict=True):
+        slope = (plus - minus) * 32
+        np.testing.assert_allclose(value, slope, atol=5e-3 * float(jnp.max(jnp.abs(slope))))
+
+
+@pytest.mark.parametrize("form", ["grouped", "chunked"])
+def test_temporary_memory_does_not_grow_with_the_batch(form):
+    spec = TTSpec(1_000_000, (100, 100, 100), (4, 4, 4), (16, 16))
+    cores = random_cores(spec)
+
+    def temporary_bytes(num_lookups):
+        ids = jnp.zeros(num_lookups, jnp.int32)
+        offsets = jnp.zeros(9, jnp.int32)
+
+        def step(cores, ids, offsets, d_output):
+            output, pull = jax.vjp(lambda c: bag(spec, c, Bags(ids, offsets), implementation=form), cores)
+            return output, pull(d_output)
+
+        compiled = jax.jit(step).lower(cores, ids, offsets, jnp.zeros((8, 64))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporary_bytes(4_000), temporary_bytes(64_000)
+    assert small < 2 * chain.TILE_BYTES + 4 * spec.num_bytes()
+    assert large - small < 60_000 * 4 * 16  # integers of the plan; one gathered middle slice alone is 1,024 numbers
+
+
+def test_equal_inputs_give_equal_bits():
+    spec, generator = SPECS["d3"], np.random.default_rng(3)
+    cores = tuple(jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in spec.core_shapes)
+    ids = jnp.asarray(generator.integers(0, 58, 3000))
+    run = jax.jit(lambda c: (lambda out, pull: (out, pull(out)))(*jax.vjp(lambda c: rows(spec, c, ids), c)))
+    first, again = jax.tree.leaves(run(cores)), jax.tree.leaves(run(cores))
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+
+
+def test_ids_above_float32_and_int32_are_told_apart():
+    spec = TTSpec(2**40, (2**20, 2**20), (1, 1), (1,))
+    cores = (jnp.arange(2**20, dtype=jnp.float32)[:, None], jnp.ones((2**20, 1)))
+    ids = np.asarray([2**24 + 1, 2**24 - 1, 2**35 + 5, 2**40, 2**40 - 1, -1])
+    np.testing.assert_array_equal(rows(spec, cores, ids)[:, 0], [16, 15, 2**15, 0, 2**20 - 1, 0])
+    np.testing.assert_array_equal(rows(spec, cores, jnp.asarray([2**31 - 1, 2**20]))[:, 0], [2047, 1])
+    tall = TTSpec(2**40, (2**5, 2**35), (1, 1), (1,))
+    assert tall.strides[0] > 2**31
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
+def test_every_integer_type_of_ids_is_read_right(dtype):
+    spec, cores = SPECS["d4"], random_cores(SPECS["d4"])
+    ids = np.asarray([0, 99, 100, 120], dtype)
+    np.testing.assert_array_equal(
+        rows(spec, cores, ids), np.vstack([dense_table(spec, cores)[[0, 99]], np.zeros((2, 12))])
+    )
+
+
+def test_wrong_arguments_are_refused():
+    spec, cores = SPECS["d2"], random_cores(SPECS["d2"])
+    with pytest.raises(ValueError, match=r"cores have shapes .* but the spec asks for"):
+        rows(spec, cores[::-1], jnp.arange(2))
+    with pytest.raises(ValueError, match=r"choose one of grouped, chunked, plain"):
+        rows(spec, cores, jnp.arange(2), implementation="fast")
+    with pytest.raises(TypeError, match=r"ids must be integers, got float32"):
+        digits_of(spec, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"mode must be 'sum' or 'mean', got 'max'"):
+        gains_of_entries.__wrapped__(jnp.zeros(1, jnp.int32), 1, None, "max")

@@ -1,0 +1,119 @@
+"""Each distribution against the one it promises, on tables small enough to expand."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsembed.tt import TTSpec, init_cores
+from rsembed.tt.initial_cores import core_std, target_std
+from tests.tt.tt_oracles import CASES, expanded
+
+SPECS = {
+    "d2": TTSpec(3000, (60, 50), (4, 8), (8,)),
+    "d3": TTSpec(3000, (15, 20, 10), (4, 4, 2), (8, 12)),
+    "d4": TTSpec(3000, (8, 6, 8, 8), (2, 4, 2, 2), (8, 8, 8)),
+}
+
+
+@functools.cache
+def tables(spec, weight_dist, draws=16):
+    """Tables of several seeds in units of the target's standard deviation."""
+    draw = jax.jit(lambda key: init_cores(key, spec, weight_dist))
+    return np.stack([expanded(spec, draw(key)) for key in jax.random.split(jax.random.key(5), draws)]) / target_std(
+        spec
+    )
+
+
+def kolmogorov_distance(samples, cumulative):
+    ordered = np.sort(samples)
+    return np.abs(np.arange(1, ordered.size + 1) / ordered.size - cumulative(ordered)).max()
+
+
+def normal_cumulative(x):
+    return 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def test_worked_standard_deviations():
+    given, expect = CASES["init_variance"]["input"], CASES["init_variance"]["expect"]
+    spec = TTSpec.suggest(given["n"], 64, given["ranks"])
+    assert target_std(spec) == pytest.approx(expect["target_std"], rel=1e-6)
+    assert core_std(spec) == pytest.approx(expect["exact_variance_core_std"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("weight_dist", ["normal", "uniform", "approx-normal", "approx-uniform"])
+def test_the_table_has_the_target_mean_and_standard_deviation(name, weight_dist):
+    found = tables(SPECS[name], weight_dist)
+    assert abs(found.mean()) < 0.03
+    assert found.std() == pytest.approx(1, abs=0.06)
+
+
+@pytest.mark.parametrize("weight_dist", ["normal", "uniform"])
+def test_independent_core_entries_have_the_named_distribution(weight_dist):
+    spec = SPECS["d3"]
+    for core in init_cores(jax.random.key(1), spec, weight_dist):
+        entries = np.asarray(core).ravel() / core_std(spec)
+        cumulative = normal_cumulative if weight_dist == "normal" else lambda x: (x / math.sqrt(3) + 1) / 2
+        assert kolmogorov_distance(entries, cumulative) < 1.63 / math.sqrt(entries.size)  # one in a hundred by chance
+
+
+@pytest.mark.parametrize(("name", "most"), [("d2", 0.01), ("d3", 0.01), ("d4", 0.03)])
+def test_approx_normal_tables_are_normal(name, most):
+    found = tables(SPECS[name], "approx-normal").ravel()
+    assert kolmogorov_distance(found[::7], normal_cumulative) < most
+    assert (found**4).mean() / (found**2).mean() ** 2 == pytest.approx(3, abs=0.2 if name != "d4" else 1.0)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("rank", "most"), [(2, 0.11), (8, 0.04), (16, 0.025)])
+def test_approx_uniform_tables_come_closer_to_uniform_with_the_rank(name, rank, most):
+    spec = SPECS[name]
+    spec = TTSpec(spec.num_embeddings, spec.tt_p_shapes, spec.tt_q_shapes, [rank] * (spec.num_cores - 1))
+    found = tables(spec, "approx-uniform", draws=4).ravel() / math.sqrt(3)  # in units of 1 / sqrt(num_embeddings)
+    assert kolmogorov_distance(found, lambda x: np.clip((x + 1) / 2, 0, 1)) < most
+    assert np.abs(found).max() < 1.1
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("weight_dist", ["normal", "uniform", "approx-normal", "approx-uniform"])
+def test_rows_that_share_a_digit_are_uncorrelated(name, weight_dist):
+    spec, found = SPECS[name], tables(SPECS[name], weight_dist)
+    for stride, p in zip(spec.strides, spec.tt_p_shapes, strict=True):
+        other = (np.arange(spec.num_embeddings) // stride % p + 1) % p * stride
+        base = np.arange(spec.num_embeddings) - (np.arange(spec.num_embeddings) // stride % p) * stride
+        partner = base + other
+        kept = partner < spec.num_embeddings
+        ours, theirs = found[:, kept], found[:, partner[kept]]
+        assert abs((ours * theirs).mean()) < 0.06
+        # Never the same row twice.
+        assert np.abs(ours - theirs).max(axis=-1).min() > 1e-3
+
+
+def test_naive_uniform_keeps_the_published_formula_and_warns():
+    spec = SPECS["d3"]
+    with pytest.warns(UserWarning, match=r"nearly zero"):
+        cores = init_cores(jax.random.key(0), spec, "naive-uniform")
+    bound = 1 / math.sqrt(spec.num_embeddings)
+    for core in cores:
+        assert 0 <= float(core.min()) < float(core.max()) <= bound
+        assert float(core.mean()) == pytest.approx(bound / 2, rel=0.1)
+
+
+def test_keys_and_dtypes():
+    spec = SPECS["d2"]
+    first, again, other = (init_cores(jax.random.key(k), spec) for k in (0, 0, 1))
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    assert not any((a == b).any() for a, b in zip(first, other, strict=True))
+    low = init_cores(jax.random.key(0), spec, dtype=jnp.bfloat16)
+    assert all((a.astype(jnp.bfloat16) == b).all() for a, b in zip(first, low, strict=True))
+
+
+def test_wrong_distributions_are_refused():
+    with pytest.raises(ValueError, match=r"choose one of normal, uniform, approx-normal"):
+        init_cores(jax.random.key(0), SPECS["d2"], "gaussian")
+    with pytest.raises(ValueError, match=r"ranks of at least 2, got \[1\]"):
+        init_cores(jax.random.key(0), TTSpec(4, (2, 2), (1, 2), (1,)), "approx-uniform")

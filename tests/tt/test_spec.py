@@ -1,0 +1,123 @@
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsembed.tt import TTSpec, cheapest_p_shapes, suggested_tt_shapes
+from tests.tt.tt_oracles import CASES, digits_of
+
+
+@pytest.mark.parametrize(
+    "row", CASES["suggested_tt_shapes"]["expect"]["table"], ids=lambda row: f"{row['n']}-{row['d']}"
+)
+def test_suggested_shapes_are_the_published_ones(row):
+    assert suggested_tt_shapes(row["n"], row["d"], row["round_up"]) == row["shape"]
+
+
+@pytest.mark.parametrize("dim", [1, 3, 13, 17, 96, 127, 128])
+@pytest.mark.parametrize("d", [2, 3, 4])
+def test_an_embedding_dimension_is_never_rounded_up(dim, d):
+    assert TTSpec.suggest(1000, dim, [2] * (d - 1)).embedding_dim == dim
+
+
+@pytest.mark.parametrize("row", CASES["counts"]["expect"]["rows"], ids=lambda row: str(row["E"]))
+def test_counts_of_numbers_and_flops(row):
+    spec = TTSpec(row["E"], row["p"], row["q"], row["ranks"])
+    assert spec.num_params == row["params"]
+    assert spec.flops_per_lookup == row["fwd_flops_per_lookup"]
+    assert spec.compression_ratio == pytest.approx(row["ratio"], rel=1e-12)
+    assert spec.num_bytes(jnp.bfloat16) == 2 * row["params"]
+    assert f"{row['params']:,} numbers" in str(spec)
+    assert f"{row['fwd_flops_per_lookup']:,} FLOP" in str(spec)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(97, (3, 24, 8)), (1000, (8, 8)), (360, (5, 1, 7)), (12, (1, 500, 1))])
+def test_cheapest_shapes_are_those_of_a_full_search(rows, sizes):
+    def cost(shape):
+        return sum(p * a for p, a in zip(shape, sizes, strict=True))
+
+    *leading, _ = [range(1, rows + 1)] * len(sizes)
+    best = min(cost((*some, -(-rows // math.prod(some)))) for some in itertools.product(*leading))
+    found = cheapest_p_shapes(rows, sizes)
+    assert math.prod(found) >= rows
+    assert cost(found) == best
+
+
+def test_cheapest_shapes_come_close_to_the_bound_of_real_factors():
+    rows, sizes = 11_000_000, (128, 4096, 128)
+    bound = 3 * (rows * math.prod(sizes)) ** (1 / 3)
+    cost = sum(p * a for p, a in zip(cheapest_p_shapes(rows, sizes), sizes, strict=True))
+    assert bound <= cost <= 1.01 * bound
+
+
+@pytest.mark.parametrize(
+    "budget", [{"bytes": 4_000_000}, {"ratio": 734}, {"ratio": 9_000}, {"bytes": 4_000_000, "num_cores": 4}]
+)
+def test_a_budget_is_kept_and_used(budget):
+    spec = TTSpec.for_budget(11_000_000, 64, **budget)
+    most = budget.get("bytes", 11_000_000 * 64 * 4 / budget.get("ratio", 1))
+    assert 0.75 * most <= spec.num_bytes() <= most
+    assert (spec.num_embeddings, spec.embedding_dim) == (11_000_000, 64)
+    # One more rank, with factors of the same kind, would not fit.
+    more = [rank + 1 for rank in spec.tt_ranks]
+    ends = [1, *more, 1]
+    sizes = [a * q * b for a, q, b in zip(ends[:-1], spec.tt_q_shapes, ends[1:], strict=True)]
+    assert TTSpec(11_000_000, cheapest_p_shapes(11_000_000, sizes), spec.tt_q_shapes, more).num_bytes() > most
+
+
+def test_the_number_of_cores_grows_with_the_ratio():
+    assert [TTSpec.for_budget(11_000_000, 64, ratio=r).num_cores for r in (100, 734, 9_000, 100_000)] == [2, 2, 3, 4]
+
+
+def test_bfloat16_cores_have_twice_the_numbers_in_the_same_bytes():
+    full, half = (TTSpec.for_budget(10**6, 32, bytes=10**6, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    assert half.num_bytes(jnp.bfloat16) <= 10**6
+    assert half.num_params > 1.8 * full.num_params
+
+
+def test_specs_are_values():
+    one, other = TTSpec(10, [3, 4], [1, 3], [2]), TTSpec(np.int64(10), (3, 4), np.asarray([1, 3]), (2,))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != TTSpec(11, [3, 4], [1, 3], [2])
+
+
+@pytest.mark.parametrize("name", ["full_weight_2core", "full_weight_3core", "full_weight_4core"])
+def test_strides_and_stored_shapes(name):
+    given, expect = CASES[name]["input"], CASES[name]["expect"]
+    spec = TTSpec(math.prod(given["p"]), given["p"], given["q"], given["ranks"])
+    assert list(spec.strides) == expect["strides"]
+    assert [[1, *shape] for shape in spec.core_shapes] == expect["core_shapes_stored"]
+    assert spec.num_params == expect["num_params"]
+    assert [digits_of(i, given["p"]) for i in range(spec.num_embeddings)] == expect["digits"]  # the oracle itself
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((10, (3, 3), (1, 3), (2,)), ValueError, "make 9 rows, fewer than num_embeddings=10"),
+        ((10, (10,), (3,), ()), ValueError, "d >= 2"),
+        ((10, (5, 2), (1, 3), (2, 2)), ValueError, "d - 1 ranks"),
+        ((10, (5, 2), (1, 0), (2,)), ValueError, "tt_q_shapes must hold integers of at least 1, got 0"),
+        ((10, (5, 2.5), (1, 3), (2,)), TypeError, "tt_p_shapes must hold integers, got 2.5"),
+        ((0, (5, 2), (1, 3), (2,)), ValueError, "num_embeddings must hold integers of at least 1, got 0"),
+    ],
+)
+def test_wrong_specs_are_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        TTSpec(*arguments)
+
+
+def test_wrong_budgets_are_refused():
+    with pytest.raises(ValueError, match=r"multiply to 4, not to embedding_dim=5"):
+        TTSpec.suggest(10, 5, [2], None, [2, 2])
+    with pytest.raises(ValueError, match=r"exactly one of bytes= and ratio="):
+        TTSpec.for_budget(10, 4)
+    with pytest.raises(ValueError, match=r"exactly one of bytes= and ratio="):
+        TTSpec.for_budget(10, 4, bytes=4, ratio=2.0)
+    with pytest.raises(ValueError, match=r"even at rank 1; that takes \d+ bytes"):
+        TTSpec.for_budget(11_000_000, 64, bytes=100)
+    with pytest.raises(ValueError, match=r"n >= 1"):
+        suggested_tt_shapes(0)

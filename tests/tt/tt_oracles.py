@@ -1,0 +1,58 @@
+"""Tensor-train tables in loops over digits and ranks, float64."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "tt_cases.json").read_text())["cases"]
+
+
+def digits_of(number: int, radix) -> list[int]:
+    digits = []
+    for factor in reversed(radix):
+        digits.append(number % factor)
+        number //= factor
+    return digits[::-1]
+
+
+def dense_row(cores, p, q, ranks, row: int) -> np.ndarray:
+    """One row; `cores[t]` is any array that reshapes to `[p_t, R_{t-1}, q_t, R_t]`."""
+    ends = [1, *ranks, 1]
+    slices = [
+        np.asarray(core, np.float64).reshape(p[t], ends[t], q[t], ends[t + 1])[digit]
+        for t, (core, digit) in enumerate(zip(cores, digits_of(row, p), strict=True))
+    ]
+    entries = []
+    for column in range(int(np.prod(q))):
+        product = np.eye(1)
+        for piece, digit in zip(slices, digits_of(column, q), strict=True):
+            product = product @ piece[:, digit, :]
+        entries.append(product[0, 0])
+    return np.asarray(entries)
+
+
+def dense_table(spec, cores) -> np.ndarray:
+    return np.stack(
+        [dense_row(cores, spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks, i) for i in range(spec.num_embeddings)]
+    )
+
+
+def expanded(spec, cores) -> np.ndarray:
+    """The table at once, for tests of many entries."""
+    product = np.ones((1, 1, 1))
+    for core, p, shape in zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True):
+        product = np.einsum("acr,prqs->apcqs", product, np.asarray(core, np.float64).reshape(p, *shape))
+        product = product.reshape(product.shape[0] * p, -1, shape[2])
+    return product[: spec.num_embeddings, :, 0]
+
+
+def pooled(table, ids, offsets, weights=None, mode="sum") -> np.ndarray:
+    """Bags over a dense table; ids outside it are skipped and not counted."""
+    table, output = np.asarray(table, np.float64), np.zeros((len(offsets) - 1, np.shape(table)[1]))
+    for bag in range(len(offsets) - 1):
+        entries = [k for k in range(offsets[bag], offsets[bag + 1]) if 0 <= ids[k] < len(table)]
+        for k in entries:
+            gain = (1.0 if weights is None else float(weights[k])) / (len(entries) if mode == "mean" else 1)
+            output[bag] += gain * table[ids[k]]
+    return output
