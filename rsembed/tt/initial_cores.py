@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from typing import Any
@@ -48,11 +49,9 @@ def init_cores(
 
     Raises: ValueError: the distribution is unknown, or the ranks are too small for it.
     """
-    keys = list(jax.random.split(key, spec.num_cores))
-    shapes = [(p, *shape) for p, shape in zip(spec.tt_p_shapes, spec.slice_shapes, strict=True)]
     std = core_std(spec)
     if weight_dist in ("normal", "approx-normal"):
-        cores = [std * jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
+        cores = _split(spec, std * jax.random.normal(key, (spec.num_params,)))
         if weight_dist == "approx-normal":
             # A normal matrix between two vectors of fixed lengths makes a normal entry, and not a product of normals.
             cores[0] = _with_rms(cores[0], std, axis=3)
@@ -60,20 +59,26 @@ def init_cores(
                 cores[-1] = _with_rms(cores[-1], std, axis=1)
     elif weight_dist == "uniform":
         bound = std * math.sqrt(3)
-        cores = [jax.random.uniform(k, s, minval=-bound, maxval=bound) for k, s in zip(keys, shapes, strict=True)]
+        cores = _split(spec, jax.random.uniform(key, (spec.num_params,), minval=-bound, maxval=bound))
     elif weight_dist == "naive-uniform":
         warnings.warn(
             "weight_dist='naive-uniform' makes a table of nearly equal, nearly zero rows that trains slowly; "
             "'uniform' has the standard deviation of the published target.",
             stacklevel=2,
         )
-        bound = 1 / math.sqrt(spec.num_embeddings)
-        cores = [jax.random.uniform(k, shape, maxval=bound) for k, shape in zip(keys, shapes, strict=True)]
+        cores = _split(spec, jax.random.uniform(key, (spec.num_params,), maxval=1 / math.sqrt(spec.num_embeddings)))
     elif weight_dist == "approx-uniform":
-        cores = _triangle_wave_cores(keys, spec)
+        cores = _triangle_wave_cores(key, spec)
     else:
         raise ValueError(f"unknown weight_dist {weight_dist!r}; choose one of {', '.join(WEIGHT_DISTRIBUTIONS)}.")
     return tuple(core.reshape(shape).astype(dtype) for core, shape in zip(cores, spec.core_shapes, strict=True))
+
+
+def _split(spec: TTSpec, numbers: Array) -> list[Array]:
+    """One random draw for all cores, cut into arrays `[p, R_left, q, R_right]`."""
+    cuts = list(itertools.accumulate(p * size for p, size in spec.core_shapes))
+    shapes = [(p, *shape) for p, shape in zip(spec.tt_p_shapes, spec.slice_shapes, strict=True)]
+    return [part.reshape(shape) for part, shape in zip(jnp.split(numbers, cuts[:-1]), shapes, strict=True)]
 
 
 def _with_rms(x: Array, rms: float, axis: int) -> Array:
@@ -81,7 +86,7 @@ def _with_rms(x: Array, rms: float, axis: int) -> Array:
     return x * (rms * jax.lax.rsqrt(jnp.mean(x * x, axis=axis, keepdims=True)))
 
 
-def _triangle_wave_cores(keys: list[PRNGKeyArray], spec: TTSpec) -> list[Array]:
+def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
     """The triangle wave of the sum of one random angle per core, which is uniform, as a train of its Fourier series.
 
     Two different entries of the table share at most some of their angles, so they are uncorrelated. Core `t` turns the
@@ -95,11 +100,16 @@ def _triangle_wave_cores(keys: list[PRNGKeyArray], spec: TTSpec) -> list[Array]:
         )
     d, num_harmonics = spec.num_cores, min(spec.tt_ranks) // 2
     k = 2 * jnp.arange(num_harmonics, dtype=jnp.float32) + 1
+    k = k[None, None, None, :]
     amplitudes = (8 / (jnp.pi * k) ** 2 / math.sqrt(spec.num_embeddings)) ** (1 / d)
+    angle_key, noise_key = jax.random.split(key)
+    noises = _split(spec, 0.01 * jax.random.normal(noise_key, (spec.num_params,)))
+    num_angles = [p * q for p, q in zip(spec.tt_p_shapes, spec.tt_q_shapes, strict=True)]
+    all_angles = jax.random.uniform(angle_key, (sum(num_angles),), maxval=2 * jnp.pi)
+    core_angles = jnp.split(all_angles, list(itertools.accumulate(num_angles))[:-1])
     cores = []
     for t, (p, (left, q, right)) in enumerate(zip(spec.tt_p_shapes, spec.slice_shapes, strict=True)):
-        angle_key, noise_key = jax.random.split(keys[t])
-        angles = jax.random.uniform(angle_key, (p, 1, q, 1), maxval=2 * jnp.pi) * k
+        angles = core_angles[t].reshape(p, 1, q, 1) * k
         cos, sin = amplitudes * jnp.cos(angles), amplitudes * jnp.sin(angles)
         # [p, in, q, harmonic, out]
         turn = jnp.stack([jnp.stack([cos, sin], -1), jnp.stack([-sin, cos], -1)], 1).reshape(p, 2, q, num_harmonics, 2)
@@ -112,5 +122,5 @@ def _triangle_wave_cores(keys: list[PRNGKeyArray], spec: TTSpec) -> list[Array]:
             core = (turn[:, None] * diagonal).reshape(p, 2 * num_harmonics, q, 2 * num_harmonics)
         core = jnp.pad(core, [(0, 0), (0, left - core.shape[1]), (0, 0), (0, right - core.shape[3])])
         rms = jnp.sqrt(jnp.mean(core * core))
-        cores.append(core + 0.01 * rms * jax.random.normal(noise_key, core.shape))
+        cores.append(core + rms * noises[t])
     return cores
