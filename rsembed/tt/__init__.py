@@ -1,10 +1,15 @@
 """Tensor-train embedding tables."""
 
+from rsembed.tt.batched import TableBatchedTTEmbeddingBag as TableBatchedTTEmbeddingBag
 from rsembed.tt.cores import bag as bag
 from rsembed.tt.cores import full_weight as full_weight
 from rsembed.tt.cores import rows as rows
 from rsembed.tt.cores import weight_block as weight_block
+from rsembed.tt.fused import OptimType as OptimType
 from rsembed.tt.initial_cores import init_cores as init_cores
+from rsembed.tt.module import TTEmbeddingBag as TTEmbeddingBag
 from rsembed.tt.shapes import cheapest_p_shapes as cheapest_p_shapes
 from rsembed.tt.shapes import suggested_tt_shapes as suggested_tt_shapes
 from rsembed.tt.spec import TTSpec as TTSpec
+from rsembed.tt.tables import FusedParam as FusedParam
+from rsembed.tt.tables import TTGradients as TTGradients

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
-from rsembed.bags import Bags
+from rsembed.bags import Bags, narrow_ids
 from rsembed.kernels.contract import NO_ROW
 from rsembed.tt.chain import Cores, pooled_rows
 from rsembed.tt.spec import TTSpec
@@ -39,7 +41,7 @@ def rows(
       [[3.0, 4.0], [10.0, 20.0]]
     """
     flat = ids.reshape(-1)
-    digits, valid = digits_of(spec, flat)
+    digits, valid = digits_of((spec,), flat)
     places = jnp.where(valid, jnp.arange(flat.size, dtype=jnp.int32), NO_ROW)
     found = pooled_rows(
         check_cores(spec, cores),
@@ -72,7 +74,7 @@ def bag(
       padding_idx: an id that contributes nothing either.
       implementation: see `chain.pooled_rows`.
     """
-    digits, valid = digits_of(spec, bags.ids)
+    digits, valid = digits_of((spec,), bags.ids)
     if padding_idx is not None:
         valid &= bags.ids != padding_idx
     entry_bags = bags_of_entries(bags, valid)
@@ -124,23 +126,34 @@ def check_cores(spec: TTSpec, cores: Cores) -> Cores:
     return tuple(cores)
 
 
-def digits_of(spec: TTSpec, ids: Any) -> tuple[tuple[Int[Array, " nnz"], ...], Any]:
-    """Digits of every id, one array per core, and whether the id lies in the table.
+def digits_of(specs: Sequence[TTSpec], ids: Any, tables: Any = None) -> tuple[tuple[Int[Array, " nnz"], ...], Any]:
+    """Digits of every id, one array per core, and whether the id lies in its table.
 
     Integers throughout: float32 cannot tell ids above 2^24 apart. NumPy ids are taken apart on the host, in 64 bits.
+
+    Args:
+      specs: tables of equally many cores, whose cores stand one behind the other: digits count on from table to table.
+      ids: row numbers.
+      tables: place in `specs` of every id's table; None means the first.
+
+    Raises: TypeError: ids are not integers.
     """
     xp: Any = np if isinstance(ids, np.ndarray) else jnp
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}.")
-    valid = (ids >= 0) & (ids < min(spec.num_embeddings, np.iinfo(ids.dtype).max))
-    if np.iinfo(ids.dtype).max < spec.num_embeddings:
-        valid |= ids == np.iinfo(ids.dtype).max
-    if ids.dtype.itemsize < 4 or (xp is jnp and ids.dtype != jnp.int32):
-        ids = ids.astype(xp.int32)
+    ids = ids.astype(np.int64) if xp is np else narrow_ids(ids)
+    tables = np.asarray(tables) if xp is np and tables is not None else tables
+
+    def of_table(values: Sequence[int]) -> Any:
+        numbers = np.minimum(values, np.iinfo(ids.dtype).max).astype(ids.dtype)
+        return numbers[0] if tables is None else xp.asarray(numbers)[tables]
+
+    valid = (ids >= 0) & (ids < of_table([spec.num_embeddings for spec in specs]))
     digits = []
-    for stride, p in zip(spec.strides, spec.tt_p_shapes, strict=True):
-        fits = stride <= np.iinfo(ids.dtype).max
-        digits.append(ids // ids.dtype.type(stride) % ids.dtype.type(p) if fits else ids * 0)
+    for t in range(specs[0].num_cores):
+        p = [spec.tt_p_shapes[t] for spec in specs]
+        first = of_table([0, *itertools.accumulate(p)])
+        digits.append(ids // of_table([spec.strides[t] for spec in specs]) % of_table(p) + first)
     return tuple(jnp.asarray(digit, jnp.int32) for digit in digits), valid
 
 

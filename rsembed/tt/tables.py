@@ -1,0 +1,247 @@
+"""The tables of one module: parameters, lookup, gradients and fused update; both published classes build on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rsembed.bags import Bags
+from rsembed.kernels.contract import NO_ROW
+from rsembed.optimizers import OptimizerSpec
+from rsembed.tt.chain import pooled_rows
+from rsembed.tt.cores import bags_of_entries, digits_of, full_weight, gains_of_entries
+from rsembed.tt.fused import OptimType, rule_of
+from rsembed.tt.initial_cores import init_cores
+from rsembed.tt.inputs import check_bounds, table_bags
+from rsembed.tt.spec import TTSpec
+
+
+class FusedParam(nnx.Variable):
+    """Cores that only the fused update trains: no `nnx.Param`, so neither `nnx.grad` nor optax sees them."""
+
+
+class FusedState(nnx.Variable):
+    """Optimizer state, step counter and learning rate of the fused update."""
+
+
+class TTGradients(NamedTuple):
+    """What `backward` returns with `sparse=False`.
+
+    Attributes:
+      cores: in the structure of `core_groups`: per group of tables, one array per core.
+      per_sample_weights: of the weights, None without.
+    """
+
+    cores: tuple[tuple[Array, ...], ...]
+    per_sample_weights: Float[Array, " nnz"] | None
+
+
+class Entries(NamedTuple):
+    """Where every id of a batch points, for one group of tables."""
+
+    digits: tuple[Array, ...]
+    bags: Array
+    num_bags: int
+
+
+class TTTables(nnx.Module):
+    """State and behaviour that both modules share; they add the published constructor and the shape of the output.
+
+    Tables with equal column factors and ranks form a group, whose cores stand one behind the other along their first
+    axis: one lookup serves the group, whatever the tables' sizes.
+
+    Attributes:
+      specs: one per table.
+      groups: tables of every group.
+      core_groups: per group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]` per core.
+      learning_rate: of the fused update; a variable, so changing it compiles nothing.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TTSpec],
+        *,
+        sparse: bool = True,
+        optimizer: OptimType | str = OptimType.SGD,
+        learning_rate: float = 0.1,
+        eps: float = 1e-10,
+        weight_dist: str = "normal",
+        dtype: Any = jnp.float32,
+        mode: str = "sum",
+        padding_idx: int | None = None,
+        bounds_check: str = "raise",
+        include_last_offset: bool | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        if mode not in ("sum", "mean"):
+            raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}; max is not a linear function of the cores.")
+        if bounds_check not in ("raise", "ignore"):
+            raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
+        if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype)}.")
+        if padding_idx is not None and not 0 <= padding_idx < min(spec.num_embeddings for spec in specs):
+            raise ValueError(f"padding_idx={padding_idx} is no row of every table; it must be an id that all have.")
+        by_shape: dict[Any, list[int]] = {}
+        for k, spec in enumerate(specs):
+            by_shape.setdefault((spec.tt_q_shapes, spec.tt_ranks), []).append(k)
+        rule = rule_of(optimizer, eps)
+        self.specs = nnx.static(tuple(specs))
+        self.groups = nnx.static(tuple(tuple(tables) for tables in by_shape.values()))
+        self.rule: OptimizerSpec = nnx.static(rule)
+        self.sparse, self.mode, self.padding_idx = sparse, mode, padding_idx
+        self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
+        self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, jnp.dtype(dtype)
+        kind = FusedParam if sparse else nnx.Param
+        cores = self._draw_cores(weight_dist, (rngs or nnx.Rngs(0)).params())
+        self.core_groups = nnx.List([nnx.List([kind(core) for core in group]) for group in cores])
+        self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
+        self.step = FusedState(jnp.zeros((), jnp.int32))
+        slots = [tuple(rule.init_slots(core) for core in group) if sparse else () for group in cores]
+        self.slots = nnx.List([FusedState(group) for group in slots])
+
+    def reset_parameters(self, weight_dist: str | None = None, *, rngs: nnx.Rngs) -> None:
+        """Draws all cores anew, by default from the distribution of the constructor, and clears the optimizer state."""
+        cores = self._draw_cores(weight_dist or self.weight_dist, rngs.params())
+        for variables, group in zip(self.core_groups, cores, strict=True):
+            for variable, core in zip(variables, group, strict=True):
+                variable.set_value(core)
+        for slots, group in zip(self.slots, cores, strict=True):
+            slots.set_value(tuple(self.rule.init_slots(core) for core in group) if self.sparse else ())
+        self.step.set_value(jnp.zeros((), jnp.int32))
+
+    def set_learning_rate(self, learning_rate: Any) -> None:
+        """Learning rate of the fused updates from now on."""
+        self.learning_rate.set_value(jnp.asarray(learning_rate, jnp.float32))
+
+    def cores_of(self, table: int = 0) -> tuple[Array, ...]:
+        """The cores of one table."""
+        ((g, group),) = [(g, group) for g, group in enumerate(self.groups) if table in group]
+        before, spec = group[: group.index(table)], self.specs[table]
+        cut = []
+        for t, core in enumerate(self.core_groups[g]):
+            start = sum(self.specs[k].tt_p_shapes[t] for k in before)
+            cut.append(core.get_value()[start : start + spec.tt_p_shapes[t]])
+        return tuple(cut)
+
+    def get_params(self) -> list[Array]:
+        """The values of all cores, group after group; changes nothing."""
+        return [core.get_value() for group in self.core_groups for core in group]
+
+    def table_weight(self, table: int = 0) -> Float[Array, "vocab dim"]:
+        """One table, expanded."""
+        return full_weight(self.specs[table], self.cores_of(table))
+
+    def lookup(self, indices: Any, offsets: Any, per_sample_weights: Any) -> list[Float[Array, "batch dim"]]:
+        """Pooled rows of every table."""
+        bags = self._checked_bags(indices, offsets, per_sample_weights)
+        return self._pooled(self._entries(bags), self._core_values(), bags.weights)
+
+    def lookup_vjp(
+        self, indices: Any, offsets: Any, per_sample_weights: Any
+    ) -> tuple[list[Float[Array, "batch dim"]], Callable[[Sequence[Array]], TTGradients | None]]:
+        """Pooled rows of every table, and the function that takes their gradients."""
+        bags = self._checked_bags(indices, offsets, per_sample_weights)
+        entries = self._entries(bags)
+        weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
+        outputs, pull = jax.vjp(lambda c, w: self._pooled(entries, c, w), self._core_values(), weights)
+        num_updates = 0
+
+        def backward(d_outputs: Sequence[Array]) -> TTGradients | None:
+            gradients = TTGradients(*pull(list(d_outputs)))
+            if not self.sparse:
+                return gradients
+            nonlocal num_updates
+            num_updates += 1
+            if num_updates > 1:
+                raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
+            self._update(gradients.cores)
+            return None
+
+        return outputs, backward
+
+    def _draw_cores(self, weight_dist: str, key: Array) -> list[list[Array]]:
+        keys = list(jax.random.split(key, len(self.specs))) if len(self.specs) > 1 else [key]
+        tables = [init_cores(k, s, weight_dist, dtype=self.dtype) for k, s in zip(keys, self.specs, strict=True)]
+        return [
+            [
+                jnp.concatenate(cores) if len(cores) > 1 else cores[0]
+                for cores in zip(*(tables[k] for k in group), strict=True)
+            ]
+            for group in self.groups
+        ]
+
+    def _core_values(self) -> tuple[tuple[Array, ...], ...]:
+        return tuple(tuple(core.get_value() for core in group) for group in self.core_groups)
+
+    def _checked_bags(self, indices: Any, offsets: Any, per_sample_weights: Any) -> Bags:
+        bags = table_bags(
+            indices,
+            offsets,
+            per_sample_weights,
+            num_tables=len(self.specs),
+            include_last_offset=self.include_last_offset,
+        )
+        ignores = self.bounds_check == "ignore"
+        num_outside = check_bounds(bags, self.specs, type(self).__name__, allow_out_of_range=ignores)
+        if num_outside:
+            warnings.warn(f"{num_outside} ids outside their table contribute nothing.", stacklevel=4)
+        return bags
+
+    def _entries(self, bags: Bags) -> list[Entries]:
+        """Ids taken apart for every group."""
+        is_row = np.True_ if self.padding_idx is None else bags.ids != self.padding_idx
+        all_bags, batch = bags_of_entries(bags, is_row), bags.num_bags // len(self.specs)
+        if len(self.specs) == 1:
+            digits, valid = digits_of(self.specs, bags.ids)
+            return [Entries(digits, jnp.where(valid, all_bags, NO_ROW), batch)]
+        found = []
+        tables = jnp.minimum(all_bags // max(batch, 1), len(self.specs) - 1)
+        for group in self.groups:
+            place = np.full(len(self.specs), -1, np.int32)
+            place[list(group)] = np.arange(len(group))
+            places = jnp.asarray(place)[tables]
+            digits, valid = digits_of([self.specs[k] for k in group], bags.ids, jnp.maximum(places, 0))
+            valid = valid & (places >= 0) & (all_bags < bags.num_bags)
+            group_bags = jnp.where(valid, places * batch + all_bags % max(batch, 1), NO_ROW)
+            found.append(Entries(digits, group_bags, len(group) * batch))
+        return found
+
+    def _pooled(self, entries: list[Entries], cores: Any, weights: Any) -> list[Array]:
+        """Per table `[batch, dim]`, float32."""
+        by_table: dict[int, Array] = {}
+        for group, found, group_cores in zip(self.groups, entries, cores, strict=True):
+            pooled = pooled_rows(
+                group_cores,
+                found.digits,
+                found.bags,
+                gains_of_entries(found.bags, found.num_bags, weights, self.mode),  # type: ignore[arg-type]
+                slice_shapes=self.specs[group[0]].slice_shapes,
+                num_bags=found.num_bags,
+                implementation=self.implementation,
+            )
+            by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
+        return [by_table[k] for k in range(len(self.specs))]
+
+    def _update(self, d_cores: tuple[tuple[Array, ...], ...]) -> None:
+        """One optimizer step of all cores."""
+        rate = self.learning_rate.get_value()
+        hyper = dataclasses.replace(self.rule, learning_rate=lambda: rate).get_hyperparameters(self.step.get_value())
+        for variables, slots, gradients in zip(self.core_groups, self.slots, d_cores, strict=True):
+            new_slots = []
+            for variable, old_slots, gradient in zip(variables, slots.get_value(), gradients, strict=True):
+                rows, kept = self.rule.step_rows(
+                    variable.get_value().astype(jnp.float32), old_slots, gradient.astype(jnp.float32), hyper
+                )
+                variable.set_value(rows.astype(self.dtype))
+                new_slots.append(kept)
+            slots.set_value(tuple(new_slots))
+        self.step.set_value(self.step.get_value() + 1)

@@ -1,0 +1,166 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rsembed.bags import Bags
+from rsembed.tt import OptimType, TableBatchedTTEmbeddingBag, TTEmbeddingBag
+from rsembed.tt.initial_cores import target_std
+from tests.tt.tt_oracles import CASES, dense_table, pooled
+
+SIZES, RANKS = [10, 600, 7, 33], [[2, 3], [4, 4], [2, 3], [2, 3]]
+
+
+def mixed(dims=4, **options):
+    q_shapes = [2, 1, 2] if dims == 4 else None
+    return TableBatchedTTEmbeddingBag(4, SIZES, dims, RANKS, None, q_shapes, **{"sparse": False, **options})
+
+
+def batch(seed=0, bags_per_table=3):
+    """Flat ids, offsets without the last and weights of 4 tables."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(0, 4, 4 * bags_per_table)
+    sizes = np.repeat(np.repeat(SIZES, bags_per_table), lengths)
+    ids = generator.integers(0, sizes)
+    return ids, np.concatenate([[0], np.cumsum(lengths)[:-1]]), generator.normal(size=ids.size).astype(np.float32)
+
+
+def by_table(ids, offsets, weights, k, count=3):
+    ends = [*offsets, len(ids)][k * count : (k + 1) * count + 1]
+    part = slice(ends[0], ends[-1])
+    return ids[part], [end - ends[0] for end in ends], weights[part]
+
+
+def test_the_worked_batch_of_three_tables():
+    given, expect = CASES["table_batched_forward"]["input"], CASES["table_batched_forward"]["expect"]
+    emb = TableBatchedTTEmbeddingBag(3, 6, 4, given["ranks"], given["p"], given["q"])
+    for variable, core in zip(emb.core_groups[0], given["cores"], strict=True):
+        variable.set_value(jnp.asarray(core, jnp.float32).reshape(variable.get_value().shape))  # one behind the other
+    output = emb(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
+    np.testing.assert_array_equal(output, expect["output"])
+    np.testing.assert_array_equal(output, emb(given["indices"], given["offsets"][:-1]))
+    np.testing.assert_array_equal(emb.full_weight().shape, (3, 6, 4))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_tables_of_different_sizes_and_ranks_agree_with_their_dense_tables(mode):
+    emb = mixed(mode=mode)
+    assert emb.groups == ((0, 2, 3), (1,))
+    ids, offsets, weights = batch()
+    output = emb(ids, offsets, weights)
+    assert output.shape == (4, 3, 4)
+    for k, found in enumerate(emb.full_weight()):
+        table = dense_table(emb.specs[k], emb.cores_of(k))
+        assert found.shape == (SIZES[k], 4)
+        np.testing.assert_allclose(found, table, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(emb.full_weight(k), found)
+        part_ids, part_offsets, part_weights = by_table(ids, offsets, weights, k)
+        np.testing.assert_allclose(
+            output[k], pooled(table, part_ids, part_offsets, part_weights, mode), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_gradients_and_fused_step_equal_those_of_single_tables():
+    emb, step = mixed(), 0.5
+    fused = mixed(sparse=True, learning_rate=step, optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, eps=1e-3)
+    ids, offsets, weights = batch(1)
+    d_output = np.random.default_rng(2).normal(size=(4, 3, 4)).astype(np.float32)
+    gradients = emb.vjp(ids, offsets, weights)[1](d_output)
+    fused.vjp(ids, offsets, weights)[1](d_output)
+    for k in range(4):
+        options = dict(sparse=True, learning_rate=step, optimizer="exact_rowwise_adagrad", eps=1e-3)
+        spec = emb.specs[k]
+        single = TTEmbeddingBag(SIZES[k], 4, spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, **options)
+        single.set_cores(emb.cores_of(k))
+        lonely = TTEmbeddingBag(SIZES[k], 4, spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, sparse=False)
+        lonely.set_cores(emb.cores_of(k))
+        part = by_table(ids, offsets, weights, k)
+        part = (part[0], np.asarray(part[1]), part[2])
+        if part[0].size:
+            wanted = lonely.vjp(*part)[1](d_output[k]).cores[0]
+            group = [g for g, tables in enumerate(emb.groups) if k in tables][0]
+            before = emb.groups[group][: emb.groups[group].index(k)]
+            for t, core in enumerate(wanted):
+                start = sum(emb.specs[b].tt_p_shapes[t] for b in before)
+                found = gradients.cores[group][t][start : start + core.shape[0]]
+                np.testing.assert_allclose(found, core, rtol=1e-4, atol=1e-5)
+            single.vjp(*part)[1](d_output[k])
+        for found, wanted in zip(fused.cores_of(k), single.get_params(), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_dimensions_may_differ():
+    emb = TableBatchedTTEmbeddingBag(2, [5, 9], [3, 8], tt_ranks=[2], sparse=True, learning_rate=0.5)
+    before = [emb.full_weight(k) for k in range(2)]
+    outputs, backward = emb.vjp(np.asarray([[1, 2], [3, -1], [8, 8], [0, 4]]))
+    assert [output.shape for output in outputs] == [(2, 3), (2, 8)]
+    np.testing.assert_allclose(outputs[1][0], 2 * before[1][8], rtol=1e-6)
+    backward([jnp.ones((2, 3)), jnp.zeros((2, 8))])
+    assert (emb.full_weight(1) == before[1]).all()
+    assert not (emb.full_weight(0) == before[0]).all()
+
+
+def test_many_ids_take_the_grouped_form_and_agree():
+    emb, plain = mixed(), mixed(implementation="plain")
+    ids = np.random.default_rng(0).integers(0, np.repeat(SIZES, 50)[:, None], (200, 12))
+    np.testing.assert_allclose(emb(ids), plain(ids), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_dist", ["normal", "uniform", "approx-normal", "approx-uniform"])
+def test_every_initialiser_serves_every_table(weight_dist):
+    emb = TableBatchedTTEmbeddingBag(3, 4000, 8, [8, 8], weight_dist=weight_dist, rngs=nnx.Rngs(3))
+    tables = np.asarray(emb.full_weight())
+    for table in tables:
+        assert table.std() / target_std(emb.specs[0]) == pytest.approx(1, abs=0.25)
+    assert abs(np.corrcoef(tables[0].ravel(), tables[1].ravel())[0, 1]) < 0.1
+
+
+def test_a_hundred_published_tables():
+    emb = TableBatchedTTEmbeddingBag(
+        num_tables=100,
+        num_embeddings=1000000,
+        embedding_dim=64,
+        tt_p_shapes=[120, 90, 110],
+        tt_q_shapes=[4, 4, 4],
+        tt_ranks=[12, 14],
+        sparse=False,
+        weight_dist="uniform",
+    )
+    ids = np.random.default_rng(0).integers(0, 1_000_000, (200, 3))
+    output = emb(ids)
+    assert output.shape == (100, 2, 64)
+    for k in (0, 41, 99):
+        table = TTEmbeddingBag(1_000_000, 64, [12, 14], [120, 90, 110], [4, 4, 4], sparse=False)
+        table.set_cores(emb.cores_of(k))
+        np.testing.assert_allclose(output[k], table(ids[2 * k : 2 * k + 2]), rtol=1e-4, atol=1e-7)
+
+
+def test_wrong_input_names_the_table():
+    emb = mixed()
+    with pytest.raises(ValueError, match=r"id 7 in sample 0 is outside table 'TableBatchedTTEmbeddingBag 2'"):
+        emb(np.asarray([[1], [1], [7], [1]]))
+    with pytest.raises(ValueError, match="6 bags cannot be shared equally by 4 tables"):
+        emb(Bags.from_lists([[1]] * 6))
+    with pytest.raises(ValueError, match="num_embeddings has 2 entries for 3 tables"):
+        TableBatchedTTEmbeddingBag(3, [5, 6], 4, tt_ranks=[2])
+    with pytest.raises(ValueError, match="num_tables must be at least 1"):
+        TableBatchedTTEmbeddingBag(0, 5, 4, tt_ranks=[2])
+
+
+def test_under_jit_with_fused_update():
+    emb = mixed(sparse=True)
+    ids, offsets, weights = (jnp.asarray(x) for x in batch(3))
+
+    @nnx.jit
+    def step(emb, ids, offsets, weights):
+        output, backward = emb.vjp(ids, offsets, weights)
+        backward(output)
+        return output
+
+    twin = mixed(sparse=True)
+    np.testing.assert_allclose(
+        step(emb, ids, offsets, weights), step.__wrapped__(twin, ids, offsets, weights), rtol=1e-5
+    )
+    for found, wanted in zip(jax.tree.leaves(emb.get_params()), jax.tree.leaves(twin.get_params()), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

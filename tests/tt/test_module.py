@@ -1,0 +1,310 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from rsembed.bags import Bags
+from rsembed.tt import FusedParam, OptimType, TTEmbeddingBag
+from tests.tt.tt_oracles import CASES, dense_table, pooled
+
+PAGE_IDS, PAGE_OFFSETS = [1, 2, 4, 5, 4, 3, 2, 9], [0, 4]
+
+
+def small(**options):
+    return TTEmbeddingBag(10, 3, tt_ranks=[2, 2], **{"sparse": False, "bounds_check": "raise", **options})
+
+
+def values(module):
+    return [np.asarray(core) for core in module.get_params()]
+
+
+def worked(name, **options):
+    given = CASES[name]["input"]
+    emb = TTEmbeddingBag(24, 8, given["ranks"], given["p"], given["q"], **options)
+    emb.set_cores(
+        [jnp.asarray(c, jnp.float32).reshape(s) for c, s in zip(given["cores"], emb.spec.core_shapes, strict=True)]
+    )
+    return emb, given, CASES[name]["expect"]
+
+
+def test_the_published_calls():
+    emb = TTEmbeddingBag(
+        num_embeddings=1000000,
+        embedding_dim=64,
+        tt_p_shapes=[120, 90, 110],
+        tt_q_shapes=[4, 4, 4],
+        tt_ranks=[12, 14],
+        sparse=True,
+        optimizer=OptimType.SGD,
+        learning_rate=0.05,
+        eps=1.0e-10,
+        weight_dist="uniform",
+    )
+    assert [core.shape for core in values(emb)] == [(120, 48), (90, 12 * 4 * 14), (110, 56)]
+    output = emb(jnp.asarray([999_999, 0]), jnp.asarray([0, 1]))
+    assert output.shape == (2, 64)
+    embedding_sum = TTEmbeddingBag(10, 3, None, None, tt_ranks=[2, 2], sparse=False)
+    output = embedding_sum(jnp.asarray(PAGE_IDS), jnp.asarray(PAGE_OFFSETS))
+    table = dense_table(embedding_sum.spec, values(embedding_sum))
+    np.testing.assert_allclose(output, pooled(table, PAGE_IDS, [0, 4, 8]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(output, embedding_sum(jnp.asarray(PAGE_IDS), jnp.asarray([0, 4, 8]), warmup=False))
+
+
+def test_shapes_by_position():
+    one = TTEmbeddingBag(10, 3, [2, 4], [2, 5, 1], [1, 3, 1])
+    assert (one.spec.tt_ranks, one.spec.tt_p_shapes, one.spec.tt_q_shapes) == ((2, 4), (2, 5, 1), (1, 3, 1))
+    assert TTEmbeddingBag(10, 3, [2, 5, 1], [1, 3, 1], tt_ranks=[2, 4]).spec == one.spec
+    with pytest.raises(TypeError, match="tt_ranks is missing"):
+        TTEmbeddingBag(10, 3)
+    with pytest.raises(TypeError, match="tt_p_shapes is given by position and by keyword"):
+        TTEmbeddingBag(10, 3, [2], [5, 2], tt_p_shapes=[5, 2])
+    with pytest.raises(TypeError, match="too many shapes by position: 3"):
+        TTEmbeddingBag(10, 3, [5, 2], [1, 3], None, tt_ranks=[2])
+
+
+@pytest.mark.parametrize("dim", [13, 96, 127, 128])
+def test_dimensions_that_the_published_defaults_refuse(dim):
+    emb = TTEmbeddingBag(50, dim, tt_ranks=[3, 3])
+    np.testing.assert_allclose(emb.full_weight(), dense_table(emb.spec, values(emb)), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_every_form_of_input_is_the_same_batch(mode):
+    emb = small(mode=mode)
+    rows, weights = [[1, 2, 4], [], [9]], [[0.5, 2.0, -1.0], [], [3.0]]
+    flat, flat_weights = jnp.asarray([1, 2, 4, 9]), jnp.asarray([0.5, 2.0, -1.0, 3.0])
+    dense = np.asarray([[1, 2, 4], [-1, -1, -1], [9, -1, -1]])
+    dense_weights = np.asarray([[0.5, 2, -1], [0, 0, 0], [3, 0, 0]], np.float32)
+    wanted = pooled(dense_table(emb.spec, values(emb)), [1, 2, 4, 9], [0, 3, 3, 4], np.asarray(flat_weights), mode)
+    for found in (
+        emb(flat, jnp.asarray([0, 3, 3, 4]), flat_weights),
+        emb(flat, np.asarray([0, 3, 3]), flat_weights),
+        emb(dense, None, dense_weights),
+        emb(jnp.asarray(dense), per_sample_weights=jnp.asarray(dense_weights)),
+        emb(rows, per_sample_weights=weights),
+        emb(Bags.from_lists(rows, weights)),
+        emb(Bags.from_lists(rows, weights).pad_to(9)),
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_last_offset_can_be_said_to_start_an_empty_bag():
+    assert small()(jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])).shape == (2, 3)
+    assert small(include_last_offset=False)(jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])).shape == (3, 3)
+    emb = small(include_last_offset=True)
+    assert nnx.jit(lambda m, i, o: m(i, o))(emb, jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])).shape == (2, 3)
+    with pytest.raises(ValueError, match="say include_last_offset=True or False"):
+        nnx.jit(lambda m, i, o: m(i, o))(small(), jnp.asarray([1, 2]), jnp.asarray([0, 1, 2]))
+
+
+def test_sparse_false_returns_gradients_and_changes_nothing():
+    emb, given, expect = worked("grad_dense_3core", sparse=False)
+    before = values(emb)
+    output, backward = emb.vjp(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]), jnp.ones(7))
+    np.testing.assert_array_equal(output, CASES["bag_sum_empty_dup"]["expect"]["output"])
+    d_output = jnp.asarray(given["d_output"], jnp.float32)
+    gradients = backward(d_output)
+    for found, wanted in zip(gradients.cores[0], expect["d_cores"], strict=True):
+        np.testing.assert_array_equal(found, np.asarray(wanted).reshape(found.shape))
+    table, bag_of = dense_table(emb.spec, values(emb)), [0, 0, 0, 2, 3, 3, 3]
+    wanted = [float(table[i] @ np.asarray(d_output)[b]) for i, b in zip(given["indices"], bag_of, strict=True)]
+    np.testing.assert_allclose(gradients.per_sample_weights, wanted, rtol=1e-6)
+    assert all((a == b).all() for a, b in zip(before, values(emb), strict=True))
+
+
+def test_fused_sgd_is_the_worked_step_and_happens_once():
+    emb, given, expect = worked("fused_sgd", sparse=True, learning_rate=7.0)
+    emb.set_learning_rate(given["lr"])
+    output, backward = emb.vjp(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
+    assert backward(jnp.asarray(given["d_output"], jnp.float32)) is None
+    for found, wanted in zip(values(emb), expect["cores"], strict=True):
+        np.testing.assert_allclose(found, np.asarray(wanted).reshape(found.shape), rtol=1e-6, atol=1e-6)
+    with pytest.raises(RuntimeError, match="already stepped"):
+        backward(jnp.zeros_like(output))
+
+
+def adagrad_loop(core, gradients, lr, eps):
+    total = np.zeros_like(core)
+    for g in gradients:
+        total += g * g
+        core = core - lr * g / (np.sqrt(total) + eps)
+    return core
+
+
+def rowwise_adagrad_loop(core, gradients, lr, eps):
+    total = np.zeros((len(core), 1))
+    for g in gradients:
+        total += np.mean(g * g, axis=1, keepdims=True)
+        core = core - lr * g / (np.sqrt(total) + eps)
+    return core
+
+
+def adam_loop(core, gradients, lr, eps):
+    del eps
+    state = optax.adam(lr).init(core)
+    for g in gradients:
+        change, state = optax.adam(lr).update(g, state)
+        core = core + change
+    return core
+
+
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    [("EXACT_ADAGRAD", adagrad_loop), ("EXACT_ROWWISE_ADAGRAD", rowwise_adagrad_loop), ("ADAM", adam_loop)],
+)
+def test_fused_rules_are_their_formulas_on_whole_cores(name, loop):
+    options = dict(learning_rate=0.03, eps=1e-3)
+    emb, given, _ = worked("fused_sgd", sparse=True, optimizer=OptimType[name], **options)
+    twin, _, _ = worked("fused_sgd", sparse=False)
+    indices, offsets = jnp.asarray(given["indices"]), jnp.asarray(given["offsets"])
+    start, gradients = values(emb), []
+    for scale in (1.0, -0.5):
+        d_output = scale * jnp.asarray(given["d_output"], jnp.float32)
+        twin.set_cores(emb.get_params())
+        gradients.append([np.asarray(g, np.float32) for g in twin.vjp(indices, offsets)[1](d_output).cores[0]])
+        emb.vjp(indices, offsets)[1](d_output)
+    for t, found in enumerate(values(emb)):
+        with jax.numpy_dtype_promotion("standard"):
+            wanted = loop(start[t], [g[t] for g in gradients], 0.03, 1e-3)
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_a_whole_fused_step_lives_in_one_jit_and_the_rate_is_traced():
+    emb, given, _ = worked("fused_sgd", sparse=True, include_last_offset=True)
+    eager, _, _ = worked("fused_sgd", sparse=True, include_last_offset=True)
+    indices, offsets = jnp.asarray(given["indices"]), jnp.asarray(given["offsets"])
+    d_output, num_traces = jnp.asarray(given["d_output"], jnp.float32), 0
+
+    @nnx.jit
+    def step(emb, indices, offsets, d_output):
+        nonlocal num_traces
+        num_traces += 1
+        output, backward = emb.vjp(indices, offsets)
+        backward(d_output)
+        return output
+
+    for rate in (0.1, 0.02):
+        emb.set_learning_rate(rate)
+        eager.set_learning_rate(rate)
+        output = step(emb, indices, offsets, d_output)
+        wanted, backward = eager.vjp(indices, offsets)
+        backward(d_output)
+        np.testing.assert_allclose(output, wanted, rtol=1e-6)
+    assert num_traces == 1
+    for a, b in zip(values(emb), values(eager), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_optax_trains_the_cores_of_sparse_false_through_nnx():
+    emb = small()
+    assert len(jax.tree.leaves(nnx.state(emb, nnx.Param))) == 3
+    optimizer = nnx.Optimizer(emb, optax.adam(0.05), wrt=nnx.Param)
+    ids, target = jnp.arange(10)[:, None], jnp.linspace(-1, 1, 30).reshape(10, 3)
+
+    @nnx.jit
+    def step(emb, optimizer):
+        loss, gradients = nnx.value_and_grad(lambda m: jnp.mean((m(ids) - target) ** 2))(emb)
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer.update(emb, gradients)
+        return loss
+
+    losses = [float(step(emb, optimizer)) for _ in range(150)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_fused_cores_are_hidden_from_nnx_grad():
+    emb = small(sparse=True)
+    assert not jax.tree.leaves(nnx.state(emb, nnx.Param))
+    assert len(jax.tree.leaves(nnx.state(emb, FusedParam))) == 3
+
+
+def test_state_survives_a_round_trip():
+    emb, other = small(sparse=True, optimizer="adam"), small(sparse=True, optimizer="adam", rngs=nnx.Rngs(5))
+    emb.vjp(jnp.asarray([[1, 2]]))[1](jnp.ones((1, 3)))
+    nnx.update(other, nnx.state(emb))
+    for module in (emb, other):
+        module.vjp(jnp.asarray([[3, 2]]))[1](jnp.ones((1, 3)))
+    assert all((a == b).all() for a, b in zip(values(emb), values(other), strict=True))
+
+
+def test_get_params_and_reset_parameters():
+    emb = small(sparse=True, optimizer="exact_adagrad")
+    assert len(emb.get_params()) == len(emb.get_params()) == 3
+    first = values(emb)
+    emb.vjp(jnp.asarray([[1, 2]]))[1](jnp.ones((1, 3)))
+    emb.reset_parameters(rngs=nnx.Rngs(0))
+    assert all((a == b).all() for a, b in zip(first, values(emb), strict=True))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(emb.slots[0].get_value()))
+    emb.reset_parameters("uniform", rngs=nnx.Rngs(0))
+    assert not any((a == b).any() for a, b in zip(first, values(emb), strict=True))
+
+
+def test_bfloat16_cores_train():
+    emb = small(sparse=True, dtype=jnp.bfloat16, learning_rate=0.5)
+    before = values(emb)
+    output, backward = emb.vjp(jnp.asarray([[1, 2]]))
+    backward(jnp.ones((1, 3)))
+    assert output.dtype == jnp.float32
+    assert [core.dtype for core in values(emb)] == [jnp.bfloat16] * 3
+    assert any((a != b).any() for a, b in zip(before, values(emb), strict=True))
+
+
+@pytest.mark.parametrize("name", ["LAMB", "LARS_SGD", "PARTIAL_ROWWISE_ADAM", "PARTIAL_ROWWISE_LAMB"])
+def test_other_optimizers_are_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match=rf"OptimType\.{name} has no fused update"):
+        small(sparse=True, optimizer=OptimType[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"max_norm": 1.0}, NotImplementedError, "max_norm=1.0"),
+        ({"scale_grad_by_freq": True}, NotImplementedError, "scale_grad_by_freq"),
+        ({"mode": "max"}, ValueError, "mode must be 'sum' or 'mean'"),
+        ({"bounds_check": "warn"}, ValueError, "bounds_check must be"),
+        ({"dtype": jnp.float16}, ValueError, "float32 or bfloat16"),
+        ({"padding_idx": 10}, ValueError, "padding_idx=10 is no row"),
+        ({"optimizer": "adamw"}, ValueError, "unknown optimizer 'adamw'; choose one of OptimType.SGD"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        small(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (
+            (jnp.asarray([3, 10]), jnp.asarray([0, 1])),
+            ValueError,
+            r"id 10 in sample 1 is outside table 'TTEmbeddingBag'",
+        ),
+        ((jnp.asarray([[3, -2]]),), ValueError, r"id -2 in sample 0"),
+        ((jnp.asarray([3, 4]),), ValueError, "need offsets"),
+        ((jnp.asarray([[3, 4]]), jnp.asarray([0])), ValueError, "offsets go with flat indices"),
+        ((jnp.asarray([3, 4]), jnp.asarray([1, 2])), ValueError, "offsets must start at 0 and never fall"),
+        ((jnp.asarray([3, 4]), jnp.asarray([0, 5])), ValueError, "offset"),
+        ((jnp.asarray([3, 4]), jnp.asarray([0.0])), TypeError, "offsets must be a flat array of integers"),
+        ((jnp.asarray([3.0]), jnp.asarray([0])), TypeError, "ids must be integers"),
+        ((jnp.asarray([3, 4]), jnp.asarray([0]), jnp.ones(3)), ValueError, "3 numbers for 2 indices"),
+        (
+            (jnp.asarray([3]), jnp.asarray([0]), jnp.asarray([jnp.nan])),
+            ValueError,
+            "weight nan in sample 0 is not finite",
+        ),
+        ((Bags.from_lists([[1]]), jnp.asarray([0])), ValueError, "neither beside them"),
+    ],
+)
+def test_wrong_input_is_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        small()(*arguments)
+
+
+def test_ignored_ids_are_warned_about_and_dropped():
+    emb = small(bounds_check="ignore")
+    with pytest.warns(UserWarning, match="2 ids outside their table contribute nothing"):
+        found = emb(jnp.asarray([[3, 10, -7, -1]]))
+    np.testing.assert_array_equal(found, emb(jnp.asarray([[3]])))
