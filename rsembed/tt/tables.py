@@ -147,7 +147,7 @@ class TTTables(nnx.Module):
 
     def lookup_vjp(
         self, indices: Any, offsets: Any, per_sample_weights: Any
-    ) -> tuple[list[Float[Array, "batch dim"]], Callable[[Sequence[Array]], TTGradients | None]]:
+    ) -> tuple[list[Float[Array, "batch dim"]], Callable[[Sequence[Any]], TTGradients | None]]:
         """Pooled rows of every table, and the function that takes their gradients."""
         bags = self._checked_bags(indices, offsets, per_sample_weights)
         entries = self._entries(bags)
@@ -155,8 +155,8 @@ class TTTables(nnx.Module):
         outputs, pull = jax.vjp(lambda c, w: self._pooled(entries, c, w), self._core_values(), weights)
         num_updates = 0
 
-        def backward(d_outputs: Sequence[Array]) -> TTGradients | None:
-            gradients = TTGradients(*pull(list(d_outputs)))
+        def backward(d_outputs: Sequence[Any]) -> TTGradients | None:
+            gradients = TTGradients(*pull([jnp.asarray(d, jnp.float32) for d in d_outputs]))
             if not self.sparse:
                 return gradients
             nonlocal num_updates

@@ -79,7 +79,7 @@ def test_gradients_and_fused_step_equal_those_of_single_tables():
         part = (part[0], np.asarray(part[1]), part[2])
         if part[0].size:
             wanted = lonely.vjp(*part)[1](d_output[k]).cores[0]
-            group = [g for g, tables in enumerate(emb.groups) if k in tables][0]
+            group = next(g for g, tables in enumerate(emb.groups) if k in tables)
             before = emb.groups[group][: emb.groups[group].index(k)]
             for t, core in enumerate(wanted):
                 start = sum(emb.specs[b].tt_p_shapes[t] for b in before)
@@ -95,7 +95,7 @@ def test_dimensions_may_differ():
     before = [emb.full_weight(k) for k in range(2)]
     outputs, backward = emb.vjp(np.asarray([[1, 2], [3, -1], [8, 8], [0, 4]]))
     assert [output.shape for output in outputs] == [(2, 3), (2, 8)]
-    np.testing.assert_allclose(outputs[1][0], 2 * before[1][8], rtol=1e-6)
+    np.testing.assert_allclose(outputs[1][0], 2 * before[1][8], rtol=1e-5, atol=1e-8)
     backward([jnp.ones((2, 3)), jnp.zeros((2, 8))])
     assert (emb.full_weight(1) == before[1]).all()
     assert not (emb.full_weight(0) == before[0]).all()
