@@ -5,6 +5,10 @@ from rsembed.tt.cores import bag as bag
 from rsembed.tt.cores import full_weight as full_weight
 from rsembed.tt.cores import rows as rows
 from rsembed.tt.cores import weight_block as weight_block
+from rsembed.tt.decomposition import from_dense as from_dense
+from rsembed.tt.decomposition import from_tensorly as from_tensorly
+from rsembed.tt.decomposition import round_cores as round_cores
+from rsembed.tt.decomposition import to_tensorly as to_tensorly
 from rsembed.tt.fused import OptimType as OptimType
 from rsembed.tt.initial_cores import init_cores as init_cores
 from rsembed.tt.module import TTEmbeddingBag as TTEmbeddingBag

@@ -168,7 +168,8 @@ def _stable_sort(keys: Array, most: int) -> tuple[Array, Array]:
     if (most + 1) << bits < 2**31:  # one array sorts seven times faster than two
         packed = jnp.sort((keys << bits) + places)
         return packed >> bits, packed & ((1 << bits) - 1)
-    return tuple(jax.lax.sort((keys, places), num_keys=1, is_stable=True))
+    keys, places = jax.lax.sort((keys, places), num_keys=1, is_stable=True)
+    return keys, places
 
 
 def _tile(

@@ -84,7 +84,7 @@ class TTSpec:
                 f"tt_q_shapes {list(q_shapes)} multiply to {math.prod(q_shapes)}, not to embedding_dim={embedding_dim};"
                 " leave them out to have it factored."
             )
-        return TTSpec(num_embeddings, p_shapes, q_shapes, tt_ranks)
+        return TTSpec(num_embeddings, tuple(p_shapes), tuple(q_shapes), tuple(tt_ranks))
 
     @staticmethod
     def for_budget(
@@ -117,7 +117,7 @@ class TTSpec:
         if (bytes is None) == (ratio is None):
             raise ValueError(f"for_budget needs exactly one of bytes= and ratio=, got bytes={bytes}, ratio={ratio}.")
         item_bytes = jnp.dtype(dtype).itemsize
-        num_numbers = int(rows * dim / ratio) if ratio is not None else int(bytes) // item_bytes
+        num_numbers = int(rows * dim / ratio) if ratio is not None else int(bytes or 0) // item_bytes
         choices = (2, 3, 4) if num_cores == "auto" else (num_cores,)
         best: TTSpec | None = None
         for d in choices:
@@ -219,7 +219,7 @@ def _equal_rank(rows: int, dim: int, d: int, rank: int) -> TTSpec:
     ranks = [rank] * (d - 1)
     while True:
         sizes = [a * q * b for (a, b), q in zip(itertools.pairwise((1, *ranks, 1)), q_shapes, strict=True)]
-        spec = TTSpec(rows, cheapest_p_shapes(rows, sizes), q_shapes, ranks)
+        spec = TTSpec(rows, tuple(cheapest_p_shapes(rows, sizes)), tuple(q_shapes), tuple(ranks))
         capped = [min(r, most) for r, most in zip(spec.tt_ranks, spec.max_ranks, strict=True)]
         if capped == ranks:
             return spec

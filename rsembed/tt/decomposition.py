@@ -1,0 +1,177 @@
+"""Tensor trains from tables that exist already: TT-SVD, rounding of ranks, exchange with tensorly.
+
+All of it runs on the host in NumPy. Of tensorly only the NumPy backend is used, imported where it is needed: its JAX
+backend would switch the whole process to 64 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from rsembed.tt.chain import Cores
+from rsembed.tt.cores import check_cores
+from rsembed.tt.shapes import suggested_tt_shapes
+from rsembed.tt.spec import TTSpec
+
+MAX_EXACT_SIDE = 2048
+"""Above this smaller side a truncated SVD to a known rank is randomised; below, it is exact."""
+
+
+def from_dense(
+    table: Float[Array | np.ndarray, "vocab dim"],
+    *,
+    ranks: Sequence[int] | int | None = None,
+    max_relative_error: float | None = None,
+    bytes: int | None = None,
+    num_cores: int = 2,
+    tt_p_shapes: Sequence[int] | None = None,
+    tt_q_shapes: Sequence[int] | None = None,
+    dtype: Any = jnp.float32,
+) -> tuple[TTSpec, Cores]:
+    """The cores of a tensor train close to a table, by TT-SVD.
+
+    A trained table is seldom close to a small tensor train: see `compress`, which reports what is lost. Train the cores
+    on to win some of it back.
+
+    Args:
+      table: float table.
+      ranks: inner ranks, or one for all boundaries; a rank above what the table needs is lowered.
+      max_relative_error: or: the largest `norm(table - train) / norm(table)`; ranks follow.
+      bytes: or: the bytes of all cores; factors and ranks are those of `TTSpec.for_budget`.
+      num_cores: unless factors are given.
+      tt_p_shapes: row factors; None takes `suggested_tt_shapes`.
+      tt_q_shapes: column factors; None takes `suggested_tt_shapes`.
+      dtype: of the cores.
+
+    Raises: ValueError: not exactly one of `ranks`, `max_relative_error` and `bytes`, or the table is not finite.
+    Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
+    """
+    if sum(x is not None for x in (ranks, max_relative_error, bytes)) != 1:
+        raise ValueError(
+            f"from_dense needs exactly one of ranks=, max_relative_error= and bytes=, got {ranks}, "
+            f"{max_relative_error}, {bytes}."
+        )
+    dense = np.asarray(table, np.float32)
+    if not np.isfinite(dense).all():
+        raise ValueError("the table holds numbers that are not finite; clean it before it is decomposed.")
+    rows, dim = dense.shape
+    if bytes is not None:
+        spec = TTSpec.for_budget(rows, dim, bytes=bytes, num_cores=num_cores, dtype=dtype)
+        tt_p_shapes, tt_q_shapes, ranks = spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks
+    d = len(tt_p_shapes or tt_q_shapes or ()) or (len(ranks) + 1 if isinstance(ranks, Sequence) else num_cores)
+    p = tuple(tt_p_shapes or suggested_tt_shapes(rows, d))
+    q = tuple(tt_q_shapes or suggested_tt_shapes(dim, d, False))
+    caps = [ranks] * (d - 1) if isinstance(ranks, int) else ranks
+    TTSpec(rows, p, q, tuple(caps or [1] * (d - 1)))  # refuses factors that do not fit
+    padded = np.zeros((math.prod(p), dim), np.float32)
+    padded[:rows] = dense
+    order = [axis for t in range(d) for axis in (t, d + t)]
+    remainder = padded.reshape(*p, *q).transpose(order).reshape(1, -1)
+    tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
+    cores = []
+    for t in range(d - 1):
+        left = remainder.shape[0]
+        basis, remainder = _truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
+        cores.append(basis.reshape(left, p[t], q[t], -1))
+    cores.append(remainder.reshape(-1, p[-1], q[-1], 1))
+    return _stored(rows, cores, dtype)
+
+
+def round_cores(
+    spec: TTSpec, cores: Cores, *, ranks: Sequence[int] | int | None = None, max_relative_error: float | None = None
+) -> tuple[TTSpec, Cores]:
+    """The same table at lower ranks, from its cores alone; never builds the table.
+
+    The error is that of the padded table, of all `prod(tt_p_shapes)` rows.
+
+    Args:
+      spec: the table.
+      cores: its cores.
+      ranks: inner ranks at most, or one for all boundaries.
+      max_relative_error: or: what the padded table may lose, relative to its norm.
+
+    Raises: ValueError: not exactly one of `ranks` and `max_relative_error`.
+    Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
+    """
+    if (ranks is None) == (max_relative_error is None):
+        raise ValueError(f"round_cores needs exactly one of ranks= and max_relative_error=, got {ranks}.")
+    caps = [ranks] * (spec.num_cores - 1) if isinstance(ranks, int) else ranks
+    parts = [core.astype(np.float64) for core in _unstored(spec, cores)]
+    for t in range(spec.num_cores - 1, 0, -1):  # rows of every core but the first become orthonormal
+        left, p, q, right = parts[t].shape
+        basis, factor = np.linalg.qr(parts[t].reshape(left, -1).T)
+        parts[t] = basis.T.reshape(-1, p, q, right)
+        parts[t - 1] = parts[t - 1] @ factor.T
+    tail = (max_relative_error or 0.0) * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
+    for t in range(spec.num_cores - 1):
+        left, p, q, right = parts[t].shape
+        basis, rest = _truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
+        parts[t] = basis.reshape(left, p, q, -1)
+        parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
+    return _stored(spec.num_embeddings, parts, cores[0].dtype)
+
+
+def to_tensorly(spec: TTSpec, cores: Cores) -> Any:
+    """A `tensorly.tt_matrix.TTMatrix` of NumPy cores `[R_{t-1}, p_t, q_t, R_t]`."""
+    import tensorly
+    from tensorly.tt_matrix import TTMatrix
+
+    with tensorly.backend_context("numpy"):
+        return TTMatrix(_unstored(spec, check_cores(spec, cores)))
+
+
+def from_tensorly(
+    tt_matrix: Any, num_embeddings: int | None = None, *, dtype: Any = jnp.float32
+) -> tuple[TTSpec, Cores]:
+    """Spec and cores of a `TTMatrix`, or of any sequence of arrays `[R_{t-1}, p_t, q_t, R_t]`.
+
+    Args:
+      tt_matrix: what to read.
+      num_embeddings: rows of the table when fewer than the row factors make.
+      dtype: of the cores.
+    """
+    parts = [np.asarray(core) for core in tt_matrix]
+    return _stored(num_embeddings or math.prod(core.shape[1] for core in parts), parts, dtype)
+
+
+def _truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:
+    """`basis @ rest` close to the matrix: at most `rank` columns, or as few as leave out at most the norm `tail`."""
+    side = min(matrix.shape)
+    if rank is not None and side > max(MAX_EXACT_SIDE, 2 * rank):
+        import tensorly
+        from tensorly.tenalg.svd import randomized_svd
+
+        with tensorly.backend_context("numpy"):
+            basis = randomized_svd(matrix, n_eigenvecs=rank, n_iter=4, random_state=0)[0]
+        return basis, basis.T @ matrix
+    wide = matrix.astype(np.float64)
+    if matrix.shape[0] <= matrix.shape[1]:
+        squares, basis = np.linalg.eigh(wide @ wide.T)
+    else:
+        squares, right = np.linalg.eigh(wide.T @ wide)
+        basis, _ = np.linalg.qr(wide @ right[:, ::-1])  # the leading columns span what the leading ones spanned
+        basis = basis[:, ::-1]
+    discarded = np.sqrt(np.cumsum(np.clip(squares, 0, None)))  # squares ascend
+    least = max(1, side - int(np.searchsorted(discarded, tail, side="right")))
+    kept = least if rank is None else min(rank, side)
+    basis = basis[:, ::-1][:, :kept]
+    return basis.astype(matrix.dtype), (basis.T @ wide).astype(matrix.dtype)
+
+
+def _unstored(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
+    """Cores `[R_{t-1}, p_t, q_t, R_t]`, as tensorly has them."""
+    shapes = zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True)
+    return [np.asarray(core, np.float32).reshape(p, *shape).transpose(1, 0, 2, 3) for core, p, shape in shapes]
+
+
+def _stored(num_embeddings: int, parts: Sequence[np.ndarray], dtype: Any) -> tuple[TTSpec, Cores]:
+    p, q = (tuple(part.shape[axis] for part in parts) for axis in (1, 2))
+    spec = TTSpec(num_embeddings, p, q, tuple(part.shape[3] for part in parts[:-1]))
+    arrays = (part.transpose(1, 0, 2, 3).reshape(shape) for part, shape in zip(parts, spec.core_shapes, strict=True))
+    return spec, tuple(jnp.asarray(array, dtype) for array in arrays)
