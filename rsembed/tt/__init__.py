@@ -1,6 +1,9 @@
 """Tensor-train embedding tables."""
 
 from rsembed.tt.batched import TableBatchedTTEmbeddingBag as TableBatchedTTEmbeddingBag
+from rsembed.tt.compress import Compressed as Compressed
+from rsembed.tt.compress import CompressionReport as CompressionReport
+from rsembed.tt.compress import compress as compress
 from rsembed.tt.cores import bag as bag
 from rsembed.tt.cores import full_weight as full_weight
 from rsembed.tt.cores import rows as rows

@@ -1,0 +1,146 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsembed.tt import TTEmbeddingBag, compress, full_weight
+
+METHODS = {"tt", "reordered tt", "hot rows + tt", "low rank", "int8", "int4", "product codes"}
+
+
+def trained_like(rows=1500, dim=16, seed=0):
+    """Clusters, a few common directions, noise; scale falls with the row number, and rows come in no order."""
+    generator = np.random.default_rng(seed)
+    centres = generator.normal(size=(16, dim))[generator.integers(0, 16, rows)]
+    shared = generator.normal(size=(rows, 3)) @ generator.normal(size=(3, dim))
+    table = centres + 0.5 * shared + 0.3 * generator.normal(size=(rows, dim))
+    table *= (1 + np.arange(rows)[:, None]) ** -0.2
+    return table[generator.permutation(rows)].astype(np.float32)
+
+
+TABLE = trained_like()
+
+
+def by_method(report):
+    return {entry.method: entry for entry in report.entries}
+
+
+def test_every_reported_error_is_the_measured_one():
+    report = compress(TABLE, bytes=30_000)
+    assert {entry.method for entry in report.entries} == METHODS
+    for entry in report.entries:
+        wanted = np.linalg.norm(TABLE.astype(np.float64) - entry.reconstruction) / np.linalg.norm(TABLE)
+        assert entry.relative_error == pytest.approx(wanted, rel=1e-4)
+        assert entry.ratio == pytest.approx(TABLE.nbytes / entry.num_bytes)
+        assert entry.fits == (entry.num_bytes <= 30_000)
+        assert f"{entry.relative_error:.4f}" in str(report)
+
+
+def test_bytes_are_those_of_the_arrays():
+    found = by_method(compress(TABLE, bytes=30_000))
+    spec, cores = found["tt"].payload
+    assert found["tt"].num_bytes == sum(core.nbytes for core in cores)
+    np.testing.assert_array_equal(full_weight(spec, cores), found["tt"].reconstruction)
+    order, (_, cores) = found["reordered tt"].payload
+    assert found["reordered tt"].num_bytes == sum(core.nbytes for core in cores) + 4 * order.size
+    hot, rows, (_, cores) = found["hot rows + tt"].payload
+    assert found["hot rows + tt"].num_bytes == sum(core.nbytes for core in cores) + rows.nbytes + 4 * hot.size
+    np.testing.assert_array_equal(found["hot rows + tt"].reconstruction[hot], TABLE[hot])
+    left, right = found["low rank"].payload
+    assert found["low rank"].num_bytes == left.nbytes + right.nbytes
+    codes = sum(codes.nbytes + words.nbytes for codes, words in found["product codes"].payload)
+    assert found["product codes"].num_bytes == codes
+    assert found["int8"].num_bytes == 1500 * 24
+    assert found["int4"].num_bytes == 1500 * 16
+
+
+def test_the_best_within_bytes_has_the_least_error():
+    report = compress(TABLE, bytes=30_000)
+    fitting = [entry for entry in report.entries if entry.fits]
+    assert report.best.relative_error == min(entry.relative_error for entry in fitting)
+    assert report.best.fits
+    assert report.best.method == "int4"  # honest: a trained table is no tensor train
+    assert report.best.relative_error < 0.2 * by_method(report)["tt"].relative_error
+
+
+def test_the_best_within_an_error_has_the_fewest_bytes():
+    report = compress(TABLE, max_relative_error=0.3)
+    fitting = [entry for entry in report.entries if entry.fits]
+    assert {"tt", "reordered tt", "hot rows + tt", "low rank", "int8", "int4"} <= {entry.method for entry in fitting}
+    assert report.best.num_bytes == min(entry.num_bytes for entry in fitting)
+    assert all(entry.relative_error <= 0.3 for entry in fitting)
+
+
+def test_low_rank_is_the_best_of_its_rank():
+    entry = by_method(compress(TABLE, bytes=4 * (1500 + 16) * 5))["low rank"]
+    values = np.linalg.svd(TABLE.astype(np.float64), compute_uv=False)
+    assert entry.relative_error == pytest.approx(np.linalg.norm(values[5:]) / np.linalg.norm(values), rel=1e-4)
+
+
+@pytest.mark.parametrize(("method", "bits"), [("int8", 8), ("int4", 4)])
+def test_integers_are_off_by_half_a_step_at_most(method, bits):
+    entry = by_method(compress(TABLE, bytes=10**6))[method]
+    step = (TABLE.max(1) - TABLE.min(1)) / (2**bits - 1)
+    assert (np.abs(entry.reconstruction - TABLE).max(1) <= 0.501 * step).all()
+
+
+def test_a_product_code_is_the_nearest_codeword():
+    entry = by_method(compress(TABLE, bytes=30_000))["product codes"]
+    width = 16 // len(entry.payload)
+    for k, (codes, words) in enumerate(entry.payload):
+        part = TABLE[:, k * width : (k + 1) * width].astype(np.float64)
+        distances = ((part[:, None] - words[None]) ** 2).sum(2)
+        chosen = distances[np.arange(len(part)), codes]
+        np.testing.assert_allclose(chosen, distances.min(1), rtol=1e-4, atol=1e-6)
+
+
+def test_similar_rows_become_neighbours():
+    found = by_method(compress(TABLE, bytes=40_000))
+    order, _ = found["reordered tt"].payload
+    assert sorted(order) == list(range(1500))
+
+    def roughness(table):
+        return np.linalg.norm(np.diff(table, axis=0))
+
+    assert roughness(TABLE[order]) < 0.8 * roughness(TABLE)
+
+
+def test_methods_that_cannot_be_small_enough_are_left_out_or_marked():
+    found = by_method(compress(TABLE, bytes=2_000))
+    assert set(found) == {"tt", "int8", "int4"}
+    assert not found["int8"].fits
+    assert found["tt"].fits
+
+
+def test_given_row_weights_choose_the_hot_rows():
+    weights = np.zeros(1500)
+    weights[[7, 99, 1400]] = [1, 3, 2]
+    hot, _, _ = by_method(compress(TABLE, bytes=3_000, row_weights=weights))["hot rows + tt"].payload
+    # 22 rows of 64 bytes and an id take half of the bytes; rows of equal weight are taken in order.
+    assert hot.tolist() == [*range(20), 99, 1400]
+
+
+def test_a_compressed_table_trains_on():
+    entry = by_method(compress(TABLE, bytes=10_000))["tt"]
+    spec, cores = entry.payload
+    emb = TTEmbeddingBag(
+        1500, 16, spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, optimizer="adam", learning_rate=2e-3
+    )
+    emb.set_cores([core + 0.02 for core in cores])
+    ids = jnp.arange(1500)[:, None]
+
+    def loss():
+        return float(np.linalg.norm(np.asarray(emb.full_weight()) - TABLE))
+
+    before = loss()
+    for _ in range(30):
+        output, backward = emb.vjp(ids)
+        backward(2 * (output - TABLE))
+    assert loss() < before
+    assert loss() < 1.02 * entry.relative_error * np.linalg.norm(TABLE)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="exactly one of bytes= and max_relative_error="):
+        compress(TABLE)
+    with pytest.raises(ValueError, match="all of them finite"):
+        compress(np.full((3, 2), np.inf, np.float32), bytes=100)
