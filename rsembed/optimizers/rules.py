@@ -82,7 +82,7 @@ class SGDOptimizerSpec(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdagradOptimizerSpec(OptimizerSpec):
-    """Adagrad without epsilon: `A += g²; w -= lr * g / sqrt(A)`.
+    """Adagrad: `A += g²; w -= lr * g / (sqrt(A) + epsilon)`, with epsilon 0 as in the published API.
 
     The accumulator starts at 0.1, as in the published API, which is large beside the gradients of a mean loss over a
     large batch; `RowWiseAdagradOptimizerSpec` starts at 0. Set `initial_accumulator_value` when you compare the two.
@@ -93,16 +93,20 @@ class AdagradOptimizerSpec(OptimizerSpec):
     """
 
     initial_accumulator_value: float = 0.1
+    epsilon: float = 0.0
     slot_type: ClassVar[type] = AdagradSlotVariables
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        return (as_float32(self.get_learning_rate(step)), as_float32(self.epsilon))
 
     def slot_initial_values(self) -> tuple[Any, ...]:
         return (self.initial_accumulator_value,)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        (lr,) = hyper
+        lr, epsilon = hyper
         accumulator = slots[0] + gradients * gradients
-        scale = jnp.where(accumulator > 0, jax.lax.rsqrt(jnp.where(accumulator > 0, accumulator, 1.0)), 0.0)
-        return rows - lr * gradients * scale, (accumulator,)
+        root = jnp.sqrt(jnp.where(accumulator > 0, accumulator, 1.0)) + epsilon
+        return rows - jnp.where(accumulator > 0, lr * gradients / root, 0.0), (accumulator,)
 
     def short_name(self) -> str:
         return "adagrad"
