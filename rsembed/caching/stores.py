@@ -64,7 +64,7 @@ class RowStore:
         return np.asarray(self._checked(rows)[rows])
 
     def view(self, first_row: int, last_row: int) -> Shaped[np.ndarray, "n *row"]:
-        """Rows that follow each other, without a copy, not to be written to. Raises: ValueError: the store is closed."""
+        """Rows that follow each other, as a read-only view. Raises: ValueError: the store is closed."""
         view = self._open()[first_row:last_row]
         view.flags.writeable = False
         return view

@@ -155,9 +155,7 @@ def update(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
-    return _dispatch(
-        "update", implementation, table, slots, tuple(segments), tuple(d_outputs), hyper, rule, rounding
-    )
+    return _dispatch("update", implementation, table, slots, tuple(segments), tuple(d_outputs), hyper, rule, rounding)
 
 
 def lookup_jagged(
@@ -220,6 +218,24 @@ def weight_gradients(
 ) -> Float[Array, " nnz"]:
     """Gradients of the weights of a table-batched call; 0 for ids that contribute nothing."""
     return _dispatch("weight_gradients", implementation, tuple(tables), batch, d_output)
+
+
+def gather_rows(
+    arrays: Sequence[Array], rows: Int[Array, " capacity"], *, implementation: str | None = None
+) -> tuple[Array, ...]:
+    """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+    return _dispatch("gather_rows", implementation, tuple(arrays), rows)
+
+
+def scatter_rows(
+    arrays: Sequence[Array],
+    rows: Int[Array, " capacity"],
+    values: Sequence[Array],
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, ...]:
+    """The arrays with distinct `rows` overwritten, in place when they are donated; rows outside are skipped."""
+    return _dispatch("scatter_rows", implementation, tuple(arrays), rows, tuple(values))
 
 
 def stochastic_rounding(key: PRNGKeyArray) -> reference.Rounding:

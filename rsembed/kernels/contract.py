@@ -79,11 +79,11 @@ class JaggedBatch:
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`; they never fall.
       weights: weight of every entry; None means ones.
       combiner: `sum`; `mean`, which divides by the number of valid ids, weighted or not; `none`, which returns every
-        entry by itself.
+        entry by itself, shorter rows filled up with zeros.
       blocks: one per feature, in the order of the output; no two share a bag.
       layout: `columns` sets the features of a bag side by side, `[bags, sum of dims]`, and needs equally many bags of
-        each; `blocks` sets `[num_bags, dim]` after `[num_bags, dim]`. Combiner `none` gives `[nnz, dim]` and has no
-        use for it. Outputs and their gradients are passed flat.
+        each; `blocks` sets `[num_bags, dim]` after `[num_bags, dim]`. Combiner `none` gives `[nnz, longest dim]` and
+        has no use for it. Outputs and their gradients are passed flat.
     """
 
     ids: Int[Array, " nnz"]
@@ -97,7 +97,7 @@ class JaggedBatch:
         """Size of the flat output, and for each block where its first vector starts and how far apart vectors lie."""
         own = [dims[block.table] for block in self.blocks]
         if self.combiner == "none":
-            return self.ids.shape[0] * own[0], [(0, dim) for dim in own]
+            return self.ids.shape[0] * max(own), [(0, max(own))] * len(own)
         if self.layout == "blocks":
             sizes = [block.num_bags * dim for block, dim in zip(self.blocks, own, strict=True)]
             return sum(sizes), list(zip(itertools.accumulate(sizes, initial=0), own, strict=False))

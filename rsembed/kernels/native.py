@@ -239,12 +239,14 @@ def weight_gradients(
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
     """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+    _check_available()
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return _call("rsembed_gather_rows", results, _as_rows(rows), *arrays)
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
     """The arrays with distinct `rows` overwritten, in place where XLA may; rows outside are skipped."""
+    _check_available()
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
     results = [(array.shape, array.dtype) for array in arrays]
     aliases = {1 + k: k for k in range(len(arrays))}

@@ -123,19 +123,28 @@ def apply_rows(
     rounding: Rounding | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """One optimizer step of distinct `rows`; rows outside the table are padding."""
-    old = table.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32)
-    old_slots = tuple(slot.at[rows].get(mode="fill", fill_value=0) for slot in slots)
-    new, new_slots = rule.step_rows(old, old_slots, gradients, hyper)
+    old, *old_slots = gather_rows((table, *slots), rows)
+    new, new_slots = rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, hyper)
     if rounding is not None:
         new = rounding(new, table.dtype, rows)
+    new_table, *stepped_slots = scatter_rows((table, *slots), rows, (new, *new_slots))
+    return new_table, tuple(stepped_slots)
+
+
+def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
+    """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+    return tuple(array.at[jnp.where(rows < 0, NO_ROW, rows)].get(mode="fill", fill_value=0) for array in arrays)
+
+
+def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
+    """The arrays with distinct `rows` overwritten; rows outside are skipped."""
     # Distinct places behind the table keep the promise of unique indices for padding as well.
-    valid = (rows >= 0) & (rows < table.shape[0])
-    places = jnp.where(valid, rows, table.shape[0] + jnp.arange(rows.shape[0], dtype=rows.dtype))
-
-    def put(target: Array, values: Array) -> Array:
-        return target.at[places].set(values.astype(target.dtype), mode="drop", unique_indices=True)
-
-    return put(table, new), tuple(put(slot, values) for slot, values in zip(slots, new_slots, strict=True))
+    num_rows = arrays[0].shape[0]
+    places = jnp.where((rows >= 0) & (rows < num_rows), rows, num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype))
+    return tuple(
+        array.at[places].set(new.astype(array.dtype), mode="drop", unique_indices=True)
+        for array, new in zip(arrays, values, strict=True)
+    )
 
 
 def update(
@@ -196,9 +205,10 @@ def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> 
     size, places = batch.output_places([table.shape[1] for table in tables])
     output = jnp.zeros(size, jnp.float32)
     for number, table in enumerate(tables):
-        (vectors,) = lookup(table, [_jagged_segment(batch, number)])
+        (vectors,) = lookup(table, [jagged_segment(batch, number)])
         if batch.combiner == "none":
-            output = output + vectors.reshape(-1)
+            width = places[0][1]
+            output = output + jnp.pad(vectors, ((0, 0), (0, width - table.shape[1]))).reshape(-1)
             continue
         vectors = vectors * _bag_scales(batch, number)[:, None]
         for block, (start, stride) in zip(batch.blocks, places, strict=True):
@@ -212,9 +222,7 @@ def row_gradients_jagged(
     num_rows: int, table: int, dims: Sequence[int], batch: JaggedBatch, d_output: Float[Array, " size"]
 ) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
     """Gradient of every looked-up row of one table of a table-batched call; else as `row_gradients`."""
-    return row_gradients(
-        num_rows, [_jagged_segment(batch, table)], [_bag_gradients(batch, table, dims, d_output)]
-    )
+    return row_gradients(num_rows, [jagged_segment(batch, table)], [_bag_gradients(batch, table, dims, d_output)])
 
 
 def update_jagged(
@@ -240,7 +248,7 @@ def weight_gradients(
     dims = [table.shape[1] for table in tables]
     total = jnp.zeros(batch.ids.shape[0], jnp.float32)
     for number, table in enumerate(tables):
-        segment = _jagged_segment(batch, number)
+        segment = jagged_segment(batch, number)
         d_bags = _bag_gradients(batch, number, dims, d_output)
         bag, gains = entry_gains(dataclasses.replace(segment, weights=None), table.shape[0])
         vectors = table.at[segment.rows].get(mode="fill", fill_value=0).astype(jnp.float32)
@@ -249,7 +257,7 @@ def weight_gradients(
     return total
 
 
-def _jagged_segment(batch: JaggedBatch, table: int) -> Segment:
+def jagged_segment(batch: JaggedBatch, table: int) -> Segment:
     """All entries of the batch, those of other tables without a row."""
     num_bags = batch.offsets.shape[0] - 1
     first_row, num_rows = np.zeros(num_bags + 1, np.int32), np.zeros(num_bags + 1, np.int32)
@@ -268,7 +276,7 @@ def _jagged_segment(batch: JaggedBatch, table: int) -> Segment:
 def _bag_scales(batch: JaggedBatch, table: int) -> Float[Array, " bags"]:
     if batch.combiner != "mean":
         return jnp.ones(batch.offsets.shape[0] - 1, jnp.float32)
-    segment = _jagged_segment(batch, table)
+    segment = jagged_segment(batch, table)
     bag, ones = entry_gains(dataclasses.replace(segment, weights=None), NO_ROW)
     counts = jax.ops.segment_sum(ones, bag, segment.num_outputs)
     return jnp.where(counts > 0, 1.0 / jnp.maximum(counts, 1.0), 0.0)
@@ -280,7 +288,7 @@ def _bag_gradients(
     """Gradient of every bag's sum (or of every entry), zeros where the bag belongs to another table."""
     d_output, dim = d_output.astype(jnp.float32), dims[table]
     if batch.combiner == "none":
-        return d_output.reshape(-1, dim)
+        return d_output.reshape(batch.ids.shape[0], -1)[:, :dim]
     gradients = jnp.zeros((batch.offsets.shape[0] - 1, dim), jnp.float32)
     for block, (start, stride) in zip(batch.blocks, batch.output_places(dims)[1], strict=True):
         if block.table == table:

@@ -51,9 +51,7 @@ def draw_batch(seed: int, combiner: str, layout: str = "columns", *, weighted: b
         blocks = [blocks[i] for i in (2, 0, 3, 1)]
     ids = rng.integers(-2 if wild else 0, 13 if wild else 4, NUM_IDS)
     weights = jnp.asarray(rng.standard_normal(NUM_IDS), jnp.float32) if weighted else None
-    return JaggedBatch(
-        jnp.asarray(ids, jnp.int32), jnp.asarray(offsets), weights, combiner, tuple(blocks), layout
-    )
+    return JaggedBatch(jnp.asarray(ids, jnp.int32), jnp.asarray(offsets), weights, combiner, tuple(blocks), layout)
 
 
 @dataclasses.dataclass
@@ -152,9 +150,7 @@ def test_update_steps_each_touched_row_once_with_its_summed_gradient(implementat
                 gradient = jnp.asarray(expected.gradients[number][row], jnp.float32)[None]
                 before = rule.step_rows(*before, gradient, hyper)
             tolerance = 2e-5 if table.dtype == jnp.float32 else 1e-2
-            np.testing.assert_allclose(
-                new_table[row].astype(jnp.float32), before[0][0], rtol=tolerance, atol=tolerance
-            )
+            np.testing.assert_allclose(new_table[row].astype(jnp.float32), before[0][0], rtol=tolerance, atol=tolerance)
             for found, wanted in zip(new_slots, before[1], strict=True):
                 np.testing.assert_allclose(found[row], wanted[0], rtol=2e-5, atol=2e-5)
 

@@ -296,7 +296,6 @@ inline float dot(const T* row, const float* vector, int64_t dim) {
   return sum_of_lanes(sum);
 }
 
-// The divisor of a mean counts entries here: it does not depend on the weights.
 template <typename T>
 void weight_gradients(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
   const T* const values = rows_of<T>(table, segment);

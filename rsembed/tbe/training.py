@@ -1,0 +1,287 @@
+"""A training step of a module: from ids to its output, and from the gradient of that to stepped rows."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from rsembed.kernels.contract import JaggedBatch
+from rsembed.row_gradients import RowGradients
+from rsembed.tbe import functional
+from rsembed.tbe.inputs import Inputs, features_of_dict, read_inputs
+from rsembed.tbe.plan import TBEPlan
+from rsembed.tbe.records import BoundsCheckMode
+
+if TYPE_CHECKING:
+    from rsembed.tbe.module import TableBatchedEmbeddingBags
+
+MAX_PREFETCHES = 100
+
+_lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")
+_apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
+_backward = jax.jit(functional.backward, static_argnums=0, donate_argnums=1, static_argnames="wants_weight_gradients")
+_row_gradients = jax.jit(functional.row_gradients, static_argnums=0)
+_rates = jax.jit(functional.learning_rates, static_argnums=0)
+
+
+Places = list[list[np.ndarray]]
+"""Places of the caches that a prefetched batch locks, by part of the batch and by cached group."""
+
+
+@dataclasses.dataclass(eq=False)
+class Notes:
+    """What a module remembers on the host: prefetched batches with the places they lock, and whether it has warned."""
+
+    prefetched: collections.deque[tuple[Inputs, Places]] = dataclasses.field(default_factory=collections.deque)
+    has_warned: bool = False
+
+
+class LookedUp(NamedTuple):
+    """What a backward pass needs to know of a lookup."""
+
+    inputs: Inputs
+    batch: JaggedBatch
+    locked: Places
+    is_dict: bool
+
+
+def forward(
+    module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any
+) -> tuple[Any, LookedUp]:
+    """The output of a lookup in the form that the caller expects, and what a backward pass needs to know."""
+    is_dict = isinstance(indices, Mapping)
+    if is_dict:
+        indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
+    inputs = _read(module, indices, offsets, weights, sizes)
+    batch, locked = _batch(module, inputs)
+    flat = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
+    output = shape_output(module.plan, module.feature_names, flat, inputs, as_dict=is_dict)
+    return output, LookedUp(inputs, batch, locked, is_dict)
+
+
+def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any) -> Inputs:
+    if offsets is None:
+        raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
+    mode, notes = module.bounds_check_mode, module.notes
+    inputs, num_corrected = read_inputs(
+        module.plan, module.feature_names, mode, indices, offsets, weights, sizes, warns=not notes.has_warned
+    )
+    is_traced = isinstance(num_corrected, jax.core.Tracer)
+    notes.has_warned |= not is_traced and bool(num_corrected > 0)
+    if mode != BoundsCheckMode.NONE:
+        module.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
+    return inputs
+
+
+def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> tuple[JaggedBatch, Places]:
+    """The batch, with places for ids of cached tables, whose rows are brought; and the places it locks."""
+    ids, rows = inputs.ids, None
+    locked: Places = []
+    if module.host_rows is not None:
+        is_prefetched = bool(module.notes.prefetched) and not inputs.is_traced
+        if is_prefetched:
+            expected, locked = module.notes.prefetched.popleft()
+            if not np.array_equal(expected.ids, inputs.ids):
+                module.notes.prefetched.appendleft((expected, locked))
+                raise ValueError("this is not the batch that was prefetched first; look batches up in that order.")
+        state, ids = module.host_rows.bring(
+            module.state.get_value(), ids, inputs.offsets, inputs.num_bags, admit=not is_prefetched
+        )
+        module.state.set_value(state)
+        rows = [weights.shape[0] for weights in state.weights]
+    weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
+    offsets = jnp.asarray(inputs.offsets)
+    return module.plan.batch(jnp.asarray(ids), offsets, weights, inputs.sizes, cached_rows=rows), locked
+
+
+def apply(module: TableBatchedEmbeddingBags, row_gradients: RowGradients) -> None:
+    """One optimizer step of every row in `row_gradients`."""
+    state, host_rows = module.state.get_value(), module.host_rows
+    rates = _rates(module.plan, state)
+    if host_rows is not None:
+        state, row_gradients = host_rows.bring_rows(state, row_gradients)
+    module.state.set_value(_apply(module.plan, state, row_gradients, rates))
+    if host_rows is not None:
+        host_rows.write_back(module.state.get_value())
+
+
+def prefetch(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, sizes: Any) -> None:
+    """Brings rows of a later batch into the cache."""
+    host_rows, prefetched = module.host_rows, module.notes.prefetched
+    assert host_rows is not None
+    started = time.perf_counter()
+    inputs = _read(module, indices, offsets, None, sizes)
+    if inputs.is_traced:
+        raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
+    if len(prefetched) >= MAX_PREFETCHES:
+        raise RuntimeError(
+            f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often."
+        )
+    config, locks = module.multipass_prefetch_config, module.prefetch_pipeline
+    locked: Places = []
+    for part in [inputs] if config is None else inputs.in_parts(config.num_passes, config.min_splitable_pass_size):
+        state = module.state.get_value()
+        module.state.set_value(host_rows.prefetch(state, part.ids, part.offsets, part.num_bags, lock=locks))
+        locked.append(host_rows.locked_places() if locks else [])
+    prefetched.append((inputs, locked))
+    if module.reporter is not None:
+        module.reporter.prefetch_seconds += time.perf_counter() - started
+
+
+class Backward:
+    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`."""
+
+    def __init__(
+        self,
+        module: TableBatchedEmbeddingBags,
+        looked_up: LookedUp,
+        feature_requires_grad: Any,
+        total_unique_indices: int | None,
+    ):
+        self._module, self._mask, self._bound = module, feature_requires_grad, total_unique_indices
+        self._inputs, self._batch, self._locked, self._is_dict = looked_up
+        # The rate of this step is the one that its lookup saw.
+        self._rates = _rates(module.plan, module.state.get_value())
+        self._version = None if module.host_rows is None else module.host_rows.version
+        self._is_used = False
+
+    def __call__(self, d_output: Any, *, per_sample_weights_grad: bool = True) -> Any:
+        """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
+
+        Args:
+          d_output: gradient of what `vjp` returned, in its form.
+          per_sample_weights_grad: False saves the time for gradients that nobody reads.
+
+        Returns: the gradient of per_sample_weights (None without weights). For OptimType.NONE nothing is stepped, and
+          the `RowGradients` are returned.
+
+        Raises: RuntimeError: it was called before, or the module went into evaluation mode since.
+        """
+        module = self._module
+        if module.plan.tables[0].rule is None:
+            return self.row_gradients(d_output)
+        self._use()
+        state, batch = module.state.get_value(), self._batch
+        if module.host_rows is not None and module.host_rows.version != self._version:
+            # Rows may have moved since the lookup: other batches came between.
+            inputs = self._inputs
+            state, ids = module.host_rows.bring(state, inputs.ids, inputs.offsets, inputs.num_bags, admit=False)
+            rows = [weights.shape[0] for weights in state.weights]
+            batch = module.plan.batch(ids, batch.offsets, batch.weights, inputs.sizes, cached_rows=rows)
+        wants_weight_gradients = per_sample_weights_grad and self._inputs.weights is not None
+        state, d_weights = _backward(
+            module.plan,
+            state,
+            batch,
+            self._flat(d_output),
+            self._rates,
+            wants_weight_gradients=wants_weight_gradients,
+        )
+        module.state.set_value(state)
+        if module.host_rows is not None:
+            module.host_rows.write_back(state)
+        if module.reporter is not None and not self._inputs.is_traced:
+            module.reporter.step(module, self._inputs, d_output)
+        return d_weights if d_weights is None or self._mask is None else d_weights * self._mask_of_ids()
+
+    def row_gradients(self, d_output: Any) -> RowGradients:
+        """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
+
+        Args:
+          d_output: gradient of what `vjp` returned, in its form.
+
+        Returns: one entry per group of tables of equal dim, optimizer and placement. Its rows count through the tables
+          of the group.
+
+        Raises: ValueError: more rows than `total_unique_indices` were looked up.
+        """
+        inputs, plan = self._inputs, self._module.plan
+        self._use()
+        weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
+        batch = plan.batch(jnp.asarray(inputs.ids), jnp.asarray(inputs.offsets), weights, inputs.sizes)
+        gradients = _row_gradients(plan, batch, self._flat(d_output))
+        return gradients if self._bound is None else _cut(gradients, self._bound)
+
+    def _use(self) -> None:
+        if self._is_used:
+            raise RuntimeError("this backward was used already; a second step needs its own vjp.")
+        if self._module.deterministic:
+            raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
+        self._is_used = True
+        for places in self._locked:
+            if places:
+                self._module.host_rows.unlock(places)  # type: ignore[union-attr]
+
+    def _flat(self, d_output: Any) -> Float[Array, " size"]:
+        module = self._module
+        flat = flat_gradient(module.plan, module.feature_names, d_output, self._batch, is_dict=self._is_dict)
+        return flat if module.max_gradient is None else jnp.clip(flat, -module.max_gradient, module.max_gradient)
+
+    def _mask_of_ids(self) -> Float[Array, " nnz"]:
+        inputs = self._inputs
+        first_bags = np.concatenate([[0], np.cumsum(inputs.num_bags)])
+        lengths = jnp.diff(jnp.asarray(inputs.offsets)[first_bags])
+        mask = jnp.asarray(self._mask, jnp.float32)
+        if mask.shape != (len(inputs.num_bags),):
+            raise ValueError(f"feature_requires_grad needs one entry per feature, {len(inputs.num_bags)}.")
+        return jnp.repeat(mask, lengths, total_repeat_length=inputs.ids.shape[0])
+
+
+def _cut(gradients: RowGradients, bound: int) -> RowGradients:
+    touched = gradients.num_touched()
+    if not any(isinstance(n, jax.core.Tracer) for n in touched.values()):
+        most = max(int(n) for n in touched.values())
+        if most > bound:
+            raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
+    return RowGradients(
+        {name: rows[:bound] for name, rows in gradients.rows.items()},
+        {name: values[:bound] for name, values in gradients.values.items()},
+        gradients.num_rows,
+    )
+
+
+def shape_output(plan: TBEPlan, names: Sequence[str], flat: Array, inputs: Inputs, *, as_dict: bool) -> Any:
+    """The flat output of the kernels in the form that the caller expects."""
+    dims = [plan.tables[t].dim for t in plan.features]
+    if plan.pooling == "none":
+        output = flat.reshape(inputs.ids.shape[0], max(dims))
+        if as_dict:
+            raise TypeError(
+                "PoolingMode.NONE returns one row per id in the order of the ids; pass indices and offsets, not a dict."
+            )
+        return output
+    if inputs.sizes is None:
+        output = flat.reshape(inputs.num_bags[0], sum(dims))
+        if not as_dict:
+            return output
+        return dict(zip(names, jnp.split(output, np.cumsum(dims)[:-1].tolist(), axis=1), strict=True))
+    if not as_dict:
+        return flat
+    ends = np.cumsum([n * dim for n, dim in zip(inputs.num_bags, dims, strict=True)])
+    parts = jnp.split(flat, ends[:-1].tolist())
+    return {name: part.reshape(-1, dim) for name, part, dim in zip(names, parts, dims, strict=True)}
+
+
+def flat_gradient(
+    plan: TBEPlan, names: Sequence[str], d_output: Any, batch: JaggedBatch, *, is_dict: bool
+) -> Float[Array, " size"]:
+    """The gradient of an output as the kernels read it. Raises: ValueError: it does not have the output's size."""
+    size = batch.output_places(plan.dims())[0]
+    if is_dict:
+        if not isinstance(d_output, Mapping) or set(d_output) != set(names):
+            raise ValueError(f"the output was {{feature: array}}; its gradient needs the features {sorted(names)}.")
+        ordered = [jnp.asarray(d_output[name], jnp.float32) for name in names]
+        is_flat = batch.layout == "blocks"
+        d_output = jnp.concatenate([d.reshape(-1) for d in ordered] if is_flat else ordered, axis=0 if is_flat else 1)
+    flat = jnp.asarray(d_output).astype(jnp.float32).reshape(-1)
+    if flat.size != size:
+        raise ValueError(f"the gradient has {flat.size} numbers, but the output has {size}.")
+    return flat
