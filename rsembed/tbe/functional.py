@@ -82,6 +82,15 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None 
     )
 
 
+def clip(d_output: Array, max_gradient: float | None) -> Array:
+    """Every entry of the output's gradient within `[-max_gradient, max_gradient]`; None leaves it alone."""
+    return d_output if max_gradient is None else jnp.clip(d_output.astype(jnp.float32), -max_gradient, max_gradient)
+
+
+def _flat(d_output: Array) -> Float[Array, " size"]:
+    return d_output.astype(jnp.float32).reshape(-1)
+
+
 def shape_of(table: TablePlan, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
     """Shape of a table's rows, as rules are asked for the states of; `num_rows` other than its own on request."""
     return jax.ShapeDtypeStruct((table.num_rows if num_rows is None else num_rows, table.dim), jnp.float32)
@@ -128,11 +137,11 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
 
 
 def lookup(plan: TBEPlan, state: TBEState, batch: JaggedBatch, output_dtype: str = "float32") -> Array:
-    """Pooled rows as the kernels lay them out: flat, see `JaggedBatch`. Differentiable in the weights of the ids."""
+    """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
     factors = _decay_factors(plan, state, batch)
     if factors is not None:
         batch = dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
-    return _lookup(state.weights, batch).astype(output_dtype)
+    return _lookup(state.weights, batch).astype(output_dtype).reshape(batch.output_shape(plan.dims()))
 
 
 @jax.custom_vjp
@@ -157,17 +166,20 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 def weight_gradients(plan: TBEPlan, state: TBEState, batch: JaggedBatch, d_output: Array) -> Float[Array, " nnz"]:
     """Gradients of the ids' weights, from the rows that `lookup` reads."""
-    gradients = api.weight_gradients(state.weights, batch, d_output)
+    gradients = api.weight_gradients(state.weights, batch, _flat(d_output))
     factors = _decay_factors(plan, state, batch)
     return gradients if factors is None else factors * gradients
 
 
-def row_gradients(plan: TBEPlan, batch: JaggedBatch, d_output: Array) -> RowGradients:
+def row_gradients(
+    plan: TBEPlan, batch: JaggedBatch, d_output: Array, *, max_gradient: float | None = None
+) -> RowGradients:
     """Gradients of all rows that the batch reads; ids of cached tables are rows here, not slots."""
+    d_output = clip(d_output, max_gradient)
     rows, values, sizes = {}, {}, []
     for number, group in enumerate(plan.groups):
         name = plan.group_name(group)
-        arguments = (group.num_rows, number, plan.dims(), _first_reads(plan, group, number, batch), d_output)
+        arguments = (group.num_rows, number, plan.dims(), _first_reads(plan, group, number, batch), _flat(d_output))
         rows[name], values[name] = api.row_gradients_jagged(*arguments)
         sizes.append((name, group.num_rows))
     return RowGradients(rows, values, tuple(sorted(sizes)))
@@ -182,7 +194,7 @@ def update(
       plan: the tables.
       state: after `begin_step`.
       batch: what was looked up.
-      d_output: flat gradient of what `lookup` returned.
+      d_output: gradient of what `lookup` returned.
       rates: learning rate of every group.
     """
     weights, slots = list(state.weights), list(state.slots)
@@ -195,7 +207,7 @@ def update(
                 number,
                 plan.dims(),
                 _first_reads(plan, group, number, batch),
-                d_output,
+                _flat(d_output),
                 _hyperparameters(plan, group, state, rates[number]),
                 rule,
                 rounding=_rounding(plan, group, number, state),
@@ -301,9 +313,11 @@ def backward(
     d_output: Array,
     rates: Float[Array, " groups"],
     *,
+    max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
 ) -> tuple[TBEState, Float[Array, " nnz"] | None]:
     """`update`, and before it the gradients of the ids' weights, if somebody reads them."""
+    d_output = clip(d_output, max_gradient)
     if not wants_weight_gradients:
         return update(plan, state, batch, d_output, rates), None
     d_weights = weight_gradients(plan, state, batch, d_output)

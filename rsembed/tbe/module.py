@@ -275,8 +275,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
         self.state = TBEVariable(first_state(self.plan, key, self.host_rows, cache_precision, device_of(device)))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
 
-    # Lookup and training
-
     def __call__(
         self,
         indices: Any,
@@ -357,8 +355,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if self.host_rows is not None:
             prefetch(self, indices, offsets, batch_size_per_feature_per_rank)
 
-    # Rates, steps and weights
-
     def set_learning_rate(self, learning_rate: float | Sequence[float]) -> None:
         """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
 
@@ -428,7 +424,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         return tables.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned. Raises: ValueError: an entry is missing, unknown or of another shape."""
+        """Takes over a `state_dict`. Raises: ValueError: an entry is missing, unknown or of another shape."""
         tables.load_state_dict(self, state_dict)
 
     def reset_embedding_weight_momentum(
@@ -452,8 +448,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
         return tables.state_bytes(self)
-
-    # The cache
 
     def flush(self) -> None:
         """Writes all cached rows and states to the host; they stay cached."""

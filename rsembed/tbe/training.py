@@ -27,8 +27,13 @@ MAX_PREFETCHES = 100
 
 _lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
-_backward = jax.jit(functional.backward, static_argnums=0, donate_argnums=1, static_argnames="wants_weight_gradients")
-_row_gradients = jax.jit(functional.row_gradients, static_argnums=0)
+_backward = jax.jit(
+    functional.backward,
+    static_argnums=0,
+    donate_argnums=1,
+    static_argnames=("max_gradient", "wants_weight_gradients"),
+)
+_row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
 _rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
@@ -62,8 +67,8 @@ def forward(
         indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
     inputs = _read(module, indices, offsets, weights, sizes)
     batch, locked = _batch(module, inputs)
-    flat = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
-    output = shape_output(module.plan, module.feature_names, flat, inputs, as_dict=is_dict)
+    output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
+    output = output_by_feature(module.plan, module.feature_names, output, inputs) if is_dict else output
     return output, LookedUp(inputs, batch, locked, is_dict)
 
 
@@ -181,8 +186,9 @@ class Backward:
             module.plan,
             state,
             batch,
-            self._flat(d_output),
+            self._gradient(d_output),
             self._rates,
+            max_gradient=module.max_gradient,
             wants_weight_gradients=wants_weight_gradients,
         )
         module.state.set_value(state)
@@ -207,7 +213,7 @@ class Backward:
         self._use()
         weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
         batch = plan.batch(jnp.asarray(inputs.ids), jnp.asarray(inputs.offsets), weights, inputs.sizes)
-        gradients = _row_gradients(plan, batch, self._flat(d_output))
+        gradients = _row_gradients(plan, batch, self._gradient(d_output), max_gradient=self._module.max_gradient)
         return gradients if self._bound is None else _cut(gradients, self._bound)
 
     def _use(self) -> None:
@@ -220,10 +226,15 @@ class Backward:
             if places:
                 self._module.host_rows.unlock(places)  # type: ignore[union-attr]
 
-    def _flat(self, d_output: Any) -> Float[Array, " size"]:
-        module = self._module
-        flat = flat_gradient(module.plan, module.feature_names, d_output, self._batch, is_dict=self._is_dict)
-        return flat if module.max_gradient is None else jnp.clip(flat, -module.max_gradient, module.max_gradient)
+    def _gradient(self, d_output: Any) -> Array:
+        """The gradient in the form of an output that is no dict. Raises: ValueError: it has another shape."""
+        module, shape = self._module, self._batch.output_shape(self._module.plan.dims())
+        if self._is_dict:
+            d_output = gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
+        d_output = jnp.asarray(d_output)
+        if d_output.shape != shape:
+            raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
+        return d_output
 
     def _mask_of_ids(self) -> Float[Array, " nnz"]:
         inputs = self._inputs
@@ -248,40 +259,23 @@ def _cut(gradients: RowGradients, bound: int) -> RowGradients:
     )
 
 
-def shape_output(plan: TBEPlan, names: Sequence[str], flat: Array, inputs: Inputs, *, as_dict: bool) -> Any:
-    """The flat output of the kernels in the form that the caller expects."""
-    dims = [plan.tables[t].dim for t in plan.features]
+def output_by_feature(plan: TBEPlan, names: Sequence[str], output: Array, inputs: Inputs) -> dict[str, Array]:
+    """`{feature: [bags, dim]}`. Raises: TypeError: PoolingMode.NONE, whose rows belong to ids."""
     if plan.pooling == "none":
-        output = flat.reshape(inputs.ids.shape[0], max(dims))
-        if as_dict:
-            raise TypeError(
-                "PoolingMode.NONE returns one row per id in the order of the ids; pass indices and offsets, not a dict."
-            )
-        return output
+        raise TypeError(
+            "PoolingMode.NONE returns one row per id in the order of the ids; pass indices and offsets, not a dict."
+        )
+    dims = [plan.tables[t].dim for t in plan.features]
     if inputs.sizes is None:
-        output = flat.reshape(inputs.num_bags[0], sum(dims))
-        if not as_dict:
-            return output
         return dict(zip(names, jnp.split(output, np.cumsum(dims)[:-1].tolist(), axis=1), strict=True))
-    if not as_dict:
-        return flat
     ends = np.cumsum([n * dim for n, dim in zip(inputs.num_bags, dims, strict=True)])
-    parts = jnp.split(flat, ends[:-1].tolist())
+    parts = jnp.split(output, ends[:-1].tolist())
     return {name: part.reshape(-1, dim) for name, part, dim in zip(names, parts, dims, strict=True)}
 
 
-def flat_gradient(
-    plan: TBEPlan, names: Sequence[str], d_output: Any, batch: JaggedBatch, *, is_dict: bool
-) -> Float[Array, " size"]:
-    """The gradient of an output as the kernels read it. Raises: ValueError: it does not have the output's size."""
-    size = batch.output_places(plan.dims())[0]
-    if is_dict:
-        if not isinstance(d_output, Mapping) or set(d_output) != set(names):
-            raise ValueError(f"the output was {{feature: array}}; its gradient needs the features {sorted(names)}.")
-        ordered = [jnp.asarray(d_output[name], jnp.float32) for name in names]
-        is_flat = batch.layout == "blocks"
-        d_output = jnp.concatenate([d.reshape(-1) for d in ordered] if is_flat else ordered, axis=0 if is_flat else 1)
-    flat = jnp.asarray(d_output).astype(jnp.float32).reshape(-1)
-    if flat.size != size:
-        raise ValueError(f"the gradient has {flat.size} numbers, but the output has {size}.")
-    return flat
+def gradient_of_dict(names: Sequence[str], d_output: Any, *, is_flat: bool) -> Array:
+    """The other way round. Raises: ValueError: not a dict of exactly these features."""
+    if not isinstance(d_output, Mapping) or set(d_output) != set(names):
+        raise ValueError(f"the output was {{feature: array}}; its gradient needs the features {sorted(names)}.")
+    parts = [jnp.asarray(d_output[name]) for name in names]
+    return jnp.concatenate([part.reshape(-1) for part in parts]) if is_flat else jnp.concatenate(parts, axis=1)
