@@ -161,8 +161,8 @@ class AdamOptimizerSpec(OptimizerSpec):
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         t = as_float32(0 if step is None else step) + 1.0
-        correction = jnp.sqrt(_one_minus_power(self.beta_2, t))
-        lr = as_float32(self.get_learning_rate(step)) * correction / _one_minus_power(self.beta_1, t)
+        correction = jnp.sqrt(one_minus_power(self.beta_2, t))
+        lr = as_float32(self.get_learning_rate(step)) * correction / one_minus_power(self.beta_1, t)
         return lr, as_float32(self.beta_1), as_float32(self.beta_2), as_float32(self.epsilon) * correction
 
     def slot_initial_values(self) -> tuple[Any, ...]:
@@ -291,7 +291,7 @@ class LaPropOptimizerSpec(OptimizerSpec):
         if step is None:
             return b2
         t = as_float32(step)
-        return b2 * _one_minus_power(self.b2, t) / _one_minus_power(self.b2, t + 1.0)
+        return b2 * one_minus_power(self.b2, t) / one_minus_power(self.b2, t + 1.0)
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         return (
@@ -356,7 +356,7 @@ class F2AOptimizerSpec(OptimizerSpec):
         return "f2a"
 
 
-def _one_minus_power(decay: float, exponent: Array) -> Array:
+def one_minus_power(decay: float, exponent: Array) -> Array:
     """`1 - decay**exponent`; the direct form keeps only four digits of `1 - 0.999` in float32."""
     if decay == 0.0:
         return jnp.where(exponent > 0, 1.0, 0.0)

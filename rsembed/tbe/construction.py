@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
+from rsembed.tbe.arguments import OptimizerArguments, check_arguments
 from rsembed.tbe.functional import TBEState, init_state, shape_of
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import Placement, TablePasses, TablePlan, TBEPlan
@@ -105,7 +107,11 @@ def plan_of(
     warn_of_no_effect(sorted(set.intersection(*unread)), f"optimizer {optimizers[0].name} does not use them")
     if len({optimizer == EmbOptimType.NONE for optimizer in optimizers}) > 1:
         raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
+    if len(set(optimizers)) == 1:
+        # What does not go together is refused before unread arguments are left out.
+        check_arguments(optimizers[0], OptimizerArguments(**optimizer_arguments))
     tables = []
+    rates = [rate if callable(rate) else float(rate) for rate in learning_rates]
     for number, (rows, dim, _, _) in enumerate(specs):
         optimizer = optimizers[number]
         given = {k: v for k, v in optimizer_arguments.items() if k not in unread[number]}
@@ -116,10 +122,11 @@ def plan_of(
         tables.append(
             TablePlan(
                 name=names[number],
+                optimizer=optimizer,
                 num_rows=rows,
                 dim=dim,
-                rule=make_rule(optimizer, **{**given, "learning_rate": learning_rates[number]}),
-                learning_rate=learning_rates[number],
+                rule=make_rule(optimizer, **{**given, "learning_rate": rates[number]}),
+                learning_rate=rates[number],
                 dtype=dtype,
                 placement=places[number],
                 rounds_stochastically=stochastic_rounding,
@@ -131,6 +138,42 @@ def plan_of(
     return TBEPlan.of(tables, features, pooling)
 
 
+HYPER_PARAMETERS = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")
+
+
+def with_hyper_parameters(plan: TBEPlan, given: dict[str, Any], changes: Mapping[str, float]) -> TBEPlan:
+    """The plan with other hyperparameters in its rules; `given`, the arguments of the optimizers, changes too.
+
+    Raises: NotImplementedError: a name is unknown, or no table's optimizer reads it. ValueError: a value is impossible.
+    """
+    new = dict(given)
+    for name, value in changes.items():
+        if name not in HYPER_PARAMETERS or not any(_reads(table, name, new) for table in plan.tables):
+            raise NotImplementedError(
+                f"setting hyper-parameter {name!r} is not supported by this module's optimizers; there are lr and, as "
+                f"far as an optimizer reads them, {', '.join(HYPER_PARAMETERS)}."
+            )
+        if name == "lower_bound":
+            new["global_weight_decay"] = dataclasses.replace(new["global_weight_decay"], lower_bound=value)
+        else:
+            new[name] = value
+    tables = []
+    for table in plan.tables:
+        own = {k: v for k, v in new.items() if k not in unused_arguments(table.optimizer, new)}
+        rule = make_rule(table.optimizer, **{**own, "learning_rate": table.learning_rate})
+        options = own.get("extra_optimizer_config") or UserEnabledConfigDefinition()
+        tables.append(table._replace(rule=rule, passes=_passes(table.optimizer, own, options)))
+    given.update(new)
+    return dataclasses.replace(plan, tables=tuple(tables))
+
+
+def _reads(table: TablePlan, name: str, given: Mapping[str, Any]) -> bool:
+    if name == "lower_bound":
+        return table.passes.global_decay is not None
+    # Whatever differs from its default and is not read is reported as unused.
+    return name not in unused_arguments(table.optimizer, {**given, name: -1.0})
+
+
 def _passes(optimizer: EmbOptimType, given: Mapping[str, Any], options: UserEnabledConfigDefinition) -> TablePasses:
     is_ensemble = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
     is_emainplace = optimizer == EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD
@@ -139,6 +182,9 @@ def _passes(optimizer: EmbOptimType, given: Mapping[str, Any], options: UserEnab
         emainplace=(given.get("emainplace_mode") or EmainplaceModeDefinition()) if is_emainplace else None,
         counter=given.get("counter_based_regularization"),
         global_decay=given.get("global_weight_decay"),
+        average_dtype=dtype_of(
+            (given.get("optimizer_state_dtypes") or {}).get("momentum2", SparseType.FP32), "optimizer_state_dtypes"
+        ).name,
         weight_decay=given.get("weight_decay", 0.0),
         writes_first_gradient_only=optimizer == EmbOptimType.EXACT_SGD and options.use_writeback_bwd_prehook,
     )

@@ -66,7 +66,8 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None 
         shapes = () if table.rule is None else jax.eval_shape(table.rule.init_slots, shape_of(table, rows))
         one_row = () if table.rule is None else table.rule.init_slots(jnp.zeros((1, table.dim), jnp.float32))
         slots.append(tuple(jnp.broadcast_to(v, s.shape) + 0 for v, s in zip(one_row, shapes, strict=True)))
-        averages.append(None if table.passes.ensemble is None else jnp.zeros((rows, table.dim), jnp.float32))
+        passes = table.passes
+        averages.append(None if passes.ensemble is None else jnp.zeros((rows, table.dim), passes.average_dtype))
         resident.append(jnp.full(rows, NO_ROW, jnp.int32) if table.is_cached else None)
     rates = [plan.table_of(group).learning_rate for group in plan.groups]
     return TBEState(
@@ -138,7 +139,7 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
 
 def lookup(plan: TBEPlan, state: TBEState, batch: JaggedBatch, output_dtype: str = "float32") -> Array:
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
-    factors = _decay_factors(plan, state, batch)
+    factors = _decay_factors(plan, state, batch, learning_rates(plan, state))
     if factors is not None:
         batch = dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
     return _lookup(state.weights, batch).astype(output_dtype).reshape(batch.output_shape(plan.dims()))
@@ -164,10 +165,12 @@ def _lookup_backward(saved: Any, d_output: Array) -> Any:
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def weight_gradients(plan: TBEPlan, state: TBEState, batch: JaggedBatch, d_output: Array) -> Float[Array, " nnz"]:
-    """Gradients of the ids' weights, from the rows that `lookup` reads."""
+def weight_gradients(
+    plan: TBEPlan, state: TBEState, batch: JaggedBatch, d_output: Array, rates: Float[Array, " groups"]
+) -> Float[Array, " nnz"]:
+    """Gradients of the ids' weights, from the rows that `lookup` reads at these rates."""
     gradients = api.weight_gradients(state.weights, batch, _flat(d_output))
-    factors = _decay_factors(plan, state, batch)
+    factors = _decay_factors(plan, state, batch, rates)
     return gradients if factors is None else factors * gradients
 
 
@@ -241,8 +244,8 @@ def decayed_tables(plan: TBEPlan, state: TBEState) -> TBEState:
     """The state with the decay of DECOUPLE_GLOBAL that rows are still owed written into them, as lookups read them."""
     weights, slots = list(state.weights), list(state.slots)
     for number, group in enumerate(plan.groups):
-        factor = _decay_factor(plan, group, state, number, slots[number][1]) if _decays(plan, group) else None
-        if factor is not None:
+        if _decays(plan, group):
+            factor = _decay_factor(plan, group, state, slots[number][1], learning_rates(plan, state)[number])
             weights[number] = (weights[number] * factor.astype(weights[number].dtype)).astype(weights[number].dtype)
             was_touched = slots[number][1] > 0
             slots[number] = (slots[number][0], jnp.where(was_touched, state.step, slots[number][1]))
@@ -253,20 +256,21 @@ def _decays(plan: TBEPlan, group: GroupPlan) -> bool:
     return plan.table_of(group).passes.global_decay is not None
 
 
-def _decay_factor(plan: TBEPlan, group: GroupPlan, state: TBEState, number: int, prev_iter: Array) -> Array:
+def _decay_factor(plan: TBEPlan, group: GroupPlan, state: TBEState, prev_iter: Array, rate: Array) -> Array:
     passes = plan.table_of(group).passes
-    rate = learning_rates(plan, state)[number]
     return global_decay_factor(prev_iter, state.step + 1, rate, passes.weight_decay, passes.global_decay)  # type: ignore[arg-type]
 
 
-def _decay_factors(plan: TBEPlan, state: TBEState, batch: JaggedBatch) -> Float[Array, " nnz"] | None:
+def _decay_factors(
+    plan: TBEPlan, state: TBEState, batch: JaggedBatch, rates: Float[Array, " groups"]
+) -> Float[Array, " nnz"] | None:
     """What lookups multiply the row of each id by; None if no table decays globally."""
     factors = None
     for number, group in enumerate(plan.groups):
         if _decays(plan, group):
             rows = jagged_segment(batch, number).rows
             prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
-            own = _decay_factor(plan, group, state, number, prev_iter)
+            own = _decay_factor(plan, group, state, prev_iter, rates[number])
             factors = own if factors is None else factors * own  # rows of other groups read as never touched: 1
     return factors
 
@@ -320,7 +324,7 @@ def backward(
     d_output = clip(d_output, max_gradient)
     if not wants_weight_gradients:
         return update(plan, state, batch, d_output, rates), None
-    d_weights = weight_gradients(plan, state, batch, d_output)
+    d_weights = weight_gradients(plan, state, batch, d_output, rates)
     # Without this the update could be scheduled first, on a copy of the tables.
     weights, d_weights = jax.lax.optimization_barrier((state.weights, d_weights))
     return update(plan, state._replace(weights=weights), batch, d_output, rates), d_weights

@@ -11,11 +11,12 @@ callbacks with room for one row per id.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,14 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Int
 
-from rsembed.caching import Admission, CacheStatistics, RowStore, SetAssociativeCache, unique_misses_by_group
+from rsembed.caching import (
+    Admission,
+    CacheCounts,
+    CacheStatistics,
+    RowStore,
+    SetAssociativeCache,
+    unique_misses_by_group,
+)
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.row_gradients import RowGradients
@@ -46,11 +54,17 @@ class _Group:
     out_rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     in_rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     scratch_rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
-    locked: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def num_places(self) -> int:
         return self.cache.num_sets * self.cache.num_ways
+
+
+class _Prefetched(NamedTuple):
+    """A batch whose rows wait in the cache, and the places it locks, by part of the batch and by cached group."""
+
+    ids: np.ndarray
+    locked: list[list[np.ndarray]]
 
 
 class HostRows:
@@ -75,6 +89,7 @@ class HostRows:
         self.groups = [_Group(number, caches[number], stores[number]) for number in caches]
         self.statistics = CacheStatistics(len(plan.features))
         self.counts_features = counts_features
+        self.prefetched: collections.deque[_Prefetched] = collections.deque()
         self.version = 0
         """Changes whenever places may have changed their rows: translations made before are void."""
 
@@ -115,24 +130,46 @@ class HostRows:
             name = self.plan.group_name(self.plan.groups[group.number])
             own = np.asarray(rows[name]).astype(np.int64)
             own[own == NO_ROW] = group.stores[0].shape[0]
-            places, *own_moves = self._place(group, own, admit=True)
+            places, own_moves, _ = self._place(group, own, admit=True)
             rows[name] = jnp.asarray(np.where(places < 0, NO_ROW, places), jnp.int32)
             moves.append([_pad(p, _padded(p.size)) for p in own_moves])
         state = self._exchange_all(state, moves, None)
         return state, dataclasses.replace(row_gradients, rows=rows)
 
-    def prefetch(self, state: TBEState, ids: Any, offsets: Any, num_bags: Sequence[int], *, lock: bool) -> TBEState:
+    def prefetch(
+        self, state: TBEState, parts: Sequence[tuple[Any, Any]], num_bags: Sequence[int], *, lock: bool
+    ) -> TBEState:
         """Fills the cache for a later batch, whose homeless rows will be brought when it is looked up.
 
         Args:
           state: its cached groups change.
-          ids: concrete, as for `bring`.
-          offsets: likewise.
+          parts: ids and offsets of the batch, in parts with all bags; concrete.
           num_bags: bags of every feature.
-          lock: keep the places of this batch until `unlock(locked_places())`.
+          lock: keep the places of this batch until it is looked up.
         """
-        plan_moves = functools.partial(self._plan_moves, tuple(num_bags), True, None, lock=lock, for_later=True)
-        return self._exchange_all(state, plan_moves(ids, offsets)[1], None)
+        locked: list[list[np.ndarray]] = []
+        for ids, offsets in parts:
+            places: list[np.ndarray] = []
+            locks = places if lock else None
+            moves = self._plan_moves(tuple(num_bags), True, None, ids, offsets, locks=locks, is_prefetch=True)[1]
+            state = self._exchange_all(state, moves, None)
+            locked.append(places)
+        self.prefetched.append(_Prefetched(np.concatenate([ids for ids, _ in parts]), locked))
+        return state
+
+    def _take_prefetched(self, ids: np.ndarray) -> bool:
+        """Whether the batch was prefetched: then it no longer is, and its places may be taken again."""
+        for number, entry in enumerate(self.prefetched):
+            if np.array_equal(entry.ids, ids):
+                del self.prefetched[number]
+                self._unlock(entry)
+                return True
+        return False
+
+    def _unlock(self, entry: _Prefetched) -> None:
+        for part in entry.locked:
+            for group, places in zip(self.groups, part, strict=False):
+                group.cache.unlock(places)
 
     def _exchange_all(self, state: TBEState, moves: Any, capacity: int | None) -> TBEState:
         self.version += 1
@@ -161,15 +198,6 @@ class HostRows:
             places = group.num_places + jnp.arange(num_scratch, dtype=jnp.int32)
             _call(functools.partial(_store_scratch, group), () if is_traced else None, *_gather(arrays, places))
 
-    def locked_places(self) -> list[np.ndarray]:
-        """The places that the last `bring(lock=True)` locked, by cached group."""
-        return [group.locked for group in self.groups]
-
-    def unlock(self, places: Sequence[np.ndarray]) -> None:
-        """Lets the places of a prefetched batch be taken again."""
-        for group, own in zip(self.groups, places, strict=True):
-            group.cache.unlock(own)
-
     # Whole tables
 
     def flush(self, state: TBEState) -> None:
@@ -185,6 +213,8 @@ class HostRows:
     def forget(self, state: TBEState) -> TBEState:
         """Empties the cache without writing anything back."""
         self.version += 1
+        while self.prefetched:
+            self._unlock(self.prefetched.popleft())
         resident = list(state.resident_rows)
         for group in self.groups:
             group.cache.reset()
@@ -221,20 +251,25 @@ class HostRows:
         ids: Any,
         offsets: Any,
         *,
-        lock: bool = False,
-        for_later: bool = False,
+        locks: list[np.ndarray] | None = None,
+        is_prefetch: bool = False,
     ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
         """Ids with places instead of rows, and for every group which places are left and taken."""
         ids, offsets = np.asarray(ids), np.asarray(offsets)
         translated, moves = ids.astype(np.int32), []
+        self.version += 1  # here too, as compiled programs call nothing else of this class before an exchange
+        admit = admit and (is_prefetch or not self._take_prefetched(ids))
+        admissions = []
         for group in self.groups:
             rows = self._rows_of_group(group, ids, offsets, num_bags)
-            record = functools.partial(self._record, rows=rows, offsets=offsets, num_bags=num_bags)
-            places, *own = self._place(group, rows, admit=admit, lock=lock, for_later=for_later, record=record)
+            places, own_moves, admission = self._place(group, rows, admit=admit, locks=locks, is_prefetch=is_prefetch)
             for feature, first, last in _features(offsets, num_bags):
                 if self.plan.place(self.plan.features[feature])[0] == group.number:
                     translated[first:last] = places[first:last]
-            moves.append([_pad(p, _padded(p.size) if capacity is None else capacity) for p in own])
+            moves.append([_pad(p, _padded(p.size) if capacity is None else capacity) for p in own_moves])
+            admissions.append((admission, rows))
+        if admit:
+            self._record(admissions, ids, offsets, num_bags)
         return translated, moves
 
     def _place(
@@ -243,37 +278,47 @@ class HostRows:
         rows: np.ndarray,
         *,
         admit: bool,
-        lock: bool = False,
-        for_later: bool = False,
-        record: Callable[[Any], None] = lambda admission: None,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Place of every row (-1 for none), places whose rows leave, places that are filled."""
-        num_rows = group.stores[0].shape[0]
+        locks: list[np.ndarray] | None = None,
+        is_prefetch: bool = False,
+    ) -> tuple[np.ndarray, list[np.ndarray], Admission | None]:
+        """Place of every row (-1 for none); places whose rows leave, and places that are filled."""
+        num_rows, admission = group.stores[0].shape[0], None
         out_places = in_places = group.out_rows = group.in_rows = group.scratch_rows = np.zeros(0, np.int64)
         if admit:
-            admission = group.cache.admit(rows, lock=lock)
-            places = group.locked = admission.locations
+            admission = group.cache.admit(rows, lock=locks is not None)
+            places = admission.locations
+            if locks is not None:
+                locks.append(places)
             was_taken = admission.evicted_ids >= 0
             group.out_rows, out_places = admission.evicted_ids[was_taken], admission.inserted_slots[was_taken]
             group.in_rows, in_places = admission.inserted_ids, admission.inserted_slots
-            record(admission)
         else:
             places = group.cache.find(rows)
-        if not for_later:
+        if not is_prefetch:
             is_homeless = (places < 0) & (rows < num_rows)
             group.scratch_rows, inverse = np.unique(rows[is_homeless], return_inverse=True)
             places = places.copy()
             places[is_homeless] = group.num_places + inverse
             group.in_rows = np.concatenate([group.in_rows, group.scratch_rows])
             in_places = np.concatenate([in_places, group.num_places + np.arange(group.scratch_rows.size)])
-        return places, out_places, in_places
+        return places, [out_places, in_places], admission
 
-    def _record(self, admission: Admission, rows: np.ndarray, offsets: np.ndarray, num_bags: Sequence[int]) -> None:
+    def _record(self, admissions: list[Any], ids: np.ndarray, offsets: np.ndarray, num_bags: Sequence[int]) -> None:
+        """Counts a batch once, however many groups its ids belong to."""
+        counts = [admission.counts for admission, _ in admissions]
+        sums = {name: sum(getattr(own, name) for own in counts) for name in CacheCounts._fields}
+        num_cacheable = sum(
+            int((rows < group.cache.num_ids).sum()) for group, (_, rows) in zip(self.groups, admissions)
+        )
+        sums |= {"calls": 1, "requested_ids": ids.size}
+        sums["unique_ids"] = sums["unique_hits"] + sums["unique_misses"] + int(num_cacheable < ids.size)
         by_feature = None
         if self.counts_features:
-            starts = [first for _, first, _ in _features(offsets, num_bags)]
-            by_feature = unique_misses_by_group(rows, admission.missed_ids, np.asarray([*starts, rows.size]))
-        self.statistics.record(admission.counts, by_feature)
+            starts = np.asarray([*(first for _, first, _ in _features(offsets, num_bags)), ids.size])
+            starts[0] = 0  # ids in front of the first bag belong to nobody and cannot miss
+            by_group = [unique_misses_by_group(rows, own.missed_ids, starts) for own, rows in admissions]
+            by_feature = np.sum(by_group, axis=0)
+        self.statistics.record(CacheCounts(**sums), by_feature)
 
     def _with_scratch(self, state: TBEState, group: _Group, num_rows: int) -> TBEState:
         """Room for at least `num_rows` scratch rows."""

@@ -26,6 +26,7 @@ from rsembed.tbe.construction import (
     placements,
     plan_of,
     warn_of_arguments,
+    with_hyper_parameters,
 )
 from rsembed.tbe.plan import BagSizes, TablePasses
 from rsembed.tbe.records import (
@@ -67,6 +68,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
     Weights start at zero, as in the original: see `init_embedding_weights_uniform`. An argument that has no effect,
     here or together with the others, is named in a warning. Beyond the original: `optimizer` and `learning_rate` may
     be lists with one entry per table, the learning rate a schedule (of the 0-based step), any dim is allowed.
+
+    An eager training step takes over the module's arrays: copies that share them (`nnx.clone`, `nnx.split`) end there.
+    `state_dict` and `load_state_dict` copy a module.
 
     Args:
       embedding_specs: `(rows, dim, location, compute device)` of every table. Tables live on `device` whatever their
@@ -270,7 +274,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
             folder=storage_folder,
             counts_features=self.record_cache_metrics.record_tablewise_cache_miss,
         )
-        self.notes = nnx.static(Notes())
+        self.notes = nnx.static(Notes(optimizer_arguments))
         key = (rngs or nnx.Rngs(0)).params()
         self.state = TBEVariable(first_state(self.plan, key, self.host_rows, cache_precision, device_of(device)))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
@@ -341,7 +345,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         forward_stream: Any = None,
         batch_size_per_feature_per_rank: BagSizes | None = None,
     ) -> None:
-        """Brings rows of a later batch into the cache; batches are then looked up in the order of their prefetches.
+        """Brings rows of a later batch into the cache; other batches may be looked up in between.
 
         Args:
           indices: see `__call__`, as for the others.
@@ -371,12 +375,13 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def set_optimizer_step(self, step: int) -> None:
         """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
-        self.state.set_value(self.state.get_value()._replace(step=jnp.asarray(step, jnp.int32)))
+        done = jnp.asarray(step, jnp.int32)
+        self.state.set_value(self.state.get_value()._replace(step=done, passed_step=done + 0))
 
     @property
     def step(self) -> Array:
         """Updates done so far."""
-        return self.state.get_value().step
+        return self.state.get_value().step + 0  # the array itself goes to the next update
 
     def update_hyper_parameters(self, parameters: Mapping[str, float]) -> None:
         """Changes `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound` (of global decay) from now on.
@@ -387,7 +392,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if "lr" in parameters:
             self.set_learning_rate(parameters.pop("lr"))
         if parameters:
-            self.plan = tables.with_hyper_parameters(self.plan, parameters)
+            self.plan = with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
 
@@ -459,10 +464,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if self.host_rows is not None:
             if not discard:
                 self.flush()
-            for _, locked in self.notes.prefetched:
-                for places in filter(None, locked):
-                    self.host_rows.unlock(places)
-            self.notes.prefetched.clear()
             self.state.set_value(self.host_rows.forget(self.state.get_value()))
 
     def get_uvm_cache_stats(self) -> CacheCounts:

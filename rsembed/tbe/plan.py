@@ -15,6 +15,7 @@ from rsembed.optimizers import LearningRate, OptimizerSpec
 from rsembed.tbe.records import (
     CounterBasedRegularizationDefinition,
     EmainplaceModeDefinition,
+    EmbOptimType,
     EnsembleModeDefinition,
     GlobalWeightDecayDefinition,
 )
@@ -31,6 +32,7 @@ class TablePasses(NamedTuple):
     emainplace: EmainplaceModeDefinition | None = None
     counter: CounterBasedRegularizationDefinition | None = None
     global_decay: GlobalWeightDecayDefinition | None = None
+    average_dtype: str = "float32"
     weight_decay: float = 0.0
     writes_first_gradient_only: bool = False
 
@@ -40,6 +42,7 @@ class TablePlan(NamedTuple):
 
     Args:
       name: as in messages and state dicts.
+      optimizer: what `rule` was made from.
       num_rows: rows.
       dim: columns.
       rule: how touched rows are stepped; None only returns their gradients.
@@ -54,6 +57,7 @@ class TablePlan(NamedTuple):
     """
 
     name: str
+    optimizer: EmbOptimType
     num_rows: int
     dim: int
     rule: OptimizerSpec | None

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.optimizers.base import as_float32
-from rsembed.optimizers.rules import _one_minus_power as one_minus_power
+from rsembed.optimizers.rules import one_minus_power
 from rsembed.tbe.full_table import global_decay_factor
 from rsembed.tbe.records import GlobalWeightDecayDefinition, WeightDecayMode
 

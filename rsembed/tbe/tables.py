@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,21 +13,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.tbe import functional
 from rsembed.tbe.construction import per_table
-from rsembed.tbe.plan import TablePlan, TBEPlan
+from rsembed.tbe.plan import TBEPlan
 
 if TYPE_CHECKING:
     from rsembed.tbe.module import TableBatchedEmbeddingBags
 
 ROWS_PER_BLOCK = 1 << 16
-
-# Name of a hyperparameter here, and of the fields that hold it in the rules of the core.
-_FIELDS = {
-    "eps": ("eps", "epsilon"),
-    "beta1": ("beta1", "beta_1"),
-    "beta2": ("beta2", "beta_2"),
-    "weight_decay": ("weight_decay",),
-    "lower_bound": (),
-}
 
 
 def rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> Float[Array, " groups"]:
@@ -47,40 +37,6 @@ def rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> Fl
             )
         rates.append(own.pop())
     return jnp.asarray(rates, jnp.float32)
-
-
-def with_hyper_parameters(plan: TBEPlan, parameters: Mapping[str, float]) -> TBEPlan:
-    """The plan with other hyperparameters in its rules. Raises: NotImplementedError: no rule reads one of them."""
-    tables = list(plan.tables)
-    for name, value in parameters.items():
-        changed = [_with_hyper_parameter(table, name, value) for table in tables]
-        if changed == tables and all(not _reads(table, name) for table in tables):
-            raise NotImplementedError(
-                f"setting hyper-parameter {name!r} is not supported by the optimizers of this module; lr, and of the "
-                f"others ({', '.join(_FIELDS)}) those that an optimizer reads, can be set."
-            )
-        tables = changed
-    return dataclasses.replace(plan, tables=tuple(tables))
-
-
-def _reads(table: TablePlan, name: str) -> bool:
-    if name == "lower_bound":
-        return table.passes.global_decay is not None
-    fields = {field.name for field in dataclasses.fields(table.rule)} if table.rule is not None else set()
-    return bool(fields & set(_FIELDS.get(name, ())))
-
-
-def _with_hyper_parameter(table: TablePlan, name: str, value: float) -> TablePlan:
-    if not _reads(table, name):
-        return table
-    if name == "lower_bound":
-        config = dataclasses.replace(table.passes.global_decay, lower_bound=value)  # type: ignore[type-var]
-        rule = dataclasses.replace(table.rule, global_weight_decay=config)  # type: ignore[type-var]
-        return table._replace(rule=rule, passes=table.passes._replace(global_decay=config))
-    fields = {field.name for field in dataclasses.fields(table.rule)}  # type: ignore[arg-type]
-    changes = {field: value for field in _FIELDS[name] if field in fields}
-    passes = table.passes._replace(weight_decay=value) if name == "weight_decay" else table.passes
-    return table._replace(rule=dataclasses.replace(table.rule, **changes), passes=passes)  # type: ignore[type-var]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -120,14 +76,26 @@ def write_table(
             values = np.asarray(rows(first, last)).astype(stores[array].dtype)
             stores[array].write(first_row + np.arange(first, last), values)
         return
-    state = module.state.get_value()
-    arrays = [state.weights[number], *state.slots[number]]
+    arrays = _arrays(module, number)
     for first in range(0, num_rows, ROWS_PER_BLOCK):
         last = min(first + ROWS_PER_BLOCK, num_rows)
         arrays[array] = _put_block(arrays[array], jnp.asarray(rows(first, last)), first_row + first)
-    weights, slots = list(state.weights), list(state.slots)
-    weights[number], slots[number] = arrays[0], tuple(arrays[1:])
-    module.state.set_value(state._replace(weights=tuple(weights), slots=tuple(slots)))
+    _set_arrays(module, number, arrays)
+
+
+def _arrays(module: TableBatchedEmbeddingBags, number: int) -> list[Array]:
+    """Weights and states of a group, in the order of the state names."""
+    state = module.state.get_value()
+    average = state.averages[number]
+    return [state.weights[number], *state.slots[number], *([] if average is None else [average])]
+
+
+def _set_arrays(module: TableBatchedEmbeddingBags, number: int, arrays: Sequence[Array]) -> None:
+    state = module.state.get_value()
+    weights, slots, averages = list(state.weights), list(state.slots), list(state.averages)
+    weights[number], slots[number] = arrays[0], tuple(arrays[1 : 1 + len(slots[number])])
+    averages[number] = None if averages[number] is None else arrays[-1]
+    module.state.set_value(state._replace(weights=tuple(weights), slots=tuple(slots), averages=tuple(averages)))
 
 
 def _read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
@@ -137,12 +105,8 @@ def _read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
     if module.plan.tables[table].is_cached:
         stores, _ = module.host_rows.store_of(table)  # type: ignore[union-attr]
         return [store.view(first_row, last_row) for store in stores]
-    state = module.state.get_value()
-    arrays: list[Any] = [state.weights[number], *state.slots[number]]
-    if state.averages[number] is not None:
-        arrays.append(state.averages[number])
     # A slice of everything would be the array itself, which the next training step takes over.
-    return [jnp.array(array[first_row:last_row], copy=True) for array in arrays]
+    return [jnp.array(array[first_row:last_row], copy=True) for array in _arrays(module, number)]
 
 
 def split_weights(module: TableBatchedEmbeddingBags) -> list[Any]:
@@ -217,7 +181,7 @@ def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any])
     state = module.state.get_value()
     changes: dict[str, Any] = {}
     if "step" in given:
-        changes["step"] = jnp.asarray(int(given["step"]), jnp.int32)
+        changes |= {name: jnp.asarray(int(given["step"]), jnp.int32) for name in ("step", "passed_step")}
     if "max_counter" in given:
         changes["max_counter"] = jnp.asarray(given["max_counter"], jnp.float32)
     if "key" in given:
@@ -255,11 +219,7 @@ def reset_rows(module: TableBatchedEmbeddingBags, rows: Any, offsets: Any, table
             for store in module.host_rows.store_of(table)[0]:  # type: ignore[union-attr]
                 store.write(np.unique(own) + first_row, np.zeros((np.unique(own).size, *store.shape[1:]), store.dtype))
             continue
-        state = module.state.get_value()
-        weights, slots = list(state.weights), list(state.slots)
-        weights[number] = weights[number].at[own + first_row].set(0)
-        slots[number] = tuple(slot.at[own + first_row].set(0) for slot in slots[number])
-        module.state.set_value(state._replace(weights=tuple(weights), slots=tuple(slots)))
+        _set_arrays(module, number, [array.at[own + first_row].set(0) for array in _arrays(module, number)])
 
 
 def write_out_decay(module: TableBatchedEmbeddingBags) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -37,15 +37,11 @@ _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argn
 _rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
-Places = list[list[np.ndarray]]
-"""Places of the caches that a prefetched batch locks, by part of the batch and by cached group."""
-
-
 @dataclasses.dataclass(eq=False)
 class Notes:
-    """What a module remembers on the host: prefetched batches with the places they lock, and whether it has warned."""
+    """What a module remembers on the host: whether it has warned, and the arguments of its optimizers."""
 
-    prefetched: collections.deque[tuple[Inputs, Places]] = dataclasses.field(default_factory=collections.deque)
+    optimizer_arguments: dict[str, Any]
     has_warned: bool = False
 
 
@@ -54,7 +50,6 @@ class LookedUp(NamedTuple):
 
     inputs: Inputs
     batch: JaggedBatch
-    locked: Places
     is_dict: bool
 
 
@@ -65,11 +60,19 @@ def forward(
     is_dict = isinstance(indices, Mapping)
     if is_dict:
         indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
-    inputs = _read(module, indices, offsets, weights, sizes)
-    batch, locked = _batch(module, inputs)
+    with _place_of_writes(module, indices, offsets):
+        inputs = _read(module, indices, offsets, weights, sizes)
+        batch = _batch(module, inputs)
     output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
     output = output_by_feature(module.plan, module.feature_names, output, inputs) if is_dict else output
-    return output, LookedUp(inputs, batch, locked, is_dict)
+    return output, LookedUp(inputs, batch, is_dict)
+
+
+def _place_of_writes(module: TableBatchedEmbeddingBags, *values: Any) -> contextlib.AbstractContextManager[Any]:
+    """Where a lookup may write to the module: under `jax.grad` with concrete ids, outside of what is differentiated."""
+    leaves = (*jax.tree.leaves(values), *jax.tree.leaves(module.state.get_value()))
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
 
 
 def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any) -> Inputs:
@@ -86,25 +89,16 @@ def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights
     return inputs
 
 
-def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> tuple[JaggedBatch, Places]:
-    """The batch, with places for ids of cached tables, whose rows are brought; and the places it locks."""
+def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> JaggedBatch:
+    """The batch, with places for ids of cached tables, whose rows are brought."""
     ids, rows = inputs.ids, None
-    locked: Places = []
     if module.host_rows is not None:
-        is_prefetched = bool(module.notes.prefetched) and not inputs.is_traced
-        if is_prefetched:
-            expected, locked = module.notes.prefetched.popleft()
-            if not np.array_equal(expected.ids, inputs.ids):
-                module.notes.prefetched.appendleft((expected, locked))
-                raise ValueError("this is not the batch that was prefetched first; look batches up in that order.")
-        state, ids = module.host_rows.bring(
-            module.state.get_value(), ids, inputs.offsets, inputs.num_bags, admit=not is_prefetched
-        )
+        state, ids = module.host_rows.bring(module.state.get_value(), ids, inputs.offsets, inputs.num_bags)
         module.state.set_value(state)
         rows = [weights.shape[0] for weights in state.weights]
     weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
     offsets = jnp.asarray(inputs.offsets)
-    return module.plan.batch(jnp.asarray(ids), offsets, weights, inputs.sizes, cached_rows=rows), locked
+    return module.plan.batch(jnp.asarray(ids), offsets, weights, inputs.sizes, cached_rows=rows)
 
 
 def apply(module: TableBatchedEmbeddingBags, row_gradients: RowGradients) -> None:
@@ -120,23 +114,27 @@ def apply(module: TableBatchedEmbeddingBags, row_gradients: RowGradients) -> Non
 
 def prefetch(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, sizes: Any) -> None:
     """Brings rows of a later batch into the cache."""
-    host_rows, prefetched = module.host_rows, module.notes.prefetched
+    host_rows, config = module.host_rows, module.multipass_prefetch_config
     assert host_rows is not None
     started = time.perf_counter()
+    if isinstance(indices, Mapping):
+        indices, offsets, _, sizes = features_of_dict(module.plan, module.feature_names, indices)
     inputs = _read(module, indices, offsets, None, sizes)
     if inputs.is_traced:
         raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
-    if len(prefetched) >= MAX_PREFETCHES:
+    if len(host_rows.prefetched) >= MAX_PREFETCHES:
         raise RuntimeError(
-            f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often."
+            f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often, or other "
+            "batches are looked up."
         )
-    config, locks = module.multipass_prefetch_config, module.prefetch_pipeline
-    locked: Places = []
-    for part in [inputs] if config is None else inputs.in_parts(config.num_passes, config.min_splitable_pass_size):
-        state = module.state.get_value()
-        module.state.set_value(host_rows.prefetch(state, part.ids, part.offsets, part.num_bags, lock=locks))
-        locked.append(host_rows.locked_places() if locks else [])
-    prefetched.append((inputs, locked))
+    parts = [inputs] if config is None else inputs.in_parts(config.num_passes, config.min_splitable_pass_size)
+    state = host_rows.prefetch(
+        module.state.get_value(),
+        [(part.ids, part.offsets) for part in parts],
+        inputs.num_bags,
+        lock=module.prefetch_pipeline,
+    )
+    module.state.set_value(state)
     if module.reporter is not None:
         module.reporter.prefetch_seconds += time.perf_counter() - started
 
@@ -152,7 +150,7 @@ class Backward:
         total_unique_indices: int | None,
     ):
         self._module, self._mask, self._bound = module, feature_requires_grad, total_unique_indices
-        self._inputs, self._batch, self._locked, self._is_dict = looked_up
+        self._inputs, self._batch, self._is_dict = looked_up
         # The rate of this step is the one that its lookup saw.
         self._rates = _rates(module.plan, module.state.get_value())
         self._version = None if module.host_rows is None else module.host_rows.version
@@ -173,6 +171,7 @@ class Backward:
         module = self._module
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
+        gradient, mask = self._gradient(d_output), self._mask_of_ids()
         self._use()
         state, batch = module.state.get_value(), self._batch
         if module.host_rows is not None and module.host_rows.version != self._version:
@@ -186,7 +185,7 @@ class Backward:
             module.plan,
             state,
             batch,
-            self._gradient(d_output),
+            gradient,
             self._rates,
             max_gradient=module.max_gradient,
             wants_weight_gradients=wants_weight_gradients,
@@ -196,7 +195,7 @@ class Backward:
             module.host_rows.write_back(state)
         if module.reporter is not None and not self._inputs.is_traced:
             module.reporter.step(module, self._inputs, d_output)
-        return d_weights if d_weights is None or self._mask is None else d_weights * self._mask_of_ids()
+        return d_weights if d_weights is None or mask is None else d_weights * mask
 
     def row_gradients(self, d_output: Any) -> RowGradients:
         """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
@@ -210,10 +209,11 @@ class Backward:
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
         inputs, plan = self._inputs, self._module.plan
+        gradient = self._gradient(d_output)
         self._use()
         weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
         batch = plan.batch(jnp.asarray(inputs.ids), jnp.asarray(inputs.offsets), weights, inputs.sizes)
-        gradients = _row_gradients(plan, batch, self._gradient(d_output), max_gradient=self._module.max_gradient)
+        gradients = _row_gradients(plan, batch, gradient, max_gradient=self._module.max_gradient)
         return gradients if self._bound is None else _cut(gradients, self._bound)
 
     def _use(self) -> None:
@@ -222,9 +222,6 @@ class Backward:
         if self._module.deterministic:
             raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
         self._is_used = True
-        for places in self._locked:
-            if places:
-                self._module.host_rows.unlock(places)  # type: ignore[union-attr]
 
     def _gradient(self, d_output: Any) -> Array:
         """The gradient in the form of an output that is no dict. Raises: ValueError: it has another shape."""
@@ -236,14 +233,19 @@ class Backward:
             raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
         return d_output
 
-    def _mask_of_ids(self) -> Float[Array, " nnz"]:
+    def _mask_of_ids(self) -> Float[Array, " nnz"] | None:
+        """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
         inputs = self._inputs
-        first_bags = np.concatenate([[0], np.cumsum(inputs.num_bags)])
-        lengths = jnp.diff(jnp.asarray(inputs.offsets)[first_bags])
+        if self._mask is None:
+            return None
         mask = jnp.asarray(self._mask, jnp.float32)
         if mask.shape != (len(inputs.num_bags),):
-            raise ValueError(f"feature_requires_grad needs one entry per feature, {len(inputs.num_bags)}.")
-        return jnp.repeat(mask, lengths, total_repeat_length=inputs.ids.shape[0])
+            raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(inputs.num_bags)} numbers.")
+        starts = jnp.asarray(inputs.offsets)[np.concatenate([[0], np.cumsum(inputs.num_bags)])]
+        # Ids in front of the first bag belong to no feature, and have no gradient anyway.
+        lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
+        padded = jnp.concatenate([jnp.zeros(1), mask])
+        return jnp.repeat(padded, lengths, total_repeat_length=inputs.ids.shape[0])
 
 
 def _cut(gradients: RowGradients, bound: int) -> RowGradients:

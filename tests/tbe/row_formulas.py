@@ -195,7 +195,7 @@ VARIANTS = {
         ROWWISE,
         counting(
             counter_weight_decay_mode=Decay.ADAGRADW,
-            counter_halflife=3,
+            counter_halflife=30,
             learning_rate_mode=Rate.TAIL_ID_LR_INCREASE,
             adjustment_ub=2.0,
         ),
@@ -205,9 +205,8 @@ VARIANTS = {
         ROWWISE,
         counting(
             learning_rate_mode=Rate.TAIL_ID_LR_DECREASE,
-            adjustment_ub=1.5,
-            tail_id_threshold=TailIdThreshold(0.5, True),
-            counter_halflife=0,
+            adjustment_ub=4.0,
+            tail_id_threshold=TailIdThreshold(0.25, True),
         ),
         counter_adagrad,
     ),
@@ -221,7 +220,7 @@ VARIANTS = {
         counting(learning_rate_mode=Rate.COUNTER_SGD, tail_id_threshold=TailIdThreshold(2.25)),
         counter_adagrad,
     ),
-    "cowclip": (ROWWISE, clipping(weight_norm_coefficient=0.5, lower_bound=0.01), cowclip_adagrad),
+    "cowclip": (ROWWISE, clipping(counter_halflife=0, weight_norm_coefficient=0.5, lower_bound=0.01), cowclip_adagrad),
     "cowclip_l2": (
         ROWWISE,
         clipping(counter_weight_decay_mode=Decay.L2, counter_halflife=3, lower_bound=0.2),

@@ -77,7 +77,7 @@ def test_a_float16_table_swaps_with_a_float32_ensemble():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_slow_halves_move_toward_fast_halves_at_their_steps(dtype):
-    config = records.EmainplaceModeDefinition(step_ema=3, step_start=5, step_ema_coef=0.25)
+    config = records.EmainplaceModeDefinition(step_ema=3, step_start=6, step_ema_coef=0.25)
     weights = random_table(5).astype(dtype)
     run = jax.jit(lambda w, t: emainplace_pass(w, t, config))
     for t in range(1, 13):
