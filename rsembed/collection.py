@@ -15,6 +15,7 @@ from rsembed.bags import PAD_ID, Bags, as_bags, check_ids_dtype, check_values, i
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.reference import Rounding
 from rsembed.optimizers import Slots
 from rsembed.row_gradients import RowGradients
 from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
@@ -335,7 +336,7 @@ class EmbeddingCollection:
                 row_gradients.values[stack.name],
                 stack.spec.optimizer.get_hyperparameters(state.step),
                 stack.spec.optimizer,
-                rounding_key=self._rounding_key(stack, state),
+                rounding=self._rounding(stack, state),
                 implementation=self.implementation,
             )
         return EmbeddingState(tables, slots, state.step + 1, state.key)
@@ -353,15 +354,15 @@ class EmbeddingCollection:
                 self._d_outputs(stack, segments, d_activations),
                 stack.spec.optimizer.get_hyperparameters(state.step),
                 stack.spec.optimizer,
-                rounding_key=self._rounding_key(stack, state),
+                rounding=self._rounding(stack, state),
                 implementation=self.implementation,
             )
         return EmbeddingState(tables, slots, state.step + 1, state.key)
 
-    def _rounding_key(self, stack: StackPlan, state: EmbeddingState) -> PRNGKeyArray | None:
+    def _rounding(self, stack: StackPlan, state: EmbeddingState) -> Rounding | None:
         if not stack.tables[0].stochastic_rounding:
             return None
-        return table_key(jax.random.fold_in(state.key, state.step), stack.name)
+        return api.stochastic_rounding(table_key(jax.random.fold_in(state.key, state.step), stack.name))
 
 
 def _check_batch_size(feature: FeatureSpec, bags: Bags) -> None:

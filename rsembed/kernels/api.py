@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.kernels import native, reference
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.specs import QuantizationConfig
 
@@ -136,11 +136,11 @@ def apply_rows(
     hyper: Hyperparameters,
     rule: OptimizerSpec,
     *,
-    rounding_key: PRNGKeyArray | None = None,
+    rounding: reference.Rounding | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """One optimizer step of distinct rows, in place when the arrays are donated."""
-    return _dispatch("apply_rows", implementation, table, slots, rows, gradients, hyper, rule, rounding_key)
+    return _dispatch("apply_rows", implementation, table, slots, rows, gradients, hyper, rule, rounding)
 
 
 def update(
@@ -151,13 +151,96 @@ def update(
     hyper: Hyperparameters,
     rule: OptimizerSpec,
     *,
-    rounding_key: PRNGKeyArray | None = None,
+    rounding: reference.Rounding | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
-    return _dispatch(
-        "update", implementation, table, slots, tuple(segments), tuple(d_outputs), hyper, rule, rounding_key
-    )
+    return _dispatch("update", implementation, table, slots, tuple(segments), tuple(d_outputs), hyper, rule, rounding)
+
+
+def lookup_jagged(
+    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, *, implementation: str | None = None
+) -> Float[Array, " size"]:
+    """Pooled rows of every feature of a table-batched call, float32 and flat; see `reference.lookup_jagged`."""
+    return _dispatch("lookup_jagged", implementation, tuple(tables), batch)
+
+
+def row_gradients_jagged(
+    num_rows: int,
+    table: int,
+    dims: Sequence[int],
+    batch: JaggedBatch,
+    d_output: Float[Array, " size"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
+    """Gradient of every looked-up row of one table of a table-batched call."""
+    return _dispatch("row_gradients_jagged", implementation, num_rows, table, tuple(dims), batch, d_output)
+
+
+def update_jagged(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    number: int,
+    dims: Sequence[int],
+    batch: JaggedBatch,
+    d_output: Float[Array, " size"],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    *,
+    rounding: reference.Rounding | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """Row gradients and optimizer step of one table of a table-batched call, in place when the arrays are donated.
+
+    Args:
+      table: array `number` of the call.
+      slots: optimizer state of its rows.
+      number: which array of the call it is.
+      dims: row length of every array of the call.
+      batch: ids of all features.
+      d_output: flat gradient of what `lookup_jagged` returned.
+      hyper: from `rule.get_hyperparameters`.
+      rule: how rows are stepped.
+      rounding: how stepped rows are brought to the table's dtype.
+      implementation: see `implementation_states`.
+    """
+    arguments = (table, slots, number, tuple(dims), batch, d_output, hyper, rule, rounding)
+    return _dispatch("update_jagged", implementation, *arguments)
+
+
+def weight_gradients(
+    tables: Sequence[Float[Array, "_ _"]],
+    batch: JaggedBatch,
+    d_output: Float[Array, " size"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, " nnz"]:
+    """Gradients of the weights of a table-batched call; 0 for ids that contribute nothing."""
+    return _dispatch("weight_gradients", implementation, tuple(tables), batch, d_output)
+
+
+def gather_rows(
+    arrays: Sequence[Array], rows: Int[Array, " capacity"], *, implementation: str | None = None
+) -> tuple[Array, ...]:
+    """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+    return _dispatch("gather_rows", implementation, tuple(arrays), rows)
+
+
+def scatter_rows(
+    arrays: Sequence[Array],
+    rows: Int[Array, " capacity"],
+    values: Sequence[Array],
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, ...]:
+    """The arrays with distinct `rows` overwritten, in place when they are donated; rows outside are skipped."""
+    return _dispatch("scatter_rows", implementation, tuple(arrays), rows, tuple(values))
+
+
+def stochastic_rounding(key: PRNGKeyArray) -> reference.Rounding:
+    """Rounding up or down with probabilities that keep the mean; see `reference.round_stochastically`."""
+    return partial(reference.round_stochastically, key=key)
 
 
 def rows_by_bag(

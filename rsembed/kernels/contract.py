@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import no_type_check
+import itertools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, no_type_check
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from rsembed.specs import Combiner
+
+Layout = Literal["columns", "blocks"]
 
 # Row number that no table has. Sorts behind every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1
@@ -44,3 +48,67 @@ class Segment:
     def num_outputs(self) -> int:
         """Rows of this segment's output: bags, or entries for combiner "none"."""
         return self.rows.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+
+
+class Block(NamedTuple):
+    """A feature's bags in a jagged batch, and the rows of its table.
+
+    Args:
+      first_bag: number of its first bag.
+      num_bags: how many bags follow each other from there.
+      table: which of the call's arrays holds its table.
+      first_row: row of that array which id 0 means.
+      num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted.
+    """
+
+    first_bag: int
+    num_bags: int
+    table: int
+    first_row: int
+    num_rows: int
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class JaggedBatch:
+    """All features of a call in one list of ids, feature after feature: what table-batched kernels read.
+
+    Args:
+      ids: id in the feature's own table, of every entry.
+      offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`; they never fall.
+      weights: weight of every entry; None means ones.
+      combiner: `sum`; `mean`, which divides by the number of valid ids, weighted or not; `none`, which returns every
+        entry by itself, shorter rows filled up with zeros.
+      blocks: one per feature, in the order of the output; no two share a bag.
+      layout: `columns` sets the features of a bag side by side, `[bags, sum of dims]`, and needs equally many bags of
+        each; `blocks` sets `[num_bags, dim]` after `[num_bags, dim]`. Combiner `none` gives `[nnz, longest dim]` and
+        has no use for it. Outputs and their gradients are passed flat.
+    """
+
+    ids: Int[Array, " nnz"]
+    offsets: Int[Array, " bags_plus_1"]
+    weights: Float[Array, " nnz"] | None
+    combiner: Literal["sum", "mean", "none"] = dataclasses.field(metadata={"static": True})
+    blocks: tuple[Block, ...] = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(default="columns", metadata={"static": True})
+
+    def output_shape(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the output, which kernels pass flat, for arrays with these row lengths."""
+        size = self.output_places(dims)[0]
+        if self.combiner != "none" and self.layout == "blocks":
+            return (size,)
+        num_vectors = self.ids.shape[0] if self.combiner == "none" else self.blocks[0].num_bags
+        own = [dims[block.table] for block in self.blocks]
+        return (num_vectors, max(own) if self.combiner == "none" else sum(own))
+
+    def output_places(self, dims: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
+        """Size of the flat output, and for each block where its first vector starts and how far apart vectors lie."""
+        own = [dims[block.table] for block in self.blocks]
+        if self.combiner == "none":
+            return self.ids.shape[0] * max(own), [(0, max(own))] * len(own)
+        if self.layout == "blocks":
+            sizes = [block.num_bags * dim for block, dim in zip(self.blocks, own, strict=True)]
+            return sum(sizes), list(zip(itertools.accumulate(sizes, initial=0), own, strict=False))
+        starts = itertools.accumulate(own, initial=0)
+        return self.blocks[0].num_bags * sum(own), [(start, sum(own)) for start, _ in zip(starts, own, strict=False)]

@@ -7,6 +7,7 @@ tables and slots are stepped where they lie when the caller donates them or live
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 import sysconfig
@@ -17,10 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
-from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.kernels.reference import round_stochastically
+from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
+from rsembed.kernels.reference import Rounding
 from rsembed.optimizers import (
     AdagradOptimizerSpec,
     AdamOptimizerSpec,
@@ -38,11 +39,13 @@ LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
 
 _TARGETS = (
     *("rsembed_lookup", "rsembed_row_gradients", "rsembed_update", "rsembed_apply_rows"),
+    *("rsembed_lookup_jagged", "rsembed_row_gradients_jagged", "rsembed_update_jagged", "rsembed_weight_gradients"),
     *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
 )
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Numbers shared with csrc/row_kernels.h and csrc/ffi.cc.
 _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "none": 0}
+_JAGGED_COMBINER_CODES = {"sum": 0, "mean": 3, "none": -1}
 _HAS_OFFSETS, _HAS_WEIGHTS = 4, 8
 _FUSED_RULES: dict[type[OptimizerSpec], int] = {
     SGDOptimizerSpec: 0,
@@ -132,15 +135,15 @@ def update(
     d_outputs: Sequence[Float[Array, "_ dim"]],
     hyper: Hyperparameters,
     rule: OptimizerSpec,
-    rounding_key: PRNGKeyArray | None = None,
+    rounding: Rounding | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """Row gradients and one optimizer step per distinct row, fused for the rules written in C++."""
     _check_available()
     _check_table(table)
-    code = _fused_code(table, slots, rule, rounding_key)
+    code = _fused_code(table, slots, rule, rounding)
     if code is None:
         rows, gradients = row_gradients(table.shape[0], segments, d_outputs)
-        return apply_rows(table, slots, rows, gradients, hyper, rule, rounding_key)
+        return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
     layout, arrays = _flatten(segments, d_outputs)
     operands = (table, _hyper_vector(hyper), *slots, *arrays)
     return _step_in_place("rsembed_update", operands, len(slots), segments=layout, rule=np.int64(code))
@@ -153,32 +156,97 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     hyper: Hyperparameters,
     rule: OptimizerSpec,
-    rounding_key: PRNGKeyArray | None = None,
+    rounding: Rounding | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """One optimizer step of distinct `rows`; rows outside the table are padding."""
     _check_available()
     _check_table(table)
     rows, gradients = _as_rows(rows), gradients.astype(jnp.float32)
-    code = _fused_code(table, slots, rule, rounding_key)
+    code = _fused_code(table, slots, rule, rounding)
     if code is not None:
         operands = (table, _hyper_vector(hyper), *slots, rows, gradients)
         return _step_in_place("rsembed_apply_rows", operands, len(slots), rule=np.int64(code))
     old, *old_slots = gather_rows((table, *slots), rows)
     new, new_slots = rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, hyper)
-    if rounding_key is not None:
-        new = round_stochastically(new, table.dtype, rows, rounding_key)
+    if rounding is not None:
+        new = rounding(new, table.dtype, rows)
     new_table, *stepped_slots = scatter_rows((table, *slots), rows, (new, *new_slots))
     return new_table, tuple(stepped_slots)
 
 
+def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> Float[Array, " size"]:
+    """Pooled rows of every feature of a table-batched call, flat: one call into the library for all tables."""
+    _check_available()
+    for table in tables:
+        _check_table(table)
+    dims = [table.shape[1] for table in tables]
+    arrays, attributes = _jagged_operands(batch, dims)
+    size = batch.output_places(dims)[0]
+    (output,) = _call("rsembed_lookup_jagged", [((size,), jnp.float32)], *arrays, *tables, **attributes)
+    return output
+
+
+def row_gradients_jagged(
+    num_rows: int, table: int, dims: Sequence[int], batch: JaggedBatch, d_output: Float[Array, " size"]
+) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
+    """Gradient of every looked-up row of one table of a table-batched call; else as `row_gradients`."""
+    _check_available()
+    capacity = min(batch.ids.shape[0], num_rows)
+    results = [((capacity,), jnp.int32), ((capacity, dims[table]), jnp.float32)]
+    arrays, attributes = _jagged_operands(batch, dims, table, d_output)
+    target = "rsembed_row_gradients_jagged"
+    rows, gradients = _call(target, results, *arrays, **attributes, num_rows=np.int64(num_rows))
+    return rows, gradients
+
+
+def update_jagged(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    number: int,
+    dims: Sequence[int],
+    batch: JaggedBatch,
+    d_output: Float[Array, " size"],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    rounding: Rounding | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """Row gradients of table `number` of a table-batched call, and one optimizer step per distinct row."""
+    _check_available()
+    _check_table(table)
+    code = _fused_code(table, slots, rule, rounding)
+    if code is None:
+        rows, gradients = row_gradients_jagged(table.shape[0], number, dims, batch, d_output)
+        return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
+    arrays, attributes = _jagged_operands(batch, dims, number, d_output)
+    operands = (table, _hyper_vector(hyper), *slots, *arrays)
+    return _step_in_place("rsembed_update_jagged", operands, len(slots), **attributes, rule=np.int64(code))
+
+
+def weight_gradients(
+    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, d_output: Float[Array, " size"]
+) -> Float[Array, " nnz"]:
+    """Gradients of `batch.weights`; 0 for ids that contribute nothing."""
+    _check_available()
+    for table in tables:
+        _check_table(table)
+    unweighted = dataclasses.replace(batch, weights=None)
+    arrays, attributes = _jagged_operands(unweighted, [table.shape[1] for table in tables], None, d_output)
+    del attributes["has_weights"]
+    results = [(batch.ids.shape, jnp.float32)]
+    (gradients,) = _call("rsembed_weight_gradients", results, *arrays, *tables, **attributes)
+    return gradients
+
+
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
     """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+    _check_available()
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return _call("rsembed_gather_rows", results, _as_rows(rows), *arrays)
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
     """The arrays with distinct `rows` overwritten, in place where XLA may; rows outside are skipped."""
+    _check_available()
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
     results = [(array.shape, array.dtype) for array in arrays]
     aliases = {1 + k: k for k in range(len(arrays))}
@@ -280,13 +348,39 @@ def _flatten(segments: Sequence[Segment], d_outputs: Sequence[Array] | None = No
     return np.asarray(layout, np.int32), arrays
 
 
-def _fused_code(table: Array, slots: Slots, rule: OptimizerSpec, rounding_key: Array | None) -> int | None:
+def _jagged_operands(
+    batch: JaggedBatch, dims: Sequence[int], table: int | None = None, d_output: Array | None = None
+) -> tuple[list[Array], dict[str, Any]]:
+    """What the library reads of a jagged batch: arrays and attributes. With `table`, only that table's blocks."""
+    if batch.ids.shape[0] >= NO_ROW:
+        raise NotImplementedError("native calls have less than 2**31 entries")
+    size, places = batch.output_places(dims)
+    blocks = [(block, place) for block, place in zip(batch.blocks, places, strict=True) if table in (None, block.table)]
+    numbers = [
+        (block.first_bag, block.num_bags, 0 if table is not None else block.table, block.first_row, block.num_rows, *at)
+        for block, at in blocks
+    ]
+    arrays = [_as_rows(batch.ids), jnp.clip(batch.offsets, 0, batch.ids.shape[0]).astype(jnp.int32)]
+    if batch.weights is not None:
+        arrays.append(batch.weights.astype(jnp.float32))
+    attributes: dict[str, Any] = {
+        "blocks": np.asarray(numbers, np.int64).reshape(-1),
+        "combiner": np.int64(_JAGGED_COMBINER_CODES[batch.combiner]),
+        "has_weights": np.bool_(batch.weights is not None),
+    }
+    if d_output is not None:
+        arrays.append(d_output.astype(jnp.float32))
+        attributes["output_size"] = np.int64(size)
+    return arrays, attributes
+
+
+def _fused_code(table: Array, slots: Slots, rule: OptimizerSpec, rounding: Rounding | None) -> int | None:
     """Number of the rule in the library, or None when the step must be traced instead."""
     # A subclass may have another rule, so only the classes themselves count.
     code = _FUSED_RULES.get(type(rule))
     if code is None or len(slots) != _NUM_SLOTS[code]:
         return None
-    if rounding_key is not None and table.dtype != jnp.float32:
+    if rounding is not None and table.dtype != jnp.float32:
         return None
     width = 1 if isinstance(rule, RowWiseAdagradOptimizerSpec) else table.shape[1]
     fits = all(slot.dtype == jnp.float32 and slot.shape == (table.shape[0], width) for slot in slots)

@@ -5,17 +5,22 @@ Tables may be float32, bfloat16 or float16; sums, gradients, slots and row rules
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 
 NAME = "reference"
+
+Rounding = Callable[[Array, Any, Array], Array]
+"""`(values, dtype, rows) -> values`: how stepped rows are brought to the table's dtype; None rounds to nearest."""
 
 
 def unavailable_because() -> str | None:
@@ -115,22 +120,31 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     hyper: Hyperparameters,
     rule: OptimizerSpec,
-    rounding_key: PRNGKeyArray | None = None,
+    rounding: Rounding | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """One optimizer step of distinct `rows`; rows outside the table are padding."""
-    old = table.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32)
-    old_slots = tuple(slot.at[rows].get(mode="fill", fill_value=0) for slot in slots)
-    new, new_slots = rule.step_rows(old, old_slots, gradients, hyper)
-    if rounding_key is not None:
-        new = round_stochastically(new, table.dtype, rows, rounding_key)
+    old, *old_slots = gather_rows((table, *slots), rows)
+    new, new_slots = rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, hyper)
+    if rounding is not None:
+        new = rounding(new, table.dtype, rows)
+    new_table, *stepped_slots = scatter_rows((table, *slots), rows, (new, *new_slots))
+    return new_table, tuple(stepped_slots)
+
+
+def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
+    """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+    return tuple(array.at[jnp.where(rows < 0, NO_ROW, rows)].get(mode="fill", fill_value=0) for array in arrays)
+
+
+def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
+    """The arrays with distinct `rows` overwritten; rows outside are skipped."""
     # Distinct places behind the table keep the promise of unique indices for padding as well.
-    valid = (rows >= 0) & (rows < table.shape[0])
-    places = jnp.where(valid, rows, table.shape[0] + jnp.arange(rows.shape[0], dtype=rows.dtype))
-
-    def put(target: Array, values: Array) -> Array:
-        return target.at[places].set(values.astype(target.dtype), mode="drop", unique_indices=True)
-
-    return put(table, new), tuple(put(slot, values) for slot, values in zip(slots, new_slots, strict=True))
+    num_rows = arrays[0].shape[0]
+    places = jnp.where((rows >= 0) & (rows < num_rows), rows, num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype))
+    return tuple(
+        array.at[places].set(new.astype(array.dtype), mode="drop", unique_indices=True)
+        for array, new in zip(arrays, values, strict=True)
+    )
 
 
 def update(
@@ -140,11 +154,11 @@ def update(
     d_outputs: Sequence[Float[Array, "_ dim"]],
     hyper: Hyperparameters,
     rule: OptimizerSpec,
-    rounding_key: PRNGKeyArray | None = None,
+    rounding: Rounding | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """Row gradients and one optimizer step per distinct row in one call."""
     rows, gradients = row_gradients(table.shape[0], segments, d_outputs)
-    return apply_rows(table, slots, rows, gradients, hyper, rule, rounding_key)
+    return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
 
 
 def allocate(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -184,3 +198,104 @@ def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " n
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     offsets = jnp.searchsorted(keys[order], jnp.arange(num_bags + 1, dtype=keys.dtype), side="left")
     return offsets.astype(jnp.int32), order
+
+
+def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> Float[Array, " size"]:
+    """Pooled rows of every feature of a table-batched call, flat; see `JaggedBatch` for their places."""
+    size, places = batch.output_places([table.shape[1] for table in tables])
+    output = jnp.zeros(size, jnp.float32)
+    for number, table in enumerate(tables):
+        (vectors,) = lookup(table, [jagged_segment(batch, number)])
+        if batch.combiner == "none":
+            width = places[0][1]
+            output = output + jnp.pad(vectors, ((0, 0), (0, width - table.shape[1]))).reshape(-1)
+            continue
+        vectors = vectors * _bag_scales(batch, number)[:, None]
+        for block, (start, stride) in zip(batch.blocks, places, strict=True):
+            if block.table == number:
+                own = vectors[block.first_bag : block.first_bag + block.num_bags]
+                output = output.at[_vector_places(block.num_bags, table.shape[1], start, stride)].set(own)
+    return output
+
+
+def row_gradients_jagged(
+    num_rows: int, table: int, dims: Sequence[int], batch: JaggedBatch, d_output: Float[Array, " size"]
+) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
+    """Gradient of every looked-up row of one table of a table-batched call; else as `row_gradients`."""
+    return row_gradients(num_rows, [jagged_segment(batch, table)], [_bag_gradients(batch, table, dims, d_output)])
+
+
+def update_jagged(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    number: int,
+    dims: Sequence[int],
+    batch: JaggedBatch,
+    d_output: Float[Array, " size"],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    rounding: Rounding | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """Row gradients of table `number` of a table-batched call, and one optimizer step per distinct row."""
+    rows, gradients = row_gradients_jagged(table.shape[0], number, dims, batch, d_output)
+    return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
+
+
+def weight_gradients(
+    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, d_output: Float[Array, " size"]
+) -> Float[Array, " nnz"]:
+    """Gradients of `batch.weights`; 0 for ids that contribute nothing."""
+    dims = [table.shape[1] for table in tables]
+    total = jnp.zeros(batch.ids.shape[0], jnp.float32)
+    for number, table in enumerate(tables):
+        segment = jagged_segment(batch, number)
+        d_bags = _bag_gradients(batch, number, dims, d_output)
+        bag, gains = entry_gains(dataclasses.replace(segment, weights=None), table.shape[0])
+        vectors = table.at[segment.rows].get(mode="fill", fill_value=0).astype(jnp.float32)
+        products = jnp.sum(vectors * d_bags[bag], axis=-1)
+        total = total + jnp.where(gains == 0.0, 0.0, products)
+    return total
+
+
+def jagged_segment(batch: JaggedBatch, table: int) -> Segment:
+    """All entries of the batch, those of other tables without a row."""
+    num_bags = batch.offsets.shape[0] - 1
+    first_row, num_rows = np.zeros(num_bags + 1, np.int32), np.zeros(num_bags + 1, np.int32)
+    for block in batch.blocks:
+        if block.table == table:
+            first_row[block.first_bag : block.first_bag + block.num_bags] = block.first_row
+            num_rows[block.first_bag : block.first_bag + block.num_bags] = block.num_rows
+    position = jnp.arange(batch.ids.shape[0], dtype=batch.offsets.dtype)
+    bag = jnp.searchsorted(batch.offsets, position, side="right") - 1  # num_bags behind the last, -1 before the first
+    valid = (bag >= 0) & (batch.ids >= 0) & (batch.ids < jnp.asarray(num_rows)[bag])
+    rows = jnp.where(valid, batch.ids + jnp.asarray(first_row)[bag], NO_ROW)
+    per_entry = batch.combiner == "none"
+    return Segment(rows, None if per_entry else batch.offsets, batch.weights, "none" if per_entry else "sum")
+
+
+def _bag_scales(batch: JaggedBatch, table: int) -> Float[Array, " bags"]:
+    if batch.combiner != "mean":
+        return jnp.ones(batch.offsets.shape[0] - 1, jnp.float32)
+    segment = jagged_segment(batch, table)
+    bag, ones = entry_gains(dataclasses.replace(segment, weights=None), NO_ROW)
+    counts = jax.ops.segment_sum(ones, bag, segment.num_outputs)
+    return jnp.where(counts > 0, 1.0 / jnp.maximum(counts, 1.0), 0.0)
+
+
+def _bag_gradients(
+    batch: JaggedBatch, table: int, dims: Sequence[int], d_output: Float[Array, " size"]
+) -> Float[Array, "outputs dim"]:
+    """Gradient of every bag's sum (or of every entry), zeros where the bag belongs to another table."""
+    d_output, dim = d_output.astype(jnp.float32), dims[table]
+    if batch.combiner == "none":
+        return d_output.reshape(batch.ids.shape[0], -1)[:, :dim]
+    gradients = jnp.zeros((batch.offsets.shape[0] - 1, dim), jnp.float32)
+    for block, (start, stride) in zip(batch.blocks, batch.output_places(dims)[1], strict=True):
+        if block.table == table:
+            own = d_output[_vector_places(block.num_bags, dim, start, stride)]
+            gradients = gradients.at[block.first_bag : block.first_bag + block.num_bags].set(own)
+    return gradients * _bag_scales(batch, table)[:, None]
+
+
+def _vector_places(num_vectors: int, dim: int, start: int, stride: int) -> np.ndarray:
+    return start + stride * np.arange(num_vectors)[:, None] + np.arange(dim)

@@ -82,7 +82,7 @@ class SGDOptimizerSpec(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdagradOptimizerSpec(OptimizerSpec):
-    """Adagrad without epsilon: `A += g²; w -= lr * g / sqrt(A)`.
+    """Adagrad: `A += g²; w -= lr * g / (sqrt(A) + epsilon)`, with epsilon 0 as in the published API.
 
     The accumulator starts at 0.1, as in the published API, which is large beside the gradients of a mean loss over a
     large batch; `RowWiseAdagradOptimizerSpec` starts at 0. Set `initial_accumulator_value` when you compare the two.
@@ -93,16 +93,20 @@ class AdagradOptimizerSpec(OptimizerSpec):
     """
 
     initial_accumulator_value: float = 0.1
+    epsilon: float = 0.0
     slot_type: ClassVar[type] = AdagradSlotVariables
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        return (as_float32(self.get_learning_rate(step)), as_float32(self.epsilon))
 
     def slot_initial_values(self) -> tuple[Any, ...]:
         return (self.initial_accumulator_value,)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        (lr,) = hyper
+        lr, epsilon = hyper
         accumulator = slots[0] + gradients * gradients
-        scale = jnp.where(accumulator > 0, jax.lax.rsqrt(jnp.where(accumulator > 0, accumulator, 1.0)), 0.0)
-        return rows - lr * gradients * scale, (accumulator,)
+        root = jnp.sqrt(jnp.where(accumulator > 0, accumulator, 1.0)) + epsilon
+        return rows - jnp.where(accumulator > 0, lr * gradients / root, 0.0), (accumulator,)
 
     def short_name(self) -> str:
         return "adagrad"
@@ -157,8 +161,8 @@ class AdamOptimizerSpec(OptimizerSpec):
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         t = as_float32(0 if step is None else step) + 1.0
-        correction = jnp.sqrt(_one_minus_power(self.beta_2, t))
-        lr = as_float32(self.get_learning_rate(step)) * correction / _one_minus_power(self.beta_1, t)
+        correction = jnp.sqrt(one_minus_power(self.beta_2, t))
+        lr = as_float32(self.get_learning_rate(step)) * correction / one_minus_power(self.beta_1, t)
         return lr, as_float32(self.beta_1), as_float32(self.beta_2), as_float32(self.epsilon) * correction
 
     def slot_initial_values(self) -> tuple[Any, ...]:
@@ -287,7 +291,7 @@ class LaPropOptimizerSpec(OptimizerSpec):
         if step is None:
             return b2
         t = as_float32(step)
-        return b2 * _one_minus_power(self.b2, t) / _one_minus_power(self.b2, t + 1.0)
+        return b2 * one_minus_power(self.b2, t) / one_minus_power(self.b2, t + 1.0)
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         return (
@@ -352,7 +356,7 @@ class F2AOptimizerSpec(OptimizerSpec):
         return "f2a"
 
 
-def _one_minus_power(decay: float, exponent: Array) -> Array:
+def one_minus_power(decay: float, exponent: Array) -> Array:
     """`1 - decay**exponent`; the direct form keeps only four digits of `1 - 0.999` in float32."""
     if decay == 0.0:
         return jnp.where(exponent > 0, 1.0, 0.0)

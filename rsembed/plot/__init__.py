@@ -2,6 +2,7 @@
 
 from rsembed.plot.buffers import buffer_places as buffer_places
 from rsembed.plot.buffers import plot_buffer as plot_buffer
+from rsembed.plot.caching import plot_miss_ratio as plot_miss_ratio
 from rsembed.plot.distributions import Coverage as Coverage
 from rsembed.plot.distributions import coverage_curve as coverage_curve
 from rsembed.plot.distributions import plot_coverage as plot_coverage

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.reference import Rounding
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.parallel.exchange import AxisName, Routes, plan_routes, send, send_back
 from rsembed.sparsecore.layout import StackLayout
@@ -157,7 +158,7 @@ def update_stack(
     exchange: Exchange,
     hyper: Hyperparameters,
     rule: OptimizerSpec,
-    rounding_key: PRNGKeyArray | None = None,
+    rounding: Rounding | None = None,
 ) -> tuple[Float[Array, "rows dim"], Slots]:
     """One optimizer step of every row that any device looked up, with the gradients of all of them added."""
     spread = Segment(entries.samples, None, entries.gains, "none")
@@ -168,7 +169,7 @@ def update_stack(
         rows = send(rows, routes, exchange.axis_name, fill_value=NO_ROW).reshape(-1)
         vectors = send(vectors, routes, exchange.axis_name, fill_value=0.0).reshape(rows.shape[0], -1)
     touched = Segment(rows, None, None, "none")
-    return api.update(table, slots, [touched], [vectors], hyper, rule, rounding_key=rounding_key)
+    return api.update(table, slots, [touched], [vectors], hyper, rule, rounding=rounding)
 
 
 def unstack(layout: StackLayout, activations: Float[Array, "samples dim"]) -> dict[str, Array]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array
 
+from rsembed.kernels import api
+from rsembed.kernels.reference import Rounding
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore import device
 from rsembed.sparsecore.layout import (
@@ -127,7 +129,7 @@ def sparse_dense_matmul_grad(
             exchange,
             layout.spec.optimizer.get_hyperparameters(step),
             rule,
-            _rounding_key(step, layout) if members[0].stochastic_rounding else None,
+            _rounding(step, layout) if members[0].stochastic_rounding else None,
         )
         updated[layout.name] = EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots))
     return updated
@@ -252,10 +254,11 @@ def _checked_limits(
     return limits
 
 
-def _rounding_key(step: Any, layout: StackLayout) -> PRNGKeyArray:
+def _rounding(step: Any, layout: StackLayout) -> Rounding:
     if step is None:
         raise ValueError(f"stack {layout.name!r} rounds stochastically, which needs a new key every step; pass step=.")
-    return jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32))
+    key = jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32))
+    return api.stochastic_rounding(key)
 
 
 tpu_sparse_dense_matmul = sparse_dense_matmul

@@ -2,7 +2,8 @@
 //
 // Handlers take one variable list of buffers, so that a call serves any number of features. An attribute `segments`
 // describes the list: per feature the combiner in the low two bits, 4 if it has offsets, 8 if it has weights. The
-// buffers of a feature follow each other: rows, offsets, weights, gradient of the output.
+// buffers of a feature follow each other: rows, offsets, weights, gradient of the output. Jagged calls have one set of
+// buffers for all features and describe each by a block.
 // rsembed/kernels/native.py is the only caller; it checks values, the handlers check what memory safety needs.
 
 #include <sys/mman.h>
@@ -16,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "arguments.h"
 #include "parallel.h"
 #include "row_kernels.h"
 #include "sorting.h"
@@ -24,9 +26,6 @@
 namespace rsembed {
 namespace {
 
-namespace ffi = xla::ffi;
-
-constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
 constexpr int64_t kBlockBytes = 128 << 10;
 constexpr int64_t kItemsPerBlock = 1024;
 
@@ -49,90 +48,6 @@ const RowKernels& Kernels() {
   return kernels;
 }
 
-// Reads buffers one after the other and keeps the first complaint; what is read after one must not be used.
-class Reader {
- public:
-  explicit Reader(ffi::RemainingArgs args) : args_(args) {}
-
-  void* Next(const char* what, ffi::DataType type, int64_t* count) {
-    const auto buffer = args_.get<ffi::AnyBuffer>(at_++);
-    *count = 0;
-    if (!buffer.has_value()) return Fail(std::string("missing ") + what);
-    if (buffer->element_type() != type) return Fail(std::string("wrong element type of ") + what);
-    *count = buffer->element_count();
-    return buffer->untyped_data();
-  }
-
-  void* Next(const char* what, ffi::DataType type, int64_t expected_count, bool or_more = false) {
-    int64_t count;
-    void* data = Next(what, type, &count);
-    if (count < expected_count || (count > expected_count && !or_more)) Fail(std::string("wrong size of ") + what);
-    return data;
-  }
-
-  std::vector<Segment> Segments(ffi::Span<const int32_t> layout, int64_t dim, bool with_gradients) {
-    std::vector<Segment> segments;
-    int64_t num_entries = 0, num_outputs = 0;
-    for (const int32_t flags : layout) {
-      Segment s = {};
-      s.first_entry = num_entries;
-      s.first_output = num_outputs;
-      s.combiner = static_cast<Combiner>(flags & 3);
-      s.rows = static_cast<int32_t*>(Next("rows", ffi::S32, &s.num_entries));
-      s.num_outputs = s.num_entries;
-      if (flags & 4) {
-        s.offsets = static_cast<int32_t*>(Next("offsets", ffi::S32, &s.num_outputs));
-        if (--s.num_outputs < 0) Fail("offsets must not be empty");
-      }
-      if (flags & 8) s.weights = static_cast<float*>(Next("weights", ffi::F32, s.num_entries));
-      if (with_gradients) s.d_output = static_cast<float*>(Next("d_output", ffi::F32, s.num_outputs * dim));
-      num_entries += s.num_entries;
-      num_outputs += s.num_outputs;
-      segments.push_back(s);
-    }
-    if (std::max(num_entries, num_outputs) > kNoRow) Fail("too many entries for one call");
-    return segments;
-  }
-
-  void* Fail(const std::string& complaint) {
-    if (complaint_.empty()) complaint_ = complaint;
-    return nullptr;
-  }
-  bool Failed() const { return !complaint_.empty(); }
-  ffi::Error Complaint() const { return ffi::Error::InvalidArgument("rsembed: " + complaint_); }
-
- private:
-  ffi::RemainingArgs args_;
-  size_t at_ = 0;
-  std::string complaint_;
-};
-
-ElementType ElementTypeOf(ffi::AnyBuffer buffer, Reader& reader) {
-  const ffi::DataType type = buffer.element_type();
-  if (type == ffi::BF16) return kBFloat16;
-  if (type == ffi::F16) return kFloat16;
-  if (type != ffi::F32) reader.Fail("tables are float32, bfloat16 or float16");
-  return kFloat32;
-}
-
-Table TableOf(ffi::AnyBuffer buffer, Reader& reader) {
-  Table table = {};
-  if (buffer.dimensions().size() != 2) {
-    reader.Fail("a table has two axes");
-    return table;
-  }
-  table.values = buffer.untyped_data();
-  table.num_rows = buffer.dimensions()[0];
-  table.dim = buffer.dimensions()[1];
-  return table;
-}
-
-int64_t NumRows(ffi::AnyBuffer buffer) { return buffer.dimensions().size() > 0 ? buffer.dimensions()[0] : 0; }
-
-int64_t RowBytes(ffi::AnyBuffer buffer) {
-  return NumRows(buffer) == 0 ? 0 : static_cast<int64_t>(buffer.size_bytes()) / NumRows(buffer);
-}
-
 // Memory is the only thing that can run out while sorting.
 template <typename Body>
 ffi::Error WithMemory(const Body& body) {
@@ -144,14 +59,30 @@ ffi::Error WithMemory(const Body& body) {
   }
 }
 
+// Pools every segment from its table into the output it names.
+void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, const std::vector<Segment>& segments) {
+  int64_t num_outputs = 0, num_bytes = 0;
+  for (const Segment& segment : segments) {
+    num_outputs += segment.num_outputs;
+    num_bytes += (segment.num_entries + segment.num_outputs) * tables[segment.table].dim * 4;
+  }
+  const int64_t num_blocks = std::max<int64_t>(num_bytes / kBlockBytes, 1);
+  const int64_t outputs_per_block = std::max<int64_t>((num_outputs + num_blocks - 1) / num_blocks, 1);
+  Workers(pool).ForEachRange(num_outputs, outputs_per_block, [&](int64_t first, int64_t last) {
+    ForEachPart<&Segment::first_output, &Segment::num_outputs>(
+        segments, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
+          const Table& table = tables[segment.table];
+          Kernels().pool[table.type](table, segment, begin, end);
+        });
+  });
+}
+
 ffi::Error Lookup(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
                   ffi::Span<const int32_t> layout) {
   Reader reader(args);
-  const ElementType type = ElementTypeOf(values, reader);
-  const Table table = TableOf(values, reader);
+  const Table table = reader.TableOf(values);
   if (reader.Failed()) return reader.Complaint();
-  std::vector<Segment> segments = reader.Segments(layout, table.dim, false);
-  int64_t num_entries = 0, num_outputs = 0;
+  std::vector<Segment> segments = reader.Segments(layout, table.num_rows, table.dim, false);
   for (size_t i = 0; i < segments.size(); ++i) {
     auto output = rets.get<ffi::AnyBuffer>(i);
     const int64_t size = segments[i].num_outputs * table.dim;
@@ -160,30 +91,60 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArg
       break;
     }
     segments[i].output = static_cast<float*>((*output)->untyped_data());
-    num_entries += segments[i].num_entries;
-    num_outputs += segments[i].num_outputs;
   }
   if (reader.Failed()) return reader.Complaint();
-  const int64_t num_bytes = num_entries * RowBytes(values) + num_outputs * table.dim * 4;
-  const int64_t num_blocks = std::max<int64_t>(num_bytes / kBlockBytes, 1);
-  const int64_t outputs_per_block = std::max<int64_t>((num_outputs + num_blocks - 1) / num_blocks, 1);
-  const auto pool_rows = Kernels().pool[type];
-  Workers(pool).ForEachRange(num_outputs, outputs_per_block, [&](int64_t first, int64_t last) {
+  PoolSegments(pool, {table}, segments);
+  return ffi::Error::Success();
+}
+
+ffi::Error LookupJagged(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR1<ffi::F32>> out,
+                        ffi::Span<const int64_t> blocks, int64_t combiner, bool has_weights) {
+  Reader reader(args);
+  float* const output = out->typed_data();
+  const int64_t size = out->element_count(), num_tables = args.size() - 2 - has_weights;
+  const std::vector<Table> tables = reader.TablesBehind(2 + has_weights, num_tables);
+  if (reader.Failed()) return reader.Complaint();
+  const std::vector<Segment> segments = reader.Blocks(blocks, combiner, has_weights, tables, output, size, false);
+  if (reader.Failed()) return reader.Complaint();
+  int64_t num_ids_in_bags = 0;
+  for (const Segment& segment : segments) num_ids_in_bags += segment.num_entries;
+  if (combiner < 0 && num_ids_in_bags < reader.num_ids()) std::fill(output, output + size, 0.0f);
+  PoolSegments(pool, tables, segments);
+  return ffi::Error::Success();
+}
+
+// The gradients of the weights of a jagged batch, one per id; 0 for ids that contribute nothing.
+ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR1<ffi::F32>> out,
+                           ffi::Span<const int64_t> blocks, int64_t combiner, int64_t output_size) {
+  Reader reader(args);
+  const std::vector<Table> tables = reader.TablesBehind(3, args.size() - 3);
+  if (reader.Failed()) return reader.Complaint();
+  std::vector<Segment> segments = reader.Blocks(blocks, combiner, false, tables, nullptr, output_size, true);
+  int64_t num_outputs = 0;
+  for (Segment& segment : segments) {
+    segment.d_weights = out->typed_data() + segment.first_id;
+    num_outputs += segment.num_outputs;
+  }
+  if (reader.num_ids() != static_cast<int64_t>(out->element_count())) reader.Fail("wrong size of the gradients");
+  if (reader.Failed()) return reader.Complaint();
+  std::fill(out->typed_data(), out->typed_data() + out->element_count(), 0.0f);
+  Workers(pool).ForEachRange(num_outputs, kItemsPerBlock, [&](int64_t first, int64_t last) {
     ForEachPart<&Segment::first_output, &Segment::num_outputs>(
-        segments, first, last,
-        [&](const Segment& segment, int64_t begin, int64_t end) { pool_rows(table, segment, begin, end); });
+        segments, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
+          const Table& table = tables[segment.table];
+          Kernels().weight_gradients[table.type](table, segment, begin, end);
+        });
   });
   return ffi::Error::Success();
 }
 
-ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR1<ffi::S32>> out_rows,
-                        ffi::Result<ffi::BufferR2<ffi::F32>> out_gradients, ffi::Span<const int32_t> layout,
-                        int64_t num_rows) {
+using GradientRows = ffi::Result<ffi::BufferR1<ffi::S32>>;
+using GradientValues = ffi::Result<ffi::BufferR2<ffi::F32>>;
+
+// Distinct rows and their gradients; `reader` has read the segments, which hold `num_entries` of the caller's entries.
+ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vector<Segment>& segments,
+                           int64_t num_entries, int64_t num_rows, GradientRows out_rows, GradientValues out_gradients) {
   const int64_t capacity = out_gradients->dimensions()[0], dim = out_gradients->dimensions()[1];
-  Reader reader(args);
-  const std::vector<Segment> segments = reader.Segments(layout, dim, true);
-  int64_t num_entries = 0;
-  for (const Segment& segment : segments) num_entries += segment.num_entries;
   if (num_rows < 0 || num_rows > kNoRow) reader.Fail("num_rows does not fit");
   if (capacity != std::min(num_entries, num_rows) || static_cast<int64_t>(out_rows->element_count()) != capacity) {
     reader.Fail("wrong capacity");
@@ -217,13 +178,34 @@ ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Resu
   });
 }
 
+ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientRows rows, GradientValues gradients,
+                        ffi::Span<const int32_t> layout, int64_t num_rows) {
+  Reader reader(args);
+  const std::vector<Segment> segments = reader.Segments(layout, num_rows, gradients->dimensions()[1], true);
+  int64_t num_entries = 0;
+  for (const Segment& segment : segments) num_entries += segment.num_entries;
+  return CombineSegments(pool, reader, segments, num_entries, num_rows, rows, gradients);
+}
+
+ffi::Error RowGradientsJagged(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientRows rows,
+                              GradientValues gradients, ffi::Span<const int64_t> blocks, int64_t combiner,
+                              bool has_weights, int64_t output_size, int64_t num_rows) {
+  Reader reader(args);
+  Table table = {};
+  table.num_rows = num_rows;
+  table.dim = gradients->dimensions()[1];
+  const std::vector<Segment> segments =
+      reader.Blocks(blocks, combiner, has_weights, {table}, nullptr, output_size, true);
+  return CombineSegments(pool, reader, segments, reader.num_ids(), num_rows, rows, gradients);
+}
+
 constexpr int kNumSlots[kNumRules] = {0, 1, 1, 2};
-constexpr int kNumHyperparameters[kNumRules] = {1, 1, 2, 4};
+constexpr int kNumHyperparameters[kNumRules] = {1, 2, 2, 4};
 
 // Takes hyperparameters and slots from the front of the list. Table and slots are stepped where they lie, which XLA
 // grants by aliasing them with the results.
 Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, int64_t rule) {
-  Table table = TableOf(values, reader);
+  Table table = reader.TableOf(values);
   if (rule < 0 || rule >= kNumRules) reader.Fail("unknown rule");
   if (reader.Failed()) return table;
   table.slot_width = rule == kRowWiseAdagrad ? 1 : table.dim;
@@ -239,34 +221,46 @@ Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, 
   return table;
 }
 
-ffi::Error Update(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  ffi::Span<const int32_t> layout, int64_t rule) {
-  Reader reader(args);
-  const ElementType type = ElementTypeOf(values, reader);
-  const Table table = ReadTable(reader, values, rets, rule);
-  const std::vector<Segment> segments = reader.Segments(layout, table.dim, true);
-  if (reader.Failed()) return reader.Complaint();
+ffi::Error StepSegments(ffi::ThreadPool pool, const Table& table, const std::vector<Segment>& segments, int64_t rule) {
   return WithMemory([&] {
     Workers workers(pool);
     const SortedSegments sorted(workers, Kernels(), segments, table.num_rows, table.dim);
     const SortedEntries entries = sorted.entries();
-    const auto update_groups = Kernels().update_groups[type][rule];
+    const auto update_groups = Kernels().update_groups[table.type][rule];
     workers.ForEachRange(entries.num_items, kItemsPerBlock, [&](int64_t first, int64_t last) {
       update_groups(table, entries, first, last);
     });
   });
 }
 
+ffi::Error Update(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  ffi::Span<const int32_t> layout, int64_t rule) {
+  Reader reader(args);
+  const Table table = ReadTable(reader, values, rets, rule);
+  const std::vector<Segment> segments = reader.Segments(layout, table.num_rows, table.dim, true);
+  return reader.Failed() ? reader.Complaint() : StepSegments(pool, table, segments, rule);
+}
+
+ffi::Error UpdateJagged(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Span<const int64_t> blocks, int64_t combiner, bool has_weights, int64_t output_size,
+                        int64_t rule) {
+  Reader reader(args);
+  const Table table = ReadTable(reader, values, rets, rule);
+  if (reader.Failed()) return reader.Complaint();
+  const std::vector<Segment> segments =
+      reader.Blocks(blocks, combiner, has_weights, {table}, nullptr, output_size, true);
+  return reader.Failed() ? reader.Complaint() : StepSegments(pool, table, segments, rule);
+}
+
 ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      int64_t rule) {
   Reader reader(args);
-  const ElementType type = ElementTypeOf(values, reader);
   const Table table = ReadTable(reader, values, rets, rule);
   int64_t num_rows = 0;
   const auto* rows = static_cast<int32_t*>(reader.Next("rows", ffi::S32, &num_rows));
   const auto* gradients = static_cast<float*>(reader.Next("gradients", ffi::F32, num_rows * table.dim));
   if (reader.Failed()) return reader.Complaint();
-  const auto step_rows = Kernels().step_rows[type][rule];
+  const auto step_rows = Kernels().step_rows[table.type][rule];
   Workers(pool).ForEachRange(num_rows, kItemsPerBlock, [&](int64_t first, int64_t last) {
     step_rows(table, rows, gradients, first, last);
   });
@@ -375,6 +369,7 @@ ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64
 
 using Any = ffi::AnyBuffer;
 using Int32s = ffi::BufferR1<ffi::S32>;
+using Floats1D = ffi::BufferR1<ffi::F32>;
 using Floats2D = ffi::BufferR2<ffi::F32>;
 
 auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
@@ -395,6 +390,41 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_update, Update,
                               BindLists().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>("rule"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup_jagged, LookupJagged,
+                              Bind()
+                                  .RemainingArgs()
+                                  .Ret<Floats1D>()
+                                  .Attr<ffi::Span<const int64_t>>("blocks")
+                                  .Attr<int64_t>("combiner")
+                                  .Attr<bool>("has_weights"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_weight_gradients, WeightGradients,
+                              Bind()
+                                  .RemainingArgs()
+                                  .Ret<Floats1D>()
+                                  .Attr<ffi::Span<const int64_t>>("blocks")
+                                  .Attr<int64_t>("combiner")
+                                  .Attr<int64_t>("output_size"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_row_gradients_jagged, RowGradientsJagged,
+                              Bind()
+                                  .RemainingArgs()
+                                  .Ret<Int32s>()
+                                  .Ret<Floats2D>()
+                                  .Attr<ffi::Span<const int64_t>>("blocks")
+                                  .Attr<int64_t>("combiner")
+                                  .Attr<bool>("has_weights")
+                                  .Attr<int64_t>("output_size")
+                                  .Attr<int64_t>("num_rows"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_update_jagged, UpdateJagged,
+                              BindLists()
+                                  .Attr<ffi::Span<const int64_t>>("blocks")
+                                  .Attr<int64_t>("combiner")
+                                  .Attr<bool>("has_weights")
+                                  .Attr<int64_t>("output_size")
+                                  .Attr<int64_t>("rule"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_apply_rows, ApplyRows, BindLists().Attr<int64_t>("rule"));
 

@@ -236,40 +236,46 @@ struct EntryRange {
 
 inline EntryRange bag_entries(const Segment& segment, int64_t output) {
   if (segment.offsets == nullptr) return {output, output + 1};
-  const int64_t first = clamp(segment.offsets[output], 0, segment.num_entries);
-  return {first, clamp(segment.offsets[output + 1], first, segment.num_entries)};
+  const int64_t first = clamp(segment.offsets[output] - segment.first_id, 0, segment.num_entries);
+  return {first, clamp(segment.offsets[output + 1] - segment.first_id, first, segment.num_entries)};
 }
 
-inline float bag_scale(const Segment& segment, uint32_t num_rows, EntryRange bag) {
+inline float bag_scale(const Segment& segment, EntryRange bag) {
   if (segment.offsets == nullptr || segment.combiner == kSum) return 1.0f;
+  const bool counts = segment.weights == nullptr || segment.combiner == kMeanByCount;
   float total = 0.0f;
   for (int64_t i = bag.first; i < bag.last; ++i) {
-    if (static_cast<uint32_t>(segment.rows[i]) >= num_rows) continue;
-    const float weight = segment.weights == nullptr ? 1.0f : segment.weights[i];
-    total += segment.combiner == kMean ? weight : weight * weight;
+    if (static_cast<uint32_t>(segment.rows[i]) >= static_cast<uint32_t>(segment.num_rows)) continue;
+    const float weight = counts ? 1.0f : segment.weights[i];
+    total += segment.combiner == kSqrtN ? weight * weight : weight;
   }
-  const float divisor = segment.combiner == kMean ? total : __builtin_sqrtf(total);
+  const float divisor = segment.combiner == kSqrtN ? __builtin_sqrtf(total) : total;
   return divisor == 0.0f ? 0.0f : 1.0f / divisor;
 }
 
-void bag_scales(const Segment& segment, int64_t num_rows, int64_t first_output, int64_t last_output, float* scales) {
+void bag_scales(const Segment& segment, int64_t first_output, int64_t last_output, float* scales) {
   for (int64_t output = first_output; output < last_output; ++output) {
-    *scales++ = bag_scale(segment, static_cast<uint32_t>(num_rows), bag_entries(segment, output));
+    *scales++ = bag_scale(segment, bag_entries(segment, output));
   }
+}
+
+template <typename T>
+inline const T* rows_of(const Table& table, const Segment& segment) {
+  return static_cast<const T*>(table.values) + segment.first_row * table.dim;
 }
 
 template <typename T, bool kWeighted>
 void pool_segment(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
-  const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
+  const uint32_t num_rows = static_cast<uint32_t>(segment.num_rows);
   const int64_t row_bytes = table.dim * static_cast<int64_t>(sizeof(T));
   const int64_t entries_ahead = row_bytes == 0 ? 0 : clamp(kBytesAhead / row_bytes, 1, kEntriesAhead);
-  const TableRows<T, kWeighted> source = {static_cast<const T*>(table.values), segment.rows, segment.weights,
+  const TableRows<T, kWeighted> source = {rows_of<T>(table, segment), segment.rows, segment.weights,
                                           segment.num_entries, num_rows, table.dim, entries_ahead};
   for (int64_t output = first_output; output < last_output; ++output) {
     EntryRange bag = bag_entries(segment, output);
-    const float scale = bag_scale(segment, num_rows, bag);
+    const float scale = bag_scale(segment, bag);
     if (scale == 0.0f) bag.last = bag.first;  // rows that must not contribute may hold NaN
-    sum_rows(source, bag.first, bag.last, table.dim, scale, segment.output + output * table.dim);
+    sum_rows(source, bag.first, bag.last, table.dim, scale, segment.output + output * segment.output_stride);
   }
 }
 
@@ -277,6 +283,31 @@ template <typename T>
 void pool(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
   const auto pool_it = segment.weights == nullptr ? pool_segment<T, false> : pool_segment<T, true>;
   pool_it(table, segment, first_output, last_output);
+}
+
+// --- gradients of weights --------------------------------------------------------------------------------------------
+
+template <typename T>
+inline float dot(const T* row, const float* vector, int64_t dim) {
+  Floats sum = {};
+  int64_t column = 0;
+  for (; column + kLanes <= dim; column += kLanes) sum += load(row + column) * load(vector + column);
+  if (column < dim) sum += load_tail(row + column, dim - column) * load_tail(vector + column, dim - column);
+  return sum_of_lanes(sum);
+}
+
+template <typename T>
+void weight_gradients(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
+  const T* const values = rows_of<T>(table, segment);
+  for (int64_t output = first_output; output < last_output; ++output) {
+    const EntryRange bag = bag_entries(segment, output);
+    const float scale = bag_scale(segment, bag);
+    const float* const d_output = segment.d_output + output * segment.output_stride;
+    for (int64_t i = bag.first; i < bag.last; ++i) {
+      if (static_cast<uint32_t>(segment.rows[i]) >= static_cast<uint32_t>(segment.num_rows)) continue;
+      segment.d_weights[i] = scale * dot(values + segment.rows[i] * table.dim, d_output, table.dim);
+    }
+  }
 }
 
 // --- row gradients --------------------------------------------------------------------------------------------------
@@ -356,10 +387,12 @@ inline void step_row(T* row, float* const slots[2], const float* gradient, int64
   if (kRule == kSGD) {
     for_columns(dim, [&](int64_t at, auto get, auto put) { put(row + at, get(row + at) - lr * get(gradient + at)); });
   } else if (kRule == kAdagrad) {
+    const float epsilon = hyper[1];
     for_columns(dim, [&](int64_t at, auto get, auto put) {
       const Floats g = get(gradient + at), sum = get(slots[0] + at) + g * g;
       const Words positive = (Words)(sum > 0.0f);
-      const Floats root = square_root(as_floats(select(positive, as_words(sum), as_words(broadcast(1.0f)))));
+      const Floats safe = as_floats(select(positive, as_words(sum), as_words(broadcast(1.0f))));
+      const Floats root = square_root(safe) + epsilon;
       put(slots[0] + at, sum);
       put(row + at, get(row + at) - as_floats(positive & as_words(lr * g / root)));
     });
@@ -457,6 +490,7 @@ const RowKernels kRowKernels = {
     RSEMBED_STRING(RSEMBED_ISA),
     {pool<float>, pool<BFloat16>, pool<Float16>},
     bag_scales,
+    {weight_gradients<float>, weight_gradients<BFloat16>, weight_gradients<Float16>},
     sum_groups,
     RSEMBED_BY_TYPE_AND_RULE(update_groups),
     RSEMBED_BY_TYPE_AND_RULE(step_rows),

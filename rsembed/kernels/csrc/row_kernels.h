@@ -10,26 +10,33 @@ namespace rsembed {
 
 enum ElementType { kFloat32, kBFloat16, kFloat16, kNumElementTypes };
 enum Rule { kSGD, kAdagrad, kRowWiseAdagrad, kAdam, kNumRules };
-enum Combiner { kSum, kMean, kSqrtN };
+enum Combiner { kSum, kMean, kSqrtN, kMeanByCount };
 
 // One feature's entries. Entries offsets[b] .. offsets[b + 1] make up output b; without offsets every entry is an
 // output of its own. Neither rows nor offsets are trusted: both may hold any number.
 struct Segment {
   const int32_t* rows;
+  int64_t first_id;        // what offsets and the caller call the first entry
   const int32_t* offsets;  // null: one output per entry
   const float* weights;    // null: ones
   int64_t num_entries;
   int64_t num_outputs;
   Combiner combiner;
-  float* output;          // lookup writes [num_outputs, dim]
-  const float* d_output;  // row gradients read [num_outputs, dim]
-  int64_t first_entry;    // numbers of this segment's first entry and output in the whole call
+  int64_t table;           // rows 0 .. num_rows - 1 of the segment are rows first_row .. of that table
+  int64_t first_row;
+  int64_t num_rows;
+  float* output;           // lookup writes num_outputs vectors of dim numbers, output_stride apart
+  const float* d_output;   // row gradients read them likewise
+  int64_t output_stride;
+  float* d_weights;        // gradients of the weights, one per entry
+  int64_t first_entry;     // numbers of this segment's first entry and output in the whole call
   int64_t first_output;
 };
 
 // A table, its slots and the hyperparameters of its rule. Slots are float32, `slot_width` numbers per row.
 struct Table {
   void* values;
+  ElementType type;
   float* slots[2];
   int64_t slot_width;
   const float* hyper;
@@ -64,7 +71,8 @@ struct RowKernels {
   const char* name;
   void (*pool[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
   // Factors of the outputs' sums: 1, or one over the divisor of mean and sqrtn, 0 where that divisor is 0.
-  void (*bag_scales)(const Segment&, int64_t num_rows, int64_t first_output, int64_t last_output, float* scales);
+  void (*bag_scales)(const Segment&, int64_t first_output, int64_t last_output, float* scales);
+  void (*weight_gradients[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
   void (*sum_groups)(const SortedEntries&, int64_t first, int64_t last, int32_t* rows, float* gradients);
   void (*update_groups[kNumElementTypes][kNumRules])(const Table&, const SortedEntries&, int64_t first, int64_t last);
   void (*step_rows[kNumElementTypes][kNumRules])(const Table&, const int32_t* rows, const float* gradients,

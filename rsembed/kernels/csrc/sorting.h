@@ -134,10 +134,10 @@ class SortedSegments {
       ForEachPart<&Segment::first_output, &Segment::num_outputs>(
           segments, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
             for (int64_t output = begin; output < end; ++output) {
-              d_outputs_[segment.first_output + output] = segment.d_output + output * dim;
+              d_outputs_[segment.first_output + output] = segment.d_output + output * segment.output_stride;
             }
             if (totals_.has_gains) {
-              kernels.bag_scales(segment, num_rows, begin, end, &scales_[segment.first_output + begin]);
+              kernels.bag_scales(segment, begin, end, &scales_[segment.first_output + begin]);
             }
           });
     });
@@ -145,7 +145,7 @@ class SortedSegments {
       Item* const begin = items;
       ForEachPart<&Segment::first_entry, &Segment::num_entries>(
           segments, first, last, [&](const Segment& segment, int64_t from, int64_t to) {
-            items = Emit(segment, from, to, static_cast<uint32_t>(num_rows), items);
+            items = Emit(segment, from, to, items);
           });
       return items - begin;
     };
@@ -171,26 +171,29 @@ class SortedSegments {
   };
 
   // Walks entries and offsets side by side. Each entry is written at most once, whatever the offsets hold.
-  Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, uint32_t num_rows, Item* items) const {
+  Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, Item* items) const {
     if (segment.offsets == nullptr) {
-      for (; entry < last_entry; ++entry) items = EmitOne(segment, entry, entry, num_rows, items);
+      for (; entry < last_entry; ++entry) items = EmitOne(segment, entry, entry, items);
       return items;
     }
     const int32_t* const ends = segment.offsets + segment.num_outputs + 1;
-    int64_t output = std::upper_bound(segment.offsets, ends, entry) - segment.offsets - 1;
+    const int64_t base = segment.first_id;
+    int64_t output = std::upper_bound(segment.offsets, ends, entry + base) - segment.offsets - 1;
     while (entry < last_entry) {
-      while (output < segment.num_outputs && segment.offsets[output + 1] <= entry) ++output;
+      while (output < segment.num_outputs && segment.offsets[output + 1] <= entry + base) ++output;
       if (output >= segment.num_outputs) break;
-      const int64_t stop = std::min<int64_t>(last_entry, segment.offsets[output + 1]);
+      const int64_t stop = std::min<int64_t>(last_entry, segment.offsets[output + 1] - base);
       if (output < 0) entry = stop;  // in front of the first bag
-      for (; entry < stop; ++entry) items = EmitOne(segment, entry, output, num_rows, items);
+      for (; entry < stop; ++entry) items = EmitOne(segment, entry, output, items);
     }
     return items;
   }
 
-  Item* EmitOne(const Segment& segment, int64_t entry, int64_t output, uint32_t num_rows, Item* items) const {
-    const uint32_t row = static_cast<uint32_t>(segment.rows[entry]);  // a negative row is a huge one without its sign
-    if (row >= num_rows) return items;
+  Item* EmitOne(const Segment& segment, int64_t entry, int64_t output, Item* items) const {
+    // A negative row is a huge one without its sign.
+    uint32_t row = static_cast<uint32_t>(segment.rows[entry]);
+    if (row >= static_cast<uint32_t>(segment.num_rows)) return items;
+    row += static_cast<uint32_t>(segment.first_row);
     const int64_t call_output = segment.first_output + output;
     if (!totals_.has_gains) {
       *items = {row, static_cast<uint32_t>(call_output)};

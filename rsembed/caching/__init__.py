@@ -1,0 +1,15 @@
+"""Tables larger than device memory: which rows to keep in a cache, where the others live, and what it costs.
+
+The policy runs on the host in numpy and knows only ids and slot numbers; whoever uses it moves the rows.
+"""
+
+from rsembed.caching.hashing import set_of as set_of
+from rsembed.caching.reuse import miss_ratio_curve as miss_ratio_curve
+from rsembed.caching.reuse import reuse_distances as reuse_distances
+from rsembed.caching.set_associative import Admission as Admission
+from rsembed.caching.set_associative import SetAssociativeCache as SetAssociativeCache
+from rsembed.caching.set_associative import num_sets_for as num_sets_for
+from rsembed.caching.statistics import CacheCounts as CacheCounts
+from rsembed.caching.statistics import CacheStatistics as CacheStatistics
+from rsembed.caching.statistics import unique_misses_by_group as unique_misses_by_group
+from rsembed.caching.stores import RowStore as RowStore

@@ -1,0 +1,350 @@
+"""Which rows stay in a set-associative cache: exact LRU and LFU for whole batches of ids, without a loop over ids.
+
+Ids are linear: the row number plus the rows of all earlier tables. An id hashes to one set and may sit in any of the
+set's ways; its slot is `set * num_ways + way`, the row of the device array that holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Int, Int64
+
+from rsembed.caching.hashing import set_of
+from rsembed.caching.statistics import CacheCounts
+
+NEVER = np.iinfo(np.int64).max
+"""Rank of a slot that may not be a victim: above every count and every time."""
+
+IDS_PER_SEARCH = 4096
+
+MAX_LFU_SETS = 2**24 - 1
+"""FBGEMM packs the set number beside a 40-bit count; the limit is kept so that a configuration works in both."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Admission:
+    """What a batch did to the cache, and what has to be moved for it.
+
+    Write back the rows of `evicted_ids` before loading `inserted_ids`: they share the slots.
+
+    Attributes:
+      locations: slot of every id of the batch, -1 where the backing store must serve it (or the id is not cacheable).
+      inserted_ids: ids that were let in, grouped by set.
+      inserted_slots: the slot each one got.
+      evicted_ids: the id that had the slot before, -1 where it was empty.
+      missed_ids: distinct ids that were not resident before, ascending.
+      counts: the numbers of this call.
+    """
+
+    locations: Int64[np.ndarray, " ids"]
+    inserted_ids: Int64[np.ndarray, " inserted"]
+    inserted_slots: Int64[np.ndarray, " inserted"]
+    evicted_ids: Int64[np.ndarray, " inserted"]
+    missed_ids: Int64[np.ndarray, " missed"]
+    counts: CacheCounts
+
+
+def num_sets_for(
+    total_rows: int,
+    load_factor: float,
+    *,
+    num_ways: int = 32,
+    row_bytes: int,
+    free_bytes: int | None = None,
+    reserved_bytes: int = 0,
+) -> int:
+    """Sets of a cache for the given share of all rows, fewer if device memory is short, at least one.
+
+    Args:
+      total_rows: rows of all cached tables together.
+      load_factor: wanted share of them, from 0 to 1.
+      num_ways: rows per set.
+      row_bytes: bytes of one cached row (the longest, where tables differ).
+      free_bytes: free device memory; None does not look at memory.
+      reserved_bytes: how much of it to leave alone.
+
+    Raises: ValueError: `load_factor` is outside [0, 1], or not even one set fits.
+    Source: FBGEMM, size rule of the row cache.
+    """
+    if not 0 <= load_factor <= 1:
+        raise ValueError(f"load_factor={load_factor} must be a share of the rows, from 0 to 1.")
+    wanted = max(1, math.ceil(int(total_rows * load_factor) / num_ways))
+    if free_bytes is None:
+        return wanted
+    fitting = (free_bytes - reserved_bytes) // (num_ways * row_bytes)
+    if fitting < 1:
+        raise ValueError(
+            f"not even one set of {num_ways} rows of {row_bytes} bytes fits into {free_bytes} free bytes minus "
+            f"{reserved_bytes} reserved ones; free memory, reserve less, or take fewer ways."
+        )
+    return min(wanted, fitting)
+
+
+class SetAssociativeCache:
+    """Decides which ids are resident and in which slots. Only the decision: rows are moved by the caller.
+
+    Once per batch, `admit` marks the resident ids as used and lets missing ones in. In each set the best missing ids
+    take the worst slots one by one. Slots that the batch uses, or that are locked, are never taken, so what the batch
+    needs stays; an id that finds no slot is a conflict miss and is served by the backing store.
+
+      lru: missing ids in ascending order take the slots in order of (time of last use, slot number).
+      lfu: missing ids in order of (falling count, id) take the slots in order of (count of the occupant, slot number);
+        an empty slot counts -1, and a slot whose occupant was used more often than the id keeps it.
+
+    Counts are exact and cover all ids from the start, resident or not, the present batch included. They take 8 bytes
+    of host memory per id of `num_ids`; the cache itself takes 24 bytes per slot, and `admit`, while it runs, about
+    twice that per slot of the sets with a miss.
+
+    Attributes:
+      tags: id in each slot, -1 where it is empty. Read only.
+      counts: uses of each id, None for LRU. Read only.
+
+    Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. That LFU spares the batch, too, is ours.
+
+    Example:
+      >>> cache = SetAssociativeCache(1, num_ways=2, num_ids=100)
+      >>> cache.admit(np.array([7, 7, 8, 9])).locations.tolist()
+      [0, 0, 1, -1]
+      >>> cache.admit(np.array([9])).evicted_ids.tolist()
+      [7]
+    """
+
+    def __init__(self, num_sets: int, *, num_ways: int = 32, algorithm: str = "lru", num_ids: int) -> None:
+        """An empty cache.
+
+        Args:
+          num_sets: sets; see `num_sets_for`.
+          num_ways: slots per set. Fewer lose hits to collisions; more make every search longer.
+          algorithm: "lru" or "lfu".
+          num_ids: ids are 0 to `num_ids - 1`; `num_ids` itself and all others are not cacheable.
+
+        Raises: ValueError: a size is too small, the algorithm is unknown, or LFU has 2**24 - 1 sets or more.
+        """
+        if num_sets < 1 or num_ways < 1 or num_ids < 0:
+            raise ValueError(
+                f"num_sets={num_sets} and num_ways={num_ways} must be at least 1, num_ids={num_ids} at least 0."
+            )
+        if algorithm not in ("lru", "lfu"):
+            raise ValueError(f"algorithm={algorithm!r} is unknown; use 'lru' or 'lfu'.")
+        if algorithm == "lfu" and num_sets >= MAX_LFU_SETS:
+            raise ValueError(f"num_sets={num_sets} is too large for 'lfu', which takes fewer than {MAX_LFU_SETS}.")
+        self.num_sets, self.num_ways, self.num_ids, self.algorithm = num_sets, num_ways, num_ids, algorithm
+        num_slots = num_sets * num_ways
+        self.tags: Int64[np.ndarray, " slots"] = np.full(num_slots, -1, np.int64)
+        self.counts: Int64[np.ndarray, " vocab"] | None = np.zeros(num_ids, np.int64) if algorithm == "lfu" else None
+        self._last_used = np.zeros(num_slots, np.int64)
+        self._locks = np.zeros(num_slots, np.int64)
+        self._clock = 1
+
+    def admit(self, ids: Int[np.ndarray, " ids"], *, lock: bool = False) -> Admission:
+        """Lets a batch in.
+
+        Args:
+          ids: linear ids; duplicates are welcome, ids outside `[0, num_ids)` get location -1 and change nothing.
+          lock: keep every slot that this batch uses until `unlock(admission.locations)`, for batches that are
+            prefetched while earlier ones are still at work.
+
+        Raises: TypeError: `ids` is not a flat array of integers.
+        """
+        ids, is_cacheable = self._check_ids(ids)
+        unique, inverse, occurrences = np.unique(ids[is_cacheable], return_inverse=True, return_counts=True)
+        if self.counts is not None:
+            self.counts[unique] += occurrences
+        slots, missing, inserted, evicted_ids = self._let_in(unique)
+        if lock:
+            self._locks[slots[slots >= 0]] += 1
+        locations = np.full(ids.shape, -1, np.int64)
+        locations[is_cacheable] = slots[inverse]
+        return Admission(
+            locations=locations,
+            inserted_ids=unique[inserted],
+            inserted_slots=slots[inserted],
+            evicted_ids=evicted_ids,
+            missed_ids=unique[missing],
+            counts=CacheCounts(
+                calls=1,
+                requested_ids=ids.size,
+                unique_ids=unique.size + int(inverse.size < ids.size),
+                unique_misses=missing.size,
+                unique_conflict_misses=missing.size - inserted.size,
+                conflict_misses=int(occurrences[slots < 0].sum()),
+                unique_hits=unique.size - missing.size,
+            ),
+        )
+
+    def find(self, ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
+        """The slot of each id, -1 where it is not resident; changes nothing. Raises: as `admit`."""
+        ids, is_cacheable = self._check_ids(ids)
+        locations = np.full(ids.shape, -1, np.int64)
+        locations[is_cacheable] = self._slots_of(ids[is_cacheable])
+        return locations
+
+    def resident(self) -> tuple[Int64[np.ndarray, " resident"], Int64[np.ndarray, " resident"]]:
+        """All resident ids and their slots, in the order of slots: what a flush has to write back."""
+        slots = np.flatnonzero(self.tags >= 0)
+        return self.tags[slots], slots
+
+    def lock(self, slots: Int[np.ndarray, " slots"]) -> None:
+        """One more batch needs these slots. Equal slots count once, -1 is skipped. Raises: ValueError: no such slot."""
+        self._locks[self._check_slots(slots)] += 1
+
+    def unlock(self, slots: Int[np.ndarray, " slots"]) -> None:
+        """Takes back one `lock` (or `admit(lock=True)`) of each of these slots; equal slots count once, -1 is skipped.
+
+        Raises: ValueError: no such slot, or it is not locked; then no slot changes.
+        """
+        slots = self._check_slots(slots)
+        if not self._locks[slots].all():
+            unlocked = int(slots[self._locks[slots].argmin()])
+            raise ValueError(f"slot {unlocked} is not locked; unlock the slots of each admitted batch exactly once.")
+        self._locks[slots] -= 1
+
+    def count(self, ids: Int[np.ndarray, " ids"]) -> None:
+        """Counts uses without changing what is resident. Raises: as `admit`; ValueError: the cache is LRU."""
+        ids, is_cacheable = self._check_ids(ids)
+        unique, occurrences = np.unique(ids[is_cacheable], return_counts=True)
+        self._require_counts()[unique] += occurrences
+
+    def halve_counts(self) -> None:
+        """Lets old uses fade, so that the cache follows a drifting stream. Raises: ValueError: the cache is LRU."""
+        counts = self._require_counts()
+        counts >>= 1
+
+    def populate(self) -> Admission:
+        """Fills every set with the most often counted of all its ids (ties: the lower id); resident ones stay put.
+
+        Locked slots keep their ids, and ids that were never counted leave only where a counted one needs the slot.
+
+        Returns: what has to be moved. No id was asked for, so `locations` is empty and `counts` are zero.
+        Raises: ValueError: the cache is LRU.
+        Source: FBTT-Embedding, `cache_populate`, as its page promises it.
+        """
+        counts = self._require_counts()
+        locked_ids = self.tags[(self._locks > 0) & (self.tags >= 0)]
+        is_candidate = counts > 0
+        is_candidate[locked_ids] = True
+        ids = np.flatnonzero(is_candidate)
+        worth = counts[ids]
+        worth[np.searchsorted(ids, locked_ids)] = NEVER
+        order, _, _, rank = _by_set(set_of(ids, self.num_sets), worth)
+        unique = np.sort(ids[order[rank < self.num_ways]])
+        slots, missing, inserted, evicted_ids = self._let_in(unique)
+        return Admission(
+            locations=np.empty(0, np.int64),
+            inserted_ids=unique[inserted],
+            inserted_slots=slots[inserted],
+            evicted_ids=evicted_ids,
+            missed_ids=unique[missing],
+            counts=CacheCounts(),
+        )
+
+    def reset(self) -> None:
+        """Forgets all ids, times and counts. Raises: ValueError: slots are locked."""
+        self._require_unlocked("reset")
+        self.tags[:], self._last_used[:], self._clock = -1, 0, 1
+        if self.counts is not None:
+            self.counts[:] = 0
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all that decides the future, for a checkpoint; locks belong to batches at work and are left out."""
+        state = {"tags": self.tags, "last_used": self._last_used, "clock": np.asarray(self._clock, np.int64)}
+        if self.counts is not None:
+            state["counts"] = self.counts
+        return {name: values.copy() for name, values in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Continues from a `state_dict` of a cache with the same arguments.
+
+        Raises: ValueError: it has other entries or shapes, or ids that this cache does not have, or slots are locked.
+        """
+        self._require_unlocked("load a state into")
+        own = {name: values.shape for name, values in self.state_dict().items()}
+        given = {name: np.shape(values) for name, values in state.items()}
+        if own != given:
+            raise ValueError(f"the state has {given}, this cache has {own}; make the cache as the saved one was made.")
+        if state["tags"].max() >= self.num_ids:
+            raise ValueError(f"the state holds id {state['tags'].max()}, this cache has num_ids={self.num_ids}.")
+        self.tags[:], self._last_used[:], self._clock = state["tags"], state["last_used"], int(state["clock"])
+        if self.counts is not None:
+            self.counts[:] = state["counts"]
+
+    def _let_in(self, unique: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Ticks, marks the resident ones of the distinct ascending ids as used and lets others in.
+
+        Returns: the slots of all, places in `unique` of the missing and of the inserted, and the evicted ids.
+        """
+        self._clock += 1
+        slots = self._slots_of(unique)
+        self._last_used[slots[slots >= 0]] = self._clock
+        missing = np.flatnonzero(slots < 0)
+        chosen, victims = self._choose_victims(unique[missing])
+        inserted, evicted_ids = missing[chosen], self.tags[victims]
+        self.tags[victims], self._last_used[victims], slots[inserted] = unique[inserted], self._clock, victims
+        return slots, missing, inserted, evicted_ids
+
+    def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the missing ids, by place and grouped by set, get which slot."""
+        worth = None if self.counts is None else self.counts[ids]
+        order, sets, group, rank = _by_set(set_of(ids, self.num_sets), worth)
+        slots = sets[:, None] * self.num_ways + np.arange(self.num_ways)
+        tags, last_used = self.tags[slots], self._last_used[slots]
+        key = last_used if self.counts is None else np.where(tags < 0, -1, self.counts[tags])
+        key = np.where((last_used == self._clock) | (self._locks[slots] > 0), NEVER, key)
+        by_key = np.argsort(key, axis=1, kind="stable")
+        fits = rank < self.num_ways
+        order, group, rank = order[fits], group[fits], rank[fits]
+        way = by_key[group, rank]
+        is_taken = key[group, way] <= (self._clock if worth is None else worth[order])
+        return order[is_taken], slots[group, way][is_taken]
+
+    def _slots_of(self, ids: np.ndarray) -> np.ndarray:
+        tags, slots = self.tags.reshape(self.num_sets, self.num_ways), np.empty(ids.size, np.int64)
+        # Blocks keep the compared tags in the processor's cache and memory bounded.
+        for start in range(0, ids.size, IDS_PER_SEARCH):
+            block = ids[start : start + IDS_PER_SEARCH]
+            sets = set_of(block, self.num_sets)
+            matches = tags[sets] == block[:, None]
+            ways = matches.argmax(axis=1)
+            found = matches[np.arange(block.size), ways]
+            slots[start : start + IDS_PER_SEARCH] = np.where(found, sets * self.num_ways + ways, -1)
+        return slots
+
+    def _check_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"ids must be a flat integer array, got {ids.dtype} of shape {ids.shape}; convert them.")
+        ids = ids.astype(np.int64)
+        return ids, (ids >= 0) & (ids < self.num_ids)
+
+    def _check_slots(self, slots: np.ndarray) -> np.ndarray:
+        slots = slots[slots != -1]
+        if slots.size and not 0 <= slots.min() <= slots.max() < self.tags.size:
+            raise ValueError(f"slots must be 0 to {self.tags.size - 1}, or -1; got {slots.min()} to {slots.max()}.")
+        is_named = np.zeros(self.tags.size, bool)
+        is_named[slots] = True
+        return np.flatnonzero(is_named)
+
+    def _require_counts(self) -> np.ndarray:
+        if self.counts is None:
+            raise ValueError("an LRU cache counts nothing; use algorithm='lfu'.")
+        return self.counts
+
+    def _require_unlocked(self, action: str) -> None:
+        if num_locked := np.count_nonzero(self._locks):
+            raise ValueError(
+                f"cannot {action} a cache with {num_locked} locked slots; finish and unlock their batches."
+            )
+
+
+def _by_set(sets: np.ndarray, worth: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Groups ascending ids by their set, the worthiest first; without worth, or where it is equal, the lower id first.
+
+    Returns: the order of the ids, the distinct sets and, in that order, the place of each id's set among them and the
+      id's rank inside its set.
+    """
+    order = np.argsort(sets, kind="stable") if worth is None else np.lexsort((-worth, sets))
+    distinct, first, sizes = np.unique(sets[order], return_index=True, return_counts=True)
+    return order, distinct, np.repeat(np.arange(distinct.size), sizes), np.arange(sets.size) - np.repeat(first, sizes)

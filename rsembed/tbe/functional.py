@@ -1,0 +1,330 @@
+"""Table-batched lookup and training as pure functions of a plan and a state: what `TableBatchedEmbeddingBags` calls.
+
+Every function can be traced; states may be donated. Ids of cached tables are slots of the cache here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, JaggedBatch
+from rsembed.kernels.reference import Rounding, jagged_segment
+from rsembed.optimizers import Hyperparameters, Slots
+from rsembed.row_gradients import RowGradients
+from rsembed.tbe.full_table import emainplace_pass, ensemble_pass, global_decay_factor, refreshed_max_counter
+from rsembed.tbe.plan import GroupPlan, TablePlan, TBEPlan
+from rsembed.tbe.rounding import round_with_noise, rounding_noise
+
+
+class TBEState(NamedTuple):
+    """Everything that training changes; one entry per group of the plan.
+
+    Args:
+      weights: rows of the group's tables, or the rows in its cache.
+      slots: optimizer state of those rows.
+      averages: slow copies of the tables (ENSEMBLE_ROWWISE_ADAGRAD), else None.
+      resident_rows: row of the group that each place of its cache holds, `NO_ROW` for none; None without a cache.
+      step: updates done so far.
+      passed_step: last step whose passes over whole tables were run.
+      learning_rates: one per group.
+      max_counter: largest row counter plus 1, of counter-based regularization.
+      key: where stochastic rounding starts from.
+    """
+
+    weights: tuple[Float[Array, "rows dim"], ...]
+    slots: tuple[Slots, ...]
+    averages: tuple[Float[Array, "rows dim"] | None, ...]
+    resident_rows: tuple[Int[Array, " rows"] | None, ...]
+    step: Int[Array, ""]
+    passed_step: Int[Array, ""]
+    learning_rates: Float[Array, " groups"]
+    max_counter: Float[Array, ""]
+    key: PRNGKeyArray
+
+
+def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None = None) -> TBEState:
+    """A state with zero weights, as the original starts.
+
+    Args:
+      plan: the tables.
+      key: see `TBEState`.
+      num_rows: rows of every group's array; None takes all rows of its tables.
+    """
+    weights, slots, averages, resident = [], [], [], []
+    for number, group in enumerate(plan.groups):
+        table = plan.table_of(group)
+        rows = group.num_rows if num_rows is None else num_rows[number]
+        weights.append(api.allocate((rows, table.dim), jnp.dtype(table.dtype)) * 0)
+        shapes = () if table.rule is None else jax.eval_shape(table.rule.init_slots, shape_of(table, rows))
+        one_row = () if table.rule is None else table.rule.init_slots(jnp.zeros((1, table.dim), jnp.float32))
+        slots.append(tuple(jnp.broadcast_to(v, s.shape) + 0 for v, s in zip(one_row, shapes, strict=True)))
+        passes = table.passes
+        averages.append(None if passes.ensemble is None else jnp.zeros((rows, table.dim), passes.average_dtype))
+        resident.append(jnp.full(rows, NO_ROW, jnp.int32) if table.is_cached else None)
+    rates = [plan.table_of(group).learning_rate for group in plan.groups]
+    return TBEState(
+        tuple(weights),
+        tuple(slots),
+        tuple(averages),
+        tuple(resident),
+        jnp.zeros((), jnp.int32),
+        jnp.zeros((), jnp.int32),
+        jnp.asarray([0.0 if callable(rate) else rate for rate in rates], jnp.float32),
+        jnp.ones((), jnp.float32),
+        key,
+    )
+
+
+def clip(d_output: Array, max_gradient: float | None) -> Array:
+    """Every entry of the output's gradient within `[-max_gradient, max_gradient]`; None leaves it alone."""
+    return d_output if max_gradient is None else jnp.clip(d_output.astype(jnp.float32), -max_gradient, max_gradient)
+
+
+def _flat(d_output: Array) -> Float[Array, " size"]:
+    return d_output.astype(jnp.float32).reshape(-1)
+
+
+def shape_of(table: TablePlan, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
+    """Shape of a table's rows, as rules are asked for the states of; `num_rows` other than its own on request."""
+    return jax.ShapeDtypeStruct((table.num_rows if num_rows is None else num_rows, table.dim), jnp.float32)
+
+
+def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
+    """The rate of every group at the step that comes next."""
+    rates = []
+    for group, stored in zip(plan.groups, state.learning_rates, strict=True):
+        table = plan.table_of(group)
+        is_schedule = callable(table.learning_rate) and table.rule is not None
+        rates.append(jnp.asarray(table.rule.get_learning_rate(state.step), jnp.float32) if is_schedule else stored)  # type: ignore[union-attr]
+    return jnp.stack(rates)
+
+
+def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
+    """Runs what the next training step does to whole tables before its lookup, once per step."""
+    t = state.step + 1
+    is_new = state.passed_step != t
+    weights, averages, max_counter = list(state.weights), list(state.averages), state.max_counter
+    for number, group in enumerate(plan.groups):
+        passes = plan.table_of(group).passes
+        if passes.ensemble is not None:
+            weights[number], averages[number] = jax.lax.cond(
+                is_new,
+                lambda w, a, config=passes.ensemble: ensemble_pass(w, a, t, config),
+                lambda w, a: (w, a),
+                *(weights[number], averages[number]),
+            )
+        if passes.emainplace is not None:
+            weights[number] = jax.lax.cond(
+                is_new,
+                lambda w, config=passes.emainplace: emainplace_pass(w, t, config),
+                lambda w: w,
+                weights[number],
+            )
+    counting = [n for n, group in enumerate(plan.groups) if plan.table_of(group).passes.counter is not None]
+    if counting:
+        config = plan.table_of(plan.groups[counting[0]]).passes.counter
+        counters = [state.slots[n][2] for n in counting]
+        refreshed = refreshed_max_counter(counters, t, max_counter, config)  # type: ignore[arg-type]
+        max_counter = jnp.where(is_new, refreshed, max_counter)
+    return state._replace(weights=tuple(weights), averages=tuple(averages), max_counter=max_counter, passed_step=t)
+
+
+def lookup(plan: TBEPlan, state: TBEState, batch: JaggedBatch, output_dtype: str = "float32") -> Array:
+    """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
+    factors = _decay_factors(plan, state, batch, learning_rates(plan, state))
+    if factors is not None:
+        batch = dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
+    return _lookup(state.weights, batch).astype(output_dtype).reshape(batch.output_shape(plan.dims()))
+
+
+@jax.custom_vjp
+def _lookup(tables: tuple[Array, ...], batch: JaggedBatch) -> Array:
+    return api.lookup_jagged(tables, batch)
+
+
+def _lookup_forward(tables: tuple[Array, ...], batch: JaggedBatch) -> Any:
+    return _lookup(tables, batch), (tables, batch)
+
+
+def _lookup_backward(saved: Any, d_output: Array) -> Any:
+    """Tables are trained by `update`, never by autodiff: a dense gradient would be as large as they are."""
+    tables, batch = saved
+    d_weights = None if batch.weights is None else api.weight_gradients(tables, batch, d_output)
+    integers = np.zeros(batch.ids.shape, jax.dtypes.float0), np.zeros(batch.offsets.shape, jax.dtypes.float0)
+    return None, dataclasses.replace(batch, ids=integers[0], offsets=integers[1], weights=d_weights)
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def weight_gradients(
+    plan: TBEPlan, state: TBEState, batch: JaggedBatch, d_output: Array, rates: Float[Array, " groups"]
+) -> Float[Array, " nnz"]:
+    """Gradients of the ids' weights, from the rows that `lookup` reads at these rates."""
+    gradients = api.weight_gradients(state.weights, batch, _flat(d_output))
+    factors = _decay_factors(plan, state, batch, rates)
+    return gradients if factors is None else factors * gradients
+
+
+def row_gradients(
+    plan: TBEPlan, batch: JaggedBatch, d_output: Array, *, max_gradient: float | None = None
+) -> RowGradients:
+    """Gradients of all rows that the batch reads; ids of cached tables are rows here, not slots."""
+    d_output = clip(d_output, max_gradient)
+    rows, values, sizes = {}, {}, []
+    for number, group in enumerate(plan.groups):
+        name = plan.group_name(group)
+        arguments = (group.num_rows, number, plan.dims(), _first_reads(plan, group, number, batch), _flat(d_output))
+        rows[name], values[name] = api.row_gradients_jagged(*arguments)
+        sizes.append((name, group.num_rows))
+    return RowGradients(rows, values, tuple(sorted(sizes)))
+
+
+def update(
+    plan: TBEPlan, state: TBEState, batch: JaggedBatch, d_output: Array, rates: Float[Array, " groups"]
+) -> TBEState:
+    """One optimizer step of every row that the batch reads, with its summed gradient.
+
+    Args:
+      plan: the tables.
+      state: after `begin_step`.
+      batch: what was looked up.
+      d_output: gradient of what `lookup` returned.
+      rates: learning rate of every group.
+    """
+    weights, slots = list(state.weights), list(state.slots)
+    for number, group in enumerate(plan.groups):
+        rule = plan.table_of(group).rule
+        if rule is not None:
+            weights[number], slots[number] = api.update_jagged(
+                weights[number],
+                slots[number],
+                number,
+                plan.dims(),
+                _first_reads(plan, group, number, batch),
+                _flat(d_output),
+                _hyperparameters(plan, group, state, rates[number]),
+                rule,
+                rounding=_rounding(plan, group, number, state),
+            )
+    return state._replace(weights=tuple(weights), slots=tuple(slots), step=state.step + 1)
+
+
+def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
+    """One optimizer step of every row in `row_gradients`; rows of cached tables are places of the cache here."""
+    weights, slots = list(state.weights), list(state.slots)
+    for number, group in enumerate(plan.groups):
+        rule, name = plan.table_of(group).rule, plan.group_name(group)
+        if rule is None:
+            raise ValueError(
+                f"tables {name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to them; "
+                "construct the module with one."
+            )
+        weights[number], slots[number] = api.apply_rows(
+            weights[number],
+            slots[number],
+            row_gradients.rows[name],
+            row_gradients.values[name],
+            _hyperparameters(plan, group, state, rates[number]),
+            rule,
+            rounding=_rounding(plan, group, number, state),
+        )
+    return state._replace(weights=tuple(weights), slots=tuple(slots), step=state.step + 1)
+
+
+def decayed_tables(plan: TBEPlan, state: TBEState) -> TBEState:
+    """The state with the decay of DECOUPLE_GLOBAL that rows are still owed written into them, as lookups read them."""
+    weights, slots = list(state.weights), list(state.slots)
+    for number, group in enumerate(plan.groups):
+        if _decays(plan, group):
+            factor = _decay_factor(plan, group, state, slots[number][1], learning_rates(plan, state)[number])
+            weights[number] = (weights[number] * factor.astype(weights[number].dtype)).astype(weights[number].dtype)
+            was_touched = slots[number][1] > 0
+            slots[number] = (slots[number][0], jnp.where(was_touched, state.step, slots[number][1]))
+    return state._replace(weights=tuple(weights), slots=tuple(slots))
+
+
+def _decays(plan: TBEPlan, group: GroupPlan) -> bool:
+    return plan.table_of(group).passes.global_decay is not None
+
+
+def _decay_factor(plan: TBEPlan, group: GroupPlan, state: TBEState, prev_iter: Array, rate: Array) -> Array:
+    passes = plan.table_of(group).passes
+    return global_decay_factor(prev_iter, state.step + 1, rate, passes.weight_decay, passes.global_decay)  # type: ignore[arg-type]
+
+
+def _decay_factors(
+    plan: TBEPlan, state: TBEState, batch: JaggedBatch, rates: Float[Array, " groups"]
+) -> Float[Array, " nnz"] | None:
+    """What lookups multiply the row of each id by; None if no table decays globally."""
+    factors = None
+    for number, group in enumerate(plan.groups):
+        if _decays(plan, group):
+            rows = jagged_segment(batch, number).rows
+            prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
+            own = _decay_factor(plan, group, state, prev_iter, rates[number])
+            factors = own if factors is None else factors * own  # rows of other groups read as never touched: 1
+    return factors
+
+
+def _hyperparameters(plan: TBEPlan, group: GroupPlan, state: TBEState, rate: Array) -> Hyperparameters:
+    rule = plan.table_of(group).rule
+    changes: dict[str, Any] = {"learning_rate": lambda: rate}
+    if plan.table_of(group).passes.counter is not None:
+        changes["max_counter"] = lambda: state.max_counter
+    return dataclasses.replace(rule, **changes).get_hyperparameters(state.step)  # type: ignore[type-var, union-attr]
+
+
+def _rounding(plan: TBEPlan, group: GroupPlan, number: int, state: TBEState) -> Rounding | None:
+    table, resident_rows = plan.table_of(group), state.resident_rows[number]
+    if not table.rounds_stochastically or table.dtype == "float32":
+        return None
+    key = jax.random.fold_in(state.key, state.step)
+    first_rows, numbers = jnp.asarray(group.first_rows, jnp.int32), jnp.asarray(group.tables, jnp.int32)
+
+    def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
+        own = rows if resident_rows is None else resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
+        member = jnp.searchsorted(first_rows, own, side="right") - 1
+        noise = rounding_noise(key, numbers[member], own - first_rows[member], values.shape[1])
+        return round_with_noise(values, noise, dtype)
+
+    return round_rows
+
+
+def _first_reads(plan: TBEPlan, group: GroupPlan, number: int, batch: JaggedBatch) -> JaggedBatch:
+    """The batch; with the write-back hook, only the first bag that reads a row gives it a gradient."""
+    if not plan.table_of(group).passes.writes_first_gradient_only:
+        return batch
+    rows = jagged_segment(batch, number).rows
+    order = jnp.argsort(rows, stable=True)
+    is_first = jnp.concatenate([jnp.ones(min(1, rows.size), bool), rows[order][1:] != rows[order][:-1]])
+    keep = jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32))
+    return dataclasses.replace(batch, weights=keep if batch.weights is None else keep * batch.weights)
+
+
+def backward(
+    plan: TBEPlan,
+    state: TBEState,
+    batch: JaggedBatch,
+    d_output: Array,
+    rates: Float[Array, " groups"],
+    *,
+    max_gradient: float | None = None,
+    wants_weight_gradients: bool = False,
+) -> tuple[TBEState, Float[Array, " nnz"] | None]:
+    """`update`, and before it the gradients of the ids' weights, if somebody reads them."""
+    d_output = clip(d_output, max_gradient)
+    if not wants_weight_gradients:
+        return update(plan, state, batch, d_output, rates), None
+    d_weights = weight_gradients(plan, state, batch, d_output, rates)
+    # Without this the update could be scheduled first, on a copy of the tables.
+    weights, d_weights = jax.lax.optimization_barrier((state.weights, d_weights))
+    return update(plan, state._replace(weights=weights), batch, d_output, rates), d_weights

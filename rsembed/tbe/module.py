@@ -1,0 +1,498 @@
+"""FBGEMM's table-batched training module as an `nnx.Module`: many tables, one call, training in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from rsembed.caching import CacheCounts, CacheStatistics
+from rsembed.row_gradients import RowGradients
+from rsembed.tbe import functional, tables
+from rsembed.tbe.construction import (
+    EmbeddingSpec,
+    check_specs,
+    default_feature_names,
+    device_of,
+    first_state,
+    host_rows_of,
+    per_table,
+    placements,
+    plan_of,
+    warn_of_arguments,
+    with_hyper_parameters,
+)
+from rsembed.tbe.plan import BagSizes, TablePasses
+from rsembed.tbe.records import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    CounterBasedRegularizationDefinition,
+    CowClipDefinition,
+    EmainplaceModeDefinition,
+    EmbOptimType,
+    EnsembleModeDefinition,
+    GlobalWeightDecayDefinition,
+    MultiPassPrefetchConfig,
+    PoolingMode,
+    RecordCacheMetrics,
+    SparseType,
+    TBEStatsReporterConfig,
+    UserEnabledConfigDefinition,
+    WeightDecayMode,
+    dtype_of,
+)
+from rsembed.tbe.reporting import StatisticsReporter
+from rsembed.tbe.training import Backward, Notes, apply, forward, prefetch
+
+_begin_step = jax.jit(functional.begin_step, static_argnums=0, donate_argnums=1)
+_rates = jax.jit(functional.learning_rates, static_argnums=0)
+
+
+class TBEVariable(nnx.Variable):
+    """Tables, optimizer states and counters of a module: trained by its backward pass, not by optax."""
+
+
+class TableBatchedEmbeddingBags(nnx.Module):
+    """Embedding bags of many tables in one call; the backward pass is the optimizer.
+
+    `tbe(indices, offsets)` looks up and trains nothing. `out, backward = tbe.vjp(indices, offsets)` does the same for
+    training; `backward(d_out)` sums the gradients of equal rows over the whole call and steps every touched row once.
+    Rows and states that no id touched keep their bits. Runs eagerly (compiled inside) and under `nnx.jit`.
+
+    Weights start at zero, as in the original: see `init_embedding_weights_uniform`. An argument that has no effect,
+    here or together with the others, is named in a warning. Beyond the original: `optimizer` and `learning_rate` may
+    be lists with one entry per table, the learning rate a schedule (of the 0-based step), any dim is allowed.
+
+    An eager training step takes over the module's arrays: copies that share them (`nnx.clone`, `nnx.split`) end there.
+    `state_dict` and `load_state_dict` copy a module.
+
+    Args:
+      embedding_specs: `(rows, dim, location, compute device)` of every table. Tables live on `device` whatever their
+        compute device is called. On accelerators, MANAGED and HOST rows stay on the host and visit for each batch; on
+        CPUs they are as DEVICE. MANAGED_CACHING keeps rows and states on the host behind a cache of each group of
+        tables with equal dim and optimizer; training gives the same bits as without it.
+      feature_table_map: table of every feature, in any order; by default one feature per table.
+      cache_algorithm: which cached row makes room.
+      cache_load_factor: rows of the cache as a share of all rows of the group.
+      cache_sets: sets of 32 rows, instead of the load factor; 0 uses that.
+      cache_reserved_memory: GiB of device memory that caches leave alone.
+      cache_precision: dtype of cached rows; None is that of the weights. With another one, rows are rounded to the
+        weights' dtype when they leave the cache, and no longer equal those of uncached training.
+      weights_precision: FP32, FP16 or BF16.
+      output_dtype: FP32, FP16 or BF16; sums are float32.
+      enforce_hbm: MANAGED_CACHING as DEVICE.
+      optimizer: rule of all tables, or one per table; see `EmbOptimType`.
+      record_cache_metrics: allows `get_cache_miss_counter` and `get_table_wise_cache_miss`.
+      gather_uvm_cache_stats: allows `get_uvm_cache_stats` and its companions.
+      stochastic_rounding: of FP16 and BF16 rows when they are stepped.
+      gradient_clipping: clip every entry of the output's gradient to `[-max_gradient, max_gradient]`.
+      max_gradient: see there.
+      max_norm: see `OptimizerArguments`, as for the other arguments of optimizers.
+      learning_rate: one for all tables, or one per table.
+      eps: added to roots.
+      momentum: of LARS_SGD.
+      weight_decay: see `OptimizerArguments`.
+      weight_decay_mode: of row-wise Adagrad.
+      eta: of LARS_SGD.
+      beta1: of the ADAM and LAMB families.
+      beta2: likewise.
+      ensemble_mode: of ENSEMBLE_ROWWISE_ADAGRAD.
+      counter_based_regularization: of WeightDecayMode.COUNTER.
+      cowclip_regularization: of WeightDecayMode.COWCLIP.
+      pooling_mode: SUM; MEAN, divided by the number of ids whatever their weights; NONE, one row per id.
+      device: where tables live; None is JAX's default device.
+      bounds_check_mode: what happens to ids and offsets outside their range. An id of -1 stands for no id.
+      uvm_non_rowwise_momentum: no effect, as use_experimental_tbe and uvm_host_mapped; states follow their rows.
+      use_experimental_tbe: see there.
+      prefetch_pipeline: rows of prefetched batches stay in the cache until they were used; LRU only.
+      stats_reporter_config: reports bytes, sizes and cache counts every so many steps.
+      table_names: for messages and state dicts; `table_0`, ... by default.
+      optimizer_state_dtypes: FP32, FP16 or BF16 for `momentum1` and `momentum2`.
+      multipass_prefetch_config: prefetch long batches in parts.
+      global_weight_decay: of WeightDecayMode.DECOUPLE_GLOBAL.
+      uvm_host_mapped: see uvm_non_rowwise_momentum.
+      emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
+      extra_optimizer_config: options of ADAM and EXACT_SGD.
+      ar_alpha: of ROWWISE_RMSPROP_AR.
+      ema_beta: likewise.
+      min_shrinkage: likewise.
+      feature_names: for messages and `{feature: Bags}` input; by default the table's name, numbered if it is shared.
+      storage_folder: keep tables behind a cache in memory-mapped files there, which may be larger than memory; files
+        that exist are continued. None keeps them in host memory.
+      rngs: source of the key of initial values and stochastic rounding.
+
+    Source: FBGEMM, SplitTableBatchedEmbeddingBagsCodegen.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from rsembed.tbe import TableBatchedEmbeddingBags, EmbeddingLocation, ComputeDevice, OptimType
+      >>> specs = [(9, 2, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+      >>> tbe = TableBatchedEmbeddingBags(specs, optimizer=OptimType.EXACT_SGD, learning_rate=0.5)
+      >>> out, backward = tbe.vjp(jnp.array([4, 4, 7]), jnp.array([0, 2, 3]))
+      >>> backward(jnp.ones_like(out))
+      >>> tbe(jnp.array([4, 7]), jnp.array([0, 1, 2])).tolist()
+      [[-1.0, -1.0], [-0.5, -0.5]]
+    """
+
+    def __init__(
+        self,
+        embedding_specs: Sequence[EmbeddingSpec],
+        feature_table_map: Sequence[int] | None = None,
+        cache_algorithm: CacheAlgorithm = CacheAlgorithm.LRU,
+        cache_load_factor: float = 0.2,
+        cache_sets: int = 0,
+        cache_reserved_memory: float = 0.0,
+        cache_precision: SparseType | None = None,
+        weights_precision: SparseType = SparseType.FP32,
+        output_dtype: SparseType = SparseType.FP32,
+        enforce_hbm: bool = False,
+        optimizer: EmbOptimType | Sequence[EmbOptimType] = EmbOptimType.EXACT_SGD,
+        record_cache_metrics: RecordCacheMetrics | None = None,
+        gather_uvm_cache_stats: bool | None = False,
+        stochastic_rounding: bool = True,
+        gradient_clipping: bool = False,
+        max_gradient: float = 1.0,
+        max_norm: float = 0.0,
+        learning_rate: Any = 0.01,
+        eps: float = 1e-8,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE,
+        eta: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        ensemble_mode: EnsembleModeDefinition | None = None,
+        counter_based_regularization: CounterBasedRegularizationDefinition | None = None,
+        cowclip_regularization: CowClipDefinition | None = None,
+        pooling_mode: PoolingMode = PoolingMode.SUM,
+        device: Any = None,
+        bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING,
+        uvm_non_rowwise_momentum: bool = False,
+        use_experimental_tbe: bool = False,
+        prefetch_pipeline: bool = False,
+        stats_reporter_config: TBEStatsReporterConfig | None = None,
+        table_names: Sequence[str] | None = None,
+        optimizer_state_dtypes: Mapping[str, SparseType] | None = None,
+        multipass_prefetch_config: MultiPassPrefetchConfig | None = None,
+        global_weight_decay: GlobalWeightDecayDefinition | None = None,
+        uvm_host_mapped: bool = False,
+        *,
+        emainplace_mode: EmainplaceModeDefinition | None = None,
+        extra_optimizer_config: UserEnabledConfigDefinition | None = None,
+        ar_alpha: float = 0.0,
+        ema_beta: float = 0.99,
+        min_shrinkage: float = 0.1,
+        feature_names: Sequence[str] | None = None,
+        storage_folder: str | Path | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        num_tables = len(embedding_specs)
+        names = tuple(table_names or (f"table_{t}" for t in range(num_tables)))
+        features = tuple(range(num_tables)) if feature_table_map is None else tuple(feature_table_map)
+        self.feature_names = tuple(feature_names or default_feature_names(features, names))
+        check_specs(embedding_specs, features, names, self.feature_names)
+        places = placements(embedding_specs, enforce_hbm=enforce_hbm)
+        optimizer_arguments = {
+            "eps": eps,
+            "momentum": momentum,
+            "eta": eta,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": weight_decay,
+            "weight_decay_mode": weight_decay_mode,
+            "max_norm": max_norm,
+            "counter_based_regularization": counter_based_regularization,
+            "cowclip_regularization": cowclip_regularization,
+            "ensemble_mode": ensemble_mode,
+            "emainplace_mode": emainplace_mode,
+            "global_weight_decay": global_weight_decay,
+            "ar_alpha": ar_alpha,
+            "ema_beta": ema_beta,
+            "min_shrinkage": min_shrinkage,
+            "extra_optimizer_config": extra_optimizer_config,
+            "optimizer_state_dtypes": None if optimizer_state_dtypes is None else dict(optimizer_state_dtypes),
+        }
+        self.plan = plan_of(
+            embedding_specs,
+            features,
+            names,
+            pooling_mode.name.lower(),
+            per_table(optimizer, num_tables, "optimizer"),
+            per_table(learning_rate, num_tables, "learning_rate"),
+            optimizer_arguments,
+            places=places,
+            weights_precision=weights_precision,
+            stochastic_rounding=stochastic_rounding,
+        )
+        warn_of_arguments(
+            self.plan,
+            embedding_specs,
+            of_caches={
+                "cache_algorithm": cache_algorithm != CacheAlgorithm.LRU,
+                "cache_load_factor": cache_load_factor != 0.2,
+                "cache_sets": cache_sets != 0,
+                "cache_reserved_memory": cache_reserved_memory != 0.0,
+                "cache_precision": cache_precision not in (None, weights_precision),
+                "enforce_hbm": enforce_hbm,
+                "prefetch_pipeline": prefetch_pipeline,
+                "multipass_prefetch_config": multipass_prefetch_config is not None,
+                "gather_uvm_cache_stats": bool(gather_uvm_cache_stats),
+                "record_cache_metrics": record_cache_metrics is not None,
+                "storage_folder": storage_folder is not None,
+            },
+            of_others={
+                "uvm_non_rowwise_momentum": uvm_non_rowwise_momentum,
+                "use_experimental_tbe": use_experimental_tbe,
+                "uvm_host_mapped": uvm_host_mapped,
+                "max_gradient": not gradient_clipping and max_gradient != 1.0,
+            },
+        )
+        if prefetch_pipeline and cache_algorithm != CacheAlgorithm.LRU:
+            raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
+        self.output_dtype = dtype_of(output_dtype, "output_dtype").name
+        self.max_gradient = max_gradient if gradient_clipping else None
+        self.bounds_check_mode = bounds_check_mode
+        self.prefetch_pipeline = prefetch_pipeline
+        self.multipass_prefetch_config = multipass_prefetch_config
+        self.record_cache_metrics = record_cache_metrics or RecordCacheMetrics(False, False)
+        self.gather_uvm_cache_stats = bool(gather_uvm_cache_stats)
+        self.reporter = None if stats_reporter_config is None else StatisticsReporter(stats_reporter_config)
+        self.deterministic = False
+        self.host_rows = host_rows_of(
+            self.plan,
+            algorithm=cache_algorithm,
+            load_factor=cache_load_factor,
+            num_sets=cache_sets,
+            reserved_gib=cache_reserved_memory,
+            precision=cache_precision,
+            folder=storage_folder,
+            counts_features=self.record_cache_metrics.record_tablewise_cache_miss,
+        )
+        self.notes = nnx.static(Notes(optimizer_arguments))
+        key = (rngs or nnx.Rngs(0)).params()
+        self.state = TBEVariable(first_state(self.plan, key, self.host_rows, cache_precision, device_of(device)))
+        self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
+
+    def __call__(
+        self,
+        indices: Any,
+        offsets: Any = None,
+        per_sample_weights: Any = None,
+        feature_requires_grad: Any = None,
+        batch_size_per_feature_per_rank: BagSizes | None = None,
+        total_unique_indices: int | None = None,
+    ) -> Any:
+        """Looks up, and changes no weight, state or step.
+
+        Args:
+          indices: ids of all features, feature after feature; -1 is no id. Or `{feature: Bags}` for all features.
+          offsets: bag `b` of feature `f` holds `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
+          per_sample_weights: factor of every looked-up row; differentiable by `jax.grad`.
+          feature_requires_grad: used by `vjp` only.
+          batch_size_per_feature_per_rank: `[feature][rank]` bags, when features differ.
+          total_unique_indices: used by `vjp` only.
+
+        Returns: `[B, sum of dims]`, features side by side; `[nnz, dim]` for PoolingMode.NONE (shorter rows filled with
+          zeros). With `batch_size_per_feature_per_rank` one flat array: for each rank, for each feature, its
+          `[bags, dim]`. For `{feature: Bags}` the same as `{feature: [bags, dim]}`.
+        """
+        del feature_requires_grad, total_unique_indices
+        return forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)[0]
+
+    def vjp(
+        self,
+        indices: Any,
+        offsets: Any = None,
+        per_sample_weights: Any = None,
+        feature_requires_grad: Any = None,
+        batch_size_per_feature_per_rank: BagSizes | None = None,
+        total_unique_indices: int | None = None,
+    ) -> tuple[Any, Backward]:
+        """The lookup of a training step, and the function that trains with the gradient of its output.
+
+        Args:
+          indices: see `__call__`, as for the others.
+          offsets: see there.
+          per_sample_weights: see there.
+          feature_requires_grad: 1 or 0 per feature; 0 makes the gradients of its per_sample_weights zero. Its rows
+            are trained all the same.
+          batch_size_per_feature_per_rank: see there.
+          total_unique_indices: OptimType.NONE returns this many rows per group at most; None means one per index.
+
+        Raises: RuntimeError: the module is in evaluation mode; call `train()` first.
+        """
+        if self.deterministic:
+            raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
+        if any(passes != TablePasses() for passes in (table.passes for table in self.plan.tables)):
+            self.state.set_value(_begin_step(self.plan, self.state.get_value()))
+        output, looked_up = forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        return output, Backward(self, looked_up, feature_requires_grad, total_unique_indices)
+
+    def apply(self, row_gradients: RowGradients) -> None:
+        """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned."""
+        apply(self, row_gradients)
+
+    def prefetch(
+        self,
+        indices: Any,
+        offsets: Any,
+        forward_stream: Any = None,
+        batch_size_per_feature_per_rank: BagSizes | None = None,
+    ) -> None:
+        """Brings rows of a later batch into the cache; other batches may be looked up in between.
+
+        Args:
+          indices: see `__call__`, as for the others.
+          offsets: see there.
+          forward_stream: no meaning here; accepted for the original's sake.
+          batch_size_per_feature_per_rank: see there.
+
+        Raises: RuntimeError: inside `jit`, or 100 prefetched batches wait already.
+        """
+        del forward_stream
+        if self.host_rows is not None:
+            prefetch(self, indices, offsets, batch_size_per_feature_per_rank)
+
+    def set_learning_rate(self, learning_rate: float | Sequence[float]) -> None:
+        """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
+
+        Raises: ValueError: tables that share an array (see the class) are given different rates.
+        """
+        rates = tables.rates_of_groups(self.plan, learning_rate)
+        self.state.set_value(self.state.get_value()._replace(learning_rates=rates))
+
+    def get_learning_rate(self) -> float | list[float]:
+        """The rate of the next step: one number, or one per table where they differ."""
+        rates = np.asarray(_rates(self.plan, self.state.get_value()))
+        by_table = [float(rates[self.plan.place(t)[0]]) for t in range(len(self.plan.tables))]
+        return by_table[0] if len(set(by_table)) == 1 else by_table
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
+        done = jnp.asarray(step, jnp.int32)
+        self.state.set_value(self.state.get_value()._replace(step=done, passed_step=done + 0))
+
+    @property
+    def step(self) -> Array:
+        """Updates done so far."""
+        return self.state.get_value().step + 0  # the array itself goes to the next update
+
+    def update_hyper_parameters(self, parameters: Mapping[str, float]) -> None:
+        """Changes `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound` (of global decay) from now on.
+
+        All but `lr` are compiled into steps. Raises: NotImplementedError: no table's optimizer reads the name.
+        """
+        parameters = dict(parameters)
+        if "lr" in parameters:
+            self.set_learning_rate(parameters.pop("lr"))
+        if parameters:
+            self.plan = with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
+            if self.host_rows is not None:
+                self.host_rows.plan = self.plan
+
+    def init_embedding_weights_uniform(self, min_val: float, max_val: float, *, key: Array | None = None) -> None:
+        """Draws all weights from U(min_val, max_val). Equal keys and tables give equal bits, however they are stored.
+
+        Args:
+          min_val: lowest weight.
+          max_val: bound above.
+          key: None takes the one that the module was made with.
+        """
+        tables.init_uniform(self, min_val, max_val, self.state.get_value().key if key is None else key)
+
+    def split_embedding_weights(self) -> list[Any]:
+        """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
+        return tables.split_weights(self)
+
+    def split_optimizer_states(self) -> list[list[Any]]:
+        """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
+
+        Raises: NotImplementedError: OptimType.NONE has none.
+        """
+        return tables.split_states(self)
+
+    def get_optimizer_state(self) -> list[dict[str, Any]]:
+        """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`."""
+        names = [table.torch_state_names for table in self.plan.tables]
+        return [
+            dict(zip(own, states, strict=True)) for own, states in zip(names, tables.split_states(self), strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`."""
+        return tables.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over a `state_dict`. Raises: ValueError: an entry is missing, unknown or of another shape."""
+        tables.load_state_dict(self, state_dict)
+
+    def reset_embedding_weight_momentum(
+        self, pruned_indices: Any, pruned_indices_offsets: Any, logical_table_ids: Any, buffer_ids: Any = None
+    ) -> None:
+        """Zeroes rows and all their optimizer states.
+
+        Args:
+          pruned_indices: rows, table after table.
+          pruned_indices_offsets: entry `k` of the lists below owns `pruned_indices[offsets[k] : offsets[k + 1]]`.
+          logical_table_ids: tables.
+          buffer_ids: no meaning here; accepted for the original's sake.
+        """
+        del buffer_ids
+        tables.reset_rows(self, pruned_indices, pruned_indices_offsets, logical_table_ids)
+
+    def apply_global_weight_decay(self) -> None:
+        """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables; lookups stay the same."""
+        tables.write_out_decay(self)
+
+    def state_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
+        return tables.state_bytes(self)
+
+    def flush(self) -> None:
+        """Writes all cached rows and states to the host; they stay cached."""
+        if self.host_rows is not None:
+            self.host_rows.flush(self.state.get_value())
+
+    def reset_cache_states(self, *, discard: bool = False) -> None:
+        """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
+        if self.host_rows is not None:
+            if not discard:
+                self.flush()
+            self.state.set_value(self.host_rows.forget(self.state.get_value()))
+
+    def get_uvm_cache_stats(self) -> CacheCounts:
+        """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
+        return self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).totals
+
+    def reset_uvm_cache_stats(self) -> None:
+        """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
+        self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).reset()
+
+    def print_uvm_cache_stats(self) -> None:
+        """Prints means per call since the last print. Raises: as `get_uvm_cache_stats`."""
+        print(self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).report())
+
+    def get_cache_miss_counter(self) -> tuple[int, int]:
+        """Batches with a miss, and unique misses. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
+        asked = self.record_cache_metrics.record_cache_miss_counter
+        return self._statistics("record_cache_miss_counter", asked).miss_counter
+
+    def get_table_wise_cache_miss(self) -> np.ndarray:
+        """Unique misses of every feature. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
+        asked = self.record_cache_metrics.record_tablewise_cache_miss
+        return self._statistics("record_tablewise_cache_miss", asked).unique_misses_by_group.copy()
+
+    def _statistics(self, argument: str, is_on: bool) -> CacheStatistics:
+        if self.host_rows is None or not is_on:
+            raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
+        return self.host_rows.statistics
+
+
+SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
+"""The original's name."""

@@ -1,0 +1,224 @@
+"""Which tables share an array, and which features read them: the static side of a table-batched module."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
+from rsembed.optimizers import LearningRate, OptimizerSpec
+from rsembed.tbe.records import (
+    CounterBasedRegularizationDefinition,
+    EmainplaceModeDefinition,
+    EmbOptimType,
+    EnsembleModeDefinition,
+    GlobalWeightDecayDefinition,
+)
+
+Placement = Literal["device", "cached", "host"]
+BagSizes = tuple[tuple[int, ...], ...]
+"""Bags of feature f from rank r, as `sizes[f][r]`."""
+
+
+class TablePasses(NamedTuple):
+    """What an optimizer does to whole tables (or to what lookups read), beside its row rule."""
+
+    ensemble: EnsembleModeDefinition | None = None
+    emainplace: EmainplaceModeDefinition | None = None
+    counter: CounterBasedRegularizationDefinition | None = None
+    global_decay: GlobalWeightDecayDefinition | None = None
+    average_dtype: str = "float32"
+    weight_decay: float = 0.0
+    writes_first_gradient_only: bool = False
+
+
+class TablePlan(NamedTuple):
+    """One logical table.
+
+    Args:
+      name: as in messages and state dicts.
+      optimizer: what `rule` was made from.
+      num_rows: rows.
+      dim: columns.
+      rule: how touched rows are stepped; None only returns their gradients.
+      learning_rate: initial rate, or a callable of nothing or of the 0-based step.
+      dtype: of the stored rows.
+      placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
+        rows to the device and back.
+      rounds_stochastically: how stepped rows are brought to a dtype other than float32.
+      passes: what happens beside the rule.
+      state_names: names of its optimizer states.
+      torch_state_names: the same, after torch's optimizers.
+    """
+
+    name: str
+    optimizer: EmbOptimType
+    num_rows: int
+    dim: int
+    rule: OptimizerSpec | None
+    learning_rate: LearningRate
+    dtype: str
+    placement: Placement = "device"
+    rounds_stochastically: bool = True
+    passes: TablePasses = TablePasses()
+    state_names: tuple[str, ...] = ()
+    torch_state_names: tuple[str, ...] = ()
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether its rows must be brought to the device."""
+        return self.placement != "device"
+
+
+class GroupPlan(NamedTuple):
+    """Tables of one shape, rule and placement, which share one array: table `tables[k]` begins at `first_rows[k]`."""
+
+    tables: tuple[int, ...]
+    first_rows: tuple[int, ...]
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TBEPlan:
+    """The static side of a module: hashable, so that compiled programs are shared by modules that look alike.
+
+    Args:
+      tables: logical tables.
+      features: table of every feature.
+      pooling: `sum`, `mean` or `none`.
+      groups: tables that share an array.
+    """
+
+    tables: tuple[TablePlan, ...]
+    features: tuple[int, ...]
+    pooling: str
+    groups: tuple[GroupPlan, ...]
+
+    @staticmethod
+    def of(tables: Sequence[TablePlan], features: Sequence[int], pooling: str) -> TBEPlan:
+        """Groups tables that have everything but name and size in common; an array holds less than 2**31 - 1 rows."""
+        members: dict[object, list[int]] = {}
+        for number, table in enumerate(tables):
+            alike = table._replace(name="", num_rows=0)
+            full = sum(key[0] == alike for key in members)  # type: ignore[index]
+            for part in range(max(full, 1)):
+                own = members.setdefault((alike, part), [])
+                if sum(tables[t].num_rows for t in own) + table.num_rows < NO_ROW:
+                    break
+            else:
+                own = members[(alike, full)] = []
+            own.append(number)
+        groups = []
+        for own in members.values():
+            ends = list(itertools.accumulate((tables[t].num_rows for t in own), initial=0))
+            groups.append(GroupPlan(tuple(own), tuple(ends[:-1]), ends[-1]))
+        return TBEPlan(tuple(tables), tuple(features), pooling, tuple(groups))
+
+    def __post_init__(self) -> None:
+        # Compiled programs are looked up by the plan in every call, and a hash over all tables takes its time.
+        object.__setattr__(self, "_hash", hash((self.tables, self.features, self.pooling)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether rows of some table must be brought to the device first."""
+        return any(table.is_cached for table in self.tables)
+
+    def table_of(self, group: GroupPlan) -> TablePlan:
+        """The first table of a group, which speaks for all in everything but name and size."""
+        return self.tables[group.tables[0]]
+
+    def dims(self) -> tuple[int, ...]:
+        """Columns of every group's array."""
+        return tuple(self.table_of(group).dim for group in self.groups)
+
+    def group_name(self, group: GroupPlan) -> str:
+        """The names of its tables, or of the first and how many follow."""
+        names = [self.tables[t].name for t in group.tables]
+        return "+".join(names) if len(names) < 4 else f"{names[0]}+{len(names) - 1} more"
+
+    def place(self, table: int) -> tuple[int, int]:
+        """Group of a table, and its first row there."""
+        for number, group in enumerate(self.groups):
+            if table in group.tables:
+                return number, group.first_rows[group.tables.index(table)]
+        raise KeyError(table)
+
+    def num_bags(self, num_offsets: int, sizes: BagSizes | None) -> tuple[int, ...]:
+        """Bags of every feature.
+
+        Raises: ValueError: the length of the offsets does not fit.
+        """
+        num_features = len(self.features)
+        if sizes is None:
+            bags = (num_offsets - 1) // num_features
+            if num_offsets < 1 or bags * num_features + 1 != num_offsets:
+                raise ValueError(
+                    f"offsets has {num_offsets} entries, which is not batch size * {num_features} features + 1; pass "
+                    "one offset per bag, feature after feature, and the end of the last bag."
+                )
+            return (bags,) * num_features
+        if len(sizes) != num_features or len({len(own) for own in sizes}) > 1:
+            raise ValueError(
+                f"batch_size_per_feature_per_rank must have {num_features} rows, one per feature, of equal length; "
+                f"got lengths {[len(own) for own in sizes]}."
+            )
+        bags_of_feature = tuple(sum(own) for own in sizes)
+        if sum(bags_of_feature) + 1 != num_offsets:
+            raise ValueError(
+                f"batch_size_per_feature_per_rank adds up to {sum(bags_of_feature)} bags, which needs as many offsets "
+                f"plus 1, but there are {num_offsets}."
+            )
+        return bags_of_feature
+
+    def batch(
+        self,
+        ids: Int[Array, " nnz"],
+        offsets: Int[Array, " bags_plus_1"],
+        weights: Float[Array, " nnz"] | None,
+        sizes: BagSizes | None = None,
+        *,
+        cached_rows: Sequence[int] | None = None,
+    ) -> JaggedBatch:
+        """Ids as the kernels read them.
+
+        Args:
+          ids: ids of all features, feature after feature.
+          offsets: see `num_bags`.
+          weights: per id.
+          sizes: bags by feature and rank, for variable batch sizes.
+          cached_rows: rows of every group's array on the device, in which ids of cached tables already are slots; None
+            means that they still are ids.
+        """
+        blocks = _blocks(self, offsets.shape[0], sizes, None if cached_rows is None else tuple(cached_rows))
+        layout = "columns" if sizes is None else "blocks"
+        return JaggedBatch(ids, offsets, weights, self.pooling, blocks, layout)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(
+    plan: TBEPlan, num_offsets: int, sizes: BagSizes | None, cached_rows: tuple[int, ...] | None
+) -> tuple[Block, ...]:
+    bags = plan.num_bags(num_offsets, sizes)
+    first_bags = list(itertools.accumulate(bags, initial=0))
+    blocks = []
+    for feature, table in enumerate(plan.features):
+        group, first_row = plan.place(table)
+        num_rows = plan.tables[table].num_rows
+        if cached_rows is not None and plan.tables[table].is_cached:
+            first_row, num_rows = 0, cached_rows[group]
+        blocks.append(Block(first_bags[feature], bags[feature], group, first_row, num_rows))
+    if sizes is None:
+        return tuple(blocks)
+    return tuple(
+        block._replace(first_bag=block.first_bag + sum(own[:rank]), num_bags=own[rank])
+        for rank in range(len(sizes[0]))
+        for block, own in zip(blocks, sizes, strict=True)
+    )

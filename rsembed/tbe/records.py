@@ -1,0 +1,316 @@
+"""The enums and records that table-batched embeddings are declared with.
+
+Names, members and defaults are those of FBGEMM's TBE training module, so that its declarations work unchanged.
+Impossible values are refused here; values that do not go together are refused by `make_rule` and the module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+
+
+class EmbeddingLocation(enum.IntEnum):
+    """Where the rows of a table live: device, host, or host rows behind a cache on the device.
+
+    MTIA can be named but not used: JAX has no such backend.
+    """
+
+    DEVICE = 0
+    MANAGED = 1
+    MANAGED_CACHING = 2
+    HOST = 3
+    MTIA = 4
+
+
+class ComputeDevice(enum.IntEnum):
+    """What looks the rows up. GPU is another name of CUDA; GPU and TPU are extensions. MTIA can be named, not used."""
+
+    CPU = 0
+    CUDA = 1
+    GPU = 1
+    MTIA = 2
+    TPU = 3
+
+
+class CacheAlgorithm(enum.IntEnum):
+    """Which cached row makes room: the least recently used or the least frequently used one."""
+
+    LRU = 0
+    LFU = 1
+
+
+class PoolingMode(enum.IntEnum):
+    """How the rows of a bag become one vector. NONE: one output row per id."""
+
+    SUM = 0
+    MEAN = 1
+    NONE = 2
+
+
+class BoundsCheckMode(enum.IntEnum):
+    """What happens to ids and offsets outside their range; each V2 member means the same as its namesake."""
+
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+    NONE = 3
+    V2_IGNORE = 4
+    V2_WARNING = 5
+    V2_FATAL = 6
+
+
+class EmbOptimType(enum.Enum):
+    """The optimizer that the backward pass runs on touched rows.
+
+    FTRL is an extension. SGD, ROWWISE_ADAGRAD (both not exact), SHAMPOO, SHAMPOO_V2, MADGRAD and
+    EXACT_ROWWISE_WEIGHTED_ADAGRAD can be named but are refused, as in the original.
+    """
+
+    SGD = "sgd"
+    EXACT_SGD = "exact_sgd"
+    LAMB = "lamb"
+    ADAM = "adam"
+    EXACT_ADAGRAD = "exact_adagrad"
+    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
+    LARS_SGD = "lars_sgd"
+    PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
+    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
+    ROWWISE_ADAGRAD = "row_wise_adagrad"
+    SHAMPOO = "shampoo"
+    SHAMPOO_V2 = "shampoo_v2"
+    MADGRAD = "madgrad"
+    EXACT_ROWWISE_WEIGHTED_ADAGRAD = "exact_row_wise_weighted_adagrad"
+    ENSEMBLE_ROWWISE_ADAGRAD = "ensemble_row_wise_adagrad"
+    EMAINPLACE_ROWWISE_ADAGRAD = "ema_in_place_row_wise_adagrad"
+    ROWWISE_RMSPROP_AR = "row_wise_rmsprop_ar"
+    FTRL = "ftrl"
+    NONE = "none"
+
+
+OptimType = EmbOptimType
+
+
+class WeightDecayMode(enum.IntEnum):
+    """How row-wise Adagrad uses `weight_decay`; the other optimizers have one fixed kind of decay or none."""
+
+    NONE = 0
+    L2 = 1
+    DECOUPLE = 2
+    COUNTER = 3
+    COWCLIP = 4
+    DECOUPLE_GLOBAL = 5
+
+
+class CounterWeightDecayMode(enum.IntEnum):
+    """Weight decay inside the COUNTER and COWCLIP modes."""
+
+    NONE = 0
+    L2 = 1
+    DECOUPLE = 2
+    ADAGRADW = 3
+
+
+class LearningRateMode(enum.IntEnum):
+    """How COUNTER changes the learning rate of rows seen more often than the tail threshold."""
+
+    EQUAL = -1
+    TAIL_ID_LR_INCREASE = 0
+    TAIL_ID_LR_DECREASE = 1
+    COUNTER_SGD = 2
+
+
+class StepMode(enum.IntEnum):
+    """NONE starts the moving average of the ensemble at zero after each pass; the other two keep it."""
+
+    NONE = 0
+    USE_COUNTER = 1
+    USE_ITER = 2
+
+
+class GradSumDecay(enum.IntEnum):
+    """Decay of the gradient sum; the original accepts CTR_DECAY without any effect, so it is refused."""
+
+    NO_DECAY = -1
+    CTR_DECAY = 0
+
+
+class SparseType(enum.Enum):
+    """Element types by the original's names; `dtype_of` says which of them can be stored."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    NFP8 = "nfp8"
+    INT8 = "int8"
+    INT4 = "int4"
+    INT2 = "int2"
+    MX4 = "mx4"
+
+
+_DTYPES = {
+    SparseType.FP32: jnp.dtype(jnp.float32),
+    SparseType.FP16: jnp.dtype(jnp.float16),
+    SparseType.BF16: jnp.dtype(jnp.bfloat16),
+}
+
+
+def dtype_of(sparse_type: SparseType, what: str) -> jnp.dtype:
+    """The dtype that stores `sparse_type`.
+
+    Args:
+      sparse_type: FP32, FP16 or BF16.
+      what: the argument it was given as, for the error.
+
+    Raises: ValueError: `sparse_type` is one of the quantized types.
+    """
+    if sparse_type not in _DTYPES:
+        offered = ", ".join(member.name for member in _DTYPES)
+        raise ValueError(f"{what}: {sparse_type.name} cannot be stored or trained; choose one of {offered}.")
+    return _DTYPES[sparse_type]
+
+
+@dataclasses.dataclass(frozen=True)
+class TailIdThreshold:
+    """A row is no tail row once its counter exceeds `val`, or `floor(val * max_counter)` if `is_ratio`."""
+
+    val: float = 0
+    is_ratio: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CounterBasedRegularizationDefinition:
+    """Row-wise Adagrad whose rates depend on how often a row was seen (`WeightDecayMode.COUNTER`).
+
+    Args:
+      counter_weight_decay_mode: L2 and DECOUPLE need a positive `counter_halflife`.
+      counter_halflife: steps after which an untouched row's counter has halved; -1 (and -2, for ADAGRADW) never.
+      adjustment_iter: the adjustments begin after this step.
+      adjustment_ub: exponent, factor or bound of the adjustment, see the rule.
+      learning_rate_mode: for rows above the tail threshold.
+      grad_sum_decay: only NO_DECAY.
+      tail_id_threshold: where the tail ends.
+      max_counter_update_freq: steps between two refreshes of the largest counter; never if it is not positive.
+    """
+
+    counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
+    counter_halflife: int = -1
+    adjustment_iter: int = -1
+    adjustment_ub: float = 1.0
+    learning_rate_mode: LearningRateMode = LearningRateMode.EQUAL
+    grad_sum_decay: GradSumDecay = GradSumDecay.NO_DECAY
+    tail_id_threshold: TailIdThreshold = TailIdThreshold()
+    max_counter_update_freq: int = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class CowClipDefinition:
+    """Row-wise Adagrad with gradients clipped by row norm and counter (`WeightDecayMode.COWCLIP`).
+
+    A row's gradient is clipped to `row_counter * max(weight_norm_coefficient * norm(row), lower_bound)`. With both
+    zero, the defaults, no row could ever move. A positive `lower_bound` is what lets rows that start at zero move.
+    """
+
+    counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
+    counter_halflife: int = -1
+    weight_norm_coefficient: float = 0.0
+    lower_bound: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalWeightDecayDefinition:
+    """Decay that reaches untouched rows, made up for when they are read (`WeightDecayMode.DECOUPLE_GLOBAL`).
+
+    Args:
+      start_iter: first step with decay.
+      lower_bound: the smallest factor that a single gap may cause.
+    """
+
+    start_iter: int = 0
+    lower_bound: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EnsembleModeDefinition:
+    """A slow copy of the tables that follows them every `step_ema` steps and replaces them every `step_swap` steps.
+
+    Up to `step_start` the slow copy takes over all of the table, later `1 - step_ema_coef` of the difference.
+    """
+
+    step_ema: int = 10000
+    step_swap: int = 10000
+    step_start: int = 0
+    step_ema_coef: float = 0.6
+    step_mode: StepMode = StepMode.USE_ITER
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "step_ema", "step_swap")
+
+
+@dataclasses.dataclass(frozen=True)
+class EmainplaceModeDefinition:
+    """The second half of each row follows the first half every `step_ema` steps, from `step_start` on."""
+
+    step_ema: int = 10
+    step_start: int = 0
+    step_ema_coef: float = 0.6
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "step_ema")
+
+
+@dataclasses.dataclass(frozen=True)
+class UserEnabledConfigDefinition:
+    """Options of single optimizers.
+
+    Args:
+      use_rowwise_bias_correction: ADAM corrects by the row's own number of updates, not by the step.
+      use_writeback_bwd_prehook: EXACT_SGD takes a row's gradient from the first bag that holds it only.
+      writeback_first_feature_only: the same, looking at the first feature only.
+      precompute_writeback: no effect on the numbers.
+    """
+
+    use_rowwise_bias_correction: bool = False
+    use_writeback_bwd_prehook: bool = False
+    writeback_first_feature_only: bool = False
+    precompute_writeback: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordCacheMetrics:
+    """Which cache misses are counted: of all tables together, and per table."""
+
+    record_cache_miss_counter: bool = False
+    record_tablewise_cache_miss: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiPassPrefetchConfig:
+    """A prefetch in up to `num_passes` passes of at least `min_splitable_pass_size` ids, to bound its memory."""
+
+    num_passes: int = 12
+    min_splitable_pass_size: int = 6 * 2**20
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "num_passes", "min_splitable_pass_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class TBEStatsReporterConfig:
+    """Figures every `interval` training steps, for `report(step, figures)` or else for the log `rsembed`."""
+
+    interval: int
+    report: Callable[[int, Mapping[str, float]], None] | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "interval")
+
+
+def _check_positive(record: object, *names: str) -> None:
+    for name in names:
+        if getattr(record, name) < 1:
+            raise ValueError(f"{type(record).__name__}: {name} must be at least 1, got {getattr(record, name)}.")

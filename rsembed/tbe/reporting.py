@@ -1,0 +1,75 @@
+"""Figures about a module in training, every so many steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from rsembed.tbe.inputs import Inputs
+from rsembed.tbe.records import TBEStatsReporterConfig
+
+if TYPE_CHECKING:
+    from rsembed.tbe.module import TableBatchedEmbeddingBags
+
+MAX_MEMORY_REPORTS = 10
+"""Sizes of tables do not change: the original reports them ten times as well."""
+
+
+class StatisticsReporter:
+    """Reports sizes, bytes, durations and cache counts of training steps by the original's names.
+
+    Args:
+      config: how often, and where to: `config.report(step, figures)`, or the log `rsembed` at level INFO.
+    """
+
+    def __init__(self, config: TBEStatsReporterConfig):
+        self.config = config
+        self.prefetch_seconds = 0.0
+        self._num_steps = self._num_reports = 0
+
+    def step(self, module: TableBatchedEmbeddingBags, inputs: Inputs, output: Any) -> None:
+        """Counts a training step, and reports if it is time."""
+        self._num_steps += 1
+        if self._num_steps % self.config.interval:
+            return
+        outputs = jax.tree.leaves(output)
+        figures: dict[str, float] = {
+            "total_prefetch_duration": self.prefetch_seconds,
+            "bwd_wait_for_prefetch": 0.0,  # prefetches end before they return
+            "tbe.fwd_input_count": inputs.ids.size,
+            "tbe.fwd_input_size": inputs.ids.nbytes,
+            "tbe.fwd_output_count": sum(leaf.size for leaf in outputs),
+            "tbe.fwd_output_size": sum(leaf.nbytes for leaf in outputs),
+        }
+        self.prefetch_seconds = 0.0
+        if self._num_reports < MAX_MEMORY_REPORTS:
+            figures |= _memory(module)
+        if module.host_rows is not None:
+            counts = module.host_rows.statistics.totals._asdict()
+            figures |= {f"tbe.prefetch.cache_stats.{name}": value for name, value in counts.items()}
+        self._num_reports += 1
+        self._send(int(module.step), figures)
+
+    def _send(self, step: int, figures: dict[str, float]) -> None:
+        if self.config.report is not None:
+            self.config.report(step, figures)
+        else:
+            text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
+            logging.getLogger("rsembed").info("step %d: %s", step, text)
+
+
+def _memory(module: TableBatchedEmbeddingBags) -> dict[str, float]:
+    by_table = module.state_bytes()
+    found = dict.fromkeys(("hbm", "uvm"), 0)
+    figures: dict[str, float] = {}
+    for kind, is_cached in (("hbm", False), ("uvm", True)):
+        own = [by_table[table.name] for table in module.plan.tables if table.is_cached == is_cached]
+        figures[f"tbe.{kind}.embeddings"] = sum(size["weights"] for size in own)
+        figures[f"tbe.{kind}.optimizer_states"] = sum(size["optimizer_states"] for size in own)
+        found[kind] = int(figures[f"tbe.{kind}.embeddings"] + figures[f"tbe.{kind}.optimizer_states"])
+    figures["tbe.hbm.cache"] = by_table["total"].get("cache", 0)
+    figures["tbe.total_hbm_usage"] = found["hbm"] + figures["tbe.hbm.cache"]
+    figures["tbe.total_uvm_usage"] = found["uvm"]
+    return figures

@@ -1,0 +1,283 @@
+"""A training step of a module: from ids to its output, and from the gradient of that to stepped rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from rsembed.kernels.contract import JaggedBatch
+from rsembed.row_gradients import RowGradients
+from rsembed.tbe import functional
+from rsembed.tbe.inputs import Inputs, features_of_dict, read_inputs
+from rsembed.tbe.plan import TBEPlan
+from rsembed.tbe.records import BoundsCheckMode
+
+if TYPE_CHECKING:
+    from rsembed.tbe.module import TableBatchedEmbeddingBags
+
+MAX_PREFETCHES = 100
+
+_lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")
+_apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
+_backward = jax.jit(
+    functional.backward,
+    static_argnums=0,
+    donate_argnums=1,
+    static_argnames=("max_gradient", "wants_weight_gradients"),
+)
+_row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
+_rates = jax.jit(functional.learning_rates, static_argnums=0)
+
+
+@dataclasses.dataclass(eq=False)
+class Notes:
+    """What a module remembers on the host: whether it has warned, and the arguments of its optimizers."""
+
+    optimizer_arguments: dict[str, Any]
+    has_warned: bool = False
+
+
+class LookedUp(NamedTuple):
+    """What a backward pass needs to know of a lookup."""
+
+    inputs: Inputs
+    batch: JaggedBatch
+    is_dict: bool
+
+
+def forward(
+    module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any
+) -> tuple[Any, LookedUp]:
+    """The output of a lookup in the form that the caller expects, and what a backward pass needs to know."""
+    is_dict = isinstance(indices, Mapping)
+    if is_dict:
+        indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
+    with _place_of_writes(module, indices, offsets):
+        inputs = _read(module, indices, offsets, weights, sizes)
+        batch = _batch(module, inputs)
+    output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
+    output = output_by_feature(module.plan, module.feature_names, output, inputs) if is_dict else output
+    return output, LookedUp(inputs, batch, is_dict)
+
+
+def _place_of_writes(module: TableBatchedEmbeddingBags, *values: Any) -> contextlib.AbstractContextManager[Any]:
+    """Where a lookup may write to the module: under `jax.grad` with concrete ids, outside of what is differentiated."""
+    leaves = (*jax.tree.leaves(values), *jax.tree.leaves(module.state.get_value()))
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
+
+
+def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any) -> Inputs:
+    if offsets is None:
+        raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
+    mode, notes = module.bounds_check_mode, module.notes
+    inputs, num_corrected = read_inputs(
+        module.plan, module.feature_names, mode, indices, offsets, weights, sizes, warns=not notes.has_warned
+    )
+    is_traced = isinstance(num_corrected, jax.core.Tracer)
+    notes.has_warned |= not is_traced and bool(num_corrected > 0)
+    if mode != BoundsCheckMode.NONE:
+        module.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
+    return inputs
+
+
+def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> JaggedBatch:
+    """The batch, with places for ids of cached tables, whose rows are brought."""
+    ids, rows = inputs.ids, None
+    if module.host_rows is not None:
+        state, ids = module.host_rows.bring(module.state.get_value(), ids, inputs.offsets, inputs.num_bags)
+        module.state.set_value(state)
+        rows = [weights.shape[0] for weights in state.weights]
+    weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
+    offsets = jnp.asarray(inputs.offsets)
+    return module.plan.batch(jnp.asarray(ids), offsets, weights, inputs.sizes, cached_rows=rows)
+
+
+def apply(module: TableBatchedEmbeddingBags, row_gradients: RowGradients) -> None:
+    """One optimizer step of every row in `row_gradients`."""
+    state, host_rows = module.state.get_value(), module.host_rows
+    rates = _rates(module.plan, state)
+    if host_rows is not None:
+        state, row_gradients = host_rows.bring_rows(state, row_gradients)
+    module.state.set_value(_apply(module.plan, state, row_gradients, rates))
+    if host_rows is not None:
+        host_rows.write_back(module.state.get_value())
+
+
+def prefetch(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, sizes: Any) -> None:
+    """Brings rows of a later batch into the cache."""
+    host_rows, config = module.host_rows, module.multipass_prefetch_config
+    assert host_rows is not None
+    started = time.perf_counter()
+    if isinstance(indices, Mapping):
+        indices, offsets, _, sizes = features_of_dict(module.plan, module.feature_names, indices)
+    inputs = _read(module, indices, offsets, None, sizes)
+    if inputs.is_traced:
+        raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
+    if len(host_rows.prefetched) >= MAX_PREFETCHES:
+        raise RuntimeError(
+            f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often, or other "
+            "batches are looked up."
+        )
+    parts = [inputs] if config is None else inputs.in_parts(config.num_passes, config.min_splitable_pass_size)
+    state = host_rows.prefetch(
+        module.state.get_value(),
+        [(part.ids, part.offsets) for part in parts],
+        inputs.num_bags,
+        lock=module.prefetch_pipeline,
+    )
+    module.state.set_value(state)
+    if module.reporter is not None:
+        module.reporter.prefetch_seconds += time.perf_counter() - started
+
+
+class Backward:
+    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`."""
+
+    def __init__(
+        self,
+        module: TableBatchedEmbeddingBags,
+        looked_up: LookedUp,
+        feature_requires_grad: Any,
+        total_unique_indices: int | None,
+    ):
+        self._module, self._mask, self._bound = module, feature_requires_grad, total_unique_indices
+        self._inputs, self._batch, self._is_dict = looked_up
+        # The rate of this step is the one that its lookup saw.
+        self._rates = _rates(module.plan, module.state.get_value())
+        self._version = None if module.host_rows is None else module.host_rows.version
+        self._is_used = False
+
+    def __call__(self, d_output: Any, *, per_sample_weights_grad: bool = True) -> Any:
+        """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
+
+        Args:
+          d_output: gradient of what `vjp` returned, in its form.
+          per_sample_weights_grad: False saves the time for gradients that nobody reads.
+
+        Returns: the gradient of per_sample_weights (None without weights). For OptimType.NONE nothing is stepped, and
+          the `RowGradients` are returned.
+
+        Raises: RuntimeError: it was called before, or the module went into evaluation mode since.
+        """
+        module = self._module
+        if module.plan.tables[0].rule is None:
+            return self.row_gradients(d_output)
+        gradient, mask = self._gradient(d_output), self._mask_of_ids()
+        self._use()
+        state, batch = module.state.get_value(), self._batch
+        if module.host_rows is not None and module.host_rows.version != self._version:
+            # Rows may have moved since the lookup: other batches came between.
+            inputs = self._inputs
+            state, ids = module.host_rows.bring(state, inputs.ids, inputs.offsets, inputs.num_bags, admit=False)
+            rows = [weights.shape[0] for weights in state.weights]
+            batch = module.plan.batch(ids, batch.offsets, batch.weights, inputs.sizes, cached_rows=rows)
+        wants_weight_gradients = per_sample_weights_grad and self._inputs.weights is not None
+        state, d_weights = _backward(
+            module.plan,
+            state,
+            batch,
+            gradient,
+            self._rates,
+            max_gradient=module.max_gradient,
+            wants_weight_gradients=wants_weight_gradients,
+        )
+        module.state.set_value(state)
+        if module.host_rows is not None:
+            module.host_rows.write_back(state)
+        if module.reporter is not None and not self._inputs.is_traced:
+            module.reporter.step(module, self._inputs, d_output)
+        return d_weights if d_weights is None or mask is None else d_weights * mask
+
+    def row_gradients(self, d_output: Any) -> RowGradients:
+        """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
+
+        Args:
+          d_output: gradient of what `vjp` returned, in its form.
+
+        Returns: one entry per group of tables of equal dim, optimizer and placement. Its rows count through the tables
+          of the group.
+
+        Raises: ValueError: more rows than `total_unique_indices` were looked up.
+        """
+        inputs, plan = self._inputs, self._module.plan
+        gradient = self._gradient(d_output)
+        self._use()
+        weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
+        batch = plan.batch(jnp.asarray(inputs.ids), jnp.asarray(inputs.offsets), weights, inputs.sizes)
+        gradients = _row_gradients(plan, batch, gradient, max_gradient=self._module.max_gradient)
+        return gradients if self._bound is None else _cut(gradients, self._bound)
+
+    def _use(self) -> None:
+        if self._is_used:
+            raise RuntimeError("this backward was used already; a second step needs its own vjp.")
+        if self._module.deterministic:
+            raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
+        self._is_used = True
+
+    def _gradient(self, d_output: Any) -> Array:
+        """The gradient in the form of an output that is no dict. Raises: ValueError: it has another shape."""
+        module, shape = self._module, self._batch.output_shape(self._module.plan.dims())
+        if self._is_dict:
+            d_output = gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
+        d_output = jnp.asarray(d_output)
+        if d_output.shape != shape:
+            raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
+        return d_output
+
+    def _mask_of_ids(self) -> Float[Array, " nnz"] | None:
+        """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
+        inputs = self._inputs
+        if self._mask is None:
+            return None
+        mask = jnp.asarray(self._mask, jnp.float32)
+        if mask.shape != (len(inputs.num_bags),):
+            raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(inputs.num_bags)} numbers.")
+        starts = jnp.asarray(inputs.offsets)[np.concatenate([[0], np.cumsum(inputs.num_bags)])]
+        # Ids in front of the first bag belong to no feature, and have no gradient anyway.
+        lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
+        padded = jnp.concatenate([jnp.zeros(1), mask])
+        return jnp.repeat(padded, lengths, total_repeat_length=inputs.ids.shape[0])
+
+
+def _cut(gradients: RowGradients, bound: int) -> RowGradients:
+    touched = gradients.num_touched()
+    if not any(isinstance(n, jax.core.Tracer) for n in touched.values()):
+        most = max(int(n) for n in touched.values())
+        if most > bound:
+            raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
+    return RowGradients(
+        {name: rows[:bound] for name, rows in gradients.rows.items()},
+        {name: values[:bound] for name, values in gradients.values.items()},
+        gradients.num_rows,
+    )
+
+
+def output_by_feature(plan: TBEPlan, names: Sequence[str], output: Array, inputs: Inputs) -> dict[str, Array]:
+    """`{feature: [bags, dim]}`. Raises: TypeError: PoolingMode.NONE, whose rows belong to ids."""
+    if plan.pooling == "none":
+        raise TypeError(
+            "PoolingMode.NONE returns one row per id in the order of the ids; pass indices and offsets, not a dict."
+        )
+    dims = [plan.tables[t].dim for t in plan.features]
+    if inputs.sizes is None:
+        return dict(zip(names, jnp.split(output, np.cumsum(dims)[:-1].tolist(), axis=1), strict=True))
+    ends = np.cumsum([n * dim for n, dim in zip(inputs.num_bags, dims, strict=True)])
+    parts = jnp.split(output, ends[:-1].tolist())
+    return {name: part.reshape(-1, dim) for name, part, dim in zip(names, parts, dims, strict=True)}
+
+
+def gradient_of_dict(names: Sequence[str], d_output: Any, *, is_flat: bool) -> Array:
+    """The other way round. Raises: ValueError: not a dict of exactly these features."""
+    if not isinstance(d_output, Mapping) or set(d_output) != set(names):
+        raise ValueError(f"the output was {{feature: array}}; its gradient needs the features {sorted(names)}.")
+    parts = [jnp.asarray(d_output[name]) for name in names]
+    return jnp.concatenate([part.reshape(-1) for part in parts]) if is_flat else jnp.concatenate(parts, axis=1)

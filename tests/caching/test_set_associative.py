@@ -1,0 +1,340 @@
+"""Every decision of the cache against a simulation with dicts and lists that takes one id and one slot at a time."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsembed.caching import Admission, CacheStatistics, SetAssociativeCache, num_sets_for, set_of
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "caching_cases.json").read_text())
+NUM_IDS = 40
+
+
+def murmur(number: int) -> int:
+    mask = 2**64 - 1
+    number ^= number >> 33
+    number = number * 0xFF51AFD7ED558CCD & mask
+    number ^= number >> 33
+    number = number * 0xC4CEB9FE1A85EC53 & mask
+    return number ^ number >> 33
+
+
+class DumbCache:
+    """A dict per slot: `{"id", "time", "locks"}`, and one count per id."""
+
+    def __init__(self, num_sets: int, num_ways: int, algorithm: str, num_ids: int) -> None:
+        self.num_sets, self.num_ways, self.algorithm, self.num_ids = num_sets, num_ways, algorithm, num_ids
+        self.slots = [{"id": -1, "time": 0, "locks": 0} for _ in range(num_sets * num_ways)]
+        self.count: Counter[int] = Counter()
+        self.clock = 1
+
+    def slot_of(self, wanted: int) -> int:
+        return next((number for number, slot in enumerate(self.slots) if slot["id"] == wanted), -1)
+
+    def admit(self, ids: list[int], lock: bool) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Locations, and the moves as (id let in, slot, id evicted)."""
+        wanted = sorted({i for i in ids if 0 <= i < self.num_ids})
+        self.count.update(i for i in ids if i in wanted)
+        moves = self.let_in(wanted)
+        locations = [self.slot_of(i) if i in wanted else -1 for i in ids]
+        if lock:
+            for number in set(locations) - {-1}:
+                self.slots[number]["locks"] += 1
+        return locations, moves
+
+    def let_in(self, wanted: list[int]) -> list[tuple[int, int, int]]:
+        self.clock += 1
+        missing = [i for i in wanted if self.slot_of(i) < 0]
+        for i in wanted:
+            if self.slot_of(i) >= 0:
+                self.slots[self.slot_of(i)]["time"] = self.clock
+        moves = []
+        for number_of_set in range(self.num_sets):
+            mine = [i for i in missing if murmur(i) % self.num_sets == number_of_set]
+            free = [
+                number
+                for number in range(number_of_set * self.num_ways, (number_of_set + 1) * self.num_ways)
+                if self.slots[number]["time"] != self.clock and not self.slots[number]["locks"]
+            ]
+            if self.algorithm == "lru":
+                free.sort(key=lambda number: (self.slots[number]["time"], number))
+            else:
+                mine.sort(key=lambda i: (-self.count[i], i))
+                free.sort(key=lambda number: (self.occupant_count(number), number))
+            for i, number in zip(mine, free, strict=False):
+                if self.algorithm == "lfu" and self.occupant_count(number) > self.count[i]:
+                    break
+                moves.append((i, number, self.slots[number]["id"]))
+                self.slots[number] |= {"id": i, "time": self.clock}
+        return moves
+
+    def populate(self) -> list[tuple[int, int, int]]:
+        keep = []
+        for number_of_set in range(self.num_sets):
+            mine = self.slots[number_of_set * self.num_ways : (number_of_set + 1) * self.num_ways]
+            locked = [slot["id"] for slot in mine if slot["locks"] and slot["id"] >= 0]
+            others = [i for i in self.count if murmur(i) % self.num_sets == number_of_set and i not in locked]
+            others = sorted((i for i in others if self.count[i]), key=lambda i: (-self.count[i], i))
+            keep += locked + others[: self.num_ways - len(locked)]
+        return self.let_in(keep)
+
+    def occupant_count(self, number: int) -> int:
+        occupant = self.slots[number]["id"]
+        return -1 if occupant < 0 else self.count[occupant]
+
+
+def moves_of(admission: Admission) -> list[tuple[int, int, int]]:
+    columns = (admission.inserted_ids, admission.inserted_slots, admission.evicted_ids)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_set_of_the_worked_values():
+    case = CASES["set_hash"]
+    ids = np.asarray(case["ids"])
+    for column, num_sets in enumerate(case["num_sets"]):
+        assert set_of(ids, num_sets).tolist() == [row[column] for row in case["sets"]]
+
+
+@given(st.lists(st.integers(0, 2**63 - 1), max_size=20), st.integers(1, 2**31))
+def test_set_of_is_the_64_bit_murmur_finaliser(ids, num_sets):
+    assert set_of(np.asarray(ids, np.int64), num_sets).tolist() == [murmur(i) % num_sets for i in ids]
+
+
+def test_lru_trace():
+    case = CASES["lru_trace"]
+    cache = SetAssociativeCache(case["num_sets"], num_ways=case["num_ways"], num_ids=case["num_ids"])
+    statistics = CacheStatistics()
+    for batch, expected in zip(case["batches"], case["steps"], strict=True):
+        admission = cache.admit(np.asarray(batch))
+        statistics.record(admission.counts)
+        assert admission.locations.tolist() == expected["locations"]
+        assert [i for i in admission.evicted_ids.tolist() if i >= 0] == expected["evicted_ids"]
+        assert list(statistics.totals[:6]) == expected["totals"]
+    assert cache.tags.reshape(2, 4).tolist() == case["tags"]
+
+
+batches = st.lists(
+    st.tuples(st.lists(st.integers(-2, NUM_IDS + 1), max_size=25), st.booleans(), st.booleans()), min_size=1, max_size=8
+)
+
+
+@pytest.mark.parametrize("algorithm", ["lru", "lfu"])
+@settings(max_examples=150, deadline=None)
+@given(batches=batches, num_sets=st.integers(1, 3), num_ways=st.integers(1, 4))
+def test_admission_equals_the_simulation(algorithm, batches, num_sets, num_ways):
+    cache = SetAssociativeCache(num_sets, num_ways=num_ways, algorithm=algorithm, num_ids=NUM_IDS)
+    dumb = DumbCache(num_sets, num_ways, algorithm, NUM_IDS)
+    outstanding = []
+    for ids, lock, release in batches:
+        before = {slot["id"] for slot in dumb.slots}
+        admission = cache.admit(np.asarray(ids, np.int64), lock=lock)
+        locations, moves = dumb.admit(ids, lock)
+        assert admission.locations.tolist() == locations
+        assert moves_of(admission) == moves
+        assert cache.tags.tolist() == [slot["id"] for slot in dumb.slots]
+        assert cache.find(np.asarray(ids, np.int64)).tolist() == locations
+
+        asked = {i for i in ids if 0 <= i < NUM_IDS}
+        served_by_store = [i for i, location in zip(ids, locations, strict=True) if location < 0 and i in asked]
+        assert admission.missed_ids.tolist() == sorted(asked - before)
+        assert admission.counts._asdict() == {
+            "calls": 1,
+            "requested_ids": len(ids),
+            "unique_ids": len({i if i in asked else NUM_IDS for i in ids}),
+            "unique_misses": len(asked - before),
+            "unique_conflict_misses": len(set(served_by_store)),
+            "conflict_misses": len(served_by_store),
+            "unique_hits": len(asked & before),
+        }
+        if lock:
+            outstanding.append(locations)
+        if release and outstanding:
+            released = outstanding.pop(0)
+            cache.unlock(np.asarray(released, np.int64))
+            for number in set(released) - {-1}:
+                dumb.slots[number]["locks"] -= 1
+    if cache.counts is not None:
+        assert cache.counts.tolist() == [dumb.count[i] for i in range(NUM_IDS)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches=batches, num_sets=st.integers(1, 3), num_ways=st.integers(1, 4))
+def test_populate_equals_the_simulation(batches, num_sets, num_ways):
+    cache = SetAssociativeCache(num_sets, num_ways=num_ways, algorithm="lfu", num_ids=NUM_IDS)
+    dumb = DumbCache(num_sets, num_ways, "lfu", NUM_IDS)
+    for ids, lock, halve in batches:
+        if lock:
+            cache.admit(np.asarray(ids, np.int64), lock=True)
+            dumb.admit(ids, True)
+        else:
+            cache.count(np.asarray(ids, np.int64))
+            dumb.count.update(i for i in ids if 0 <= i < NUM_IDS)
+        if halve:
+            cache.halve_counts()
+            dumb.count = Counter({i: count // 2 for i, count in dumb.count.items()})
+        admission = cache.populate()
+        assert moves_of(admission) == dumb.populate()
+        assert admission.locations.size == 0 and set(admission.counts) == {0}
+        assert cache.tags.tolist() == [slot["id"] for slot in dumb.slots]
+
+
+def test_populate_leaves_the_most_frequent_ids_of_each_set():
+    generator = np.random.default_rng(0)
+    cache = SetAssociativeCache(5, num_ways=8, algorithm="lfu", num_ids=1000)
+    for _ in range(3):
+        cache.count(np.minimum(generator.zipf(1.2, 2000), 1001))
+        cache.populate()
+    ids, slots = cache.resident()
+    for number in range(5):
+        members = [i for i in range(1000) if murmur(i) % 5 == number]
+        best = sorted(members, key=lambda i: (-cache.counts[i], i))[:8]
+        assert sorted(ids[slots // 8 == number].tolist()) == sorted(best)
+
+
+def test_a_locked_slot_stays_until_it_is_unlocked():
+    cache = SetAssociativeCache(1, num_ways=2, num_ids=10)
+    first = cache.admit(np.array([1, 2]), lock=True)
+    assert cache.admit(np.array([3])).locations.tolist() == [-1]
+    cache.lock(np.array([0, 0, -1]))
+    cache.unlock(first.locations)
+    assert cache.admit(np.array([4, 5])).evicted_ids.tolist() == [2]  # slot 0 has one lock left
+    cache.unlock(np.array([0]))
+    assert cache.admit(np.array([6])).evicted_ids.tolist() == [1]
+
+
+def test_resident_lists_ids_by_slot():
+    cache = SetAssociativeCache(2, num_ways=4, num_ids=100)
+    cache.admit(np.array([0, 1, 2, 3, 100]))
+    ids, slots = cache.resident()
+    assert dict(zip(ids.tolist(), slots.tolist(), strict=True)) == {
+        i: int(cache.find(np.array([i]))[0]) for i in range(4)
+    }
+    assert slots.tolist() == sorted(slots.tolist())
+
+
+def test_large_batches_are_found_where_they_were_put():
+    ids = np.random.default_rng(0).permutation(20_000)[:10_000]
+    cache = SetAssociativeCache(300, num_ways=32, num_ids=20_000)
+    locations = cache.admit(ids).locations
+    there = locations >= 0
+    np.testing.assert_array_equal(cache.tags[locations[there]], ids[there])
+    np.testing.assert_array_equal(cache.find(ids), locations)
+    assert there.sum() == (cache.tags >= 0).sum() > 8192
+
+
+@pytest.mark.parametrize("algorithm", ["lru", "lfu"])
+def test_a_restored_cache_decides_like_the_saved_one(algorithm):
+    generator = np.random.default_rng(1)
+    stream = generator.integers(0, 60, (12, 20))
+    saved, restored = (SetAssociativeCache(3, num_ways=4, algorithm=algorithm, num_ids=60) for _ in range(2))
+    for ids in stream[:6]:
+        saved.admit(ids)
+    restored.load_state_dict(saved.state_dict())
+    for ids in stream[6:]:
+        assert moves_of(saved.admit(ids)) == moves_of(restored.admit(ids))
+    assert {k: v.tolist() for k, v in saved.state_dict().items()} == {
+        k: v.tolist() for k, v in restored.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["lru", "lfu"])
+def test_a_reset_cache_is_as_new(algorithm):
+    used, new = (SetAssociativeCache(3, num_ways=4, algorithm=algorithm, num_ids=60) for _ in range(2))
+    used.admit(np.arange(50))
+    used.reset()
+    assert {k: v.tolist() for k, v in used.state_dict().items()} == {k: v.tolist() for k, v in new.state_dict().items()}
+
+
+def test_a_saved_state_does_not_change_later():
+    cache = SetAssociativeCache(1, num_ways=2, num_ids=10)
+    state = cache.state_dict()
+    cache.admit(np.array([1]))
+    assert state["tags"].tolist() == [-1, -1]
+
+
+def test_no_cacheable_id_at_all():
+    for ids in ([], [-1, 7]):
+        for algorithm in ("lru", "lfu"):
+            cache = SetAssociativeCache(2, num_ways=2, algorithm=algorithm, num_ids=0)
+            admission = cache.admit(np.asarray(ids, np.int32))
+            assert admission.locations.tolist() == [-1] * len(ids)
+            assert admission.counts.unique_ids == min(1, len(ids))
+
+
+@pytest.mark.parametrize(
+    ("total_rows", "load_factor", "memory", "num_sets"),
+    [
+        (1000, 0.2, {}, 7),  # ceil(200 / 32)
+        (1024, 0.5, {}, 16),
+        (10, 0.0, {}, 1),
+        (0, 0.2, {}, 1),
+        (1000, 0.2, {"free_bytes": 5 * 32 * 64 + 63, "reserved_bytes": 0}, 5),
+        (1000, 0.2, {"free_bytes": 5 * 32 * 64, "reserved_bytes": 1}, 4),
+        (1000, 0.2, {"free_bytes": 10**9}, 7),
+    ],
+)
+def test_num_sets_for(total_rows, load_factor, memory, num_sets):
+    assert num_sets_for(total_rows, load_factor, row_bytes=64, **memory) == num_sets
+
+
+def a_cache(algorithm="lru", **kwargs):
+    cache = SetAssociativeCache(2, num_ways=2, algorithm=algorithm, num_ids=10, **kwargs)
+    cache.admit(np.array([1]), lock=True)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: SetAssociativeCache(0, num_ids=1), ValueError, "num_sets=0"),
+        (lambda: SetAssociativeCache(1, num_ways=0, num_ids=1), ValueError, "num_ways=0"),
+        (lambda: SetAssociativeCache(1, num_ids=-1), ValueError, "num_ids=-1"),
+        (lambda: SetAssociativeCache(1, algorithm="fifo", num_ids=1), ValueError, "'fifo' is unknown; use 'lru' or"),
+        (lambda: SetAssociativeCache(2**24 - 1, algorithm="lfu", num_ids=1), ValueError, "fewer than 16777215"),
+        (lambda: num_sets_for(10, 1.5, row_bytes=4), ValueError, "load_factor=1.5"),
+        (lambda: num_sets_for(10, 0.5, row_bytes=4, free_bytes=127), ValueError, "not even one set of 32 rows"),
+        (lambda: a_cache().unlock(np.array([0, 1, 2, 3])), ValueError, "slot . is not locked"),
+        (lambda: a_cache().lock(np.array([4])), ValueError, "0 to 3, or -1; got 4"),
+        (lambda: a_cache().unlock(np.array([-2])), ValueError, "got -2"),
+        (lambda: a_cache().reset(), ValueError, "cannot reset a cache with 1 locked slots"),
+        (lambda: a_cache().load_state_dict({}), ValueError, "cannot load a state into"),
+        (lambda: a_cache().count(np.array([1])), ValueError, "use algorithm='lfu'"),
+        (lambda: a_cache().populate(), ValueError, "use algorithm='lfu'"),
+        (lambda: a_cache().halve_counts(), ValueError, "use algorithm='lfu'"),
+    ],
+)
+def test_errors_name_what_is_wrong(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_ids_must_be_integers():
+    with pytest.raises(TypeError):
+        a_cache().admit(np.array([1.0]))
+    with pytest.raises(TypeError):
+        a_cache().find(np.array([[1]]))
+
+
+def test_a_failed_unlock_changes_nothing():
+    cache = a_cache()
+    slot = cache.find(np.array([1]))
+    with pytest.raises(ValueError, match="not locked"):
+        cache.unlock(np.arange(4))
+    cache.unlock(slot)
+
+
+def test_a_state_of_another_cache_is_refused():
+    state = SetAssociativeCache(2, num_ways=2, num_ids=10).state_dict()
+    with pytest.raises(ValueError, match="make the cache as the saved one was made"):
+        SetAssociativeCache(2, num_ways=4, num_ids=10).load_state_dict(state)
+    with pytest.raises(ValueError, match="make the cache as the saved one was made"):
+        SetAssociativeCache(2, num_ways=2, algorithm="lfu", num_ids=10).load_state_dict(state)
+    cache = SetAssociativeCache(2, num_ways=2, num_ids=10)
+    cache.admit(np.array([9]))
+    with pytest.raises(ValueError, match="holds id 9, this cache has num_ids=9"):
+        SetAssociativeCache(2, num_ways=2, num_ids=9).load_state_dict(cache.state_dict())

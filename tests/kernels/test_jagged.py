@@ -1,0 +1,181 @@
+"""Table-batched kernels: every implementation against loops over bags in numpy."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rsembed as rs
+from rsembed.kernels import native, reference
+from rsembed.kernels.contract import Block, JaggedBatch
+
+IMPLEMENTATIONS = [reference, native]
+TABLE_ROWS, TABLE_DIMS, TABLE_DTYPES = (9, 14), (5, 8), ("float32", "bfloat16")
+# Two tables share the first array; the third feature reads the second one.
+FEATURES = [(0, 0, 4), (0, 4, 5), (1, 3, 11), (0, 0, 4)]
+NUM_BAGS, NUM_IDS = 3, 40
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(autouse=True)
+def _only_live_implementations(request):
+    implementation = request.node.callspec.params.get("implementation") if hasattr(request.node, "callspec") else None
+    if implementation is native and native.unavailable_because():
+        pytest.skip(native.unavailable_because())
+
+
+def draw_tables(seed: int) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    shapes = zip(TABLE_ROWS, TABLE_DIMS, TABLE_DTYPES, strict=True)
+    return [jnp.asarray(rng.standard_normal((rows, dim)), dtype) for rows, dim, dtype in shapes]
+
+
+def draw_batch(seed: int, combiner: str, layout: str = "columns", *, weighted: bool, wild: bool = True) -> JaggedBatch:
+    """Ids may be padding or outside; some stand in front of the first bag and behind the last."""
+    rng = np.random.default_rng(seed)
+    bags = [NUM_BAGS] * 4 if layout == "columns" else [3, 0, 4, 1]
+    ends = np.sort(rng.integers(2, NUM_IDS - 2, sum(bags)))
+    offsets = np.concatenate([[2], ends]).astype(np.int32)
+    first = np.concatenate([[0], np.cumsum(bags)])
+    features = FEATURES if combiner != "none" else [f for f in FEATURES if f[0] == 0]
+    if combiner == "none":
+        offsets = offsets[: NUM_BAGS * len(features) + 1]
+    blocks = [Block(int(first[i]), bags[i], *feature) for i, feature in enumerate(features)]
+    if layout == "blocks":  # the output has another order than the ids
+        blocks = [blocks[i] for i in (2, 0, 3, 1)]
+    ids = rng.integers(-2 if wild else 0, 13 if wild else 4, NUM_IDS)
+    weights = jnp.asarray(rng.standard_normal(NUM_IDS), jnp.float32) if weighted else None
+    return JaggedBatch(jnp.asarray(ids, jnp.int32), jnp.asarray(offsets), weights, combiner, tuple(blocks), layout)
+
+
+@dataclasses.dataclass
+class Oracle:
+    """Forward and backward of a batch, entry by entry in float64."""
+
+    output: np.ndarray
+    weight_gradients: np.ndarray
+    gradients: list[dict[int, np.ndarray]]
+
+
+def oracle(tables: list[Any], batch: JaggedBatch, d_output: np.ndarray) -> Oracle:
+    tables = [np.asarray(table, np.float64) for table in tables]
+    size, places = batch.output_places([table.shape[1] for table in tables])
+    ids, offsets = np.asarray(batch.ids), np.asarray(batch.offsets)
+    weights = np.ones(ids.size) if batch.weights is None else np.asarray(batch.weights, np.float64)
+    result = Oracle(np.zeros(size), np.zeros(ids.size), [{} for _ in tables])
+    for block, (start, stride) in zip(batch.blocks, places, strict=True):
+        table = tables[block.table]
+        for bag in range(block.num_bags):
+            entries = range(offsets[block.first_bag + bag], offsets[block.first_bag + bag + 1])
+            valid = [e for e in entries if 0 <= ids[e] < block.num_rows]
+            for e in valid:
+                at = start + stride * (e if batch.combiner == "none" else bag)
+                share = 1 / len(valid) if batch.combiner == "mean" else 1.0
+                row = block.first_row + int(ids[e])
+                d_vector = d_output[at : at + table.shape[1]]
+                result.output[at : at + table.shape[1]] += share * weights[e] * table[row]
+                result.weight_gradients[e] = share * d_vector @ table[row]
+                gradients = result.gradients[block.table]
+                gradients[row] = gradients.get(row, 0) + share * weights[e] * d_vector
+    return result
+
+
+CASES = [
+    ("sum", "columns", False),
+    ("sum", "blocks", True),
+    ("mean", "columns", True),
+    ("mean", "blocks", False),
+    ("none", "columns", True),
+]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.NAME)
+@pytest.mark.parametrize(("combiner", "layout", "weighted"), CASES)
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**31 - 1))
+def test_lookup_and_gradients_are_those_of_a_loop_over_entries(implementation, combiner, layout, weighted, seed):
+    tables, batch = draw_tables(seed), draw_batch(seed, combiner, layout, weighted=weighted)
+    if combiner == "none":
+        tables = tables[:1]
+    dims = [table.shape[1] for table in tables]
+    size = batch.output_places(dims)[0]
+    d_output = np.random.default_rng(seed + 1).standard_normal(size).astype(np.float32)
+    expected = oracle(tables, batch, d_output)
+    np.testing.assert_allclose(implementation.lookup_jagged(tables, batch), expected.output, rtol=2e-5, atol=2e-5)
+    weight_gradients = implementation.weight_gradients(tables, batch, jnp.asarray(d_output))
+    np.testing.assert_allclose(weight_gradients, expected.weight_gradients, rtol=2e-5, atol=2e-5)
+    for number, table in enumerate(tables):
+        found_rows, found = implementation.row_gradients_jagged(
+            table.shape[0], number, dims, batch, jnp.asarray(d_output)
+        )
+        rows = sorted(expected.gradients[number])
+        assert np.asarray(found_rows)[: len(rows)].tolist() == rows
+        assert (np.asarray(found_rows)[len(rows) :] == 2**31 - 1).all()
+        for position, row in enumerate(rows):
+            np.testing.assert_allclose(found[position], expected.gradients[number][row], rtol=2e-5, atol=2e-5)
+        assert not np.asarray(found)[len(rows) :].any()
+
+
+RULES = {
+    "sgd": rs.SGDOptimizerSpec(0.1),
+    "adagrad": rs.AdagradOptimizerSpec(0.1, 0.0, epsilon=1e-3),
+    "rowwise_adagrad": rs.RowWiseAdagradOptimizerSpec(0.1),
+    "adam": rs.AdamOptimizerSpec(0.1),
+    "ftrl": rs.FTRLOptimizerSpec(0.1),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.NAME)
+@pytest.mark.parametrize("name", RULES)
+def test_update_steps_each_touched_row_once_with_its_summed_gradient(implementation, name):
+    rule, tables, batch = RULES[name], draw_tables(3), draw_batch(3, "mean", weighted=True)
+    dims = [table.shape[1] for table in tables]
+    d_output = np.random.default_rng(4).standard_normal(batch.output_places(dims)[0]).astype(np.float32)
+    expected = oracle(tables, batch, d_output)
+    hyper = rule.get_hyperparameters(2)
+    for number, table in enumerate(tables):
+        slots = tuple(s + 0.5 for s in rule.init_slots(table.astype(jnp.float32)))
+        new_table, new_slots = implementation.update_jagged(
+            table, slots, number, dims, batch, jnp.asarray(d_output), hyper, rule
+        )
+        for row in range(table.shape[0]):
+            before = (table[row : row + 1].astype(jnp.float32), tuple(s[row : row + 1] for s in slots))
+            if row in expected.gradients[number]:
+                gradient = jnp.asarray(expected.gradients[number][row], jnp.float32)[None]
+                before = rule.step_rows(*before, gradient, hyper)
+            tolerance = 2e-5 if table.dtype == jnp.float32 else 1e-2
+            np.testing.assert_allclose(new_table[row].astype(jnp.float32), before[0][0], rtol=tolerance, atol=tolerance)
+            for found, wanted in zip(new_slots, before[1], strict=True):
+                np.testing.assert_allclose(found[row], wanted[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.NAME)
+def test_no_ids_and_empty_tables_give_zeros(implementation):
+    table = jnp.ones((0, 3))
+    batch = JaggedBatch(jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32), None, "mean", (Block(0, 2, 0, 0, 0),))
+    np.testing.assert_array_equal(implementation.lookup_jagged([table], batch), np.zeros(6))
+    rows, gradients = implementation.row_gradients_jagged(0, 0, [3], batch, jnp.ones(6))
+    assert rows.shape == (0,)
+    assert gradients.shape == (0, 3)
+
+
+@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
+@pytest.mark.parametrize(
+    ("offsets", "blocks", "reason"),
+    [
+        ([0, 9, 3, 9], tuple(Block(bag, 1, 0, 0, 4) for bag in range(3)), "offsets must not fall"),
+        ([0, 1], (Block(0, 2, 0, 0, 4),), "outside the offsets"),
+        ([0, 1], (Block(0, 1, 0, 2, 4),), "outside the tables"),
+    ],
+)
+def test_arguments_that_would_leave_memory_are_refused(offsets, blocks, reason):
+    batch = JaggedBatch(jnp.zeros(10, jnp.int32), jnp.asarray(offsets, jnp.int32), None, "sum", blocks, "blocks")
+    size = batch.output_places([3])[0]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+        jax.block_until_ready(native.row_gradients_jagged(4, 0, [3], batch, jnp.ones(size)))

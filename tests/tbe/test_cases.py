@@ -1,0 +1,210 @@
+"""The worked cases of the table-batched module, through its public interface."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsembed import tbe as rt
+
+CASES = json.loads((Path(__file__).parent.parent / "data" / "tbe_cases.json").read_text())["cases"]
+ENUMS = {
+    "pooling_mode": rt.PoolingMode,
+    "optimizer": rt.OptimType,
+    "output_dtype": rt.SparseType,
+    "weights_precision": rt.SparseType,
+    "bounds_check_mode": rt.BoundsCheckMode,
+    "weight_decay_mode": rt.WeightDecayMode,
+    "counter_weight_decay_mode": rt.CounterWeightDecayMode,
+    "learning_rate_mode": rt.LearningRateMode,
+}
+RECORDS = {
+    "counter_based_regularization": rt.CounterBasedRegularizationDefinition,
+    "cowclip_regularization": rt.CowClipDefinition,
+    "emainplace_mode": rt.EmainplaceModeDefinition,
+    "extra_optimizer_config": rt.UserEnabledConfigDefinition,
+    "tail_id_threshold": rt.TailIdThreshold,
+}
+# Some cases give arguments that their optimizer does not read: a warning, which is tested elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore:.*no effect")
+
+
+def cases(*apis: str) -> list[Any]:
+    return [pytest.param(c, id=c["name"]) for c in CASES if any(c["api"].startswith(api) for api in apis)]
+
+
+def arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Constructor arguments with enum members and records for names and objects."""
+    found = {}
+    for name, value in given.items():
+        if name in RECORDS:
+            value = RECORDS[name](**arguments(value))
+        found[name] = ENUMS[name][value] if name in ENUMS else value
+    return found
+
+
+def module_of(inputs: dict[str, Any]) -> rt.TableBatchedEmbeddingBags:
+    names = {*ENUMS, "learning_rate", "feature_table_map"} & set(inputs)
+    given = {name: inputs[name] for name in names} | inputs.get("kwargs", {})
+    specs = [(*spec, rt.EmbeddingLocation.DEVICE, rt.ComputeDevice.CPU) for spec in inputs["specs"]]
+    given.setdefault("optimizer", "EXACT_SGD")
+    module = rt.TableBatchedEmbeddingBags(specs, **arguments(given))
+    module.load_state_dict(module.state_dict() | weights_of(module, inputs["weights"]))
+    return module
+
+
+def weights_of(module: rt.TableBatchedEmbeddingBags, weights: list[Any]) -> dict[str, np.ndarray]:
+    return {f"table_{t}.weight": np.asarray(w, np.float32) for t, w in enumerate(weights)}
+
+
+def assert_close(found: Any, expected: Any, tolerance: dict[str, float]) -> None:
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, **tolerance)
+
+
+def assert_tables(module: Any, expected: dict[str, Any], tolerance: dict[str, float]) -> None:
+    for found, wanted in zip(module.split_embedding_weights(), expected["weights"], strict=True):
+        assert_close(found, wanted, tolerance)
+    for found, wanted in zip(
+        module.split_optimizer_states() if "split_optimizer_states" in expected else (),
+        expected.get("split_optimizer_states", ()),
+        strict=True,
+    ):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other, tolerance)
+
+
+@pytest.mark.parametrize("case", [c for c in cases("forward") if c.values[0]["api"] == "forward"])
+def test_forward(case):
+    inputs = case["inputs"]
+    module = module_of(inputs)
+    weights = inputs.get("per_sample_weights")
+    weights = None if weights is None else np.asarray(weights, np.float32)
+    found = module(np.asarray(inputs["indices"]), np.asarray(inputs["offsets"]), weights)
+    assert_close(found, case["expected"]["output"], case["tolerance"])
+
+
+@pytest.mark.parametrize("case", cases("forward+backward x"))
+def test_training(case):
+    inputs, expected = case["inputs"], case["expected"]
+    if expected.get("raises"):
+        with pytest.raises(ValueError, match="counter_halflife"):
+            module_of(inputs)
+        return
+    module = module_of(inputs)
+    for number, step in enumerate(inputs["steps"]):
+        weights = step.get("per_sample_weights")
+        weights = None if weights is None else np.asarray(weights, np.float32)
+        out, backward = module.vjp(np.asarray(step["indices"]), np.asarray(step["offsets"]), weights)
+        if "outputs" in expected:
+            assert_close(out, expected["outputs"][number], case["tolerance"])
+        backward(np.asarray(step["grad_output"], np.float32))
+    assert_tables(module, expected, case["tolerance"])
+
+
+@pytest.mark.parametrize("case", cases("forward+backward /"))
+def test_one_step(case):
+    inputs, expected, tolerance = case["inputs"], case["expected"], case["tolerance"]
+    module = module_of(inputs)
+    weights = inputs.get("per_sample_weights")
+    weights = None if weights is None else np.asarray(weights, np.float32)
+    out, backward = module.vjp(
+        np.asarray(inputs["indices"]),
+        np.asarray(inputs["offsets"]),
+        weights,
+        total_unique_indices=inputs.get("total_unique_indices"),
+    )
+    if "output" in expected:
+        assert_close(out, expected["output"], tolerance)
+    returned = backward(np.asarray(inputs["grad_output"], np.float32))
+    if "unique_linear_rows" in expected:
+        (rows,), (values,) = returned.rows.values(), returned.values.values()
+        count = len(expected["unique_linear_rows"])
+        assert rows[:count].tolist() == expected["unique_linear_rows"]
+        assert_close(values[:count], expected["unique_grads"], tolerance)
+        assert (np.asarray(rows[count:]) == 2**31 - 1).all()
+        return
+    if "per_sample_weights_grad" in expected:
+        assert_close(returned, expected["per_sample_weights_grad"], tolerance)
+    assert_tables(module, expected, tolerance)
+
+
+@pytest.mark.parametrize("case", cases("set_learning_rate"))
+def test_the_learning_rate_is_the_one_that_the_lookup_saw(case):
+    inputs, expected = case["inputs"], case["expected"]
+    module, ids, offsets = module_of(inputs), np.asarray(inputs["indices"]), np.asarray(inputs["offsets"])
+    d_output = np.asarray(inputs["grad_output"], np.float32)
+    _, backward = module.vjp(ids, offsets)
+    module.set_learning_rate(1.0)
+    backward(d_output)
+    assert_tables(module, {"weights": expected["weights_after_step1"]}, case["tolerance"])
+    _, backward = module.vjp(ids, offsets)
+    backward(d_output)
+    assert_tables(module, {"weights": expected["weights_after_step2"]}, case["tolerance"])
+
+
+@pytest.mark.parametrize("case", cases("set_optimizer_step"))
+def test_the_step_can_be_set_at_any_time_and_only_updates_move_it(case):
+    inputs, expected = case["inputs"], case["expected"]
+    module, ids, offsets = module_of(inputs), np.asarray(inputs["indices"]), np.asarray(inputs["offsets"])
+
+    def run(operation: str) -> int:
+        if operation.startswith("set_optimizer_step"):
+            module.set_optimizer_step(int(operation.split("(")[1][:-1]))
+        elif operation == "forward+backward":
+            module.vjp(ids, offsets)[1](np.asarray(inputs["grad_output"], np.float32))
+        elif operation == "forward only":
+            module.vjp(ids, offsets)
+        else:
+            assert operation == "eval forward"
+            module.eval()
+            module(ids, offsets)
+        return int(module.step)
+
+    assert [run(operation) for operation in inputs["script"]] == expected["step_after"]
+    (states,) = module.split_optimizer_states()
+    assert states[1].dtype == jnp.int32
+    assert states[1].tolist() == expected["prev_iter_after_second_update"]
+
+
+@pytest.mark.parametrize("case", cases("bounds check"))
+def test_bounds_checks(case):
+    inputs, expected, tolerance = case["inputs"], case["expected"], case["tolerance"]
+    module = module_of(inputs)
+    if "calls" in inputs:
+        for name, call in inputs["calls"].items():
+            ids, offsets = np.asarray(call["indices"]), np.asarray(call["offsets"])
+            if expected["raises"][name]:
+                with pytest.raises(ValueError, match=r"id|offset"):
+                    module(ids, offsets)
+            else:
+                assert_close(module(ids, offsets), expected["output"][name], tolerance)
+        return
+    ids, offsets = np.asarray(inputs["indices"]), np.asarray(inputs["offsets"])
+    before = ids.copy(), offsets.copy()
+    with pytest.warns(UserWarning, match="corrected"):
+        found = module(ids, offsets)
+    assert_close(found, expected["output"], tolerance)
+    assert int(module.bounds_check_warning.get_value()) == expected["bounds_check_warning"]
+    np.testing.assert_array_equal(ids, before[0])
+    np.testing.assert_array_equal(offsets, before[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once, counted always
+        module(ids, offsets)
+    assert int(module.bounds_check_warning.get_value()) == expected["bounds_check_warning"]
+
+
+@pytest.mark.parametrize("case", cases("split_optimizer_states"))
+def test_states_have_the_names_and_shapes_of_torch(case):
+    spec = (case["inputs"]["E"], case["inputs"]["D"], rt.EmbeddingLocation.DEVICE, rt.ComputeDevice.CPU)
+    for optimizer, expected in case["expected"]["states"].items():
+        module = rt.TableBatchedEmbeddingBags([spec], optimizer=rt.OptimType[optimizer])
+        (states,) = module.get_optimizer_state()
+        assert [[name, list(state.shape)] for name, state in states.items()] == expected
+        dtypes = {"prev_iter": np.int32}
+        assert all(state.dtype == dtypes.get(name, np.float32) for name, state in states.items())
+        assert [list(state.shape) for state in module.split_optimizer_states()[0]] == [shape for _, shape in expected]

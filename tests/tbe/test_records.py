@@ -1,0 +1,133 @@
+import dataclasses
+import enum
+
+import jax.numpy as jnp
+import pytest
+
+from rsembed.tbe import records
+
+MEMBERS = {
+    records.EmbeddingLocation: {"DEVICE": 0, "MANAGED": 1, "MANAGED_CACHING": 2, "HOST": 3, "MTIA": 4},
+    records.ComputeDevice: {"CPU": 0, "CUDA": 1, "GPU": 1, "MTIA": 2, "TPU": 3},
+    records.CacheAlgorithm: {"LRU": 0, "LFU": 1},
+    records.PoolingMode: {"SUM": 0, "MEAN": 1, "NONE": 2},
+    records.BoundsCheckMode: {
+        "FATAL": 0,
+        "WARNING": 1,
+        "IGNORE": 2,
+        "NONE": 3,
+        "V2_IGNORE": 4,
+        "V2_WARNING": 5,
+        "V2_FATAL": 6,
+    },
+    records.EmbOptimType: {
+        "EXACT_SGD": "exact_sgd",
+        "EXACT_ADAGRAD": "exact_adagrad",
+        "EXACT_ROWWISE_ADAGRAD": "exact_row_wise_adagrad",
+        "ADAM": "adam",
+        "LAMB": "lamb",
+        "LARS_SGD": "lars_sgd",
+        "PARTIAL_ROWWISE_ADAM": "partial_row_wise_adam",
+        "PARTIAL_ROWWISE_LAMB": "partial_row_wise_lamb",
+        "ENSEMBLE_ROWWISE_ADAGRAD": "ensemble_row_wise_adagrad",
+        "NONE": "none",
+        "EMAINPLACE_ROWWISE_ADAGRAD": "ema_in_place_row_wise_adagrad",
+        "ROWWISE_RMSPROP_AR": "row_wise_rmsprop_ar",
+        "FTRL": "ftrl",
+        "SGD": "sgd",
+        "ROWWISE_ADAGRAD": "row_wise_adagrad",
+        "SHAMPOO": "shampoo",
+        "SHAMPOO_V2": "shampoo_v2",
+        "MADGRAD": "madgrad",
+        "EXACT_ROWWISE_WEIGHTED_ADAGRAD": "exact_row_wise_weighted_adagrad",
+    },
+    records.WeightDecayMode: {"NONE": 0, "L2": 1, "DECOUPLE": 2, "COUNTER": 3, "COWCLIP": 4, "DECOUPLE_GLOBAL": 5},
+    records.CounterWeightDecayMode: {"NONE": 0, "L2": 1, "DECOUPLE": 2, "ADAGRADW": 3},
+    records.LearningRateMode: {"EQUAL": -1, "TAIL_ID_LR_INCREASE": 0, "TAIL_ID_LR_DECREASE": 1, "COUNTER_SGD": 2},
+    records.StepMode: {"NONE": 0, "USE_COUNTER": 1, "USE_ITER": 2},
+    records.GradSumDecay: {"NO_DECAY": -1, "CTR_DECAY": 0},
+    records.SparseType: {
+        name: name.lower() for name in ("FP32", "FP16", "BF16", "FP8", "NFP8", "INT8", "INT4", "INT2", "MX4")
+    },
+}
+DEFAULTS = {
+    records.TailIdThreshold: {"val": 0, "is_ratio": False},
+    records.CounterBasedRegularizationDefinition: {
+        "counter_weight_decay_mode": records.CounterWeightDecayMode.NONE,
+        "counter_halflife": -1,
+        "adjustment_iter": -1,
+        "adjustment_ub": 1.0,
+        "learning_rate_mode": records.LearningRateMode.EQUAL,
+        "grad_sum_decay": records.GradSumDecay.NO_DECAY,
+        "tail_id_threshold": {"val": 0, "is_ratio": False},
+        "max_counter_update_freq": 1000,
+    },
+    records.CowClipDefinition: {
+        "counter_weight_decay_mode": records.CounterWeightDecayMode.NONE,
+        "counter_halflife": -1,
+        "weight_norm_coefficient": 0.0,
+        "lower_bound": 0.0,
+    },
+    records.GlobalWeightDecayDefinition: {"start_iter": 0, "lower_bound": 0.0},
+    records.EnsembleModeDefinition: {
+        "step_ema": 10000,
+        "step_swap": 10000,
+        "step_start": 0,
+        "step_ema_coef": 0.6,
+        "step_mode": records.StepMode.USE_ITER,
+    },
+    records.EmainplaceModeDefinition: {"step_ema": 10, "step_start": 0, "step_ema_coef": 0.6},
+    records.UserEnabledConfigDefinition: {
+        "use_rowwise_bias_correction": False,
+        "use_writeback_bwd_prehook": False,
+        "writeback_first_feature_only": False,
+        "precompute_writeback": False,
+    },
+    records.RecordCacheMetrics: {"record_cache_miss_counter": False, "record_tablewise_cache_miss": False},
+    records.MultiPassPrefetchConfig: {"num_passes": 12, "min_splitable_pass_size": 6291456},
+}
+
+
+@pytest.mark.parametrize("kind", MEMBERS)
+def test_members_have_the_published_values(kind: type[enum.Enum]):
+    assert {name: member.value for name, member in kind.__members__.items()} == MEMBERS[kind]
+
+
+def test_both_names_of_the_optimizer_enum_are_one():
+    assert records.OptimType is records.EmbOptimType
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_records_have_the_published_fields_in_order_and_are_frozen(kind):
+    record = kind()
+    assert dataclasses.asdict(record) == DEFAULTS[kind]
+    assert [field.name for field in dataclasses.fields(record)] == list(DEFAULTS[kind])
+    assert hash(record) == hash(kind())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(record, next(iter(DEFAULTS[kind])), 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: records.EnsembleModeDefinition(step_ema=0), "EnsembleModeDefinition: step_ema must be at least 1"),
+        (lambda: records.EnsembleModeDefinition(step_swap=-1), "step_swap must be at least 1, got -1"),
+        (lambda: records.EmainplaceModeDefinition(step_ema=0), "EmainplaceModeDefinition: step_ema must be at least 1"),
+        (lambda: records.MultiPassPrefetchConfig(num_passes=0), "num_passes must be at least 1"),
+        (lambda: records.MultiPassPrefetchConfig(3, 0), "min_splitable_pass_size must be at least 1"),
+        (lambda: records.TBEStatsReporterConfig(interval=0), "TBEStatsReporterConfig: interval must be at least 1"),
+    ],
+)
+def test_counts_and_intervals_must_be_positive(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_three_types_can_be_stored_and_the_others_are_refused_by_name():
+    stored = {"FP32": jnp.float32, "FP16": jnp.float16, "BF16": jnp.bfloat16}
+    for sparse_type in records.SparseType:
+        if sparse_type.name in stored:
+            assert records.dtype_of(sparse_type, "weights_precision") == stored[sparse_type.name]
+            continue
+        with pytest.raises(ValueError, match=rf"output_dtype: {sparse_type.name} .*choose one of FP32, FP16, BF16"):
+            records.dtype_of(sparse_type, "output_dtype")
