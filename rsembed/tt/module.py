@@ -39,6 +39,14 @@ class TTEmbeddingBag(TTTables):
       max_norm: not supported, as renormalised rows would have to be written back.
       scale_grad_by_freq: not supported.
       implementation: see `chain.pooled_rows`.
+      use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
+        True here and False for many tables, as published.
+      cache_size: rows kept at most, per group of tables of equal column factors and ranks; 0 takes a thousandth.
+      hashtbl_size: ids counted at most; 0 takes 16 per cached row.
+      max_spilled_rows: trained rows that left the cache and are still served as they are; None means three times
+        `cache_size`. When they are full, trained rows stay in the cache.
+      populate_every: populate before every so many counted lookups; 0 leaves it to you.
+      halve_counts_every: halve all counts after every so many populates, so that the cache follows a drifting stream.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.
 
     Raises:
@@ -65,6 +73,7 @@ class TTEmbeddingBag(TTTables):
         enforce_embedding_dim: bool = True,
         max_norm: float | None = None,
         scale_grad_by_freq: bool = False,
+        use_cache: bool = True,
         **options: Any,
     ):
         del enforce_embedding_dim
@@ -72,7 +81,9 @@ class TTEmbeddingBag(TTTables):
             if value:
                 raise NotImplementedError(f"{name}={value!r} is not offered: no row is stored that it could change.")
         ranks, p_shapes, q_shapes = positional_shapes(shapes, tt_ranks, tt_p_shapes, tt_q_shapes)
-        super().__init__([TTSpec.suggest(num_embeddings, embedding_dim, ranks, p_shapes, q_shapes)], **options)
+        super().__init__(
+            [TTSpec.suggest(num_embeddings, embedding_dim, ranks, p_shapes, q_shapes)], use_cache=use_cache, **options
+        )
 
     @property
     def spec(self) -> TTSpec:

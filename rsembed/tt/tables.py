@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +14,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags
+from rsembed.bags import Bags, narrow_ids
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec
 from rsembed.tt.chain import pooled_rows
 from rsembed.tt.cores import bags_of_entries, digits_of, full_weight, gains_of_entries
 from rsembed.tt.fused import OptimType, rule_of
+from rsembed.tt.hot_rows import CacheReport, make_hot_rows
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.inputs import check_bounds, table_bags
 from rsembed.tt.spec import TTSpec
@@ -37,10 +39,12 @@ class TTGradients(NamedTuple):
 
     Attributes:
       cores: in the structure of `core_groups`: per group of tables, one array per core.
+      cached_rows: per group those of the cached rows; empty without a cache.
       per_sample_weights: of the weights, None without.
     """
 
     cores: tuple[tuple[Array, ...], ...]
+    cached_rows: tuple[Array, ...]
     per_sample_weights: Float[Array, " nnz"] | None
 
 
@@ -50,6 +54,8 @@ class Entries(NamedTuple):
     digits: tuple[Array, ...]
     bags: Array
     num_bags: int
+    ids: Array
+    """Row numbers plus the rows of the group's tables before; any number where the bag is `NO_ROW`."""
 
 
 class TTTables(nnx.Module):
@@ -80,6 +86,12 @@ class TTTables(nnx.Module):
         bounds_check: str = "raise",
         include_last_offset: bool | None = None,
         implementation: str | None = None,
+        use_cache: bool = False,
+        cache_size: int = 0,
+        hashtbl_size: int = 0,
+        max_spilled_rows: int | None = None,
+        populate_every: int = 0,
+        halve_counts_every: int = 0,
         rngs: nnx.Rngs | None = None,
     ):
         if mode not in ("sum", "mean"):
@@ -107,6 +119,13 @@ class TTTables(nnx.Module):
         self.step = FusedState(jnp.zeros((), jnp.int32))
         slots = [tuple(rule.init_slots(core) for core in group) if sparse else () for group in cores]
         self.slots = nnx.List([FusedState(group) for group in slots])
+        self.populate_every, self.halve_counts_every = populate_every, halve_counts_every
+        self.deterministic = False
+        groups = [[self.specs[k] for k in group] for group in self.groups] if use_cache else []
+        self.caches = nnx.List(
+            [make_hot_rows(group, rule, kind, cache_size, hashtbl_size, max_spilled_rows) for group in groups]
+        )
+        self.calls: Any = nnx.static(_Calls())
 
     def reset_parameters(self, weight_dist: str | None = None, *, rngs: nnx.Rngs) -> None:
         """Draws all cores anew, by default from the distribution of the constructor, and clears the optimizer state."""
@@ -137,13 +156,55 @@ class TTTables(nnx.Module):
         return [core.get_value() for group in self.core_groups for core in group]
 
     def table_weight(self, table: int = 0) -> Float[Array, "vocab dim"]:
-        """One table, expanded."""
-        return full_weight(self.specs[table], self.cores_of(table))
+        """One table, expanded, cached rows included."""
+        weight, num_rows = full_weight(self.specs[table], self.cores_of(table)), self.specs[table].num_embeddings
+        for group, cache in zip(self.groups, self.caches, strict=False):
+            if table in group:
+                first = sum(self.specs[k].num_embeddings for k in group[: group.index(table)])
+                ids, rows = cache.learned()
+                is_ours = (ids >= first) & (ids < first + num_rows)
+                weight = weight.at[ids[is_ours] - first].set(rows[is_ours])
+        return weight
+
+    def update_cache(self, indices: Any, offsets: Any = None) -> None:
+        """Counts reads without a lookup. A lookup counts as well, except inside `jit` and after `eval()`."""
+        self._count(self._entries(self._checked_bags(indices, offsets, None)))
+
+    def cache_populate(self) -> None:
+        """Keeps the most read rows from now on, outside `jit`; no output changes. See `hot_rows`."""
+        for g, cache in enumerate(self.caches):
+            cache.populate(functools.partial(self._rows_of_group, g))
+        self.calls.populates += 1
+        if self.halve_counts_every and self.calls.populates % self.halve_counts_every == 0:
+            for cache in self.caches:
+                cache.halve_counts()
+
+    def reset_cache(self) -> list[tuple[Any, Array]]:
+        """Forgets counts and cached rows; returns, per group, the ids and rows that were learned."""
+        learned = [cache.learned() for cache in self.caches]
+        for cache in self.caches:
+            cache.reset()
+        return learned
+
+    def cache_reports(self) -> list[CacheReport]:
+        """Contents, hits and evictions, per group of tables."""
+        return [cache.report() for cache in self.caches]
+
+    def cache_state(self) -> list[dict[str, Any]]:
+        """NumPy arrays that a checkpoint must hold beside `nnx.state`: counts and places of the cached rows."""
+        return [cache.state_dict() for cache in self.caches]
+
+    def load_cache_state(self, state: Sequence[Any]) -> None:
+        """Continues from a `cache_state`."""
+        for cache, one in zip(self.caches, state, strict=True):
+            cache.load_state_dict(one)
 
     def lookup(self, indices: Any, offsets: Any, per_sample_weights: Any) -> list[Float[Array, "batch dim"]]:
         """Pooled rows of every table."""
         bags = self._checked_bags(indices, offsets, per_sample_weights)
-        return self._pooled(self._entries(bags), self._core_values(), bags.weights)
+        entries = self._entries(bags)
+        self._count_and_populate(entries)
+        return self._pooled(entries, self._places(entries), self._core_values(), self._cached_values(), bags.weights)
 
     def lookup_vjp(
         self, indices: Any, offsets: Any, per_sample_weights: Any
@@ -151,11 +212,17 @@ class TTTables(nnx.Module):
         """Pooled rows of every table, and the function that takes their gradients."""
         bags = self._checked_bags(indices, offsets, per_sample_weights)
         entries = self._entries(bags)
+        self._count_and_populate(entries)
+        places = self._places(entries)
         weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
-        outputs, pull = jax.vjp(lambda c, w: self._pooled(entries, c, w), self._core_values(), weights)
-        num_updates = 0
+        outputs, pull = jax.vjp(
+            functools.partial(self._pooled, entries, places), self._core_values(), self._cached_values(), weights
+        )
+        versions, num_updates = [cache.host.version for cache in self.caches], 0
 
         def backward(d_outputs: Sequence[Any]) -> TTGradients | None:
+            if versions != [cache.host.version for cache in self.caches]:
+                raise RuntimeError("the cache was populated or reset after this lookup; look the batch up again.")
             gradients = TTGradients(*pull([jnp.asarray(d, jnp.float32) for d in d_outputs]))
             if not self.sparse:
                 return gradients
@@ -163,7 +230,7 @@ class TTTables(nnx.Module):
             num_updates += 1
             if num_updates > 1:
                 raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
-            self._update(gradients.cores)
+            self._update(gradients, places)
             return None
 
         return outputs, backward
@@ -181,6 +248,42 @@ class TTTables(nnx.Module):
 
     def _core_values(self) -> tuple[tuple[Array, ...], ...]:
         return tuple(tuple(core.get_value() for core in group) for group in self.core_groups)
+
+    def _cached_values(self) -> tuple[Array, ...]:
+        return tuple(cache.rows.get_value() for cache in self.caches)
+
+    def _rows_of_group(self, g: int, ids: np.ndarray) -> Array:
+        """Rows from the cores; ids count on from table to table of the group."""
+        specs = [self.specs[k] for k in self.groups[g]]
+        ends = np.cumsum([spec.num_embeddings for spec in specs])
+        table = np.searchsorted(ends, ids, side="right")
+        digits, _ = digits_of(specs, ids - np.r_[0, ends[:-1]][table], table)
+        return pooled_rows(
+            self._core_values()[g],
+            digits,
+            jnp.arange(ids.size, dtype=jnp.int32),
+            jnp.ones(ids.size),
+            slice_shapes=specs[0].slice_shapes,
+            num_bags=ids.size,
+            implementation="chunked",
+        )
+
+    def _count(self, entries: list[Entries]) -> None:
+        for cache, found in zip(self.caches, entries, strict=False):
+            cache.count(np.asarray(found.ids)[np.asarray(found.bags) != NO_ROW])
+
+    def _count_and_populate(self, entries: list[Entries]) -> None:
+        if self.deterministic or not self.caches or any(isinstance(e.bags, jax.core.Tracer) for e in entries):
+            return
+        self._count(entries)
+        self.calls.counted += 1
+        if self.populate_every and self.calls.counted % self.populate_every == 0:
+            self.cache_populate()
+
+    def _places(self, entries: list[Entries]) -> list[Array]:
+        """Where the cached rows of a batch are, `NO_ROW` for all others."""
+        pairs = zip(self.caches, entries, strict=False)
+        return [jnp.where(found.bags == NO_ROW, NO_ROW, cache.find(found.ids)) for cache, found in pairs]
 
     def _checked_bags(self, indices: Any, offsets: Any, per_sample_weights: Any) -> Bags:
         bags = table_bags(
@@ -202,46 +305,64 @@ class TTTables(nnx.Module):
         all_bags, batch = bags_of_entries(bags, is_row), bags.num_bags // len(self.specs)
         if len(self.specs) == 1:
             digits, valid = digits_of(self.specs, bags.ids)
-            return [Entries(digits, jnp.where(valid, all_bags, NO_ROW), batch)]
+            return [Entries(digits, jnp.where(valid, all_bags, NO_ROW), batch, jnp.asarray(narrow_ids(bags.ids)))]
         found = []
         tables = jnp.minimum(all_bags // max(batch, 1), len(self.specs) - 1)
         for group in self.groups:
             place = np.full(len(self.specs), -1, np.int32)
             place[list(group)] = np.arange(len(group))
             places = jnp.asarray(place)[tables]
-            digits, valid = digits_of([self.specs[k] for k in group], bags.ids, jnp.maximum(places, 0))
+            specs, inside = [self.specs[k] for k in group], jnp.maximum(places, 0)
+            digits, valid = digits_of(specs, bags.ids, inside)
             valid = valid & (places >= 0) & (all_bags < bags.num_bags)
             group_bags = jnp.where(valid, places * batch + all_bags % max(batch, 1), NO_ROW)
-            found.append(Entries(digits, group_bags, len(group) * batch))
+            first_rows = np.minimum(np.cumsum([0, *(spec.num_embeddings for spec in specs)]), NO_ROW)[:-1]
+            ids = jnp.asarray(narrow_ids(bags.ids)) + jnp.asarray(first_rows, jnp.int32)[inside]
+            found.append(Entries(digits, group_bags, len(group) * batch, ids))
         return found
 
-    def _pooled(self, entries: list[Entries], cores: Any, weights: Any) -> list[Array]:
-        """Per table `[batch, dim]`, float32."""
+    def _pooled(
+        self, entries: list[Entries], places: list[Array], cores: Any, cached: Any, weights: Any
+    ) -> list[Array]:
+        """Per table `[batch, dim]`, float32: cached rows where there are such, chains of products for the others."""
         by_table: dict[int, Array] = {}
-        for group, found, group_cores in zip(self.groups, entries, cores, strict=True):
+        for g, (group, found) in enumerate(zip(self.groups, entries, strict=True)):
+            gains = gains_of_entries(found.bags, found.num_bags, weights, self.mode)  # type: ignore[arg-type]
             pooled = pooled_rows(
-                group_cores,
+                cores[g],
                 found.digits,
-                found.bags,
-                gains_of_entries(found.bags, found.num_bags, weights, self.mode),  # type: ignore[arg-type]
+                jnp.where(places[g] == NO_ROW, found.bags, NO_ROW) if self.caches else found.bags,
+                gains,
                 slice_shapes=self.specs[group[0]].slice_shapes,
                 num_bags=found.num_bags,
                 implementation=self.implementation,
             )
+            if self.caches:
+                vectors = gains[:, None] * cached[g].at[places[g]].get(mode="fill", fill_value=0.0)
+                pooled = pooled.at[found.bags].add(vectors, mode="drop")
             by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
         return [by_table[k] for k in range(len(self.specs))]
 
-    def _update(self, d_cores: tuple[tuple[Array, ...], ...]) -> None:
-        """One optimizer step of all cores."""
+    def _update(self, gradients: TTGradients, places: list[Array]) -> None:
+        """One optimizer step of all cores, and of the cached rows that were read."""
         rate = self.learning_rate.get_value()
         hyper = dataclasses.replace(self.rule, learning_rate=lambda: rate).get_hyperparameters(self.step.get_value())
-        for variables, slots, gradients in zip(self.core_groups, self.slots, d_cores, strict=True):
+        for variables, slots, d_cores in zip(self.core_groups, self.slots, gradients.cores, strict=True):
             new_slots = []
-            for variable, old_slots, gradient in zip(variables, slots.get_value(), gradients, strict=True):
+            for variable, old_slots, gradient in zip(variables, slots.get_value(), d_cores, strict=True):
                 rows, kept = self.rule.step_rows(
                     variable.get_value().astype(jnp.float32), old_slots, gradient.astype(jnp.float32), hyper
                 )
                 variable.set_value(rows.astype(self.dtype))
                 new_slots.append(kept)
             slots.set_value(tuple(new_slots))
+        for cache, d_rows, where in zip(self.caches, gradients.cached_rows, places, strict=True):
+            cache.step(d_rows, where, hyper)
         self.step.set_value(self.step.get_value() + 1)
+
+
+class _Calls:
+    """Calls of the automatic schedule, on the host."""
+
+    counted = 0
+    populates = 0

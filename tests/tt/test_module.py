@@ -13,7 +13,7 @@ PAGE_IDS, PAGE_OFFSETS = [1, 2, 4, 5, 4, 3, 2, 9], [0, 4]
 
 
 def small(**options):
-    return TTEmbeddingBag(10, 3, tt_ranks=[2, 2], **{"sparse": False, "bounds_check": "raise", **options})
+    return TTEmbeddingBag(10, 3, tt_ranks=[2, 2], **{"sparse": False, "use_cache": False, **options})
 
 
 def values(module):
