@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.kernels.reference import Rounding
 from rsembed.optimizers import Slots
 from rsembed.row_gradients import RowGradients
-from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
+from rsembed.specs import FeatureSpec, RowStorage, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, plan_stacking, stack_and_shard, unshard_and_unstack
 
 Activations = dict[str, Float[Array, "..."]]
@@ -32,14 +32,14 @@ class EmbeddingState(NamedTuple):
     """Everything that training changes; donate it to your step.
 
     Args:
-      tables: one array `[rows, dim]` per stack.
+      tables: one array `[rows, dim]` per stack, or what its table's storage keeps instead.
       slots: optimizer state beside each table.
       step: number of updates so far.
       key: randomness of stochastic rounding; unused otherwise.
     """
 
-    tables: dict[str, Float[Array, "rows dim"]]
-    slots: dict[str, Slots]
+    tables: dict[str, Any]
+    slots: dict[str, Any]
     step: Int[Array, ""]
     key: PRNGKeyArray
 
@@ -49,6 +49,13 @@ class LookupStatistics(NamedTuple):
 
     num_ids: dict[str, Int[Array, ""]]
     num_out_of_range: dict[str, Int[Array, ""]]
+
+
+class _Stored(NamedTuple):
+    """A table that is no array of rows, and what it is."""
+
+    storage: RowStorage
+    table: TableSpec
 
 
 class EmbeddingCollection:
@@ -106,7 +113,12 @@ class EmbeddingCollection:
             tables[stack.name], slots[stack.name] = self._init_stack(stack, key)
         return EmbeddingState(tables, slots, jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E))
 
-    def _init_stack(self, stack: StackPlan, key: PRNGKeyArray) -> tuple[Array, Slots]:
+    def _init_stack(self, stack: StackPlan, key: PRNGKeyArray) -> tuple[Any, Any]:
+        stored = self._stored(stack)
+        if stored is not None:
+            params = stored.storage.init(table_key(key, stored.table.name), stored.table)
+            return params, stored.storage.init_slots(params, stored.table)
+
         def fill(keys: Array) -> tuple[Array, Slots]:
             rows, dim = stack.spec.stack_vocab_size, stack.spec.stack_embedding_dim
             arrays = [api.allocate((rows, dim), jnp.dtype(stack.dtype), implementation=self.implementation)]
@@ -121,6 +133,11 @@ class EmbeddingCollection:
 
         keys = jnp.stack([table_key(key, table.name) for table in stack.tables])
         return jax.jit(fill)(keys)
+
+    def _stored(self, stack: StackPlan) -> _Stored | None:
+        """The table of a stack that is no array of rows; such a table is alone in its stack."""
+        table = self.table_specs[stack.tables[0].name]
+        return None if table.storage is None else _Stored(table.storage, table)
 
     def _tables_alike(self, stack: StackPlan) -> list[list[int]]:
         """Positions of tables with equal size and initializer: one compiled loop fills them all."""
@@ -153,12 +170,20 @@ class EmbeddingCollection:
 
     def tables(self, state: EmbeddingState) -> dict[str, Float[Array, "vocabulary dim"]]:
         """The logical tables by name (copies)."""
-        return unshard_and_unstack(self.plan, state.tables)
+        dense = dict(state.tables)
+        for stack in self.plan.stacks:
+            stored = self._stored(stack)
+            if stored is not None:
+                dense[stack.name] = stored.storage.fetch(dense[stack.name], _all_rows(stored.table), stored.table)
+        return unshard_and_unstack(self.plan, dense)
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:
         """The optimizer state of every logical table (copies), in the named tuple of its optimizer."""
         result = {}
         for stack in self.plan.stacks:
+            if self._stored(stack) is not None:
+                result[stack.tables[0].name] = state.slots[stack.name]
+                continue
             for table in stack.tables:
                 first, last = table.setting.row_offset_in_shard, table.setting.row_offset_in_shard + table.rows
                 own = tuple(slot[first:last] for slot in state.slots[stack.name])
@@ -174,11 +199,18 @@ class EmbeddingCollection:
         for name, values in tables.items():
             if name not in current:
                 raise ValueError(f"unknown table {name!r}; the collection has {list(current)}.")
+            if self.table_specs[name].storage is not None:
+                raise NotImplementedError(
+                    f"table {name!r} is kept as {self.table_specs[name].storage}, which cannot take any rows; replace "
+                    "what state.tables holds for it."
+                )
             if np.shape(values) != current[name].shape:
                 raise ValueError(f"table {name!r} has shape {current[name].shape}, the new values {np.shape(values)}.")
             current[name] = jnp.asarray(values, current[name].dtype)
         stacked = stack_and_shard(self.plan, current)
-        return state._replace(tables={name: array.reshape(-1, array.shape[-1]) for name, array in stacked.items()})
+        flat = {name: array.reshape(-1, array.shape[-1]) for name, array in stacked.items()}
+        kept = {s.name: state.tables[s.name] for s in self.plan.stacks if self._stored(s) is not None}
+        return state._replace(tables=flat | kept)
 
     # Input
 
@@ -252,16 +284,24 @@ class EmbeddingCollection:
         bags = self.prepare(batch)
         activations: Activations = {}
         for stack in self.plan.stacks:
-            outputs = api.lookup(
-                state.tables[stack.name],
-                self._segments(stack, bags),
-                quantization=stack.spec.quantization_config,
-                implementation=self.implementation,
-            )
+            outputs = self._pooled(stack, state.tables[stack.name], self._segments(stack, bags))
             for feature, output in zip(stack.features, outputs, strict=True):
                 activations[feature.name] = self._to_activation(feature.name, bags[feature.name], output)
         activations = {name: activations[name] for name in self.features}
         return (activations, self._statistics(bags)) if return_statistics else activations
+
+    def _pooled(self, stack: StackPlan, table: Any, segments: list[Segment]) -> Sequence[Array]:
+        stored = self._stored(stack)
+        if stored is not None:  # rows are made for this batch, and pooled from where they stand in it
+            table = stored.storage.fetch(table, jnp.concatenate([segment.rows for segment in segments]), stored.table)
+            first = 0
+            for number, segment in enumerate(segments):
+                places = first + jnp.arange(segment.rows.shape[0], dtype=jnp.int32)
+                is_row = (segment.rows >= 0) & (segment.rows < stored.table.vocabulary_size)
+                segments[number] = dataclasses.replace(segment, rows=jnp.where(is_row, places, NO_ROW))
+                first += segment.rows.shape[0]
+        quantization = stack.spec.quantization_config
+        return api.lookup(table, segments, quantization=quantization, implementation=self.implementation)
 
     def _to_activation(self, name: str, bags: Bags, output: Array) -> Array:
         feature = self.features[name]
@@ -329,29 +369,43 @@ class EmbeddingCollection:
         """One optimizer step for every row in `row_gradients`, and only for those."""
         tables, slots = dict(state.tables), dict(state.slots)
         for stack in self.plan.stacks:
-            tables[stack.name], slots[stack.name] = api.apply_rows(
-                tables[stack.name],
-                slots[stack.name],
-                row_gradients.rows[stack.name],
-                row_gradients.values[stack.name],
-                stack.spec.optimizer.get_hyperparameters(state.step),
-                stack.spec.optimizer,
-                rounding=self._rounding(stack, state),
-                implementation=self.implementation,
-            )
+            name = stack.name
+            rows, values = row_gradients.rows[name], row_gradients.values[name]
+            tables[name], slots[name] = self._apply_to_stack(stack, state, rows, values)
         return EmbeddingState(tables, slots, state.step + 1, state.key)
+
+    def _apply_to_stack(self, stack: StackPlan, state: EmbeddingState, rows: Array, values: Array) -> tuple[Any, Any]:
+        optimizer, stored = stack.spec.optimizer, self._stored(stack)
+        table, slots, hyper = (
+            state.tables[stack.name],
+            state.slots[stack.name],
+            optimizer.get_hyperparameters(state.step),
+        )
+        if stored is not None:
+            return stored.storage.step(table, slots, rows, values, hyper, stored.table)
+        rounding = self._rounding(stack, state)
+        return api.apply_rows(
+            table, slots, rows, values, hyper, optimizer, rounding=rounding, implementation=self.implementation
+        )
 
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, Any]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
         bags = self.prepare(batch)
         tables, slots = dict(state.tables), dict(state.slots)
         for stack in self.plan.stacks:
-            segments = self._segments(stack, bags)
-            tables[stack.name], slots[stack.name] = api.update(
-                tables[stack.name],
-                slots[stack.name],
+            name, segments = stack.name, self._segments(stack, bags)
+            d_outputs = self._d_outputs(stack, segments, d_activations)
+            if self._stored(stack) is not None:
+                rows, values = api.row_gradients(
+                    stack.spec.stack_vocab_size, segments, d_outputs, implementation=self.implementation
+                )
+                tables[name], slots[name] = self._apply_to_stack(stack, state, rows, values)
+                continue
+            tables[name], slots[name] = api.update(
+                tables[name],
+                slots[name],
                 segments,
-                self._d_outputs(stack, segments, d_activations),
+                d_outputs,
                 stack.spec.optimizer.get_hyperparameters(state.step),
                 stack.spec.optimizer,
                 rounding=self._rounding(stack, state),
@@ -363,6 +417,10 @@ class EmbeddingCollection:
         if not stack.tables[0].stochastic_rounding:
             return None
         return api.stochastic_rounding(table_key(jax.random.fold_in(state.key, state.step), stack.name))
+
+
+def _all_rows(table: TableSpec) -> Int[Array, " vocab"]:
+    return jnp.arange(table.vocabulary_size, dtype=jnp.int32)
 
 
 def _check_batch_size(feature: FeatureSpec, bags: Bags) -> None:

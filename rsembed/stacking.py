@@ -80,6 +80,8 @@ class StackPlan:
     dtype: str
     tables: tuple[TablePlacement, ...]
     features: tuple[FeaturePlacement, ...]
+    num_stored_values: tuple[int, int] | None = None
+    """Numbers in the table and in its slots, where the table has a storage of its own."""
 
     @property
     def name(self) -> str:
@@ -95,12 +97,13 @@ class StackPlan:
     @property
     def table_bytes(self) -> int:
         """Bytes of the physical table over all devices."""
-        return self.spec.stack_vocab_size * self.spec.stack_embedding_dim * jnp.dtype(self.dtype).itemsize
+        dense = self.spec.stack_vocab_size * self.spec.stack_embedding_dim
+        return (self.num_stored_values or (dense,))[0] * jnp.dtype(self.dtype).itemsize
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the optimizer state over all devices."""
-        return self.spec.stack_vocab_size * self.num_slot_values * 4
+        return (self.num_stored_values or (0, self.spec.stack_vocab_size * self.num_slot_values))[1] * 4
 
     @property
     def padding_fraction(self) -> float:
@@ -251,6 +254,11 @@ def plan_stacking(
         groups = group_tables(
             features, num_shards=num_shards, pad=pad, activation_mem_bytes_limit=activation_mem_bytes_limit
         )
+    stored = [name for name, table in tables.items() if table.storage is not None]
+    if pad and stored:
+        raise NotImplementedError(
+            f"tables {stored} have storage=, which stacked and sharded layouts do not know; use EmbeddingCollection."
+        )
     named = [name for group in groups for name in group]
     if sorted(named) != sorted(tables):
         raise ValueError(f"groups must name every table once: tables {sorted(tables)}, groups {sorted(named)}.")
@@ -296,6 +304,8 @@ def group_tables(
             table.stochastic_rounding,
             # State shared along a row must not see padding, so such tables only join others of their exact dim.
             table.embedding_dim if table.optimizer.is_row_wise else None,
+            # What is no array of rows cannot lie under another one.
+            None if table.storage is None else name,
         )
         groups.setdefault(key, []).append(name)
     if activation_mem_bytes_limit is None:
@@ -398,7 +408,10 @@ def plan_stack(
         activation_mem_bytes_limit=activation_mem_bytes_limit,
         num_shards=num_shards,
     )
-    return StackPlan(spec=spec, dtype=first.dtype, tables=placements, features=feature_placements)
+    stored = None if first.storage is None else first.storage.num_values(first)
+    return StackPlan(
+        spec=spec, dtype=first.dtype, tables=placements, features=feature_placements, num_stored_values=stored
+    )
 
 
 def _suggested_buffer_size(tables: Sequence[TableSpec]) -> int | None:

@@ -18,5 +18,6 @@ from rsembed.tt.module import TTEmbeddingBag as TTEmbeddingBag
 from rsembed.tt.shapes import cheapest_p_shapes as cheapest_p_shapes
 from rsembed.tt.shapes import suggested_tt_shapes as suggested_tt_shapes
 from rsembed.tt.spec import TTSpec as TTSpec
+from rsembed.tt.storage import TensorTrain as TensorTrain
 from rsembed.tt.tables import FusedParam as FusedParam
 from rsembed.tt.tables import TTGradients as TTGradients

@@ -1,0 +1,120 @@
+"""A tensor train as what a table of the core is made of: `TableSpec(..., storage=TensorTrain(...))`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from rsembed.optimizers import Hyperparameters
+from rsembed.specs import TableSpec
+from rsembed.tt.cores import rows as rows_of
+from rsembed.tt.initial_cores import WEIGHT_DISTRIBUTIONS, init_cores
+from rsembed.tt.spec import TTSpec
+
+Cores = tuple[Array, ...]
+
+
+@no_type_check  # sequences become tuples in __post_init__
+@dataclasses.dataclass(frozen=True)
+class TensorTrain:
+    """Keeps a table as tensor-train cores, at a small part of its bytes.
+
+    A row is made when it is looked up. Its gradient is spread over one slice per core, and the table's optimizer steps
+    the cores, a slice being what a row is for a dense table. All slices are stepped: an optimizer with moments moves
+    slices that no id named, too.
+
+    Args:
+      tt_ranks: inner ranks, one fewer than cores; None takes what `bytes` affords.
+      tt_p_shapes: row factors; None suggests them.
+      tt_q_shapes: column factors; None suggests them.
+      bytes: budget of the cores, instead of ranks and factors; see `TTSpec.for_budget`.
+      weight_dist: distribution of the initial table, see `init_cores`. The table's own initializer is not asked.
+
+    Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
+
+    Example:
+      >>> import jax, rsembed as rs
+      >>> from rsembed.tt import TensorTrain
+      >>> table = rs.TableSpec(name="item", vocabulary_size=10_000, embedding_dim=16, storage=TensorTrain((8, 8)))
+      >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="history", table_spec=table)])
+      >>> state = collection.init(jax.random.key(0))
+      >>> collection.lookup(state, {"history": [[17, 4], [9_999]]})["history"].shape
+      (2, 16)
+    """
+
+    tt_ranks: tuple[int, ...] | None = None
+    tt_p_shapes: tuple[int, ...] | None = None
+    tt_q_shapes: tuple[int, ...] | None = None
+    bytes: int | None = None
+    weight_dist: str = "normal"
+
+    def __post_init__(self) -> None:
+        for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
+        if (self.tt_ranks is None) == (self.bytes is None):
+            raise ValueError("TensorTrain needs either tt_ranks or bytes.")
+        if self.bytes is not None and (self.tt_p_shapes or self.tt_q_shapes):
+            raise ValueError("TensorTrain: bytes chooses the factors too; leave tt_p_shapes and tt_q_shapes out.")
+        if self.weight_dist not in WEIGHT_DISTRIBUTIONS:
+            known = ", ".join(WEIGHT_DISTRIBUTIONS)
+            raise ValueError(f"TensorTrain: unknown weight_dist {self.weight_dist!r}; choose one of {known}.")
+
+    def spec_of(self, table: TableSpec) -> TTSpec:
+        """The train that keeps `table`."""
+        if self.bytes is not None:
+            return TTSpec.for_budget(table.vocabulary_size, table.embedding_dim, bytes=self.bytes, dtype=table.dtype)
+        size = table.vocabulary_size, table.embedding_dim
+        return TTSpec.suggest(*size, self.tt_ranks, self.tt_p_shapes, self.tt_q_shapes)
+
+    def check(self, table: TableSpec) -> None:
+        """Raises: ValueError: the factors do not fit the table, or it asks for what trains of cores cannot do."""
+        if table.dtype == "float16" or table.stochastic_rounding:
+            raise ValueError(
+                f"table {table.name!r}: TensorTrain keeps float32 or bfloat16 cores, rounded to nearest; got dtype "
+                f"{table.dtype!r} and stochastic_rounding={table.stochastic_rounding}."
+            )
+        self.spec_of(table)
+
+    def init(self, key: PRNGKeyArray, table: TableSpec) -> Cores:
+        """Random cores."""
+        return init_cores(key, self.spec_of(table), self.weight_dist, dtype=table.dtype)
+
+    def init_slots(self, params: Cores, table: TableSpec) -> tuple[Any, ...]:
+        """The slots of every core."""
+        return tuple(table.optimizer.init_slots(core.astype(jnp.float32)) for core in params)
+
+    def fetch(self, params: Cores, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        """Rows, float32; zeros outside the table."""
+        return rows_of(self.spec_of(table), params, rows)
+
+    def step(
+        self,
+        params: Cores,
+        slots: tuple[Any, ...],
+        rows: Int[Array, " capacity"],
+        gradients: Float[Array, "capacity dim"],
+        hyper: Hyperparameters,
+        table: TableSpec,
+    ) -> tuple[Cores, tuple[Any, ...]]:
+        """One step of all cores with the gradients of rows, pulled back."""
+        _, pull = jax.vjp(lambda cores: self.fetch(cores, rows, table), params)
+        (d_cores,) = pull(gradients)
+        new_cores, new_slots = [], []
+        for core, own_slots, d_core in zip(params, slots, d_cores, strict=True):
+            values = core.astype(jnp.float32), own_slots, d_core.astype(jnp.float32)
+            stepped, kept = table.optimizer.step_rows(*values, hyper)
+            new_cores.append(stepped.astype(core.dtype))
+            new_slots.append(kept)
+        return tuple(new_cores), tuple(new_slots)
+
+    def num_values(self, table: TableSpec) -> tuple[int, int]:
+        """Numbers in the cores, and in their slots."""
+        spec = self.spec_of(table)
+        cores = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
+        slots = jax.eval_shape(lambda c: self.init_slots(c, table), cores)
+        return spec.num_params, sum(leaf.size for leaf in jax.tree.leaves(slots))
