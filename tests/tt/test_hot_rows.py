@@ -1,0 +1,354 @@
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rsembed.caching import set_of
+from rsembed.tt import TableBatchedTTEmbeddingBag, TTEmbeddingBag
+from rsembed.tt.hot_rows import AccessCounts
+from tests.tt.tt_oracles import CASES, dense_table
+
+ALL = np.arange(200)[:, None]
+
+
+def make(cache_size=4, hashtbl_size=64, rngs=0, **options):
+    options = {"sparse": True, "learning_rate": 0.3, "include_last_offset": True, **options}
+    return TTEmbeddingBag(
+        200, 4, [3], [14, 15], [2, 2], cache_size=cache_size, hashtbl_size=hashtbl_size, rngs=nnx.Rngs(rngs), **options
+    )
+
+
+def train(emb, ids, seed=0):
+    ids = np.asarray(ids)
+    _, backward = emb.vjp(ids)
+    backward(jnp.asarray(np.random.default_rng(seed).normal(size=(len(ids), 4)), jnp.float32))
+
+
+def all_rows(emb):
+    """Every row as lookups see it, counting nothing."""
+    emb.eval()
+    found = np.asarray(emb(ALL))
+    emb.train()
+    return found
+
+
+def worked():
+    given, expect = CASES["cache_lifecycle_sgd"]["input"], CASES["cache_lifecycle_sgd"]["expect"]
+    emb = TTEmbeddingBag(
+        12, 4, given["ranks"], given["p"], given["q"], sparse=True, learning_rate=0.1, cache_size=2, hashtbl_size=32
+    )
+    emb.set_cores(
+        [jnp.asarray(c, jnp.float32).reshape(s) for c, s in zip(given["cores"], emb.spec.core_shapes, strict=True)]
+    )
+    return emb, given, expect
+
+
+def test_the_worked_life_of_a_cache():
+    emb, given, expect = worked()
+    for batch in given["warmup_batches"]:
+        emb.update_cache(batch["indices"], batch["offsets"])
+    (cache,) = emb.caches
+    keys, counts = cache.counts.keys, cache.counts.policy.counts
+    assert {str(k): int(c) for k, c in zip(keys, counts, strict=True) if k >= 0} == expect["frequency"]
+    assert emb.cache_reports()[0].cached_ids == 0
+    emb.cache_populate()
+    ids, rows = cache.learned()
+    assert sorted(expect["cached_ids"]) == ids.tolist()
+    for id, row in zip(ids, rows, strict=True):
+        np.testing.assert_array_equal(row, expect["cache_weight"][str(id)])
+    batch = jnp.asarray(given["batch"]["indices"]), jnp.asarray(given["batch"]["offsets"])
+    hits = np.asarray(cache.find(batch[0])) < cache.rows.get_value().shape[0]
+    assert sorted(np.asarray(batch[0])[hits].tolist()) == expect["cached_lookups"]
+    assert np.asarray(batch[0])[~hits].tolist() == expect["tt_lookups"]
+    d_output = jnp.asarray(given["d_output"], jnp.float32)
+    twin, _, _ = worked()
+    twin.sparse = False
+    for warm in given["warmup_batches"]:
+        twin.update_cache(warm["indices"], warm["offsets"])
+    twin.cache_populate()
+    gradients = twin.vjp(*batch)[1](d_output)
+    for g, wanted in zip(gradients.cores[0], expect["d_cores"], strict=True):
+        np.testing.assert_array_equal(g, np.asarray(wanted).reshape(g.shape))
+    for id, wanted in expect["d_cache"].items():
+        place = int(twin.caches[0].find(jnp.asarray([int(id)]))[0])
+        np.testing.assert_array_equal(gradients.cached_rows[0][place], wanted)
+    output, backward = emb.vjp(*batch)
+    np.testing.assert_array_equal(output, expect["output"])
+    backward(d_output)
+    for core, wanted in zip(emb.get_params(), expect["cores_after"], strict=True):
+        np.testing.assert_allclose(core, np.asarray(wanted).reshape(core.shape), rtol=1e-6, atol=1e-6)
+    for id, wanted in expect["cache_after"].items():
+        row = emb.caches[0].rows.get_value()[int(cache.find(jnp.asarray([int(id)]))[0])]
+        np.testing.assert_allclose(row, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(emb(*batch), expect["output_after"], rtol=1e-6, atol=1e-6)
+    emb.cache_populate()
+    np.testing.assert_allclose(emb(*batch), expect["output_after_second_populate"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "max_spilled_rows"), [("sgd", None), ("exact_rowwise_adagrad", 5), ("adam", 0), ("adam", None)]
+)
+def test_nothing_learned_is_lost_while_the_stream_drifts(optimizer, max_spilled_rows):
+    emb = make(optimizer=optimizer, max_spilled_rows=max_spilled_rows, halve_counts_every=1)
+    generator = np.random.default_rng(4)
+    for epoch in range(6):
+        for _ in range(2):
+            train(emb, generator.integers(10 * epoch, 10 * epoch + 12, (6, 3)), seed=epoch)
+        states = {
+            int(id): [np.asarray(s)[place] for s in emb.caches[0].state.get_value()]
+            for id, place in zip(emb.caches[0].learned()[0], emb.caches[0].places.get_value(), strict=False)
+        }
+        before, (old_ids, old_rows) = all_rows(emb), emb.caches[0].learned()
+        emb.cache_populate()
+        np.testing.assert_allclose(all_rows(emb), before, rtol=2e-5, atol=1e-7)
+        ids, rows = (np.asarray(x) for x in emb.caches[0].learned())
+        cores_only = dense_table(emb.spec, emb.get_params())
+        for id, row in zip(old_ids.tolist(), np.asarray(old_rows), strict=True):
+            if id in ids:  # the very bits, and the state with them
+                np.testing.assert_array_equal(rows[list(ids).index(id)], row)
+                place = int(emb.caches[0].find(jnp.asarray([id]))[0])
+                for now, was in zip(emb.caches[0].state.get_value(), states[id], strict=True):
+                    np.testing.assert_array_equal(now[place], was)
+            else:  # nothing was learned that the cores do not say
+                np.testing.assert_allclose(cores_only[id], row, rtol=1e-5, atol=1e-7)
+        assert emb.cache_reports()[0].spilled_ids <= (12 if max_spilled_rows is None else max_spilled_rows)
+    report = emb.cache_reports()[0]
+    assert report.cached_ids == 4
+    if max_spilled_rows is None:
+        assert report.spills > 0
+        assert report.evictions >= report.spills
+
+
+def test_an_evicted_id_is_served_its_own_row():
+    emb = make(cache_size=1, hashtbl_size=32)
+    emb.update_cache(np.asarray([[4, 4]]))
+    emb.cache_populate()
+    emb.update_cache(np.asarray([[1] * 5]))
+    emb.cache_populate()
+    assert emb.caches[0].learned()[0].tolist() == [1]
+    table = dense_table(emb.spec, emb.get_params())
+    np.testing.assert_allclose(emb(np.asarray([[4], [1]])), table[[4, 1]], rtol=1e-5, atol=1e-7)
+    assert emb.cache_reports()[0].evictions == 1
+
+
+def test_a_spilled_row_returns_with_what_it_learned():
+    emb = make(cache_size=1, hashtbl_size=32, optimizer="exact_adagrad")
+    for wanted, seen in ((4, 3), (1, 9), (4, 40)):
+        emb.update_cache(np.full((1, seen), wanted))
+        emb.cache_populate()
+        train(emb, [[4], [1]], seed=seen)
+        learned = all_rows(emb)
+    assert emb.caches[0].find(jnp.asarray([4])).tolist() == [0]
+    assert emb.cache_reports()[0].spilled_ids == 1
+    emb.cache_populate()
+    np.testing.assert_array_equal(all_rows(emb)[[1, 4]], learned[[1, 4]])
+
+
+def test_duplicates_are_one_step_and_only_rows_that_were_read_move():
+    emb = make(optimizer="adam", learning_rate=0.1)
+    emb.update_cache(np.asarray([[4, 4, 9, 9, 30, 30]]))
+    emb.cache_populate()
+    before, d_output = all_rows(emb), jnp.ones((2, 4))
+    emb.vjp(np.asarray([[4, 4, 9], [4, -1, -1]]))[1](d_output)
+    after = all_rows(emb)
+    np.testing.assert_allclose(after[[4, 9]], before[[4, 9]] - 0.1, rtol=1e-5)  # Adam's first step is the rate
+    train(emb, [[4]])
+    np.testing.assert_array_equal(all_rows(emb)[[9, 30]], after[[9, 30]])
+
+
+def test_hits_send_no_gradient_to_the_cores():
+    emb = make()
+    emb.update_cache(np.asarray([[4, 9]]))
+    emb.cache_populate()
+    before = emb.get_params()
+    train(emb, [[4], [9]])
+    assert all((a == b).all() for a, b in zip(before, emb.get_params(), strict=True))
+
+
+def test_nnx_grad_reaches_cores_and_cached_rows_of_sparse_false():
+    emb = make(sparse=False)
+    emb.update_cache(np.asarray([[4, 4]]))
+    emb.cache_populate()
+    gradients = nnx.grad(lambda m: jnp.sum(m(jnp.asarray([[4, 9]]))))(emb)
+    leaves = {tuple(path): leaf for path, leaf in nnx.to_flat_state(gradients)}
+    rows = next(leaf.get_value() for path, leaf in leaves.items() if "rows" in path)
+    assert rows.sum() == 4
+    assert sum(float(jnp.abs(leaf.get_value()).sum()) for leaf in leaves.values()) > 4
+
+
+def test_lookups_count_outside_jit_and_not_after_eval():
+    emb = make()
+    emb(np.asarray([[4, 4, -1]]))
+    emb.vjp(np.asarray([[9]]))
+    assert emb.cache_reports()[0].lookups == 3
+    emb.eval()
+    emb(np.asarray([[4]]))
+    assert emb.cache_reports()[0].lookups == 3
+    emb.train()
+    nnx.jit(lambda m, i: m(i))(emb, jnp.asarray([[4]]))
+    assert emb.cache_reports()[0].lookups == 3
+
+
+def test_a_cached_step_lives_in_one_jit():
+    emb, eager = make(), make()
+
+    @nnx.jit
+    def step(emb, ids):
+        output, backward = emb.vjp(ids)
+        backward(output)
+        return output
+
+    for module in (emb, eager):
+        module.update_cache(np.asarray([[4, 4, 9]]))
+        module.cache_populate()
+    ids = jnp.asarray([[4, 11], [9, 4]])
+    output, backward = eager.vjp(ids)
+    backward(output)
+    np.testing.assert_allclose(step(emb, ids), output, rtol=1e-6)
+    np.testing.assert_allclose(all_rows(emb), all_rows(eager), rtol=1e-5, atol=1e-7)
+
+
+def test_the_schedule_populates_and_fades_by_itself():
+    emb = make(populate_every=3, halve_counts_every=1)
+    for k in range(3):
+        assert emb.cache_reports()[0].cached_ids == 0, k
+        emb(np.asarray([[4, 4]]))
+    assert emb.caches[0].learned()[0].tolist() == [4]
+    assert emb.caches[0].counts.policy.counts.max() == 3
+
+
+def test_expansion_holds_the_cached_rows():
+    emb = make()
+    emb.update_cache(np.asarray([[4, 9]]))
+    emb.cache_populate()
+    train(emb, [[4], [20]])
+    np.testing.assert_allclose(emb.full_weight(), all_rows(emb), rtol=1e-5, atol=1e-7)
+
+
+def test_reset_returns_what_was_learned():
+    emb = make()
+    emb.update_cache(np.asarray([[4, 9]]))
+    emb.cache_populate()
+    train(emb, [[4]])
+    learned = all_rows(emb)
+    ((ids, rows),) = emb.reset_cache()
+    assert ids.tolist() == [4, 9]
+    np.testing.assert_array_equal(rows, learned[[4, 9]])
+    assert emb.cache_reports()[0][:3] == (0, 0, 0)
+    np.testing.assert_allclose(all_rows(emb), dense_table(emb.spec, emb.get_params()), rtol=1e-5, atol=1e-7)
+
+
+def test_a_saved_module_goes_on_as_if_never_saved():
+    emb, other = make(), make(rngs=7)
+    for k in (4, 30, 60):
+        emb.update_cache(np.full((1, k), k) + np.arange(k)[None] % 3)
+        emb.cache_populate()
+        train(emb, [[k], [k + 1], [5]])
+    state = nnx.state(emb)
+    nnx.update(other, jax.tree.map(jnp.copy, state))
+    np.testing.assert_array_equal(all_rows(other), all_rows(emb))
+    with pytest.raises(ValueError, match="load both, see load_cache_state"):
+        other.cache_populate()
+    other.load_cache_state(emb.cache_state())
+    for module in (emb, other):
+        module.update_cache(np.full((1, 99), 120))
+        module.cache_populate()
+        train(module, [[120], [4], [60]])
+    np.testing.assert_array_equal(all_rows(other), all_rows(emb))
+    assert other.cache_reports() == emb.cache_reports()
+
+
+def test_tables_of_a_batch_share_a_cache_without_mixing_rows():
+    emb = TableBatchedTTEmbeddingBag(
+        3,
+        [50, 40, 60],
+        4,
+        [[2], [2], [3]],
+        None,
+        [2, 2],
+        use_cache=True,
+        cache_size=2,
+        hashtbl_size=64,
+        learning_rate=0.3,
+    )
+    assert emb.groups == ((0, 1), (2,))
+    emb.update_cache(np.asarray([[3, 3, 3], [3, 3, 8], [5, 5, 5]]))
+    emb.cache_populate()
+    assert [cache.learned()[0].tolist() for cache in emb.caches] == [[3, 53], [5]]
+    ids = np.asarray([[3], [3], [5]])
+    before = np.asarray(emb(ids))
+    for k, weight in enumerate(emb.full_weight(j) for j in range(3)):
+        np.testing.assert_allclose(
+            before[k, 0], dense_table(emb.specs[k], emb.cores_of(k))[ids[k, 0]], rtol=1e-5, atol=1e-7
+        )
+        assert weight.shape[0] == [50, 40, 60][k]
+    emb.vjp(ids)[1](jnp.ones((3, 1, 4)))
+    np.testing.assert_allclose(emb(ids), before - 0.3, rtol=1e-5)
+    emb.cache_populate()
+    np.testing.assert_allclose([emb.full_weight(k)[i] for k, (i,) in enumerate(ids)], before[:, 0] - 0.3, rtol=1e-5)
+
+
+def test_counts_are_exact_while_there_is_room_and_no_id_counts_twice():
+    generator, counts, wanted = np.random.default_rng(1), AccessCounts(8, 4096), {}
+    for _ in range(5):
+        ids = generator.zipf(1.3, 400) % 1000
+        assert counts.count(ids) == 0
+        for i in ids.tolist():
+            wanted[i] = wanted.get(i, 0) + 1
+    found = {int(k): int(c) for k, c in zip(counts.keys, counts.policy.counts, strict=True) if k >= 0}
+    assert found == wanted
+
+
+def test_a_full_count_table_says_what_it_did_not_count_and_reuses_faded_places():
+    counts = AccessCounts(1, 8)
+    assert counts.count(np.repeat(np.arange(8), 2)) == 0
+    assert counts.count(np.asarray([100, 100, 3])) == 2
+    counts.policy.halve_counts()
+    counts.policy.halve_counts()  # 2 and 3 become 0
+    assert counts.count(np.asarray([100])) == 0
+    assert (counts.keys == 100).sum() == 1
+
+
+def test_each_set_holds_the_most_read_of_its_ids():
+    emb = make(cache_size=64, hashtbl_size=512)
+    generator = np.random.default_rng(0)
+    ids = generator.permutation(np.repeat(np.arange(200), generator.integers(1, 9, 200)))
+    emb.update_cache(ids[:, None])
+    emb.cache_populate()
+    cache = emb.caches[0]
+    keys, counts = cache.counts.keys, cache.counts.policy.counts
+    places, stored = np.flatnonzero(keys >= 0), set(cache.learned()[0].tolist())
+    for number in range(2):
+        mine = [p for p in places if set_of(np.asarray([p]), 2)[0] == number]
+        best = sorted(mine, key=lambda p: (-counts[p], p))[:32]
+        assert {int(keys[p]) for p in mine} & stored == {int(keys[p]) for p in best}
+
+
+def test_memory_of_the_default_cache_is_a_hundredth_of_dense():
+    emb = TTEmbeddingBag(11_000_000, 64, [32, 32], [200, 220, 250], [4, 4, 4])
+    (cache,) = emb.caches
+    arrays = [*jax.tree.leaves(nnx.state(emb)), cache.counts.keys, *cache.counts.policy.state_dict().values()]
+    total = sum(array.size * array.dtype.itemsize for array in arrays)
+    spill = cache.host.max_spilled_rows * 64 * 4
+    assert total + spill <= 11_000_000 * 64 * 4 / 100
+    assert cache.rows.get_value().shape == (10_976, 64)
+
+
+def test_wrong_use_is_refused():
+    with pytest.raises(ValueError, match="hashtbl_size=3 must be at least cache_size=4"):
+        make(hashtbl_size=3)
+    with pytest.warns(UserWarning, match="below six times"):
+        make(hashtbl_size=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(hashtbl_size=0, cache_size=0)
+    emb = make()
+    output, backward = emb.vjp(np.asarray([[4]]))
+    emb.cache_populate()
+    with pytest.raises(RuntimeError, match="populated or reset after this lookup"):
+        backward(output)
+    with pytest.raises(ValueError, match="fewer than 2147483647 rows"):
+        TTEmbeddingBag(2**31, 1, [1], [2**16, 2**15], [1, 1])
