@@ -142,20 +142,20 @@ class HotRows(nnx.Module):
         pairs = zip(new_state, state, strict=True)
         self.state.set_value(tuple(jnp.where(touched, new, old) for new, old in pairs))
 
-    def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[Array, "ids dim"]]:
+    def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
         """All stored ids, ascending, and their rows."""
         ids = np.asarray(self.ids.get_value())
         num = int((ids != NO_ROW).sum())
-        return ids[:num], self.rows.get_value()[self.places.get_value()[:num]]
+        return ids[:num], np.asarray(self.rows.get_value())[np.asarray(self.places.get_value())[:num]]
 
-    def populate(self, rows_of: Callable[[np.ndarray], Array]) -> None:
+    def populate(self, rows_of: Callable[[np.ndarray], np.ndarray]) -> None:
         """Keeps the most read ids of every set from now on; `rows_of` gives rows from the cores."""
         host, policy, keys = self.host, self.counts.policy, self.counts.keys
         stored, vectors = self.learned()
         resident, slots = policy.resident()
         if not np.array_equal(np.sort([*keys[resident], *host.spilled]), stored):
             raise ValueError("the stored rows are not those that the counts know of; load both, see load_cache_state.")
-        is_dirty = dict(zip(stored.tolist(), (np.asarray(vectors) != np.asarray(rows_of(stored))).any(1), strict=True))
+        is_dirty = dict(zip(stored.tolist(), (vectors != rows_of(stored)).any(1), strict=True))
         locked = np.empty(0, np.int64)
         if host.max_spilled_rows - len(host.spilled) < resident.size:
             locked = slots[[is_dirty[id] for id in keys[resident].tolist()]] if slots.size else slots
@@ -176,10 +176,10 @@ class HotRows(nnx.Module):
         spilling = [(old, slot) for old, slot in leaving if is_dirty[old]]
         host.evictions, host.spills = host.evictions + len(leaving), host.spills + len(spilling)
         returning = [(k, new) for k, new in enumerate(new_ids.tolist()) if new in host.spilled]
-        fresh = np.asarray(rows_of(new_ids)) if new_ids.size else np.zeros((0, self.rows.get_value().shape[1]))
+        fresh = rows_of(new_ids)
         arrays = [np.array(x) for x in (self.rows.get_value(), *self.state.get_value())]
-        initial = [np.asarray(x) for x in self.rule.init_slots(jnp.asarray(fresh, jnp.float32))]
-        incoming = [np.array(fresh, np.float32), *(np.array(x) for x in initial)]
+        initial = [np.asarray(x) for x in self.rule.init_slots(jnp.asarray(fresh))]
+        incoming = [fresh.copy(), *(np.array(x) for x in initial)]
         outgoing = [x[[slot for _, slot in spilling]] for x in arrays]
         for k, new in returning:
             for source, target in zip(arrays, incoming, strict=True):

@@ -179,7 +179,7 @@ class TTTables(nnx.Module):
             for cache in self.caches:
                 cache.halve_counts()
 
-    def reset_cache(self) -> list[tuple[Any, Array]]:
+    def reset_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Forgets counts and cached rows; returns, per group, the ids and rows that were learned."""
         learned = [cache.learned() for cache in self.caches]
         for cache in self.caches:
@@ -252,21 +252,25 @@ class TTTables(nnx.Module):
     def _cached_values(self) -> tuple[Array, ...]:
         return tuple(cache.rows.get_value() for cache in self.caches)
 
-    def _rows_of_group(self, g: int, ids: np.ndarray) -> Array:
+    def _rows_of_group(self, g: int, ids: np.ndarray) -> np.ndarray:
         """Rows from the cores; ids count on from table to table of the group."""
         specs = [self.specs[k] for k in self.groups[g]]
+        # A power of two, so that few programs serve all numbers of ids.
+        padded = np.zeros(1 << max(5, (ids.size - 1).bit_length()), np.int64)
+        padded[: ids.size] = ids
         ends = np.cumsum([spec.num_embeddings for spec in specs])
-        table = np.searchsorted(ends, ids, side="right")
-        digits, _ = digits_of(specs, ids - np.r_[0, ends[:-1]][table], table)
-        return pooled_rows(
+        table = np.searchsorted(ends, padded, side="right")
+        digits, _ = digits_of(specs, padded - np.r_[0, ends[:-1]][table], table)
+        rows = pooled_rows(
             self._core_values()[g],
             digits,
-            jnp.arange(ids.size, dtype=jnp.int32),
-            jnp.ones(ids.size),
+            jnp.arange(padded.size, dtype=jnp.int32),
+            jnp.ones(padded.size),
             slice_shapes=specs[0].slice_shapes,
-            num_bags=ids.size,
+            num_bags=padded.size,
             implementation="chunked",
         )
+        return np.asarray(rows)[: ids.size]
 
     def _count(self, entries: list[Entries]) -> None:
         for cache, found in zip(self.caches, entries, strict=False):
