@@ -66,9 +66,9 @@ class TensorTrain:
 
     def spec_of(self, table: TableSpec) -> TTSpec:
         """The train that keeps `table`."""
-        if self.bytes is not None:
-            return TTSpec.for_budget(table.vocabulary_size, table.embedding_dim, bytes=self.bytes, dtype=table.dtype)
         size = table.vocabulary_size, table.embedding_dim
+        if self.tt_ranks is None:
+            return TTSpec.for_budget(*size, bytes=self.bytes, dtype=table.dtype)
         return TTSpec.suggest(*size, self.tt_ranks, self.tt_p_shapes, self.tt_q_shapes)
 
     def check(self, table: TableSpec) -> None:
