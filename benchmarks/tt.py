@@ -1,0 +1,282 @@
+"""Times tensor-train lookups and training steps against plain JAX, a dense table and tensorly-torch, in one run.
+
+    python benchmarks/tt.py [--rows 11000000] [--batches 512,4096] [--ids 20] [--json PATH]
+
+The published shape: 11 million rows of 64 numbers, p 200·220·250, q 4·4·4, ranks 32·32. The contestants take turns
+batch by batch on the same ids and the same gradient of the outputs; times are medians in nanoseconds per lookup. A step
+is a lookup, the gradient and one SGD update.
+
+* ours: `rsembed.tt.TTEmbeddingBag` with the fused update, without a cache.
+* ours d=2: two cores with at most as many numbers.
+* ours cached: with 1 % of the rows cached, chosen from as many ids as are timed, of other batches of the same law.
+* plain: slices of every core gathered per lookup, two einsums, `jax.grad`.
+* dense: `table[ids].sum(1)`, and a scatter of the gradient into the donated table. Not above `--dense-rows` rows.
+* tensorly-torch: `FactorizedEmbedding` with `torch.optim.SGD`, if it is installed.
+
+Counted FLOP are those of the products of a lookup, and three times as many for a step, whatever was executed. The peak
+is that of one large product in JAX on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rsembed.tt import TTEmbeddingBag, TTSpec, init_cores, suggested_tt_shapes
+
+LEARNING_RATE = 0.01
+NUM_BATCHES = 8
+RANK = 32
+Run = Callable[[int], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One table, a fixed number of ids per bag."""
+
+    spec: TTSpec
+    batch_size: int
+    ids_per_bag: int
+    law: str
+
+    @property
+    def num_lookups(self) -> int:
+        return self.batch_size * self.ids_per_bag
+
+    def draw_ids(self, seed: int) -> np.ndarray:
+        """Ids `[NUM_BATCHES, batch, ids per bag]`; law `zipf` has exponent 1.05 and frequent ids anywhere."""
+        generator, rows = np.random.default_rng(seed), self.spec.num_embeddings
+        shape = (NUM_BATCHES, self.batch_size, self.ids_per_bag)
+        if self.law == "uniform":
+            return generator.integers(0, rows, shape, dtype=np.int32)
+        cumulative = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -1.05)
+        ranks = np.searchsorted(cumulative, generator.random(shape) * cumulative[-1])
+        return np.random.default_rng(0).permutation(rows).astype(np.int32)[ranks]
+
+    def draw_gradient(self) -> np.ndarray:
+        shape = (self.batch_size, self.spec.embedding_dim)
+        return np.random.default_rng(7).standard_normal(shape, dtype=np.float32)
+
+
+def module_contestant(workload: Workload, spec: TTSpec, *, cached_fraction: float = 0.0) -> dict[str, Run]:
+    """Lookup and fused step of a module."""
+    cache_size = int(cached_fraction * spec.num_embeddings)
+    emb = TTEmbeddingBag(
+        spec.num_embeddings,
+        spec.embedding_dim,
+        spec.tt_ranks,
+        spec.tt_p_shapes,
+        spec.tt_q_shapes,
+        learning_rate=LEARNING_RATE,
+        use_cache=cache_size > 0,
+        cache_size=cache_size,
+    )
+    if cache_size:
+        emb.update_cache(workload.draw_ids(seed=4).reshape(-1, workload.ids_per_bag))
+        emb.cache_populate()
+    batches, gradient = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], jnp.asarray(workload.draw_gradient())
+    graph, state = nnx.split(emb)
+    held = {"state": state}
+
+    @jax.jit
+    def lookup(state, ids):
+        return nnx.merge(graph, state)(ids)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, ids):
+        emb = nnx.merge(graph, state)
+        output, backward = emb.vjp(ids)
+        backward(gradient)
+        return output, nnx.state(emb)
+
+    def run_step(k: int) -> object:
+        output, held["state"] = step(held["state"], batches[k])
+        return jax.block_until_ready((output, held["state"]))
+
+    return {"lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])), "step": run_step}
+
+
+def plain_contestant(workload: Workload) -> dict[str, Run]:
+    """Lookup and SGD step of gathered slices and einsums."""
+    spec = workload.spec
+    batches, gradient = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], jnp.asarray(workload.draw_gradient())
+
+    def pooled(cores, ids):
+        flat = ids.reshape(-1)
+        product = jnp.ones((flat.size, 1, 1))
+        for core, stride, p, shape in zip(cores, spec.strides, spec.tt_p_shapes, spec.slice_shapes, strict=True):
+            slices = core[flat // stride % p].reshape(-1, *shape)
+            product = jnp.einsum("ncr,nrqs->ncqs", product, slices).reshape(flat.size, -1, shape[2])
+        return product.reshape(*ids.shape, spec.embedding_dim).sum(1)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cores, ids):
+        output, pull = jax.vjp(lambda c: pooled(c, ids), cores)
+        (d_cores,) = pull(gradient)
+        return output, jax.tree.map(lambda c, g: c - LEARNING_RATE * g, cores, d_cores)
+
+    lookup, held = jax.jit(pooled), {"cores": init_cores(jax.random.key(0), spec)}
+
+    def run_step(k: int) -> object:
+        output, held["cores"] = step(held["cores"], batches[k])
+        return jax.block_until_ready((output, held["cores"]))
+
+    return {"lookup": lambda k: jax.block_until_ready(lookup(held["cores"], batches[k])), "step": run_step}
+
+
+def dense_contestant(workload: Workload) -> dict[str, Run]:
+    """Lookup and SGD step of a table that is stored."""
+    spec = workload.spec
+    batches, gradient = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], jnp.asarray(workload.draw_gradient())
+    held = {"table": jnp.full((spec.num_embeddings, spec.embedding_dim), 0.01)}
+    lookup = jax.jit(lambda table, ids: table[ids].sum(1))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(table, ids):
+        output = table[ids].sum(1)
+        # The update waits for the lookup; otherwise XLA would copy the table to do both at once.
+        rate = LEARNING_RATE + 0.0 * output[0, 0]
+        return output, table.at[ids].add(-rate * gradient[:, None, :])
+
+    def run_step(k: int) -> object:
+        output, held["table"] = step(held["table"], batches[k])
+        return jax.block_until_ready((output, held["table"]))
+
+    return {"lookup": lambda k: jax.block_until_ready(lookup(held["table"], batches[k])), "step": run_step}
+
+
+def torch_contestant(workload: Workload) -> dict[str, Run]:
+    """Lookup and SGD step of tensorly-torch; raises ImportError without it."""
+    import tltorch
+    import torch
+
+    spec = workload.spec
+    table = tltorch.FactorizedEmbedding(
+        spec.num_embeddings,
+        spec.embedding_dim,
+        auto_tensorize=False,
+        tensorized_num_embeddings=spec.tt_p_shapes,
+        tensorized_embedding_dim=spec.tt_q_shapes,
+        factorization="blocktt",
+        rank=list(spec.ranks),
+    )
+    optimizer = torch.optim.SGD(table.parameters(), lr=LEARNING_RATE)
+    batches = [torch.from_numpy(ids.astype(np.int64)) for ids in workload.draw_ids(seed=3)]
+    gradient = torch.from_numpy(workload.draw_gradient())
+
+    def lookup(k: int) -> object:
+        with torch.no_grad():
+            return table(batches[k]).sum(1)
+
+    def step(k: int) -> object:
+        optimizer.zero_grad(set_to_none=True)
+        output = table(batches[k]).sum(1)
+        output.backward(gradient)
+        optimizer.step()
+        return output
+
+    return {"lookup": lookup, "step": step}
+
+
+def race(contestants: dict[str, dict[str, Run]], what: str, num_rounds: int) -> dict[str, float]:
+    """Median seconds of every contestant; they take turns on the same batch, each round beginning with another."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    orders = itertools.cycle([names[k:] + names[:k] for k in range(len(names))])
+    for turn in range(-1, num_rounds):
+        for k in range(NUM_BATCHES):
+            for name in next(orders):
+                start = time.perf_counter()
+                contestants[name][what](k)
+                if turn >= 0:  # the first round compiles and warms up
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def peak_gflops(size: int = 2048) -> float:
+    """What one large float32 product reaches here."""
+    product, matrix, times = jax.jit(jnp.matmul), jnp.ones((size, size)), []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(product(matrix, matrix))
+        times.append(time.perf_counter() - start)
+    return 2e-9 * size**3 / min(times)
+
+
+def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
+    """One record per contestant and kind of run."""
+    spec = workload.spec
+    two_cores = TTSpec.for_budget(spec.num_embeddings, spec.embedding_dim, bytes=spec.num_bytes(), num_cores=2)
+    specs = {"ours": spec, "ours d=2": two_cores, "ours cached": spec, "plain": spec, "tensorly-torch": spec}
+    contestants = {
+        "ours": module_contestant(workload, spec),
+        "ours d=2": module_contestant(workload, two_cores),
+        "ours cached": module_contestant(workload, spec, cached_fraction=0.01),
+        "plain": plain_contestant(workload),
+    }
+    if spec.num_embeddings <= dense_rows:
+        contestants["dense"] = dense_contestant(workload)
+    try:
+        contestants["tensorly-torch"] = torch_contestant(workload)
+    except ImportError:
+        print("tensorly-torch is not installed and left out.", file=sys.stderr)
+    records = []
+    for what in ("lookup", "step"):
+        for name, seconds in race(contestants, what, num_rounds).items():
+            flops = (3 if what == "step" else 1) * specs[name].flops_per_lookup if name in specs else 0
+            nanoseconds = 1e9 * seconds / workload.num_lookups
+            record = {
+                "bags": f"{workload.batch_size}x{workload.ids_per_bag}",
+                "ids": workload.law,
+                "what": what,
+                "contestant": name,
+                "nanoseconds_per_lookup": nanoseconds,
+                "gflops": None if name == "ours cached" or not flops else flops / nanoseconds,
+            }
+            records.append(record)
+            gflops = "-" if record["gflops"] is None else f"{record['gflops']:.1f}"
+            print(
+                f"{record['bags']:<10}{workload.law:<9}{what:<8}{name:<16}{nanoseconds:>12.0f}{gflops:>10}", flush=True
+            )
+    return records
+
+
+def main() -> int:
+    """Prints the table, and writes it if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=11_000_000, help="rows of the table")
+    parser.add_argument("--dense-rows", type=int, default=11_000_000, help="largest dense table to make")
+    parser.add_argument("--batches", default="512,4096", help="bags per batch, comma-separated")
+    parser.add_argument("--ids", type=int, default=20, help="ids per bag")
+    parser.add_argument("--rounds", type=int, default=4, help="times all batches are run")
+    parser.add_argument("--json", type=Path, help="also write the records to this file")
+    options = parser.parse_args()
+    shape = tuple(suggested_tt_shapes(options.rows))
+    spec = TTSpec(options.rows, shape, (4, 4, 4), (RANK, RANK))
+    print(f"{spec}\npeak {peak_gflops():.0f} GFLOP/s")
+    print(f"{'bags':<10}{'ids':<9}{'what':<8}{'contestant':<16}{'ns / lookup':>12}{'GFLOP/s':>10}")
+    records = []
+    for batch_size in map(int, options.batches.split(",")):
+        for law in ("uniform", "zipf"):
+            workload = Workload(spec=spec, batch_size=batch_size, ids_per_bag=options.ids, law=law)
+            records += measure(workload, options.rounds, options.dense_rows)
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
