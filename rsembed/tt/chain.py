@@ -89,9 +89,10 @@ def pooled_rows(
     sizes = [math.prod(shape) for shape in slice_shapes]
     if implementation == "plain":
         config = Config(slice_shapes, num_bags, None, 1)
-        slices = tuple(core.at[digit].get(mode="clip") for core, digit in zip(cores, digits, strict=True))
-        rows = _chain(config, slices, gains)
-        return jnp.zeros((num_bags, config.dim)).at[_no_negative(bags)].add(rows, mode="drop")
+        bags = _no_negative(bags)
+        places = tuple(jnp.where(bags < num_bags, digit, NO_ROW) for digit in digits)
+        rows = _chain(config, _slices(cores, places), gains)
+        return jnp.zeros((num_bags, config.dim)).at[bags].add(rows, mode="drop")
     grouped = int(np.argmax(sizes)) if implementation == "grouped" else None
     config = Config(slice_shapes, num_bags, grouped, _lookups_per_tile(slice_shapes, grouped, bags.shape[0]))
     return _pooled(config, cores, digits, _no_negative(bags), gains)
@@ -189,7 +190,8 @@ def _tile(
 
 
 def _slices(cores: Cores, places: tuple[Array, ...]) -> Cores:
-    taken = (core.at[place].get(mode="clip") for core, place in zip(cores, places, strict=True))
+    """Float32 slices; zeros where there is no lookup, so that nothing unasked for, NaN included, reaches a sum."""
+    taken = (core.at[place].get(mode="fill", fill_value=0) for core, place in zip(cores, places, strict=True))
     return tuple(piece.astype(jnp.float32) for piece in taken)
 
 

@@ -162,6 +162,20 @@ def test_padding_idx_contributes_nothing_and_is_not_counted():
         np.testing.assert_array_equal(found, bag(spec, cores, without, mode=mode))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_slices_that_no_counted_id_names_may_hold_nan(form):
+    spec = SPECS["d3"]
+    cores = tuple(core.at[-1].set(jnp.nan) for core in random_cores(spec))
+    # Id 57 and padding would read the last slices; id 7 has digits (0, 1, 2).
+    bags = Bags(jnp.asarray([7, 57, 59, -1, 7, 57]), jnp.asarray([0, 1, 1, 5]))
+    output, pull = jax.vjp(lambda c: bag(spec, c, bags, padding_idx=57, implementation=form), cores)
+    assert jnp.isfinite(output).all()
+    assert (output[0] == output[2]).all()
+    for gradient in jax.tree.leaves(pull(jnp.ones_like(output))):
+        assert jnp.isfinite(gradient).all()
+        assert gradient.any()
+
+
 def test_no_lookup_at_all():
     spec, cores = SPECS["d3"], random_cores(SPECS["d3"])
     bags = Bags(jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32))
