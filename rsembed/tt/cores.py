@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -89,6 +90,7 @@ def bag(
     )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def full_weight(spec: TTSpec, cores: Cores) -> Float[Array, "vocab dim"]:
     """The whole table, written block after block of equal first digits; needs the table and one block of memory."""
     check_cores(spec, cores)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from rsembed.bags import PAD_ID, Bags, check_ids_dtype, check_values, is_traced
+from rsembed.bags import PAD_ID, Bags, check_ids_dtype, check_values, is_traced, narrow_ids
+from rsembed.kernels.contract import NO_ROW
+from rsembed.tt.cores import bags_of_entries, digits_of
 from rsembed.tt.spec import TTSpec
 
 
@@ -102,3 +105,39 @@ def check_bounds(bags: Bags, specs: Sequence[TTSpec], name: str, *, allow_out_of
             allow_out_of_range=allow_out_of_range,
         )
     return num_outside
+
+
+class Entries(NamedTuple):
+    """Where every id of a batch points, for one group of tables."""
+
+    digits: tuple[Array, ...]
+    bags: Array
+    num_bags: int
+    ids: Array
+    """Row numbers plus the rows of the group's tables before; any number where the bag is `NO_ROW`."""
+
+
+def entries_of(
+    bags: Bags, specs: Sequence[TTSpec], groups: Sequence[Sequence[int]], padding_idx: int | None
+) -> list[Entries]:
+    """Ids taken apart for every group."""
+    is_row = np.True_ if padding_idx is None else bags.ids != padding_idx
+    all_bags, batch = bags_of_entries(bags, is_row), bags.num_bags // len(specs)
+    if len(specs) == 1:
+        digits, valid = digits_of(specs, bags.ids)
+        return [Entries(digits, jnp.where(valid, all_bags, NO_ROW), batch, jnp.asarray(narrow_ids(bags.ids)))]
+    found = []
+    tables = jnp.minimum(all_bags // max(batch, 1), len(specs) - 1)
+    for group in groups:
+        place = np.full(len(specs), -1, np.int32)
+        place[list(group)] = np.arange(len(group))
+        places = jnp.asarray(place)[tables]
+        tables_in_group, inside = [specs[k] for k in group], jnp.maximum(places, 0)
+        digits, valid = digits_of(tables_in_group, bags.ids, inside)
+        valid = valid & (places >= 0) & (all_bags < bags.num_bags)
+        group_bags = jnp.where(valid, places * batch + all_bags % max(batch, 1), NO_ROW)
+        ends = np.cumsum([spec.num_embeddings for spec in tables_in_group])
+        first_rows = np.minimum(np.r_[0, ends[:-1]], NO_ROW)
+        ids = jnp.asarray(narrow_ids(bags.ids)) + jnp.asarray(first_rows, jnp.int32)[inside]
+        found.append(Entries(digits, group_bags, len(group) * batch, ids))
+    return found

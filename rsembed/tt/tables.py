@@ -14,15 +14,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags, narrow_ids
+from rsembed.bags import Bags
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec
 from rsembed.tt.chain import pooled_rows
-from rsembed.tt.cores import bags_of_entries, digits_of, full_weight, gains_of_entries
+from rsembed.tt.cores import digits_of, full_weight, gains_of_entries
 from rsembed.tt.fused import OptimType, rule_of
 from rsembed.tt.hot_rows import CacheReport, make_hot_rows
 from rsembed.tt.initial_cores import init_cores
-from rsembed.tt.inputs import check_bounds, table_bags
+from rsembed.tt.inputs import Entries, check_bounds, entries_of, table_bags
 from rsembed.tt.spec import TTSpec
 
 
@@ -46,16 +46,6 @@ class TTGradients(NamedTuple):
     cores: tuple[tuple[Array, ...], ...]
     cached_rows: tuple[Array, ...]
     per_sample_weights: Float[Array, " nnz"] | None
-
-
-class Entries(NamedTuple):
-    """Where every id of a batch points, for one group of tables."""
-
-    digits: tuple[Array, ...]
-    bags: Array
-    num_bags: int
-    ids: Array
-    """Row numbers plus the rows of the group's tables before; any number where the bag is `NO_ROW`."""
 
 
 class TTTables(nnx.Module):
@@ -304,26 +294,7 @@ class TTTables(nnx.Module):
         return bags
 
     def _entries(self, bags: Bags) -> list[Entries]:
-        """Ids taken apart for every group."""
-        is_row = np.True_ if self.padding_idx is None else bags.ids != self.padding_idx
-        all_bags, batch = bags_of_entries(bags, is_row), bags.num_bags // len(self.specs)
-        if len(self.specs) == 1:
-            digits, valid = digits_of(self.specs, bags.ids)
-            return [Entries(digits, jnp.where(valid, all_bags, NO_ROW), batch, jnp.asarray(narrow_ids(bags.ids)))]
-        found = []
-        tables = jnp.minimum(all_bags // max(batch, 1), len(self.specs) - 1)
-        for group in self.groups:
-            place = np.full(len(self.specs), -1, np.int32)
-            place[list(group)] = np.arange(len(group))
-            places = jnp.asarray(place)[tables]
-            specs, inside = [self.specs[k] for k in group], jnp.maximum(places, 0)
-            digits, valid = digits_of(specs, bags.ids, inside)
-            valid = valid & (places >= 0) & (all_bags < bags.num_bags)
-            group_bags = jnp.where(valid, places * batch + all_bags % max(batch, 1), NO_ROW)
-            first_rows = np.minimum(np.cumsum([0, *(spec.num_embeddings for spec in specs)]), NO_ROW)[:-1]
-            ids = jnp.asarray(narrow_ids(bags.ids)) + jnp.asarray(first_rows, jnp.int32)[inside]
-            found.append(Entries(digits, group_bags, len(group) * batch, ids))
-        return found
+        return entries_of(bags, self.specs, self.groups, self.padding_idx)
 
     def _pooled(
         self, entries: list[Entries], places: list[Array], cores: Any, cached: Any, weights: Any

@@ -262,30 +262,20 @@ def test_a_saved_module_goes_on_as_if_never_saved():
 
 
 def test_tables_of_a_batch_share_a_cache_without_mixing_rows():
-    emb = TableBatchedTTEmbeddingBag(
-        3,
-        [50, 40, 60],
-        4,
-        [[2], [2], [3]],
-        None,
-        [2, 2],
-        use_cache=True,
-        cache_size=2,
-        hashtbl_size=64,
-        learning_rate=0.3,
-    )
-    assert emb.groups == ((0, 1), (2,))
-    emb.update_cache(np.asarray([[3, 3, 3], [3, 3, 8], [5, 5, 5]]))
+    options = {"use_cache": True, "cache_size": 2, "hashtbl_size": 64, "learning_rate": 0.3}
+    emb = TableBatchedTTEmbeddingBag(3, [50, 60, 40], 4, [[2], [3], [2]], None, [2, 2], **options)
+    assert emb.groups == ((0, 2), (1,))
+    emb.update_cache(np.asarray([[3, 3, 3], [5, 5, 5], [3, 3, 8]]))
     emb.cache_populate()
-    assert [cache.learned()[0].tolist() for cache in emb.caches] == [[3, 53], [5]]
-    ids = np.asarray([[3], [3], [5]])
+    assert [cache.learned()[0].tolist() for cache in emb.caches] == [[3, 53], [5]]  # row 3 of the third table is 53
+    ids = np.asarray([[3], [5], [3]])
     before = np.asarray(emb(ids))
-    for k, weight in enumerate(emb.full_weight(j) for j in range(3)):
-        np.testing.assert_allclose(
-            before[k, 0], dense_table(emb.specs[k], emb.cores_of(k))[ids[k, 0]], rtol=1e-5, atol=1e-7
-        )
-        assert weight.shape[0] == [50, 40, 60][k]
+    for k in range(3):
+        table = dense_table(emb.specs[k], emb.cores_of(k))
+        np.testing.assert_allclose(before[k, 0], table[ids[k, 0]], rtol=1e-5, atol=1e-7)
+    cores = emb.get_params()
     emb.vjp(ids)[1](jnp.ones((3, 1, 4)))
+    assert all((a == b).all() for a, b in zip(cores, emb.get_params(), strict=True))
     np.testing.assert_allclose(emb(ids), before - 0.3, rtol=1e-5)
     emb.cache_populate()
     np.testing.assert_allclose([emb.full_weight(k)[i] for k, (i,) in enumerate(ids)], before[:, 0] - 0.3, rtol=1e-5)
