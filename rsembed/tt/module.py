@@ -43,8 +43,9 @@ class TTEmbeddingBag(TTTables):
         True here and False for many tables, as published.
       cache_size: rows kept at most, per group of tables of equal column factors and ranks; 0 takes a thousandth.
       hashtbl_size: ids counted at most; 0 takes 16 per cached row.
-      max_spilled_rows: trained rows that left the cache and are still served as they are; None means three times
-        `cache_size`. When they are full, trained rows stay in the cache.
+      max_spilled_rows: trained rows that left the cache and are still served as they are; when they are full, trained
+        rows stay in the cache. None means three times `cache_size`, or none with `sparse=False`, where the optimizer
+        state of a row belongs to its place.
       populate_every: populate before every so many counted lookups; 0 leaves it to you.
       halve_counts_every: halve all counts after every so many populates, so that the cache follows a drifting stream.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.

@@ -111,6 +111,8 @@ class TTTables(nnx.Module):
         self.slots = nnx.List([FusedState(group) for group in slots])
         self.populate_every, self.halve_counts_every = populate_every, halve_counts_every
         self.deterministic = False
+        if max_spilled_rows is None and not sparse:
+            max_spilled_rows = 0  # an optimizer outside knows rows by their place, so trained rows must keep theirs
         groups = [[self.specs[k] for k in group] for group in self.groups] if use_cache else []
         self.caches = nnx.List(
             [make_hot_rows(group, rule, kind, cache_size, hashtbl_size, max_spilled_rows) for group in groups]

@@ -3,6 +3,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -177,6 +178,28 @@ def test_nnx_grad_reaches_cores_and_cached_rows_of_sparse_false():
     rows = next(leaf.get_value() for path, leaf in leaves.items() if "rows" in path)
     assert rows.sum() == 4
     assert sum(float(jnp.abs(leaf.get_value()).sum()) for leaf in leaves.values()) > 4
+
+
+def test_rows_that_optax_trains_keep_their_place():
+    emb = make(sparse=False)
+    optimizer = nnx.Optimizer(emb, optax.adam(0.1), wrt=nnx.Param)
+
+    def step(ids):
+        gradients = nnx.grad(lambda m: jnp.sum(m(ids) ** 2))(emb)
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer.update(emb, gradients)
+
+    emb.update_cache(np.asarray([[4, 4, 4, 9, 9]]))
+    emb.cache_populate()
+    places = emb.caches[0].find(jnp.asarray([4, 9])).tolist()
+    step(jnp.asarray([[4], [9], [30]]))
+    emb.update_cache(np.asarray([[100 + k] * 9 for k in range(6)]))
+    before = all_rows(emb)
+    emb.cache_populate()
+    assert emb.caches[0].find(jnp.asarray([4, 9])).tolist() == places
+    assert emb.cache_reports()[0].cached_ids == 4
+    np.testing.assert_allclose(all_rows(emb), before, rtol=2e-5, atol=1e-7)
+    step(jnp.asarray([[4], [101]]))
 
 
 def test_lookups_count_outside_jit_and_not_after_eval():
