@@ -120,13 +120,15 @@ class TTTables(nnx.Module):
         self.calls: Any = nnx.static(_Calls())
 
     def reset_parameters(self, weight_dist: str | None = None, *, rngs: nnx.Rngs) -> None:
-        """Draws all cores anew, by default from the distribution of the constructor, and clears the optimizer state."""
+        """Draws all cores anew, by default as the constructor did; forgets optimizer state, counts and cached rows."""
         cores = self._draw_cores(weight_dist or self.weight_dist, rngs.params())
         for variables, group in zip(self.core_groups, cores, strict=True):
             for variable, core in zip(variables, group, strict=True):
                 variable.set_value(core)
         for slots, group in zip(self.slots, cores, strict=True):
             slots.set_value(tuple(self.rule.init_slots(core) for core in group) if self.sparse else ())
+        for cache in self.caches:
+            cache.reset()
         self.step.set_value(jnp.zeros((), jnp.int32))
 
     def set_learning_rate(self, learning_rate: Any) -> None:

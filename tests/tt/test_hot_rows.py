@@ -264,6 +264,14 @@ def test_reset_returns_what_was_learned():
     np.testing.assert_allclose(all_rows(emb), dense_table(emb.spec, emb.get_params()), rtol=1e-5, atol=1e-7)
 
 
+def test_new_parameters_are_not_hidden_by_old_rows():
+    emb = make()
+    emb.update_cache(np.asarray([[4, 9]]))
+    emb.cache_populate()
+    emb.reset_parameters(rngs=nnx.Rngs(9))
+    np.testing.assert_allclose(emb.full_weight(), dense_table(emb.spec, emb.get_params()), rtol=1e-4, atol=1e-7)
+
+
 def test_a_saved_module_goes_on_as_if_never_saved():
     emb, other = make(), make(rngs=7)
     for k in (4, 30, 60):
