@@ -106,9 +106,15 @@ ffi::Error LookupJagged(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Resu
   if (reader.Failed()) return reader.Complaint();
   const std::vector<Segment> segments = reader.Blocks(blocks, combiner, has_weights, tables, output, size, false);
   if (reader.Failed()) return reader.Complaint();
+  // Without bags, nobody writes for ids outside of all blocks, or behind the rows of the shorter tables.
+  bool has_gaps = false;
   int64_t num_ids_in_bags = 0;
-  for (const Segment& segment : segments) num_ids_in_bags += segment.num_entries;
-  if (combiner < 0 && num_ids_in_bags < reader.num_ids()) std::fill(output, output + size, 0.0f);
+  for (const Segment& segment : segments) {
+    num_ids_in_bags += segment.num_entries;
+    has_gaps |= tables[segment.table].dim < segment.output_stride;
+  }
+  has_gaps |= num_ids_in_bags < reader.num_ids();
+  if (combiner < 0 && has_gaps) std::fill(output, output + size, 0.0f);
   PoolSegments(pool, tables, segments);
   return ffi::Error::Success();
 }
