@@ -33,6 +33,7 @@ def repair(
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
     xp: Any = np if isinstance(indices, np.ndarray) and isinstance(offsets, np.ndarray) else jnp
+    offsets = xp.asarray(offsets)
     num_ids = indices.shape[0]
     ends = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
