@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,10 @@ class RowStore:
                 f"{path} has {path.stat().st_size} bytes, but rows of shape {shape} and dtype {np.dtype(dtype)} need "
                 f"{num_bytes}; give the shape it was made with, or another path."
             )
-        return RowStore(np.memmap(path, dtype, mode="r+", shape=shape))
+        values = np.memmap(path, dtype, mode="r+", shape=shape)
+        if isinstance(values.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            values.base.madvise(mmap.MADV_RANDOM)  # rows are read here and there: nothing around them is wanted
+        return RowStore(values)
 
     def read(self, rows: Int[np.ndarray, " n"]) -> Shaped[np.ndarray, "n *row"]:
         """Copies of the rows. Raises: IndexError: a row is outside the store; ValueError: it is closed."""

@@ -10,7 +10,7 @@ from tests.tbe.row_formulas import DEFAULTS, LR, rowwise_adagrad
 def make(
     specs, *, location=rt.EmbeddingLocation.DEVICE, uniform=(-1.0, 1.0), **arguments
 ) -> rt.TableBatchedEmbeddingBags:
-    """A module with `(rows, dim)` tables of random weights; plain SGD at the rate of the formulas unless told otherwise."""
+    """A module with `(rows, dim)` tables of random weights; SGD at the rate of the formulas by default."""
     arguments = {"optimizer": rt.OptimType.EXACT_SGD, "learning_rate": LR, **arguments}
     module = rt.TableBatchedEmbeddingBags([(*spec, location, rt.ComputeDevice.CPU) for spec in specs], **arguments)
     if uniform is not None:
