@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -59,8 +60,9 @@ class RowStore:
                 f"{num_bytes}; give the shape it was made with, or another path."
             )
         values = np.memmap(path, dtype, mode="r+", shape=shape)
-        if isinstance(values.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
-            values.base.madvise(mmap.MADV_RANDOM)  # rows are read here and there: nothing around them is wanted
+        source: Any = values.base
+        if isinstance(source, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            source.madvise(mmap.MADV_RANDOM)  # rows are read here and there: nothing around them is wanted
         return RowStore(values)
 
     def read(self, rows: Int[np.ndarray, " n"]) -> Shaped[np.ndarray, "n *row"]:

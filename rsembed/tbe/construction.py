@@ -341,7 +341,7 @@ def warn_of_arguments(
 def default_feature_names(features: Sequence[int], names: Sequence[str]) -> list[str]:
     """Table names; those of tables with several features are numbered."""
     seen: dict[int, int] = {}
-    found = []
+    found: list[str] = []
     for t in features:
         seen[t] = seen.get(t, -1) + 1
         name = names[t] if 0 <= t < len(names) else f"feature_{len(found)}"  # an error that check_specs explains
