@@ -14,6 +14,9 @@ and no dense layers are timed:
   equal rows are combined with `jnp.unique` and `segment_sum` before the scatters. (A rule that squares the gradient of
   every entry instead costs about as much as SGD, and computes something else.)
 
+The last column is what the memory of this machine needs for the bytes that any contestant has to move: no kernel can
+be faster unless the rows were in a cache already.
+
 Tables and optimizer state are donated to the step everywhere. Needs about 12 GB of memory for the largest workload.
 """
 
@@ -28,7 +31,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import WORKLOADS, Run, Workload, draw_ids, race, read_options
+from timing import Run, WORKLOADS, Workload, bytes_per_second, draw_ids, least_bytes, race, read_options
 
 import rsembed as rs
 from rsembed.kernels.contract import NO_ROW
@@ -210,14 +213,19 @@ def torch_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     return {"lookup": lookup, **{what: functools.partial(step, optimizer=o) for what, o in optimizers.items()}}
 
 
-def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable]) -> list[dict]:
+STATE_BYTES = {"lookup": None, "step, Adagrad": 4, "step, SGD": 0}
+
+
+def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable], bandwidth: float) -> list[dict]:
     """One record per kind of run."""
     ids = draw_ids(workload, law, seed=3)
+    num_unique = float(np.mean([sum(np.unique(own).size for own in batch) for batch in ids]))
     contestants = {name: make(workload, ids) for name, make in makers.items()}
     records = []
     for what in ("lookup", "step, Adagrad", "step, SGD"):
         times = race({name: runs[what] for name, runs in contestants.items()}, num_rounds)
         milliseconds = {name: own.median for name, own in times.items()}
+        milliseconds["memory"] = 1e3 * least_bytes(workload, num_unique, state_bytes=STATE_BYTES[what]) / bandwidth
         records.append({"workload": workload.name, "ids": law, "what": what, "milliseconds": milliseconds})
         print(format_record(records[-1]), flush=True)
     contestants.clear()
@@ -233,7 +241,7 @@ def format_record(record: dict) -> str:
         return f"{times[name] / divisor:11.2f}" if name in times else " " * 10 + "-"
 
     ours = times["ours"]
-    numbers = cell("ours") + cell("torch") + cell("xla") + cell("torch", ours) + cell("xla", ours)
+    numbers = cell("ours") + cell("torch") + cell("xla") + cell("torch", ours) + cell("xla", ours) + cell("memory")
     return f"{record['workload']:<9}{record['ids']:<9}{record['what']:<15}{numbers}"
 
 
@@ -248,12 +256,12 @@ def main() -> int:
         print("torch is not installed, its columns stay empty; `pip install 'rsembed[bench]'` fills them.")
         del makers["torch"]
     print(f"{'workload':<9}{'ids':<9}{'what':<15}", end="")
-    print("".join(f"{head:>11}" for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours")))
-    records = []
+    print("".join(f"{head:>11}" for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours", "memory ms")))
+    records, bandwidth = [], bytes_per_second()
     for workload in WORKLOADS:
         if workload.name in options.workloads:
             for law in ("uniform", "zipf"):
-                records += measure(workload, law, options.rounds, makers)
+                records += measure(workload, law, options.rounds, makers, bandwidth)
     if options.json:
         options.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0

@@ -17,7 +17,9 @@ batch 1024, 1 id; C one table of 10M x 64, batch 4096, 20 ids, all uniform; D is
 
 The table shows medians in milliseconds, the best in brackets; how many times as long the fastest peer took (median by
 median, best by best); how many of the ids of a batch are distinct rows; and GB/s of our eager median, as FBGEMM counts
-them: every looked-up row and every output once for a lookup, three times for a step. Before a race all contestants
+them: every looked-up row and every output once for a lookup, three times for a step. The last column is what the
+memory of this machine needs for the bytes that any contestant has to move, each distinct row once: no kernel can be
+faster unless the rows were in a cache already. Before a race all contestants
 take two steps and must then agree on a lookup. Where they would need more than 14 GiB together (C with elementwise
 state) each runs alone, one after another.
 """
@@ -34,7 +36,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import WORKLOADS, Run, Times, Workload, draw_ids, race, read_options
+from timing import (
+    WORKLOADS,
+    Run,
+    Times,
+    Workload,
+    bytes_per_second,
+    draw_ids,
+    least_bytes,
+    race,
+    read_options,
+)
 
 from rsembed.tbe import (
     BoundsCheckMode,
@@ -241,7 +253,9 @@ def race_all(
     return times
 
 
-def measure(case: str, num_rounds: int, makers: list[Callable[..., dict[str, Contestant]]]) -> list[dict]:
+def measure(
+    case: str, num_rounds: int, makers: list[Callable[..., dict[str, Contestant]]], bandwidth: float
+) -> list[dict]:
     """One record per kind of run."""
     workload, law = CASES[case]
     batches, records = draw_batches(workload, law), []
@@ -256,6 +270,10 @@ def measure(case: str, num_rounds: int, makers: list[Callable[..., dict[str, Con
             moved = passed_bytes * (1 if kind == "lookup" else 3)
             speeds = {who: moved / own.median / 1e6 for who, own in times.items()}
             record = {"workload": case, "what": name, "unique_ratio": unique_ratio}
+            num_unique = unique_ratio * rows[0].size
+            row_state = 4 * workload.embedding_dim * STATE_NUMBERS[optimizer] or 4 * (optimizer != "EXACT_SGD")
+            needed = least_bytes(workload, num_unique, state_bytes=None if kind == "lookup" else row_state)
+            record["memory_milliseconds"] = 1e3 * needed / bandwidth
             record |= {"milliseconds": {who: own._asdict() for who, own in times.items()}, "gb_per_second": speeds}
             records.append(record)
             print(format_record(record), flush=True)
@@ -272,7 +290,10 @@ def format_record(record: dict) -> str:
     for name in ("ours", "ours, jit"):
         ratios = [min(peer[k] for peer in peers) / times[name][k] for k in (0, 1)] if peers else None
         row += f" {f'{ratios[0]:.2f} ({ratios[1]:.2f})' if ratios else '-':>14}"
-    return row + f"{record['unique_ratio']:>8.2f}{record['gb_per_second']['ours']:>7.1f}"
+    return (
+        row
+        + f"{record['unique_ratio']:>8.2f}{record['gb_per_second']['ours']:>7.1f}{record['memory_milliseconds']:>10.2f}"
+    )
 
 
 def main() -> int:
@@ -292,8 +313,9 @@ def main() -> int:
         print(f"{error}; the columns of what is missing stay empty. `pip install 'rsembed[bench]'` brings torch.")
     heads = ("ours", "ours, jit", "FBGEMM", "torch")
     print(f"{'milliseconds: median (best)':<30}" + "".join(f"{head:>17}" for head in heads), end="")
-    print(f"{'peer/ours':>15}{'peer/jit':>15}{'unique':>8}{'GB/s':>7}")
-    records = [record for case in options.workloads for record in measure(case, options.rounds, makers)]
+    print(f"{'peer/ours':>15}{'peer/jit':>15}{'unique':>8}{'GB/s':>7}{'memory ms':>10}")
+    bandwidth = bytes_per_second()
+    records = [record for case in options.workloads for record in measure(case, options.rounds, makers, bandwidth)]
     if options.json:
         options.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import itertools
+import math
+import os
 import statistics
 import sys
 import time
@@ -57,6 +60,31 @@ def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
         return generator.integers(0, workload.vocabulary_size, shape, dtype=np.int32)
     cumulative = np.cumsum(np.arange(1, workload.vocabulary_size + 1, dtype=np.float64) ** -1.15)
     return np.searchsorted(cumulative, generator.random(shape) * cumulative[-1]).astype(np.int32)
+
+
+def bytes_per_second() -> float:
+    """What this machine's memory gives to all cores together: copies of arrays far above any cache, the best of some."""
+    num_threads = os.cpu_count() or 1
+    arrays = [(np.ones(1 << 25), np.zeros(1 << 25)) for _ in range(num_threads)]
+    best = math.inf
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(6):
+            start = time.perf_counter()
+            list(pool.map(lambda pair: np.copyto(pair[1], pair[0]), arrays))
+            best = min(best, time.perf_counter() - start)
+    return sum(2 * source.nbytes for source, _ in arrays) / best
+
+
+def least_bytes(workload: Workload, num_unique_rows: float, *, state_bytes: int | None) -> float:
+    """What a lookup must move if caches do all they can: each distinct row once, and the output.
+
+    A step (with `state_bytes` of optimizer state per row, not None) also reads the output's gradient, and reads and
+    writes each distinct row and its state.
+    """
+    row_bytes = 4 * workload.embedding_dim
+    output_bytes = workload.num_tables * workload.batch_size * row_bytes
+    lookup = num_unique_rows * row_bytes + output_bytes
+    return lookup if state_bytes is None else lookup + output_bytes + 2 * num_unique_rows * (row_bytes + state_bytes)
 
 
 class Times(NamedTuple):
