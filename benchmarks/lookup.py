@@ -31,7 +31,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import Run, WORKLOADS, Workload, bytes_per_second, draw_ids, least_bytes, race, read_options
+from timing import WORKLOADS, Run, Workload, bytes_per_second, draw_ids, least_bytes, race, read_options
 
 import rsembed as rs
 from rsembed.kernels.contract import NO_ROW

@@ -63,7 +63,7 @@ def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
 
 
 def bytes_per_second() -> float:
-    """What this machine's memory gives to all cores together: copies of arrays far above any cache, the best of some."""
+    """What the memory of this machine gives to all cores together: the best of some copies of very large arrays."""
     num_threads = os.cpu_count() or 1
     arrays = [(np.ones(1 << 25), np.zeros(1 << 25)) for _ in range(num_threads)]
     best = math.inf
