@@ -14,73 +14,29 @@ and no dense layers are timed:
   equal rows are combined with `jnp.unique` and `segment_sum` before the scatters. (A rule that squares the gradient of
   every entry instead costs about as much as SGD, and computes something else.)
 
+The last column is what the memory of this machine needs for the bytes that any contestant has to move: no kernel can
+be faster unless the rows were in a cache already.
+
 Tables and optimizer state are donated to the step everywhere. Needs about 12 GB of memory for the largest workload.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
 import gc
-import itertools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from timing import WORKLOADS, Run, Workload, bytes_per_second, draw_ids, least_bytes, race, read_options
 
 import rsembed as rs
-from rsembed.kernels import native
 from rsembed.kernels.contract import NO_ROW
 
 LEARNING_RATE = 0.01
-NUM_BATCHES = 8
-Run = Callable[[int], object]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Tables of one size, one feature each, a fixed number of ids per sample."""
-
-    name: str
-    num_tables: int
-    vocabulary_size: int
-    embedding_dim: int
-    batch_size: int
-    ids_per_sample: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_tables * self.vocabulary_size
-
-
-WORKLOADS = (
-    Workload(
-        name="8x100k", num_tables=8, vocabulary_size=100_000, embedding_dim=64, batch_size=2048, ids_per_sample=20
-    ),
-    Workload(
-        name="26x100k", num_tables=26, vocabulary_size=100_000, embedding_dim=128, batch_size=1024, ids_per_sample=1
-    ),
-    Workload(
-        name="1x10M", num_tables=1, vocabulary_size=10_000_000, embedding_dim=64, batch_size=4096, ids_per_sample=20
-    ),
-)
-
-
-def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
-    """Ids `[NUM_BATCHES, num_tables, batch, ids_per_sample]`; law `zipf` has exponent 1.15 and id 0 most frequent."""
-    generator = np.random.default_rng(seed)
-    shape = (NUM_BATCHES, workload.num_tables, workload.batch_size, workload.ids_per_sample)
-    if law == "uniform":
-        return generator.integers(0, workload.vocabulary_size, shape, dtype=np.int32)
-    cumulative = np.cumsum(np.arange(1, workload.vocabulary_size + 1, dtype=np.float64) ** -1.15)
-    return np.searchsorted(cumulative, generator.random(shape) * cumulative[-1]).astype(np.int32)
 
 
 def draw_gradients(workload: Workload) -> list[np.ndarray]:
@@ -257,30 +213,19 @@ def torch_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     return {"lookup": lookup, **{what: functools.partial(step, optimizer=o) for what, o in optimizers.items()}}
 
 
-def race(contestants: dict[str, dict[str, Run]], what: str, num_rounds: int) -> dict[str, float]:
-    """Median milliseconds of every contestant. They take turns on the same batch, in every order.
-
-    Orders matter: who runs behind plain JAX, which fills the caches with gathered rows, starts with cold ones.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    orders = itertools.cycle(itertools.permutations(contestants))
-    for turn in range(-1, num_rounds):
-        for k in range(NUM_BATCHES):
-            for name in next(orders):
-                start = time.perf_counter()
-                contestants[name][what](k)
-                if turn >= 0:  # the first round compiles and warms up
-                    seconds[name].append(time.perf_counter() - start)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+STATE_BYTES = {"lookup": None, "step, Adagrad": 4, "step, SGD": 0}
 
 
-def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable]) -> list[dict]:
+def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable], bandwidth: float) -> list[dict]:
     """One record per kind of run."""
     ids = draw_ids(workload, law, seed=3)
+    num_unique = float(np.mean([sum(np.unique(own).size for own in batch) for batch in ids]))
     contestants = {name: make(workload, ids) for name, make in makers.items()}
     records = []
     for what in ("lookup", "step, Adagrad", "step, SGD"):
-        milliseconds = race(contestants, what, num_rounds)
+        times = race({name: runs[what] for name, runs in contestants.items()}, num_rounds)
+        milliseconds = {name: own.median for name, own in times.items()}
+        milliseconds["memory"] = 1e3 * least_bytes(workload, num_unique, state_bytes=STATE_BYTES[what]) / bandwidth
         records.append({"workload": workload.name, "ids": law, "what": what, "milliseconds": milliseconds})
         print(format_record(records[-1]), flush=True)
     contestants.clear()
@@ -296,41 +241,27 @@ def format_record(record: dict) -> str:
         return f"{times[name] / divisor:11.2f}" if name in times else " " * 10 + "-"
 
     ours = times["ours"]
-    numbers = cell("ours") + cell("torch") + cell("xla") + cell("torch", ours) + cell("xla", ours)
+    numbers = cell("ours") + cell("torch") + cell("xla") + cell("torch", ours) + cell("xla", ours) + cell("memory")
     return f"{record['workload']:<9}{record['ids']:<9}{record['what']:<15}{numbers}"
 
 
 def main() -> int:
     """Prints the table, and writes it if asked."""
     names = [workload.name for workload in WORKLOADS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no workload above 2 GB")
-    parser.add_argument("--json", type=Path, help="also write the records to this file")
-    parser.add_argument("--workloads", default=None, help=f"comma-separated, of {', '.join(names)}")
-    parser.add_argument("--rounds", type=int, default=None, help="times all batches are run (default 8, quick 2)")
-    options = parser.parse_args()
-    chosen = options.workloads.split(",") if options.workloads else names[:2] if options.quick else names
-    unknown = set(chosen) - set(names)
-    if unknown:
-        parser.error(f"unknown workloads {sorted(unknown)}; choose from {', '.join(names)}")
-    reason = native.unavailable_because()
-    if reason is not None:
-        print(f"rsembed's native kernels are not available: {reason}", file=sys.stderr)
-        return 1
+    options = read_options(__doc__, names, quick_names=names[:2])
     makers: dict[str, Callable] = {"ours": rsembed_contestant, "torch": torch_contestant, "xla": xla_contestant}
     try:
         import torch  # noqa: F401
     except ImportError:
         print("torch is not installed, its columns stay empty; `pip install 'rsembed[bench]'` fills them.")
         del makers["torch"]
-    rounds = options.rounds or (2 if options.quick else 8)
     print(f"{'workload':<9}{'ids':<9}{'what':<15}", end="")
-    print("".join(f"{head:>11}" for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours")))
-    records = []
+    print("".join(f"{head:>11}" for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours", "memory ms")))
+    records, bandwidth = [], bytes_per_second()
     for workload in WORKLOADS:
-        if workload.name in chosen:
+        if workload.name in options.workloads:
             for law in ("uniform", "zipf"):
-                records += measure(workload, law, rounds, makers)
+                records += measure(workload, law, options.rounds, makers, bandwidth)
     if options.json:
         options.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -57,7 +59,11 @@ class RowStore:
                 f"{path} has {path.stat().st_size} bytes, but rows of shape {shape} and dtype {np.dtype(dtype)} need "
                 f"{num_bytes}; give the shape it was made with, or another path."
             )
-        return RowStore(np.memmap(path, dtype, mode="r+", shape=shape))
+        values = np.memmap(path, dtype, mode="r+", shape=shape)
+        source: Any = values.base
+        if isinstance(source, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            source.madvise(mmap.MADV_RANDOM)  # rows are read here and there: nothing around them is wanted
+        return RowStore(values)
 
     def read(self, rows: Int[np.ndarray, " n"]) -> Shaped[np.ndarray, "n *row"]:
         """Copies of the rows. Raises: IndexError: a row is outside the store; ValueError: it is closed."""

@@ -250,6 +250,8 @@ def rows_by_bag(
     return _dispatch("rows_by_bag", implementation, bags, num_bags)
 
 
-def allocate(shape: tuple[int, ...], dtype: Any, *, implementation: str | None = None) -> Array:
-    """An array to be filled in place, of unspecified values; on huge pages where the system has them."""
-    return _dispatch("allocate", implementation, shape, dtype)
+def allocate(
+    shape: tuple[int, ...], dtype: Any, fill: float | None = None, *, implementation: str | None = None
+) -> Array:
+    """An array of `fill`, or of unspecified values to be overwritten; on huge pages where the system has them."""
+    return _dispatch("allocate", implementation, shape, dtype, fill)

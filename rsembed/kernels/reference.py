@@ -161,9 +161,9 @@ def update(
     return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
 
 
-def allocate(shape: tuple[int, ...], dtype: Any) -> Array:
-    """An array to be filled in place; its values are unspecified."""
-    return jnp.zeros(shape, dtype)
+def allocate(shape: tuple[int, ...], dtype: Any, fill: float | None = None) -> Array:
+    """An array of `fill`; unspecified values if that is None."""
+    return jnp.full(shape, 0 if fill is None else fill, dtype)
 
 
 def round_stochastically(

@@ -34,8 +34,9 @@ def plot_miss_ratio(
     ax.semilogx(np.asarray(sizes), 100 * np.asarray(ratios), color=COLOURS[0], linewidth=2.0, label=label)
     for number, (name, points) in enumerate((measured or {}).items()):
         rows = sorted(points)
-        style = {"color": COLOURS[(number + 1) % len(COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
-        ax.plot(rows, [100 * points[n] for n in rows], linestyle="none", label=name, **style)
+        colour, marker = COLOURS[(number + 1) % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+        shares = [100 * points[n] for n in rows]
+        ax.plot(rows, shares, color=colour, marker=marker, linestyle="none", label=name)
     ax.set(xlabel="cache (rows)", ylabel="lookups that miss (%)")
     ax.set_ylim(bottom=0)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

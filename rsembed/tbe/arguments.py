@@ -170,7 +170,7 @@ def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[
 
 def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
     """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
-    _check_offered(optimizer)
+    check_offered(optimizer)
     _check_decay_mode(optimizer, arguments)
     if arguments.counter_based_regularization is not None:
         _check_counter(arguments.counter_based_regularization)
@@ -188,7 +188,7 @@ def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> N
 
 
 def _states(optimizer: EmbOptimType, mode: WeightDecayMode, is_corrected_by_row: bool) -> dict[str, str]:
-    _check_offered(optimizer)
+    check_offered(optimizer)
     extra: tuple[str, ...] = ()
     if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         extra = _EXTRA_STATES.get(mode, ())
@@ -197,7 +197,8 @@ def _states(optimizer: EmbOptimType, mode: WeightDecayMode, is_corrected_by_row:
     return _STATES[optimizer] | {name: name for name in extra}
 
 
-def _check_offered(optimizer: EmbOptimType) -> None:
+def check_offered(optimizer: EmbOptimType) -> None:
+    """Raises: ValueError: the optimizer can be named, but not used."""
     if optimizer not in _STATES:
         offered = ", ".join(member.name for member in _STATES)
         raise ValueError(f"optimizer {optimizer.name} is deprecated and not offered; choose one of {offered}.")

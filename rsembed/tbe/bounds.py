@@ -33,19 +33,21 @@ def repair(
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
     xp: Any = np if isinstance(indices, np.ndarray) and isinstance(offsets, np.ndarray) else jnp
+    offsets = xp.asarray(offsets)
     num_ids = indices.shape[0]
     ends = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
     ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
     ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
     starts = ends[np.asarray([0, *itertools.accumulate(num_bags)])]
-    # Ids in front of the first bag belong to no feature; every id is in range there.
+    # Ids in front of the first bag belong to no feature.
     lengths = xp.concatenate([starts[:1], xp.diff(starts)])
     no_limit = np.iinfo(np.int32).max
     limits = xp.asarray(np.asarray([no_limit, *num_rows], np.int64 if xp is np else np.int32))
     options = {} if xp is np else {"total_repeat_length": num_ids}
     limit = xp.repeat(limits, lengths, **options)
-    is_outside = ((indices < 0) & (indices != PAD_ID)) | (indices >= limit)
+    is_in_bag = xp.arange(num_ids) >= starts[0]
+    is_outside = is_in_bag & (((indices < 0) & (indices != PAD_ID)) | (indices >= limit))
     fixed = xp.where(is_outside, xp.zeros_like(indices), indices)
     num_changed = xp.sum(is_outside) + xp.sum(ends != offsets)
     return fixed, ends.astype(offsets.dtype), num_changed

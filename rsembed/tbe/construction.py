@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
-from rsembed.tbe.arguments import OptimizerArguments, check_arguments
+from rsembed.tbe.arguments import OptimizerArguments, check_arguments, check_offered
 from rsembed.tbe.functional import TBEState, init_state, shape_of
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import Placement, TablePasses, TablePlan, TBEPlan
@@ -103,6 +103,8 @@ def plan_of(
     Raises: ValueError: arguments do not go together.
     """
     dtype = dtype_of(weights_precision, "weights_precision").name
+    for optimizer in optimizers:
+        check_offered(optimizer)
     unread = [set(unused_arguments(optimizer, optimizer_arguments)) for optimizer in optimizers]
     warn_of_no_effect(sorted(set.intersection(*unread)), f"optimizer {optimizers[0].name} does not use them")
     if len({optimizer == EmbOptimType.NONE for optimizer in optimizers}) > 1:
@@ -284,8 +286,8 @@ def first_state(
     rows = [group.num_rows for group in plan.groups]
     for group in host_rows.groups if host_rows is not None else ():
         rows[group.number] = group.num_places
-    with jax.default_device(device):
-        state = init_state(plan, key, rows)
+    state = init_state(plan, key, rows)
+    state = state if device is None else jax.device_put(state, device)
     if precision is None or host_rows is None:
         return state
     dtype, weights = dtype_of(precision, "cache_precision"), list(state.weights)
@@ -339,8 +341,9 @@ def warn_of_arguments(
 def default_feature_names(features: Sequence[int], names: Sequence[str]) -> list[str]:
     """Table names; those of tables with several features are numbered."""
     seen: dict[int, int] = {}
-    found = []
+    found: list[str] = []
     for t in features:
         seen[t] = seen.get(t, -1) + 1
-        found.append(f"{names[t]}_{seen[t]}" if features.count(t) > 1 else names[t])
+        name = names[t] if 0 <= t < len(names) else f"feature_{len(found)}"  # an error that check_specs explains
+        found.append(f"{name}_{seen[t]}" if features.count(t) > 1 else name)
     return found

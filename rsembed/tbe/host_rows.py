@@ -308,7 +308,7 @@ class HostRows:
         counts = [admission.counts for admission, _ in admissions]
         sums = {name: sum(getattr(own, name) for own in counts) for name in CacheCounts._fields}
         num_cacheable = sum(
-            int((rows < group.cache.num_ids).sum()) for group, (_, rows) in zip(self.groups, admissions)
+            int((rows < group.cache.num_ids).sum()) for group, (_, rows) in zip(self.groups, admissions, strict=True)
         )
         sums |= {"calls": 1, "requested_ids": ids.size}
         sums["unique_ids"] = sums["unique_hits"] + sums["unique_misses"] + int(num_cacheable < ids.size)

@@ -28,7 +28,7 @@ from rsembed.tbe.construction import (
     warn_of_arguments,
     with_hyper_parameters,
 )
-from rsembed.tbe.plan import BagSizes, TablePasses
+from rsembed.tbe.plan import TablePasses
 from rsembed.tbe.records import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -285,7 +285,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         offsets: Any = None,
         per_sample_weights: Any = None,
         feature_requires_grad: Any = None,
-        batch_size_per_feature_per_rank: BagSizes | None = None,
+        batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> Any:
         """Looks up, and changes no weight, state or step.
@@ -311,7 +311,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         offsets: Any = None,
         per_sample_weights: Any = None,
         feature_requires_grad: Any = None,
-        batch_size_per_feature_per_rank: BagSizes | None = None,
+        batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> tuple[Any, Backward]:
         """The lookup of a training step, and the function that trains with the gradient of its output.
@@ -343,7 +343,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         indices: Any,
         offsets: Any,
         forward_stream: Any = None,
-        batch_size_per_feature_per_rank: BagSizes | None = None,
+        batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Brings rows of a later batch into the cache; other batches may be looked up in between.
 

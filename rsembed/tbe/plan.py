@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
@@ -180,9 +181,9 @@ class TBEPlan:
 
     def batch(
         self,
-        ids: Int[Array, " nnz"],
-        offsets: Int[Array, " bags_plus_1"],
-        weights: Float[Array, " nnz"] | None,
+        ids: Int[Array | np.ndarray, " nnz"],
+        offsets: Int[Array | np.ndarray, " bags_plus_1"],
+        weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,
         *,
         cached_rows: Sequence[int] | None = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
 from rsembed.kernels.contract import JaggedBatch
@@ -60,19 +61,11 @@ def forward(
     is_dict = isinstance(indices, Mapping)
     if is_dict:
         indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
-    with _place_of_writes(module, indices, offsets):
-        inputs = _read(module, indices, offsets, weights, sizes)
-        batch = _batch(module, inputs)
+    inputs = _read(module, indices, offsets, weights, sizes)
+    batch = _batch(module, inputs)
     output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
     output = output_by_feature(module.plan, module.feature_names, output, inputs) if is_dict else output
     return output, LookedUp(inputs, batch, is_dict)
-
-
-def _place_of_writes(module: TableBatchedEmbeddingBags, *values: Any) -> contextlib.AbstractContextManager[Any]:
-    """Where a lookup may write to the module: under `jax.grad` with concrete ids, outside of what is differentiated."""
-    leaves = (*jax.tree.leaves(values), *jax.tree.leaves(module.state.get_value()))
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
 
 
 def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any) -> Inputs:
@@ -85,7 +78,9 @@ def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights
     is_traced = isinstance(num_corrected, jax.core.Tracer)
     notes.has_warned |= not is_traced and bool(num_corrected > 0)
     if mode != BoundsCheckMode.NONE:
-        module.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
+        # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
+        with contextlib.suppress(TraceContextError):
+            module.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
     return inputs
 
 
@@ -93,12 +88,18 @@ def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> JaggedBatch:
     """The batch, with places for ids of cached tables, whose rows are brought."""
     ids, rows = inputs.ids, None
     if module.host_rows is not None:
+        try:
+            module.state.set_value(module.state.get_value())
+        except TraceContextError as error:
+            raise RuntimeError(
+                "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
+                "transformation: nnx.jit or nnx.grad of a function of (..., module)."
+            ) from error
         state, ids = module.host_rows.bring(module.state.get_value(), ids, inputs.offsets, inputs.num_bags)
         module.state.set_value(state)
         rows = [weights.shape[0] for weights in state.weights]
-    weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
-    offsets = jnp.asarray(inputs.offsets)
-    return module.plan.batch(jnp.asarray(ids), offsets, weights, inputs.sizes, cached_rows=rows)
+    # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
+    return module.plan.batch(ids, inputs.offsets, inputs.weights, inputs.sizes, cached_rows=rows)
 
 
 def apply(module: TableBatchedEmbeddingBags, row_gradients: RowGradients) -> None:
@@ -211,8 +212,7 @@ class Backward:
         inputs, plan = self._inputs, self._module.plan
         gradient = self._gradient(d_output)
         self._use()
-        weights = None if inputs.weights is None else jnp.asarray(inputs.weights)
-        batch = plan.batch(jnp.asarray(inputs.ids), jnp.asarray(inputs.offsets), weights, inputs.sizes)
+        batch = plan.batch(inputs.ids, inputs.offsets, inputs.weights, inputs.sizes)
         gradients = _row_gradients(plan, batch, gradient, max_gradient=self._module.max_gradient)
         return gradients if self._bound is None else _cut(gradients, self._bound)
 

@@ -112,7 +112,9 @@ def test_row_wise_adagrad_keeps_one_number_a_row():
 def test_adagrad_entries_without_history_and_gradient_stay_put():
     optimizer = rs.AdagradOptimizerSpec(0.1, initial_accumulator_value=0.0)
     row = jnp.ones((1, 2))
-    new, _ = optimizer.step_rows(row, optimizer.init_slots(row), jnp.asarray([[0.0, 1.0]]), (0.1,))
+    new, _ = optimizer.step_rows(
+        row, optimizer.init_slots(row), jnp.asarray([[0.0, 1.0]]), optimizer.get_hyperparameters(0)
+    )
     np.testing.assert_allclose(new, [[1.0, 0.9]], rtol=1e-6)
 
 

@@ -1,5 +1,6 @@
 """A table-batched module in numpy float64, written as loops over bags and ids; and how modules are made for tests."""
 
+import jax
 import numpy as np
 
 from rsembed import tbe as rt
@@ -9,7 +10,7 @@ from tests.tbe.row_formulas import DEFAULTS, LR, rowwise_adagrad
 def make(
     specs, *, location=rt.EmbeddingLocation.DEVICE, uniform=(-1.0, 1.0), **arguments
 ) -> rt.TableBatchedEmbeddingBags:
-    """A module with `(rows, dim)` tables of random weights; plain SGD at the rate of the formulas unless told otherwise."""
+    """A module with `(rows, dim)` tables of random weights; SGD at the rate of the formulas by default."""
     arguments = {"optimizer": rt.OptimType.EXACT_SGD, "learning_rate": LR, **arguments}
     module = rt.TableBatchedEmbeddingBags([(*spec, location, rt.ComputeDevice.CPU) for spec in specs], **arguments)
     if uniform is not None:
@@ -24,9 +25,9 @@ def tables_of(module):
 
 
 def assert_same_bits(module, other):
-    for one, two in zip(tables_of(module), tables_of(other), strict=True):
-        for mine, yours in zip(one, two, strict=True):
-            np.testing.assert_array_equal(mine, yours)
+    mine, yours = (jax.tree.leaves(tables_of(each)) for each in (module, other))
+    for one, two in zip(mine, yours, strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def train(module, ids, offsets, weights=None, d_output=None, **arguments):

@@ -28,6 +28,7 @@ namespace {
 
 constexpr int64_t kBlockBytes = 128 << 10;
 constexpr int64_t kItemsPerBlock = 1024;
+constexpr int64_t kStreamedBytes = 8 << 20;  // above this an output does not stay in the caches of one core
 
 // RSEMBED_ISA=baseline or avx2 lowers the choice, to compare or to reproduce the bits of an older machine.
 const RowKernels& Kernels() {
@@ -59,14 +60,33 @@ ffi::Error WithMemory(const Body& body) {
   }
 }
 
+constexpr uintptr_t kHugePageBytes = 2 << 20;
+
+// Asks for huge pages inside [data, data + bytes); pages already touched are collapsed only if `now`.
+bool AdviseHugePages(void* data, size_t bytes, bool now) {
+#if defined(MADV_HUGEPAGE)
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(kHugePageBytes - 1);
+  if (begin >= end) return false;
+  void* const interior = reinterpret_cast<void*>(begin);
+  if (madvise(interior, end - begin, MADV_HUGEPAGE) != 0) return false;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older headers do not name it
+  return !now || madvise(interior, end - begin, kCollapse) == 0;
+#else
+  return false;
+#endif
+}
+
 // Pools every segment from its table into the output it names.
-void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, const std::vector<Segment>& segments) {
-  int64_t num_outputs = 0, num_bytes = 0;
+void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::vector<Segment>& segments) {
+  int64_t num_outputs = 0, num_bytes = 0, output_bytes = 0;
   for (const Segment& segment : segments) {
     num_outputs += segment.num_outputs;
     num_bytes += (segment.num_entries + segment.num_outputs) * tables[segment.table].dim * 4;
+    output_bytes += segment.num_outputs * tables[segment.table].dim * 4;
   }
-  const int64_t num_blocks = std::max<int64_t>(num_bytes / kBlockBytes, 1);
+  for (Segment& segment : segments) segment.streams_copies = output_bytes >= kStreamedBytes;
+  const int64_t num_blocks = std::max<int64_t>(num_bytes / (4 * kBlockBytes), 1);
   const int64_t outputs_per_block = std::max<int64_t>((num_outputs + num_blocks - 1) / num_blocks, 1);
   Workers(pool).ForEachRange(num_outputs, outputs_per_block, [&](int64_t first, int64_t last) {
     ForEachPart<&Segment::first_output, &Segment::num_outputs>(
@@ -104,11 +124,19 @@ ffi::Error LookupJagged(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Resu
   const int64_t size = out->element_count(), num_tables = args.size() - 2 - has_weights;
   const std::vector<Table> tables = reader.TablesBehind(2 + has_weights, num_tables);
   if (reader.Failed()) return reader.Complaint();
-  const std::vector<Segment> segments = reader.Blocks(blocks, combiner, has_weights, tables, output, size, false);
+  std::vector<Segment> segments = reader.Blocks(blocks, combiner, has_weights, tables, output, size, false);
   if (reader.Failed()) return reader.Complaint();
+  // New memory of this size comes without pages: large ones are faulted in sooner.
+  if (size * 4 >= kStreamedBytes) AdviseHugePages(output, size * 4, false);
+  // Without bags, nobody writes for ids outside of all blocks, or behind the rows of the shorter tables.
+  bool has_gaps = false;
   int64_t num_ids_in_bags = 0;
-  for (const Segment& segment : segments) num_ids_in_bags += segment.num_entries;
-  if (combiner < 0 && num_ids_in_bags < reader.num_ids()) std::fill(output, output + size, 0.0f);
+  for (const Segment& segment : segments) {
+    num_ids_in_bags += segment.num_entries;
+    has_gaps |= tables[segment.table].dim < segment.output_stride;
+  }
+  has_gaps |= num_ids_in_bags < reader.num_ids();
+  if (combiner < 0 && has_gaps) std::fill(output, output + size, 0.0f);
   PoolSegments(pool, tables, segments);
   return ffi::Error::Success();
 }
@@ -332,23 +360,6 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
       }
     });
   });
-}
-
-constexpr uintptr_t kHugePageBytes = 2 << 20;
-
-// Asks for huge pages inside [data, data + bytes); pages already touched are collapsed only if `now`.
-bool AdviseHugePages(void* data, size_t bytes, bool now) {
-#if defined(MADV_HUGEPAGE)
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(kHugePageBytes - 1);
-  if (begin >= end) return false;
-  void* const interior = reinterpret_cast<void*>(begin);
-  if (madvise(interior, end - begin, MADV_HUGEPAGE) != 0) return false;
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older headers do not name it
-  return !now || madvise(interior, end - begin, kCollapse) == 0;
-#else
-  return false;
-#endif
 }
 
 // A new array on huge pages, every element set to the low bytes of `pattern` unless it may stay as it comes.

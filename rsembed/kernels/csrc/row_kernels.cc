@@ -1,6 +1,5 @@
 // Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
 //
-// Vectors are the compilers' own (`vector_size`), as wide as the instruction set, so one text serves all three.
 // No standard C++ header is included, for the reason given in row_kernels.h.
 #include "row_kernels.h"
 
@@ -21,111 +20,7 @@ namespace rsembed {
 namespace RSEMBED_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef float Quad __attribute__((vector_size(16)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
-
-template <typename T> struct VectorOf { typedef Halves type; };
-template <> struct VectorOf<float> { typedef Floats type; };
-
-inline Floats broadcast(float x) { return x - Floats{}; }
-inline Words as_words(Floats x) { return reinterpret_cast<Words>(x); }
-inline Floats as_floats(Words x) { return reinterpret_cast<Floats>(x); }
-inline Words select(Words mask, Words yes, Words no) { return (mask & yes) | (~mask & no); }
-
-inline Floats square_root(Floats x) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_maskz_sqrt_ps(0xffff, (__m512)x);
-#elif defined(__AVX2__)
-  return (Floats)_mm256_sqrt_ps((__m256)x);
-#elif defined(__x86_64__)
-  return (Floats)_mm_sqrt_ps((__m128)x);
-#else
-  for (int k = 0; k < kLanes; ++k) x[k] = __builtin_sqrtf(x[k]);
-  return x;
-#endif
-}
-
-inline float sum_of_lanes(Floats x) {
-  Quad quads[kLanes / 4];
-  memcpy(quads, &x, sizeof(x));
-  for (int k = 1; k < kLanes / 4; ++k) quads[0] += quads[k];
-  return (quads[0][0] + quads[0][2]) + (quads[0][1] + quads[0][3]);
-}
-
-inline Floats decode(const float*, Floats x) { return x; }
-
-inline Floats decode(const BFloat16*, Halves x) { return as_floats(__builtin_convertvector(x, Words) << 16); }
-
-// Subnormals become normal by a subtraction of normal numbers, because XLA lets the processor read subnormals as zero.
-inline Floats decode(const Float16*, Halves x) {
-  const Words bits = __builtin_convertvector(x, Words);
-  const Words magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
-  const Words normal = magnitude + (112u << 23);
-  const Words infinite = normal + (112u << 23);
-  const Words tiny = as_words(as_floats(normal + (1u << 23)) - as_floats(Words{} + (113u << 23)));
-  const Words is_infinite = (Words)(exponent == 0x0f800000), is_tiny = (Words)(exponent == 0);
-  return as_floats(select(is_tiny, tiny, select(is_infinite, infinite, normal)) | (bits & 0x8000) << 16);
-}
-
-inline Floats encode(const float*, Floats x) { return x; }
-
-// Round to nearest, ties to even; NaN stays a quiet NaN.
-inline Halves encode(const BFloat16*, Floats x) {
-  const Words bits = as_words(x);
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return __builtin_convertvector(select((Words)(x != x), (bits >> 16) | 0x40, rounded), Halves);
-}
-
-inline Halves encode(const Float16*, Floats x) {
-  const Words bits = as_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-  const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Adding 0.5 leaves exactly the ten bits of a subnormal half in the low end of the sum, rounded to nearest.
-  const Words tiny = as_words(as_floats(magnitude) + 0.5f) - 0x3f000000;
-  const Words huge = select((Words)(magnitude > 0x7f800000), Words{} + 0x7e00, Words{} + 0x7c00);
-  const Words finite = select((Words)(magnitude < 0x38800000), tiny, normal);
-  return __builtin_convertvector(sign | select((Words)(magnitude >= 0x47800000), huge, finite), Halves);
-}
-
-template <typename T>
-inline Floats load(const T* from) {
-  typename VectorOf<T>::type raw;
-  memcpy(&raw, from, sizeof(raw));
-  return decode(from, raw);
-}
-
-template <typename T>
-inline void store(T* to, Floats x) {
-  const typename VectorOf<T>::type raw = encode(to, x);
-  memcpy(to, &raw, sizeof(raw));
-}
-
-// The columns behind the last full vector; missing lanes read as zero and are not written.
-template <typename T>
-inline Floats load_tail(const T* from, int64_t count) {
-  T lanes[kLanes] = {};
-  for (int64_t k = 0; k < count; ++k) lanes[k] = from[k];
-  return load(lanes);
-}
-
-template <typename T>
-inline void store_tail(T* to, Floats x, int64_t count) {
-  T lanes[kLanes];
-  store(lanes, x);
-  for (int64_t k = 0; k < count; ++k) to[k] = lanes[k];
-}
+#include "vectors.h"
 
 constexpr int64_t kLineBytes = 64;
 
@@ -264,6 +159,14 @@ inline const T* rows_of(const Table& table, const Segment& segment) {
   return static_cast<const T*>(table.values) + segment.first_row * table.dim;
 }
 
+template <typename T>
+inline bool stream_copy(const T* row, int64_t dim, float* to) {
+  const bool is_aligned = dim % kLanes == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(Floats) == 0;
+  if (row == nullptr || !is_aligned) return false;
+  for (int64_t at = 0; at < dim; at += kLanes) stream(to + at, load(row + at));
+  return true;
+}
+
 template <typename T, bool kWeighted>
 void pool_segment(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
   const uint32_t num_rows = static_cast<uint32_t>(segment.num_rows);
@@ -275,7 +178,12 @@ void pool_segment(const Table& table, const Segment& segment, int64_t first_outp
     EntryRange bag = bag_entries(segment, output);
     const float scale = bag_scale(segment, bag);
     if (scale == 0.0f) bag.last = bag.first;  // rows that must not contribute may hold NaN
-    sum_rows(source, bag.first, bag.last, table.dim, scale, segment.output + output * segment.output_stride);
+    float* const to = segment.output + output * segment.output_stride;
+    if (!kWeighted && segment.streams_copies && bag.last == bag.first + 1) {
+      source.prefetch(bag.first);
+      if (stream_copy(source.row(bag.first), table.dim, to)) continue;
+    }
+    sum_rows(source, bag.first, bag.last, table.dim, scale, to);
   }
 }
 

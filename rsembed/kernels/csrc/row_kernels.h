@@ -28,6 +28,7 @@ struct Segment {
   float* output;           // lookup writes num_outputs vectors of dim numbers, output_stride apart
   const float* d_output;   // row gradients read them likewise
   int64_t output_stride;
+  bool streams_copies;     // the whole output is too large to stay in a cache
   float* d_weights;        // gradients of the weights, one per entry
   int64_t first_entry;     // numbers of this segment's first entry and output in the whole call
   int64_t first_output;

@@ -1,0 +1,130 @@
+"""What the timing scripts share: workloads, ids, taking turns, and the arguments of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rsembed.kernels import native
+
+NUM_BATCHES = 8
+Run = Callable[[int], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Tables of one size, one feature each, a fixed number of ids per sample."""
+
+    name: str
+    num_tables: int
+    vocabulary_size: int
+    embedding_dim: int
+    batch_size: int
+    ids_per_sample: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tables * self.vocabulary_size
+
+
+WORKLOADS = (
+    Workload(
+        name="8x100k", num_tables=8, vocabulary_size=100_000, embedding_dim=64, batch_size=2048, ids_per_sample=20
+    ),
+    Workload(
+        name="26x100k", num_tables=26, vocabulary_size=100_000, embedding_dim=128, batch_size=1024, ids_per_sample=1
+    ),
+    Workload(
+        name="1x10M", num_tables=1, vocabulary_size=10_000_000, embedding_dim=64, batch_size=4096, ids_per_sample=20
+    ),
+)
+
+
+def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
+    """Ids `[NUM_BATCHES, num_tables, batch, ids_per_sample]`; law `zipf` has exponent 1.15 and id 0 most frequent."""
+    generator = np.random.default_rng(seed)
+    shape = (NUM_BATCHES, workload.num_tables, workload.batch_size, workload.ids_per_sample)
+    if law == "uniform":
+        return generator.integers(0, workload.vocabulary_size, shape, dtype=np.int32)
+    cumulative = np.cumsum(np.arange(1, workload.vocabulary_size + 1, dtype=np.float64) ** -1.15)
+    return np.searchsorted(cumulative, generator.random(shape) * cumulative[-1]).astype(np.int32)
+
+
+def bytes_per_second() -> float:
+    """What the memory of this machine gives to all cores together: the best of some copies of very large arrays."""
+    num_threads = os.cpu_count() or 1
+    arrays = [(np.ones(1 << 25), np.zeros(1 << 25)) for _ in range(num_threads)]
+    best = math.inf
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(6):
+            start = time.perf_counter()
+            list(pool.map(lambda pair: np.copyto(pair[1], pair[0]), arrays))
+            best = min(best, time.perf_counter() - start)
+    return sum(2 * source.nbytes for source, _ in arrays) / best
+
+
+def least_bytes(workload: Workload, num_unique_rows: float, *, state_bytes: int | None) -> float:
+    """What a lookup must move if caches do all they can: each distinct row once, and the output.
+
+    A step (with `state_bytes` of optimizer state per row, not None) also reads the output's gradient, and reads and
+    writes each distinct row and its state.
+    """
+    row_bytes = 4 * workload.embedding_dim
+    output_bytes = workload.num_tables * workload.batch_size * row_bytes
+    lookup = num_unique_rows * row_bytes + output_bytes
+    return lookup if state_bytes is None else lookup + output_bytes + 2 * num_unique_rows * (row_bytes + state_bytes)
+
+
+class Times(NamedTuple):
+    """Milliseconds of one contestant."""
+
+    median: float
+    best: float
+
+
+def race(contestants: Mapping[str, Run], num_rounds: int) -> dict[str, Times]:
+    """Times of every contestant. They take turns on the same batch, in every order.
+
+    Orders matter: who runs behind a contestant that fills the caches with rows of its own starts with cold ones.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    orders = itertools.cycle(itertools.permutations(contestants))
+    for turn in range(-1, num_rounds):
+        for k in range(NUM_BATCHES):
+            for name in next(orders):
+                start = time.perf_counter()
+                contestants[name](k)
+                if turn >= 0:  # the first round compiles and warms up
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: Times(1e3 * statistics.median(values), 1e3 * min(values)) for name, values in seconds.items()}
+
+
+def read_options(description: str | None, names: Sequence[str], *, quick_names: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the command line, with `workloads` as a list and `rounds` chosen. Leaves without native kernels."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and no workload above 2 GB")
+    parser.add_argument("--json", type=Path, help="also write the records to this file")
+    parser.add_argument("--workloads", default=None, help=f"comma-separated, of {', '.join(names)}")
+    parser.add_argument("--rounds", type=int, default=None, help="times all batches are run (default 8, quick 2)")
+    options = parser.parse_args()
+    options.workloads = options.workloads.split(",") if options.workloads else quick_names if options.quick else names
+    unknown = set(options.workloads) - set(names)
+    if unknown:
+        parser.error(f"unknown workloads {sorted(unknown)}; choose from {', '.join(names)}")
+    options.rounds = options.rounds or (2 if options.quick else 8)
+    reason = native.unavailable_because()
+    if reason is not None:
+        sys.exit(f"rsembed's native kernels are not available: {reason}")
+    return options

@@ -1,0 +1,379 @@
+"""Tables behind a cache train to the bits of tables without one, and their statistics are those of a hand count."""
+
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rsembed import tbe as rt
+from rsembed.caching import set_of
+from rsembed.tbe import construction
+from rsembed.tbe.training import MAX_PREFETCHES
+from tests.tbe.oracle import assert_same_bits, make, tables_of, train
+from tests.tbe.row_formulas import VARIANTS
+
+CACHED, LFU, LRU = rt.EmbeddingLocation.MANAGED_CACHING, rt.CacheAlgorithm.LFU, rt.CacheAlgorithm.LRU
+SPECS, FEATURES = ((90, 4), (60, 4), (50, 6)), [2, 0, 1, 0]
+NUM_IDS, BAGS = 80, 3
+
+
+def skewed_batch(seed):
+    """80 ids of four features of which few are frequent, and offsets with empty bags."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.integers(0, NUM_IDS + 1, 4 * BAGS - 1))
+    offsets = np.concatenate([[0], cuts, [NUM_IDS]]).astype(np.int32)
+    ids = np.minimum(rng.zipf(1.3, NUM_IDS) * 7 % 53, 49)
+    return np.where(rng.random(NUM_IDS) < 0.05, -1, ids).astype(np.int32), offsets
+
+
+BATCHES = [skewed_batch(seed) for seed in range(5)]
+OFFSETS_OF_ONE = np.array([0, 30, NUM_IDS], np.int32)
+
+
+def pair(variant="rowwise", specs=SPECS, features=FEATURES, **caching):
+    """The same module on the device and behind a cache."""
+    optimizer, arguments, _ = VARIANTS[variant]
+    common = {"optimizer": optimizer, "feature_table_map": features, **arguments}
+    kept = {k: v for k, v in caching.items() if k in ("weights_precision", "pooling_mode", "bounds_check_mode")}
+    return make(specs, **common, **kept), make(specs, location=CACHED, **common, **caching)
+
+
+def step(module, batch, seed=0):
+    output, backward = module.vjp(*batch)
+    backward(np.random.default_rng(seed).normal(size=output.shape).astype(np.float32))
+    return output
+
+
+def assert_steps_agree(plain, cached, batches=BATCHES, before_each=lambda k: None, cached_step=step):
+    for k, batch in enumerate(batches):
+        before_each(k)
+        np.testing.assert_array_equal(cached_step(cached, batch, k), step(plain, batch, k))
+    assert_same_bits(plain, cached)
+
+
+@pytest.mark.parametrize("cache_sets", [1, 3, 40])
+@pytest.mark.parametrize("algorithm", [LRU, LFU])
+def test_training_has_the_same_bits_at_any_cache_size(algorithm, cache_sets):
+    assert_steps_agree(*pair(cache_algorithm=algorithm, cache_sets=cache_sets))
+
+
+@pytest.mark.parametrize("variant", ["sgd", "adagrad", "global", "cowclip", "adamw", "partial_lamb", "lars", "rmsprop"])
+def test_states_travel_with_their_rows(variant):
+    assert_steps_agree(*pair(variant, specs=((200, 4),), features=[0, 0, 0, 0], cache_sets=1))
+
+
+@pytest.mark.parametrize("precision", [rt.SparseType.FP16, rt.SparseType.BF16])
+def test_stochastic_rounding_has_the_same_bits_behind_a_cache(precision):
+    cached = pair(cache_sets=1, weights_precision=precision, specs=((90, 4),), features=[0])
+    assert_steps_agree(*cached, [(ids, OFFSETS_OF_ONE) for ids, _ in BATCHES[:3]])
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_rows_on_the_host_visit_for_each_batch_where_memories_differ(monkeypatch, platform):
+    monkeypatch.setattr(construction, "default_platform", lambda: platform)
+    arguments = {"optimizer": rt.OptimType.ADAM, "feature_table_map": FEATURES}
+    host = make(SPECS, location=rt.EmbeddingLocation.HOST, **arguments)
+    assert [table.placement for table in host.plan.tables] == ["host" if platform == "gpu" else "device"] * 3
+    assert_steps_agree(make(SPECS, **arguments), host)
+
+
+def test_only_some_tables_may_be_cached():
+    locations = [rt.EmbeddingLocation.DEVICE, CACHED, CACHED]
+    specs = [(*spec, x, rt.ComputeDevice.CPU) for spec, x in zip(SPECS, locations, strict=True)]
+    mixed = rt.TableBatchedEmbeddingBags(specs, feature_table_map=FEATURES, learning_rate=0.1, cache_sets=1)
+    mixed.init_embedding_weights_uniform(-1, 1)
+    assert_steps_agree(make(SPECS, feature_table_map=FEATURES), mixed)
+
+
+def test_a_compiled_step_has_the_same_bits_behind_a_cache():
+    @nnx.jit
+    def compiled(module, ids, offsets, d_output):
+        output, backward = module.vjp(ids, offsets)
+        backward(d_output)
+        return output
+
+    def compiled_step(module, batch, seed):
+        d_output = np.random.default_rng(seed).normal(size=(BAGS, 18)).astype(np.float32)
+        return compiled(module, *batch, d_output)
+
+    plain, cached = pair(cache_sets=1)
+    assert_steps_agree(plain, cached, cached_step=compiled_step)
+    # Compiled and eager steps take turns, also between a lookup and its update.
+    for first, second in itertools.pairwise(BATCHES):
+        results = []
+        for module, between in ((plain, step), (cached, compiled_step)):
+            output, backward = module.vjp(*first)
+            between(module, second, 1)
+            backward(output)
+            results.append(np.asarray(output))
+        np.testing.assert_array_equal(*results)
+    assert_same_bits(plain, cached)
+
+
+# Prefetching
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("multipass", [None, rt.MultiPassPrefetchConfig(3, 10)])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_prefetched_batches_have_the_same_bits(pipeline, multipass, ahead):
+    plain, cached = pair(cache_sets=1, prefetch_pipeline=pipeline, multipass_prefetch_config=multipass)
+    waiting = iter(BATCHES)
+    for batch in itertools.islice(waiting, ahead):
+        cached.prefetch(*batch)
+
+    def prefetch_next(k):
+        for batch in itertools.islice(waiting, 1):
+            cached.prefetch(*batch)
+
+    assert_steps_agree(plain, cached, before_each=prefetch_next)
+    cached.reset_cache_states()
+    assert_same_bits(plain, cached)
+
+
+def test_prefetching_between_lookup_and_update_and_lookups_in_between():
+    plain, cached = pair(cache_sets=1, prefetch_pipeline=True)
+    for module in (plain, cached):
+        cached.prefetch(*BATCHES[0]) if module is cached else None
+        first, first_backward = module.vjp(*BATCHES[0])
+        cached.prefetch(*BATCHES[1]) if module is cached else None
+        first_backward(first)
+        second, second_backward = module.vjp(*BATCHES[1])
+        for batch in BATCHES[2:]:
+            module(*batch)
+        second_backward(second)
+    assert_same_bits(plain, cached)
+
+
+def test_two_lookups_may_come_before_their_two_updates():
+    plain, cached = pair(cache_sets=1)
+    for module in (plain, cached):
+        outputs, backwards = zip(*(module.vjp(*batch) for batch in BATCHES[:2]), strict=True)
+        for output, backward in zip(outputs, reversed(backwards), strict=True):
+            backward(outputs[1] if output is outputs[0] else outputs[0])
+    assert_same_bits(plain, cached)
+
+
+def test_prefetched_batches_may_be_looked_up_in_any_order():
+    plain, cached = pair(cache_sets=1, prefetch_pipeline=True)
+    for batch in BATCHES:
+        cached.prefetch(*batch)
+    assert_steps_agree(plain, cached, BATCHES[::-1])
+    cached.reset_cache_states()
+    assert_same_bits(plain, cached)
+
+
+def test_a_hundred_batches_may_wait():
+    plain, cached = pair(specs=((300, 2),), features=[0], cache_sets=1, prefetch_pipeline=True)
+    batches = [(np.array([k, k + 1, 2 * k]), np.array([0, 3])) for k in range(MAX_PREFETCHES)]
+    assert len(batches) == 100
+    for batch in batches:
+        cached.prefetch(*batch)
+    with pytest.raises(RuntimeError, match="100 prefetched batches wait"):
+        cached.prefetch(*batches[0])
+    assert_steps_agree(plain, cached, batches)
+
+
+def test_compiled_steps_use_up_prefetched_batches():
+    _, cached = pair(specs=((300, 2),), features=[0], cache_sets=1, prefetch_pipeline=True)
+    compiled = nnx.jit(lambda module, ids, offsets: module.vjp(ids, offsets)[1](jnp.ones((1, 2))))
+    for k in range(MAX_PREFETCHES + 2):
+        batch = np.array([k, k + 1], np.int32), np.array([0, 2], np.int32)
+        cached.prefetch(*batch)
+        compiled(cached, *batch)
+    step(cached, batch)
+    cached.reset_cache_states()
+
+
+def test_a_lookup_that_never_trains_gives_its_places_back():
+    _, cached = pair(specs=((300, 2),), features=[0], cache_sets=1, prefetch_pipeline=True)
+    for k in range(3):
+        batch = np.arange(16 * k, 16 * k + 16), np.array([0, 16])
+        cached.prefetch(*batch)
+        cached(*batch)
+        cached.prefetch(*batch)
+        cached.vjp(*batch)  # its backward is dropped
+    cached.reset_cache_states()
+    cached.prefetch(np.arange(200, 232), np.array([0, 32]))
+    (group,) = cached.host_rows.groups
+    assert sorted(group.cache.tags.tolist()) == list(range(200, 232))
+
+
+def test_lfu_cannot_keep_places_for_later_batches():
+    with pytest.raises(ValueError, match="prefetch_pipeline needs cache_algorithm LRU"):
+        pair(cache_algorithm=LFU, prefetch_pipeline=True)
+
+
+# Flushing, resetting, storing
+
+
+def test_weights_are_read_without_a_manual_flush_and_resets_lose_nothing_unless_asked():
+    plain, cached = pair(cache_sets=1)
+    step(plain, BATCHES[0]), step(cached, BATCHES[0])
+    assert_same_bits(plain, cached)
+    cached.reset_cache_states()
+    assert_steps_agree(plain, cached, BATCHES[1:3])
+    before = tables_of(cached)
+    single = np.array([7]), np.repeat([0, 1], [2, 11])
+    step(cached, single)
+    cached.reset_cache_states(discard=True)
+    for mine, yours in zip(before[0], tables_of(cached)[0], strict=True):
+        np.testing.assert_array_equal(mine, yours)
+
+
+def test_row_gradients_are_applied_behind_a_cache():
+    plain, cached = pair("adamw", cache_sets=1)
+    for module in (plain, cached):
+        for batch in BATCHES[:3]:
+            output, backward = module.vjp(*batch)
+            module.apply(backward.row_gradients(output))
+    assert_same_bits(plain, cached)
+
+
+def test_a_folder_of_tables_is_continued_after_reopening(tmp_path):
+    plain, first = pair("adamw", cache_sets=1, storage_folder=tmp_path)
+    assert_steps_agree(plain, first, BATCHES[:3])
+    saved = {k: v for k, v in first.state_dict().items() if k in ("step", "key")}
+    first.flush()
+    del first
+    optimizer, arguments, _ = VARIANTS["adamw"]
+    caching = {"location": CACHED, "cache_sets": 2, "storage_folder": tmp_path}
+    second = make(SPECS, uniform=None, optimizer=optimizer, feature_table_map=FEATURES, **arguments, **caching)
+    assert_same_bits(plain, second)
+    second.set_optimizer_step(int(saved["step"]))
+    assert_steps_agree(plain, second, BATCHES[3:])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to tell memory from mapped files")
+def test_training_in_files_needs_memory_for_the_cache_only(tmp_path):
+    """4 GB of weights and Adagrad sums in sparse files, 200 MB of cache; in a child, whose peak is its own."""
+    program = f"""
+        import json
+        import numpy as np
+        from rsembed import tbe as rt
+        rows, dim = 7_800_000, 64
+        spec = (rows, dim, rt.EmbeddingLocation.MANAGED_CACHING, rt.ComputeDevice.CPU)
+        tbe = rt.TableBatchedEmbeddingBags([spec], optimizer=rt.OptimType.EXACT_ADAGRAD, eps=1e-3, learning_rate=0.5,
+                                           storage_folder={str(tmp_path)!r}, cache_sets=12_200)
+        def anonymous():  # mapped pages of the files belong to the system, which takes them back when it likes
+            status = open("/proc/self/status").read()
+            return int(status.split("RssAnon:")[1].split()[0]) / 1024
+        used, rng, count = [anonymous()], np.random.default_rng(0), {{}}
+        for _ in range(4):
+            ids = np.concatenate([rng.integers(0, rows, 4000), np.arange(0, rows, rows // 96)])
+            out, backward = tbe.vjp(ids, np.arange(0, ids.size + 1))
+            used.append(anonymous())
+            backward(np.ones(out.shape, np.float32))
+            used.append(anonymous())
+            for row in np.unique(ids[-97:]).tolist():
+                count[row] = count.get(row, []) + [int((ids == row).sum())]
+        kept = np.array(sorted(count))
+        print(json.dumps(dict(used=used, cache=tbe.state_bytes()["total"]["cache"],
+              table=rows * dim * 4 * 2, found=np.asarray(tbe(kept, np.arange(kept.size + 1)))[:, 0].tolist(),
+              count=[count[row] for row in kept.tolist()])))
+    """
+    child = [sys.executable, "-c", textwrap.dedent(program)]
+    result = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert result["table"] > 3.9e9 and 1.9e8 < result["cache"] < 2.1e8
+    # The cache and at most one copy of it, beside what JAX takes at its first computation.
+    assert max(result["used"]) - result["used"][0] < 450, result["used"]
+    for found, counts in zip(result["found"], result["count"], strict=True):
+        sums = np.cumsum(np.square(counts, dtype=np.float64))
+        np.testing.assert_allclose(found, -np.sum(0.5 * np.array(counts) / (np.sqrt(sums) + 1e-3)), rtol=1e-5)
+
+
+# Statistics
+
+
+class HandCount:
+    """One LRU cache set by set, as lists of `[time, id]`, filled as the published rule says."""
+
+    def __init__(self, num_sets, num_rows):
+        self.slots, self.num_rows, self.now = [[[0, None] for _ in range(32)] for _ in range(num_sets)], num_rows, 1
+        self.counts = np.zeros(6, int)
+
+    def admit(self, rows):
+        self.now += 1
+        wanted = sorted({r for r in rows if r is not None})
+        homes = {r: self.slots[int(set_of(np.array([r]), len(self.slots))[0])] for r in wanted}
+        missing = []
+        for row in wanted:
+            hit = [slot for slot in homes[row] if slot[1] == row]
+            missing += [] if hit else [row]
+            for slot in hit:
+                slot[0] = self.now
+        homeless = []
+        for row in missing:
+            oldest = min(homes[row], key=lambda slot: slot[0])
+            if oldest[0] == self.now:
+                homeless.append(row)
+            else:
+                oldest[:] = [self.now, row]
+        served = sum(rows.count(r) for r in homeless)
+        self.counts += [1, len(rows), len(wanted) + (None in rows), len(missing), len(homeless), served]
+        return missing
+
+
+def test_statistics_equal_a_hand_count():
+    metrics = rt.RecordCacheMetrics(True, True)
+    _, cached = pair(
+        specs=((90, 4), (60, 4)),
+        features=[1, 0],
+        cache_sets=2,
+        gather_uvm_cache_stats=True,
+        record_cache_metrics=metrics,
+    )
+    hand, by_feature, misses = HandCount(2, 150), np.zeros(2, int), [0, 0]
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(-1, 60, 100)
+        offsets = np.array([0, 20, 40, 70, 100])
+        rows = [None if i < 0 else int(i) + (90 if p < 40 else 0) for p, i in enumerate(ids)]
+        missing = hand.admit(rows)
+        misses = [misses[0] + bool(missing), misses[1] + len(missing)]
+        by_feature += [len({r for r in part if r in missing}) for part in (rows[:40], rows[40:])]
+        train(cached, ids, offsets)
+    assert hand.counts[4] > 0
+    assert list(cached.get_uvm_cache_stats()[:6]) == hand.counts.tolist()
+    assert cached.get_cache_miss_counter() == tuple(misses)
+    assert cached.get_table_wise_cache_miss().tolist() == by_feature.tolist()
+    cached.reset_uvm_cache_stats()
+    assert not any(cached.get_uvm_cache_stats())
+
+
+def test_a_batch_is_one_call_however_many_caches_serve_it():
+    metrics = rt.RecordCacheMetrics(record_cache_miss_counter=True)
+    _, cached = pair(cache_sets=4, gather_uvm_cache_stats=True, record_cache_metrics=metrics)
+    ids, offsets = np.array([1, 1, 2, 3]), np.repeat([0, 2, 4], [1, 3, 9])
+    cached(ids, offsets)
+    cached(ids, offsets)
+    counts = cached.get_uvm_cache_stats()
+    assert (counts.calls, counts.requested_ids) == (2, 8)
+    assert cached.get_cache_miss_counter()[0] == 1
+
+
+def test_statistics_must_be_asked_for():
+    plain, cached = pair()
+    for module in (plain, cached):
+        for read in (module.get_uvm_cache_stats, module.get_cache_miss_counter, module.print_uvm_cache_stats):
+            with pytest.raises(RuntimeError, match="needs a table with MANAGED_CACHING, and"):
+                read()
+
+
+def test_cache_sizes_follow_the_published_rule():
+    assert make(((1000, 4),), location=CACHED).host_rows.groups[0].cache.num_sets == 7  # ceil(1000 * 0.2 / 32)
+    assert make(((1000, 4),), location=CACHED, cache_load_factor=0.0).host_rows.groups[0].cache.num_sets == 1
+    assert make(((1000, 4),), location=CACHED, cache_sets=5).host_rows.groups[0].cache.num_sets == 5
+
+
+def test_enforce_hbm_keeps_cached_tables_on_the_device():
+    plain, enforced = make(SPECS), make(SPECS, location=CACHED, enforce_hbm=True)
+    assert enforced.host_rows is None
+    assert_same_bits(plain, enforced)

@@ -1,0 +1,227 @@
+"""The constructor: its published signature, arguments that change nothing, and what does not go together."""
+
+import inspect
+import itertools
+import logging
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from rsembed import tbe as rt
+from tests.tbe.oracle import make, train
+
+Optim, Location, Device, Decay = rt.OptimType, rt.EmbeddingLocation, rt.ComputeDevice, rt.WeightDecayMode
+ROWWISE, CACHED = Optim.EXACT_ROWWISE_ADAGRAD, Location.MANAGED_CACHING
+PUBLISHED = [
+    "embedding_specs",
+    "feature_table_map",
+    "cache_algorithm",
+    "cache_load_factor",
+    "cache_sets",
+    "cache_reserved_memory",
+    "cache_precision",
+    "weights_precision",
+    "output_dtype",
+    "enforce_hbm",
+    "optimizer",
+    "record_cache_metrics",
+    "gather_uvm_cache_stats",
+    "stochastic_rounding",
+    "gradient_clipping",
+    "max_gradient",
+    "max_norm",
+    "learning_rate",
+    "eps",
+    "momentum",
+    "weight_decay",
+    "weight_decay_mode",
+    "eta",
+    "beta1",
+    "beta2",
+    "ensemble_mode",
+    "counter_based_regularization",
+    "cowclip_regularization",
+    "pooling_mode",
+    "device",
+    "bounds_check_mode",
+    "uvm_non_rowwise_momentum",
+    "use_experimental_tbe",
+    "prefetch_pipeline",
+    "stats_reporter_config",
+    "table_names",
+    "optimizer_state_dtypes",
+    "multipass_prefetch_config",
+    "global_weight_decay",
+    "uvm_host_mapped",
+]
+
+
+def test_the_published_arguments_stand_in_their_order_and_newer_ones_need_their_name():
+    parameters = list(inspect.signature(rt.TableBatchedEmbeddingBags.__init__).parameters.values())[1:]
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == PUBLISHED
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters[len(PUBLISHED) :])
+
+
+def test_both_names_of_the_module_are_one():
+    assert rt.SplitTableBatchedEmbeddingBagsCodegen is rt.TableBatchedEmbeddingBags
+
+
+WITHOUT_EFFECT = {
+    "weight_decay": ({"weight_decay": 0.1}, "weight_decay: no effect, optimizer EXACT_SGD"),
+    "of another optimizer": ({"optimizer": ROWWISE, "beta1": 0.5, "momentum": 0.1}, "beta1, momentum: no effect"),
+    "mode of another optimizer": ({"optimizer": Optim.ADAM, "weight_decay_mode": Decay.L2}, "weight_decay_mode: no ef"),
+    "option": (
+        {
+            "optimizer": ROWWISE,
+            "extra_optimizer_config": rt.UserEnabledConfigDefinition(use_rowwise_bias_correction=True),
+        },
+        r"extra_optimizer_config.use_rowwise_bias_correction: no effect",
+    ),
+    "cache": (
+        {"cache_sets": 2, "cache_load_factor": 0.5, "cache_algorithm": rt.CacheAlgorithm.LFU},
+        "cache_algorithm, cache_load_factor, cache_sets: no effect, as no table has EmbeddingLocation.MANAGED_CACHING",
+    ),
+    "enforced": (
+        {"location": CACHED, "enforce_hbm": True, "prefetch_pipeline": True},
+        "prefetch_pipeline: no effect, as enforce_hbm is set",
+    ),
+    "statistics": ({"gather_uvm_cache_stats": True}, "gather_uvm_cache_stats: no effect"),
+    "here": (
+        {"use_experimental_tbe": True, "uvm_host_mapped": True, "uvm_non_rowwise_momentum": True},
+        "uvm_non_rowwise_momentum, use_experimental_tbe, uvm_host_mapped: no effect",
+    ),
+    "max_gradient": ({"max_gradient": 0.5}, "max_gradient: no effect"),
+    "max_norm": ({"optimizer": Optim.ADAM, "max_norm": 0.5}, "max_norm: no effect, optimizer ADAM"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+def test_arguments_without_effect_are_named_in_one_warning(case):
+    arguments, message = WITHOUT_EFFECT[case]
+    with pytest.warns(UserWarning, match=message) as caught:
+        make(((40, 4),), **arguments)
+    assert len(caught) == 1
+
+
+def test_a_compute_device_that_is_not_here_is_named_and_the_published_example_runs():
+    specs = [(3, 8, Location.DEVICE, Device.CUDA), (5, 4, Location.MANAGED, Device.CUDA)]
+    with pytest.warns(UserWarning, match=r"ComputeDevice.CUDA: no effect, as this process computes on cpu"):
+        module = rt.SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=Optim.EXACT_SGD)
+    assert module(np.array([1, 4]), np.array([0, 1, 2])).shape == (1, 12)
+
+
+@pytest.mark.parametrize("optimizer", [o for o in rt.OptimType if o not in (Optim.NONE,)])
+def test_defaults_warn_of_nothing_and_every_offered_optimizer_trains_on_this_backend(optimizer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            module = make(((40, 4), (30, 2)), optimizer=optimizer)
+        except ValueError as refused:
+            assert "deprecated and not offered" in str(refused)
+            return
+        before = [np.array(w) for w in module.split_embedding_weights()]
+        train(module, np.array([1, 2, 3]), np.array([0, 2, 3]))
+    for old, new, rows in zip(before, module.split_embedding_weights(), ([1, 2], [3]), strict=True):
+        assert np.flatnonzero((np.asarray(new) != old).any(axis=1)).tolist() == rows
+        assert np.isfinite(np.asarray(new)).all()
+
+
+REFUSED = {
+    "nothing": ({"specs": ()}, "embedding_specs is empty"),
+    "no rows": ({"specs": ((0, 4),)}, r"table 'table_0' has 0 rows of 4 numbers"),
+    "table without feature": (
+        {"specs": ((4, 4), (4, 4)), "feature_table_map": [0, 0]},
+        r"tables \['table_1'\] have no",
+    ),
+    "feature without table": ({"feature_table_map": [0, 1]}, "reads table 1, but there are 1 tables"),
+    "names": ({"table_names": ["a", "b"]}, "table_names must be 1 different names"),
+    "twins": ({"specs": ((4, 4), (4, 4)), "table_names": ["a", "a"]}, "table_names must be 2 different names"),
+    "optimizers": ({"optimizer": [Optim.ADAM] * 2}, "optimizer has 2 entries for 1 tables"),
+    "rates": ({"learning_rate": [0.1, 0.2]}, "learning_rate has 2 entries for 1 tables"),
+    "MTIA": ({"location": Location.MTIA}, "placed on MTIA, which JAX has no backend for"),
+    "INT8 weights": ({"weights_precision": rt.SparseType.INT8}, "weights_precision: INT8 cannot be stored or trained"),
+    "INT4 output": ({"output_dtype": rt.SparseType.INT4}, "output_dtype: INT4 cannot be stored"),
+    "device": ({"device": "warp:7"}, "device 'warp:7' is not there; this process has"),
+    "counter without record": ({"optimizer": ROWWISE, "weight_decay_mode": Decay.COUNTER}, "need each other"),
+    "odd dim": (
+        {"specs": ((4, 3),), "optimizer": Optim.EMAINPLACE_ROWWISE_ADAGRAD},
+        "EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got 3",
+    ),
+    "none and sgd": (
+        {"specs": ((4, 4), (4, 4)), "optimizer": [Optim.NONE, Optim.EXACT_SGD]},
+        "use it for all tables or none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_by_name(case):
+    arguments, message = REFUSED[case]
+    arguments = {"specs": ((4, 4),), **arguments}
+    with pytest.raises(ValueError, match=message):
+        make(arguments.pop("specs"), **arguments)
+
+
+def test_weight_decay_and_max_norm_act_on_cpus():
+    plain = make(((4, 4),), optimizer=ROWWISE)
+    decayed = make(((4, 4),), optimizer=ROWWISE, weight_decay=0.5, weight_decay_mode=Decay.DECOUPLE)
+    bounded = make(((4, 4),), optimizer=ROWWISE, max_norm=0.125)
+    for module in (plain, decayed, bounded):
+        train(module, np.array([1]), np.array([0, 1]))
+    rows = [np.asarray(m.split_embedding_weights()[0])[1] for m in (plain, decayed, bounded)]
+    assert np.abs(rows[0] - rows[1]).max() > 1e-4
+    np.testing.assert_allclose(np.linalg.norm(rows[2]), 0.125, rtol=1e-6)
+
+
+def test_tables_live_on_the_device_that_was_asked_for():
+    other = jax.devices()[1]
+    for device in (other, "cpu:1", 1):
+        module = make(((4, 4),), device=device)
+        module.init_embedding_weights_uniform(0, 1)
+        assert module.state.get_value().weights[0].devices() == {other}
+
+
+def test_sixteen_bit_states_are_kept_as_asked_behind_a_cache_too():
+    asked = {"momentum1": rt.SparseType.BF16, "momentum2": rt.SparseType.FP16}
+    for location in (Location.DEVICE, CACHED):
+        module = make(((40, 4),), optimizer=Optim.ADAM, optimizer_state_dtypes=asked, location=location)
+        train(module, np.array([1]), np.array([0, 1]))
+        first, second = module.split_optimizer_states()[0]
+        assert (first.dtype.name, second.dtype.name) == ("bfloat16", "float16")
+        np.testing.assert_allclose(np.asarray(first, np.float32)[1], 0.1, rtol=2**-8)
+
+
+def test_state_bytes_are_those_of_the_arrays():
+    module = make(((40, 4), (30, 6)), optimizer=Optim.PARTIAL_ROWWISE_ADAM)
+    sizes = module.state_bytes()
+    assert sizes["table_0"] == {"weights": 40 * 4 * 4, "optimizer_states": 40 * 4 * 4 + 40 * 4}
+    assert sizes["total"] == {"weights": 640 + 720, "optimizer_states": 640 + 160 + 720 + 120}
+    kept = sum(w.nbytes for w in module.split_embedding_weights())
+    assert kept == sizes["total"]["weights"]
+
+
+def test_figures_are_reported_every_so_many_steps_to_a_function_or_the_log(caplog):
+    reports = []
+    config = rt.TBEStatsReporterConfig(2, lambda step, figures: reports.append((step, dict(figures))))
+    module = make(((40, 4),), location=CACHED, stats_reporter_config=config, optimizer=ROWWISE)
+    for _ in range(5):
+        train(module, np.array([1, 2], np.int32), np.array([0, 1, 2]))
+    assert [step for step, _ in reports] == [2, 4]
+    figures = reports[0][1]
+    assert figures["tbe.fwd_input_count"] == 2 and figures["tbe.fwd_input_size"] == 8
+    assert figures["tbe.fwd_output_count"] == 8 and figures["tbe.fwd_output_size"] == 32
+    assert figures["tbe.uvm.embeddings"] == 40 * 4 * 4 and figures["tbe.total_uvm_usage"] == 40 * 4 * 4 + 40 * 4
+    assert figures["tbe.total_hbm_usage"] == figures["tbe.hbm.cache"] > 0
+    with caplog.at_level(logging.INFO, logger="rsembed"):
+        train(make(((4, 2),), stats_reporter_config=rt.TBEStatsReporterConfig(1)), np.array([1]), np.array([0, 1]))
+    assert "step 1: " in caplog.text and "tbe.fwd_input_count 1" in caplog.text
+
+
+def test_any_order_of_features_reads_its_table():
+    tables = [np.asarray(w) for w in make(((5, 2), (5, 2), (5, 3))).split_embedding_weights()]
+    for order in itertools.permutations(range(3)):
+        module = make(((5, 2), (5, 2), (5, 3)), feature_table_map=list(order))
+        found = module(np.array([1, 2, 3]), np.arange(4))[0]
+        np.testing.assert_array_equal(found, np.concatenate([tables[t][k + 1] for k, t in enumerate(order)]))

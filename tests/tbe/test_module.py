@@ -1,0 +1,335 @@
+"""What a module promises beyond its worked cases: gradients, steps, rates, states, rounding and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rsembed import tbe as rt
+from rsembed.row_gradients import clip_by_global_norm, combine
+from rsembed.tbe import functional
+from tests.tbe.oracle import Oracle, assert_same_bits, make, tables_of, train
+from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, sgd
+
+Optim, Pooling = rt.OptimType, rt.PoolingMode
+ROWWISE = Optim.EXACT_ROWWISE_ADAGRAD
+IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])
+WEIGHTS = np.array([0.5, -1.0, 2.0, 0.25, 1.5, 1.0, -0.75], np.float32)
+SPECS = ((5, 4), (6, 3))
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
+
+
+def gradient_like(output, seed=0):
+    return np.random.default_rng(seed).normal(size=output.shape).astype(np.float32)
+
+
+# Gradients of weights, masks, clipping
+
+
+@pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.MEAN])
+def test_the_gradient_of_weights_is_that_of_autodiff_and_of_loops_also_for_weighted_means(pooling):
+    module = make(SPECS, pooling_mode=pooling)
+    oracle = Oracle(module, (0, 1), pooling.name.lower(), sgd, {})
+    d_output = gradient_like(module(IDS, OFFSETS))
+    autodiff = jax.grad(lambda w: jnp.vdot(module(IDS, OFFSETS, w), d_output))(jnp.asarray(WEIGHTS))
+    loss = nnx.jit(nnx.grad(lambda weights, module: jnp.vdot(module(IDS, OFFSETS, weights), d_output)))
+    compiled = loss(jnp.asarray(WEIGHTS), module)
+    _, returned = train(module, IDS, OFFSETS, WEIGHTS, d_output)
+    d_bags = [*d_output[:, :4], *d_output[:, 4:]]
+    wanted = oracle.backward(IDS, OFFSETS, WEIGHTS, [2, 2], d_bags)
+    np.testing.assert_allclose(returned, wanted, **CLOSE)
+    np.testing.assert_allclose(autodiff, wanted, **CLOSE)
+    np.testing.assert_allclose(compiled, wanted, **CLOSE)
+
+
+def test_masked_features_have_no_gradient_of_weights_but_are_trained():
+    module, unmasked = make(SPECS), make(SPECS)
+    _, found = train(module, IDS, OFFSETS, WEIGHTS, feature_requires_grad=np.array([0, 1]))
+    _, everything = train(unmasked, IDS, OFFSETS, WEIGHTS)
+    np.testing.assert_array_equal(found, np.where(np.arange(7) < 3, 0.0, everything))
+    assert (np.asarray(everything[:3]) != 0).all()
+    assert_same_bits(module, unmasked)
+
+
+def test_masks_count_from_the_first_offset():
+    module = make(SPECS)
+    ids, offsets = np.array([1, 2, 3, 4]), np.array([2, 3, 4])
+    row = np.asarray(module.split_embedding_weights()[0])[3]
+    _, found = train(module, ids, offsets, np.ones(4, np.float32), feature_requires_grad=np.array([1, 0]))
+    np.testing.assert_allclose(found, [0, 0, row.sum(), 0], **CLOSE)
+
+
+def test_a_mask_of_another_length_is_refused_before_anything_is_trained():
+    module, before = make(SPECS), tables_of(make(SPECS))[0]
+    with pytest.raises(ValueError, match=r"feature_requires_grad has shape \(1,\); give 2"):
+        train(module, IDS, OFFSETS, WEIGHTS, feature_requires_grad=np.array([1]))
+    assert int(module.step) == 0
+    np.testing.assert_array_equal(module.split_embedding_weights()[0], before[0])
+
+
+@pytest.mark.parametrize("optimizer", [Optim.EXACT_SGD, Optim.NONE])
+def test_gradients_are_clipped_entry_by_entry_also_for_optimizer_none(optimizer):
+    arguments = {} if optimizer == Optim.NONE else {"learning_rate": 1.0}
+    module = make(((3, 2),), optimizer=optimizer, gradient_clipping=True, max_gradient=0.5, **arguments)
+    before = np.array(module.split_embedding_weights()[0])
+    _, returned = train(module, np.array([1, 1]), np.array([0, 1, 2]), d_output=np.array([[9, -0.25], [0.25, -7.0]]))
+    if optimizer == Optim.NONE:
+        (step,) = returned.to_dense().values()
+    else:
+        step = before - np.asarray(module.split_embedding_weights()[0])
+    np.testing.assert_allclose(step, [[0, 0], [0.75, -0.75], [0, 0]], atol=1e-6)
+
+
+# Optimizers and rates per table, steps
+
+
+def test_every_table_may_have_its_own_optimizer_and_rate():
+    optimizers = [Optim.EXACT_SGD, ROWWISE, Optim.ADAM]
+    rates = [0.5, 0.25, 0.125]
+    specs = ((5, 4), (5, 4), (5, 4))
+    ids, offsets = np.tile([1, 3, 3], 3), np.arange(0, 10, 1)
+    together = make(specs, optimizer=optimizers, learning_rate=rates, uniform=None)
+    alone = [make((spec,), optimizer=o, learning_rate=r) for spec, o, r in zip(specs, optimizers, rates, strict=True)]
+    entries = {}
+    for t, module in enumerate(alone):
+        entries |= {f"table_{t}{k[7:]}": v for k, v in module.state_dict().items() if k.startswith("table_0")}
+    together.load_state_dict(entries)
+    assert together.get_learning_rate() == rates
+    for k in range(2):
+        output, backward = together.vjp(ids, offsets)
+        d_output = gradient_like(output, k)
+        backward(d_output)
+        for t, module in enumerate(alone):
+            train(module, ids[:3], offsets[:4], d_output=d_output[:, 4 * t : 4 * t + 4])
+    for t, module in enumerate(alone):
+        np.testing.assert_array_equal(together.split_embedding_weights()[t], module.split_embedding_weights()[0])
+        for mine, yours in zip(together.split_optimizer_states()[t], module.split_optimizer_states()[0], strict=True):
+            np.testing.assert_array_equal(mine, yours)
+
+
+def test_backward_runs_once():
+    module = make(SPECS)
+    output, backward = module.vjp(IDS, OFFSETS)
+    backward(gradient_like(output))
+    after = tables_of(module)[0]
+    for second in (backward, backward.row_gradients):
+        with pytest.raises(RuntimeError, match="used already"):
+            second(gradient_like(output))
+    np.testing.assert_array_equal(module.split_embedding_weights()[0], after[0])
+
+
+def test_a_gradient_of_another_shape_leaves_the_backward_usable():
+    module, other = make(SPECS), make(SPECS)
+    output, backward = module.vjp(IDS, OFFSETS)
+    with pytest.raises(ValueError, match="gradient has"):
+        backward(np.ones(7, np.float32))
+    backward(gradient_like(output))
+    train(other, IDS, OFFSETS, d_output=gradient_like(output))
+    assert_same_bits(module, other)
+
+
+def test_evaluation_mode_never_trains_and_only_updates_count_steps():
+    module = make(SPECS, optimizer=Optim.ADAM)
+    output, backward = module.vjp(IDS, OFFSETS)
+    before = tables_of(module)
+    module.eval()
+    for forbidden in (lambda: module.vjp(IDS, OFFSETS), lambda: backward(gradient_like(output))):
+        with pytest.raises(RuntimeError, match="evaluation mode"):
+            forbidden()
+    np.testing.assert_array_equal(module(IDS, OFFSETS), output)
+    np.testing.assert_array_equal(module.split_embedding_weights()[0], before[0][0])
+    assert int(module.step) == 0
+    module.train()
+    module.vjp(IDS, OFFSETS)
+    assert int(module.step) == 0
+    train(module, IDS, OFFSETS)
+    assert int(module.step) == 1
+
+
+def test_a_step_read_earlier_stays_readable():
+    module = make(SPECS)
+    step = module.step
+    train(module, IDS, OFFSETS)
+    assert int(step) == 0 and int(module.step) == 1
+
+
+def test_the_step_can_be_set_after_the_first_lookup_and_decides_bias_correction():
+    module = make(((5, 4),), optimizer=Optim.ADAM)
+    train(module, np.array([1]), np.array([0, 1]))
+    module.set_optimizer_step(40)
+    oracle = Oracle(module, (0,), "sum", VARIANTS["adam"][2], {})
+    oracle.t = 41
+    train(module, np.array([1, 2]), np.array([0, 2]))
+    oracle.backward(np.array([1, 2]), np.array([0, 2]), None, [1], [np.ones(4)])
+    oracle.assert_agrees(module, **CLOSE)
+    assert int(module.step) == 41
+
+
+def test_integer_steps_are_exact_beyond_float32():
+    config = {"weight_decay": 0.5, "weight_decay_mode": rt.WeightDecayMode.DECOUPLE_GLOBAL}
+    module = make(((5, 4),), optimizer=ROWWISE, global_weight_decay=rt.GlobalWeightDecayDefinition(), **config)
+    module.set_optimizer_step(2**24)
+    train(module, np.array([1]), np.array([0, 1]))
+    train(module, np.array([2]), np.array([0, 1]))
+    prev_iter = module.split_optimizer_states()[0][1]
+    assert prev_iter[1:3].tolist() == [2**24 + 1, 2**24 + 2]
+    row = np.asarray(module.split_embedding_weights()[0])[1]
+    np.testing.assert_allclose(module(np.array([1]), np.array([0, 1]))[0], row * (1 - 0.5 * LR), rtol=1e-6)
+
+
+def test_rates_follow_set_learning_rate_and_schedules():
+    module = make(((5, 4), (5, 3)))
+    module.set_learning_rate([1.0, 2.0])
+    assert module.get_learning_rate() == [1.0, 2.0]
+    before = tables_of(module)[0]
+    train(module, np.array([1, 1]), np.array([0, 1, 2]))
+    for k, (old, new) in enumerate(zip(before, tables_of(module)[0], strict=True)):
+        np.testing.assert_allclose(old[1] - new[1], k + 1.0, rtol=1e-6)
+    scheduled = make(((5, 4),), learning_rate=lambda step: 1.0 / (1.0 + step.astype(jnp.float32)))
+    for k in range(3):
+        old = np.array(scheduled.split_embedding_weights()[0])
+        train(scheduled, np.array([1]), np.array([0, 1]))
+        np.testing.assert_allclose(
+            old[1] - np.asarray(scheduled.split_embedding_weights()[0])[1], 1 / (1 + k), rtol=1e-5
+        )
+    with pytest.raises(ValueError, match="schedule"):
+        scheduled.set_learning_rate(1.0)
+
+
+def test_tables_that_share_an_array_cannot_be_given_two_rates_later():
+    with pytest.raises(ValueError, match="share an array and so one learning rate"):
+        make(((5, 4), (6, 4))).set_learning_rate([0.1, 0.2])
+
+
+def test_a_zero_dimensional_array_is_a_learning_rate():
+    module = make(((5, 4),), learning_rate=jnp.float32(0.5))
+    assert module.get_learning_rate() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("adam", {"lr": LR, "eps": 0.3, "beta1": 0.5, "beta2": 0.25, "weight_decay": 0.2}),
+        ("rowwise_l2", {"eps": 0.3, "weight_decay": 0.2}),
+        ("global", {"weight_decay": 0.2, "lower_bound": 0.97}),
+        ("lars", {"weight_decay": 0.7}),
+    ],
+)
+def test_hyper_parameters_can_be_changed_between_steps(variant, changes):
+    optimizer, arguments, formula = VARIANTS[variant]
+    module = make(((5, 4),), optimizer=optimizer, **arguments)
+    ids, offsets = np.array([1, 2, 2]), np.array([0, 2, 3])
+    train(module, ids, offsets)
+    module.update_hyper_parameters(changes)
+    changed = {**arguments, **{k: v for k, v in changes.items() if k in DEFAULTS}}
+    if "lower_bound" in changes:
+        changed["global_weight_decay"] = rt.GlobalWeightDecayDefinition(0, changes["lower_bound"])
+    oracle = Oracle(module, (0,), "sum", formula, changed)
+    oracle.t = 2
+    for k in range(3):
+        read = ids if k == 2 else np.array([3, 4, 3])
+        train(module, read, offsets)
+        oracle.backward(read, offsets, None, [2], [np.ones(4)] * 2)
+    oracle.assert_agrees(module, **CLOSE)
+
+
+def test_hyper_parameters_that_nobody_reads_or_that_are_out_of_range_are_refused():
+    with pytest.raises(NotImplementedError, match="'momentum' is not supported"):
+        make(SPECS).update_hyper_parameters({"momentum": 0.5})
+    with pytest.raises(NotImplementedError, match="'beta1' is not supported"):
+        make(SPECS).update_hyper_parameters({"beta1": 0.5})
+    with pytest.raises(ValueError, match="beta1 must be in"):
+        make(SPECS, optimizer=Optim.ADAM).update_hyper_parameters({"beta1": 2.0})
+
+
+# Compiled steps
+
+
+@pytest.mark.parametrize("variant", ["sgd", "rowwise_l2", "adamw", "global", "counter_sgd", "emainplace"])
+def test_a_compiled_step_has_the_bits_of_an_eager_one(variant):
+    optimizer, arguments, _ = VARIANTS[variant]
+    specs = ((5, 4), (6, 2))
+    eager, compiled = (make(specs, optimizer=optimizer, **arguments) for _ in range(2))
+
+    @nnx.jit
+    def step(module, ids, offsets, d_output):
+        output, backward = module.vjp(ids, offsets)
+        backward(d_output)
+        return output
+
+    for k in range(3):
+        d_output = np.random.default_rng(k).normal(size=(2, 6)).astype(np.float32)
+        ids = (IDS + k) % 5
+        wanted, _ = train(eager, ids, OFFSETS, d_output=d_output)
+        np.testing.assert_array_equal(step(compiled, ids.astype(np.int32), OFFSETS.astype(np.int32), d_output), wanted)
+    assert_same_bits(eager, compiled)
+    assert int(eager.step) == int(compiled.step) == 3
+
+
+def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
+    module, other = make(SPECS, optimizer=ROWWISE), make(SPECS, optimizer=ROWWISE)
+    plan, offsets = module.plan, jnp.asarray(OFFSETS, jnp.int32)
+
+    def step(state, ids):
+        batch = plan.batch(ids, offsets, None)
+        output = functional.lookup(plan, state, batch)
+        return functional.update(plan, state, batch, output, functional.learning_rates(plan, state)), output
+
+    all_ids = np.stack([(IDS + k) % 5 for k in range(4)]).astype(np.int32)
+    state, outputs = jax.jit(lambda s, ids: jax.lax.scan(step, s, ids))(module.state.get_value(), all_ids)
+    module.state.set_value(state)
+    for ids, output in zip(all_ids, outputs, strict=True):
+        wanted, backward = other.vjp(ids, OFFSETS)
+        np.testing.assert_array_equal(output, wanted)
+        backward(wanted)
+    assert_same_bits(module, other)
+
+
+# Row gradients
+
+
+def test_accumulated_row_gradients_step_like_one_large_batch():
+    whole, parts = make(SPECS, optimizer=ROWWISE), make(SPECS, optimizer=ROWWISE)
+    halves = [(IDS, OFFSETS), ((IDS + 2) % 5, np.array([0, 1, 4, 4, 7]))]
+    d_outputs = [np.random.default_rng(k).normal(size=(2, 7)).astype(np.float32) for k in range(2)]
+    gradients = [parts.vjp(*half)[1].row_gradients(d_output) for half, d_output in zip(halves, d_outputs, strict=True)]
+    dense = {}
+    for (ids, offsets), d in zip(halves, d_outputs, strict=True):
+        for bag in range(4):
+            feature, columns = divmod(bag, 2)
+            for p in range(offsets[bag], offsets[bag + 1]):
+                own = d[columns, :4] if feature == 0 else d[columns, 4:]
+                dense[feature, ids[p]] = dense.get((feature, ids[p]), 0) + own.astype(np.float64)
+    norm = np.sqrt(sum((v**2).sum() for v in dense.values()))
+    clipped = clip_by_global_norm(combine(*gradients), norm / 2)
+    for feature, values in enumerate(clipped.to_dense().values()):
+        for row in range(len(values)):
+            np.testing.assert_allclose(
+                values[row], dense.get((feature, row), np.zeros(1)) / 2 + 0 * values[row], **CLOSE
+            )
+    parts.apply(combine(*gradients))
+    both = np.concatenate([halves[0][0][:3], halves[1][0][:4], halves[0][0][3:], halves[1][0][4:]])
+    lengths = [np.diff(offsets) for _, offsets in halves]
+    sizes = np.concatenate([lengths[0][:2], lengths[1][:2], lengths[0][2:], lengths[1][2:]])
+    train(whole, both, np.concatenate([[0], np.cumsum(sizes)]), d_output=np.concatenate(d_outputs))
+    for mine, yours in zip(tables_of(parts)[0], tables_of(whole)[0], strict=True):
+        np.testing.assert_allclose(mine, yours, **CLOSE)
+    assert int(parts.step) == int(whole.step) == 1
+
+
+def test_optimizer_none_returns_gradients_and_changes_nothing():
+    module = make(((5, 4),), optimizer=Optim.NONE)
+    before = np.array(module.split_embedding_weights()[0])
+    output, backward = module.vjp(np.array([4, 1, 4]), np.array([0, 1, 3]), total_unique_indices=2)
+    gradients = backward(np.array([[1, 2, 3, 4], [10, 20, 30, 40]], np.float32))
+    (rows,), (values,) = gradients.rows.values(), gradients.values.values()
+    assert rows.tolist() == [1, 4]
+    np.testing.assert_array_equal(values, [[10, 20, 30, 40], [11, 22, 33, 44]])
+    np.testing.assert_array_equal(module.split_embedding_weights()[0], before)
+    with pytest.raises(NotImplementedError, match="keeps no optimizer states"):
+        module.split_optimizer_states()
+    with pytest.raises(ValueError, match="total_unique_indices is 1, but 2 rows"):
+        module.vjp(np.array([4, 1]), np.array([0, 2]), total_unique_indices=1)[1](output[:1])
+    with pytest.raises(ValueError, match="no optimizer"):
+        module.apply(gradients)
