@@ -15,6 +15,7 @@ from rsembed.optimizers import LaPropOptimizerSpec as LaPropOptimizerSpec
 from rsembed.optimizers import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
 from rsembed.optimizers import SGDOptimizerSpec as SGDOptimizerSpec
+from rsembed.optimizers import TorchAdagradOptimizerSpec as TorchAdagradOptimizerSpec
 from rsembed.optimizers import from_optax as from_optax
 from rsembed.row_gradients import RowGradients as RowGradients
 from rsembed.row_gradients import clip_by_global_norm as clip_by_global_norm

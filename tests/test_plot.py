@@ -22,6 +22,7 @@ PICTURES = {
     "shard_load": lambda **kw: plot.plot_shard_load({"plain": np.array([5, 3]), "turned": np.array([4, 4])}, **kw),
     "stack_bytes": lambda **kw: plot.plot_stack_bytes({"a": (4000, 100), "b": (2000, 0)}, **kw),
     "buffer": lambda **kw: plot.plot_buffer(np.array([[0, 0, -1, 1, -2, -2]]), **kw),
+    "miss_ratio": lambda **kw: plot.plot_miss_ratio([10, 100], [0.9, 0.2], measured={"lru": {10: 0.95}}, **kw),
     "row_norms": lambda **kw: plot.plot_row_norms(np.ones(3), np.array([0, 1, 5]), **kw),
 }
 

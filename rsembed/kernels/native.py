@@ -30,6 +30,7 @@ from rsembed.optimizers import (
     RowWiseAdagradOptimizerSpec,
     SGDOptimizerSpec,
     Slots,
+    TorchAdagradOptimizerSpec,
 )
 
 NAME = "native"
@@ -50,10 +51,12 @@ _HAS_OFFSETS, _HAS_WEIGHTS = 4, 8
 _FUSED_RULES: dict[type[OptimizerSpec], int] = {
     SGDOptimizerSpec: 0,
     AdagradOptimizerSpec: 1,
+    TorchAdagradOptimizerSpec: 1,
     RowWiseAdagradOptimizerSpec: 2,
     AdamOptimizerSpec: 3,
 }
 _NUM_SLOTS = (0, 1, 1, 2)
+_MAX_HYPERPARAMETERS = 4
 # Below this a table fits the second-level TLB on ordinary pages, and collapsing it costs more than it gains.
 _MIN_HUGE_BYTES = 32 << 20
 
@@ -388,7 +391,8 @@ def _fused_code(table: Array, slots: Slots, rule: OptimizerSpec, rounding: Round
 
 
 def _hyper_vector(hyper: Hyperparameters) -> Float[Array, " hyper"]:
-    return jnp.stack([jnp.asarray(value, jnp.float32) for value in hyper])
+    absent = [0.0] * (_MAX_HYPERPARAMETERS - len(hyper))  # such as the epsilon of an Adagrad that has none
+    return jnp.stack([jnp.asarray(value, jnp.float32) for value in (*hyper, *absent)])
 
 
 def _step_in_place(target: str, operands: Sequence[Array], num_slots: int, **attributes: Any) -> tuple[Array, Slots]:

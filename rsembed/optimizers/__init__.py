@@ -22,3 +22,4 @@ from rsembed.optimizers.rules import LaPropSlotVariables as LaPropSlotVariables
 from rsembed.optimizers.rules import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
 from rsembed.optimizers.rules import SGDOptimizerSpec as SGDOptimizerSpec
 from rsembed.optimizers.rules import SGDSlotVariables as SGDSlotVariables
+from rsembed.optimizers.rules import TorchAdagradOptimizerSpec as TorchAdagradOptimizerSpec

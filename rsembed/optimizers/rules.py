@@ -82,7 +82,7 @@ class SGDOptimizerSpec(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdagradOptimizerSpec(OptimizerSpec):
-    """Adagrad: `A += g²; w -= lr * g / (sqrt(A) + epsilon)`, with epsilon 0 as in the published API.
+    """Adagrad without epsilon: `A += g²; w -= lr * g / sqrt(A)`.
 
     The accumulator starts at 0.1, as in the published API, which is large beside the gradients of a mean loss over a
     large batch; `RowWiseAdagradOptimizerSpec` starts at 0. Set `initial_accumulator_value` when you compare the two.
@@ -93,7 +93,27 @@ class AdagradOptimizerSpec(OptimizerSpec):
     """
 
     initial_accumulator_value: float = 0.1
-    epsilon: float = 0.0
+    slot_type: ClassVar[type] = AdagradSlotVariables
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return (self.initial_accumulator_value,)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        return _adagrad_step(rows, slots[0], gradients, hyper[0], 0.0)
+
+    def short_name(self) -> str:
+        return "adagrad"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TorchAdagradOptimizerSpec(OptimizerSpec):
+    """Adagrad as torch and FBGEMM have it: `A += g²; w -= lr * g / (sqrt(A) + epsilon)`, from `A = 0` on.
+
+    Source: `torch.optim.Adagrad` (whose epsilon is 1e-10) and FBGEMM `EXACT_ADAGRAD`.
+    """
+
+    initial_accumulator_value: float = 0.0
+    epsilon: float = 1e-8
     slot_type: ClassVar[type] = AdagradSlotVariables
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
@@ -103,13 +123,16 @@ class AdagradOptimizerSpec(OptimizerSpec):
         return (self.initial_accumulator_value,)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        lr, epsilon = hyper
-        accumulator = slots[0] + gradients * gradients
-        root = jnp.sqrt(jnp.where(accumulator > 0, accumulator, 1.0)) + epsilon
-        return rows - jnp.where(accumulator > 0, lr * gradients / root, 0.0), (accumulator,)
+        return _adagrad_step(rows, slots[0], gradients, *hyper)
 
     def short_name(self) -> str:
-        return "adagrad"
+        return "torch_adagrad"
+
+
+def _adagrad_step(rows: Array, old: Array, gradients: Array, lr: Any, epsilon: Any) -> tuple[Array, Slots]:
+    accumulator = old + gradients * gradients
+    root = jnp.sqrt(jnp.where(accumulator > 0, accumulator, 1.0)) + epsilon
+    return rows - jnp.where(accumulator > 0, lr * gradients / root, 0.0), (accumulator,)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

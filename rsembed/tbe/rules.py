@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rsembed.optimizers import (
-    AdagradOptimizerSpec,
     AdamOptimizerSpec,
     FTRLOptimizerSpec,
     OptimizerSpec,
     RowWiseAdagradOptimizerSpec,
     SGDOptimizerSpec,
+    TorchAdagradOptimizerSpec,
 )
 from rsembed.tbe.arguments import OptimizerArguments, check_arguments
 from rsembed.tbe.arguments import state_names as state_names
@@ -83,7 +83,7 @@ def _adagrad_family(optimizer: EmbOptimType, given: OptimizerArguments) -> Optim
             is_per_row=is_per_row,
             **common,
         )
-    core = RowWiseAdagradOptimizerSpec if is_per_row else AdagradOptimizerSpec
+    core = RowWiseAdagradOptimizerSpec if is_per_row else TorchAdagradOptimizerSpec
     return core(given.learning_rate, initial_accumulator_value=0.0, epsilon=given.eps)
 
 

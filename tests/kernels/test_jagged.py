@@ -124,7 +124,8 @@ def test_lookup_and_gradients_are_those_of_a_loop_over_entries(implementation, c
 
 RULES = {
     "sgd": rs.SGDOptimizerSpec(0.1),
-    "adagrad": rs.AdagradOptimizerSpec(0.1, 0.0, epsilon=1e-3),
+    "adagrad": rs.AdagradOptimizerSpec(0.1),
+    "torch_adagrad": rs.TorchAdagradOptimizerSpec(0.1, epsilon=1e-3),
     "rowwise_adagrad": rs.RowWiseAdagradOptimizerSpec(0.1),
     "adam": rs.AdamOptimizerSpec(0.1),
     "ftrl": rs.FTRLOptimizerSpec(0.1),

@@ -19,6 +19,9 @@ def step_in_float64(optimizer, row, slots, gradient, step):
         case "adagrad":
             total = slots[0] + gradient**2
             return row - lr * gradient / total**0.5, (total,)
+        case "torch_adagrad":
+            total = slots[0] + gradient**2
+            return row - lr * gradient / (total**0.5 + optimizer.epsilon), (total,)
         case "adam":
             t, b1, b2 = step + 1, optimizer.beta_1, optimizer.beta_2
             m = b1 * slots[0] + (1 - b1) * gradient
@@ -65,6 +68,7 @@ def _regularization(optimizer):
     [
         rs.SGDOptimizerSpec(0.1),
         rs.AdagradOptimizerSpec(0.1),
+        rs.TorchAdagradOptimizerSpec(0.1, epsilon=0.05),
         rs.AdamOptimizerSpec(0.1, beta_1=0.8, beta_2=0.99),
         rs.AdagradMomentumOptimizerSpec(0.1),
         rs.AdagradMomentumOptimizerSpec(0.1, beta2=0.9, exponent=3.0, use_nesterov=True),

@@ -69,7 +69,7 @@ def test_a_rule_follows_its_formula_over_several_steps(variant, weights, gradien
     ("variant", "core"),
     [
         ("sgd", rs.SGDOptimizerSpec),
-        ("adagrad", rs.AdagradOptimizerSpec),
+        ("adagrad", rs.TorchAdagradOptimizerSpec),
         ("rowwise", rs.RowWiseAdagradOptimizerSpec),
         ("adam", rs.AdamOptimizerSpec),
     ],
