@@ -17,6 +17,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 matplotlib.use("Agg")
 
 
+def pytest_sessionstart() -> None:
+    """Tests of the native kernels may skip where there are none, but not where they were required."""
+    from rsembed.kernels import native  # by now the hook that checks shapes is in place
+
+    reason = native.unavailable_because()
+    if reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
+        raise pytest.UsageError(f"RSEMBED_REQUIRE_NATIVE=1, but {reason}")
+
+
 @pytest.fixture(autouse=True)
 def close_figures() -> Iterator[None]:
     yield
