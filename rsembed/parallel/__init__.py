@@ -4,3 +4,7 @@ from rsembed.parallel.exchange import Routes as Routes
 from rsembed.parallel.exchange import plan_routes as plan_routes
 from rsembed.parallel.exchange import send as send
 from rsembed.parallel.exchange import send_back as send_back
+from rsembed.parallel.rounds import Wanted as Wanted
+from rsembed.parallel.rounds import ask as ask
+from rsembed.parallel.rounds import default_capacity as default_capacity
+from rsembed.parallel.rounds import distinct as distinct

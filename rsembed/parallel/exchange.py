@@ -66,17 +66,21 @@ def plan_routes(owners: Int[Array, " nnz"], *, num_devices: int, capacity: int) 
 
 
 def send(
-    values: Shaped[Array, "nnz *feature"], routes: Routes, axis_name: AxisName, *, fill_value: float | int
+    values: Shaped[Array, "nnz *feature"],
+    entries: Int[Array, "devices capacity"],
+    axis_name: AxisName,
+    *,
+    fill_value: float | int,
 ) -> Shaped[Array, "devices capacity *feature"]:
     """What the other devices sent to this one; row `i` of the result comes from device `i`.
 
     Args:
       values: one value or vector per entry.
-      routes: where they travel.
+      entries: the entry in every place of the outgoing blocks; a place outside `[0, nnz)` is empty.
       axis_name: the mesh axis, or axes whose sizes multiply to the number of devices.
       fill_value: what empty places hold; `NO_ROW` for rows, so that the owner ignores them.
     """
-    blocks = _take(values, routes.entries, fill_value)
+    blocks = _take(values, entries, fill_value)
     return jax.lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 

@@ -142,7 +142,7 @@ def lookup_stack(
         vectors, places = table, entries.rows
     else:
         routes = _routes(entries, exchange)
-        wanted = send(entries.rows, routes, exchange.axis_name, fill_value=NO_ROW)
+        wanted = send(entries.rows, routes.entries, exchange.axis_name, fill_value=NO_ROW)
         (found,) = api.lookup(table, [Segment(wanted.reshape(-1), None, None, "none")])
         vectors = send_back(found.reshape(*wanted.shape, -1), exchange.axis_name)
         places = routes.places
@@ -166,8 +166,8 @@ def update_stack(
     rows = entries.rows
     if exchange.axis_name is not None:
         routes = _routes(entries, exchange)
-        rows = send(rows, routes, exchange.axis_name, fill_value=NO_ROW).reshape(-1)
-        vectors = send(vectors, routes, exchange.axis_name, fill_value=0.0).reshape(rows.shape[0], -1)
+        rows = send(rows, routes.entries, exchange.axis_name, fill_value=NO_ROW).reshape(-1)
+        vectors = send(vectors, routes.entries, exchange.axis_name, fill_value=0.0).reshape(rows.shape[0], -1)
     touched = Segment(rows, None, None, "none")
     return api.update(table, slots, [touched], [vectors], hyper, rule, rounding=rounding)
 

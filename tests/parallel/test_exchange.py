@@ -24,8 +24,8 @@ def round_trip(num_devices, capacity):
 
     def body(owners, rows):
         routes = plan_routes(owners, num_devices=num_devices, capacity=capacity)
-        arrived = send(rows, routes, "x", fill_value=NO_ROW)
-        vectors = send(jnp.repeat(rows[:, None].astype(jnp.float32), 3, axis=1), routes, "x", fill_value=0.0)
+        arrived = send(rows, routes.entries, "x", fill_value=NO_ROW)
+        vectors = send(jnp.repeat(rows[:, None].astype(jnp.float32), 3, axis=1), routes.entries, "x", fill_value=0.0)
         replies = jnp.where(arrived == NO_ROW, -1, 1000 * jax.lax.axis_index("x") + arrived)
         answers = send_back(replies, "x").at[routes.places].get(mode="fill", fill_value=-2)
         return arrived[None], vectors[None], answers, routes.num_left_behind[None]
@@ -66,7 +66,7 @@ def test_several_mesh_axes_count_as_one():
 
     def body(owners, rows):
         routes = plan_routes(owners, num_devices=4, capacity=NUM_ENTRIES)
-        return send(rows, routes, ("x", "y"), fill_value=NO_ROW)[None]
+        return send(rows, routes.entries, ("x", "y"), fill_value=NO_ROW)[None]
 
     owners = owners_of(0, 4)
     rows = np.arange(owners.size, dtype=np.int32)

@@ -1,0 +1,125 @@
+"""Rounds of any capacity bring every entry to its owner once, all of a row at the same time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from rsembed.kernels.contract import NO_ROW
+from rsembed.parallel import ask, distinct
+
+NUM_IDS = 24
+ROWS = 11
+
+
+@functools.cache
+def program(num_devices, capacity):
+    """Owners count visits of each row, answer `100 * row + owner`, and add the squared sum of what arrives."""
+    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
+
+    def answer(state, arrived):
+        visits, squares = state
+        rows, values = arrived
+        total = jnp.zeros(ROWS).at[rows].add(values, mode="drop")
+        state = visits.at[rows].max(1, mode="drop") + jnp.where(total != 0, 10, 0), squares + total * total
+        return state, 100 * rows + jax.lax.axis_index("x")
+
+    def body(ids, values):
+        wanted = distinct(jnp.where(ids >= 0, ids % num_devices, NO_ROW), [ids // num_devices], num_devices=num_devices)
+        sums = jnp.zeros(NUM_IDS).at[wanted.entry_of].add(values, mode="drop")
+        rows = jnp.where(wanted.first_of != NO_ROW, wanted.lanes[0], NO_ROW)
+        state = jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS)
+        state, replies, rounds = ask(wanted, (rows, sums), answer, state, capacity=capacity, axis_name="x")
+        replies = replies.at[wanted.entry_of].get(mode="fill", fill_value=-1)
+        return *(x[None] for x in state), replies, rounds[None]
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+
+
+@st.composite
+def batches(draw):
+    num_devices = draw(st.sampled_from([1, 2, 8]))
+    capacity = draw(st.sampled_from([1, 3, NUM_IDS]))
+    generator = np.random.default_rng(draw(st.integers(0, 2**31)))
+    kind = draw(st.sampled_from(["uniform", "one row", "one owner", "one asker", "nothing"]))
+    ids = generator.integers(-1, ROWS * num_devices, (num_devices, NUM_IDS)).astype(np.int32)
+    if kind == "one row":
+        ids[:] = draw(st.integers(0, ROWS * num_devices - 1))
+    elif kind == "one owner":
+        ids -= np.where(ids >= 0, ids % num_devices, 0)
+    elif kind == "one asker":
+        ids[1:] = -1
+    elif kind == "nothing":
+        ids[:] = -1
+    return num_devices, capacity, ids, generator.integers(1, 5, ids.shape).astype(np.float32)
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches())
+def test_every_row_is_whole_in_one_round_at_any_capacity(batch):
+    num_devices, capacity, ids, values = batch
+    visits, squares, replies, rounds = map(
+        np.asarray, program(num_devices, capacity)(ids.reshape(-1), values.reshape(-1))
+    )
+    sums = np.zeros(ROWS * num_devices)
+    np.add.at(sums, ids[ids >= 0], values[ids >= 0])
+    by_owner = sums.reshape(ROWS, num_devices).T
+    # 11 = visited, and in a single round: a second one would add another 10 and split the square.
+    np.testing.assert_array_equal(visits, np.where(by_owner > 0, 11, 0))
+    np.testing.assert_array_equal(squares, by_owner**2)
+    flat = ids.reshape(-1)
+    np.testing.assert_array_equal(replies, np.where(flat >= 0, 100 * (flat // num_devices) + flat % num_devices, -1))
+    buckets = [len({i for i in row if i >= 0 and i % num_devices == d}) for row in ids for d in range(num_devices)]
+    asked = [len({i for i in flat if i >= 0 and i % num_devices == d}) for d in range(num_devices)]
+    assert max(1, -(-max(buckets) // capacity)) <= rounds[0] <= max(1, -(-max(asked) // capacity))
+    assert (rounds == rounds[0]).all()
+
+
+def test_entries_are_told_apart_by_all_lanes():
+    high = jnp.asarray([7, 7, 2**32 - 1, 7], jnp.uint32)
+    low = jnp.asarray([1, 2**32 - 1, 2**32 - 1, 1], jnp.uint32)
+    wanted = distinct(jnp.asarray([0, 0, 1, 0]), [high, low], num_devices=2)
+    assert wanted.offsets.tolist() == [0, 2, 3]
+    assert wanted.entry_of.tolist() == [0, 1, 2, 0]
+    assert wanted.first_of.tolist() == [0, 1, 2, NO_ROW]
+    assert [lane.tolist()[:3] for lane in wanted.lanes] == [[7, 7, 2**32 - 1], [1, 2**32 - 1, 2**32 - 1]]
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_the_largest_key_is_an_ordinary_entry(capacity):
+    """Two lanes of all ones must not be mistaken for "nothing left"."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
+
+    def body(low):
+        high = jnp.full(low.shape, 2**32 - 1, jnp.uint32)
+        wanted = distinct(jnp.zeros(low.shape, jnp.int32), [high, low], num_devices=2)
+        _, replies, rounds = ask(
+            wanted, wanted.lanes, lambda state, keys: (state, keys[1]), None, capacity=capacity, axis_name="x"
+        )
+        return replies.at[wanted.entry_of].get(mode="fill", fill_value=0), rounds[None]
+
+    low = np.asarray([2**32 - 1, 5, 2**32 - 2, 2**32 - 1, 9, 2**32 - 1], np.uint32)
+    replies, rounds = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))(low)
+    np.testing.assert_array_equal(replies, low)
+    assert rounds[0] > 1
+
+
+def test_no_ids_and_no_capacity():
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
+
+    def body(ids):
+        wanted = distinct(ids, [ids], num_devices=2)
+        return ask(wanted, ids, lambda state, rows: (state, rows), None, capacity=0, axis_name="x")[1]
+
+    shape = jax.ShapeDtypeStruct((0,), jnp.int32)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    assert jax.eval_shape(mapped, shape).shape == (0,)
+    assert np.asarray(jax.jit(mapped)(np.zeros(0, np.int32))).shape == (0,)
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((4,), jnp.int32))
