@@ -1,4 +1,4 @@
-"""The command line: `python -m rsembed doctor | run NOTEBOOK [NAME=VALUE ...] | bench [NAME]`."""
+"""The command line: `python -m rsembed doctor | run NOTEBOOK [NAME=VALUE ...] | bench [NAME] | launch SCRIPT`."""
 
 import argparse
 import ast
@@ -274,6 +274,21 @@ def bench(name: str, arguments: Sequence[str]) -> int:
     return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode
 
 
+def start_processes(options: argparse.Namespace) -> int:
+    """Runs `rsembed.parallel.launch` with the options of the command line, and returns its exit status.
+
+    Raises:
+      CommandError: there is no such script, or a count is below 1.
+    """
+    from rsembed.parallel import launch
+
+    counts = {"num_processes": options.processes, "devices_per_process": options.devices_per_process}
+    try:
+        return launch(options.script, options.arguments, **counts)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 0, 1 for a failed notebook, 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="rsembed", description="Embedding tables in JAX.")
@@ -286,8 +301,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     timer = commands.add_parser("bench", help="time the kernels against other systems")
     timer.add_argument("name", nargs="?", default="lookup", help="file under benchmarks/ (default: lookup)")
     timer.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")
+    launcher = commands.add_parser("launch", help="start a script in several processes on this machine")
+    launcher.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
+    launcher.add_argument("--devices-per-process", type=int, default=1, help="CPU devices of each (default: 1)")
+    launcher.add_argument("script", help="Python file that calls rsembed.parallel.init()")
+    launcher.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     options = parser.parse_args(argv)
     try:
+        if options.command == "launch":
+            return start_processes(options)
         if options.command == "run":
             return run(options.notebook, parse_settings(options.settings), options.output)
         if options.command == "bench":

@@ -1,0 +1,239 @@
+"""One script on one device, on many, or in many processes: start, mesh, global arrays, an orderly end.
+
+```
+init()  ─▶  mesh = make_mesh()  ─▶  batch = put_global(local_batch, mesh)  ─▶  your jitted step
+                                    preempted(step): save and leave
+```
+
+Where a process finds the others is no business of the script: see `init`. docs/distributed.md tells how to start it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+_log = logging.getLogger("rsembed")
+_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES")
+_terminated = threading.Event()
+_watches_preemption = False
+
+
+def init(
+    coordinator_address: str | None = None,
+    *,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    preemption: bool = False,
+    heartbeat_timeout_seconds: int = 30,
+    initialization_timeout_seconds: int = 60,
+    shutdown_timeout_seconds: int = 30,
+) -> None:
+    """Connects this process with the others of its run; the first call of a script, before any array is made.
+
+    What is not given is read from `RSEMBED_COORDINATOR_ADDRESS`, `RSEMBED_NUM_PROCESSES` and `RSEMBED_PROCESS_ID` (or
+    the same names with `JAX_`), then detected by `jax.distributed` (Slurm, Open MPI, Kubernetes, TPU pods). A process
+    that finds no others does nothing. So does a second call.
+
+    A process that dies takes the run with it: JAX aborts the others after `heartbeat_timeout_seconds`, naming the
+    process, instead of leaving them in a collective for ever. After an uncaught exception a process leaves at once,
+    without waiting for others that wait for it. A run that ends well ends together.
+
+    Args:
+      coordinator_address: `host:port` of process 0.
+      num_processes: processes of the run; 1 keeps this process alone, whatever the environment says.
+      process_id: the number of this one, from 0.
+      local_device_ids: accelerators that this process may use; None means all it sees, or what the cluster assigns.
+      preemption: take SIGTERM as the announcement that the machine will go, see `preempted`.
+      heartbeat_timeout_seconds: silence after which a process counts as dead. Raise it if long compilations or slow
+        storage starve the machine.
+      initialization_timeout_seconds: how long to wait for the others to appear.
+      shutdown_timeout_seconds: how long a process that is done waits for the others.
+
+    Raises:
+      ValueError: an address without numbers or the reverse, a number out of range, a timeout below 1.
+      RuntimeError: JAX was used before, the others did not appear in time, or a second call asks for another run.
+    """
+    global _watches_preemption
+    timeouts = (heartbeat_timeout_seconds, initialization_timeout_seconds, shutdown_timeout_seconds)
+    if min(timeouts) < 1:
+        raise ValueError(f"init: timeouts must be at least 1 second, got {timeouts}.")
+    address = coordinator_address or _environment("COORDINATOR_ADDRESS")
+    num_processes = _environment_int("NUM_PROCESSES") if num_processes is None else num_processes
+    process_id = _environment_int("PROCESS_ID") if process_id is None else process_id
+    if jax.distributed.is_initialized():
+        running = (jax.process_count(), jax.process_index())
+        if num_processes not in (None, running[0]) or process_id not in (None, running[1]):
+            raise RuntimeError(
+                f"init: this is process {running[1]} of {running[0]} already; it cannot become process {process_id} "
+                f"of {num_processes}. Call init() once, with the arguments of the run."
+            )
+        is_alone = False
+    else:
+        # Both ways explicitly: the default differs between versions of JAX.
+        jax.config.update("jax_enable_preemption_service", preemption)
+        is_alone = num_processes == 1 or not _connect(address, num_processes, process_id, local_device_ids, timeouts)
+        if not is_alone:
+            atexit.register(_leave_at_once_after_an_error)
+            _log.info("process %d of %d", jax.process_index(), jax.process_count())
+    if preemption and not _watches_preemption:
+        if is_alone:
+            signal.signal(signal.SIGTERM, lambda number, frame: _terminated.set())
+        _watches_preemption = True
+
+
+def _environment(name: str) -> str | None:
+    return os.environ.get(f"RSEMBED_{name}") or os.environ.get(f"JAX_{name}")
+
+
+def _environment_int(name: str) -> int | None:
+    text = _environment(name)
+    if text is not None and not text.isdecimal():
+        raise ValueError(f"init: RSEMBED_{name} (or JAX_{name}) must be a number, got {text!r}.")
+    return None if text is None else int(text)
+
+
+def _connect(
+    address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    local_device_ids: Sequence[int] | None,
+    timeouts: tuple[int, int, int],
+) -> bool:
+    """Whether there is a run to connect to; by then it is connected."""
+    is_asked_for = not (address is None and num_processes is None and process_id is None)
+    heartbeat, initialization, shutdown = timeouts
+    try:
+        jax.distributed.initialize(
+            address,
+            num_processes,
+            process_id,
+            local_device_ids,
+            heartbeat_timeout_seconds=heartbeat,
+            initialization_timeout=initialization,
+            shutdown_timeout_seconds=shutdown,
+        )
+    except ValueError as error:
+        if not is_asked_for and "coordinator_address" in str(error):  # no cluster was detected
+            return False
+        raise ValueError(
+            f"init: coordinator_address={address!r}, num_processes={num_processes}, process_id={process_id}: {error} "
+            "Give all three (or set RSEMBED_COORDINATOR_ADDRESS, RSEMBED_NUM_PROCESSES and RSEMBED_PROCESS_ID), or "
+            "start the script with `python -m rsembed launch`."
+        ) from error
+    except RuntimeError as error:
+        is_late = "before" in str(error)
+        if is_late and not is_asked_for and not any(name in os.environ for name in _LAUNCHERS):
+            return False  # a notebook: nobody else is there, so late is not too late
+        reason = "JAX has already made its devices" if is_late else f"the others did not answer ({error})"
+        way_out = "call init() before any array" if is_late else "start all of them within the initialization timeout"
+        raise RuntimeError(
+            f"init: process {process_id} of {num_processes} at {address}: {reason}; {way_out}. "
+            "A single process needs no init, or init(num_processes=1)."
+        ) from error
+    return True
+
+
+def _leave_at_once_after_an_error() -> None:
+    """JAX waits at exit for all processes, but these may wait for us, in a collective that we shall never join."""
+    if getattr(sys, "last_value", None) is not None:
+        process = f"process {jax.process_index()} of {jax.process_count()}"
+        print(
+            f"rsembed: {process} ends the run: {type(sys.last_value).__name__}, see above. If it speaks of a peer or "
+            "of a connection, another process died first: look there, then start again from the latest checkpoint.",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def preempted(step: int) -> bool:
+    """Whether to save and leave now, because some process of the run received SIGTERM.
+
+    All processes get True at the same step, a step or more after the signal, and only at that step.
+
+    Args:
+      step: the number of the step; every process calls this once per step, with rising numbers.
+
+    Raises: RuntimeError: `init(preemption=True)` was not called.
+    """
+    if not _watches_preemption:
+        raise RuntimeError("preempted: nobody listens for SIGTERM; call init(preemption=True) first.")
+    if jax.distributed.is_initialized():
+        return bool(multihost_utils.reached_preemption_sync_point(step))
+    return _terminated.is_set()
+
+
+def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
+    """A mesh of one axis over the devices of all processes; tables and batches are split along it.
+
+    This is the one place that makes meshes. The axis is `Auto`: `jax.make_mesh` alone would give an `Explicit` one,
+    under which a sharded table can no longer be indexed outside `shard_map`.
+
+    Args:
+      axis: its name.
+      num_devices: how many, equally many of every process; None takes all.
+
+    Raises: ValueError: there are not as many, or they cannot be split equally over the processes.
+    """
+    devices, num_processes = jax.devices(), jax.process_count()
+    if num_devices is not None:
+        per_process, rest = divmod(num_devices, num_processes)
+        fewest = min(sum(d.process_index == process for d in devices) for process in range(num_processes))
+        if num_devices < 1 or rest or per_process > fewest:
+            raise ValueError(
+                f"make_mesh: {num_devices} devices cannot be taken equally from {num_processes} processes with at "
+                f"least {fewest} devices each; for more CPU devices set JAX_NUM_CPU_DEVICES, or use "
+                "`python -m rsembed launch --devices-per-process`."
+            )
+        own = [[d for d in devices if d.process_index == process][:per_process] for process in range(num_processes)]
+        devices = [device for some in own for device in some]
+    return Mesh(np.asarray(devices), (axis,), axis_types=(AxisType.Auto,))
+
+
+def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:
+    """Global arrays from what each process holds: its own samples, in the order of the processes.
+
+    Args:
+      tree: host arrays; the first dimension counts the samples of this process, equally many in every process.
+      mesh: see `make_mesh`.
+      axis: the axis to split the first dimension along; None replicates, and then all processes pass equal arrays.
+
+    Returns: the same structure with `jax.Array`s whose first dimension counts the samples of all processes.
+
+    Raises: ValueError: an array does not split over the local devices, or its integers do not fit JAX's 32 bits.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(axis))
+    own_devices = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+    def put(path: Any, leaf: Any) -> jax.Array:
+        array, name = np.asarray(leaf), f"put_global: array {jax.tree_util.keystr(path) or 'given'}"
+        if axis is not None and (array.ndim == 0 or array.shape[0] % own_devices):
+            raise ValueError(
+                f"{name} of shape {array.shape} does not split over the {own_devices} devices of this process; pad "
+                "its first dimension to a multiple."
+            )
+        narrow = jax.dtypes.canonicalize_dtype(array.dtype)
+        if array.dtype.kind in "iu" and narrow != array.dtype and array.size:
+            info = np.iinfo(narrow)
+            if array.min() < info.min or array.max() > info.max:
+                raise ValueError(
+                    f"{name} holds integers beyond {narrow.name}, which JAX would cut off silently; pass keys of 64 "
+                    "bits as two arrays of 32."
+                )
+        return jax.make_array_from_process_local_data(sharding, array.astype(narrow, copy=False))
+
+    return jax.tree_util.tree_map_with_path(put, tree)

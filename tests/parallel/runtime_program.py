@@ -1,0 +1,43 @@
+"""What the processes of test_runtime.py do: a sum over all devices, then steps until something ends them."""
+
+import os
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from rsembed import parallel
+
+mode, rows = sys.argv[1], 6
+parallel.init(preemption=mode == "preempt", heartbeat_timeout_seconds=4, shutdown_timeout_seconds=10)
+parallel.init()  # a second call changes nothing
+mesh = parallel.make_mesh()
+process, num_local = jax.process_index(), jax.local_device_count()
+own = np.arange(num_local * rows * 3, dtype=np.float32).reshape(-1, 3) + 1000 * process
+batch = parallel.put_global({"x": own}, mesh)["x"]
+
+
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=P("shard"), out_specs=P())
+def total(x):
+    return jax.lax.psum(x.sum(0), "shard")
+
+
+print("sum", total(batch).tolist(), "of", batch.shape, "pid", os.getpid())
+if mode == "stay":  # a collective inside a loop: no error reaches Python when the other process dies
+    stay = jax.shard_map(
+        lambda x: jax.lax.while_loop(lambda x: x.sum() != -1, lambda x: jax.lax.pmax(x, "shard"), x),
+        mesh=mesh,
+        in_specs=P("shard"),
+        out_specs=P("shard"),
+        check_vma=False,
+    )
+    jax.jit(stay)(batch).block_until_ready()
+for step in range(1, 10_000):
+    total(batch).block_until_ready()
+    if mode == "preempt" and parallel.preempted(step):
+        print("left at", step)
+        break
+    time.sleep(0.02)

@@ -1,0 +1,206 @@
+"""Processes find each other, compute together, and leave together: when told to, and when one of them dies."""
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rsembed import __main__ as command_line
+from rsembed import parallel
+from rsembed.parallel import runtime
+
+PROGRAM = Path(__file__).with_name("runtime_program.py")
+
+
+class Launched:
+    """A run of runtime_program.py in two processes with two devices each, from the time that both have computed."""
+
+    def __init__(self, mode):
+        command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2"]
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        root = str(PROGRAM.parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        self.run = subprocess.Popen(
+            [*command, str(PROGRAM), mode],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self.lines, self.pids = [], {}
+        for line in self.run.stdout:
+            self.lines.append(line)
+            if found := re.match(r"\[(\d)\] sum .* pid (\d+)", line):
+                self.pids[int(found[1])] = int(found[2])
+            if len(self.pids) == 2:
+                break
+
+    def finish(self, timeout):
+        try:
+            rest, _ = self.run.communicate(timeout=timeout)
+        finally:
+            self.run.kill()
+        return "".join(self.lines) + rest
+
+
+def test_sums_over_processes_and_a_terminated_process_makes_all_leave_at_one_step():
+    launched = Launched("preempt")
+    own = np.arange(2 * 6 * 3, dtype=np.float64).reshape(-1, 3)
+    expected = np.concatenate([own, own + 1000]).sum(0).tolist()
+    time.sleep(0.3)
+    os.kill(launched.pids[1], signal.SIGTERM)
+    output = launched.finish(timeout=30)
+    assert launched.run.returncode == 0, output
+    for process in range(2):
+        assert f"[{process}] sum {expected} of (24, 3)" in output
+    left = dict(re.findall(r"\[(\d)\] left at (\d+)", output))
+    assert left["0"] == left["1"] and int(left["0"]) > 1
+
+
+def test_a_killed_process_ends_the_run_and_is_named():
+    launched = Launched("step")
+    start = time.monotonic()
+    os.kill(launched.pids[1], signal.SIGKILL)
+    output = launched.finish(timeout=20)
+    assert launched.run.returncode == 128 + signal.SIGKILL, output
+    assert "process 1 of 2 was killed by SIGKILL" in output and "latest checkpoint" in output
+    assert time.monotonic() - start < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(launched.pids[0], 0)
+
+
+def test_a_silent_process_ends_the_run_after_the_heartbeat_timeout():
+    launched = Launched("stay")  # inside a collective, where only the missing heartbeat (4 s) can end the wait
+    os.kill(launched.pids[1], signal.SIGSTOP)
+    output = launched.finish(timeout=30)
+    assert launched.run.returncode == 128 + signal.SIGABRT, output
+    assert re.search(r"stopped sending heartbeats\):\s+\[0\] .*\b1\b", output)
+    assert "process 0 of 2 was killed by SIGABRT" in output and "its message names that one" in output
+
+
+def test_launch_reports_the_first_failure(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("rsembed.parallel.launch"), "GRACE_SECONDS", 0.2)
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time\nif os.environ['RSEMBED_PROCESS_ID'] == '0': time.sleep(60)\nsys.exit(7)\n")
+    assert command_line.main(["launch", "--processes", "3", str(script)]) == 7
+    assert re.search(r"process [12] of 3 failed with exit status 7", capfd.readouterr().err)
+
+
+def test_launch_hands_arguments_and_devices_to_every_process(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "names = 'RSEMBED_PROCESS_ID', 'RSEMBED_NUM_PROCESSES', 'JAX_NUM_CPU_DEVICES'\n"
+        "print(*[os.environ[name] for name in names], sys.argv[1:])\n"
+    )
+    arguments = ["launch", "--processes", "2", "--devices-per-process", "3", str(script), "--steps", "5"]
+    assert command_line.main(arguments) == 0
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == ["[0] 0 2 3 ['--steps', '5']", "[1] 1 2 3 ['--steps', '5']"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["missing.py"], "no script 'missing.py'"), (["--processes", "0", __file__], "at least one process")],
+)
+def test_launch_explains_a_wrong_call(arguments, message, capsys):
+    assert command_line.main(["launch", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# One process
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No cluster around, and afterwards the signal handler and the settings of before."""
+    for name in list(os.environ):
+        if name.startswith(("RSEMBED_", "JAX_", "SLURM_", "OMPI_", "KUBERNETES_", "TPU_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(runtime, "_watches_preemption", False)
+    handler, service = signal.getsignal(signal.SIGTERM), jax.config.jax_enable_preemption_service
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    jax.config.update("jax_enable_preemption_service", service)
+    runtime._terminated.clear()
+
+
+def test_one_process_needs_nothing_and_notices_sigterm(alone):
+    with pytest.raises(RuntimeError, match="preemption=True"):
+        parallel.preempted(0)
+    parallel.init()
+    parallel.init(preemption=True)
+    assert not jax.distributed.is_initialized()
+    assert not parallel.preempted(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert parallel.preempted(2)
+
+
+def test_a_late_start_is_an_error_where_others_wait(alone, monkeypatch):
+    jax.devices()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(RuntimeError, match="JAX has already made its devices; call init\\(\\) before any array"):
+        parallel.init()
+    monkeypatch.setenv("RSEMBED_NUM_PROCESSES", "1")
+    parallel.init()
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({"RSEMBED_NUM_PROCESSES": "two"}, {}, "RSEMBED_NUM_PROCESSES .* must be a number, got 'two'"),
+        ({}, {"heartbeat_timeout_seconds": 0}, "at least 1 second"),
+    ],
+)
+def test_a_wrong_start_says_what_is_wrong(alone, monkeypatch, environment, arguments, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        parallel.init(**arguments)
+
+
+def test_half_an_address_is_an_error(alone):
+    # In a process of its own: here JAX has made its devices, which is reported first.
+    script = "from rsembed import parallel\nparallel.init('127.0.0.1:1', process_id=0)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "ValueError: init: coordinator_address='127.0.0.1:1', num_processes=None, process_id=0" in done.stderr
+    assert "Give all three" in done.stderr
+
+
+def test_meshes_have_auto_axes_and_split_batches():
+    mesh = parallel.make_mesh("data", 4)
+    assert mesh.shape == {"data": 4} and mesh.axis_types == (jax.sharding.AxisType.Auto,)
+    table = np.arange(24.0, dtype=np.float32).reshape(8, 3)
+    split = parallel.put_global({"t": [table, np.arange(4)]}, mesh, "data")["t"]
+    assert [shard.data.shape for shard in split[0].addressable_shards] == [(2, 3)] * 4
+    assert split[1].dtype == np.int32
+    # Indexing a sharded table works outside shard_map, which an Explicit axis would refuse.
+    np.testing.assert_array_equal(split[0][np.array([5, 0])], table[[5, 0]])
+    whole = parallel.put_global(table, mesh, None)
+    assert whole.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: parallel.make_mesh(num_devices=0), "0 devices cannot be taken equally from 1 processes with at least"),
+        (lambda: parallel.make_mesh(num_devices=9), "9 devices cannot be taken"),
+        (
+            lambda: parallel.put_global({"x": np.zeros(7)}, parallel.make_mesh()),
+            r"\['x'\] of shape \(7,\) .* 8 dev",
+        ),
+        (lambda: parallel.put_global(np.float32(1), parallel.make_mesh()), r"array given of shape \(\)"),
+        (lambda: parallel.put_global(np.arange(8) << 40, parallel.make_mesh()), "beyond int32, which JAX would cut"),
+    ],
+)
+def test_bad_meshes_and_batches_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
