@@ -1,0 +1,305 @@
+"""What was saved comes back, onto any stacking and mesh, or is refused by name."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import rsembed as rs
+from rsembed import checkpoint
+from rsembed.tt import TensorTrain
+
+
+def make_tree():
+    rng = np.random.default_rng(0)
+    return {
+        "tables": {"item": rng.normal(size=(100, 8)).astype(np.float32), "user": jnp.arange(12.0).reshape(4, 3)},
+        "slots": [jnp.arange(5, dtype=jnp.bfloat16), (np.zeros((0, 3), np.int64), np.uint64(2**63))],
+        "key": jax.random.key(7),
+        "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3),
+        "rate": 0.25,
+    }
+
+
+def assert_equal_trees(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if isinstance(b, jax.Array) and jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):
+            assert a.dtype == b.dtype
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 22])
+def test_any_tree_comes_back_with_its_structure(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", chunk_bytes)
+    tree = make_tree()
+    checkpoint.save(tmp_path / "deep" / "a", tree, step=3, metadata={"loss": [0.5]})
+    found = checkpoint.load(tmp_path / "deep" / "a", tree)
+    assert_equal_trees(found.tree, tree)
+    assert (found.step, found.metadata) == (3, {"loss": [0.5]})
+    assert isinstance(found.tree["rate"], float) and isinstance(found.tree["slots"][0], jax.Array)
+
+
+def test_without_a_template_names_are_keys(tmp_path):
+    checkpoint.save(tmp_path / "a", make_tree())
+    tree = checkpoint.load(tmp_path / "a").tree
+    assert sorted(tree) == ["key", "keys", "rate", "slots", "tables"]
+    assert tree["slots"]["1"]["1"] == 2**63 and tree["slots"]["0"].dtype == jnp.bfloat16
+    assert jax.random.uniform(tree["keys"][2]) == jax.random.uniform(make_tree()["keys"][2])
+    checkpoint.save(tmp_path / "b", np.arange(3))
+    assert checkpoint.load(tmp_path / "b").tree.tolist() == [0, 1, 2]
+
+
+def test_sharded_arrays_come_back_on_another_mesh(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 200)  # chunks that cross the borders of shards
+    values = np.arange(24 * 6, dtype=np.float32).reshape(24, 6)
+    grid = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b"))
+    layouts = {
+        "rows": P("b"),
+        "columns": P(None, "a") if values.shape[1] % 4 == 0 else P(None, "b"),
+        "both": P("a", "b"),
+    }
+    tree = {name: jax.device_put(values, NamedSharding(grid, spec)) for name, spec in layouts.items()}
+    checkpoint.save(tmp_path / "a", tree)
+    line = NamedSharding(Mesh(np.asarray(jax.devices()[:3]), ("x",)), P("x"))
+    like = {name: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=line) for name in tree}
+    for array in checkpoint.load(tmp_path / "a", like).tree.values():
+        assert array.sharding == line
+        np.testing.assert_array_equal(np.asarray(array), values)
+
+
+def test_any_flipped_bit_is_detected(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 64)
+    tree = {"item": np.arange(60, dtype=np.float32).reshape(20, 3), "user": jax.random.key(0)}
+    checkpoint.save(tmp_path / "a", tree, step=2, metadata={"note": "α"})
+    files = sorted((tmp_path / "a").iterdir())
+    assert [file.name for file in files] == ["0000.bin", "0001.bin", "manifest.json"]
+    rng = np.random.default_rng(0)
+    for file in files:
+        data = file.read_bytes()
+        for bit in rng.choice(8 * len(data), min(8 * len(data), 300), replace=False):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << (bit % 8)
+            file.write_bytes(flipped)
+            with pytest.raises(checkpoint.CorruptCheckpointError, match=file.name):
+                checkpoint.load(tmp_path / "a")
+        file.write_bytes(data)
+    assert_equal_trees(checkpoint.load(tmp_path / "a", tree).tree, tree)
+
+
+def test_the_error_names_file_chunk_array_and_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 48)
+    checkpoint.save(tmp_path / "a", {"tables": {"item": np.zeros((20, 3), np.float32)}})
+    file = tmp_path / "a" / "0000.bin"
+    data = bytearray(file.read_bytes())
+    data[100] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"0000.bin: chunk 2, rows 8 to 11 of 'tables/item'"):
+        checkpoint.load(tmp_path / "a")
+    file.write_bytes(data[:-1])
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="is 239 bytes long, but 'tables/item' has 240 bytes"):
+        checkpoint.load(tmp_path / "a")
+    file.unlink()
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"0000.bin is missing"):
+        checkpoint.load(tmp_path / "a")
+
+
+SAVE_FOR_EVER = """
+import sys, numpy as np
+from rsembed import checkpoint
+for step in range(2, 10_000):
+    checkpoint.save(f"{sys.argv[1]}/step_{step}", {"x": np.full((4_000_000,), step, np.float32)}, step=step)
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_save_leaves_the_checkpoints_before_it(tmp_path):
+    checkpoint.save(tmp_path / "step_1", {"x": np.ones(4, np.float32)}, step=1)
+    writer = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    with writer:
+        writer.stdout.readline()
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob(".*.partial/0000.bin")) and time.monotonic() < deadline:
+            pass
+        os.kill(writer.pid, signal.SIGKILL)
+    (torn,) = tmp_path.glob(".*.partial")
+    with pytest.raises(FileNotFoundError, match=r"no manifest\.json\. An interrupted save leaves none"):
+        checkpoint.load(torn)
+    last = checkpoint.latest(tmp_path)
+    assert last.name == f"step_{int(torn.name.split('_')[1].split('.')[0]) - 1}"
+    found = checkpoint.load(last)
+    np.testing.assert_array_equal(found.tree["x"], np.full(4_000_000, found.step, np.float32))
+    checkpoint.save(tmp_path / torn.name[1:].removesuffix(".partial"), {"x": np.zeros(1)}, step=9)
+    assert not torn.exists() and checkpoint.latest(tmp_path).name == torn.name[1:].removesuffix(".partial")
+
+
+def test_no_checkpoint_is_replaced_and_none_is_none(tmp_path):
+    assert checkpoint.latest(tmp_path / "nothing") is None
+    checkpoint.save(tmp_path / "a", {"x": np.zeros(1)})
+    with pytest.raises(FileExistsError, match="never replaced"):
+        checkpoint.save(tmp_path / "a", {"x": np.ones(1)})
+    assert checkpoint.load(tmp_path / "a").tree["x"] == 0
+
+
+class Alike(str):
+    def __str__(self):
+        return "alike"
+
+
+@pytest.mark.parametrize(
+    ("tree", "options", "error", "message"),
+    [
+        ({"a": "text"}, {}, TypeError, "leaf 'a' is <U4"),
+        ({Alike("a"): np.zeros(1), Alike("b"): np.zeros(1)}, {}, ValueError, r"two leaves .* called \['alike'\]"),
+        ({"a": np.zeros(1)}, {"metadata": {"f": print}}, TypeError, "not JSON serializable"),
+    ],
+)
+def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path, tree, options, error, message):
+    with pytest.raises(error, match=message):
+        checkpoint.save(tmp_path / "a", tree, **options)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_template_that_differs_is_refused_by_name(tmp_path):
+    checkpoint.save(tmp_path / "a", {"x": np.zeros((2, 3), np.float32), "y": np.zeros(1)})
+    with pytest.raises(ValueError, match=r"'x' is float32\[2, 3\], wanted float32\[3, 2\]; 'y' is not wanted; 'z' is"):
+        checkpoint.load(tmp_path / "a", {"x": np.zeros((3, 2), np.float32), "z": np.zeros(1)})
+
+
+def test_another_layout_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LAYOUT_VERSION", 2)
+    checkpoint.save(tmp_path / "a", {"x": np.zeros(1)})
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"has layout 2 .* reads layout 1"):
+        checkpoint.load(tmp_path / "a")
+    assert (
+        json.loads((tmp_path / "a" / "manifest.json").read_text())["manifest"]["prng_implementation"] == "threefry2x32"
+    )
+
+
+# Collections
+
+SIZES = {"item": 50, "user": 20, "word": 30}
+
+
+def ramp(key, shape):
+    return jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape) / 100
+
+
+def collection_of(names, *, optimizer=None, sizes=SIZES, alone=(), **options):
+    """The tables in the given order; those in `alone` have a learning rate of their own object, hence own stacks."""
+    features = []
+    for name in names:
+        rule = optimizer or rs.AdagradOptimizerSpec((lambda: 0.1) if name in alone else 0.1)
+        table = rs.TableSpec(
+            name=name, vocabulary_size=sizes[name], embedding_dim=4, initializer=ramp, optimizer=rule, **options
+        )
+        features.append(rs.FeatureSpec(name=f"f_{name}", table_spec=table))
+    return rs.EmbeddingCollection(features)
+
+
+def train(collection, state, steps):
+    """Steps whose gradient is the activation itself; the batch of a step depends on its number alone."""
+
+    @jax.jit
+    def step(state, batch):
+        return collection.update(state, batch, collection.lookup(state, batch))
+
+    for number in range(*steps):
+        rng = np.random.default_rng(number)
+        ids = {name: rng.integers(0, SIZES[name], (6, 3)) for name in SIZES}
+        batch = {f"f_{name}": ids[name] for name in SIZES if f"f_{name}" in collection.features}
+        state = step(state, collection.prepare(batch))
+    return state
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("collection") / "a"
+    collection = collection_of(["item", "user", "word"])
+    state = train(collection, collection.init(jax.random.key(0)), (0, 4))
+    checkpoint.save_collection(path, collection, state, metadata={"run": 1})
+    return path, collection, state
+
+
+@pytest.mark.parametrize(
+    ("names", "alone"),
+    [(["word", "item", "user"], []), (["user", "word", "item"], ["item"]), (["item", "user", "word"], SIZES)],
+)
+def test_training_goes_on_alike_on_another_stacking(trained, names, alone):
+    path, collection, state = trained
+    other = collection_of(names, alone=alone)
+    assert [stack.name for stack in other.plan.stacks] != [stack.name for stack in collection.plan.stacks]
+    restored = checkpoint.load_collection(path, other)
+    assert restored.step == 4 and jax.random.key_data(restored.key).tolist() == jax.random.key_data(state.key).tolist()
+    expected, found = train(collection, state, (4, 7)), train(other, restored, (4, 7))
+    for read in ("tables", "slots"):
+        wanted, got = getattr(collection, read)(expected), getattr(other, read)(found)
+        assert sorted(wanted) == sorted(got)
+        for name in wanted:
+            jax.tree.map(np.testing.assert_array_equal, got[name], wanted[name])
+
+
+def test_tables_are_kept_by_name_with_their_rows_in_order(trained):
+    path, collection, state = trained
+    found = checkpoint.load(path)
+    assert found.metadata["user"] == {"run": 1} and found.step == 4
+    for name, table in collection.tables(state).items():
+        np.testing.assert_array_equal(found.tree["tables"][name], table)
+        np.testing.assert_array_equal(found.tree["slots"][name]["accumulator"], collection.slots(state)[name][0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: collection_of(["item", "user"]), "table 'word' is not in the collection"),
+        (lambda: collection_of([*SIZES, "new"], sizes={**SIZES, "new": 3}), "table 'new' is not in the checkpoint"),
+        (lambda: collection_of(SIZES, sizes={**SIZES, "user": 21}), "table 'user': vocabulary_size was 20, is 21"),
+        (lambda: collection_of(SIZES, dtype="bfloat16"), "table 'word': dtype was float32, is bfloat16"),
+        (lambda: collection_of(SIZES, optimizer=rs.AdamOptimizerSpec(0.1)), "'item': optimizer was adagrad, is adam"),
+    ],
+)
+def test_another_collection_is_refused_by_name(trained, make, message):
+    with pytest.raises(ValueError, match=f"{message}.*collection.with_tables"):
+        checkpoint.load_collection(trained[0], make())
+
+
+def test_tables_alone_can_move_to_another_optimizer(trained):
+    path, collection, state = trained
+    other = collection_of(SIZES, optimizer=rs.SGDOptimizerSpec(0.1))
+    moved = other.with_tables(jax.jit(other.init)(jax.random.key(1)), checkpoint.load(path).tree["tables"])
+    for name, table in collection.tables(state).items():
+        np.testing.assert_array_equal(other.tables(moved)[name], table)
+
+
+def test_tensor_trains_and_optax_states_come_back(tmp_path):
+    adam = rs.from_optax(optax.adam(0.1))
+    train_table = rs.TableSpec(
+        name="word",
+        vocabulary_size=30,
+        embedding_dim=4,
+        optimizer=rs.AdagradOptimizerSpec(0.1),
+        storage=TensorTrain((2, 2)),
+    )
+    dense_table = rs.TableSpec(name="item", vocabulary_size=50, embedding_dim=4, initializer=ramp, optimizer=adam)
+    features = [rs.FeatureSpec(name=f"f_{table.name}", table_spec=table) for table in (train_table, dense_table)]
+    collection = rs.EmbeddingCollection(features)
+    state = train(collection, collection.init(jax.random.key(0, impl="rbg")), (0, 2))
+    checkpoint.save_collection(tmp_path / "a", collection, state)
+    other = rs.EmbeddingCollection(features[::-1])
+    restored = checkpoint.load_collection(tmp_path / "a", other)
+    assert_equal_trees(restored, state)
+    with pytest.raises(ValueError, match=r"table 'word': storage was TensorTrain.*, is None"):
+        checkpoint.load_collection(tmp_path / "a", collection_of(["word", "item"]))
