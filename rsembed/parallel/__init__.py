@@ -1,5 +1,13 @@
 """Work over a mesh of devices: exchanging rows and vectors with the devices that own them."""
 
+from rsembed.parallel.communication import Hardware as Hardware
+from rsembed.parallel.communication import IdDistribution as IdDistribution
+from rsembed.parallel.communication import Traffic as Traffic
+from rsembed.parallel.communication import bytes_sent as bytes_sent
+from rsembed.parallel.communication import observed_ids as observed_ids
+from rsembed.parallel.communication import step_time as step_time
+from rsembed.parallel.communication import traffic as traffic
+from rsembed.parallel.communication import zipf_ids as zipf_ids
 from rsembed.parallel.exchange import Routes as Routes
 from rsembed.parallel.exchange import plan_routes as plan_routes
 from rsembed.parallel.exchange import send as send
@@ -9,6 +17,9 @@ from rsembed.parallel.rounds import ask as ask
 from rsembed.parallel.rounds import default_capacity as default_capacity
 from rsembed.parallel.rounds import distinct as distinct
 from rsembed.parallel.launch import launch as launch
+from rsembed.parallel.placement import PlacementError as PlacementError
+from rsembed.parallel.placement import PlacementPlan as PlacementPlan
+from rsembed.parallel.placement import plan_placement as plan_placement
 from rsembed.parallel.runtime import init as init
 from rsembed.parallel.runtime import make_mesh as make_mesh
 from rsembed.parallel.runtime import preempted as preempted
