@@ -1,4 +1,7 @@
-"""What the processes of test_runtime.py do: a sum over all devices, then steps until something ends them."""
+"""What the processes of test_runtime.py do: a sum over all devices, then steps until something ends them.
+
+Arguments: `preempt`, `step` or `stay`, and for `preempt` the folder of the checkpoint that they leave behind.
+"""
 
 import os
 import sys
@@ -8,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from rsembed import parallel
+from rsembed import checkpoint, parallel
 
 mode, rows = sys.argv[1], 6
 parallel.init(preemption=mode == "preempt", heartbeat_timeout_seconds=4, shutdown_timeout_seconds=10)
@@ -38,6 +41,11 @@ if mode == "stay":  # a collective inside a loop: no error reaches Python when t
 for step in range(1, 10_000):
     total(batch).block_until_ready()
     if mode == "preempt" and parallel.preempted(step):
-        print("left at", step)
+        # Chunks that cross the borders of shards and of processes.
+        checkpoint.CHUNK_BYTES = 5 * 3 * 4
+        tree = {"table": batch, "slots": (parallel.put_global(own[:5] - 1000 * process, mesh, None), np.arange(3))}
+        checkpoint.save(sys.argv[2], tree, step=step)
+        again = checkpoint.load(sys.argv[2], tree).tree["table"]
+        print("left at", step, "restored", again.sharding == batch.sharding, total(again).tolist())
         break
     time.sleep(0.02)

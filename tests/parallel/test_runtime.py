@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rsembed import __main__ as command_line
-from rsembed import parallel
+from rsembed import checkpoint, parallel
 from rsembed.parallel import runtime
 
 PROGRAM = Path(__file__).with_name("runtime_program.py")
@@ -23,13 +23,13 @@ PROGRAM = Path(__file__).with_name("runtime_program.py")
 class Launched:
     """A run of runtime_program.py in two processes with two devices each, from the time that both have computed."""
 
-    def __init__(self, mode):
+    def __init__(self, *arguments):
         command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2"]
         environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
         root = str(PROGRAM.parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         self.run = subprocess.Popen(
-            [*command, str(PROGRAM), mode],
+            [*command, str(PROGRAM), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -51,18 +51,25 @@ class Launched:
         return "".join(self.lines) + rest
 
 
-def test_sums_over_processes_and_a_terminated_process_makes_all_leave_at_one_step():
-    launched = Launched("preempt")
+def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_at_one_step(tmp_path):
+    launched = Launched("preempt", str(tmp_path / "a"))
     own = np.arange(2 * 6 * 3, dtype=np.float64).reshape(-1, 3)
-    expected = np.concatenate([own, own + 1000]).sum(0).tolist()
+    batch = np.concatenate([own, own + 1000])
+    expected = batch.sum(0).tolist()
     time.sleep(0.3)
     os.kill(launched.pids[1], signal.SIGTERM)
     output = launched.finish(timeout=30)
     assert launched.run.returncode == 0, output
     for process in range(2):
         assert f"[{process}] sum {expected} of (24, 3)" in output
+        assert re.search(rf"\[{process}\] left at \d+ restored True {re.escape(str(expected))}", output)
     left = dict(re.findall(r"\[(\d)\] left at (\d+)", output))
     assert left["0"] == left["1"] and int(left["0"]) > 1
+    tree, step, _ = checkpoint.load(tmp_path / "a")
+    assert step == int(left["0"])
+    np.testing.assert_array_equal(tree["table"], batch)
+    np.testing.assert_array_equal(tree["slots"]["0"], own[:5])
+    np.testing.assert_array_equal(tree["slots"]["1"], np.arange(3))
 
 
 def test_a_killed_process_ends_the_run_and_is_named():
