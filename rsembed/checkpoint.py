@@ -369,30 +369,38 @@ def save_collection(
     collection: EmbeddingCollection,
     state: EmbeddingState,
     *,
+    others: Any = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves every table and its slots by table name, with step and key.
+    """Saves every table and its slots by table name, with step and key, and what else belongs to the instant.
 
-    The arrays are `tables/<table>`, `slots/<table>/<slot>` and `key`; of a table with `storage=`, what it keeps
-    instead of rows.
+    The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`; of a table with `storage=`, what
+    it keeps instead of rows.
 
     Args:
       path: see `save`.
       collection: whose state it is.
       state: of one instant.
+      others: any pytree, such as dense parameters and their optimizer state.
       metadata: what JSON can hold; `manifest(path)["metadata"]["user"]` returns it.
 
     Raises: as `save`.
     """
     described = {name: _description(table) for name, table in collection.table_specs.items()}
     info = {"tables": described, "user": dict(metadata or {})}
-    save(path, _logical(collection, state), step=int(state.step), metadata=info)
+    tree = _logical(collection, state) | {"others": others}
+    save(path, tree, step=int(state.step), metadata=info)
 
 
-def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollection) -> EmbeddingState:
+def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: Any = None) -> Any:
     """The state of a saved collection, for one with the same tables, stacked as it may be.
 
-    Learning rates and other hyperparameters are those of `collection`.
+    Args:
+      path: see `load`.
+      collection: its tables must be those that were saved; learning rates and other hyperparameters are its own.
+      others: a template for what was saved as `others`, see `like` of `load`; None leaves that alone.
+
+    Returns: the `EmbeddingState`; with a template, the pair of it and the others.
 
     Raises:
       CorruptCheckpointError, FileNotFoundError: as `load`.
@@ -415,7 +423,9 @@ def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollectio
     like = _logical(collection, empty)
     implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
     like["key"] = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
-    tree = load(path, like).tree
+    like["others"] = others
+    wanted = (entry for entry in found["arrays"] if others is not None or entry["path"][0] != "others")
+    tree = _restored(Path(path), {tuple(entry["path"]): _read_array(Path(path), entry) for entry in wanted}, like)
     tables, slots = {}, {}
     for stack in collection.plan.stacks:
         names = [table.name for table in stack.tables]
@@ -426,7 +436,8 @@ def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollectio
         slots[stack.name] = tuple(
             _stacked(collection, stack, [tree["slots"][name][field] for name in names]) for field in _slot_names(stack)
         )
-    return EmbeddingState(tables, slots, jnp.asarray(found["step"], jnp.int32), tree["key"])
+    state = EmbeddingState(tables, slots, jnp.asarray(found["step"], jnp.int32), tree["key"])
+    return state if others is None else (state, tree["others"])
 
 
 def _description(table: TableSpec) -> dict[str, Any]:

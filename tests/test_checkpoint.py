@@ -230,7 +230,8 @@ def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("collection") / "a"
     collection = collection_of(["item", "user", "word"])
     state = train(collection, collection.init(jax.random.key(0)), (0, 4))
-    checkpoint.save_collection(path, collection, state, metadata={"run": 1})
+    others = {"dense": np.arange(3.0), "optax": (jnp.int32(4),)}
+    checkpoint.save_collection(path, collection, state, others=others, metadata={"run": 1})
     return path, collection, state
 
 
@@ -250,6 +251,14 @@ def test_training_goes_on_alike_on_another_stacking(trained, names, alone):
         assert sorted(wanted) == sorted(got)
         for name in wanted:
             jax.tree.map(np.testing.assert_array_equal, got[name], wanted[name])
+
+
+def test_dense_parameters_of_the_same_instant_come_back(trained):
+    like = {"dense": np.zeros(3), "optax": (jax.ShapeDtypeStruct((), jnp.int32),)}
+    state, others = checkpoint.load_collection(trained[0], trained[1], others=like)
+    assert state.step == 4 and others["dense"].tolist() == [0, 1, 2] and others["optax"][0] == 4
+    with pytest.raises(ValueError, match="'others/optax/0' is not wanted"):
+        checkpoint.load_collection(trained[0], trained[1], others={"dense": np.zeros(3)})
 
 
 def test_tables_are_kept_by_name_with_their_rows_in_order(trained):

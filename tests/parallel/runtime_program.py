@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 from rsembed import checkpoint, parallel
 
 mode, rows = sys.argv[1], 6
-parallel.init(preemption=mode == "preempt", heartbeat_timeout_seconds=4, shutdown_timeout_seconds=10)
+# Where silence is the point, it is noticed soon; elsewhere a slow machine must not count as a dead one.
+heartbeat = 4 if mode == "stay" else 60
+parallel.init(preemption=mode == "preempt", heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=10)
 parallel.init()  # a second call changes nothing
 mesh = parallel.make_mesh()
 process, num_local = jax.process_index(), jax.local_device_count()
