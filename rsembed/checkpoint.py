@@ -21,7 +21,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,14 +95,14 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
     """
     path = Path(path)
     leaves = _flatten(tree)
-    body = {
+    body: dict[str, Any] = {
         "layout_version": LAYOUT_VERSION,
-        "byte_order": sys.byteorder,
         "step": int(step),
         "prng_implementation": jax.random.key_impl(jax.random.key(0)),
         "metadata": dict(metadata or {}),
     }
-    json.dumps(body)  # a TypeError now, not after an hour of writing
+    # As a load will see it (keys are texts); what JSON cannot hold is an error now, not after an hour of writing.
+    body = json.loads(json.dumps(body))
     is_writer = jax.process_index() == 0
     exists = path.exists()
     if jax.process_count() > 1:
@@ -121,7 +120,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
     if is_writer:
         with open(partial / _MANIFEST, "wb") as file:
             file.write(_encode(body | {"arrays": arrays}))
-            _sync(file.fileno())
+            os.fsync(file.fileno())
         _sync_folder(partial)
         partial.rename(path)
         _sync_folder(path.parent)
@@ -166,10 +165,10 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
         is_intact = False
     if not is_intact:
         raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
-    if body["layout_version"] != LAYOUT_VERSION or body["byte_order"] != sys.byteorder:
+    if body["layout_version"] != LAYOUT_VERSION:
         raise ValueError(
-            f"{path} has layout {body['layout_version']} and is {body['byte_order']}-endian; this library reads layout "
-            f"{LAYOUT_VERSION} on a {sys.byteorder}-endian machine. Install the version that wrote it."
+            f"{path} has layout {body['layout_version']}, but this version of rsembed reads layout {LAYOUT_VERSION}; "
+            "read it with the version that wrote it."
         )
     return body
 
@@ -249,7 +248,7 @@ def _write_array(file: Path, leaf: Any, name: str, is_writer: bool) -> dict[str,
             checksums.append(f"{zlib.crc32(chunk):08x}")
             output.write(chunk)
         if is_writer:
-            _sync(output.fileno())
+            os.fsync(output.fileno())
     return {
         "file": file.name,
         "shape": list(shape),
@@ -293,14 +292,10 @@ def _encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
 
 
-def _sync(descriptor: int) -> None:
-    os.fsync(descriptor)
-
-
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _sync(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -45,7 +45,8 @@ for step in range(1, 10_000):
     if mode == "preempt" and parallel.preempted(step):
         # Chunks that cross the borders of shards and of processes.
         checkpoint.CHUNK_BYTES = 5 * 3 * 4
-        tree = {"table": batch, "slots": (parallel.put_global(own[:5] - 1000 * process, mesh, None), np.arange(3))}
+        everywhere = parallel.put_global([own[:5] - 1000 * process, np.float32(2.5)], mesh, None)
+        tree = {"table": batch, "slots": (*everywhere, np.arange(3))}
         checkpoint.save(sys.argv[2], tree, step=step)
         again = checkpoint.load(sys.argv[2], tree).tree["table"]
         print("left at", step, "restored", again.sharding == batch.sharding, total(again).tolist())
