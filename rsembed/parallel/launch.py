@@ -50,23 +50,11 @@ def launch(script: str, arguments: Sequence[str] = (), *, num_processes: int = 2
         )
     if not os.path.isfile(script):
         raise ValueError(f"launch: there is no script {script!r}.")
-    children = [
-        subprocess.Popen(
-            [sys.executable, script, *arguments],
-            env=_environment(process, num_processes, devices_per_process, address),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C reaches this process alone, which passes it on
-        )
-        for address in [f"127.0.0.1:{_free_port()}"]
-        for process in range(num_processes)
-    ]
-    ended: list[int] = []  # processes in the order in which they ended: the first failure is the cause of others
-    readers = [threading.Thread(target=_follow, args=(*pair, ended)) for pair in enumerate(children)]
-    for reader in readers:
-        reader.start()
+    address = f"127.0.0.1:{_free_port()}"
+    children: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
     received: list[int] = []
+    ended: list[int] = []  # processes in the order in which they ended: the first failure is the cause of others
 
     def pass_on(number: int, frame: Any) -> None:
         received.append(number)
@@ -75,7 +63,19 @@ def launch(script: str, arguments: Sequence[str] = (), *, num_processes: int = 2
 
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        status = _wait(children, ended, received)
+        for process in range(num_processes):
+            child = subprocess.Popen(
+                [sys.executable, script, *arguments],
+                env=_environment(process, num_processes, devices_per_process, address),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the terminal's Ctrl-C reaches this process alone, which passes it on
+            )
+            children.append(child)
+            readers.append(threading.Thread(target=_follow, args=(process, child, ended)))
+            readers[-1].start()
+        return _wait(children, ended, received)
     finally:
         for child in children:
             child.kill()
@@ -83,7 +83,6 @@ def launch(script: str, arguments: Sequence[str] = (), *, num_processes: int = 2
             reader.join()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return status
 
 
 def _environment(process: int, num_processes: int, num_devices: int, address: str) -> dict[str, str]:

@@ -59,12 +59,13 @@ def init(
       preemption: take SIGTERM as the announcement that the machine will go, see `preempted`.
       heartbeat_timeout_seconds: silence after which a process counts as dead. Raise it if long compilations or slow
         storage starve the machine.
-      initialization_timeout_seconds: how long to wait for the others to appear.
+      initialization_timeout_seconds: how long to wait for the others to appear. Then JAX aborts the process; a warning
+        before that says whom it waited for.
       shutdown_timeout_seconds: how long a process that is done waits for the others.
 
     Raises:
       ValueError: an address without numbers or the reverse, a number out of range, a timeout below 1.
-      RuntimeError: JAX was used before, the others did not appear in time, or a second call asks for another run.
+      RuntimeError: JAX was used before, a cluster could not be read, or a second call asks for another run.
     """
     global _watches_preemption
     timeouts = (heartbeat_timeout_seconds, initialization_timeout_seconds, shutdown_timeout_seconds)
@@ -115,6 +116,18 @@ def _connect(
     """Whether there is a run to connect to; by then it is connected."""
     is_asked_for = not (address is None and num_processes is None and process_id is None)
     heartbeat, initialization, shutdown = timeouts
+    who = f"init: process {process_id} of {num_processes} at {address}" if is_asked_for else "init: this process"
+    # JAX aborts the process when its time is up, without an exception that could explain it.
+    explain = threading.Timer(
+        0.8 * initialization,
+        _log.warning,
+        [
+            f"{who} still waits for the others, and will be ended after {initialization} s. Are all of them running, "
+            "with the same address and number of processes? Can they reach each other?"
+        ],
+    )
+    explain.daemon = True
+    explain.start()
     try:
         jax.distributed.initialize(
             address,
@@ -129,20 +142,17 @@ def _connect(
         if not is_asked_for and "coordinator_address" in str(error):  # no cluster was detected
             return False
         raise ValueError(
-            f"init: coordinator_address={address!r}, num_processes={num_processes}, process_id={process_id}: {error} "
-            "Give all three (or set RSEMBED_COORDINATOR_ADDRESS, RSEMBED_NUM_PROCESSES and RSEMBED_PROCESS_ID), or "
-            "start the script with `python -m rsembed launch`."
+            f"{who}: {error} Give all three (or set RSEMBED_COORDINATOR_ADDRESS, RSEMBED_NUM_PROCESSES and "
+            "RSEMBED_PROCESS_ID), or start the script with `python -m rsembed launch`."
         ) from error
     except RuntimeError as error:
-        is_late = "before" in str(error)
+        is_late = "must be called before" in str(error)
         if is_late and not is_asked_for and not any(name in os.environ for name in _LAUNCHERS):
             return False  # a notebook: nobody else is there, so late is not too late
-        reason = "JAX has already made its devices" if is_late else f"the others did not answer ({error})"
-        way_out = "call init() before any array" if is_late else "start all of them within the initialization timeout"
-        raise RuntimeError(
-            f"init: process {process_id} of {num_processes} at {address}: {reason}; {way_out}. "
-            "A single process needs no init, or init(num_processes=1)."
-        ) from error
+        reason = "JAX has already made its devices; call init() before any array" if is_late else str(error)
+        raise RuntimeError(f"{who}: {reason}. A single process needs no init, or init(num_processes=1).") from error
+    finally:
+        explain.cancel()
     return True
 
 

@@ -9,6 +9,7 @@ import time
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed import checkpoint, parallel
@@ -46,7 +47,9 @@ for step in range(1, 10_000):
         # Chunks that cross the borders of shards and of processes.
         checkpoint.CHUNK_BYTES = 5 * 3 * 4
         everywhere = parallel.put_global([own[:5] - 1000 * process, np.float32(2.5)], mesh, None)
-        tree = {"table": batch, "slots": (*everywhere, np.arange(3))}
+        columns = NamedSharding(Mesh(np.asarray(jax.devices()).reshape(2, 2), ("process", "column")), P(None, "column"))
+        in_both = jax.make_array_from_callback((4, 6), columns, lambda index: np.arange(24).reshape(4, 6)[index])
+        tree = {"table": batch, "slots": (*everywhere, np.arange(3)), "in_both": in_both}
         checkpoint.save(sys.argv[2], tree, step=step)
         again = checkpoint.load(sys.argv[2], tree).tree["table"]
         print("left at", step, "restored", again.sharding == batch.sharding, total(again).tolist())

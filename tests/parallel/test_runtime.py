@@ -69,6 +69,7 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
     assert step == int(left["0"])
     np.testing.assert_array_equal(tree["table"], batch)
     np.testing.assert_array_equal(tree["slots"]["0"], own[:5])
+    np.testing.assert_array_equal(tree["in_both"], np.arange(24).reshape(4, 6))
     assert tree["slots"]["1"] == 2.5 and tree["slots"]["2"].tolist() == [0, 1, 2]
 
 
@@ -97,6 +98,23 @@ def test_launch_reports_the_first_failure(tmp_path, capfd, monkeypatch):
     script.write_text("import os, sys, time\nif os.environ['RSEMBED_PROCESS_ID'] == '0': time.sleep(60)\nsys.exit(7)\n")
     assert command_line.main(["launch", "--processes", "3", str(script)]) == 7
     assert re.search(r"process [12] of 3 failed with exit status 7", capfd.readouterr().err)
+
+
+def test_launch_passes_ctrl_c_on(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    if os.environ['RSEMBED_PROCESS_ID'] == '1': time.sleep(0.3); os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('cleaned up')\n"
+    )
+    handler = signal.getsignal(signal.SIGINT)
+    assert command_line.main(["launch", str(script)]) == 128 + signal.SIGINT
+    printed = capfd.readouterr()
+    assert "[1] cleaned up" in printed.out and "failed" not in printed.err
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_launch_hands_arguments_and_devices_to_every_process(tmp_path, capfd):
@@ -176,8 +194,19 @@ def test_half_an_address_is_an_error(alone):
     # In a process of its own: here JAX has made its devices, which is reported first.
     script = "from rsembed import parallel\nparallel.init('127.0.0.1:1', process_id=0)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "ValueError: init: coordinator_address='127.0.0.1:1', num_processes=None, process_id=0" in done.stderr
+    assert "ValueError: init: process 0 of None at 127.0.0.1:1: " in done.stderr
     assert "Give all three" in done.stderr
+
+
+def test_waiting_for_others_that_never_come_is_explained(alone, monkeypatch, caplog):
+    def wait(*arguments, **options):
+        time.sleep(1.5)
+        raise RuntimeError("deadline exceeded")  # JAX aborts here
+
+    monkeypatch.setattr(jax.distributed, "initialize", wait)
+    with pytest.raises(RuntimeError, match="process 1 of 2 at host:1: deadline exceeded"):
+        parallel.init("host:1", num_processes=2, process_id=1, initialization_timeout_seconds=1)
+    assert "process 1 of 2 at host:1 still waits for the others, and will be ended after 1 s" in caplog.text
 
 
 def test_meshes_have_auto_axes_and_split_batches():
