@@ -298,7 +298,8 @@ class _Search:
         before = self.taken.get(name)
         if before is not None:
             self._add(name, -1)
-        has_room = self.hardware.memory_bytes - self.memory >= choice.memory_bytes
+        # A hair of tolerance: leaving and coming back must fit, however the sums were rounded.
+        has_room = (1 + 1e-9) * self.hardware.memory_bytes - self.memory >= choice.memory_bytes
         is_owned = choice.placement == "table_wise"
         fits = bool(has_room.any() if is_owned else has_room.all())
         if fits:

@@ -125,6 +125,15 @@ def test_the_plan_prints_every_choice_and_its_reason():
     assert [choice.placement for choice in roomy.table("word").choices if choice.placement == "column_wise"] == []
 
 
+def test_tables_that_fill_the_budget_to_the_last_byte_fit():
+    features = [feature(f"t{number}", 1001 * (number + 1), 8, 3, batch=7 * 99) for number in range(5)]
+    full = max(plan_placement(features, num_devices=7, placements={f"t{n}": "row_wise" for n in range(5)}).memory_bytes)
+    plan = plan_placement(features, num_devices=7, hardware=Hardware(memory_bytes=full))
+    assert max(plan.memory_bytes) == pytest.approx(full)
+    with pytest.raises(PlacementError):
+        plan_placement(features, num_devices=7, hardware=Hardware(memory_bytes=full - 1))
+
+
 def test_a_table_beyond_the_budget_is_named():
     features = [feature("small", 1000, 8, 1), feature("large", 10_000_000, 64, 1)]
     with pytest.raises(
