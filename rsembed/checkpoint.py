@@ -244,7 +244,8 @@ def _write_array(file: Path, leaf: Any, name: str, is_writer: bool) -> dict[str,
     checksums = []
     with open(file if is_writer else os.devnull, "wb") as output:
         for start in range(0, count, rows_per_chunk):
-            chunk = _chunk(array, first + start, min(rows_per_chunk, count - start)).tobytes()
+            rows = _chunk(array, first + start, min(rows_per_chunk, count - start))
+            chunk = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
             checksums.append(f"{zlib.crc32(chunk):08x}")
             output.write(chunk)
         if is_writer:
