@@ -412,4 +412,17 @@ def _call(
 ) -> tuple[Array, ...]:
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
     call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
-    return tuple(call(*operands, **attributes))
+    axes = frozenset[str]().union(*(_varying_axes(operand) for operand in operands))
+    returned = call(*(_cast_to_varying(operand, axes) for operand in operands), **attributes)
+    return tuple(_cast_to_varying(result, axes) for result in returned)
+
+
+def _varying_axes(array: Array) -> frozenset[str]:
+    """Mesh axes over which an array varies inside `shard_map`; none outside."""
+    return jax.typeof(array).mat.varying
+
+
+def _cast_to_varying(array: Array, axes: frozenset[str]) -> Array:
+    """JAX does not know that what a call returns differs between devices as soon as one operand does."""
+    missing = tuple(sorted(axes - _varying_axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array

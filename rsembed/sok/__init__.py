@@ -1,0 +1,1 @@
+"""Tables whose rows belong to 64-bit keys and live on the devices of a mesh."""

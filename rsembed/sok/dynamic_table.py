@@ -1,0 +1,343 @@
+"""One shard of a table that grows as keys arrive: keys to rows, rows to vectors, one optimizer step per row.
+
+```
+translate   keys ──▶ rows     in training, new keys get rows, initial values and fresh optimizer state
+read        rows ──▶ vectors
+step        rows and gradients ──▶ the table
+```
+
+All functions are pure and run inside `jit` and `shard_map`; with the table donated, its rows stay where they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from rsembed.initial_values import table_key
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec, Slots
+from rsembed.sok import row_map
+from rsembed.sok.hash_table import compact, first_occurrences
+from rsembed.sok.keys import KEY_DTYPES, Keys
+from rsembed.sok.optimizers import update_rows
+from rsembed.sok.row_map import EVICTIONS, Eviction, RowMap
+from rsembed.specs import TABLE_DTYPES
+
+WhenFull = Literal["error", "grow", "evict", "zero"]
+WHEN_FULL: tuple[WhenFull, ...] = ("error", "grow", "evict", "zero")
+MAX_CAPACITY = 2**29
+# New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program
+# makes every row, so that its bits cannot depend on its company.
+INITIAL_BLOCK = 256
+
+
+def uniform_initializer(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+    """Uniform values in [-0.05, 0.05). Source: the default of `sok.DistributedEmbedding`."""
+    return jax.random.uniform(key, shape, minval=-0.05, maxval=0.05)
+
+
+@no_type_check  # wrong values are refused by name in __post_init__
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicTableSpec:
+    """One table of key-value rows.
+
+    Args:
+      name: unique among the tables of a model; initial values depend on it.
+      embedding_dim: columns.
+      capacity: rows of one shard.
+      optimizer: how touched rows are stepped; `sok.optimizers.Adam` moves all rows.
+      initializer: called as `(key, (1, embedding_dim))` for every new key, with a PRNG key that depends on the model's
+        PRNG key, the table's name and the key alone.
+      dtype: `float32`, `bfloat16` or `float16`.
+      key_dtype: what `export` returns keys as.
+      when_full: what happens to a new key when all rows are taken. "error", "grow" and "zero" leave it without a row
+        and count it in `failed`; it is the caller who raises, grows the table or carries on. "evict" takes a row from
+        another key.
+      eviction: whose row: of the key used longest ago ("lru"), or least often ("lfu"). Never one of the same step.
+      steps_to_live: `evict_older` takes rows that were not used in training for more than this many steps; None keeps
+        them.
+      admission_count: a key gets a row in the first training batch after which it has occurred more often than this;
+        until then it reads zeros and is not trained. 0 admits every key at once.
+      admission_capacity: how many keys may wait for that at a time; None means `capacity`. When there are more, they
+        are treated as `when_full` says.
+    """
+
+    name: str
+    embedding_dim: int
+    capacity: int
+    optimizer: OptimizerSpec = dataclasses.field(default_factory=SGDOptimizerSpec)
+    initializer: Callable[..., Any] = uniform_initializer
+    dtype: str = "float32"
+    key_dtype: str = "int64"
+    when_full: WhenFull = "error"
+    eviction: Eviction = "lru"
+    steps_to_live: int | None = None
+    admission_count: int = 0
+    admission_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        where = f"table {self.name!r}"
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"DynamicTableSpec: name must be a non-empty string, got {self.name!r}.")
+        for field, least in (("embedding_dim", 1), ("capacity", 1), ("steps_to_live", 0), ("admission_count", 0)):
+            _check_int(getattr(self, field), where, field, least, optional=field == "steps_to_live")
+        _check_int(self.admission_capacity, where, "admission_capacity", 1, optional=True)
+        if max(self.capacity, self.admission_capacity or 0) > MAX_CAPACITY:
+            raise ValueError(f"{where}: at most {MAX_CAPACITY} rows per shard are possible; use more shards.")
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        object.__setattr__(self, "key_dtype", np.dtype(self.key_dtype).name)
+        choices = (("dtype", TABLE_DTYPES), ("key_dtype", KEY_DTYPES), ("when_full", WHEN_FULL), ("eviction", EVICTIONS))
+        for field, allowed in choices:
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{where}: {field} {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
+        if not isinstance(self.optimizer, OptimizerSpec):
+            raise TypeError(f"{where}: optimizer must be an OptimizerSpec, got {type(self.optimizer).__name__}.")
+        if not callable(self.initializer):
+            raise TypeError(f"{where}: initializer must be a function of (key, shape), got {self.initializer!r}.")
+        shape = jax.eval_shape(lambda: self.initializer(jax.random.key(0), (1, self.embedding_dim))).shape
+        if shape != (1, self.embedding_dim):
+            raise ValueError(f"{where}: the initializer returned shape {shape} for (1, {self.embedding_dim}).")
+
+
+def _check_int(value: Any, where: str, field: str, least: int, *, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{where}: {field} must be an integer, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{where}: {field} must be at least {least}, got {value}.")
+
+
+class Counters(NamedTuple):
+    """Keys since the table was made; a key counts once for every call of `translate` that it occurs in.
+
+    Attributes:
+      inserted: keys that got a row.
+      evicted: keys that lost theirs, in `translate` or `evict_older`.
+      failed: keys of training that found no room, in the table or among those that wait for admission.
+      not_admitted: keys of training that had not occurred often enough.
+      unknown: keys of evaluation without a row.
+    """
+
+    inserted: Int[Array, "1"]
+    evicted: Int[Array, "1"]
+    failed: Int[Array, "1"]
+    not_admitted: Int[Array, "1"]
+    unknown: Int[Array, "1"]
+
+    def add(self, **numbers: Array) -> Counters:
+        """Counters with some of them raised."""
+        return self._replace(**{name: getattr(self, name) + number for name, number in numbers.items()})
+
+
+class DynamicTable(NamedTuple):
+    """State of one shard; all leaves have a leading axis, along which the shards of a table lie side by side.
+
+    Attributes:
+      keys: which key has which row.
+      rows: the vectors.
+      slots: optimizer state of every row.
+      waiting: how often keys that wait for admission have occurred; None if every key is admitted at once.
+      counters: what happened so far.
+      key: PRNG key of the table.
+    """
+
+    keys: RowMap
+    rows: Float[Array, "rows dim"]
+    slots: Slots
+    waiting: RowMap | None
+    counters: Counters
+    key: PRNGKeyArray
+
+
+def init(spec: DynamicTableSpec, key: PRNGKeyArray) -> DynamicTable:
+    """An empty table. All shards of a table take the same PRNG key: initial values do not depend on the shard."""
+    arrays = _allocate(spec, spec.capacity)
+    waiting = row_map.empty(spec.admission_capacity or spec.capacity) if spec.admission_count else None
+    counters = Counters(*(jnp.zeros(1, jnp.int32) for _ in Counters._fields))
+    return DynamicTable(
+        row_map.empty(spec.capacity), arrays[0], arrays[1:], waiting, counters, table_key(key, spec.name)[None]
+    )
+
+
+def _allocate(spec: DynamicTableSpec, capacity: int) -> tuple[Array, ...]:
+    one_row = jax.ShapeDtypeStruct((1, spec.embedding_dim), jnp.float32)
+    slots = jax.eval_shape(spec.optimizer.init_slots, one_row)
+    shapes = [((capacity, spec.embedding_dim), jnp.dtype(spec.dtype))]
+    shapes += [((capacity, *slot.shape[1:]), slot.dtype) for slot in slots]
+    return tuple(api.allocate(shape, dtype, 0) for shape, dtype in shapes)
+
+
+def translate(
+    spec: DynamicTableSpec,
+    table: DynamicTable,
+    keys: Keys,
+    step: int | Int[Array, ""],
+    *,
+    train: bool,
+    occurrences: Int[Array, " nnz"] | None = None,
+) -> tuple[DynamicTable, Int[Array, " nnz"]]:
+    """The row of every key; in training, new keys get rows in order of their first occurrence.
+
+    Args:
+      spec: of the table.
+      table: its state.
+      keys: one axis; keys may repeat.
+      step: number of the training step, at least 0 and below 2**31 - 1. Several calls may share a step: none of them
+        evicts a row that another one used.
+      train: False finds rows and changes nothing but the count of unknown keys.
+      occurrences: how many occurrences each entry stands for, where repeated keys were combined before; None means
+        one each.
+
+    Returns: the table, and rows with `NO_ROW` for padding and for keys without a row. Reading `NO_ROW` gives zeros,
+    and stepping it does nothing.
+    """
+    n = keys.low.shape[0]
+    first = first_occurrences(keys)
+    is_first = first == jnp.arange(n, dtype=jnp.int32)
+    distinct = keys._replace(is_key=is_first)
+    rows = row_map.find(table.keys, distinct)
+    if not train:
+        unknown = jnp.sum(is_first & (rows == NO_ROW), dtype=jnp.int32)
+        table = table._replace(counters=table.counters.add(unknown=unknown))
+    else:
+        ones = jnp.ones(n, jnp.int32) if occurrences is None else occurrences
+        totals = jnp.zeros(n, jnp.int32).at[first].add(ones, mode="drop")
+        table, rows = _train(spec, table, distinct, rows, jnp.asarray(step, jnp.int32), totals)
+    return table, rows.at[first].get(mode="fill", fill_value=NO_ROW)
+
+
+def _train(
+    spec: DynamicTableSpec, table: DynamicTable, keys: Keys, rows: Array, step: Array, totals: Array
+) -> tuple[DynamicTable, Array]:
+    """`translate` of distinct keys, whose rows were looked up and whose occurrences were counted."""
+    evict = spec.eviction if spec.when_full == "evict" else None
+    known = row_map.touch(table.keys, rows, step, totals)
+    is_new = keys.is_key & (rows == NO_ROW)
+    is_admitted, waiting = is_new, table.waiting
+    if waiting is not None:
+        waiting_rows = row_map.find(waiting, keys._replace(is_key=is_new))
+        before = waiting.count.at[waiting_rows].get(mode="fill", fill_value=0)
+        # The sum of the two may not fit.
+        is_admitted = is_new & ((totals > spec.admission_count) | (before > spec.admission_count - totals))
+    known, new_rows, evicted = row_map.assign(known, keys._replace(is_key=is_admitted), step, evict=evict)
+    failed = is_admitted & (new_rows == NO_ROW)
+    if waiting is None:
+        counts = totals
+    else:
+        counts = jnp.where(before > row_map.MAX_COUNT - totals, row_map.MAX_COUNT, totals + before)
+        waiting = row_map.release(waiting, jnp.where(new_rows != NO_ROW, waiting_rows, NO_ROW))
+        waiting_rows = jnp.where(new_rows == NO_ROW, waiting_rows, NO_ROW)
+        waiting = row_map.touch(waiting, waiting_rows, step, totals)
+        is_stranger = is_new & (new_rows == NO_ROW) & (waiting_rows == NO_ROW)
+        strangers = keys._replace(is_key=is_stranger)
+        waiting, stranger_rows, _ = row_map.assign(waiting, strangers, step, evict=evict)
+        waiting = row_map.touch(waiting, stranger_rows, step, totals)
+        failed = failed | (is_stranger & (stranger_rows == NO_ROW))
+    known = row_map.touch(known, new_rows, step, counts)
+    arrays = _fill(spec, table, keys, new_rows)
+    counters = table.counters.add(
+        inserted=jnp.sum(new_rows != NO_ROW, dtype=jnp.int32),
+        evicted=evicted,
+        failed=jnp.sum(failed, dtype=jnp.int32),
+        not_admitted=jnp.sum(is_new & ~is_admitted, dtype=jnp.int32),
+    )
+    table = DynamicTable(known, arrays[0], arrays[1:], waiting, counters, table.key)
+    return table, jnp.where(is_new, new_rows, rows)
+
+
+def initial_values(spec: DynamicTableSpec, key: PRNGKeyArray, keys: Keys) -> Float[Array, "nnz dim"]:
+    """What the rows of `keys` start from; `key` is the table's."""
+
+    def one_row(high: Array, low: Array) -> Array:
+        own_key = jax.random.fold_in(jax.random.fold_in(key, high), low)
+        return spec.initializer(own_key, (1, spec.embedding_dim))[0].astype(jnp.float32)
+
+    return jax.vmap(one_row)(keys.high, keys.low)
+
+
+def _fill(spec: DynamicTableSpec, table: DynamicTable, keys: Keys, rows: Int[Array, " nnz"]) -> tuple[Array, ...]:
+    """The table's arrays with initial values and slots in `rows`."""
+    num_blocks = -(-rows.shape[0] // INITIAL_BLOCK)
+    order = compact(rows != NO_ROW, num_blocks * INITIAL_BLOCK)
+    num_used = -(-jnp.sum(rows != NO_ROW, dtype=jnp.int32) // INITIAL_BLOCK)
+
+    def fill_block(i: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
+        high, low = (lane.at[entries].get(mode="fill", fill_value=0) for lane in (keys.high, keys.low))
+        values = initial_values(spec, table.key[0], Keys(high, low, entries != NO_ROW))
+        parts = (values, *spec.optimizer.init_slots(values))
+        return api.scatter_rows(arrays, rows.at[entries].get(mode="fill", fill_value=NO_ROW), parts)
+
+    return jax.lax.fori_loop(0, num_used, fill_block, (table.rows, *table.slots))
+
+
+def read(table: DynamicTable, rows: Int[Array, " nnz"]) -> Float[Array, "nnz dim"]:
+    """Rows, float32; zeros for `NO_ROW`."""
+    return api.lookup(table.rows, [Segment(rows, None, None, "none")])[0]
+
+
+def step(
+    spec: DynamicTableSpec,
+    table: DynamicTable,
+    rows: Int[Array, " nnz"],
+    gradients: Float[Array, "nnz dim"],
+    hyper: Hyperparameters,
+) -> DynamicTable:
+    """One optimizer step.
+
+    Args:
+      spec: of the table.
+      table: its state.
+      rows: as `translate` returned them for this batch; gradients of equal rows are summed first.
+      gradients: one for every row.
+      hyper: from `spec.optimizer.get_hyperparameters(step)`.
+    """
+    stepped, slots = update_rows(table.rows, table.slots, rows, gradients, hyper, spec.optimizer)
+    return table._replace(rows=stepped, slots=slots)
+
+
+def evict_older(spec: DynamicTableSpec, table: DynamicTable, step: int | Int[Array, ""]) -> DynamicTable:
+    """The table without keys that training did not use for more than `spec.steps_to_live` steps before `step`.
+
+    Looks at every row, so call it now and then: as often as keys are to go, or before a checkpoint.
+
+    Raises: ValueError: the spec sets no `steps_to_live`.
+    """
+    if spec.steps_to_live is None:
+        raise ValueError(f"table {spec.name!r}: evict_older needs steps_to_live in the spec.")
+    step = jnp.asarray(step, jnp.int32)
+    left = row_map.release_older(table.keys, step, spec.steps_to_live)
+    waiting = table.waiting
+    if waiting is not None:
+        waiting = row_map.release_older(waiting, step, spec.steps_to_live)
+    evicted = left.num_free - table.keys.num_free
+    return table._replace(keys=left, waiting=waiting, counters=table.counters.add(evicted=evicted))
+
+
+def grow(spec: DynamicTableSpec, table: DynamicTable, capacity: int) -> DynamicTable:
+    """The table with room for `capacity` rows; every key keeps its row. Programs are compiled anew for the new shape.
+
+    Raises: ValueError: that is less than the table has.
+    """
+    old = table.rows.shape[0]
+    if not old <= capacity <= MAX_CAPACITY:
+        raise ValueError(f"table {spec.name!r} has {old} rows and cannot grow to {capacity} (at most {MAX_CAPACITY}).")
+    arrays = tuple(
+        jax.lax.dynamic_update_slice_in_dim(fresh, array, 0, 0)
+        for fresh, array in zip(_allocate(spec, capacity), (table.rows, *table.slots), strict=True)
+    )
+    return table._replace(keys=row_map.grow(table.keys, capacity), rows=arrays[0], slots=arrays[1:])
+
+
+def size(table: DynamicTable) -> Int[Array, ""]:
+    """How many keys have a row."""
+    return table.keys.last_step.shape[0] - table.keys.num_free[0]

@@ -1,0 +1,99 @@
+"""64-bit keys as two 32-bit lanes, which JAX can hold without its 64-bit mode."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+MAX_SHARDS = 65_536
+KEY_DTYPES = ("int32", "int64", "uint32", "uint64")
+
+
+class Keys(NamedTuple):
+    """Keys of any shape; every 64-bit number is a key like any other.
+
+    Attributes:
+      high: upper 32 bits, uint32.
+      low: lower 32 bits, uint32.
+      is_key: False for padding, whose lanes mean nothing.
+    """
+
+    high: Any
+    low: Any
+    is_key: Any
+
+
+def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
+    """Keys from an integer array: numpy arrays stay on the host, jax arrays on their device.
+
+    Args:
+      keys: any integer dtype; -1 is padding if it is signed. Pass 64-bit keys as numpy arrays: without its 64-bit mode
+        JAX cuts them to 32 bits silently.
+      feature: named in errors.
+
+    Raises:
+      TypeError: the keys are not integers.
+      ValueError: a key other than -1 is negative. Values inside `jit` are not known; there such keys become padding,
+        and `num_invalid` counts them.
+
+    Example:
+      >>> split_keys(np.array([2**32 + 5, -1])).high.tolist()
+      [1, 4294967295]
+    """
+    if not isinstance(keys, jax.Array):
+        keys = np.asarray(keys)
+    if not jnp.issubdtype(keys.dtype, jnp.integer):
+        raise TypeError(f"{feature}: keys must be integers, got {keys.dtype}; convert them, or hash strings first.")
+    if not isinstance(keys, jax.core.Tracer) and getattr(keys, "is_fully_addressable", True):
+        _check_not_negative(keys, feature)
+    xp: Any = np if isinstance(keys, np.ndarray) else jnp
+    is_key = keys >= 0  # all of an unsigned array
+    if keys.dtype.itemsize < 8:
+        low = keys.astype(np.uint32)
+        return Keys(xp.where(is_key, np.uint32(0), np.uint32(0xFFFFFFFF)), low, is_key)
+    bits = keys.astype(np.uint64)
+    return Keys((bits >> np.uint64(32)).astype(np.uint32), (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32), is_key)
+
+
+def _check_not_negative(keys: Any, feature: str) -> None:
+    host = np.asarray(keys)
+    is_bad = host < -1 if np.issubdtype(host.dtype, np.signedinteger) else np.zeros(host.shape, bool)
+    if is_bad.any():
+        place = tuple(int(i) for i in np.argwhere(is_bad)[0])
+        raise ValueError(
+            f"{feature}: key {int(host[place])} at position {place if len(place) != 1 else place[0]} is negative "
+            f"({int(is_bad.sum())} such keys); -1 stands for no key, and keys with the top bit set must be uint64."
+        )
+
+
+def num_invalid(keys: Array) -> Int[Array, ""]:
+    """How many keys are negative without being padding; works inside `jit`."""
+    return jnp.sum(keys < -1, dtype=jnp.int32) if jnp.issubdtype(keys.dtype, jnp.signedinteger) else jnp.int32(0)
+
+
+def join_keys(high: Any, low: Any, *, dtype: Any = np.uint64) -> np.ndarray:
+    """The keys as one number each, on the host.
+
+    Raises: ValueError: `dtype` cannot hold a key.
+    """
+    joined = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(np.uint64)
+    if joined.size and int(joined.max()) > np.iinfo(dtype).max:
+        raise ValueError(f"key {int(joined.max())} does not fit into {np.dtype(dtype)}; ask for uint64.")
+    return joined.astype(dtype)
+
+
+def owners(keys: Keys, num_shards: int) -> Any:
+    """The shard `key % num_shards` of every key, int32; `num_shards` itself for padding.
+
+    Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is exact.
+    """
+    if not 1 <= num_shards <= MAX_SHARDS:
+        raise ValueError(f"num_shards must lie in [1, {MAX_SHARDS}], got {num_shards}.")
+    xp: Any = np if isinstance(keys.high, np.ndarray) else jnp
+    n, wrap = np.uint32(num_shards), np.uint32(2**32 % num_shards)
+    remainder = ((keys.high % n) * wrap + keys.low % n) % n
+    return xp.where(keys.is_key, remainder.astype(np.int32), np.int32(num_shards))
