@@ -94,7 +94,12 @@ class DynamicTableSpec:
             raise ValueError(f"{where}: at most {MAX_CAPACITY} rows per shard are possible; use more shards.")
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         object.__setattr__(self, "key_dtype", np.dtype(self.key_dtype).name)
-        choices = (("dtype", TABLE_DTYPES), ("key_dtype", KEY_DTYPES), ("when_full", WHEN_FULL), ("eviction", EVICTIONS))
+        choices = (
+            ("dtype", TABLE_DTYPES),
+            ("key_dtype", KEY_DTYPES),
+            ("when_full", WHEN_FULL),
+            ("eviction", EVICTIONS),
+        )
         for field, allowed in choices:
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{where}: {field} {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
@@ -124,6 +129,7 @@ class Counters(NamedTuple):
       evicted: keys that lost theirs, in `translate` or `evict_older`.
       failed: keys of training that found no room, in the table or among those that wait for admission.
       not_admitted: keys of training that had not occurred often enough.
+      forgotten: keys whose occurrences are no longer counted, to make room for others or in `evict_older`.
       unknown: keys of evaluation without a row.
     """
 
@@ -131,6 +137,7 @@ class Counters(NamedTuple):
     evicted: Int[Array, "1"]
     failed: Int[Array, "1"]
     not_admitted: Int[Array, "1"]
+    forgotten: Int[Array, "1"]
     unknown: Int[Array, "1"]
 
     def add(self, **numbers: Array) -> Counters:
@@ -220,35 +227,30 @@ def _train(
 ) -> tuple[DynamicTable, Array]:
     """`translate` of distinct keys, whose rows were looked up and whose occurrences were counted."""
     evict = spec.eviction if spec.when_full == "evict" else None
-    known = row_map.touch(table.keys, rows, step, totals)
+    counts = row_map.add_counts(row_map.count_of(table.keys, rows), totals)
+    known = row_map.touch(table.keys, rows, step, counts)
     is_new = keys.is_key & (rows == NO_ROW)
     is_admitted, waiting = is_new, table.waiting
     if waiting is not None:
         waiting_rows = row_map.find(waiting, keys._replace(is_key=is_new))
-        before = waiting.count.at[waiting_rows].get(mode="fill", fill_value=0)
-        # The sum of the two may not fit.
-        is_admitted = is_new & ((totals > spec.admission_count) | (before > spec.admission_count - totals))
-    known, new_rows, evicted = row_map.assign(known, keys._replace(is_key=is_admitted), step, evict=evict)
-    failed = is_admitted & (new_rows == NO_ROW)
-    if waiting is None:
-        counts = totals
-    else:
-        counts = jnp.where(before > row_map.MAX_COUNT - totals, row_map.MAX_COUNT, totals + before)
-        waiting = row_map.release(waiting, jnp.where(new_rows != NO_ROW, waiting_rows, NO_ROW))
-        waiting_rows = jnp.where(new_rows == NO_ROW, waiting_rows, NO_ROW)
-        waiting = row_map.touch(waiting, waiting_rows, step, totals)
-        is_stranger = is_new & (new_rows == NO_ROW) & (waiting_rows == NO_ROW)
-        strangers = keys._replace(is_key=is_stranger)
-        waiting, stranger_rows, _ = row_map.assign(waiting, strangers, step, evict=evict)
-        waiting = row_map.touch(waiting, stranger_rows, step, totals)
-        failed = failed | (is_stranger & (stranger_rows == NO_ROW))
-    known = row_map.touch(known, new_rows, step, counts)
+        totals = row_map.add_counts(totals, row_map.count_of(waiting, waiting_rows))
+        is_admitted = is_new & (totals > spec.admission_count)
+    known, new_rows, evicted = row_map.assign(known, keys._replace(is_key=is_admitted), step, totals, evict=evict)
+    is_left = is_new & (new_rows == NO_ROW)
+    failed, forgotten = is_admitted & is_left, jnp.zeros(1, jnp.int32)
+    if waiting is not None:
+        waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
+        waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), step, totals)
+        strangers = keys._replace(is_key=is_left & (waiting_rows == NO_ROW))
+        waiting, stranger_rows, forgotten = row_map.assign(waiting, strangers, step, totals, evict=evict)
+        failed = failed | (strangers.is_key & (stranger_rows == NO_ROW))
     arrays = _fill(spec, table, keys, new_rows)
     counters = table.counters.add(
         inserted=jnp.sum(new_rows != NO_ROW, dtype=jnp.int32),
         evicted=evicted,
         failed=jnp.sum(failed, dtype=jnp.int32),
         not_admitted=jnp.sum(is_new & ~is_admitted, dtype=jnp.int32),
+        forgotten=forgotten,
     )
     table = DynamicTable(known, arrays[0], arrays[1:], waiting, counters, table.key)
     return table, jnp.where(is_new, new_rows, rows)
@@ -316,11 +318,13 @@ def evict_older(spec: DynamicTableSpec, table: DynamicTable, step: int | Int[Arr
         raise ValueError(f"table {spec.name!r}: evict_older needs steps_to_live in the spec.")
     step = jnp.asarray(step, jnp.int32)
     left = row_map.release_older(table.keys, step, spec.steps_to_live)
-    waiting = table.waiting
-    if waiting is not None:
-        waiting = row_map.release_older(waiting, step, spec.steps_to_live)
-    evicted = left.num_free - table.keys.num_free
-    return table._replace(keys=left, waiting=waiting, counters=table.counters.add(evicted=evicted))
+    counters = table.counters.add(evicted=left.num_free - table.keys.num_free)
+    table = table._replace(keys=left, counters=counters)
+    if table.waiting is None:
+        return table
+    waiting = row_map.release_older(table.waiting, step, spec.steps_to_live)
+    counters = counters.add(forgotten=waiting.num_free - table.waiting.num_free)
+    return table._replace(waiting=waiting, counters=counters)
 
 
 def grow(spec: DynamicTableSpec, table: DynamicTable, capacity: int) -> DynamicTable:

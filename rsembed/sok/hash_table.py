@@ -12,6 +12,7 @@ and WarpCore), with a minimum in place of the race; the hash ends in MurmurHash3
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.sok.keys import Keys
 
@@ -83,9 +85,10 @@ def insert(table: HashTable, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
 
     lane, slots = _probe_all(probe, table.rows + varying_zero(table.rows, keys.low), keys, num_slots)
     was_deleted = table.rows.at[slots].get(mode="fill", fill_value=EMPTY) == DELETED
+    lanes, lane = api.scatter_rows((table.keys, lane), slots, (jnp.stack([keys.high, keys.low], axis=1), rows))
     return HashTable(
-        table.keys.at[slots].set(jnp.stack([keys.high, keys.low], axis=1), mode="drop"),
-        lane.at[slots].set(rows, mode="drop"),
+        lanes,
+        lane,
         table.num_keys + jnp.sum(keys.is_key, dtype=jnp.int32),
         table.num_deleted - jnp.sum(was_deleted, dtype=jnp.int32),
     )
@@ -184,9 +187,7 @@ def _probe_all(probe: Probe, state: Any, keys: Keys, num_slots: int) -> tuple[An
     seekers = _Seekers(keys.high, keys.low, jnp.arange(n, dtype=jnp.int32))
     places = (mix(keys.high, keys.low) & jnp.uint32(num_slots - 1)).astype(jnp.int32) + zero
     active, results = keys.is_key & (zero == 0), jnp.full(n, NO_ROW, jnp.int32)
-    width = n
-    while width:
-        next_width = width // 8 if width > MIN_WIDTH else 0
+    for width, next_width in itertools.pairwise([*_widths(n), 0]):
 
         def is_wide(carry: tuple[Any, ...], next_width: int = next_width) -> Array:
             return jnp.sum(carry[2], dtype=jnp.int32) > next_width
@@ -199,11 +200,25 @@ def _probe_all(probe: Probe, state: Any, keys: Keys, num_slots: int) -> tuple[An
 
         start = (state, places, active, jnp.full(width, NO_ROW, jnp.int32) + zero)
         state, places, still_active, found = jax.lax.while_loop(is_wide, probe_once, start)
-        is_done = active & ~still_active
-        results = results.at[jnp.where(is_done, seekers.positions, n)].set(found, mode="drop")
-        kept = compact(still_active, next_width)
-        seekers, places = jax.tree.map(lambda x: x.at[kept].get(mode="fill", fill_value=0), (seekers, places))
-        active, width = kept != NO_ROW, next_width
+        if width == n:
+            results = found
+        else:
+            is_done = active & ~still_active
+            results = results.at[jnp.where(is_done, seekers.positions, n)].set(found, mode="drop")
+        if next_width:
+            kept = compact(still_active, next_width)
+            seekers, places = _take((seekers, places), kept)
+            active = kept != NO_ROW
     return state, results
 
 
+def _take(arrays: Any, places: Array) -> Any:
+    return jax.tree.map(lambda x: x.at[places].get(mode="fill", fill_value=0), arrays)
+
+
+def _widths(num_keys: int) -> list[int]:
+    """How many keys probe at a time: fewer and fewer of a large call."""
+    widths = [num_keys]
+    while widths[-1] > MIN_WIDTH:
+        widths.append(widths[-1] // 8)
+    return widths

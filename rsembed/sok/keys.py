@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from rsembed.kernels.contract import NO_ROW
+
 MAX_SHARDS = 65_536
 KEY_DTYPES = ("int32", "int64", "uint32", "uint64")
 
@@ -91,9 +93,32 @@ def owners(keys: Keys, num_shards: int) -> Any:
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is exact.
     """
-    if not 1 <= num_shards <= MAX_SHARDS:
-        raise ValueError(f"num_shards must lie in [1, {MAX_SHARDS}], got {num_shards}.")
+    check_num_shards(num_shards)
     xp: Any = np if isinstance(keys.high, np.ndarray) else jnp
     n, wrap = np.uint32(num_shards), np.uint32(2**32 % num_shards)
     remainder = ((keys.high % n) * wrap + keys.low % n) % n
     return xp.where(keys.is_key, remainder.astype(np.int32), np.int32(num_shards))
+
+
+def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Any:
+    """The row `key // num_shards` in a table without an index, int32.
+
+    `NO_ROW` for padding, and for keys from `num_shards * rows_per_shard` on.
+
+    Raises: ValueError: as for `owners`.
+    """
+    check_num_shards(num_shards)
+    xp: Any = np if isinstance(keys.high, np.ndarray) else jnp
+    n, half = np.uint32(num_shards), np.uint32(16)
+    # Long division in halves of 16 bits; the quotient fits into 32 bits if the high lane is below the divisor.
+    upper = (keys.high % n << half) | (keys.low >> half)
+    lower = (upper % n << half) | (keys.low & np.uint32(0xFFFF))
+    rows = (upper // n << half) | (lower // n)
+    is_legal = keys.is_key & (keys.high < n) & (rows < np.uint32(rows_per_shard))
+    return xp.where(is_legal, rows.astype(np.int32), np.int32(NO_ROW))
+
+
+def check_num_shards(num_shards: int) -> None:
+    """Raises: ValueError: more shards than the 32-bit arithmetic is exact for, or none."""
+    if not 1 <= num_shards <= MAX_SHARDS:
+        raise ValueError(f"num_shards must lie in [1, {MAX_SHARDS}], got {num_shards}.")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.sok import hash_table
 from rsembed.sok.hash_table import HashTable, compact
@@ -23,20 +24,20 @@ class RowMap(NamedTuple):
     """Rows and their keys. All leaves have a leading axis, so that shards can lie side by side along it.
 
     Attributes:
-      index: the row of every key.
+      hashed: the row of every key.
       high: upper half of the key of every row.
       low: lower half of it.
       last_step: the step that used the row last; `FREE` if it has no key.
-      count: how often the key occurred in training, up to `MAX_COUNT`.
+      counts: how often its key occurred in training, up to `MAX_COUNT`.
       free: stack of rows without a key; the first `num_free` places count, and the last of them is next.
       num_free: height of the stack.
     """
 
-    index: HashTable
+    hashed: HashTable
     high: UInt32[Array, " rows"]
     low: UInt32[Array, " rows"]
     last_step: Int[Array, " rows"]
-    count: Int[Array, " rows"]
+    counts: Int[Array, " rows"]
     free: Int[Array, " rows"]
     num_free: Int[Array, "1"]
 
@@ -44,11 +45,11 @@ class RowMap(NamedTuple):
 def empty(capacity: int) -> RowMap:
     """All rows free; they will be handed out as 0, 1, 2, ..."""
     return RowMap(
-        index=hash_table.empty(capacity),
+        hashed=hash_table.empty(capacity),
         high=jnp.zeros(capacity, jnp.uint32),
         low=jnp.zeros(capacity, jnp.uint32),
         last_step=jnp.full(capacity, FREE, jnp.int32),
-        count=jnp.zeros(capacity, jnp.int32),
+        counts=jnp.zeros(capacity, jnp.int32),
         free=jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.full(1, capacity, jnp.int32),
     )
@@ -56,11 +57,16 @@ def empty(capacity: int) -> RowMap:
 
 def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
     """The row of every key; `NO_ROW` for unknown keys and padding."""
-    return hash_table.find(row_map.index, keys)
+    return hash_table.find(row_map.hashed, keys)
 
 
 def assign(
-    row_map: RowMap, keys: Keys, step: Int[Array, ""], *, evict: Eviction | None = None
+    row_map: RowMap,
+    keys: Keys,
+    step: Int[Array, ""],
+    occurrences: Int[Array, " nnz"],
+    *,
+    evict: Eviction | None = None,
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, "1"]]:
     """Rows for distinct, unknown keys, in their order.
 
@@ -68,6 +74,7 @@ def assign(
       row_map: the map.
       keys: those that want a row; padding gets none.
       step: number of the current step, at least 0. Rows last used by this very step are not evicted.
+      occurrences: how often every key has occurred so far.
       evict: whose rows to take when there are too few free ones: of the keys used longest ago ("lru") or least often
         ("lfu"), and of equal ones the lowest rows. None takes none.
 
@@ -84,34 +91,41 @@ def assign(
     gets_row = keys.is_key & (rank < row_map.num_free)
     places = jnp.where(gets_row, row_map.num_free - 1 - rank, NO_ROW)
     rows = row_map.free.at[places].get(mode="fill", fill_value=NO_ROW)
-    row_map = row_map._replace(
-        index=hash_table.insert(row_map.index, keys._replace(is_key=gets_row), rows),
-        high=row_map.high.at[rows].set(keys.high, mode="drop"),
-        low=row_map.low.at[rows].set(keys.low, mode="drop"),
-        last_step=row_map.last_step.at[rows].set(step, mode="drop"),
-        count=row_map.count.at[rows].set(0, mode="drop"),
-        num_free=row_map.num_free - jnp.sum(gets_row, dtype=jnp.int32),
-    )
-    return row_map, rows, num_evicted
+    lanes = (row_map.high, row_map.low, row_map.last_step, row_map.counts)
+    steps = jnp.broadcast_to(step, rows.shape)
+    high, low, last_step, counts = api.scatter_rows(lanes, rows, (keys.high, keys.low, steps, occurrences))
+    hashed = hash_table.insert(row_map.hashed, keys._replace(is_key=gets_row), rows)
+    num_free = row_map.num_free - jnp.sum(gets_row, dtype=jnp.int32)
+    return RowMap(hashed, high, low, last_step, counts, row_map.free, num_free), rows, num_evicted
 
 
-def touch(row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]) -> RowMap:
-    """Notes that distinct `rows` were used by `step`, and how often."""
-    old = row_map.count.at[rows].get(mode="fill", fill_value=0)
-    count = jnp.where(old > MAX_COUNT - occurrences, MAX_COUNT, old + occurrences)
-    return row_map._replace(
-        last_step=row_map.last_step.at[rows].set(step, mode="drop"), count=row_map.count.at[rows].set(count, mode="drop")
-    )
+def touch(
+    row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, "*nnz"], occurrences: Int[Array, " nnz"]
+) -> RowMap:
+    """Notes that distinct `rows` were used by `step`, and how often their keys have occurred so far."""
+    steps = jnp.broadcast_to(step, rows.shape)
+    last_step, counts = api.scatter_rows((row_map.last_step, row_map.counts), rows, (steps, occurrences))
+    return row_map._replace(last_step=last_step, counts=counts)
+
+
+def count_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
+    """How often the keys of `rows` have occurred; 0 for `NO_ROW`."""
+    return row_map.counts.at[rows].get(mode="fill", fill_value=0)
+
+
+def add_counts(one: Int[Array, " nnz"], other: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
+    """Their sums, up to `MAX_COUNT`."""
+    return jnp.where(one > MAX_COUNT - other, MAX_COUNT, one + other)
 
 
 def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     """Takes distinct `rows` from their keys; the first of them will be handed out first. `NO_ROW` is skipped."""
     is_row = rows != NO_ROW
-    high, low = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (row_map.high, row_map.low))
+    high, low = api.gather_rows((row_map.high, row_map.low), rows)
     num_released = jnp.sum(is_row, dtype=jnp.int32)
     places = row_map.num_free + num_released - jnp.cumsum(is_row, dtype=jnp.int32)
     return row_map._replace(
-        index=hash_table.remove(row_map.index, Keys(high, low, is_row)),
+        hashed=hash_table.remove(row_map.hashed, Keys(high, low, is_row)),
         last_step=row_map.last_step.at[rows].set(FREE, mode="drop"),
         free=row_map.free.at[jnp.where(is_row, places, NO_ROW)].set(rows, mode="drop"),
         num_free=row_map.num_free + num_released,
@@ -133,11 +147,11 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
         return jnp.concatenate([lane, jnp.full(capacity - old, value, lane.dtype)])
 
     return RowMap(
-        index=hash_table.rebuild(row_map.index, capacity),
+        hashed=hash_table.rebuild(row_map.hashed, capacity),
         high=extend(row_map.high, 0),
         low=extend(row_map.low, 0),
         last_step=extend(row_map.last_step, FREE),
-        count=extend(row_map.count, 0),
+        counts=extend(row_map.counts, 0),
         free=jnp.concatenate([jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32), row_map.free]),
         num_free=row_map.num_free + (capacity - old),
     )
@@ -146,7 +160,7 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 def _evict_least(
     row_map: RowMap, num_wanted: Int[Array, ""], step: Int[Array, ""], policy: Eviction, most: int
 ) -> RowMap:
-    score = row_map.last_step if policy == "lru" else row_map.count
+    score = row_map.last_step if policy == "lru" else row_map.counts
     is_candidate = (row_map.last_step != FREE) & (row_map.last_step != step)
     return release(row_map, compact(_least(score, is_candidate, num_wanted), most))
 
