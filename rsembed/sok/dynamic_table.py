@@ -207,7 +207,7 @@ def translate(
     Returns: the table, and rows with `NO_ROW` for padding and for keys without a row. Reading `NO_ROW` gives zeros,
     and stepping it does nothing.
     """
-    n = keys.low.shape[0]
+    keys, n = Keys(*map(jnp.asarray, keys)), keys.low.shape[0]
     first = first_occurrences(keys)
     is_first = first == jnp.arange(n, dtype=jnp.int32)
     distinct = keys._replace(is_key=is_first)

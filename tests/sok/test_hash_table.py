@@ -1,0 +1,166 @@
+"""The table is a dict: whatever is inserted and removed, in whatever order and wherever keys collide."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from rsembed.kernels.contract import NO_ROW
+from rsembed.sok import hash_table
+from rsembed.sok.keys import Keys, join_keys, split_keys
+
+MAX_KEYS, NUM_SLOTS = 8, 16
+CALL = 6  # keys per call
+
+
+def home(key):
+    """Murmur's finaliser in Python integers, an implementation of its own."""
+    h = (key & 0xFFFFFFFF) ^ ((key >> 32) * 0x9E3779B1 & 0xFFFFFFFF)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return (h ^ (h >> 16)) % NUM_SLOTS
+
+
+def keys_with_home(slot, count, high):
+    found = (k for k in range(high << 32, (high << 32) + 10_000) if home(k) == slot)
+    return [next(found) for _ in range(count)]
+
+
+POOL = [0, 1, 2**32, 2**63, 2**64 - 1, *keys_with_home(NUM_SLOTS - 1, 5, 0), *keys_with_home(NUM_SLOTS - 1, 3, 7)]
+
+
+def padded(numbers, length=CALL):
+    keys = split_keys(np.array([*numbers, *[3] * (length - len(numbers))], np.uint64))
+    return keys._replace(is_key=np.arange(length) < len(numbers))
+
+
+find, insert, remove = map(jax.jit, (hash_table.find, hash_table.insert, hash_table.remove))
+empty = functools.cache(hash_table.empty)
+calls = st.lists(
+    st.tuples(st.sampled_from(["insert", "remove", "find"]), st.lists(st.sampled_from(POOL), max_size=CALL)),
+    max_size=14,
+)
+
+
+def check_lanes(table, expected):
+    """What lies in the slots, read without the functions under test."""
+    rows = np.asarray(table.rows)
+    held = join_keys(*np.asarray(table.keys)[rows >= 0].T)
+    assert dict(zip(held.tolist(), rows[rows >= 0].tolist(), strict=True)) == expected
+    assert (int(table.num_keys[0]), int(table.num_deleted[0])) == (len(expected), (rows == hash_table.DELETED).sum())
+    assert (rows >= hash_table.DELETED).all()  # no claim is left behind
+    assert table.num_deleted[0] <= NUM_SLOTS // 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(calls)
+def test_any_sequence_of_calls_equals_a_dict(sequence):
+    table, expected, next_row = empty(MAX_KEYS), {}, 0
+    for kind, numbers in sequence:
+        if kind == "find":
+            rows = find(table, padded(numbers)).tolist()
+            assert rows == [expected.get(k, NO_ROW) for k in numbers] + [NO_ROW] * (CALL - len(numbers))
+            continue
+        numbers = list(dict.fromkeys(numbers))
+        if kind == "remove":
+            table = remove(table, padded(numbers))
+            expected = {k: row for k, row in expected.items() if k not in numbers}
+        else:
+            numbers = [k for k in numbers if k not in expected][: MAX_KEYS - len(expected)]
+            rows = list(range(next_row, next_row + len(numbers)))
+            table = insert(table, padded(numbers), np.array(rows + [0] * (CALL - len(rows)), np.int32))
+            expected |= dict(zip(numbers, rows, strict=True))
+            next_row += len(numbers)
+        check_lanes(table, expected)
+    for start in range(0, len(POOL), CALL):
+        numbers = POOL[start : start + CALL]
+        assert find(table, padded(numbers)).tolist()[: len(numbers)] == [expected.get(k, NO_ROW) for k in numbers]
+
+
+def test_deleted_slots_are_used_again_and_cleared_before_searches_grow_long():
+    table, expected = empty(MAX_KEYS), {}
+    full = keys_with_home(2, MAX_KEYS, 0)  # one chain of eight
+    for part in (full[:CALL], full[CALL:]):
+        rows = np.array([k % 1000 for k in part] + [0] * (CALL - len(part)), np.int32)
+        table = insert(table, padded(part), rows)
+        expected |= {k: k % 1000 for k in part}
+    for generation in range(1, 30):
+        gone, new = list(expected)[:3], [2**40 * generation + i for i in range(3)]
+        table = insert(remove(table, padded(gone)), padded(new), np.full(CALL, generation, np.int32))
+        expected = {k: row for k, row in expected.items() if k not in gone} | dict.fromkeys(new, generation)
+        check_lanes(table, expected)
+        assert find(table, padded(gone + new)).tolist() == [NO_ROW] * 3 + [generation] * 3
+
+
+def test_keys_beyond_the_bound_are_left_out_and_nothing_hangs():
+    table = insert(empty(MAX_KEYS), padded(range(100, 164), 64), jnp.arange(64, dtype=jnp.int32))
+    rows = find(table, padded(range(100, 164), 64)).tolist()
+    assert rows == [*range(12), *[NO_ROW] * 52]
+
+
+@functools.cache
+def large_keys():
+    """More keys than probe at a time, in a table as full as it gets."""
+    generator = np.random.default_rng(0)
+    num_keys = 2 * hash_table.MIN_WIDTH
+    return np.unique(generator.integers(0, 2**64, 2 * num_keys, dtype=np.uint64)), num_keys
+
+
+def test_a_large_call_equals_a_dict_though_it_narrows():
+    numbers, num_keys = large_keys()
+    held, absent = numbers[:num_keys], numbers[num_keys : 2 * num_keys]
+    rows = np.random.default_rng(1).permutation(num_keys).astype(np.int32)
+    table = insert(hash_table.empty(num_keys), split_keys(held), rows)
+    np.testing.assert_array_equal(find(table, split_keys(held)), rows)
+    assert set(find(table, split_keys(absent[: len(held)])).tolist()) == {NO_ROW}
+    occupied = np.asarray(table.rows) >= 0
+    assert occupied.sum() == num_keys == len(occupied) // 2
+
+
+def python_first_occurrences(numbers, is_key):
+    seen = {}
+    return [seen.setdefault(k, i) if ok else NO_ROW for i, (k, ok) in enumerate(zip(numbers, is_key, strict=True))]
+
+
+first_occurrences = jax.jit(hash_table.first_occurrences)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from(POOL), st.booleans()), min_size=CALL, max_size=CALL))
+def test_first_occurrences_are_those_of_a_loop(entries):
+    numbers, is_key = (list(part) for part in zip(*entries, strict=True))
+    keys = split_keys(np.array(numbers, np.uint64))._replace(is_key=np.array(is_key))
+    assert first_occurrences(keys).tolist() == python_first_occurrences(numbers, is_key)
+
+
+def test_first_occurrences_of_a_large_skewed_call():
+    numbers = np.random.default_rng(2).zipf(1.3, 3 * hash_table.MIN_WIDTH).clip(max=2**62)
+    found = first_occurrences(split_keys(numbers)).tolist()
+    assert found == python_first_occurrences(numbers.tolist(), [True] * len(numbers))
+
+
+@pytest.mark.parametrize("function", [hash_table.first_occurrences, functools.partial(hash_table.find, empty(1))])
+def test_no_keys_are_no_rows(function):
+    nothing = Keys(jnp.zeros(0, jnp.uint32), jnp.zeros(0, jnp.uint32), jnp.zeros(0, bool))
+    assert function(nothing).shape == (0,)
+
+
+def test_shards_of_a_mesh_keep_tables_of_their_own():
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("shard",))
+
+    def program(keys, rows):
+        table = hash_table.empty(MAX_KEYS)
+        table = hash_table.insert(table, keys, rows)
+        table = hash_table.remove(table, Keys(keys.high[:1], keys.low[:1], keys.is_key[:1]))
+        return hash_table.find(hash_table.rebuild(table), keys)
+
+    numbers = np.array([5, 6, 7, 5, 8, 2**50], np.uint64)
+    sharded = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=P("shard"), out_specs=P("shard")))
+    rows = np.array([3, 1, 2, 6, 4, 5], np.int32)
+    assert sharded(split_keys(numbers), rows).tolist() == [NO_ROW, 1, 2, NO_ROW, 4, 5]

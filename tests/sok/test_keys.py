@@ -1,0 +1,123 @@
+"""64-bit keys keep their bits, and their owner and row are those of ordinary integer division."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rsembed.kernels.contract import NO_ROW
+from rsembed.sok.keys import MAX_SHARDS, Keys, join_keys, local_rows, num_invalid, owners, split_keys
+
+CASES = json.loads((Path(__file__).parent.parent / "data" / "sok_cases.json").read_text())
+EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1]
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=8))
+@example(EDGES)
+def test_lanes_hold_every_64_bit_number(numbers):
+    keys = split_keys(np.array(numbers, np.uint64))
+    assert [(int(high) << 32) | int(low) for high, low in zip(keys.high, keys.low, strict=True)] == numbers
+    assert keys.is_key.all()
+    assert join_keys(keys.high, keys.low).tolist() == numbers
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
+def test_minus_one_is_padding_of_signed_keys_and_the_largest_key_of_unsigned_ones(dtype):
+    largest = np.iinfo(dtype).max
+    keys = split_keys(np.array([5, largest, 0], dtype))
+    assert keys.is_key.tolist() == [True] * 3
+    assert join_keys(keys.high, keys.low, dtype=dtype).tolist() == [5, largest, 0]
+    if np.issubdtype(dtype, np.signedinteger):
+        assert split_keys(np.array([[-1, 3]], dtype)).is_key.tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32])
+def test_keys_inside_jit_are_split_as_on_the_host(dtype):
+    numbers = np.array([[0, 7], [2**31 - 1, 12]], dtype)
+    for inside, outside in zip(jax.jit(split_keys)(numbers), split_keys(numbers), strict=True):
+        assert inside.dtype == outside.dtype
+        np.testing.assert_array_equal(inside, outside)
+
+
+def test_negative_keys_inside_jit_are_padding_and_counted():
+    numbers = np.array([4, -1, -2, -(2**31)], np.int32)
+    assert jax.jit(split_keys)(numbers).is_key.tolist() == [True, False, False, False]
+    assert int(jax.jit(num_invalid)(numbers)) == 2
+    assert int(num_invalid(jnp.asarray([1, 2**32 - 1], jnp.uint32))) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        (np.array([1.0]), TypeError, "feature 'ad': keys must be integers, got float64"),
+        (np.array([True]), TypeError, "integers, got bool"),
+        (np.array([3, 4, -7, -8]), ValueError, r"key -7 at position 2 is negative \(2 such keys\).*uint64"),
+        (np.array([[3], [-2]], np.int32), ValueError, r"key -2 at position \(1, 0\)"),
+        (jnp.asarray([-5], jnp.int32), ValueError, "key -5 at position 0"),
+    ],
+)
+def test_bad_keys_are_named(keys, error, message):
+    with pytest.raises(error, match=message):
+        split_keys(keys, feature="feature 'ad'")
+
+
+def test_a_key_that_does_not_fit_is_not_cut():
+    with pytest.raises(ValueError, match="key 9223372036854775808 does not fit into int64; ask for uint64"):
+        join_keys([1 << 31], [0], dtype=np.int64)
+
+
+@settings(deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 2**64 - 1), min_size=10, max_size=10),
+    num_shards=st.one_of(st.sampled_from([1, 2, 3, 65_535, MAX_SHARDS]), st.integers(1, MAX_SHARDS)),
+    rows_per_shard=st.sampled_from([1, 1000, 2**31 - 1]),
+)
+@example(numbers=EDGES, num_shards=MAX_SHARDS, rows_per_shard=2**31 - 1)
+@example(numbers=EDGES, num_shards=65_535, rows_per_shard=2**31 - 1)
+def test_owner_and_row_are_remainder_and_quotient(numbers, num_shards, rows_per_shard):
+    # Near the largest legal key quotients are interesting, too.
+    numbers = [*numbers, num_shards * rows_per_shard - 1, min(num_shards * rows_per_shard, 2**64 - 1)]
+    keys = split_keys(np.array(numbers, np.uint64))
+    on_device = Keys(*map(jnp.asarray, keys))
+    expected_rows = [k // num_shards if k < num_shards * rows_per_shard else NO_ROW for k in numbers]
+    for lanes in (keys, on_device):
+        assert owners(lanes, num_shards).tolist() == [k % num_shards for k in numbers]
+        assert local_rows(lanes, num_shards, rows_per_shard).tolist() == expected_rows
+
+
+def test_padding_has_no_owner_and_no_row():
+    keys = split_keys(np.array([9, -1]))
+    assert owners(keys, 4).tolist() == [1, 4]
+    assert local_rows(keys, 4, 10).tolist() == [2, NO_ROW]
+
+
+@pytest.mark.parametrize("num_shards", [0, MAX_SHARDS + 1])
+@pytest.mark.parametrize("function", [owners, lambda keys, n: local_rows(keys, n, 1)])
+def test_shard_counts_beyond_exact_arithmetic_are_refused(function, num_shards):
+    with pytest.raises(ValueError, match=rf"num_shards must lie in \[1, 65536\], got {num_shards}"):
+        function(split_keys(np.array([1])), num_shards)
+
+
+@pytest.mark.parametrize("case", CASES["partition"][0]["expected"]["cases"], ids=lambda case: str(case["num_shards"]))
+def test_worked_case_of_the_partition(case):
+    keys = split_keys(np.array(case["keys"]))
+    assert owners(keys, case["num_shards"]).tolist() == case["owners"]
+    assert local_rows(keys, case["num_shards"], 1000).tolist() == case["local_rows"]
+
+
+def test_worked_case_of_valid_keys_without_an_index():
+    (case,) = CASES["validate_keys"]
+    assert not case["use_hashtable"]
+
+    @jax.jit
+    def is_valid(numbers):
+        return local_rows(split_keys(numbers), case["num_shards"], case["rows_per_shard"]) != NO_ROW
+
+    assert is_valid(np.array(case["keys"], np.int32)).tolist() == case["expected"]["valid"]
+    with pytest.raises(ValueError, match="key -2 at position 3"):
+        split_keys(np.array(case["keys"]))
