@@ -1,0 +1,129 @@
+"""What leaves a table by key comes back by key, on any number of shards."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from rsembed.optimizers import AdagradOptimizerSpec
+from rsembed.sok import dynamic_table
+from rsembed.sok.dynamic_table import DynamicTableSpec
+from rsembed.sok.export import export, import_rows
+from rsembed.sok.keys import join_keys, owners, split_keys
+
+SPEC = DynamicTableSpec(
+    name="users",
+    embedding_dim=2,
+    capacity=8,
+    optimizer=AdagradOptimizerSpec(),
+    key_dtype="uint64",
+    admission_count=1,
+    admission_capacity=4,
+)
+KEYS = np.array([2**64 - 1, 5, 0, 2**63, 2**32 + 5, 77], np.uint64)
+VALUES = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+
+def fresh(spec=SPEC):
+    return dynamic_table.init(spec, jax.random.key(1))
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """Six rows with slots, steps and counts, and two keys that wait."""
+    numbers = np.arange(6, dtype=np.int32)
+    given = {
+        "keys": KEYS,
+        "values": VALUES,
+        "last_step": numbers,
+        "count": 10 + numbers,
+        "slot_accumulator": 3 * VALUES,
+    }
+    waiting = {"waiting_keys": np.array([9, 8], np.uint64), "waiting_last_step": [4, 3], "waiting_count": [1, 1]}
+    return given | waiting | {"slot_accumulator": 3 * VALUES}
+
+
+def test_export_returns_what_was_imported_sorted_by_key(everything):
+    found = export(SPEC, import_rows(SPEC, fresh(), everything))
+    order = np.argsort(KEYS)
+    assert found["keys"].dtype == np.uint64
+    assert set(found) == set(everything)
+    for name in ("keys", "values", "last_step", "count", "slot_accumulator"):
+        np.testing.assert_array_equal(found[name], everything[name][order])
+    assert [found[f"waiting_{name}"].tolist() for name in ("keys", "last_step", "count")] == [[8, 9], [3, 4], [1, 1]]
+
+
+def test_shards_of_one_number_become_shards_of_another(everything):
+    def spread(exported, num_shards):
+        tables = []
+        for shard in range(num_shards):
+            own = {name: array for name, array in exported.items() if not name.startswith("waiting")}
+            mine = owners(split_keys(exported["keys"]), num_shards) == shard
+            tables.append(import_rows(SPEC, fresh(), {name: np.asarray(array)[mine] for name, array in own.items()}))
+        return tables
+
+    def gathered(tables):
+        parts = [export(SPEC, table) for table in tables]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    found = gathered(spread(gathered(spread(everything, 3)), 2))
+    order = np.argsort(found["keys"])
+    expected = np.argsort(KEYS)
+    for name in ("keys", "values", "last_step", "count", "slot_accumulator"):
+        np.testing.assert_array_equal(found[name][order], everything[name][expected])
+
+
+def test_known_keys_are_overwritten_where_they_are_and_new_ones_start_fresh(everything):
+    table = import_rows(SPEC, fresh(), everything)
+    table = import_rows(SPEC, table, {"keys": np.array([77, 78]), "values": np.array([[1.0, 2.0], [3.0, 4.0]])})
+    rows = join_keys(table.keys.high, table.keys.low).tolist()
+    assert rows[:7] == [*KEYS.tolist(), 78]
+    assert np.asarray(table.rows)[5:7].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    np.testing.assert_array_equal(np.asarray(table.slots[0])[5:7], np.full((2, 2), 0.1, np.float32))
+    assert int(dynamic_table.size(table)) == 7
+
+
+def test_an_empty_table_exports_and_imports_nothing():
+    spec = dataclasses.replace(SPEC, admission_count=0)
+    nothing = export(spec, fresh(spec))
+    assert nothing["values"].shape == (0, 2) and "waiting_keys" not in nothing
+    assert int(dynamic_table.size(import_rows(spec, fresh(spec), nothing))) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keys": None}, "table 'users': imported rows need 'keys', got"),
+        ({"values": VALUES[:5]}, r"imported 'values' has shape \(5, 2\), not \(6, 2\)"),
+        ({"values": np.zeros((6, 3))}, r"imported 'values' has shape \(6, 3\), not \(6, 2\)"),
+        ({"slot_accumulator": np.zeros((6, 1))}, r"'slot_accumulator' has shape \(6, 1\), not \(6, 2\)"),
+        ({"count": np.arange(5)}, r"'count' has shape \(5,\), not \(6,\)"),
+        ({"last_step": np.arange(6) - 1}, r"'last_step' must lie in \[0, 2147483647\]"),
+        ({"keys": np.array([1, 2, 3, 4, 5, 1])}, "keys must be distinct and not -1, but 1 is not"),
+        ({"keys": np.array([1, 2, 3, 4, 5, -1])}, "keys must be distinct and not -1, but -1 is not"),
+        ({"keys": np.array([1, 2, 3, 4, 5, -9])}, "table 'users', imported keys: key -9 at position 5"),
+        ({"slot_momentum": VALUES}, r"cannot import \['slot_momentum'\]; it has \['count', 'keys'"),
+        ({"waiting_count": [1]}, r"'waiting_count' has shape \(1,\), not \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(everything, changes, message):
+    given = {name: array for name, array in (everything | changes).items() if array is not None}
+    with pytest.raises(ValueError, match=message):
+        import_rows(SPEC, fresh(), given)
+
+
+def test_too_many_keys_are_refused_with_the_numbers(everything):
+    table = import_rows(SPEC, fresh(), everything)
+    more = {"keys": np.arange(100, 106), "values": VALUES}
+    with pytest.raises(ValueError, match=r"6 imported keys need 6 free rows, but the shard has 2 \(capacity=8\); grow"):
+        import_rows(SPEC, table, more)
+    waiting = {"keys": KEYS, "values": VALUES, "waiting_keys": np.arange(100, 106)}
+    with pytest.raises(ValueError, match=r"6 imported waiting_keys need 6 .* has 2 \(admission_capacity=4\)"):
+        import_rows(SPEC, table, waiting)
+
+
+def test_a_key_beyond_the_dtype_is_not_exported_as_another_one(everything):
+    table = import_rows(SPEC, fresh(), everything)
+    with pytest.raises(ValueError, match="key 18446744073709551615 does not fit into int64; ask for uint64"):
+        export(dataclasses.replace(SPEC, key_dtype="int64"), table)
