@@ -29,6 +29,8 @@ PLAIN = DynamicTableSpec(name="t", embedding_dim=DIM, capacity=CAPACITY, optimiz
 LRU = dataclasses.replace(PLAIN, when_full="evict", steps_to_live=2, optimizer=AdagradOptimizerSpec(0.5))
 LFU = dataclasses.replace(PLAIN, when_full="evict", eviction="lfu", admission_count=1, admission_capacity=3)
 SPECS = {"full is full": PLAIN, "lru": LRU, "lfu with admission": LFU}
+# Most programs here take longer to compile than to run; that of LRU is compiled as for users.
+QUICK = {"xla_backend_optimization_level": 0}
 POOL = [*range(9), 2**32, 2**63, 2**64 - 1]
 
 
@@ -46,7 +48,8 @@ def programs(spec):
         table, rows = dynamic_table.translate(spec, table, keys, 0, train=False)
         return table, rows, dynamic_table.read(table, rows)
 
-    return jax.jit(train), jax.jit(evaluate)
+    options = None if spec is LRU else QUICK
+    return jax.jit(train, compiler_options=options), jax.jit(evaluate, compiler_options=options)
 
 
 @functools.cache
@@ -97,7 +100,7 @@ batches = st.lists(
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(sequence=batches, gradient_seed=st.integers(0, 2**31))
 def test_any_sequence_of_batches_equals_the_model(spec, sequence, gradient_seed):
     generator = np.random.default_rng(gradient_seed)
@@ -242,9 +245,9 @@ def test_worked_cases_of_insertion(case):
 
 def test_shards_of_a_mesh_are_tables_of_their_own():
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("shard",))
-    step = programs(LFU)[0]
+    step = programs(LFU)[0].__wrapped__
     specs = (P("shard"), P("shard"), P(), P("shard"), P("shard"))
-    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("shard")))
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("shard")), compiler_options=QUICK)
     init = functools.partial(dynamic_table.init, LFU)
     together = jax.jit(jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P("shard")))(SEED)
     alone = [fresh(LFU), fresh(LFU)]
@@ -259,8 +262,9 @@ def test_shards_of_a_mesh_are_tables_of_their_own():
             alone[shard], own_rows, own_vectors = train(LFU, alone[shard], numbers[shard], number, gradients[own])
             np.testing.assert_array_equal(rows[own], own_rows)
             np.testing.assert_array_equal(vectors[own], own_vectors)
-    for one, other, both in zip(*map(jax.tree.leaves, (*alone, together)), strict=True):
-        assert bool(jnp.all(jnp.concatenate([one, other]) == both))
+    leaves = [jax.tree.leaves(table._replace(key=None)) for table in (*alone, together)]
+    for one, other, both in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(np.concatenate([one, other]), both)
 
 
 def test_training_has_no_temporary_of_the_size_of_the_table():
@@ -270,7 +274,12 @@ def test_training_has_no_temporary_of_the_size_of_the_table():
     keys = Keys(lanes, lanes, jax.ShapeDtypeStruct((1024,), jnp.bool))
     ints, step = jax.ShapeDtypeStruct((1024,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     arguments = (table, keys, step, jax.ShapeDtypeStruct((1024, 64), jnp.float32), ints)
-    memory = jax.jit(programs(spec)[0], donate_argnums=0).lower(*arguments).compile().memory_analysis()
+    memory = (
+        jax.jit(programs(spec)[0].__wrapped__, donate_argnums=0, compiler_options=QUICK)
+        .lower(*arguments)
+        .compile()
+        .memory_analysis()
+    )
     table_bytes = table.rows.size * 4
     assert memory.alias_size_in_bytes >= 2 * table_bytes  # the rows and Adagrad's accumulator
     # Eviction looks at every row's last step and, now and then, writes the index anew.

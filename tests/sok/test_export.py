@@ -1,6 +1,7 @@
 """What leaves a table by key comes back by key, on any number of shards."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -21,12 +22,14 @@ SPEC = DynamicTableSpec(
     admission_count=1,
     admission_capacity=4,
 )
-KEYS = np.array([2**64 - 1, 5, 0, 2**63, 2**32 + 5, 77], np.uint64)
+# Two for each of three shards, three for each of two.
+KEYS = np.array([2**64 - 1, 5, 0, 2**63, 2**32 + 6, 2**32 + 3], np.uint64)
 VALUES = np.arange(12, dtype=np.float32).reshape(6, 2)
 
 
+@functools.cache
 def fresh(spec=SPEC):
-    return dynamic_table.init(spec, jax.random.key(1))
+    return jax.jit(functools.partial(dynamic_table.init, spec))(jax.random.key(1))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def test_shards_of_one_number_become_shards_of_another(everything):
 
 def test_known_keys_are_overwritten_where_they_are_and_new_ones_start_fresh(everything):
     table = import_rows(SPEC, fresh(), everything)
-    table = import_rows(SPEC, table, {"keys": np.array([77, 78]), "values": np.array([[1.0, 2.0], [3.0, 4.0]])})
+    table = import_rows(SPEC, table, {"keys": np.array([2**32 + 3, 78]), "values": np.array([[1.0, 2.0], [3.0, 4.0]])})
     rows = join_keys(table.keys.high, table.keys.low).tolist()
     assert rows[:7] == [*KEYS.tolist(), 78]
     assert np.asarray(table.rows)[5:7].tolist() == [[1.0, 2.0], [3.0, 4.0]]

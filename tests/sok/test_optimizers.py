@@ -45,7 +45,9 @@ def stepped(spec):
 def imported(spec, start):
     """A table whose row `r` belongs to `key_of(r)`: rows are handed out in order."""
     keys = np.array([key_of(row) for row in range(len(start))])
-    return import_rows(spec, dynamic_table.init(spec, jax.random.key(0)), {"keys": keys, "values": start})
+    return import_rows(
+        spec, jax.jit(functools.partial(dynamic_table.init, spec))(jax.random.key(0)), {"keys": keys, "values": start}
+    )
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
