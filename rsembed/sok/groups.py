@@ -1,0 +1,277 @@
+"""Lookups of many tables at once, as DeepRec offers them: a function over lists, and columns made in a scope."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rsembed.bags import as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
+from rsembed.kernels import api
+from rsembed.kernels.contract import Segment
+from rsembed.sok.inputs import read_keys
+from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
+from rsembed.specs import Combiner
+
+
+def group_embedding_lookup_sparse(
+    params: Sequence[Any],
+    sp_ids: Sequence[Any],
+    combiners: Sequence[str],
+    partition_strategy: str = "mod",
+    sp_weights: Sequence[Any] | None = None,
+    name: str | None = None,
+    *,
+    training: bool = False,
+) -> list[Float[Array, "batch _"]]:
+    """Pooled rows of many tables in one program.
+
+    Args:
+      params: `EmbeddingVariable`s, and plain tables `[rows, dim]` (arrays or `nnx.Param`s, differentiable as usual);
+        dims may differ.
+      sp_ids: ids for each of them: `Bags`, lists, or an integer array `[batch, ids]` with -1 for none.
+      combiners: "sum", "mean" or "sqrtn" for each.
+      partition_strategy: "mod", the only one.
+      sp_weights: weights for each, or None where there are none.
+      name: of the group, for messages.
+      training: give new keys of embedding variables rows.
+
+    Returns: `[batch, dim]` of each.
+
+    Raises:
+      ValueError: the lists differ in length, or an entry is wrong; naming group and position.
+      NotImplementedError: another partition strategy.
+    Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
+    """
+    return _look_up_group(params, sp_ids, combiners, partition_strategy, sp_weights, name, training)[0]
+
+
+def group_embedding_lookup_vjp(
+    params: Sequence[Any],
+    sp_ids: Sequence[Any],
+    combiners: Sequence[str],
+    partition_strategy: str = "mod",
+    sp_weights: Sequence[Any] | None = None,
+    name: str | None = None,
+) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[Any]], None]]:
+    """The same lookup for training, and `backward(d_outputs)`, which steps the rows of the embedding variables.
+
+    Args:
+      params: `EmbeddingVariable`s only.
+      sp_ids: see `group_embedding_lookup_sparse`, as for the others.
+      combiners: see there.
+      partition_strategy: see there.
+      sp_weights: see there.
+      name: see there.
+
+    Raises: as there; TypeError: a plain table, whose gradient `jax.grad` gives.
+    """
+    for position, table in enumerate(params):
+        if not isinstance(table, EmbeddingVariable):
+            raise TypeError(
+                f"group {name or 'embedding'!r}: params[{position}] is {type(table).__name__}; only EmbeddingVariables "
+                "train themselves. Differentiate group_embedding_lookup_sparse with jax.grad for plain tables."
+            )
+    outputs, backward = _look_up_group(params, sp_ids, combiners, partition_strategy, sp_weights, name, True)
+    return outputs, lambda d_outputs: cast(Backward, backward)(*d_outputs)
+
+
+def _look_up_group(
+    params: Sequence[Any],
+    sp_ids: Sequence[Any],
+    combiners: Sequence[str],
+    partition_strategy: str,
+    sp_weights: Sequence[Any] | None,
+    name: str | None,
+    training: bool,
+) -> tuple[list[Array], Backward | None]:
+    group = f"group {name or 'embedding'!r}"
+    if partition_strategy != "mod":
+        raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
+    weights = [None] * len(params) if sp_weights is None else list(sp_weights)
+    lengths = {"params": len(params), "sp_ids": len(sp_ids), "combiners": len(combiners), "sp_weights": len(weights)}
+    if len(set(lengths.values())) != 1 or not params:
+        raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
+    known = [combiner.lower() for combiner in combiners]
+    for position, combiner in enumerate(known):
+        if combiner not in ("sum", "mean", "sqrtn"):
+            raise ValueError(f"{group}: combiners[{position}] must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
+    sharded = [i for i, table in enumerate(params) if isinstance(table, EmbeddingVariable)]
+    outputs: dict[int, Array] = {
+        i: _local(params[i], sp_ids[i], weights[i], known[i], f"{group}, params[{i}]")
+        for i in range(len(params))
+        if i not in sharded
+    }
+    backward = None
+    if sharded:
+        variables = [params[i] for i in sharded]
+        batch = [read_keys(params[i].table, sp_ids[i], weights[i]) for i in sharded]
+        for variable, bags in zip(variables, batch, strict=True):
+            if not isinstance(bags.keys.is_key, jax.Array):
+                variable.table.context.check_batch(bags.keys.is_key.shape[0], f"{group}, {variable.table.spec.name!r}")
+        found, backward = look_up_variables(
+            variables, batch, [cast(Combiner, known[i]) for i in sharded], training=training
+        )
+        outputs |= dict(zip(sharded, found, strict=True))
+    return [outputs[i] for i in range(len(params))], backward
+
+
+def _local(table: Any, ids: Any, weights: Any, combiner: str, where: str) -> Array:
+    values = table.get_value() if isinstance(table, nnx.Variable) else jnp.asarray(table)
+    bags = as_bags(ids if weights is None else (ids, weights), feature=where)
+    check_ids_dtype(bags, feature=where)
+    if not is_traced(bags):
+        check_values(bags, feature=where, table=where, vocabulary_size=values.shape[0])
+    own = None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32)
+    segment = Segment(
+        jnp.asarray(narrow_ids(bags.ids)), jnp.asarray(bags.offsets).astype(jnp.int32), own, cast(Combiner, combiner)
+    )
+    return api.lookup(values, [segment])[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EmbeddingColumn:
+    """A feature and the table that it is read from.
+
+    Attributes:
+      feature: its name in the batch.
+      variable: the table.
+      combiner: "sum", "mean" or "sqrtn".
+      group: name of the scope in which the column was made, None outside.
+    """
+
+    feature: str
+    variable: EmbeddingVariable
+    combiner: Literal["sum", "mean", "sqrtn"]
+    group: str | None
+
+
+_open_scopes: list[str] = []
+
+
+@contextlib.contextmanager
+def group_embedding_column_scope(name: str | None = None) -> Iterator[str]:
+    """Columns made inside belong to one group, which `input_layer` looks up in one program.
+
+    Args:
+      name: of the group.
+
+    Source: DeepRec, `tf.feature_column.group_embedding_column_scope`.
+
+    Example:
+      >>> from rsembed import sok
+      >>> context = sok.Init()
+      >>> with sok.group_embedding_column_scope("item"):
+      ...     columns = [sok.embedding_column(f, 4, rows_per_device=50) for f in ("brand", "shop")]
+      >>> batch = {"brand": [[2**40, 3]] * 8, "shop": [[5]] * 8}
+      >>> sok.input_layer(batch, columns).shape
+      (8, 8)
+    """
+    _open_scopes.append(name or "group")
+    try:
+        yield _open_scopes[-1]
+    finally:
+        _open_scopes.pop()
+
+
+def embedding_column(
+    feature: str,
+    dimension: int,
+    combiner: str = "mean",
+    *,
+    variable: EmbeddingVariable | None = None,
+    **options: Any,
+) -> EmbeddingColumn:
+    """A column that reads `feature` from a table.
+
+    Args:
+      feature: its name in the batch.
+      dimension: length of a row.
+      combiner: "sum", "mean" or "sqrtn".
+      variable: a table to share; None makes one with the feature's name.
+      **options: for `embedding_variable`.
+
+    Raises: ValueError: an argument is out of range, or the shared table has other rows.
+    """
+    if combiner not in ("sum", "mean", "sqrtn"):
+        raise ValueError(f"column {feature!r}: combiner must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
+    if variable is None:
+        variable = embedding_variable(feature, dimension, **options)
+    elif variable.table.spec.embedding_dim != dimension:
+        raise ValueError(
+            f"column {feature!r}: dimension={dimension}, but the shared table has rows of "
+            f"{variable.table.spec.embedding_dim}."
+        )
+    group = _open_scopes[-1] if _open_scopes else None
+    return EmbeddingColumn(feature, variable, cast(Any, combiner), group)
+
+
+def input_layer(features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:
+    """Pooled rows of all columns side by side, in their order; each group is one program.
+
+    Args:
+      features: ids of every column's feature, or pairs `(ids, weights)`.
+      columns: see `embedding_column`.
+
+    Raises: ValueError: a feature is missing.
+    """
+    return jnp.concatenate(_read_columns(features, columns, training=False)[0], axis=1)
+
+
+def input_layer_vjp(
+    features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]
+) -> tuple[Float[Array, "batch _"], Callable[[Any], None]]:
+    """The same for training, and `backward(d_output)`, which steps the rows that were read.
+
+    Args:
+      features: see `input_layer`.
+      columns: see there.
+    """
+    outputs, backwards = _read_columns(features, columns, training=True)
+    splits = np.cumsum([output.shape[1] for output in outputs])[:-1].tolist()
+
+    def backward(d_output: Any) -> None:
+        pieces = jnp.split(jnp.asarray(d_output), splits, axis=1)
+        for positions, step in backwards:
+            step(*[pieces[position] for position in positions])
+
+    return jnp.concatenate(outputs, axis=1), backward
+
+
+def _read_columns(
+    features: Mapping[str, Any], columns: Sequence[EmbeddingColumn], *, training: bool
+) -> tuple[list[Array], list[tuple[list[int], Backward]]]:
+    missing = [column.feature for column in columns if column.feature not in features]
+    if missing or not columns:
+        raise ValueError(f"input_layer: features {missing} are missing; the batch has {sorted(features)}.")
+    groups: dict[Any, list[int]] = {}
+    for position, column in enumerate(columns):
+        groups.setdefault(column.group or position, []).append(position)
+    outputs: dict[int, Array] = {}
+    backwards = []
+    for group, positions in groups.items():
+        own = [columns[position] for position in positions]
+        pairs = [_ids_and_weights(features[column.feature]) for column in own]
+        found, backward = _look_up_group(
+            [column.variable for column in own],
+            [ids for ids, _ in pairs],
+            [column.combiner for column in own],
+            "mod",
+            [weights for _, weights in pairs],
+            str(group),
+            training,
+        )
+        outputs |= dict(zip(positions, found, strict=True))
+        backwards.append((positions, cast(Backward, backward)))
+    return [outputs[position] for position in range(len(columns))], backwards
+
+
+def _ids_and_weights(value: Any) -> tuple[Any, Any]:
+    return value if type(value) is tuple and len(value) == 2 else (value, None)

@@ -1,0 +1,122 @@
+"""Keys in whatever form users have them, checked at the door and made into dense lanes `[bags, width]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsembed.bags import PAD_ID, Bags, as_bags
+from rsembed.sok.keys import KEY_DTYPES, Keys, split_keys
+from rsembed.sok.sharded_table import KeyBags, ShardedTable
+
+
+def read_keys(table: ShardedTable, value: Any, weights: Any, *, width: int | None = None) -> KeyBags:
+    """One bag of keys per leading position of `value`.
+
+    Args:
+      table: gives the name for messages, the devices, and the range of keys without a hash table.
+      value: an integer array `[..., keys per bag]` in which -1 is no key (signed dtypes), `Keys` of that shape,
+        `Bags`, or lists of keys. Inside `jit` an array of 32-bit keys, or `Keys`.
+      weights: one float per key, in the same form, or None.
+      width: keys per bag at most; bags and lists are padded to it. None pads to a power of two.
+
+    Raises: TypeError or ValueError, naming the table, the position and the way out.
+    """
+    name = table.spec.name
+    if isinstance(value, Keys):
+        keys = value
+    elif isinstance(value, (Bags, list, tuple)):
+        if weights is not None:
+            value = (value, weights)
+        keys, weights = _from_bags(as_bags(value, feature=name), name, width)
+    else:
+        keys = split_keys(_checked_dtype(value, name, table.spec.key_dtype), feature=f"table {name!r}")
+    if keys.is_key.ndim < 2:
+        raise ValueError(
+            f"table {name!r}: keys need an axis of bags and one of keys per bag, got shape {keys.is_key.shape}."
+        )
+    if width is not None and keys.is_key.shape[-1] > width:
+        raise ValueError(
+            f"table {name!r}: {keys.is_key.shape[-1]} keys per bag, but at most {width} were agreed (max_nnz); raise "
+            "it, or cut the bags."
+        )
+    if weights is not None and np.shape(weights) != keys.is_key.shape:
+        raise ValueError(f"table {name!r}: weights have shape {np.shape(weights)}, keys {keys.is_key.shape}.")
+    if not any(isinstance(x, jax.core.Tracer) for x in (*keys, weights)):
+        _check_values(table, keys, weights)
+    lanes = Keys(*(_flat(lane) for lane in keys))
+    return KeyBags(lanes, None if weights is None else _flat(weights).astype(np.float32))
+
+
+def _flat(array: Any) -> Any:
+    return array.reshape(-1, array.shape[-1])
+
+
+def _checked_dtype(value: Any, name: str, key_dtype: str) -> Any:
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"table {name!r}: keys must be integers, got {value.dtype}; convert them, or hash strings.")
+    limits = np.iinfo(key_dtype)
+    fits = np.iinfo(value.dtype).max <= limits.max or isinstance(value, jax.core.Tracer)
+    if not fits and value.size and int(value.max()) > limits.max:
+        raise ValueError(
+            f"table {name!r}: key {int(value.max())} does not fit into key_dtype={key_dtype!r}; choose one of "
+            f"{', '.join(KEY_DTYPES)} that holds it."
+        )
+    return value
+
+
+def _from_bags(bags: Bags, name: str, width: int | None) -> tuple[Keys, np.ndarray | None]:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(bags)):
+        raise TypeError(
+            f"table {name!r}: the lengths of bags are unknown inside jit; pass an array [bags, width] with -1, or Keys "
+            "that split_keys made before."
+        )
+    ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
+    lengths = np.diff(offsets)
+    longest = int(lengths.max(initial=1))
+    if width is None:
+        width = 1 << (longest - 1).bit_length()
+    elif longest > width:
+        bag = int(lengths.argmax())
+        raise ValueError(
+            f"table {name!r}: bag {bag} has {longest} keys, but at most {width} were agreed (max_nnz); raise it, or "
+            "cut the bag."
+        )
+    is_key = np.arange(width)[None, :] < lengths[:, None]
+    dense = np.zeros(is_key.shape, ids.dtype)
+    dense[is_key] = ids[: offsets[-1]]
+    keys = split_keys(np.where(is_key, dense, dense.dtype.type(0)), feature=f"table {name!r}")
+    keys = keys._replace(is_key=keys.is_key & is_key)
+    if bags.weights is None:
+        return keys, None
+    weights = np.zeros(is_key.shape, np.float32)
+    weights[is_key] = np.asarray(bags.weights)[: offsets[-1]]
+    return keys, weights
+
+
+def _check_values(table: ShardedTable, keys: Keys, weights: Any) -> None:
+    name, limit = table.spec.name, table.spec.capacity * table.context.num_devices
+    if not all(getattr(lane, "is_fully_addressable", True) for lane in keys):
+        return  # a global array of several processes; its keys are counted, not seen
+    high, low, is_key = (np.asarray(lane) for lane in keys)
+    if not table.use_hashtable:
+        is_beyond = is_key & ((high > 0) | (low >= limit))
+        if is_beyond.any():
+            place = tuple(int(i) for i in np.argwhere(is_beyond)[0])
+            raise ValueError(
+                f"table {name!r}: key {(int(high[place]) << 32) | int(low[place])} at {place} is not below {limit} = "
+                f"{table.spec.capacity} rows on each of {table.context.num_devices} devices ({int(is_beyond.sum())} "
+                f"such keys); raise max_vocabulary_size_per_gpu, pass {PAD_ID} for no key, or use_hashtable=True."
+            )
+    if weights is not None:
+        finite = np.isfinite(np.asarray(weights))
+        if not finite.all():
+            place = tuple(int(i) for i in np.argwhere(~finite)[0])
+            raise ValueError(
+                f"table {name!r}: the weight at {place} is {np.asarray(weights)[place]}; clean the weights."
+            )

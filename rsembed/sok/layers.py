@@ -1,0 +1,277 @@
+"""The two layers of the Sparse Operation Kit: pooled and un-pooled lookups of tables over the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rsembed.optimizers import OptimizerSpec
+from rsembed.sok.initialize import Context
+from rsembed.sok.inputs import read_keys
+from rsembed.sok.keys import Keys
+from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
+from rsembed.specs import Combiner
+
+LayerCombiner = Literal["sum", "mean", "sqrtn"]
+
+
+class _Layer(nnx.Module):
+    """A table over the devices, and how a batch of `slot_num` features a sample is read from it."""
+
+    def __init__(
+        self,
+        name: str,
+        max_vocabulary_size_per_gpu: int,
+        embedding_vec_size: int,
+        slot_num: int,
+        max_nnz: int,
+        use_hashtable: bool,
+        *,
+        key_dtype: str = "int64",
+        embedding_initializer: str | Callable[..., Array] = "uniform",
+        optimizer: OptimizerSpec | None = None,
+        exchange_capacity: int | None = None,
+        context: Context | None = None,
+        rngs: nnx.Rngs | None = None,
+        **policies: Any,
+    ):
+        for argument, value in (
+            ("max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu),
+            ("embedding_vec_size", embedding_vec_size),
+            ("slot_num", slot_num),
+            ("max_nnz", max_nnz),
+        ):
+            if value < 1:
+                raise ValueError(f"layer {name!r}: {argument} must be at least 1, got {value}.")
+        self.slot_num, self.max_nnz = slot_num, max_nnz
+        self.exchange_capacity = exchange_capacity
+        self.variable: EmbeddingVariable = embedding_variable(
+            name,
+            embedding_vec_size,
+            rows_per_device=max_vocabulary_size_per_gpu,
+            use_hashtable=use_hashtable,
+            key_dtype=key_dtype,
+            initializer=embedding_initializer,
+            optimizer=optimizer,
+            context=context,
+            rngs=rngs,
+            **policies,
+        )
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.variable.table.spec.name
+
+    def _read(self, value: Any, weights: Any, combiner: str, training: bool) -> tuple[Array, Backward]:
+        table, context = self.variable.table, self.variable.table.context
+        bags = read_keys(table, value, weights, width=self.max_nnz)
+        num_bags = bags.keys.is_key.shape[0]
+        if num_bags % self.slot_num:
+            raise ValueError(
+                f"layer {self.name!r}: {num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
+                "[batch, slot_num, keys] or [batch * slot_num, keys]."
+            )
+        if not isinstance(bags.keys.is_key, jax.Array):  # a traced or global batch has its samples in place already
+            context.check_batch(num_bags // self.slot_num, f"layer {self.name!r}")
+        self._check_counts(bags.keys)
+        (output,), backward = look_up_variables(
+            [self.variable], [bags], [cast(Combiner, combiner)], training=training, capacity=self.exchange_capacity
+        )
+        return output, backward
+
+    def _check_counts(self, keys: Keys) -> None:
+        """Nothing to check."""
+
+
+class DistributedEmbedding(_Layer):
+    """Pooled rows of `slot_num` features that share one table, spread over all devices.
+
+    `layer(keys)` looks up; a key without a row reads as zeros. `out, backward = layer.vjp(keys)` is the lookup of a
+    training step: new keys get rows, and `backward(d_out)` steps every row that was read, once. Works eagerly and under
+    `nnx.jit`. The result does not depend on the number of devices.
+
+    Args:
+      combiner: "sum", "mean" or "sqrtn" over the keys of a slot; capitals do not matter.
+      max_vocabulary_size_per_gpu: rows on each device.
+      embedding_vec_size: length of a row; any.
+      slot_num: features of a sample. They share the keys: encode the feature into the key where they should not.
+      max_nnz: most keys of a slot.
+      max_feature_num: most keys of a sample; None means `slot_num * max_nnz`. It sizes the buffers of the exchange.
+      use_hashtable: keys of any size get rows when they are first trained; else keys are numbers below
+        `max_vocabulary_size_per_gpu * devices`.
+      name: of the table, for messages, initial rows and dumps.
+      **options: `key_dtype`, `embedding_initializer`, `optimizer`, `context`, `rngs` and policies, see
+        `embedding_variable`; `exchange_capacity`, see `parallel.rounds.ask`.
+
+    Raises: ValueError: an argument is out of range or unknown.
+    Source: Sparse Operation Kit, `sok.DistributedEmbedding`.
+
+    Example:
+      >>> import numpy as np
+      >>> from rsembed import sok
+      >>> context = sok.Init(global_batch_size=8)
+      >>> layer = sok.DistributedEmbedding("Mean", 100, 4, slot_num=2, max_nnz=3)
+      >>> keys = np.full((8, 2, 3), -1)
+      >>> keys[0, 0] = [2**40, 7, -1]
+      >>> out, backward = layer.vjp(keys)
+      >>> backward(np.ones_like(out))
+      >>> out.shape, layer.variable.num_rows
+      ((8, 2, 4), 2)
+    """
+
+    def __init__(
+        self,
+        combiner: str,
+        max_vocabulary_size_per_gpu: int,
+        embedding_vec_size: int,
+        slot_num: int,
+        max_nnz: int,
+        max_feature_num: int | None = None,
+        use_hashtable: bool = True,
+        name: str = "distributed_embedding",
+        **options: Any,
+    ):
+        if combiner.lower() not in ("sum", "mean", "sqrtn"):
+            raise ValueError(f"layer {name!r}: combiner must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
+        super().__init__(
+            name, max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz, use_hashtable, **options
+        )
+        self.combiner = combiner.lower()
+        self.max_feature_num = slot_num * max_nnz if max_feature_num is None else max_feature_num
+
+    def __call__(self, keys: Any, weights: Any = None, *, training: bool = False) -> Float[Array, "batch slot_num dim"]:
+        """Pooled rows, cut among the devices by sample.
+
+        Args:
+          keys: `[batch, slot_num, keys]` or `[batch * slot_num, keys]` of integers, -1 (signed dtypes) for none;
+            `Keys` of such a shape; `Bags` or lists with one bag per sample and slot. Of this process alone where there
+            are several.
+          weights: one per key; None means ones.
+          training: give new keys rows.
+
+        Raises:
+          TypeError or ValueError: naming table, position and the way out.
+          RuntimeError: the table is full, see `when_full` of `DynamicTableSpec`.
+        """
+        return self._pooled(keys, weights, training)[0]
+
+    def vjp(self, keys: Any, weights: Any = None) -> tuple[Float[Array, "batch slot_num dim"], Backward]:
+        """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
+        return self._pooled(keys, weights, True)
+
+    def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, Backward]:
+        output, backward = self._read(keys, weights, self.combiner, training)
+        return output.reshape(-1, self.slot_num, output.shape[-1]), backward
+
+    def _check_counts(self, keys: Keys) -> None:
+        if self.max_feature_num < self.slot_num * self.max_nnz and isinstance(keys.is_key, np.ndarray):
+            used = keys.is_key.reshape(-1, self.slot_num * keys.is_key.shape[-1]).sum(axis=1)
+            if used.max(initial=0) > self.max_feature_num:
+                raise ValueError(
+                    f"layer {self.name!r}: sample {int(used.argmax())} has {int(used.max())} keys, but at most "
+                    f"max_feature_num={self.max_feature_num} were agreed; raise it, or cut the sample."
+                )
+
+
+class All2AllDenseEmbedding(_Layer):
+    """One row per key, without pooling, from a table that is spread over all devices.
+
+    Used like `DistributedEmbedding`. With `dynamic_input`, keys are a list of any length, such as the result of a
+    `unique`, and rows come back in its order.
+
+    Args:
+      max_vocabulary_size_per_gpu: rows on each device.
+      embedding_vec_size: length of a row; any.
+      slot_num: features of a sample, which share the keys.
+      nnz_per_slot: keys of every slot.
+      dynamic_input: keys are `[any number]` instead of `[batch, slot_num, nnz_per_slot]`.
+      use_hashtable: as in `DistributedEmbedding`.
+      name: of the table, for messages, initial rows and dumps.
+      **options: as in `DistributedEmbedding`.
+
+    Raises: ValueError: an argument is out of range or unknown.
+    Source: Sparse Operation Kit, `sok.All2AllDenseEmbedding`.
+
+    Example:
+      >>> import numpy as np
+      >>> from rsembed import sok
+      >>> context = sok.Init()
+      >>> layer = sok.All2AllDenseEmbedding(100, 4, slot_num=1, nnz_per_slot=1, dynamic_input=True)
+      >>> layer(np.array([7, 2**40, 9]), training=True).shape
+      (3, 4)
+    """
+
+    def __init__(
+        self,
+        max_vocabulary_size_per_gpu: int,
+        embedding_vec_size: int,
+        slot_num: int,
+        nnz_per_slot: int,
+        dynamic_input: bool = False,
+        use_hashtable: bool = True,
+        name: str = "all2all_dense_embedding",
+        **options: Any,
+    ):
+        super().__init__(
+            name, max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, nnz_per_slot, use_hashtable, **options
+        )
+        self.dynamic_input = dynamic_input
+
+    def __call__(self, keys: Any, *, training: bool = False) -> Float[Array, "..."]:
+        """Rows, `[batch, slot_num, nnz_per_slot, dim]`, or `[keys, dim]` with dynamic_input; zeros for key -1.
+
+        Args:
+          keys: as the class says.
+          training: give new keys rows.
+
+        Raises: as for `DistributedEmbedding`.
+        """
+        return self._rows(keys, training)[0]
+
+    def vjp(self, keys: Any) -> tuple[Float[Array, "..."], Callable[[Any], None]]:
+        """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
+        return self._rows(keys, True)
+
+    def _rows(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
+        if self.dynamic_input:
+            return self._rows_of_list(keys, training)
+        shape = keys.is_key.shape if isinstance(keys, Keys) else np.shape(keys)
+        if shape[1:] != (self.slot_num, self.max_nnz):
+            raise ValueError(
+                f"layer {self.name!r}: keys have shape {shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
+                "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
+            )
+        output, backward = self._read(keys, None, "none", training)
+        return output.reshape(*shape, -1), backward
+
+    def _rows_of_list(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
+        if not isinstance(keys, (Keys, jax.Array)):
+            keys = np.asarray(keys)
+        shape = keys.is_key.shape if isinstance(keys, Keys) else keys.shape
+        if len(shape) != 1:
+            raise ValueError(f"layer {self.name!r}: dynamic_input takes a list of keys, got shape {shape}.")
+        num_keys, devices = shape[0], self.variable.table.context.num_local_devices
+        missing = -num_keys % (devices * self.slot_num)
+        if missing and jax.process_count() > 1:
+            raise ValueError(
+                f"layer {self.name!r}: {num_keys} keys do not divide among the {devices} devices of this process; pad "
+                "them with -1."
+            )
+        lanes = keys if isinstance(keys, Keys) else read_keys(self.variable.table, keys[:, None], None).keys
+        padded = Keys(*(_padded(lane.reshape(-1), missing)[:, None] for lane in lanes))
+        output, backward = self._read(padded, None, "none", training)
+        if not missing:
+            return output, backward
+        return output[:num_keys], lambda d_output: backward(_padded(jnp.asarray(d_output), missing))
+
+
+def _padded(array: Any, missing: int) -> Any:
+    xp: Any = np if isinstance(array, np.ndarray) else jnp
+    return xp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))

@@ -1,0 +1,297 @@
+"""`EmbeddingVariable`: a table over the devices as a variable of a model, looked up and trained in groups."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.errors import TraceContextError
+from jax.experimental import multihost_utils
+from jaxtyping import Array
+
+from rsembed.kernels.contract import NO_ROW
+from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
+from rsembed.sok import dynamic_table, sharded_table
+from rsembed.sok.dynamic_table import DynamicTableSpec
+from rsembed.sok.initialize import Context, current_context
+from rsembed.sok.keys import join_keys
+from rsembed.sok.sharded_table import KeyBags, ShardedTable, TableState, Trip
+from rsembed.specs import Combiner
+
+_look_up = jax.jit(
+    sharded_table.look_up, static_argnums=(0, 1), static_argnames=("train", "capacity"), donate_argnums=2
+)
+_evaluate = jax.jit(sharded_table.evaluate, static_argnums=(0, 1), static_argnames="capacity")
+_update = jax.jit(sharded_table.update, static_argnums=(0, 1), static_argnames="capacity", donate_argnums=2)
+
+NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
+    "uniform": lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -0.05, 0.05),
+    "normal": lambda key, shape, dtype=jnp.float32: 0.05 * jax.random.normal(key, shape, dtype),
+    "zeros": jax.nn.initializers.zeros,
+    "ones": jax.nn.initializers.ones,
+}
+"""Keras' names and scales; `random_uniform` and `random_normal` mean the same."""
+
+
+class EmbeddingVariable(nnx.Variable):
+    """A table over the devices: trained by its own optimizer, not by optax.
+
+    Made by `embedding_variable`, and by the layers. Its `table` says what it is; the value is a `TableState`.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """Keys that have a row, over all devices."""
+        return int(self.counts()["rows"].sum())
+
+    def counts(self) -> dict[str, np.ndarray]:
+        """What happened so far on each device: `rows` in use, keys `inserted`, `evicted`, `failed`, ...
+
+        Evaluation under a transformation that the variable is not an argument of counts nothing.
+        """
+        shards = self.get_value().shards
+        if not self.table.use_hashtable:
+            numbers = {"unknown": shards.unknown}
+            rows = np.full(self.table.context.num_devices, self.table.spec.capacity)
+        else:
+            numbers = shards.counters._asdict()
+            capacity = shards.rows.shape[0] // self.table.context.num_devices
+            rows = capacity - on_host(shards.keys.num_free)
+        return {"rows": rows} | {name: on_host(number) for name, number in numbers.items()}
+
+    def evict_older(self) -> None:
+        """Frees the rows of keys that were not trained for `steps_to_live` steps; see `dynamic_table.evict_older`."""
+        state: TableState = self.get_value()
+        self.set_value(_evict_older(self.table, state))
+
+    def grow(self, rows_per_device: int) -> None:
+        """Makes room for more rows; programs that use the variable are compiled anew.
+
+        Raises: ValueError: it has more rows already.
+        """
+        self.set_value(_grow(self.table, self.get_value(), rows_per_device))
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A global array as one of numpy, in every process."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _evict_older(table: ShardedTable, state: TableState) -> TableState:
+    return table.on_shards(lambda shard, step: dynamic_table.evict_older(table.spec, shard, step), state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=1)
+def _grow(table: ShardedTable, state: TableState, capacity: int) -> TableState:
+    return table.on_shards(lambda shard, step: dynamic_table.grow(table.spec, shard, capacity), state)
+
+
+def embedding_variable(
+    name: str,
+    embedding_dim: int,
+    *,
+    rows_per_device: int,
+    use_hashtable: bool = True,
+    key_dtype: str = "int64",
+    initializer: str | Callable[..., Array] = "uniform",
+    optimizer: OptimizerSpec | None = None,
+    context: Context | None = None,
+    rngs: nnx.Rngs | None = None,
+    **policies: Any,
+) -> EmbeddingVariable:
+    """A table whose row of key `k` lies on device `k % n`.
+
+    Args:
+      name: unique in a model; the initial rows depend on it.
+      embedding_dim: length of a row.
+      rows_per_device: room for rows on each device.
+      use_hashtable: keys of any size get rows when they are first trained; else keys are row numbers below
+        `rows_per_device * n`.
+      key_dtype: int32, int64, uint32 or uint64.
+      initializer: `(key, shape) -> array`, called for single rows; or "uniform" (from -0.05 to 0.05), "normal" (0.05),
+        "zeros", "ones". A key's first row depends on `rngs`, the table's name and the key alone.
+      optimizer: steps the rows that a batch looked up; None is Adagrad. `sok.optimizers` has those of the original.
+      context: the devices; None means those of `Init`.
+      rngs: its stream `params` seeds the table; None means `nnx.Rngs(0)`.
+      **policies: what happens when a table is full, admission, eviction: see `DynamicTableSpec`.
+
+    Raises: ValueError: an argument is out of range or unknown.
+    """
+    if policies and not use_hashtable:
+        raise ValueError(f"table {name!r}: {', '.join(policies)} concern hash tables; use_hashtable is False.")
+    spec = DynamicTableSpec(
+        name=name,
+        embedding_dim=embedding_dim,
+        capacity=rows_per_device,
+        key_dtype=key_dtype,
+        optimizer=AdagradOptimizerSpec() if optimizer is None else optimizer,
+        initializer=_initializer(initializer, name),
+        **policies,
+    )
+    table = ShardedTable(spec, current_context(context), use_hashtable)
+    key = (nnx.Rngs(0) if rngs is None else rngs).params()
+    return EmbeddingVariable(table.init(key), table=table)
+
+
+def _initializer(initializer: Any, name: str) -> Callable[..., Array]:
+    if callable(initializer):
+        return initializer
+    known = str(initializer).removeprefix("random_")
+    if known not in NAMED_INITIALIZERS:
+        raise ValueError(
+            f"table {name!r}: unknown initializer {initializer!r}; choose one of {', '.join(NAMED_INITIALIZERS)}, or "
+            "pass a function of (key, shape)."
+        )
+    return NAMED_INITIALIZERS[known]
+
+
+@dataclasses.dataclass(eq=False)
+class Backward:
+    """Trains the tables of a lookup with the gradients of its outputs, once."""
+
+    variables: Sequence[EmbeddingVariable]
+    combiners: tuple[tuple[Combiner, ...], ...]
+    trips: list[Trip]
+    order: list[tuple[int, int]]
+    capacity: int | None
+    is_done: bool = False
+
+    def __call__(self, *d_outputs: Any) -> None:
+        """One optimizer step of every row that the lookup read.
+
+        Args:
+          *d_outputs: gradient of each output; of the loss over the global batch.
+
+        Raises:
+          RuntimeError: a second call.
+          ValueError: a gradient has another shape than its output.
+        """
+        if self.is_done:
+            raise RuntimeError("backward was called before: a lookup trains once. Look up again for another step.")
+        given: list[dict[int, Array]] = [{} for _ in self.variables]
+        for (table, feature), d_output in zip(self.order, d_outputs, strict=True):
+            given[table][feature] = self._flat(table, feature, d_output)
+        flat = [[own[feature] for feature in sorted(own)] for own in given]
+        tables = tuple(variable.table for variable in self.variables)
+        states = [variable.get_value() for variable in self.variables]
+        new_states = _update(tables, self.combiners, states, self.trips, flat, capacity=self.capacity)
+        for variable, state in zip(self.variables, new_states, strict=True):
+            variable.set_value(state)
+        self.is_done = True
+
+    def _flat(self, table: int, feature: int, d_output: Any) -> Array:
+        spec = self.variables[table].table.spec
+        num_bags, width = self.trips[table].features[feature].keys.is_key.shape
+        shape = num_bags * (width if self.combiners[table][feature] == "none" else 1), spec.embedding_dim
+        if d_output.size != shape[0] * shape[1] or d_output.shape[-1] != shape[1]:
+            raise ValueError(
+                f"table {spec.name!r}: the gradient has shape {d_output.shape}, but the output holds {shape[0]} "
+                f"vectors of {shape[1]}."
+            )
+        return jnp.asarray(d_output).astype(jnp.float32).reshape(shape)
+
+
+def look_up_variables(
+    variables: Sequence[EmbeddingVariable],
+    batch: Sequence[KeyBags],
+    combiners: Sequence[Combiner],
+    *,
+    training: bool,
+    capacity: int | None = None,
+) -> tuple[list[Array], Backward]:
+    """Rows of several features in one program, and the function that trains their tables.
+
+    Args:
+      variables: the table of each feature; features may share one.
+      batch: keys of each feature.
+      combiners: of each feature.
+      training: new keys get rows.
+      capacity: see `parallel.rounds.ask`.
+
+    Raises: RuntimeError: a table is full and its policy is to say so. Inside `jit` the `counts` say it.
+    """
+    owned: dict[int, list[int]] = {}
+    for feature, variable in enumerate(variables):
+        owned.setdefault(id(variable), []).append(feature)
+    own_variables = [variables[features[0]] for features in owned.values()]
+    tables = tuple(variable.table for variable in own_variables)
+    own_combiners = tuple(tuple(combiners[feature] for feature in features) for features in owned.values())
+    own_batch = [tuple(_placed(batch[f], variables[f].table.context) for f in features) for features in owned.values()]
+    order = [(table, place) for table, features in enumerate(owned.values()) for place in range(len(features))]
+    flat_features = [feature for features in owned.values() for feature in features]
+    order = [pair for _, pair in sorted(zip(flat_features, order, strict=True))]
+
+    states: list[TableState] = [variable.get_value() for variable in own_variables]
+    is_eager = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((own_batch, states)))
+    if training and is_eager:
+        for variable, combiner, features in zip(own_variables, own_combiners, own_batch, strict=True):
+            _make_room(variable, combiner, features, capacity)
+        failed = [_num_failed(variable) for variable in own_variables]
+        states = [variable.get_value() for variable in own_variables]
+    if training:
+        new_states, outputs, trips = _look_up(tables, own_combiners, states, own_batch, train=True, capacity=capacity)
+        for variable, state in zip(own_variables, new_states, strict=True):
+            variable.set_value(state)
+    else:
+        counters, outputs, trips = _evaluate(tables, own_combiners, states, own_batch, capacity=capacity)
+        for variable, state, own in zip(own_variables, states, counters, strict=True):
+            with contextlib.suppress(TraceContextError):
+                variable.set_value(sharded_table.with_counters(state, own))
+    if training and is_eager:
+        for variable, before, trip in zip(own_variables, failed, trips, strict=True):
+            _check_room(variable, before, trip)
+    found = [outputs[table][feature] for table, feature in order]
+    return found, Backward(own_variables, own_combiners, trips, order, capacity)
+
+
+def _placed(bags: KeyBags, context: Context) -> KeyBags:
+    """The batch on the devices of the table, where it is not there already."""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(bags)):
+        return bags
+    placed: KeyBags = context.place(bags)
+    return placed
+
+
+def _make_room(
+    variable: EmbeddingVariable, combiners: tuple[Combiner, ...], features: tuple[KeyBags, ...], capacity: int | None
+) -> None:
+    """Grows a table that may, so that all new keys of the batch find a row."""
+    table, state = variable.table, variable.get_value()
+    if not table.use_hashtable or table.spec.when_full != "grow":
+        return
+    num_free = int(on_host(state.shards.keys.num_free).min())
+    if num_free >= sum(feature.keys.is_key.size for feature in features):
+        return
+    counters, _, _ = _evaluate((table,), (combiners,), [state], [features], capacity=capacity)
+    num_new = on_host(counters[0].unknown) - on_host(state.shards.counters.unknown)
+    if num_new.max() > num_free:
+        old = state.shards.rows.shape[0] // table.context.num_devices
+        variable.grow(max(2 * old, old - num_free + int(num_new.max())))
+
+
+def _num_failed(variable: EmbeddingVariable) -> int:
+    return int(on_host(variable.get_value().shards.counters.failed).sum()) if variable.table.use_hashtable else 0
+
+
+def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> None:
+    spec, num_failed = variable.table.spec, _num_failed(variable) - failed_before
+    if spec.when_full == "zero" or not num_failed:
+        return
+    lost = on_host((trip.wanted.first_of != NO_ROW) & (trip.rows == NO_ROW))
+    place = int(lost.argmax())
+    (key,) = join_keys(*(on_host(lane)[place : place + 1] for lane in trip.wanted.lanes))
+    raise RuntimeError(
+        f"table {spec.name!r} is full: {num_failed} new keys found no row, among them {key}; the devices use "
+        f"{variable.counts()['rows'].tolist()} rows. They read as zeros and are not trained; nothing else was lost. "
+        "Make max_vocabulary_size_per_gpu larger, or choose when_full='grow', 'evict' or 'zero'."
+    )

@@ -1,0 +1,108 @@
+"""Groups of tables, columns in a scope, and the split of a model's variables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from rsembed import SGDOptimizerSpec, sok
+
+
+@pytest.fixture(autouse=True)
+def two_devices():
+    sok.Init(mesh=Mesh(np.asarray(jax.devices()[:2]), ("shard",)))
+
+
+def variable(name, dim, **options):
+    options = {"rows_per_device": 20, "optimizer": SGDOptimizerSpec(1.0)} | options
+    return sok.embedding_variable(name, dim, **options)
+
+
+IDS = [[2**40, 3], [3], [], [7, 7, 3]]
+WEIGHTS = [[0.5, 2.0], [1.0], [], [1.0, 3.0, 0.25]]
+
+
+def test_a_group_mixes_tables_dims_and_combiners():
+    hashed, plain = variable("hashed", 3), np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    small = [[i % 9 for i in bag] for bag in IDS]
+    args = ([hashed, nnx.Param(jnp.asarray(plain))], [IDS, small], ["sum", "mean"])
+    outs = sok.group_embedding_lookup_sparse(*args, sp_weights=[WEIGHTS, None], training=True)
+    rows = sok.export_rows(hashed)
+    by_key = dict(zip(rows["keys"].tolist(), rows["values"], strict=True))
+    for b, (bag, own) in enumerate(zip(IDS, WEIGHTS, strict=True)):
+        expected = sum((w * by_key[i] for i, w in zip(bag, own, strict=True)), start=np.zeros(3))
+        np.testing.assert_allclose(outs[0][b], expected, atol=1e-6)
+        mean = np.mean([plain[i] for i in small[b]], axis=0) if bag else np.zeros(4)
+        np.testing.assert_allclose(outs[1][b], mean, atol=1e-6)
+
+
+def test_features_of_one_table_step_it_once():
+    """Two features read key 3 of the same table: its gradients are summed before the single step."""
+    shared = variable("shared", 2, initializer="zeros")
+    (first, second), backward = sok.group_embedding_lookup_vjp(
+        [shared, shared], [[[3], [4]], [[3], [3]]], ["sum", "sum"]
+    )
+    backward([jnp.ones_like(first), 10 * jnp.ones_like(second)])
+    rows = sok.export_rows(shared)
+    assert rows["keys"].tolist() == [3, 4]
+    np.testing.assert_allclose(rows["values"], [[-21, -21], [-1, -1]])
+    assert int(shared.get_value().step) == 1
+    with pytest.raises(RuntimeError, match="a lookup trains once"):
+        backward([first, second])
+
+
+def test_columns_of_a_scope_are_one_lookup():
+    with sok.group_embedding_column_scope("item"):
+        columns = [
+            sok.embedding_column(f, dim, rows_per_device=9, optimizer=SGDOptimizerSpec(1.0))
+            for f, dim in (("brand", 2), ("shop", 3))
+        ]
+    alone = sok.embedding_column("user", 2, "sum", rows_per_device=9, optimizer=SGDOptimizerSpec(1.0))
+    assert [column.group for column in (*columns, alone)] == ["item", "item", None]
+    batch = {"brand": IDS, "shop": [[5]] * 4, "user": (IDS, WEIGHTS)}
+    out, backward = sok.input_layer_vjp(batch, [*columns, alone])
+    assert out.shape == (4, 7)
+    parts = [sok.group_embedding_lookup_sparse([c.variable], [IDS], [c.combiner]) for c in columns[:1]]
+    np.testing.assert_array_equal(out[:, :2], parts[0][0])
+    backward(jnp.zeros_like(out).at[:, 2:5].set(1.0))
+    np.testing.assert_allclose(sok.input_layer(batch, [*columns, alone])[:, 2:5], out[:, 2:5] - 4.0, atol=1e-6)
+
+
+def test_embedding_variables_are_told_from_others():
+    model = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)), sok.DistributedEmbedding("sum", 5, 2, 1, 1)])
+    variables = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
+    own, others = sok.split_embedding_variable_from_others(variables)
+    assert own == (model[1].variable,) and len(others) == len(variables) - 1 >= 2
+    with pytest.raises(ValueError, match="must be a list or a tuple"):
+        sok.split_embedding_variable_from_others({"a": variables[0]})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"combiners": ["sum"]}, ValueError, "one entry per table"),
+        ({"combiners": ["sum", "max"]}, ValueError, r"combiners\[1\] must be"),
+        ({"params": [], "sp_ids": [], "combiners": []}, ValueError, "not be empty"),
+        ({"partition_strategy": "div"}, NotImplementedError, "'mod' only"),
+        ({"sp_ids": [IDS, [[1.5], [], [], []]]}, TypeError, "integers"),
+        ({"sp_ids": [IDS, [[-2], [], [], []]]}, ValueError, "-2 at position"),
+        ({"sp_ids": [IDS, IDS[:3]]}, ValueError, "3 samples do not divide"),
+        ({"sp_weights": [WEIGHTS, [[1.0], [], [], []]]}, ValueError, "row 0 has 2 ids but 1 weights"),
+    ],
+)
+def test_what_is_wrong_with_a_group_is_said(change, error, message):
+    arguments = {
+        "params": [variable("a", 2), variable("b", 2)],
+        "sp_ids": [IDS, IDS],
+        "combiners": ["sum", "mean"],
+        "name": "item",
+    }
+    with pytest.raises(error, match=message):
+        sok.group_embedding_lookup_sparse(**arguments | change)
+
+
+def test_plain_tables_are_not_trained_by_the_group():
+    with pytest.raises(TypeError, match=r"params\[0\] is .* only EmbeddingVariables train themselves"):
+        sok.group_embedding_lookup_vjp([jnp.ones((3, 2))], [[[1]]], ["sum"])

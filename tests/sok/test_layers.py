@@ -1,0 +1,213 @@
+"""Training on any number of devices equals a dictionary of rows, key by key."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from rsembed import AdagradOptimizerSpec, SGDOptimizerSpec, sok
+
+BATCH, SLOTS, NNZ, DIM, STEPS = 16, 2, 3, 5, 4
+LEARNING_RATE = 0.3
+
+
+def context(num_devices):
+    return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
+
+
+def start(key, shape):
+    return jnp.full(shape, 0.25)
+
+
+def batches(seed):
+    """Skewed 64-bit keys with padding; the last device's share of the second batch is padding alone."""
+    generator = np.random.default_rng(seed)
+    known = np.concatenate([generator.integers(0, 2**63, 20), [0, 7, 2**32 - 1, 2**63 - 1]])
+    weights = np.arange(1, known.size + 1) ** -1.2
+    keys = generator.choice(known, (STEPS, BATCH, SLOTS, NNZ), p=weights / weights.sum())
+    keys[generator.random(keys.shape) < 0.3] = -1
+    keys[1, -2:] = -1
+    return keys, generator.normal(size=(STEPS, BATCH, SLOTS, DIM))
+
+
+class Oracle:
+    """Rows in a dictionary, float64, loop by loop."""
+
+    def __init__(self, rule):
+        self.rule, self.rows, self.states, self.step = rule, {}, {}, 0
+
+    def train(self, keys, targets, combiner):
+        gradients = {}
+        outputs = np.zeros((BATCH, SLOTS, DIM))
+        for b in range(BATCH):
+            for s in range(SLOTS):
+                bag = [int(k) for k in keys[b, s] if k != -1]
+                divisor = {"sum": 1, "mean": len(bag), "sqrtn": len(bag) ** 0.5}[combiner] or 1
+                for key in bag:
+                    outputs[b, s] += self.rows.setdefault(key, np.full(DIM, 0.25)) / divisor
+                for key in bag:
+                    own = (outputs[b, s] - targets[b, s]) / BATCH / divisor
+                    gradients[key] = gradients.get(key, 0) + own
+        self.step += 1
+        for key in self.rows if self.rule == "adam" else gradients:
+            self.apply(key, gradients.get(key, np.zeros(DIM)))
+        return outputs
+
+    def apply(self, key, gradient):
+        if self.rule == "adagrad":
+            self.states[key] = self.states.get(key, 0.1) + gradient**2
+            self.rows[key] = self.rows[key] - LEARNING_RATE * gradient / np.sqrt(self.states[key])
+        else:
+            m, v = self.states.get(key, (0, 0))
+            self.states[key] = m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+            rate = LEARNING_RATE * np.sqrt(1 - 0.999**self.step) / (1 - 0.9**self.step)
+            self.rows[key] = self.rows[key] - rate * m / (np.sqrt(v) + 1e-7)
+
+
+OPTIMIZERS = {
+    "adagrad": AdagradOptimizerSpec(LEARNING_RATE),
+    "adam": sok.optimizers.Adam(LEARNING_RATE),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "combiner", "num_devices", "capacity"),
+    [
+        ("adagrad", "mean", 2, None),
+        ("adagrad", "sqrtn", 8, 1),
+        ("adam", "sum", 4, 2),
+    ],
+)
+def test_training_equals_a_dictionary(rule, combiner, num_devices, capacity):
+    keys, targets = batches(3)
+    oracle = Oracle(rule)
+    layer = sok.DistributedEmbedding(
+        combiner,
+        30,
+        DIM,
+        SLOTS,
+        NNZ,
+        embedding_initializer=start,
+        optimizer=OPTIMIZERS[rule],
+        exchange_capacity=capacity,
+        context=context(num_devices),
+    )
+    for own, target in zip(keys, targets, strict=True):
+        expected = oracle.train(own, target, combiner)
+        out, backward = layer.vjp(own)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+        backward((out - target.astype(np.float32)) / BATCH)
+    rows = sok.export_rows(layer.variable)
+    assert rows["keys"].tolist() == sorted(oracle.rows)
+    for key, row in zip(rows["keys"], rows["values"], strict=True):
+        np.testing.assert_allclose(row, oracle.rows[int(key)], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(
+        layer.variable.counts()["rows"], np.bincount(rows["keys"] % num_devices, minlength=num_devices)
+    )
+
+
+def test_a_jitted_step_does_what_an_eager_one_does():
+    keys, targets = batches(5)
+    keys = np.where(keys < 0, -1, keys % 1000).astype(np.int32)
+    made = [
+        sok.DistributedEmbedding(
+            "mean",
+            30,
+            DIM,
+            SLOTS,
+            NNZ,
+            embedding_initializer=start,
+            optimizer=OPTIMIZERS["adagrad"],
+            context=context(2),
+        )
+        for _ in range(2)
+    ]
+
+    def step(layer, keys, targets):
+        out, backward = layer.vjp(keys)
+        backward((out - targets) / BATCH)
+        return out
+
+    jitted = nnx.jit(step)
+    for own, target in zip(keys, targets.astype(np.float32), strict=True):
+        eager, compiled = step(made[0], own, target), jitted(made[1], own, target)
+        np.testing.assert_allclose(eager, compiled, atol=1e-7)
+    left, right = (sok.export_rows(layer.variable) for layer in made)
+    np.testing.assert_array_equal(left["keys"], right["keys"])
+    np.testing.assert_allclose(left["values"], right["values"], atol=1e-7)
+
+
+def test_one_key_starts_alike_on_any_devices_and_with_or_without_hash_table():
+    keys = np.asarray([[[5, 3]], [[9, -1]], [[0, 5]], [[11, 2]]])
+    outs = []
+    for num_devices, use_hashtable in ((1, True), (4, True), (2, False)):
+        layer = sok.All2AllDenseEmbedding(12, DIM, 1, 2, use_hashtable=use_hashtable, context=context(num_devices))
+        outs.append(np.asarray(layer(keys, training=True)))
+    np.testing.assert_array_equal(outs[0], outs[1])
+    np.testing.assert_array_equal(outs[0], outs[2])
+    assert not outs[0][1, 0, 1].any() and len(np.unique(outs[0])) > 30
+
+
+def test_evaluation_inserts_nothing_and_counts_unknown_keys():
+    layer = sok.All2AllDenseEmbedding(12, DIM, 1, 1, dynamic_input=True, context=context(2))
+    layer(np.asarray([1, 2, 2**50]), training=True)
+    out = np.asarray(layer(np.asarray([2, 77, 77, 2**50, 1, 78])))
+    assert out[[0, 3, 4]].any(axis=1).all() and not out[[1, 2, 5]].any()
+    assert layer.variable.num_rows == 3 and layer.variable.counts()["unknown"].sum() == 2
+
+
+def test_unique_lookup_gather():
+    """The pattern that dynamic_input is for: keys made distinct first give the rows of all keys."""
+    generator = np.random.default_rng(0)
+    keys = generator.integers(0, 9, 40)
+    distinct, inverse = np.unique(keys, return_inverse=True)
+    layer = sok.All2AllDenseEmbedding(
+        12, DIM, 1, 1, dynamic_input=True, optimizer=SGDOptimizerSpec(1.0), context=context(8)
+    )
+    rows, backward = layer.vjp(distinct)
+    before = np.asarray(rows)
+    backward(np.ones((distinct.size, DIM), np.float32) * np.bincount(inverse)[:, None].astype(np.float32))
+    after = np.asarray(layer(keys))
+    np.testing.assert_allclose(after, before[inverse] - np.bincount(inverse)[inverse][:, None], atol=1e-5)
+
+
+class TestFullTable:
+    def keys(self, first, count):
+        return np.arange(first, first + count).reshape(-1, 1, 1)
+
+    def layer(self, **policies):
+        return sok.All2AllDenseEmbedding(3, DIM, 1, 1, context=context(2), **policies)
+
+    def test_says_so_and_loses_nothing_else(self):
+        layer = self.layer()
+        before = np.asarray(layer(self.keys(0, 4), training=True))
+        with pytest.raises(
+            RuntimeError, match=r"table 'all2all_dense_embedding' is full: 4 new keys .* when_full='grow'"
+        ):
+            layer(self.keys(4, 6), training=True)
+        np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
+        assert layer.variable.counts()["rows"].tolist() == [3, 3]
+
+    def test_grows(self):
+        layer = self.layer(when_full="grow")
+        before = np.asarray(layer(self.keys(0, 4), training=True))
+        out, backward = layer.vjp(self.keys(0, 20))
+        np.testing.assert_array_equal(out[:4], before)
+        backward(np.ones_like(out))
+        assert layer.variable.num_rows == 20 and layer.variable.counts()["failed"].sum() == 0
+
+    def test_evicts_the_keys_used_longest_ago(self):
+        layer = self.layer(when_full="evict")
+        for first in (0, 4):
+            out, backward = layer.vjp(self.keys(first, 4))
+            backward(np.ones_like(out))
+        assert set(range(4, 8)) < set(sok.export_rows(layer.variable)["keys"].tolist())
+        assert layer.variable.counts()["evicted"].sum() == 2
+
+    def test_reads_zeros_where_that_was_asked_for(self):
+        layer = self.layer(when_full="zero")
+        out = np.asarray(layer(self.keys(0, 8), training=True))
+        assert out[:6].any(axis=(1, 2, 3)).all() and not out[6:].any()
+        assert layer.variable.counts()["failed"].sum() == 2
