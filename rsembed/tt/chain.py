@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.kernels.contract import NO_ROW
+from rsembed.tt import native
 
 BLOCK = 8
 """Lookups that share one slice of the grouped core."""
@@ -27,7 +28,7 @@ TILE_BYTES = 2**21
 """Bound of the slices and products of one tile, and a little more than half of what the backward pass takes."""
 MIN_GROUPED_LOOKUPS = 2_000
 """Below this many lookups, sorting them does not pay."""
-IMPLEMENTATIONS = ("grouped", "chunked", "plain")
+IMPLEMENTATIONS = ("native", "grouped", "chunked", "plain")
 
 Cores = tuple[Array, ...]
 
@@ -37,9 +38,10 @@ class Config(NamedTuple):
 
     slice_shapes: tuple[tuple[int, int, int], ...]
     num_bags: int
-    grouped: int | None
+    implementation: str
+    grouped: int | None = None
     """The core with the largest slices, or None for the chunked form."""
-    tile: int
+    tile: int = 1
     """Lookups per tile."""
 
     @property
@@ -82,19 +84,24 @@ def pooled_rows(
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(IMPLEMENTATIONS)}.")
+    reason = native.unavailable_because(cores) if implementation in (None, "native") else None
+    if implementation == "native" and reason is not None:
+        raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")
     if implementation is None:
-        implementation = "grouped" if len(cores) > 2 and bags.shape[0] >= MIN_GROUPED_LOOKUPS else "chunked"
+        traced = "grouped" if len(cores) > 2 and bags.shape[0] >= MIN_GROUPED_LOOKUPS else "chunked"
+        implementation = traced if reason else "native"
     zero = _varying_zero(*cores, *digits, bags, gains)
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
     sizes = [math.prod(shape) for shape in slice_shapes]
     if implementation == "plain":
-        config = Config(slice_shapes, num_bags, None, 1)
+        config = Config(slice_shapes, num_bags, implementation)
         bags = _no_negative(bags)
         places = tuple(jnp.where(bags < num_bags, digit, NO_ROW) for digit in digits)
         rows = _chain(config, _slices(cores, places), gains)
         return jnp.zeros((num_bags, config.dim)).at[bags].add(rows, mode="drop")
     grouped = int(np.argmax(sizes)) if implementation == "grouped" else None
-    config = Config(slice_shapes, num_bags, grouped, _lookups_per_tile(slice_shapes, grouped, bags.shape[0]))
+    tile = _lookups_per_tile(slice_shapes, grouped, bags.shape[0])
+    config = Config(slice_shapes, num_bags, implementation, grouped, tile)
     return _pooled(config, cores, digits, _no_negative(bags), gains)
 
 
@@ -204,6 +211,9 @@ def _forward(config: Config, cores: Cores, digits: tuple[Array, ...], bags: Arra
     zeros = jnp.full((config.num_bags, config.dim), _varying_zero(gains).astype(jnp.float32))
     if bags.shape[0] == 0:
         return zeros, (cores, digits, bags, gains, None)
+    if config.implementation == "native":
+        shapes = {"slice_shapes": config.slice_shapes, "num_bags": config.num_bags}
+        return native.pooled(cores, digits, bags, gains, **shapes), (cores, digits, bags, gains, None)
     plan = _make_plan(config, cores, digits, bags)
 
     def add_tile(j: Array, pooled: Array) -> Array:
@@ -216,8 +226,11 @@ def _forward(config: Config, cores: Cores, digits: tuple[Array, ...], bags: Arra
 def _backward(config: Config, saved: Any, d_pooled: Array) -> tuple[Any, ...]:
     cores, digits, bags, gains, plan = saved
     no_cotangent = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (digits, bags))
-    if plan is None:
+    if bags.shape[0] == 0:
         return jax.tree.map(jnp.zeros_like, cores), *no_cotangent, jnp.zeros_like(gains)
+    if config.implementation == "native":
+        d_cores, d_gains = native.pull(cores, digits, bags, gains, d_pooled, slice_shapes=config.slice_shapes)
+        return tuple(d.astype(core.dtype) for d, core in zip(d_cores, cores, strict=True)), *no_cotangent, d_gains
     zero = _varying_zero(gains).astype(jnp.float32)
 
     def add_tile(j: Array, sums: tuple[Cores, Array]) -> tuple[Cores, Array]:

@@ -1,0 +1,339 @@
+// Lookups in tensor trains and their gradients: XLA FFI handlers.
+//
+// Lookups are sorted by the slice of the grouped core, and within such a group by all others, so that equal rows are
+// neighbours and made once. Tiles of rows bound the memory; within a tile threads first make rows (or the gradients of
+// slices), then add them up in the order of the lookups, each thread those of its own outputs: the sums have one order.
+// rsembed/tt/native.py is the only caller.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <string_view>
+#include <vector>
+
+#include "arguments.h"
+#include "parallel.h"
+#include "sorting.h"
+#include "train_kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+extern "C" const char* rsembed_instruction_set();
+
+namespace rsembed {
+namespace {
+
+constexpr int64_t kTileFloats = 1 << 20;
+constexpr int64_t kUnitsPerTask = 32;
+constexpr uint32_t kShards = 8;  // a power of two, and no result depends on it
+
+const TrainKernels& Kernels() {
+  static const TrainKernels& kernels = []() -> const TrainKernels& {
+#if defined(RSEMBED_HAS_X86_ISAS)
+    const std::string_view name = rsembed_instruction_set();
+    if (name == "avx512") return avx512::kTrainKernels;
+    if (name == "avx2") return avx2::kTrainKernels;
+#endif
+    return baseline::kTrainKernels;
+  }();
+  return kernels;
+}
+
+struct Call {
+  Train train = {};
+  const int32_t* bags;
+  const float* gains;
+  const float* d_pooled = nullptr;
+  int64_t num_lookups = 0;
+  int64_t num_bags = 0;
+};
+
+Call ReadCall(Reader& reader, ffi::Span<const int64_t> shapes, int64_t grouped, int64_t num_bags, bool has_gradient) {
+  Call call;
+  Train& train = call.train;
+  train.num_cores = shapes.size() / 3;
+  train.grouped = grouped;
+  train.dim = 1;
+  call.num_bags = num_bags;
+  if (train.num_cores < 2 || train.num_cores > kMaxCores || grouped < 0 || grouped >= train.num_cores) {
+    reader.Fail("unreadable train");
+    return call;
+  }
+  for (int64_t t = 0; t < train.num_cores; ++t) {
+    const int64_t* const shape = shapes.begin() + 3 * t;
+    train.left[t] = shape[0];
+    train.columns[t] = shape[1];
+    train.right[t] = shape[2];
+    train.size[t] = shape[0] * shape[1] * shape[2];
+    train.rows[t] = train.dim;
+    train.dim *= shape[1];
+    train.product[t] = train.dim * shape[2];
+    const bool fits = shape[0] == (t == 0 ? 1 : shape[-1]) && (t < train.num_cores - 1 || shape[2] == 1);
+    if (!fits || std::min({shape[0], shape[1], shape[2]}) < 1) reader.Fail("unreadable train");
+  }
+  if (reader.Failed()) return call;
+  call.bags = static_cast<int32_t*>(reader.Next("bags", ffi::S32, &call.num_lookups));
+  call.gains = static_cast<float*>(reader.Next("gains", ffi::F32, call.num_lookups));
+  if (has_gradient) call.d_pooled = static_cast<float*>(reader.Next("d_pooled", ffi::F32, num_bags * train.dim));
+  for (int64_t t = 0; t < train.num_cores; ++t) {
+    int64_t count;
+    train.digits[t] = static_cast<int32_t*>(reader.Next("digits", ffi::S32, call.num_lookups));
+    train.cores[t] = static_cast<float*>(reader.Next("core", ffi::F32, &count));
+    train.num_digits[t] = count / train.size[t];
+    if (count % train.size[t] != 0 || train.num_digits[t] > kNoRow) reader.Fail("wrong size of core");
+  }
+  if (call.num_lookups > kNoRow) reader.Fail("too many lookups for one call");
+  return call;
+}
+
+// Contributing lookups in the order described above; a unit is a run of lookups of one row.
+struct Units {
+  std::vector<uint32_t> lookups;   // of all units, one after the other
+  std::vector<uint32_t> first;     // per unit, where in `lookups` it begins; one more at the end
+  std::vector<uint32_t> examples;  // per unit, one of its lookups
+
+  int64_t size() const { return static_cast<int64_t>(examples.size()); }
+};
+
+Units MakeUnits(Workers& workers, const Call& call) {
+  const Train& train = call.train;
+  const int32_t* const group_of = train.digits[train.grouped];
+  const RowSort sort(workers, call.num_lookups, train.num_digits[train.grouped],
+                     [&](int64_t first, int64_t last, Item* items) {
+                       int64_t count = 0;
+                       for (int64_t i = first; i < last; ++i) {
+                         bool contributes = call.bags[i] >= 0 && call.bags[i] < call.num_bags;
+                         for (int64_t t = 0; t < train.num_cores && contributes; ++t) {
+                           contributes = train.digits[t][i] >= 0 && train.digits[t][i] < train.num_digits[t];
+                         }
+                         if (contributes) {
+                           items[count++] = {static_cast<uint32_t>(group_of[i]), static_cast<uint32_t>(i)};
+                         }
+                       }
+                       return count;
+                     });
+  struct Keyed {
+    uint64_t row;
+    uint32_t lookup;
+  };
+  const int64_t count = sort.num_items();
+  const Scratch<Keyed> keyed(count);
+  workers.ForEachRange(count, 2048, [&](int64_t first, int64_t last) {
+    // Groups of equal slices that begin here.
+    const auto begins = [&](int64_t i) { return i == 0 || sort.items()[i].row != sort.items()[i - 1].row; };
+    while (first < last && !begins(first)) ++first;
+    while (first < last) {
+      int64_t end = first;
+      do {
+        const uint32_t lookup = sort.items()[end].source;
+        uint64_t row = 0;  // wraps around in trains of more than 2^64 rows: checked when neighbours are compared
+        for (int64_t t = 0; t < train.num_cores; ++t) {
+          if (t != train.grouped) row = row * train.num_digits[t] + train.digits[t][lookup];
+        }
+        keyed[end++] = {row, lookup};
+      } while (end < count && !begins(end));
+      std::sort(&keyed[first], &keyed[first] + (end - first), [](const Keyed& a, const Keyed& b) {
+        return a.row != b.row ? a.row < b.row : a.lookup < b.lookup;
+      });
+      first = end;
+    }
+  });
+  Units units;
+  units.lookups.resize(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t lookup = keyed[i].lookup;
+    units.lookups[i] = lookup;
+    bool is_new = i == 0 || keyed[i].row != keyed[i - 1].row;
+    for (int64_t t = 0; t < train.num_cores && !is_new; ++t) {
+      is_new = train.digits[t][lookup] != train.digits[t][units.lookups[i - 1]];
+    }
+    if (is_new) {
+      units.first.push_back(static_cast<uint32_t>(i));
+      units.examples.push_back(lookup);
+    }
+  }
+  units.first.push_back(static_cast<uint32_t>(count));
+  return units;
+}
+
+// Calls body(first, last) for blocks of units [begin, end) that share a slice of the grouped core.
+template <typename Body>
+void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, int64_t end, int64_t most,
+                        const Body& body) {
+  const int32_t* const digits = train.digits[train.grouped];
+  for (int64_t first = begin; first < end;) {
+    int64_t last = first + 1;
+    const int32_t digit = digits[units.examples[first]];
+    while (last < end && last - first < most && digits[units.examples[last]] == digit) ++last;
+    body(first, last);
+    first = last;
+  }
+}
+
+// Adds `vectors` `[units of the tile, size]`, times gains if there are any, to the rows of `out` that `target` names.
+template <typename Target>
+void AddUp(uint32_t shard, const Units& units, int64_t begin, int64_t end, const float* vectors, int64_t size,
+           const float* gains, const Target& target, float* out) {
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const float* const vector = vectors + (unit - begin) * size;
+    if (gains == nullptr) {
+      const uint32_t place = target(units.examples[unit]);
+      if (place % kShards == shard) Kernels().add(vector, 1.0f, size, out + int64_t{place} * size);
+      continue;
+    }
+    for (uint32_t i = units.first[unit]; i < units.first[unit + 1]; ++i) {
+      const uint32_t lookup = units.lookups[i], place = target(lookup);
+      if (place % kShards == shard) Kernels().add(vector, gains[lookup], size, out + int64_t{place} * size);
+    }
+  }
+}
+
+void Clear(Workers& workers, float* data, int64_t count) {
+  workers.ForEachRange(count, 1 << 16, [&](int64_t first, int64_t last) { std::fill(data + first, data + last, 0.0f); });
+}
+
+template <typename Body>
+ffi::Error WithMemory(const Body& body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "rsembed: no memory for a tile of a tensor-train lookup");
+  }
+}
+
+ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::F32>> out,
+                ffi::Span<const int64_t> slice_shapes, int64_t grouped) {
+  Reader reader(args);
+  const Call call = ReadCall(reader, slice_shapes, grouped, out->dimensions()[0], false);
+  const Train& train = call.train;
+  if (!reader.Failed() && static_cast<int64_t>(out->dimensions()[1]) != train.dim) reader.Fail("wrong size of output");
+  if (reader.Failed()) return reader.Complaint();
+  return WithMemory([&] {
+    Workers workers(pool);
+    Clear(workers, out->typed_data(), out->element_count());
+    const Units units = MakeUnits(workers, call);
+    const int64_t tile = std::clamp<int64_t>(kTileFloats / train.dim, 1, std::max<int64_t>(units.size(), 1));
+    const Scratch<float> made(tile * train.dim);
+    for (int64_t begin = 0; begin < units.size(); begin += tile) {
+      const int64_t end = std::min(begin + tile, units.size());
+      workers.ForEachRange(end - begin, 4 * kUnitsPerTask, [&](int64_t from, int64_t to) {
+        const Scratch<float> scratch(ScratchSize(train));
+        ForEachSharedSlice(train, units, begin + from, begin + to, kLookupsPerBlock, [&](int64_t first, int64_t last) {
+          const float* const rows = Kernels().rows(train, &units.examples[first], last - first, scratch.get());
+          std::memcpy(&made[(first - begin) * train.dim], rows, 4 * (last - first) * train.dim);
+        });
+      });
+      workers.ForEachBlock(kShards, [&](int64_t shard) {
+        const auto bag_of = [&](uint32_t lookup) { return static_cast<uint32_t>(call.bags[lookup]); };
+        AddUp(shard, units, begin, end, made.get(), train.dim, call.gains, bag_of, out->typed_data());
+      });
+    }
+  });
+}
+
+// Gradients of the cores, then that of the gains.
+ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                ffi::Span<const int64_t> slice_shapes, int64_t grouped, int64_t num_bags) {
+  Reader reader(args);
+  const Call call = ReadCall(reader, slice_shapes, grouped, num_bags, true);
+  const Train& train = call.train;
+  float* outputs[kMaxCores + 1];
+  for (int64_t t = 0; t <= train.num_cores && !reader.Failed(); ++t) {
+    auto result = rets.get<ffi::AnyBuffer>(t);
+    const int64_t wanted = t == train.num_cores ? call.num_lookups : train.num_digits[t] * train.size[t];
+    if (!result.has_value() || static_cast<int64_t>((*result)->element_count()) != wanted) {
+      reader.Fail("wrong size of gradients");
+    } else {
+      outputs[t] = static_cast<float*>((*result)->untyped_data());
+    }
+  }
+  if (reader.Failed()) return reader.Complaint();
+  return WithMemory([&] {
+    Workers workers(pool);
+    for (int64_t t = 0; t < train.num_cores; ++t) Clear(workers, outputs[t], train.num_digits[t] * train.size[t]);
+    float* const d_gains = outputs[train.num_cores];
+    Clear(workers, d_gains, call.num_lookups);
+    const Units units = MakeUnits(workers, call);
+    int64_t floats = 0;
+    for (int64_t t = 0; t < train.num_cores; ++t) floats += t == grouped ? 0 : train.size[t];
+    const int64_t tile = std::clamp<int64_t>(kTileFloats / floats, 1, std::max<int64_t>(units.size(), 1));
+    const Scratch<float> made(tile * floats);
+    float* d_slices[kMaxCores] = {};
+    for (int64_t t = 0, before = 0; t < train.num_cores; ++t) {
+      if (t == grouped) continue;
+      d_slices[t] = made.get() + tile * before;
+      before += train.size[t];
+    }
+    const int64_t left = train.left[grouped], width = train.columns[grouped] * train.right[grouped], dim = train.dim;
+    const int32_t* const group_of = train.digits[grouped];
+    for (int64_t begin = 0; begin < units.size(); begin += tile) {
+      const int64_t end = std::min(begin + tile, units.size());
+      // A task owns the groups that begin in its range, and with them the gradient of their slice.
+      workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
+        const auto begins = [&](int64_t unit) {
+          return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];
+        };
+        int64_t mine = begin + from, limit = begin + to;
+        while (mine < limit && !begins(mine)) ++mine;
+        if (mine == limit) return;
+        while (limit < end && !begins(limit)) ++limit;
+        const Scratch<float> scratch(ScratchSize(train)), transposed(train.size[grouped]);
+        const Scratch<float> d_rows(kLookupsPerBlock * dim);
+        ForEachSharedSlice(train, units, mine, limit, units.size(), [&](int64_t group, int64_t group_end) {
+          const int64_t digit = group_of[units.examples[group]];
+          Kernels().transpose(train.cores[grouped] + digit * train.size[grouped], left, width, transposed.get());
+          for (int64_t first = group; first < group_end; first += kLookupsPerBlock) {
+            const int64_t count = std::min(kLookupsPerBlock, group_end - first);
+            const float* const rows = Kernels().rows(train, &units.examples[first], count, scratch.get());
+            std::fill_n(d_rows.get(), count * dim, 0.0f);
+            for (int64_t k = 0; k < count; ++k) {
+              for (uint32_t i = units.first[first + k]; i < units.first[first + k + 1]; ++i) {
+                const uint32_t lookup = units.lookups[i];
+                const float* const d_bag = call.d_pooled + int64_t{call.bags[lookup]} * dim;
+                d_gains[lookup] = Kernels().dot(&rows[k * dim], d_bag, dim);
+                Kernels().add(d_bag, call.gains[lookup], dim, &d_rows[k * dim]);
+              }
+            }
+            float* d_here[kMaxCores];
+            for (int64_t t = 0; t < train.num_cores; ++t) {
+              d_here[t] = t == grouped ? nullptr : d_slices[t] + (first - begin) * train.size[t];
+            }
+            Kernels().pull(train, &units.examples[first], count, d_rows.get(), transposed.get(),
+                           outputs[grouped] + digit * train.size[grouped], d_here, scratch.get());
+          }
+        });
+      });
+      workers.ForEachBlock((train.num_cores - 1) * kShards, [&](int64_t part) {
+        const int64_t t = part / kShards < grouped ? part / kShards : part / kShards + 1;
+        const auto digit_of = [&](uint32_t lookup) { return static_cast<uint32_t>(train.digits[t][lookup]); };
+        AddUp(part % kShards, units, begin, end, d_slices[t], train.size[t], nullptr, digit_of, outputs[t]);
+      });
+    }
+  });
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_train_rows, Rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::BufferR2<ffi::F32>>()
+                                  .Attr<ffi::Span<const int64_t>>("slice_shapes")
+                                  .Attr<int64_t>("grouped"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_train_pull, Pull,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("slice_shapes")
+                                  .Attr<int64_t>("grouped")
+                                  .Attr<int64_t>("num_bags"));
+
+#pragma GCC visibility pop
+
+}  // namespace rsembed
