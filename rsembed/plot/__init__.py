@@ -28,3 +28,6 @@ from rsembed.plot.stacking import load_skew as load_skew
 from rsembed.plot.stacking import plot_shard_load as plot_shard_load
 from rsembed.plot.stacking import plot_stack_bytes as plot_stack_bytes
 from rsembed.plot.stacking import stack_bytes as stack_bytes
+from rsembed.plot.tensor_train import plot_against_bytes as plot_against_bytes
+from rsembed.plot.tensor_train import plot_rank_spectrum as plot_rank_spectrum
+from rsembed.plot.tensor_train import rank_tails as rank_tails

@@ -5,7 +5,8 @@ textbook form slow: it moves far more bytes than the products are worth. The gro
 of that core and pads every group to whole blocks, so a large slice is gathered once per block of `BLOCK` lookups; the
 chunked form gathers every slice per lookup, which is best for two cores. Both run over tiles of at most about
 `TILE_BYTES` in one loop whose trip count follows the number of lookups that contribute, and recompute the tile in the
-backward pass, so temporary memory does not grow with the batch. All sums run in a fixed order.
+backward pass, so temporary memory does not grow with the batch. On CPUs the native form does the same in C++, and makes
+each distinct row of the batch once; the unique form does that in JAX. All sums run in a fixed order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TILE_BYTES = 2**21
 """Bound of the slices and products of one tile, and a little more than half of what the backward pass takes."""
 MIN_GROUPED_LOOKUPS = 2_000
 """Below this many lookups, sorting them does not pay."""
-IMPLEMENTATIONS = ("native", "grouped", "chunked", "plain")
+IMPLEMENTATIONS = ("native", "grouped", "chunked", "unique", "plain")
 
 Cores = tuple[Array, ...]
 
@@ -77,10 +78,14 @@ def pooled_rows(
       gains: factor of each lookup.
       slice_shapes: `(R_{t-1}, q_t, R_t)` of every core.
       num_bags: bags in the result.
-      implementation: "grouped", "chunked", or "plain", which holds all slices of the batch at once and is the one to
-        take for forward-mode and second derivatives; None picks by number of cores and lookups.
+      implementation: "native" (CPUs), "grouped" or "chunked"; "unique", which makes each distinct row once and pays
+        where few of many lookups are distinct, but holds a row per lookup; or "plain", which holds all slices of the
+        batch at once and is the one to take for forward-mode and second derivatives. None takes "native" where it can
+        run, else "grouped" or "chunked" by number of cores and lookups.
 
-    Raises: ValueError: the implementation is unknown.
+    Raises:
+      ValueError: the implementation is unknown.
+      NotImplementedError: it is "native", which cannot run here.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(IMPLEMENTATIONS)}.")
@@ -90,6 +95,12 @@ def pooled_rows(
     if implementation is None:
         traced = "grouped" if len(cores) > 2 and bags.shape[0] >= MIN_GROUPED_LOOKUPS else "chunked"
         implementation = traced if reason else "native"
+    if implementation == "unique":
+        digits, distinct, places = _distinct(digits, jnp.where(bags < num_bags, _no_negative(bags), NO_ROW))
+        ones = jnp.ones(bags.shape)
+        rows = pooled_rows(cores, digits, distinct, ones, slice_shapes=slice_shapes, num_bags=bags.shape[0])
+        rows = gains[:, None] * rows.at[places].get(mode="fill", fill_value=0.0)
+        return jnp.zeros((num_bags, rows.shape[1])).at[_no_negative(bags)].add(rows, mode="drop")
     zero = _varying_zero(*cores, *digits, bags, gains)
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
     sizes = [math.prod(shape) for shape in slice_shapes]
@@ -117,6 +128,24 @@ def _varying_zero(*arrays: Array) -> Array:
 def _no_negative(bags: Array) -> Array:
     """JAX would count negative numbers from the end."""
     return jnp.where(bags < 0, NO_ROW, bags)
+
+
+def _distinct(digits: tuple[Array, ...], bags: Array) -> tuple[tuple[Array, ...], Array, Array]:
+    """Digits of every distinct row that is in a bag, a bag for each, and which of them a lookup asks for.
+
+    As many places as lookups; those that are left over have no bag.
+    """
+    if bags.shape[0] == 0:
+        return digits, bags, bags
+    order = jnp.arange(bags.shape[0], dtype=jnp.int32)
+    keys = [jnp.where(bags == NO_ROW, NO_ROW, digit) for digit in digits]
+    *keys, lookups = jax.lax.sort((*keys, order), num_keys=len(keys))
+    is_new = functools.reduce(jnp.logical_or, [key[1:] != key[:-1] for key in keys])
+    numbers = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), is_new]), dtype=jnp.int32)
+    distinct = tuple(jnp.full(order.shape, NO_ROW, jnp.int32).at[numbers].set(key) for key in keys)
+    places = jnp.full(order.shape, NO_ROW, jnp.int32).at[lookups].set(numbers)
+    own_bags = jnp.where(distinct[0] == NO_ROW, NO_ROW, order)
+    return distinct, own_bags, jnp.where(bags == NO_ROW, NO_ROW, places)
 
 
 def _lookups_per_tile(slice_shapes: tuple[tuple[int, int, int], ...], grouped: int | None, num_lookups: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.tt.cores import full_weight
-from rsembed.tt.decomposition import from_dense
+from rsembed.tt.decomposition import from_dense, with_progress
 from rsembed.tt.spec import TTSpec
 
 CODEWORDS = 256
@@ -98,7 +98,7 @@ def compress(
 
     A method whose smallest form exceeds the bytes is left out; those without a choice of size (int8, int4) are listed.
     Tensor trains are a way to train small tables, not a good way to shrink trained ones: expect low errors from
-    quantisation. Training the cores on (`TTEmbeddingBag.set_cores`) wins back a part.
+    quantisation. Training the cores on, see `fine_tune`, wins back a part.
 
     Args:
       table: float table.
@@ -126,7 +126,7 @@ def compress(
         "product codes": lambda: _product_codes(task),
     }
     entries = []
-    for name, method in methods.items():
+    for name, method in with_progress(methods.items(), "compress"):
         start = time.perf_counter()
         answer = method()
         if answer is None:  # not even its smallest form is within the bytes

@@ -20,8 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rsembed.caching import SetAssociativeCache, set_of
-from rsembed.kernels.contract import NO_ROW
-from rsembed.optimizers import OptimizerSpec
+from rsembed.kernels import api as kernels
+from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.optimizers import Hyperparameters, OptimizerSpec
 from rsembed.tt.spec import TTSpec
 
 NUM_WAYS = 32
@@ -133,14 +134,13 @@ class HotRows(nnx.Module):
         self.host.hits += int((stored[k] == ids).sum())
         self.host.uncounted += self.counts.count(ids)
 
-    def step(self, gradients: Float[Array, "rows dim"], places: Int[Array, " nnz"], hyper: tuple[Any, ...]) -> None:
-        """One optimizer step of the rows at `places`; the others and their state keep their bits."""
-        rows, state = self.rows.get_value(), self.state.get_value()
-        touched = jnp.zeros((rows.shape[0], 1), bool).at[places].set(True, mode="drop")
-        new_rows, new_state = self.rule.step_rows(rows, state, gradients, hyper)
-        self.rows.set_value(jnp.where(touched, new_rows, rows))
-        pairs = zip(new_state, state, strict=True)
-        self.state.set_value(tuple(jnp.where(touched, new, old) for new, old in pairs))
+    def step(self, segment: Segment, d_outputs: Float[Array, "bags dim"], hyper: Hyperparameters) -> None:
+        """One optimizer step of the rows that were read; the others and their state keep their bits."""
+        rows, state = kernels.update(
+            self.rows.get_value(), self.state.get_value(), [segment], [d_outputs], hyper, self.rule
+        )
+        self.rows.set_value(rows)
+        self.state.set_value(state)
 
     def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
         """All stored ids, ascending, and their rows."""
@@ -154,7 +154,9 @@ class HotRows(nnx.Module):
         stored, vectors = self.learned()
         resident, slots = policy.resident()
         if not np.array_equal(np.sort([*keys[resident], *host.spilled]), stored):
-            raise ValueError("the stored rows are not those that the counts know of; load both, see load_cache_state.")
+            raise ValueError(
+                "the stored rows are not those that the counts know of; restore modules with load_state_dict."
+            )
         is_dirty = dict(zip(stored.tolist(), (vectors != rows_of(stored)).any(1), strict=True))
         locked = np.empty(0, np.int64)
         if host.max_spilled_rows - len(host.spilled) < resident.size:
@@ -229,7 +231,7 @@ class HotRows(nnx.Module):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict` of rows made with the same arguments; load `nnx.state` as well."""
+        """Continues from a `state_dict` of rows made with the same arguments; the variables come by themselves."""
         parts = {name.removeprefix("policy."): x for name, x in state.items() if name.startswith("policy.")}
         self.counts.policy.load_state_dict(parts)
         self.counts.keys[:] = state["keys"]

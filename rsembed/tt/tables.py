@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rsembed.bags import Bags
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels import api as kernels
+from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.optimizers import OptimizerSpec
 from rsembed.tt.chain import pooled_rows
 from rsembed.tt.cores import digits_of, full_weight, gains_of_entries
@@ -184,21 +185,56 @@ class TTTables(nnx.Module):
         """Contents, hits and evictions, per group of tables."""
         return [cache.report() for cache in self.caches]
 
-    def cache_state(self) -> list[dict[str, Any]]:
-        """NumPy arrays that a checkpoint must hold beside `nnx.state`: counts and places of the cached rows."""
-        return [cache.state_dict() for cache in self.caches]
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """All there is to save, as a flat dictionary of NumPy arrays: cores, optimizer state, cached rows, counts.
 
-    def load_cache_state(self, state: Sequence[Any]) -> None:
-        """Continues from a `cache_state`."""
-        for cache, one in zip(self.caches, state, strict=True):
-            cache.load_state_dict(one)
+        `nnx.state` alone lacks what the cache keeps on the host. `np.savez`, `rsembed.checkpoint` and Orbax take it.
+        """
+        variables = nnx.to_flat_state(nnx.state(self))
+        state = {"/".join(map(str, path)): jax.tree.leaves(leaf.get_value()) for path, leaf in variables}
+        arrays = {f"{name}/{k}": np.asarray(x) for name, leaves in state.items() for k, x in enumerate(leaves)}
+        for g, cache in enumerate(self.caches):
+            arrays |= {f"host/{g}/{name}": value for name, value in cache.state_dict().items()}
+        return arrays | {f"calls/{name}": np.asarray(getattr(self.calls, name)) for name in _Calls.NAMES}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on, bit by bit, where the module of a `state_dict` stood; both were made with the same arguments.
+
+        Raises: ValueError: the names, or the shape of an array, are those of another module; then nothing changes.
+        """
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            raise ValueError(
+                f"the state is that of another module: {sorted(own.keys() ^ state.keys())} are not in both."
+            )
+        for name, value in own.items():
+            found = np.shape(state[name])
+            # Spilled rows make the arrays of a cache longer.
+            shapes = (value.shape[1:], found[1:]) if name.startswith(("caches/", "host/")) else (value.shape, found)
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"{name} has shape {found} in the state and {value.shape} in this module.")
+        for path, leaf in nnx.to_flat_state(nnx.state(self)):
+            name, values = "/".join(map(str, path)), leaf.get_value()
+            leaves, structure = jax.tree.flatten(values)
+            # NumPy files know bfloat16 only as two bytes.
+            arrays = [np.asarray(state[f"{name}/{k}"]) for k in range(len(leaves))]
+            arrays = [jnp.asarray(x.view(old.dtype)) for x, old in zip(arrays, leaves, strict=True)]
+            functools.reduce(_part, path, self).set_value(jax.tree.unflatten(structure, arrays))
+        for g, cache in enumerate(self.caches):
+            prefix = f"host/{g}/"
+            cache.load_state_dict(
+                {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+            )
+        for name in _Calls.NAMES:
+            setattr(self.calls, name, int(state[f"calls/{name}"]))
 
     def lookup(self, indices: Any, offsets: Any, per_sample_weights: Any) -> list[Float[Array, "batch dim"]]:
         """Pooled rows of every table."""
         bags = self._checked_bags(indices, offsets, per_sample_weights)
         entries = self._entries(bags)
         self._count_and_populate(entries)
-        return self._pooled(entries, self._places(entries), self._core_values(), self._cached_values(), bags.weights)
+        places = self._places(entries)
+        return self._pooled(bags, entries, places, self._core_values(), self._cached_values(), bags.weights)
 
     def lookup_vjp(
         self, indices: Any, offsets: Any, per_sample_weights: Any
@@ -209,22 +245,26 @@ class TTTables(nnx.Module):
         self._count_and_populate(entries)
         places = self._places(entries)
         weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
-        outputs, pull = jax.vjp(
-            functools.partial(self._pooled, entries, places), self._core_values(), self._cached_values(), weights
-        )
+        lookup, cores = functools.partial(self._pooled, bags, entries, places), self._core_values()
+        if self.sparse:  # the cached rows are stepped where they lie, without a gradient of them all
+            outputs, pull = jax.vjp(lambda cores: lookup(cores, self._cached_values(), weights), cores)
+        else:
+            outputs, pull = jax.vjp(lookup, cores, self._cached_values(), weights)
         versions, num_updates = [cache.host.version for cache in self.caches], 0
 
         def backward(d_outputs: Sequence[Any]) -> TTGradients | None:
             if versions != [cache.host.version for cache in self.caches]:
                 raise RuntimeError("the cache was populated or reset after this lookup; look the batch up again.")
-            gradients = TTGradients(*pull([jnp.asarray(d, jnp.float32) for d in d_outputs]))
+            d_outputs = [jnp.asarray(d, jnp.float32) for d in d_outputs]
             if not self.sparse:
-                return gradients
+                return TTGradients(*pull(d_outputs))
             nonlocal num_updates
             num_updates += 1
             if num_updates > 1:
                 raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
-            self._update(gradients, places)
+            pairs = zip(entries, places, strict=False)
+            segments = [self._segment(bags, found, where, weights) for found, where in pairs]
+            self._update(pull(d_outputs)[0], segments, d_outputs)
             return None
 
         return outputs, backward
@@ -301,7 +341,7 @@ class TTTables(nnx.Module):
         return entries_of(bags, self.specs, self.groups, self.padding_idx)
 
     def _pooled(
-        self, entries: list[Entries], places: list[Array], cores: Any, cached: Any, weights: Any
+        self, bags: Bags, entries: list[Entries], places: list[Array], cores: Any, cached: Any, weights: Any
     ) -> list[Array]:
         """Per table `[batch, dim]`, float32: cached rows where there are such, chains of products for the others."""
         by_table: dict[int, Array] = {}
@@ -317,31 +357,51 @@ class TTTables(nnx.Module):
                 implementation=self.implementation,
             )
             if self.caches:
-                vectors = gains[:, None] * cached[g].at[places[g]].get(mode="fill", fill_value=0.0)
-                pooled = pooled.at[found.bags].add(vectors, mode="drop")
+                segment = self._segment(bags, found, places[g], weights)
+                (vectors,) = kernels.lookup(cached[g], [segment])
+                pooled = pooled + self._of_group(g, vectors).reshape(pooled.shape)
             by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
         return [by_table[k] for k in range(len(self.specs))]
 
-    def _update(self, gradients: TTGradients, places: list[Array]) -> None:
+    def _segment(self, bags: Bags, found: Entries, places: Array, weights: Any = None) -> Segment:
+        """The cached rows of a batch, in the bags of all tables."""
+        gains = gains_of_entries(found.bags, found.num_bags, weights, self.mode)  # type: ignore[arg-type]
+        return Segment(places, jnp.asarray(bags.offsets), gains)
+
+    def _of_group(self, g: int, vectors: Array) -> Array:
+        """Of the vectors of all bags those of one group's tables."""
+        by_table = vectors.reshape(len(self.specs), -1, vectors.shape[1])
+        return by_table if len(self.groups) == 1 else by_table[np.asarray(self.groups[g])]
+
+    def _update(self, d_cores: Any, segments: list[Segment], d_outputs: Sequence[Array]) -> None:
         """One optimizer step of all cores, and of the cached rows that were read."""
         rate = self.learning_rate.get_value()
         hyper = dataclasses.replace(self.rule, learning_rate=lambda: rate).get_hyperparameters(self.step.get_value())
-        for variables, slots, d_cores in zip(self.core_groups, self.slots, gradients.cores, strict=True):
+        for variables, slots, gradients in zip(self.core_groups, self.slots, d_cores, strict=True):
             new_slots = []
-            for variable, old_slots, gradient in zip(variables, slots.get_value(), d_cores, strict=True):
+            for variable, old_slots, gradient in zip(variables, slots.get_value(), gradients, strict=True):
                 rows, kept = self.rule.step_rows(
                     variable.get_value().astype(jnp.float32), old_slots, gradient.astype(jnp.float32), hyper
                 )
                 variable.set_value(rows.astype(self.dtype))
                 new_slots.append(kept)
             slots.set_value(tuple(new_slots))
-        for cache, d_rows, where in zip(self.caches, gradients.cached_rows, places, strict=True):
-            cache.step(d_rows, where, hyper)
+        for cache, group, segment in zip(self.caches, self.groups, segments, strict=False):
+            d_group = {k: d_outputs[k] for k in group}
+            nothing = jnp.zeros_like(d_outputs[group[0]])
+            d_all = [d_group.get(k, nothing) for k in range(len(self.specs))]
+            cache.step(segment, jnp.concatenate(d_all) if len(d_all) > 1 else d_all[0], hyper)
         self.step.set_value(self.step.get_value() + 1)
 
 
 class _Calls:
     """Calls of the automatic schedule, on the host."""
 
+    NAMES = ("counted", "populates")
+
     counted = 0
     populates = 0
+
+
+def _part(of: Any, name: Any) -> Any:
+    return of[name] if isinstance(name, int) else getattr(of, name)
