@@ -42,6 +42,7 @@ _TARGETS = (
     *("rsembed_lookup", "rsembed_row_gradients", "rsembed_update", "rsembed_apply_rows"),
     *("rsembed_lookup_jagged", "rsembed_row_gradients_jagged", "rsembed_update_jagged", "rsembed_weight_gradients"),
     *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
+    *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/native.py
 )
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Numbers shared with csrc/row_kernels.h and csrc/ffi.cc.

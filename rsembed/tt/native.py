@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -15,30 +13,13 @@ from rsembed.kernels import native
 
 SliceShapes = tuple[tuple[int, int, int], ...]
 
-_TARGETS = ("rsembed_train_rows", "rsembed_train_pull")
-_MAX_CORES = 16
-
-
-@functools.cache
-def _register() -> str | None:
-    """Makes the targets known to JAX, once; or why there are none."""
-    library: ctypes.CDLL | str = native.shared_library()
-    if isinstance(library, str):
-        return library
-    try:
-        for name in _TARGETS:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    except AttributeError as error:
-        return f"the native library is of another version: {error}"
-    return None
+MAX_CORES = 16
 
 
 def unavailable_because(cores: Sequence[Array] = ()) -> str | None:
     """Why these kernels cannot run here, or cannot serve these cores; None if they can."""
-    reason = native.unavailable_because() or _register()
-    if reason is None and len(cores) > _MAX_CORES:
-        reason = f"the native kernels take up to {_MAX_CORES} cores, not {len(cores)}"
-    return reason
+    too_many = f"the native kernels take up to {MAX_CORES} cores, not {len(cores)}"
+    return native.unavailable_because() or (too_many if len(cores) > MAX_CORES else None)
 
 
 def pooled(

@@ -1,8 +1,11 @@
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.tt import TTEmbeddingBag, compress, full_weight
+from rsembed.tt import TTEmbeddingBag, compress, fine_tune, from_dense, full_weight
 
 METHODS = {"tt", "reordered tt", "hot rows + tt", "low rank", "int8", "int4", "product codes"}
 
@@ -20,12 +23,17 @@ def trained_like(rows=1500, dim=16, seed=0):
 TABLE = trained_like()
 
 
+@functools.cache
+def report_within(num_bytes):
+    return compress(TABLE, bytes=num_bytes)
+
+
 def by_method(report):
     return {entry.method: entry for entry in report.entries}
 
 
 def test_every_reported_error_is_the_measured_one():
-    report = compress(TABLE, bytes=30_000)
+    report = report_within(30_000)
     assert {entry.method for entry in report.entries} == METHODS
     for entry in report.entries:
         wanted = np.linalg.norm(TABLE.astype(np.float64) - entry.reconstruction) / np.linalg.norm(TABLE)
@@ -36,7 +44,7 @@ def test_every_reported_error_is_the_measured_one():
 
 
 def test_bytes_are_those_of_the_arrays():
-    found = by_method(compress(TABLE, bytes=30_000))
+    found = by_method(report_within(30_000))
     spec, cores = found["tt"].payload
     assert found["tt"].num_bytes == sum(core.nbytes for core in cores)
     np.testing.assert_array_equal(full_weight(spec, cores), found["tt"].reconstruction)
@@ -54,7 +62,7 @@ def test_bytes_are_those_of_the_arrays():
 
 
 def test_the_best_within_bytes_has_the_least_error():
-    report = compress(TABLE, bytes=30_000)
+    report = report_within(30_000)
     fitting = [entry for entry in report.entries if entry.fits]
     assert report.best.relative_error == min(entry.relative_error for entry in fitting)
     assert report.best.fits
@@ -78,13 +86,13 @@ def test_low_rank_is_the_best_of_its_rank():
 
 @pytest.mark.parametrize(("method", "bits"), [("int8", 8), ("int4", 4)])
 def test_integers_are_off_by_half_a_step_at_most(method, bits):
-    entry = by_method(compress(TABLE, bytes=10**6))[method]
+    entry = by_method(report_within(30_000))[method]
     step = (TABLE.max(1) - TABLE.min(1)) / (2**bits - 1)
     assert (np.abs(entry.reconstruction - TABLE).max(1) <= 0.501 * step).all()
 
 
 def test_a_product_code_is_the_nearest_codeword():
-    entry = by_method(compress(TABLE, bytes=30_000))["product codes"]
+    entry = by_method(report_within(30_000))["product codes"]
     width = 16 // len(entry.payload)
     for k, (codes, words) in enumerate(entry.payload):
         part = TABLE[:, k * width : (k + 1) * width].astype(np.float64)
@@ -94,7 +102,7 @@ def test_a_product_code_is_the_nearest_codeword():
 
 
 def test_similar_rows_become_neighbours():
-    found = by_method(compress(TABLE, bytes=40_000))
+    found = by_method(report_within(30_000))
     order, _ = found["reordered tt"].payload
     assert sorted(order) == list(range(1500))
 
@@ -119,24 +127,37 @@ def test_given_row_weights_choose_the_hot_rows():
     assert hot.tolist() == [*range(20), 99, 1400]
 
 
-def test_a_compressed_table_trains_on():
-    entry = by_method(compress(TABLE, bytes=10_000))["tt"]
-    spec, cores = entry.payload
-    emb = TTEmbeddingBag(
-        1500, 16, spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, optimizer="adam", learning_rate=2e-3
-    )
-    emb.set_cores([core + 0.02 for core in cores])
-    ids = jnp.arange(1500)[:, None]
+def test_fine_tuning_lowers_the_error_of_the_rows_that_are_read():
+    weights = (1.0 + np.random.default_rng(0).permutation(1500)) ** -1.2
+    spec, cores = from_dense(TABLE, bytes=10_000)
+    tuned, losses = fine_tune(spec, cores, TABLE, key=jax.random.key(0), row_weights=weights, batch_rows=512)
 
-    def loss():
-        return float(np.linalg.norm(np.asarray(emb.full_weight()) - TABLE))
+    def error(cores):
+        squares = ((np.asarray(full_weight(spec, cores), np.float64) - TABLE) ** 2).sum(1)
+        return np.average(squares, weights=weights) / np.average((TABLE**2).sum(1), weights=weights)
 
-    before = loss()
-    for _ in range(30):
-        output, backward = emb.vjp(ids)
-        backward(2 * (output - TABLE))
-    assert loss() < before
-    assert loss() < 1.02 * entry.relative_error * np.linalg.norm(TABLE)
+    assert error(tuned) < 0.8 * error(cores)
+    assert losses.shape == (300,)
+    assert losses[-50:].mean() == pytest.approx(error(tuned), rel=0.15)
+    assert losses[0] == pytest.approx(error(cores), rel=0.3)
+
+
+def test_fine_tuned_cores_go_into_a_module():
+    spec, cores = from_dense(TABLE, bytes=10_000, dtype=jnp.bfloat16)
+    tuned, _ = fine_tune(spec, cores, TABLE, key=jax.random.key(0), num_steps=1, batch_rows=512)
+    emb = TTEmbeddingBag(1500, 16, spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, dtype=jnp.bfloat16)
+    emb.set_cores(tuned)
+    assert [core.dtype for core in tuned] == [jnp.bfloat16] * 2
+    np.testing.assert_allclose(emb.full_weight(), full_weight(spec, tuned), rtol=1e-6)
+
+
+def test_wrong_fine_tuning_is_refused():
+    spec, cores = from_dense(TABLE, bytes=10_000)
+    with pytest.raises(ValueError, match="the table has shape"):
+        fine_tune(spec, cores, TABLE[1:], key=jax.random.key(0))
+    for weights in (np.zeros(1500), np.ones(3), np.full(1500, np.nan), -np.ones(1500)):
+        with pytest.raises(ValueError, match="row_weights must be 1500 numbers"):
+            fine_tune(spec, cores, TABLE, key=jax.random.key(0), row_weights=weights)
 
 
 def test_wrong_arguments_are_refused():

@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed.bags import Bags
-from rsembed.tt import TTSpec, bag, chain, full_weight, rows
+from rsembed.tt import TTSpec, bag, chain, full_weight, native, rows
 from rsembed.tt.cores import digits_of, gains_of_entries
-from tests.tt.tt_oracles import CASES, dense_table, pooled
+from tests.tt.tt_oracles import CASES, core_gradients, dense_table, pooled
 
-FORMS = ["grouped", "chunked", "plain"]
+FORMS = ["native", "grouped", "chunked", "plain"]
 SPECS = {
     "d2": TTSpec(11, (4, 3), (2, 3), (5,)),
     "d3": TTSpec(58, (4, 3, 5), (2, 3, 2), (3, 4)),
@@ -23,6 +23,11 @@ SPECS = {
     "d3, last core largest": TTSpec(24, (4, 3, 2), (1, 1, 5), (2, 4)),
     "d4": TTSpec(100, (3, 4, 3, 3), (2, 1, 3, 2), (2, 5, 3)),
 }
+
+
+def need(form):
+    if form == "native" and (reason := native.unavailable_because()):
+        pytest.skip(reason)
 
 
 def spec_of(given):
@@ -48,7 +53,7 @@ def test_full_weight_is_the_worked_table(name):
     given, expect = CASES[name]["input"], CASES[name]["expect"]
     spec, cores = spec_of(given), cores_of(given)
     np.testing.assert_array_equal(full_weight(spec, cores), expect["weight"])
-    for form in FORMS:
+    for form in (form for form in FORMS if form != "native" or not native.unavailable_because()):
         np.testing.assert_array_equal(
             rows(spec, cores, jnp.arange(spec.num_embeddings), implementation=form), expect["weight"]
         )
@@ -56,6 +61,7 @@ def test_full_weight_is_the_worked_table(name):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ids_outside_the_table_have_rows_of_zeros(form):
+    need(form)
     given, expect = CASES["padding_rows"]["input"], CASES["padding_rows"]["expect"]
     found = rows(spec_of(given), cores_of(given), jnp.asarray(given["indices"]), implementation=form)
     np.testing.assert_array_equal(found, np.where(np.asarray(expect["valid"])[:, None], expect["rows"], 0))
@@ -64,6 +70,7 @@ def test_ids_outside_the_table_have_rows_of_zeros(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_worked_bags_and_their_gradients(form):
+    need(form)
     given, expect = CASES["grad_dense_3core"]["input"], CASES["grad_dense_3core"]["expect"]
     spec = spec_of(given)
     bags = Bags(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
@@ -74,54 +81,45 @@ def test_worked_bags_and_their_gradients(form):
         np.testing.assert_array_equal(found, np.asarray(wanted).reshape(found.shape))
 
 
-def one_hot_gradients(spec, cores, bags, weights, mode, d_output):
-    """Through the dense table: a bag matrix times all rows, without any lookup."""
-    matrix = np.zeros((bags.num_bags, spec.num_embeddings))
-    ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
-    for b in range(bags.num_bags):
-        entries = [k for k in range(offsets[b], offsets[b + 1]) if 0 <= ids[k] < spec.num_embeddings]
-        for k in entries:
-            matrix[b, ids[k]] += weights[k] / (len(entries) if mode == "mean" else 1)
-    cut = [core.reshape(p, *shape) for core, p, shape in zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True)]
-
-    def table(cores):
-        product = jnp.ones((1, 1, 1))
-        for core in cores:
-            product = jnp.einsum("acr,prqs->apcqs", product, core)
-            product = product.reshape(product.shape[0] * product.shape[1], -1, product.shape[4])
-        return product[: spec.num_embeddings, :, 0]
-
-    gradients = jax.grad(lambda cores: jnp.sum(jnp.asarray(matrix.T @ d_output, jnp.float32) * table(cores)))(cut)
-    return [np.asarray(g).reshape(core.shape) for g, core in zip(gradients, cores, strict=True)]
-
-
 @pytest.mark.parametrize(
-    ("form", "name"),
-    [("chunked", "d2"), ("plain", "d3"), ("chunked", "d4"), *(("grouped", name) for name in SPECS if name != "d2")],
+    ("form", "name", "mode"),
+    [
+        *(("native", name, mode) for name in SPECS for mode in ("sum", "mean")),
+        ("grouped", "d3, first core largest", "sum"),
+        ("grouped", "d3, last core largest", "mean"),
+        ("grouped", "d4", "sum"),
+        ("chunked", "d2", "mean"),
+        ("chunked", "d4", "sum"),
+        ("unique", "d3", "mean"),
+        ("plain", "d3", "sum"),
+    ],
 )
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_bags_agree_with_the_dense_table(name, form, data):
+def test_bags_agree_with_the_dense_table(name, form, mode, data):
+    need(form)
     spec, batch, room = SPECS[name], 5, 40
     cores = random_cores(spec, data.draw(st.integers(0, 99)))
     ids = np.asarray(
         data.draw(st.lists(st.integers(-2, spec.num_embeddings + 2), min_size=room, max_size=room)), np.int32
     )
     cuts = sorted(data.draw(st.lists(st.integers(0, room), min_size=batch, max_size=batch)))
-    mode = data.draw(st.sampled_from(["sum", "mean"]))
     weights = np.asarray(data.draw(st.lists(st.integers(-4, 4), min_size=room, max_size=room)), np.float32) / 4
     bags = Bags(jnp.asarray(ids), jnp.asarray([0, *cuts]), jnp.asarray(weights))
-    lookup = jitted(spec, mode, form)
     d_output = (np.arange(batch * spec.embedding_dim) % 7 - 3.0).reshape(batch, -1).astype(np.float32)
-    output, d_cores, d_weights = lookup(cores, bags, d_output)
+    output, d_cores, d_weights = jitted(spec, mode, form)(cores, bags, d_output)
     table = dense_table(spec, cores)
     np.testing.assert_allclose(output, pooled(table, ids, [0, *cuts], weights, mode), rtol=1e-5, atol=1e-5)
-    wanted = one_hot_gradients(spec, cores, bags, weights, mode, d_output)
+    bag_of = np.repeat(np.arange(batch), np.diff([0, *cuts]))
+    known = [k for k in range(len(bag_of)) if 0 <= ids[k] < spec.num_embeddings]
+    counts = np.bincount(bag_of[known], minlength=batch) if mode == "mean" else np.ones(batch)
+    gains = [weights[k] / counts[bag_of[k]] for k in known]
+    wanted = core_gradients(spec, cores, ids[known], bag_of[known], gains, d_output)
     for found, value in zip(d_cores, wanted, strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-4)
-    for k, found in enumerate(np.asarray(d_weights)):
-        unit = np.eye(room)[k]
-        np.testing.assert_allclose(found, np.sum(pooled(table, ids, [0, *cuts], unit, mode) * d_output), atol=1e-4)
+    d_wanted = np.zeros(room)
+    d_wanted[known] = [table[ids[k]] @ d_output[bag_of[k]] / counts[bag_of[k]] for k in known]
+    np.testing.assert_allclose(d_weights, d_wanted, atol=1e-4)
 
 
 @functools.cache
@@ -137,8 +135,9 @@ def jitted(spec, mode, form):
     return run
 
 
-@pytest.mark.parametrize("form", ["grouped", "chunked"])
+@pytest.mark.parametrize("form", ["native", "grouped", "chunked", "unique"])
 def test_many_tiles_make_the_same_bits_as_one_definition(form, monkeypatch):
+    need(form)
     monkeypatch.setattr(chain, "TILE_BYTES", 4096)
     spec, generator = SPECS["d3"], np.random.default_rng(0)
     cores = random_cores(spec)
@@ -162,8 +161,9 @@ def test_padding_idx_contributes_nothing_and_is_not_counted():
         np.testing.assert_array_equal(found, bag(spec, cores, without, mode=mode))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["native", "grouped", "unique"])
 def test_slices_that_no_counted_id_names_may_hold_nan(form):
+    need(form)
     spec = SPECS["d3"]
     cores = tuple(core.at[-1].set(jnp.nan) for core in random_cores(spec))
     # Id 57 and padding would read the last slices; id 7 has digits (0, 1, 2).
@@ -185,8 +185,9 @@ def test_no_lookup_at_all():
     assert not any(g.any() for g in jax.tree.leaves(pull(output)))
 
 
-@pytest.mark.parametrize("form", ["grouped", "chunked"])
+@pytest.mark.parametrize("form", ["native", "grouped"])
 def test_bfloat16_cores_are_summed_in_float32(form):
+    need(form)
     spec = SPECS["d3"]
     cores = tuple(core.astype(jnp.bfloat16) for core in random_cores(spec))  # quarters are exact in bfloat16
     ids = jnp.arange(50)
@@ -201,8 +202,9 @@ def test_bfloat16_cores_are_summed_in_float32(form):
         np.testing.assert_array_equal(found, value.astype(jnp.bfloat16))  # rounded once, at the end
 
 
-@pytest.mark.parametrize("form", ["grouped", "chunked"])
+@pytest.mark.parametrize("form", ["native", "grouped"])
 def test_vmap_over_tables_and_over_ids(form):
+    need(form)
     spec = SPECS["d3"]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), random_cores(spec, 1), random_cores(spec, 2))
     ids = jnp.asarray([[3, 57, 3], [0, -1, 20]])
@@ -211,8 +213,9 @@ def test_vmap_over_tables_and_over_ids(form):
         np.testing.assert_array_equal(found[k], rows(spec, random_cores(spec, seed), ids[k], implementation="plain"))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["native", "grouped", "chunked"])
 def test_shard_map_over_the_batch_sums_core_gradients(form):
+    need(form)
     spec, cores = SPECS["d3"], random_cores(SPECS["d3"])
     ids = jnp.asarray(np.random.default_rng(1).integers(0, 58, 64))
     mesh = Mesh(np.asarray(jax.devices()[:4]), "batch")
@@ -244,6 +247,7 @@ def test_second_derivatives_of_the_plain_form():
 
 @pytest.mark.parametrize("form", ["grouped", "chunked"])
 def test_temporary_memory_does_not_grow_with_the_batch(form):
+    need(form)
     spec = TTSpec(1_000_000, (100, 100, 100), (4, 4, 4), (16, 16))
     cores = random_cores(spec)
 
@@ -295,7 +299,7 @@ def test_wrong_arguments_are_refused():
     spec, cores = SPECS["d2"], random_cores(SPECS["d2"])
     with pytest.raises(ValueError, match=r"cores have shapes .* but the spec asks for"):
         rows(spec, cores[::-1], jnp.arange(2))
-    with pytest.raises(ValueError, match=r"choose one of grouped, chunked, plain"):
+    with pytest.raises(ValueError, match=r"choose one of native, grouped, chunked, unique, plain"):
         rows(spec, cores, jnp.arange(2), implementation="fast")
     with pytest.raises(TypeError, match=r"ids must be integers, got float32"):
         digits_of((spec,), jnp.ones(2))

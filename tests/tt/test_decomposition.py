@@ -158,3 +158,16 @@ def test_wrong_arguments_are_refused():
     table[0, 0] = np.nan
     with pytest.raises(ValueError, match="not finite"):
         from_dense(table, ranks=2)
+
+
+@pytest.mark.parametrize(("is_terminal", "is_notebook"), [(False, False), (True, False), (False, True)])
+def test_long_work_shows_a_bar_only_where_somebody_looks(is_terminal, is_notebook, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    if is_notebook:
+        monkeypatch.setitem(sys.modules, "ipykernel", object())
+    else:
+        monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    bar = decomposition.with_progress(range(3), "TT-SVD")
+    bar.delay = 0.0
+    assert list(bar) == [0, 1, 2]
+    assert ("TT-SVD" in capsys.readouterr().err) == (is_terminal or is_notebook)

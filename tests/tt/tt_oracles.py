@@ -56,3 +56,22 @@ def pooled(table, ids, offsets, weights=None, mode="sum") -> np.ndarray:
             gain = (1.0 if weights is None else float(weights[k])) / (len(entries) if mode == "mean" else 1)
             output[bag] += gain * table[ids[k]]
     return output
+
+
+def core_gradients(spec, cores, ids, bag_of, gains, d_output):
+    """Row by row: the product of the slices before and behind each core, float64."""
+    shapes, radix = spec.slice_shapes, spec.tt_p_shapes
+    cut = [np.asarray(c, np.float64).reshape(p, *shape) for c, p, shape in zip(cores, radix, shapes, strict=True)]
+    gradients = [np.zeros(core.shape) for core in cut]
+    for row, bag, gain in zip(ids, bag_of, gains, strict=True):
+        slices = [core[digit] for core, digit in zip(cut, digits_of(int(row), radix), strict=True)]
+        before, behind = [np.ones((1, 1))], [np.ones((1, 1))]
+        for piece in slices:
+            before.append(np.einsum("ar,rqs->aqs", before[-1], piece).reshape(-1, piece.shape[2]))
+        for piece in slices[::-1]:
+            behind.append(np.einsum("rqs,sb->rqb", piece, behind[-1]).reshape(piece.shape[0], -1))
+        for t, digit in enumerate(digits_of(int(row), radix)):
+            left, right = before[t], behind[len(slices) - 1 - t]
+            d_row = gain * d_output[bag].reshape(left.shape[0], -1, right.shape[1])
+            gradients[t][digit] += np.einsum("ar,aqb,sb->rqs", left, d_row, right)
+    return [g.reshape(core.shape) for g, core in zip(gradients, cores, strict=True)]
