@@ -242,7 +242,8 @@ def _forward(config: Config, cores: Cores, digits: tuple[Array, ...], bags: Arra
         return zeros, (cores, digits, bags, gains, None)
     if config.implementation == "native":
         shapes = {"slice_shapes": config.slice_shapes, "num_bags": config.num_bags}
-        return native.pooled(cores, digits, bags, gains, **shapes), (cores, digits, bags, gains, None)
+        pooled = native.pooled(cores, digits, bags, gains, **shapes)
+        return pooled + _varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains, None)
     plan = _make_plan(config, cores, digits, bags)
 
     def add_tile(j: Array, pooled: Array) -> Array:
@@ -259,7 +260,9 @@ def _backward(config: Config, saved: Any, d_pooled: Array) -> tuple[Any, ...]:
         return jax.tree.map(jnp.zeros_like, cores), *no_cotangent, jnp.zeros_like(gains)
     if config.implementation == "native":
         d_cores, d_gains = native.pull(cores, digits, bags, gains, d_pooled, slice_shapes=config.slice_shapes)
-        return tuple(d.astype(core.dtype) for d, core in zip(d_cores, cores, strict=True)), *no_cotangent, d_gains
+        zero = _varying_zero(gains).astype(jnp.float32)
+        d_cores = tuple((d + zero).astype(core.dtype) for d, core in zip(d_cores, cores, strict=True))
+        return d_cores, *no_cotangent, d_gains + zero
     zero = _varying_zero(gains).astype(jnp.float32)
 
     def add_tile(j: Array, sums: tuple[Cores, Array]) -> tuple[Cores, Array]:
