@@ -96,10 +96,10 @@ def pooled_rows(
         traced = "grouped" if len(cores) > 2 and bags.shape[0] >= MIN_GROUPED_LOOKUPS else "chunked"
         implementation = traced if reason else "native"
     if implementation == "unique":
-        digits, distinct, places = _distinct(digits, jnp.where(bags < num_bags, _no_negative(bags), NO_ROW))
+        digits, distinct, numbers = _distinct(digits, jnp.where(bags < num_bags, _no_negative(bags), NO_ROW))
         ones = jnp.ones(bags.shape)
         rows = pooled_rows(cores, digits, distinct, ones, slice_shapes=slice_shapes, num_bags=bags.shape[0])
-        rows = gains[:, None] * rows.at[places].get(mode="fill", fill_value=0.0)
+        rows = gains[:, None] * rows.at[numbers].get(mode="fill", fill_value=0.0)
         return jnp.zeros((num_bags, rows.shape[1])).at[_no_negative(bags)].add(rows, mode="drop")
     zero = _varying_zero(*cores, *digits, bags, gains)
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
@@ -241,8 +241,8 @@ def _forward(config: Config, cores: Cores, digits: tuple[Array, ...], bags: Arra
     if bags.shape[0] == 0:
         return zeros, (cores, digits, bags, gains, None)
     if config.implementation == "native":
-        shapes = {"slice_shapes": config.slice_shapes, "num_bags": config.num_bags}
-        pooled = native.pooled(cores, digits, bags, gains, **shapes)
+        operands, shapes = (cores, digits, bags, gains), config.slice_shapes
+        pooled = native.pooled(*operands, slice_shapes=shapes, num_bags=config.num_bags)
         return pooled + _varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains, None)
     plan = _make_plan(config, cores, digits, bags)
 

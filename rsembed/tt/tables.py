@@ -217,9 +217,10 @@ class TTTables(nnx.Module):
             name, values = "/".join(map(str, path)), leaf.get_value()
             leaves, structure = jax.tree.flatten(values)
             # NumPy files know bfloat16 only as two bytes.
-            arrays = [np.asarray(state[f"{name}/{k}"]) for k in range(len(leaves))]
-            arrays = [jnp.asarray(x.view(old.dtype)) for x, old in zip(arrays, leaves, strict=True)]
-            functools.reduce(_part, path, self).set_value(jax.tree.unflatten(structure, arrays))
+            saved = [np.asarray(state[f"{name}/{k}"]) for k in range(len(leaves))]
+            arrays = [jnp.asarray(x.view(old.dtype)) for x, old in zip(saved, leaves, strict=True)]
+            variable: Any = functools.reduce(_part, path, self)
+            variable.set_value(jax.tree.unflatten(structure, arrays))
         for g, cache in enumerate(self.caches):
             prefix = f"host/{g}/"
             cache.load_state_dict(
