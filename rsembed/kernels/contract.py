@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, no_type_check
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rsembed.specs import Combiner
@@ -16,6 +17,15 @@ Layout = Literal["columns", "blocks"]
 
 # Row number that no table has. Sorts behind every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1
+
+
+def as_rows(rows: Array) -> Int[Array, " nnz"]:
+    """The same numbers as int32; those that do not fit become `NO_ROW`, which no table has."""
+    if rows.dtype == jnp.int32:
+        return rows
+    if rows.dtype.itemsize < 4:
+        return rows.astype(jnp.int32)
+    return jnp.where((rows >= 0) & (rows < NO_ROW), rows, NO_ROW).astype(jnp.int32)
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
+from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment, as_rows
+from rsembed.kernels.devices import target_device
 from rsembed.kernels.reference import Rounding
 from rsembed.optimizers import (
     AdagradOptimizerSpec,
@@ -93,8 +94,9 @@ def unavailable_because() -> str | None:
     library = _load()
     if isinstance(library, str):
         return library
-    if jax.default_backend() != "cpu":
-        return f"the native kernels run on CPUs, but the default backend is {jax.default_backend()}"
+    platform = target_device().platform
+    if platform != "cpu":
+        return f"the native kernels run on CPUs, but the computation is for {platform}"
     return None
 
 
@@ -165,7 +167,7 @@ def apply_rows(
     """One optimizer step of distinct `rows`; rows outside the table are padding."""
     _check_available()
     _check_table(table)
-    rows, gradients = _as_rows(rows), gradients.astype(jnp.float32)
+    rows, gradients = as_rows(rows), gradients.astype(jnp.float32)
     code = _fused_code(table, slots, rule, rounding)
     if code is not None:
         operands = (table, _hyper_vector(hyper), *slots, rows, gradients)
@@ -245,7 +247,7 @@ def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple
     """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
     _check_available()
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
-    return _call("rsembed_gather_rows", results, _as_rows(rows), *arrays)
+    return _call("rsembed_gather_rows", results, as_rows(rows), *arrays)
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
@@ -254,7 +256,7 @@ def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values:
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
     results = [(array.shape, array.dtype) for array in arrays]
     aliases = {1 + k: k for k in range(len(arrays))}
-    return _call("rsembed_scatter_rows", results, _as_rows(rows), *arrays, *values, aliases=aliases)
+    return _call("rsembed_scatter_rows", results, as_rows(rows), *arrays, *values, aliases=aliases)
 
 
 def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
@@ -264,7 +266,7 @@ def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " n
     """
     _check_available()
     results = [((num_bags + 1,), jnp.int32), ((bags.shape[0],), jnp.int32)]
-    offsets, order = _call("rsembed_rows_by_bag", results, _as_rows(bags))
+    offsets, order = _call("rsembed_rows_by_bag", results, as_rows(bags))
     return offsets, order
 
 
@@ -317,15 +319,6 @@ def _check_table(table: Array) -> None:
         raise NotImplementedError(f"native tables have less than 2**31 rows, not {table.shape[0]}")
 
 
-def _as_rows(rows: Array) -> Int[Array, " nnz"]:
-    """The same numbers as int32; those that do not fit become `NO_ROW`, which no table has."""
-    if rows.dtype == jnp.int32:
-        return rows
-    if rows.dtype.itemsize < 4:
-        return rows.astype(jnp.int32)
-    return jnp.where((rows >= 0) & (rows < NO_ROW), rows, NO_ROW).astype(jnp.int32)
-
-
 def _flatten(segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None) -> tuple[np.ndarray, list[Array]]:
     """What the library reads: one number per segment saying which arrays it has, and all arrays in a row."""
     if d_outputs is not None and len(d_outputs) != len(segments):
@@ -335,7 +328,7 @@ def _flatten(segments: Sequence[Segment], d_outputs: Sequence[Array] | None = No
     layout, arrays = [], []
     for position, segment in enumerate(segments):
         flags = _COMBINER_CODES[segment.combiner]
-        arrays.append(_as_rows(segment.rows))
+        arrays.append(as_rows(segment.rows))
         if segment.offsets is not None:
             flags |= _HAS_OFFSETS
             arrays.append(
@@ -364,7 +357,7 @@ def _jagged_operands(
         (block.first_bag, block.num_bags, 0 if table is not None else block.table, block.first_row, block.num_rows, *at)
         for block, at in blocks
     ]
-    arrays = [_as_rows(batch.ids), jnp.clip(batch.offsets, 0, batch.ids.shape[0]).astype(jnp.int32)]
+    arrays = [as_rows(batch.ids), jnp.clip(batch.offsets, 0, batch.ids.shape[0]).astype(jnp.int32)]
     if batch.weights is not None:
         arrays.append(batch.weights.astype(jnp.float32))
     attributes: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
@@ -77,7 +77,7 @@ def row_gradients(
     all_rows, all_terms = [], []
     for segment, d_output in zip(segments, d_outputs, strict=True):
         bag, gains = entry_gains(segment, num_rows)
-        listed = _is_listed(segment, num_rows)
+        listed = is_listed(segment, num_rows)
         all_rows.append(jnp.where(listed, segment.rows.astype(jnp.int32), NO_ROW))
         all_terms.append(
             gains[:, None] * d_output.astype(jnp.float32)[bag]
@@ -88,7 +88,8 @@ def row_gradients(
     return combine_rows(rows, terms, min(rows.shape[0], num_rows))
 
 
-def _is_listed(segment: Segment, num_rows: int) -> Array:
+def is_listed(segment: Segment, num_rows: int) -> Bool[Array, " nnz"]:
+    """Which entries lie in a bag and name a row of the table, whatever their gain."""
     valid = (segment.rows >= 0) & (segment.rows < num_rows)
     if segment.offsets is None:
         return valid
@@ -200,7 +201,12 @@ def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " n
     return offsets.astype(jnp.int32), order
 
 
-def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> Float[Array, " size"]:
+# The jagged kernels below are put together from those above, or from an implementation's own.
+
+
+def lookup_jagged(
+    tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, *, lookup: Callable[..., Any] = lookup
+) -> Float[Array, " size"]:
     """Pooled rows of every feature of a table-batched call, flat; see `JaggedBatch` for their places."""
     size, places = batch.output_places([table.shape[1] for table in tables])
     output = jnp.zeros(size, jnp.float32)
@@ -219,7 +225,13 @@ def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> 
 
 
 def row_gradients_jagged(
-    num_rows: int, table: int, dims: Sequence[int], batch: JaggedBatch, d_output: Float[Array, " size"]
+    num_rows: int,
+    table: int,
+    dims: Sequence[int],
+    batch: JaggedBatch,
+    d_output: Float[Array, " size"],
+    *,
+    row_gradients: Callable[..., Any] = row_gradients,
 ) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
     """Gradient of every looked-up row of one table of a table-batched call; else as `row_gradients`."""
     return row_gradients(num_rows, [jagged_segment(batch, table)], [_bag_gradients(batch, table, dims, d_output)])
@@ -235,10 +247,12 @@ def update_jagged(
     hyper: Hyperparameters,
     rule: OptimizerSpec,
     rounding: Rounding | None = None,
+    *,
+    update: Callable[..., Any] = update,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """Row gradients of table `number` of a table-batched call, and one optimizer step per distinct row."""
-    rows, gradients = row_gradients_jagged(table.shape[0], number, dims, batch, d_output)
-    return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
+    segments, d_outputs = [jagged_segment(batch, number)], [_bag_gradients(batch, number, dims, d_output)]
+    return update(table, slots, segments, d_outputs, hyper, rule, rounding)
 
 
 def weight_gradients(

@@ -1,0 +1,207 @@
+"""Kernels for the SparseCores of TPUs: the calls of `reference.py`, brought to the sizes that tiles can take.
+
+Chosen where the computation is for a TPU that has SparseCores. Tables and slots are float32. Rows should be a multiple
+of 8 numbers long (16 on TPU7x): others are filled up, which copies the table in every call. `row_layout` is how tables
+should lie, or XLA copies them as well.
+
+No kernel here has run on a TPU: their bodies are simulated in the tests, and they compile for v5p, v6e and TPU7x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+from jaxtyping import Array, Float, Int
+
+from rsembed.kernels import reference, row_groups
+from rsembed.kernels.contract import NO_ROW, Segment, as_rows
+from rsembed.kernels.devices import target_device
+from rsembed.kernels.reference import Rounding
+from rsembed.kernels.reference import allocate as allocate
+from rsembed.kernels.reference import gather_rows as gather_rows
+from rsembed.kernels.reference import rows_by_bag as rows_by_bag
+from rsembed.kernels.reference import scatter_rows as scatter_rows
+from rsembed.kernels.reference import weight_gradients as weight_gradients
+from rsembed.kernels.traced_rules import trace_rule
+from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
+
+NAME = "sparsecore"
+
+
+def unavailable_because() -> str | None:
+    """Why these kernels cannot run here, or None if they can."""
+    device = target_device()
+    if device.platform != "tpu":
+        return f"the SparseCore kernels run on TPUs, but the computation is for {device.platform}"
+    try:
+        _tiles().num_lanes()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return f"{device.device_kind}: {error}"
+    return None
+
+
+def _tiles() -> Any:
+    """The kernels themselves; importing Pallas takes its time, so only those pay who need it."""
+    from rsembed.kernels import sparsecore_tiles
+
+    return sparsecore_tiles
+
+
+def row_layout(sharding: Sharding) -> Any:
+    """How tables and slots `[rows, dim]` must lie for tiles to read them without a copy of the whole table.
+
+    Give it to `jax.jit` in `in_shardings` and `out_shardings`; other backends accept it too.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> layout = row_layout(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+      >>> jax.jit(lambda table: table + 1.0, in_shardings=layout, out_shardings=layout)(jnp.zeros((2, 3))).shape
+      (2, 3)
+    """
+    from jax.experimental.layout import Format, Layout
+
+    return Format(Layout(major_to_minor=(0, 1), tiling=((8,),)), sharding)
+
+
+def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> tuple[Float[Array, "_ dim"], ...]:
+    """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`; one kernel per segment."""
+    _check_table(table)
+    wide = _fill_columns(table)
+    return tuple(_pool(table.shape, wide, segment) for segment in segments)
+
+
+def apply_rows(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    rows: Int[Array, " capacity"],
+    gradients: Float[Array, "capacity dim"],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    rounding: Rounding | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """One optimizer step of distinct `rows`; rows outside the table are padding.
+
+    A slot of one number per row is read and written by XLA: its rows are below the 32 bytes that a tile moves at least,
+    and tiles that write neighbours could undo each other.
+    """
+    _check_table(table)
+    traced = trace_rule(rule, table, slots, len(hyper))
+    num_rows, dim = table.shape
+    if 0 in (num_rows, dim, rows.shape[0]):
+        return table, slots
+    tiles = _tiles()
+    is_wide = [slot.shape[1] == dim for slot in slots]
+    state = [_fill_columns(array) for array in (table, *(s for s, wide in zip(slots, is_wide, strict=True) if wide))]
+    narrow = [slot for slot, wide in zip(slots, is_wide, strict=True) if not wide]
+    rows, chunk = as_rows(rows), tiles.chunk_rows(state[0].shape[1], len(state) + 1)
+    is_row = (rows >= 0) & (rows < num_rows)
+    ids = _fill(jnp.where(is_row, rows, tiles.NO_ID), chunk, tiles.NO_ID)
+    columns = (ids.shape[0], tiles.num_lanes())
+    old = reference.gather_rows(narrow, ids)
+    new_state, numbers = tiles.step(
+        traced,
+        dim,
+        state,
+        [jnp.broadcast_to(number, columns) for number in old],
+        ids,
+        _fill(_fill_columns(gradients.astype(jnp.float32)), chunk, 0.0),
+        jnp.repeat(jnp.stack([jnp.asarray(value, jnp.float32) for value in hyper]), tiles.num_lanes()),
+        _places(is_wide),
+    )
+    new_narrow = reference.scatter_rows(narrow, ids, [number[:, :1] for number in numbers]) if narrow else ()
+    arrays = [*(array[:, :dim] for array in new_state), *new_narrow]
+    new_table, *new_slots = (arrays[place] for place in _places(is_wide))
+    return new_table, tuple(new_slots)
+
+
+def update(
+    table: Float[Array, "num_rows dim"],
+    slots: Slots,
+    segments: Sequence[Segment],
+    d_outputs: Sequence[Float[Array, "_ dim"]],
+    hyper: Hyperparameters,
+    rule: OptimizerSpec,
+    rounding: Rounding | None = None,
+) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    """Row gradients and one optimizer step per distinct row: two kernels."""
+    rows, gradients = row_gradients(table.shape[0], segments, d_outputs)
+    return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
+
+
+row_gradients = partial(row_groups.row_gradients, lookup=lookup)
+lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
+row_gradients_jagged = partial(reference.row_gradients_jagged, row_gradients=row_gradients)
+update_jagged = partial(reference.update_jagged, update=update)
+
+
+def sum_by_row(
+    rows: Int[Array, " nnz"], values: Float[Array, "nnz dim"], num_rows: int
+) -> Float[Array, "num_rows dim"]:
+    """Dense sums of the `values` of equal rows, added up in the cores' shared memory; rows outside are ignored.
+
+    No sorting, but for small tables only, and the order of additions is that of arrival: `row_gradients`, which the
+    dispatcher uses, gives equal bits for equal inputs instead.
+
+    Raises: NotImplementedError: the sums do not fit shared memory.
+    """
+    tiles = _tiles()
+    wide = _fill_columns(values.astype(jnp.float32))
+    all_rows = -(-(num_rows + 1) // 128) * 128  # a row for padding; every tile of a core clears and reads whole chunks
+    if all_rows * wide.shape[1] * 4 > tiles.SHARED_BYTES:
+        raise NotImplementedError(
+            f"sums of {num_rows} rows of {wide.shape[1]} numbers do not fit a SparseCore's shared memory"
+        )
+    rows = as_rows(rows)
+    ids = _fill(jnp.where((rows >= 0) & (rows < num_rows), rows, num_rows), tiles.SUBLANES, num_rows)
+    sums = tiles.sum_by_row(ids, _fill(wide, tiles.SUBLANES, 0.0), all_rows)
+    return jnp.sum(sums, axis=0)[:num_rows, : values.shape[1]]
+
+
+def _check_table(table: Array) -> None:
+    if table.dtype != jnp.float32:
+        raise NotImplementedError(f"tables of the SparseCore kernels are float32, not {table.dtype}")
+
+
+def _places(is_wide: Sequence[bool]) -> list[int]:
+    """Where table and slots are found among the table, the wide slots and the narrow slots."""
+    wide, narrow = iter(range(1, 1 + sum(is_wide))), iter(range(1 + sum(is_wide), 1 + len(is_wide)))
+    return [0, *(next(wide if own else narrow) for own in is_wide)]
+
+
+def _fill(array: Array, multiple: int, value: float) -> Array:
+    """As many entries of `value` behind the array as its length lacks to a multiple."""
+    missing = -array.shape[0] % multiple
+    return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)], constant_values=value) if missing else array
+
+
+def _fill_columns(array: Array) -> Array:
+    missing = -array.shape[1] % _tiles().num_lanes()
+    return jnp.pad(array, ((0, 0), (0, missing))) if missing else array
+
+
+def _pool(shape: tuple[int, ...], table: Array, segment: Segment) -> Float[Array, "outputs dim"]:
+    """One segment; `table` may have more columns than `shape` says."""
+    (num_rows, dim), num_outputs, tiles = shape, segment.num_outputs, _tiles()
+    if 0 in (num_rows, dim, num_outputs, segment.rows.shape[0]):
+        return jnp.zeros((num_outputs, dim), jnp.float32)
+    bags, gains = reference.entry_gains(segment, num_rows)
+    ids = jnp.where(gains == 0.0, 0, as_rows(segment.rows))
+    if segment.offsets is None:
+        vectors = tiles.gather(table, _fill(ids, tiles.chunk_rows(table.shape[1], 1), 0))[:num_outputs, :dim]
+        return jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
+    chunk = tiles.chunk_rows(table.shape[1], 2)
+    bounds = _chunk_bounds(jnp.clip(segment.offsets, 0, ids.shape[0]).astype(jnp.int32), chunk, tiles.num_lanes())
+    entries = _fill(ids, chunk, 0), _fill(gains, chunk, 0.0), _fill(bags.astype(jnp.int32), chunk, NO_ROW)
+    return tiles.pool(table, *entries, bounds, -(-num_outputs // chunk) * chunk)[:num_outputs, :dim]
+
+
+def _chunk_bounds(offsets: Int[Array, " bags_plus_1"], chunk: int, lanes: int) -> Int[Array, " bounds"]:
+    """For every chunk of bags the chunks of entries that it needs: the first, and the one behind the last."""
+    starts = offsets[:-1:chunk] // chunk
+    ends = -(-jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]]) // chunk)
+    return jnp.pad(jnp.stack([starts, ends], axis=1), ((0, 0), (0, lanes - 2))).reshape(-1)

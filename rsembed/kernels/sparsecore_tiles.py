@@ -1,0 +1,312 @@
+"""What the tiles of a TPU's SparseCores do, in Pallas. Arrays here have sizes that tiles can take; see `sparsecore.py`.
+
+A SparseCore has 16 tiles. A tile moves rows between its own memory and the device's by indirect copies, one row per id,
+and computes on vectors of 8 or 16 lanes. Work is cut into chunks, which are dealt to the tiles of all cores in turn.
+
+Source: the Pallas SparseCore guide and examples of JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import Array, Float, Int
+
+from rsembed.kernels.traced_rules import Row, evaluate
+
+SUBLANES = 8
+"""Copies of rows start at multiples of this."""
+MAX_CHUNK_ROWS = 64
+"""Rows that a tile works on at once, at most; a multiple of `SUBLANES`."""
+TILE_BYTES = 160 * 1024
+"""What the buffers of a tile may take: all chips have more, and shared memory takes from the same pool."""
+SHARED_BYTES = 1536 * 1024
+"""What a core's shared sums may take beside the buffers of its 16 tiles, on the chip with the smallest pool."""
+NO_ID = -1
+
+
+def num_lanes() -> int:
+    """Numbers in a vector of the chip that is traced for. Raises: RuntimeError: it has no SparseCores."""
+    return plsc.get_sparse_core_info().num_lanes
+
+
+def chunk_rows(dim: int, num_buffers: int) -> int:
+    """Rows per chunk, so that a tile holds `num_buffers` of them. Raises: NotImplementedError: not even 8 fit."""
+    rows = MAX_CHUNK_ROWS
+    while rows > SUBLANES and num_buffers * rows * dim * 4 > TILE_BYTES:
+        rows //= 2
+    if num_buffers * rows * dim * 4 > TILE_BYTES:
+        raise NotImplementedError(f"{num_buffers} buffers of {rows} rows of {dim} numbers do not fit a tile's memory")
+    return rows
+
+
+def _on_tiles(body: Callable[..., None], *, out: Any, scratch: Sequence[Any]) -> Callable[..., Any]:
+    info = plsc.get_sparse_core_info()
+    mesh = plsc.VectorSubcoreMesh(
+        core_axis_name="core", subcore_axis_name="tile", num_cores=info.num_cores, num_subcores=info.num_subcores
+    )
+    # Rows lie in memory one after the other, as indirect copies need them, instead of in the TensorCore's tiles.
+    params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=False)
+    return pl.kernel(body, out_type=out, mesh=mesh, scratch_types=list(scratch), compiler_params=params)
+
+
+def _deal(num_chunks: int, work: Callable[[Any], None]) -> None:
+    """Runs `work(chunk)` for the chunks of this tile."""
+    info = plsc.get_sparse_core_info()
+    tile = lax.axis_index("core") * info.num_subcores + lax.axis_index("tile")
+    pl.loop(tile, num_chunks, step=info.num_cores * info.num_subcores)(work)
+
+
+def _span(chunk: Any, size: int) -> Any:
+    return pl.ds(pl.multiple_of(chunk * size, size), size)
+
+
+def _lanes(dim: int) -> list[Any]:
+    return [pl.ds(start, num_lanes()) for start in range(0, dim, num_lanes())]
+
+
+def _repeat(value: Any, dtype: Any) -> Array:
+    return jnp.full((num_lanes(),), value, dtype)
+
+
+def _lane(vector: Array, lane: int) -> Array:
+    """One lane's number, as a scalar."""
+    return jnp.sum(jnp.where(lax.iota(jnp.int32, num_lanes()) == lane, vector, 0))
+
+
+def gather(table: Float[Array, "rows dim"], ids: Int[Array, " nnz"]) -> Float[Array, "nnz dim"]:
+    """Row `ids[k]` of the table, for every k; all ids are valid and their number fills chunks."""
+    dim, chunk = table.shape[1], chunk_rows(table.shape[1], 1)
+
+    def body(table_hbm: Any, ids_hbm: Any, out_hbm: Any, ids_v: Any, rows_v: Any) -> None:
+        def work(number: Any) -> None:
+            pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)
+            pltpu.sync_copy(table_hbm.at[ids_v], rows_v)
+            pltpu.sync_copy(rows_v, out_hbm.at[_span(number, chunk)])
+
+        _deal(ids.shape[0] // chunk, work)
+
+    out = jax.ShapeDtypeStruct((ids.shape[0], dim), jnp.float32)
+    scratch = [pltpu.VMEM((chunk,), jnp.int32), pltpu.VMEM((chunk, dim), jnp.float32)]
+    return _on_tiles(body, out=out, scratch=scratch)(table, ids)
+
+
+def pool(
+    table: Float[Array, "rows dim"],
+    ids: Int[Array, " nnz"],
+    gains: Float[Array, " nnz"],
+    bags: Int[Array, " nnz"],
+    bounds: Int[Array, " bounds"],
+    num_bags: int,
+) -> Float[Array, "bags dim"]:
+    """Sum of `gain * row` over the entries of every bag.
+
+    Args:
+      table: rows.
+      ids: row of every entry, valid also where the gain is 0.
+      gains: entries with gain 0 add nothing, whatever their row holds.
+      bags: bag of every entry, ascending where the gain is not 0.
+      bounds: for every chunk of bags as many numbers as a vector has lanes: the first chunk of entries that it needs,
+        the one behind the last, and zeros.
+      num_bags: bags, a number that fills chunks, as that of the entries does.
+    """
+    dim, chunk, lanes = table.shape[1], chunk_rows(table.shape[1], 2), num_lanes()
+
+    def body(
+        table_hbm: Any,
+        ids_hbm: Any,
+        gains_hbm: Any,
+        bags_hbm: Any,
+        bounds_hbm: Any,
+        out_hbm: Any,
+        ids_v: Any,
+        gains_v: Any,
+        bags_v: Any,
+        bounds_v: Any,
+        rows_v: Any,
+        out_v: Any,
+    ) -> None:
+        def add_entries(first_bag: Any) -> Callable[[Any], None]:
+            def add_entry(entry: Any) -> None:
+                place = [_repeat(entry, jnp.int32)]
+                gain, bag = plsc.load_gather(gains_v, place), plsc.load_gather(bags_v, place) - first_bag
+                # Chunks of entries do not end where chunks of bags do.
+                is_mine = (bag >= 0) & (bag < chunk) & (gain != 0.0)
+                for start, span in zip(range(0, dim, lanes), _lanes(dim), strict=True):
+                    columns = lax.iota(jnp.int32, lanes) + start
+                    bag_or_first = jnp.where(is_mine, bag, 0)
+                    plsc.addupdate_scatter(out_v, [bag_or_first, columns], gain * rows_v[entry, span], mask=is_mine)
+
+            return add_entry
+
+        def work(number: Any) -> None:
+            @pl.loop(0, chunk)
+            def _(bag: Any) -> None:
+                for span in _lanes(dim):
+                    out_v[bag, span] = _repeat(0.0, jnp.float32)
+
+            pltpu.sync_copy(bounds_hbm.at[_span(number, lanes)], bounds_v)
+            limits = bounds_v[...]
+
+            @pl.loop(_lane(limits, 0), _lane(limits, 1))
+            def _(entries: Any) -> None:
+                pltpu.sync_copy(ids_hbm.at[_span(entries, chunk)], ids_v)
+                pltpu.sync_copy(gains_hbm.at[_span(entries, chunk)], gains_v)
+                pltpu.sync_copy(bags_hbm.at[_span(entries, chunk)], bags_v)
+                pltpu.sync_copy(table_hbm.at[ids_v], rows_v)
+                pl.loop(0, chunk)(add_entries(number * chunk))
+
+            pltpu.sync_copy(out_v, out_hbm.at[_span(number, chunk)])
+
+        _deal(num_bags // chunk, work)
+
+    integers, floats = pltpu.VMEM((chunk,), jnp.int32), pltpu.VMEM((chunk,), jnp.float32)
+    rows = pltpu.VMEM((chunk, dim), jnp.float32)
+    scratch = [integers, floats, integers, pltpu.VMEM((lanes,), jnp.int32), rows, rows]
+    out = jax.ShapeDtypeStruct((num_bags, dim), jnp.float32)
+    return _on_tiles(body, out=out, scratch=scratch)(table, ids, gains, bags, bounds)
+
+
+def sum_by_row(
+    ids: Int[Array, " nnz"], values: Float[Array, "nnz dim"], num_rows: int
+) -> Float[Array, "cores num_rows dim"]:
+    """Sums of the values of equal ids, added up on arrival in the shared memory of each core: a partial sum per core.
+
+    The order of additions is that of arrival, so equal inputs may differ in their last bits.
+
+    Args:
+      ids: all valid; their number fills chunks.
+      values: one vector per id.
+      num_rows: rows of the result, which must fit shared memory and fill chunks of all tiles of a core.
+    """
+    info, dim = plsc.get_sparse_core_info(), values.shape[1]
+    chunk, mine = SUBLANES, num_rows // info.num_subcores
+
+    def body(ids_hbm: Any, values_hbm: Any, out_hbm: Any, sums: Any, ids_v: Any, values_v: Any) -> None:
+        def piece(row: Any) -> Any:
+            return pl.ds(pl.multiple_of(lax.axis_index("tile") * mine + row, chunk), chunk)
+
+        @pl.loop(0, chunk)
+        def _(row: Any) -> None:
+            for span in _lanes(dim):
+                values_v[row, span] = _repeat(0.0, jnp.float32)
+
+        @pl.loop(0, mine, step=chunk)
+        def _(row: Any) -> None:
+            pltpu.sync_copy(values_v, sums.at[piece(row)])
+
+        plsc.subcore_barrier()  # nobody adds before everybody has cleared
+
+        def work(number: Any) -> None:
+            pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)
+            pltpu.sync_copy(values_hbm.at[_span(number, chunk)], values_v)
+            pltpu.sync_copy(values_v, sums.at[ids_v], add=True)
+
+        _deal(ids.shape[0] // chunk, work)
+        plsc.subcore_barrier()  # nobody reads before everybody has added
+
+        @pl.loop(0, mine, step=chunk)
+        def _(row: Any) -> None:
+            pltpu.sync_copy(sums.at[piece(row)], out_hbm.at[lax.axis_index("core"), piece(row)])
+
+    shared = pltpu.VMEM_SHARED((num_rows, dim), jnp.float32)
+    scratch = [shared, pltpu.VMEM((chunk,), jnp.int32), pltpu.VMEM((chunk, dim), jnp.float32)]
+    out = jax.ShapeDtypeStruct((info.num_cores, num_rows, dim), jnp.float32)
+    return _on_tiles(body, out=out, scratch=scratch)(ids, values)
+
+
+def step(
+    traced: ClosedJaxpr,
+    dim: int,
+    state: Sequence[Float[Array, "rows dim"]],
+    numbers: Sequence[Float[Array, "nnz lanes"]],
+    ids: Int[Array, " nnz"],
+    gradients: Float[Array, "nnz dim"],
+    hyper: Float[Array, " hyper"],
+    order: Sequence[int],
+) -> tuple[list[Array], list[Array]]:
+    """One step of distinct rows where they lie.
+
+    Args:
+      traced: the rule, from `traced_rules.trace_rule`.
+      dim: columns that are no padding.
+      state: the table and slots of its width, stepped in place.
+      numbers: slots of one number per row, gathered: that of row `ids[k]` in every lane of vector `k`.
+      ids: distinct rows, and `NO_ID` for padding; their number fills chunks.
+      gradients: one per id.
+      hyper: hyperparameters, each repeated in all lanes.
+      order: for each input of the rule but gradient and hyperparameters, its place among `state` and `numbers`.
+
+    Returns: the new state and the new numbers.
+    """
+    width, lanes, num_state = gradients.shape[1], num_lanes(), len(state)
+    chunk, num_hyper = chunk_rows(width, num_state + 1), hyper.shape[0] // num_lanes()
+
+    def body(*refs: Any) -> None:
+        state_hbm, refs = refs[:num_state], refs[num_state:]
+        ids_hbm, gradients_hbm, hyper_hbm, *refs = refs
+        old_hbm, new_hbm, refs = refs[: len(numbers)], refs[len(numbers) : 2 * len(numbers)], refs[2 * len(numbers) :]
+        ids_v, gradients_v, hyper_v, *refs = refs
+        state_v, numbers_v = refs[:num_state], refs[num_state:]
+
+        def step_row(row: Any) -> None:
+            arrays: list[Any] = [Row(tuple(v[row, span] for span in _lanes(width))) for v in state_v]
+            arrays += [v[row, pl.ds(0, lanes)] for v in numbers_v]
+            gradient = Row(tuple(gradients_v[row, span] for span in _lanes(width)))
+            rates = [hyper_v[pl.ds(number * lanes, lanes)] for number in range(num_hyper)]
+            inputs = [*(arrays[place] for place in order), gradient, *rates]
+            stepped = evaluate(traced, inputs, dim=dim, swaps={"sqrt": square_root, "rsqrt": reciprocal_root})
+            for place, value in zip(order, stepped, strict=True):
+                if place >= num_state:
+                    numbers_v[place - num_state][row, pl.ds(0, lanes)] = value
+                    continue
+                pieces = value.pieces if isinstance(value, Row) else (value,) * (width // lanes)
+                for span, part in zip(_lanes(width), pieces, strict=True):
+                    state_v[place][row, span] = part
+
+        def work(number: Any) -> None:
+            span = _span(number, chunk)
+            pltpu.sync_copy(ids_hbm.at[span], ids_v)
+            pltpu.sync_copy(gradients_hbm.at[span], gradients_v)
+            places = plsc.Indices(ids_v, ignored_value=NO_ID)
+            for hbm, v in zip(state_hbm, state_v, strict=True):
+                pltpu.sync_copy(hbm.at[places], v)
+            for hbm, v in zip(old_hbm, numbers_v, strict=True):
+                pltpu.sync_copy(hbm.at[span], v)
+            pl.loop(0, chunk)(step_row)
+            for hbm, v in zip(state_hbm, state_v, strict=True):
+                pltpu.sync_copy(v, hbm.at[places])
+            for hbm, v in zip(new_hbm, numbers_v, strict=True):
+                pltpu.sync_copy(v, hbm.at[span])
+
+        pltpu.sync_copy(hyper_hbm, hyper_v)
+        _deal(ids.shape[0] // chunk, work)
+
+    rows = pltpu.VMEM((chunk, width), jnp.float32)
+    scratch = [pltpu.VMEM((chunk,), jnp.int32), rows, pltpu.VMEM(hyper.shape, jnp.float32)]
+    scratch += [rows] * num_state + [pltpu.VMEM((chunk, lanes), jnp.float32)] * len(numbers)
+    out = [jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in numbers]
+    refs = [jax.new_ref(array) for array in state]
+    stepped = _on_tiles(body, out=out, scratch=scratch)(*refs, ids, gradients, hyper, *numbers)
+    return [jax.freeze(ref) for ref in refs], list(stepped)
+
+
+def reciprocal_root(x: Array) -> Array:
+    """`1 / sqrt(x)` of positive normal numbers to a relative error of 2e-7; jax 0.10 lowers no square root."""
+    y = lax.bitcast_convert_type(0x5F3759DF - (lax.bitcast_convert_type(x, jnp.int32) >> 1), jnp.float32)
+    for _ in range(3):  # Newton's steps
+        y = y * (1.5 - (0.5 * x * y) * y)
+    return y
+
+
+def square_root(x: Array) -> Array:
+    """`sqrt(x)` of zero and positive normal numbers, NaN below zero."""
+    return jnp.where(x > 0.0, x * reciprocal_root(x), jnp.where(x == 0.0, 0.0, jnp.nan))
