@@ -1,0 +1,420 @@
+"""Runs SparseCore kernels in numpy: the traced body of a kernel, equation by equation, once for every tile.
+
+The very equations that are lowered for the TPU are interpreted, so there is no second kernel to drift away. Tiles run
+one at a time, each until its next barrier, and every mistake that this order could hide is looked for:
+
+* an index outside an array, or a row id outside a table that is not the ignored one;
+* scratch and outputs start as NaN or the smallest integer, so reading what nobody wrote shows;
+* a copy moves its data only when it is waited for; one that never is, or is waited for twice, is an error;
+* two tiles that touch the same numbers without a barrier between them, unless both add;
+* a barrier that not all tiles of a core reach; a wrong claim of divisibility.
+
+Blind to: the layout of memory, timing, the order of concurrent additions, and what a vector unit cannot do (lowering
+checks that).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu_sc as plsc
+from jax.extend.core import ClosedJaxpr, Literal
+
+from tests.kernels.jax_internals import NDIndexer, Slice, TransformedRef
+
+_NOBODY, _ADDERS = -1, -2
+
+
+class KernelError(Exception):
+    """A kernel did what it must not."""
+
+
+class Buffer:
+    """An array that kernels refer to, and which tile last touched each number of it."""
+
+    def __init__(self, shape, dtype, value=None, shared=False):
+        dtype = np.dtype(dtype)
+        if value is None:
+            value = np.nan if dtype.kind == "f" else np.iinfo(dtype).min
+        self.array = np.array(np.broadcast_to(value, shape), dtype)
+        self.writer = np.full(shape, _NOBODY) if shared else None
+
+    def read(self, places, tile):
+        self._check(places, tile, "reads what tile {} wrote")
+        return self.array[places].copy()
+
+    def write(self, places, values, tile):
+        self._check(places, tile, "overwrites what tile {} wrote")
+        self.array[places] = values
+        if self.writer is not None:
+            self.writer[places] = tile
+
+    def add(self, places, values, tile):
+        if self.writer is not None:
+            strangers = set(np.unique(self.writer[places])) - {_NOBODY, _ADDERS, tile}
+            if strangers:
+                raise KernelError(f"race: tile {tile} adds to what tile {strangers.pop()} wrote")
+            self.writer[places] = _ADDERS
+        np.add.at(self.array, places, values)
+
+    def _check(self, places, tile, what):
+        if self.writer is not None:
+            strangers = set(np.unique(self.writer[places])) - {_NOBODY, tile}
+            if strangers:
+                raise KernelError(f"race: tile {tile} " + what.format(strangers.pop()))
+
+    def forget(self, tiles):
+        """A barrier of these tiles."""
+        if self.writer is not None:
+            self.writer[np.isin(self.writer, [_ADDERS, *tiles])] = _NOBODY
+
+
+class Tile(threading.Thread):
+    """One tile's run of a kernel; `proceed` lets it run to its next barrier or to its end."""
+
+    def __init__(self, number, place, run):
+        super().__init__(daemon=True)
+        self.number, self.place, self._run = number, place, run
+        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self.error = None
+        self.finished = False
+        self.copies = defaultdict(list)
+
+    def run(self):
+        self._go.acquire()
+        try:
+            with np.errstate(all="ignore"):
+                self._run(self)
+            if any(self.copies.values()):
+                raise KernelError("a copy was started and never waited for")
+        except BaseException as error:
+            self.error = error
+        self.finished = True
+        self._paused.release()
+
+    def proceed(self):
+        self._go.release()
+        self._paused.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def barrier(self):
+        self._paused.release()
+        self._go.acquire()
+
+
+def simulate(function, *args):
+    """What `function` returns with its SparseCore kernels simulated; call it inside `tracing_for`."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), _run_outside(closed, leaves))
+
+
+def kernel_count(function, *args):
+    """How many kernels `function` calls."""
+    text = str(jax.make_jaxpr(function)(*args))
+    return text.count("mpmd_map[")
+
+
+def _run_outside(closed, values):
+    """Everything around the kernels, by JAX on the CPU."""
+    jaxpr = closed.jaxpr
+    known = dict(zip(jaxpr.invars, values, strict=True)) | dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
+        name = eqn.primitive.name
+        if name == "mpmd_map":
+            outputs = _run_kernel(eqn, inputs)
+        elif name == "new_ref":
+            outputs = [Buffer(inputs[0].shape, inputs[0].dtype, np.asarray(inputs[0]), shared=True)]
+        elif name == "freeze":
+            outputs = [jnp.asarray(inputs[0].array)]
+        elif name in ("jit", "pjit"):
+            outputs = _run_outside(eqn.params["jaxpr"], inputs)
+        elif name in ("custom_vjp_call", "custom_jvp_call"):
+            outputs = _run_outside(eqn.params["call_jaxpr"], inputs)
+        elif name == "reshard":
+            outputs = inputs
+        else:
+            with _no_mesh():
+                outputs = eqn.primitive.bind(*inputs, **eqn.params)
+            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        known |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+
+
+def _no_mesh():
+    empty = jax.sharding.AbstractMesh((), ())
+    return jax.sharding.use_abstract_mesh(empty) if not jax.sharding.get_abstract_mesh().empty else contextlib.nullcontext()
+
+
+def _run_kernel(eqn, inputs):
+    (body,), (mesh,) = eqn.params["jaxprs"], eqn.params["meshes"]
+    num_cores, num_tiles = dict(mesh.shape)["core"], dict(mesh.shape)["tile"]
+    given = [x if isinstance(x, Buffer) else Buffer(x.shape, x.dtype, np.asarray(x), shared=True) for x in inputs]
+    outputs = [Buffer(aval.shape, aval.dtype, shared=True) for aval in (v.aval for v in eqn.outvars)]
+    common = [*given, *outputs]
+    scratch_avals = [v.aval for v in body.invars[len(common) :]]
+    shared = [
+        [Buffer(a.shape, a.dtype, shared=True) if "shared" in str(a.memory_space).lower() else None for a in scratch_avals]
+        for _ in range(num_cores)
+    ]
+
+    def run(tile):
+        core = tile.place["core"]
+        own = [b or Buffer(a.shape, a.dtype) for a, b in zip(scratch_avals, shared[core], strict=True)]
+        _run_inside(body, (), [*common, *own], tile)
+
+    tiles = [Tile(c * num_tiles + t, {"core": c, "tile": t}, run) for c in range(num_cores) for t in range(num_tiles)]
+    for tile in tiles:
+        tile.start()
+    for core in range(num_cores):
+        own = tiles[core * num_tiles : (core + 1) * num_tiles]
+        while True:
+            for tile in own:
+                tile.proceed()
+            if all(tile.finished for tile in own):
+                break  # without a barrier: what this core wrote, the next one may not touch
+            if any(tile.finished for tile in own):
+                raise KernelError("some tiles of a core wait at a barrier that others never reach")
+            for buffer in [*common, *filter(None, shared[core])]:
+                buffer.forget([tile.number for tile in own])
+    for buffer in common:  # the next kernel starts when this one has ended
+        buffer.forget(range(num_cores * num_tiles))
+    return [jnp.asarray(buffer.array) for buffer in outputs]
+
+
+def _run_inside(jaxpr, consts, values, tile):
+    """A kernel's equations, in numpy."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+    known = dict(zip(jaxpr.invars, values, strict=True)) | dict(zip(jaxpr.constvars, consts, strict=True))
+
+    def value_of(v):
+        return np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else known[v]
+
+    for eqn in jaxpr.eqns:
+        outputs = _run_equation(eqn, [value_of(v) for v in eqn.invars], tile)
+        for v, output in zip(eqn.outvars, outputs, strict=True):
+            if not isinstance(output, Buffer):
+                output = np.asarray(output, v.aval.dtype)
+                if output.shape != v.aval.shape:
+                    raise KernelError(f"{eqn.primitive.name} gave shape {output.shape}, not {v.aval.shape}")
+            known[v] = output
+    return [value_of(v) for v in jaxpr.outvars]
+
+
+def _run_equation(eqn, inputs, tile):
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("jit", "pjit"):
+        return _run_inside(params["jaxpr"], (), inputs, tile)
+    if name == "scan":
+        body = params["jaxpr"]
+        num_consts = len(inputs) - len(body.jaxpr.outvars)  # the loops of kernels have a carry and nothing else
+        consts, carry = inputs[:num_consts], inputs[num_consts:]
+        for _ in range(params["length"]):
+            carry = _run_inside(body, (), [*consts, *carry], tile)
+        return carry
+    if name == "while":
+        split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        for_condition, for_body, carry = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
+        while _run_inside(params["cond_jaxpr"], (), [*for_condition, *carry], tile)[0]:
+            carry = _run_inside(params["body_jaxpr"], (), [*for_body, *carry], tile)
+        return carry
+    if name == "cond":
+        return _run_inside(params["branches"][int(inputs[0])], (), inputs[1:], tile)
+    if name == "run_scoped":
+        body = params["jaxpr"]
+        return _run_inside(body, inputs, [_scoped(v.aval) for v in body.invars], tile)
+    if name in _MEMORY:
+        return _MEMORY[name](inputs, params, tile)
+    if name == "axis_index":
+        return [tile.place[params["axis_name"]]]
+    if name == "barrier":
+        tile.barrier()
+        return []
+    if name not in _ARITHMETIC:
+        raise KernelError(f"the simulator does not know the primitive {name}")
+    return [_ARITHMETIC[name](*inputs, **{k: v for k, v in params.items() if k in _USED_PARAMS})]
+
+
+def _scoped(aval):
+    is_number = not aval.shape and "sem" in str(aval.dtype)
+    return Buffer((), np.int32, 0) if is_number else Buffer(aval.shape, aval.dtype)
+
+
+def _places(reference):
+    """The buffer behind a reference, numpy indices into it, and which rows are real (None: all)."""
+    if isinstance(reference, Buffer):
+        return reference, (), None
+    transforms = [t for t in reference.transforms if isinstance(t, NDIndexer)]
+    if len(transforms) != len(reference.transforms) or len(transforms) > 1:
+        raise KernelError(f"the simulator knows one index per reference, not {reference.transforms}")
+    return _indexed(reference.ref, transforms[0])
+
+
+def _indexed(buffer, indexer):
+    places, is_real = [], None
+    for index, size in zip(indexer.indices, buffer.array.shape, strict=True):
+        if isinstance(index, Slice):
+            start = int(index.start)
+            if start < 0 or start + (index.size - 1) * index.stride >= size:
+                raise KernelError(f"slice {start}:+{index.size} is outside an axis of {size}")
+            places.append(slice(start, start + index.size * index.stride, index.stride))
+            continue
+        ignored = None
+        if isinstance(index, plsc.Indices):
+            index, ignored = _array_behind(index), index.ignored_value
+        if isinstance(index, (Buffer, TransformedRef)):
+            owner, where, _ = _places(index)
+            index = owner.array[where]
+        index = np.asarray(index)
+        if ignored is not None:
+            is_real = index != ignored
+        checked = index if is_real is None else index[is_real]
+        if checked.size and (checked.min() < 0 or checked.max() >= size):
+            raise KernelError(f"index {checked.min()}..{checked.max()} is outside an axis of {size}")
+        places.append(index)
+    return buffer, tuple(places), is_real
+
+
+def _array_behind(indices):
+    (leaf,) = [v for k, v in vars(indices).items() if k != "ignored_value"]
+    return leaf
+
+
+def _real_rows(places, is_real):
+    return places if is_real is None else (places[0][is_real], *places[1:])
+
+
+def _start_copy(inputs, params, tile):
+    source, destination, semaphore, *_ = params["tree"].unflatten(inputs)
+    tile.copies[id(_places(semaphore)[0])].append((source, destination, params["add"]))
+    return []
+
+
+def _wait_copy(inputs, params, tile):
+    *_, semaphore = params["tree"].unflatten(inputs)[:3]
+    queue = tile.copies[id(_places(semaphore)[0])]
+    if not queue:
+        raise KernelError("waits for a copy that nobody started")
+    source, destination, add = queue.pop(0)
+    (from_buffer, from_places, from_real), (to_buffer, to_places, to_real) = _places(source), _places(destination)
+    shapes = from_buffer.array[_zeros(from_places)].shape, to_buffer.array[_zeros(to_places)].shape
+    if shapes[0] != shapes[1]:
+        raise KernelError(f"copies shape {shapes[0]} to {shapes[1]}")
+    if from_real is not None:
+        to_places = (from_real, *to_places[1:]) if not to_places or isinstance(to_places[0], slice) else to_places
+    values = from_buffer.read(_real_rows(from_places, from_real), tile.number)
+    if to_real is not None:
+        values = values[to_real]
+    (to_buffer.add if add else to_buffer.write)(_real_rows(to_places, to_real), values, tile.number)
+    return []
+
+
+def _zeros(places):
+    """The same shape of places, all inside: ignored ids need not be."""
+    return tuple(place if isinstance(place, slice) else np.zeros_like(place) for place in places)
+
+
+def _get(inputs, params, tile):
+    buffer, places, _ = _indexed_by(inputs, params)
+    return [buffer.read(places, tile.number)]
+
+
+def _swap(inputs, params, tile):
+    buffer, value, *rest = inputs
+    buffer, places, _ = _indexed_by([buffer, *rest], params)
+    old = buffer.array[places].copy()
+    buffer.write(places, value, tile.number)
+    return [old]
+
+
+def _indexed_by(inputs, params):
+    buffer, *rest = inputs
+    indexers = params["tree"].unflatten(rest)
+    return _indexed(buffer, indexers[0]) if indexers else (buffer, (), None)
+
+
+def _lane_places(buffer, indices, mask):
+    for index, size in zip(indices, buffer.array.shape, strict=True):
+        inside = (index >= 0) & (index < size)
+        if not np.all(inside if mask is None else inside | ~mask):
+            raise KernelError(f"a lane's index is outside an axis of {size}")
+    return tuple(index if mask is None else index[mask] for index in indices)
+
+
+def _load_lanes(inputs, params, tile):
+    buffer, transforms, indices, mask = params["tree"].unflatten(inputs)
+    if transforms or mask is not None:
+        raise KernelError("the simulator knows plain gathers of lanes only")
+    return [buffer.read(_lane_places(buffer, indices, mask), tile.number)]
+
+
+def _store_lanes(inputs, params, tile):
+    buffer, transforms, indices, values, mask = params["tree"].unflatten(inputs)
+    if transforms:
+        raise KernelError("the simulator knows scatters into whole buffers only")
+    places = _lane_places(buffer, indices, mask)
+    values = values if mask is None else values[mask]
+    (buffer.add if params["add"] else buffer.write)(places, values, tile.number)
+    return []
+
+
+def _divide(x, y):
+    return x / y if x.dtype.kind == "f" else np.trunc(x / y)
+
+
+def _multiple_of(x, values):
+    if int(x) % values[0]:
+        raise KernelError(f"{int(x)} is claimed to be a multiple of {values[0]}")
+    return x
+
+
+_MEMORY = {
+    "dma_start": _start_copy,
+    "dma_wait": _wait_copy,
+    "get": _get,
+    "swap": _swap,
+    "gather": _load_lanes,
+    "scatter": _store_lanes,
+}
+_USED_PARAMS = {"values", "new_dtype", "shape", "axes"}
+_ARITHMETIC = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": _divide,
+    "rem": np.fmod,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "exp": np.exp,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+    "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
+    "shift_right_arithmetic": np.right_shift,
+    "convert_element_type": lambda x, new_dtype: x.astype(new_dtype),
+    "bitcast_convert_type": lambda x, new_dtype: x.view(new_dtype),
+    "broadcast_in_dim": lambda x, shape: np.broadcast_to(x, shape),
+    "iota": lambda shape: np.arange(shape[0]),
+    "reduce_sum": lambda x, axes: np.sum(x, axis=axes),
+    "multiple_of": _multiple_of,
+    "reshard": lambda x: x,
+    "copy": lambda x: x,
+}
