@@ -1,7 +1,8 @@
 """The kernels as everybody calls them: picks the first implementation that can serve a call.
 
 An implementation is a module with the functions of `reference.py`. It says why it cannot run on this machine through
-`unavailable_because()`, and why it cannot serve one call by raising `NotImplementedError(reason)`.
+`unavailable_because()`, and why it cannot serve one call by raising `NotImplementedError(reason)`. Those of
+accelerators are chosen only where the computation is for one; see `devices.target_device`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.kernels import native, reference
+from rsembed.kernels import gpu, native, reference, sparsecore
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.specs import QuantizationConfig
 
-IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, reference)
+IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
 """In order of preference."""
 
 

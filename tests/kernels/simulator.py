@@ -168,7 +168,7 @@ def _run_kernel(eqn, inputs):
     def run(tile):
         core = tile.place["core"]
         own = [b or Buffer(a.shape, a.dtype) for a, b in zip(scratch_avals, shared[core], strict=True)]
-        _run_inside(body, (), [*common, *own], tile)
+        _run_inside(body, [*common, *own], tile)
 
     tiles = [Tile(c * num_tiles + t, {"core": c, "tile": t}, run) for c in range(num_cores) for t in range(num_tiles)]
     for tile in tiles:
@@ -189,10 +189,11 @@ def _run_kernel(eqn, inputs):
     return [jnp.asarray(buffer.array) for buffer in outputs]
 
 
-def _run_inside(jaxpr, consts, values, tile):
+def _run_inside(jaxpr, values, tile, consts=None):
     """A kernel's equations, in numpy."""
     if isinstance(jaxpr, ClosedJaxpr):
-        jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+        jaxpr, consts = jaxpr.jaxpr, jaxpr.consts if consts is None else consts
+    consts = consts or ()
     known = dict(zip(jaxpr.invars, values, strict=True)) | dict(zip(jaxpr.constvars, consts, strict=True))
 
     def value_of(v):
@@ -212,25 +213,26 @@ def _run_inside(jaxpr, consts, values, tile):
 def _run_equation(eqn, inputs, tile):
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):
-        return _run_inside(params["jaxpr"], (), inputs, tile)
+        return _run_inside(params["jaxpr"], inputs, tile)
     if name == "scan":
         body = params["jaxpr"]
         num_consts = len(inputs) - len(body.jaxpr.outvars)  # the loops of kernels have a carry and nothing else
         consts, carry = inputs[:num_consts], inputs[num_consts:]
         for _ in range(params["length"]):
-            carry = _run_inside(body, (), [*consts, *carry], tile)
+            carry = _run_inside(body, [*consts, *carry], tile)
         return carry
     if name == "while":
         split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         for_condition, for_body, carry = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
-        while _run_inside(params["cond_jaxpr"], (), [*for_condition, *carry], tile)[0]:
-            carry = _run_inside(params["body_jaxpr"], (), [*for_body, *carry], tile)
+        while _run_inside(params["cond_jaxpr"], [*for_condition, *carry], tile)[0]:
+            carry = _run_inside(params["body_jaxpr"], [*for_body, *carry], tile)
         return carry
     if name == "cond":
-        return _run_inside(params["branches"][int(inputs[0])], (), inputs[1:], tile)
+        return _run_inside(params["branches"][int(inputs[0])], inputs[1:], tile)
     if name == "run_scoped":
         body = params["jaxpr"]
-        return _run_inside(body, inputs, [_scoped(v.aval) for v in body.invars], tile)
+        fresh = (body.jaxpr if isinstance(body, ClosedJaxpr) else body).invars
+        return _run_inside(body, [_scoped(v.aval) for v in fresh], tile, consts=inputs)
     if name in _MEMORY:
         return _MEMORY[name](inputs, params, tile)
     if name == "axis_index":
