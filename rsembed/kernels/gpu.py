@@ -31,7 +31,7 @@ from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 NAME = "gpu"
 
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_PRIMITIVES = ELEMENTWISE | set("pow log log1p expm1 exp2 tanh floor ceil is_finite".split())
+_PRIMITIVES = ELEMENTWISE | {"pow", "log", "log1p", "expm1", "exp2", "tanh", "floor", "ceil", "is_finite"}
 # Triton's blocks have powers of two as sizes. A block of entries is read at once, so that many reads are under way.
 _MAX_COLUMNS, _MAX_ENTRIES, _BLOCK_NUMBERS = 8192, 16, 4096
 

@@ -62,7 +62,7 @@ def row_gradients(
     *,
     lookup: Callable[..., Any],
 ) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
-    """Gradient of every looked-up row, as `reference.row_gradients` defines it, through an implementation's `lookup`."""
+    """As `reference.row_gradients`, through an implementation's `lookup`."""
     groups = group_rows(num_rows, segments)
     (gradients,) = lookup(joined(d_outputs), [groups.entries])
     return groups.rows, gradients

@@ -85,7 +85,9 @@ def sparse_dense_matmul_update(
     _check_table(table)
     trace_rule(rule, table, slots, len(hyper), elementwise=_PRIMITIVES, means=False)
     if any(slot.shape != table.shape for slot in slots):
-        raise NotImplementedError(f"XLA's SparseCore calls step slots as long as the row; {rule.short_name()} has others")
+        raise NotImplementedError(
+            f"XLA's SparseCore calls step slots as long as the row; {rule.short_name()} has others"
+        )
     numbers = [jnp.asarray(value, jnp.float32) for value in hyper]
     new_table, *new_slots = _update_p.bind(
         *buffers, gradients, table, *slots, *numbers, rule=rule, num_slots=len(slots), limits=limits

@@ -20,13 +20,13 @@ from jaxtyping import Array
 from rsembed.optimizers import OptimizerSpec, Slots
 
 ELEMENTWISE = frozenset(
-    "add sub mul div neg abs sign max min exp sqrt rsqrt square integer_pow select_n clamp eq ne lt le gt ge "
-    "and or not convert_element_type".split()
+    {"add", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "exp", "sqrt", "rsqrt", "square", "integer_pow"}
+    | {"select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "convert_element_type"}
 )
 """What every accelerator computes entry by entry."""
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-_RESHAPES = frozenset("broadcast_in_dim reshape squeeze expand_dims copy stop_gradient".split())
+_RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"})
 
 
 class Row(NamedTuple):

@@ -15,7 +15,6 @@ checks that).
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import defaultdict
 
@@ -115,12 +114,6 @@ def simulate(function, *args):
     return jax.tree.unflatten(jax.tree.structure(shapes), _run_outside(closed, leaves))
 
 
-def kernel_count(function, *args):
-    """How many kernels `function` calls."""
-    text = str(jax.make_jaxpr(function)(*args))
-    return text.count("mpmd_map[")
-
-
 def _run_outside(closed, values):
     """Everything around the kernels, by JAX on the CPU."""
     jaxpr = closed.jaxpr
@@ -149,25 +142,23 @@ def _run_outside(closed, values):
 
 
 def _no_mesh():
-    empty = jax.sharding.AbstractMesh((), ())
-    return jax.sharding.use_abstract_mesh(empty) if not jax.sharding.get_abstract_mesh().empty else contextlib.nullcontext()
+    """What surrounds the kernels is computed here, not on the device that they are traced for."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def _run_kernel(eqn, inputs):
     (body,), (mesh,) = eqn.params["jaxprs"], eqn.params["meshes"]
     num_cores, num_tiles = dict(mesh.shape)["core"], dict(mesh.shape)["tile"]
     given = [x if isinstance(x, Buffer) else Buffer(x.shape, x.dtype, np.asarray(x), shared=True) for x in inputs]
-    outputs = [Buffer(aval.shape, aval.dtype, shared=True) for aval in (v.aval for v in eqn.outvars)]
+    outputs = [_fresh(v.aval, shared=True) for v in eqn.outvars]
     common = [*given, *outputs]
     scratch_avals = [v.aval for v in body.invars[len(common) :]]
-    shared = [
-        [Buffer(a.shape, a.dtype, shared=True) if "shared" in str(a.memory_space).lower() else None for a in scratch_avals]
-        for _ in range(num_cores)
-    ]
+    of_core = {n for n, aval in enumerate(scratch_avals) if "shared" in str(aval.memory_space).lower()}
+    shared = [{n: _fresh(scratch_avals[n], shared=True) for n in of_core} for _ in range(num_cores)]
 
     def run(tile):
-        core = tile.place["core"]
-        own = [b or Buffer(a.shape, a.dtype) for a, b in zip(scratch_avals, shared[core], strict=True)]
+        common_to_core = shared[tile.place["core"]]
+        own = [common_to_core.get(n) or _fresh(aval) for n, aval in enumerate(scratch_avals)]
         _run_inside(body, [*common, *own], tile)
 
     tiles = [Tile(c * num_tiles + t, {"core": c, "tile": t}, run) for c in range(num_cores) for t in range(num_tiles)]
@@ -182,7 +173,7 @@ def _run_kernel(eqn, inputs):
                 break  # without a barrier: what this core wrote, the next one may not touch
             if any(tile.finished for tile in own):
                 raise KernelError("some tiles of a core wait at a barrier that others never reach")
-            for buffer in [*common, *filter(None, shared[core])]:
+            for buffer in [*common, *shared[core].values()]:
                 buffer.forget([tile.number for tile in own])
     for buffer in common:  # the next kernel starts when this one has ended
         buffer.forget(range(num_cores * num_tiles))
@@ -232,7 +223,7 @@ def _run_equation(eqn, inputs, tile):
     if name == "run_scoped":
         body = params["jaxpr"]
         fresh = (body.jaxpr if isinstance(body, ClosedJaxpr) else body).invars
-        return _run_inside(body, [_scoped(v.aval) for v in fresh], tile, consts=inputs)
+        return _run_inside(body, [_fresh(v.aval) for v in fresh], tile, consts=inputs)
     if name in _MEMORY:
         return _MEMORY[name](inputs, params, tile)
     if name == "axis_index":
@@ -245,9 +236,10 @@ def _run_equation(eqn, inputs, tile):
     return [_ARITHMETIC[name](*inputs, **{k: v for k, v in params.items() if k in _USED_PARAMS})]
 
 
-def _scoped(aval):
-    is_number = not aval.shape and "sem" in str(aval.dtype)
-    return Buffer((), np.int32, 0) if is_number else Buffer(aval.shape, aval.dtype)
+def _fresh(aval, shared=False):
+    """Memory that nobody has written; semaphores are only told apart."""
+    is_semaphore = "sem" in str(aval.dtype)
+    return Buffer((), np.int32, 0) if is_semaphore else Buffer(aval.shape, aval.dtype, shared=shared)
 
 
 def _places(reference):

@@ -9,87 +9,31 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import rsembed.optimizers as ro
 from rsembed.kernels import api, native, reference
 from rsembed.kernels.contract import NO_ROW, Segment
 from tests import oracles
+from tests.kernels.cases import (
+    NUM_ROWS,
+    ORACLE_STEPS,
+    RAGGED,
+    RULES,
+    assert_close,
+    draw_gradients,
+    draw_table,
+)
 
 _reason = native.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
     raise RuntimeError(f"RSEMBED_REQUIRE_NATIVE=1, but {_reason}")
 pytestmark = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
 
-COMBINERS = ("sum", "mean", "sqrtn", "none")
-NUM_ROWS = 23
-# float32: sums of a few dozen terms in another order. The table is rounded once per step to its own type, and a
-# sum that differs in its last bit may round to the neighbour: 8 bits of bfloat16, 11 of float16.
-RELATIVE_TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
-
-RULES = {
-    "sgd": ro.SGDOptimizerSpec(0.3),
-    "adagrad": ro.AdagradOptimizerSpec(0.3),
-    "rowwise_adagrad": ro.RowWiseAdagradOptimizerSpec(0.3),
-    "adam": ro.AdamOptimizerSpec(0.3),
-    "ftrl": ro.FTRLOptimizerSpec(0.3),
-    "custom": ro.CustomOptimizerSpec(
-        0.3, lambda g, w, count, lr: (w - lr * jnp.sign(g) / (1.0 + count), count + 1.0), (0.0,)
-    ),
-    "optax": ro.from_optax(optax.adamw(0.3)),
-}
-ORACLE_STEPS = {
-    "sgd": (oracles.sgd_step, {"learning_rate": 0.3}),
-    "adagrad": (oracles.adagrad_step, {"learning_rate": 0.3}),
-    "rowwise_adagrad": (oracles.rowwise_adagrad_step, {"learning_rate": 0.3, "epsilon": 1e-8}),
-    "adam": (
-        oracles.adam_step,
-        {"learning_rate": 0.3, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8, "step": 2},
-    ),
-}
-
-
-def draw_segment(seed, combiner, lengths, *, weighted=False, outside=True):
-    """Bags of the given lengths: duplicates are certain, and some rows lie outside the table."""
-    generator = np.random.default_rng(seed)
-    num_entries = sum(lengths)
-    rows = generator.integers(0, NUM_ROWS, num_entries).astype(np.int32)
-    if outside:
-        rows[1::7], rows[3::7], rows[4::11] = -1, NUM_ROWS, NO_ROW
-    weights = jnp.asarray(generator.uniform(0.5, 2.0, num_entries), jnp.float32) if weighted else None
-    offsets = None if combiner == "none" else jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
-    return Segment(jnp.asarray(rows), offsets, weights, combiner)
-
-
-def draw_table(dim, dtype="float32", seed=0):
-    return jax.random.normal(jax.random.key(seed), (NUM_ROWS, dim), jnp.float32).astype(dtype)
-
-
-def draw_gradients(segments, dim, seed=1):
-    keys = jax.random.split(jax.random.key(seed), len(segments))
-    return [jax.random.normal(k, (s.num_outputs, dim), jnp.float32) for k, s in zip(keys, segments, strict=True)]
-
-
-RAGGED = {
-    "every combiner": [draw_segment(k, c, [3, 0, 5, 1, 9]) for k, c in enumerate(COMBINERS)],
-    "weighted": [draw_segment(k, c, [0, 4, 7, 0], weighted=True) for k, c in enumerate(COMBINERS)],
-    "no entry": [draw_segment(0, "sum", [0, 0, 0]), draw_segment(0, "none", [])],
-    "no bag": [draw_segment(0, "mean", []), draw_segment(1, "sum", [2])],
-    "no weight": [Segment(jnp.asarray([1, 2], jnp.int32), jnp.asarray([0, 2], jnp.int32), jnp.zeros(2), "mean")],
-    "one row only": [Segment(jnp.full(40, 7, jnp.int32), jnp.arange(0, 41, 4, dtype=jnp.int32), None, "sum")] * 2,
-    "trimmed": [Segment(jnp.arange(9, dtype=jnp.int32), jnp.asarray([2, 4, 6], jnp.int32), None, "mean")],
-}
-
 
 @jax.jit
 def reference_lookup(table, segments):
     return reference.lookup(table, segments)
-
-
-def assert_close(actual, desired, dtype="float32"):
-    rtol = RELATIVE_TOLERANCE[str(dtype)]
-    np.testing.assert_allclose(np.asarray(actual, np.float64), np.asarray(desired, np.float64), rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

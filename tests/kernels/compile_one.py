@@ -1,0 +1,174 @@
+"""Compiles one program for one TPU that is not here, and prints what the compiler made of it as a line of JSON.
+
+    python -m tests.kernels.compile_one v6e adam
+
+A process of its own, because the TPU compiler ends the process when it meets a program that it cannot take.
+"""
+
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed.kernels import sparsecore, sparsecore_calls
+from rsembed.kernels.contract import Segment
+from rsembed.kernels.devices import TOPOLOGIES
+from rsembed.sparsecore import embedding
+from rsembed.sparsecore.linen import embed_optimizer
+from tests.kernels.cases import RULES
+from tests.sparsecore import tutorial_program
+
+NUM_ROWS, DIM, NUM_IDS, NUM_BAGS = 1 << 20, 32, 4096, 512
+CORES = {"v5p": 4, "v6e": 2, "tpu7x": 2}
+Shape = jax.ShapeDtypeStruct
+TABLE = Shape((NUM_ROWS, DIM), jnp.float32)
+ROWS, OFFSETS = Shape((NUM_IDS,), jnp.int32), Shape((NUM_BAGS + 1,), jnp.int32)
+
+
+def lookup(table, rows, offsets):
+    segments = [Segment(rows, offsets, None, "mean"), Segment(rows, None, None, "none")]
+    return sparsecore.lookup(table, segments)
+
+
+def sum_by_row(rows, values):
+    return sparsecore.sum_by_row(rows, values, 4000)
+
+
+def update_with(rule):
+    def update(table, slots, rows, offsets, d_output):
+        hyper = rule.get_hyperparameters(0)
+        return sparsecore.update(table, slots, [Segment(rows, offsets, None, "sum")], [d_output], hyper, rule)
+
+    return update, (TABLE, jax.eval_shape(rule.init_slots, TABLE), ROWS, OFFSETS, Shape((NUM_BAGS, DIM), jnp.float32))
+
+
+def compile_on_one(chip, case):
+    """A kernel on the first device; rows of tables lie as tiles need them."""
+    if case == "lookup":
+        function, shapes, donate = lookup, (TABLE, ROWS, OFFSETS), ()
+    elif case == "sum_by_row":
+        function, shapes, donate = sum_by_row, (ROWS, Shape((NUM_IDS, DIM), jnp.float32)), ()
+    else:
+        (function, shapes), donate = update_with(RULES[case]), (0, 1)
+    mesh = topology(chip, 1)
+    whole = NamedSharding(mesh, P())
+
+    def placed(tree):
+        return jax.tree.map(lambda s: sparsecore.row_layout(whole) if s.shape == TABLE.shape else whole, tree)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        outputs = placed(jax.eval_shape(function, *shapes))
+        jitted = jax.jit(function, in_shardings=placed(shapes), out_shardings=outputs, donate_argnums=donate)
+        lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
+    state = jax.tree.leaves(shapes[:2]) if donate else []
+    return lowered, sum(size_of(s) for s in state), size_of(TABLE)
+
+
+def compile_xla_calls(chip, case):
+    """XLA's own operations, a rule inside, over all devices."""
+    mesh, num_cores, limit = topology(chip), CORES[chip], 64
+    cut = NamedSharding(mesh, P("device"))
+    rows_cut = sparsecore.row_layout(cut)
+    num_pointers, num_ids = max(mesh.size * num_cores, 8) * num_cores, mesh.size * num_cores**2 * limit
+    ids = Shape((mesh.size * num_ids,), jnp.int32)
+    buffers = (Shape((mesh.size * num_pointers,), jnp.int32), ids, ids, Shape(ids.shape, jnp.float32))
+    table, rule = Shape((mesh.size * NUM_ROWS // 4, DIM), jnp.float32), RULES[case.removeprefix("xla_")]
+    slots = jax.eval_shape(rule.init_slots, table)
+    limits = sparsecore_calls.Limits(limit, limit)
+
+    def step(table, slots, *buffers):
+        buffers = sparsecore_calls.Buffers(*buffers)
+        output = sparsecore_calls.sparse_dense_matmul(table, buffers, num_samples=NUM_BAGS, limits=limits)
+        stepped = sparsecore_calls.sparse_dense_matmul_update(
+            table, slots, buffers, output, rule.get_hyperparameters(0), rule, limits=limits
+        )
+        return output, stepped
+
+    part, state = P("device"), (rows_cut, (rows_cut,) * len(slots))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)
+    jitted = jax.jit(mapped, in_shardings=(*state, *[cut] * 4), out_shardings=(cut, state), donate_argnums=(0, 1))
+    lowered = jitted.trace(table, slots, *buffers).lower(lowering_platforms=("tpu",))
+    return lowered, (1 + len(slots)) * size_of(table) // mesh.size, size_of(table) // mesh.size
+
+
+def compile_tutorial_step(chip, case):
+    """The training step of the Shakespeare tutorial over all devices, with a table too large to be copied unseen."""
+    mesh, num_cores = topology(chip), CORES[chip]
+    data, replicated = NamedSharding(mesh, P("device")), NamedSharding(mesh, P())
+    tutorial_program.VOCABULARY, num_classes = 1 << 22, tutorial_program.VOCABULARY
+    specs = tutorial_program.word_specs(mesh.size, num_cores)
+    tutorial_program.VOCABULARY = num_classes
+    model = tutorial_program.NextWord(specs, mesh, False)
+    contexts, labels = tutorial_program.make_batch(tutorial_program.synthetic_text())
+    features = nn.FrozenDict({tutorial_program.FEATURE: contexts.reshape(-1, 1)})
+    weights = jax.tree.map(lambda ids: np.ones(ids.shape, np.float32), features)
+    preprocessed, _ = embedding.preprocess_sparse_dense_matmul_input(
+        features, weights, specs, mesh.size, mesh.size, num_sc_per_device=num_cores, allow_id_dropping=True
+    )
+    inputs = jax.tree.map(lambda array: Shape(array.shape, array.dtype), preprocessed)
+    params = jax.eval_shape(model.init, jax.random.key(0), inputs)
+    shardings = nn.get_sharding(params, mesh)
+    is_state = [leaf.ndim == 2 and leaf.shape[0] == 1 << 22 for leaf in jax.tree.leaves(params)]
+    leaves, structure = jax.tree.flatten(shardings)
+    placed = [sparsecore.row_layout(s) if own else s for s, own in zip(leaves, is_state, strict=True)]
+    placed = jax.tree.unflatten(structure, placed)
+    tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.adam(0.005))
+    opt_state = jax.eval_shape(tx.init, params)
+
+    def train_step(params, inputs, labels, opt_state):
+        def loss_of(params):
+            logits = model.apply(params, inputs)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, grads = jax.value_and_grad(loss_of, allow_int=True)(params)
+        updates, opt_state = tx.update(grads, opt_state)
+        return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
+
+    jitted = jax.jit(
+        train_step,
+        in_shardings=(placed, data, data, replicated),
+        out_shardings=(placed, replicated, replicated),
+        donate_argnums=(0,),
+    )
+    shapes = (params, inputs, Shape(labels.shape, labels.dtype), opt_state)
+    lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
+    table = (1 << 22) // mesh.size * tutorial_program.DIM * 4
+    return lowered, sum(is_state) * table, table
+
+
+def topology(chip, num_devices=None):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+    return Mesh(np.array(devices[:num_devices]), ("device",))
+
+
+def size_of(shape):
+    return int(np.prod(shape.shape)) * shape.dtype.itemsize
+
+
+def main(chip, case):
+    start = time.monotonic()
+    make = compile_tutorial_step if case == "tutorial" else compile_xla_calls if "xla" in case else compile_on_one
+    lowered, state_bytes, table_bytes = make(chip, case)
+    compiled = lowered.compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    record = {
+        "seconds": time.monotonic() - start,
+        "sparsecore": text.lower().count("sparsecore"),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "state_bytes": state_bytes,
+        "table_bytes": table_bytes,
+    }
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,309 @@
+"""Kernels for GPUs and SparseCores agree with loops over numpy, interpreted or simulated, and lower for the chips."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rsembed as rs
+import rsembed.optimizers as ro
+from rsembed.kernels import api, gpu, reference, row_groups, sparsecore, sparsecore_calls, sparsecore_tiles
+from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, Segment
+from rsembed.kernels.devices import TARGETS, tracing_for
+from rsembed.kernels.traced_rules import Row, evaluate, trace_rule
+from tests import oracles
+from tests.kernels.cases import NUM_ROWS, ORACLE_STEPS, RAGGED, RULES, assert_close, draw_gradients, draw_table
+from tests.kernels.simulator import simulate
+
+# jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
+pytestmark = pytest.mark.filterwarnings("ignore:Destination semaphore is ignored")
+
+DIM = 12  # fills neither the lanes of a chip nor a power of two
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(sparsecore_tiles, "MAX_CHUNK_ROWS", 8)
+
+
+def interpreted(function, *args):
+    return jax.jit(function)(*args)
+
+
+def simulated(function, *args, chip="v6e"):
+    with tracing_for(chip):
+        return simulate(function, *args)
+
+
+IMPLEMENTATIONS = {"gpu": (gpu, interpreted), "sparsecore": (sparsecore, simulated)}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def kernels(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+def test_lookup_agrees_with_loops(kernels):
+    """Row 11 holds NaN, and contributes nothing: it is outside, or its weight is 0."""
+    module, run = kernels
+    table, segments = draw_table(DIM).at[11].set(jnp.nan), []
+    for number, s in enumerate(RAGGED["weighted"]):
+        if number:
+            segments.append(Segment(jnp.where(s.rows == 11, NO_ROW, s.rows), s.offsets, s.weights, s.combiner))
+        else:
+            segments.append(Segment(s.rows, s.offsets, jnp.where(s.rows == 11, 0.0, s.weights), s.combiner))
+    segments += [Segment(jnp.asarray([2, 11]), jnp.asarray([0, 0, 2]), jnp.zeros(2), "mean"), *RAGGED["trimmed"]]
+    outputs = run(lambda table: module.lookup(table, segments), table)
+    clean = np.nan_to_num(np.asarray(table, np.float64))
+    for output, segment in zip(outputs, segments, strict=True):
+        assert output.dtype == jnp.float32
+        assert_close(output, oracles.pooled_lookup(clean, segment))
+
+
+def test_nothing_to_look_up_gives_zeros(kernels):
+    module, run = kernels
+    segments = [*RAGGED["no entry"], RAGGED["no bag"][0]]
+    outputs = run(lambda table: module.lookup(table, segments), draw_table(DIM))
+    for output, segment in zip(outputs, segments, strict=True):
+        np.testing.assert_array_equal(output, np.zeros((segment.num_outputs, DIM)))
+
+
+@pytest.mark.parametrize("name", ORACLE_STEPS)
+def test_update_agrees_with_loops(kernels, name):
+    module, run = kernels
+    rule, segments = RULES[name], [*RAGGED["every combiner"][:2], *RAGGED["no entry"][:1]]
+    table, d_outputs = draw_table(DIM), draw_gradients(segments, DIM)
+    slots, hyper = rule.init_slots(table), rule.get_hyperparameters(2)
+    new_table, new_slots = run(
+        lambda t, s, d, h: module.update(t, s, segments, d, h, rule), table, slots, d_outputs, hyper
+    )
+    gradients = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
+    step, made_of = ORACLE_STEPS[name]
+    want_table, want_slots = oracles.stepped_table(table, slots, gradients, step, **made_of)
+    assert_close(new_table, want_table)
+    for slot, want in zip(new_slots, want_slots, strict=True):
+        assert slot.dtype == jnp.float32
+        assert_close(slot, want)
+    untouched = np.asarray(sorted(set(range(NUM_ROWS)) - set(gradients)), np.int32)
+    np.testing.assert_array_equal(new_table[untouched], table[untouched])
+
+
+def test_apply_rows_skips_padding_and_reads_wide_ids(kernels):
+    module, run = kernels
+    rule, rows = RULES["rowwise_adagrad"], jnp.asarray([3, -1, NUM_ROWS, 22, NO_ROW, 0], jnp.int32)
+    table, gradients = draw_table(DIM), draw_table(DIM, seed=3)[:6]
+    slots, hyper = (draw_table(1, seed=4) ** 2,), rule.get_hyperparameters(0)
+    stepped = run(lambda t, s, g, h: module.apply_rows(t, s, rows, g, h, rule), table, slots, gradients, hyper)
+    step, made_of = ORACLE_STEPS["rowwise_adagrad"]
+    real = {row: np.asarray(gradients[k], np.float64) for k, row in enumerate(rows.tolist()) if 0 <= row < NUM_ROWS}
+    want_table, want_slots = oracles.stepped_table(table, slots, real, step, **made_of)
+    assert_close(stepped[0], want_table)
+    assert_close(stepped[1][0], want_slots[0])
+
+
+def test_jagged_calls_agree_with_reference(kernels):
+    module, run = kernels
+    tables = [draw_table(DIM), draw_table(8, seed=2)]
+    ids, offsets = np.random.default_rng(0).integers(-1, 9, 18), np.asarray([0, 3, 3, 7, 10, 11, 16])
+    blocks = (Block(0, 3, 0, 4, 8), Block(3, 3, 1, 0, 7))
+    batch = JaggedBatch(jnp.asarray(ids, jnp.int32), jnp.asarray(offsets, jnp.int32), None, "mean", blocks)
+    output = run(lambda tables: module.lookup_jagged(tables, batch), tables)
+    assert_close(output, reference.lookup_jagged(tables, batch))
+    rule, hyper = RULES["sgd"], (jnp.float32(0.3),)
+
+    def update(module):
+        return lambda table, d: module.update_jagged(table, (), 0, (DIM, 8), batch, d, hyper, rule)
+
+    assert_close(run(update(module), tables[0], output)[0], update(reference)(tables[0], output)[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gpu_tables_of_two_bytes_are_rounded_once_per_step(dtype):
+    rule, segments = RULES["adagrad"], RAGGED["every combiner"][:1]
+    table, d_outputs = draw_table(DIM, dtype), draw_gradients(segments, DIM)
+    arguments = (table, rule.init_slots(draw_table(DIM)), segments, d_outputs, rule.get_hyperparameters(0), rule)
+    rounding = api.stochastic_rounding(jax.random.key(5))
+    for more in [(), (rounding,)]:
+        (new, _), (want, _) = gpu.update(*arguments, *more), reference.update(*arguments, *more)
+        assert new.dtype == table.dtype
+        assert_close(new, want, dtype)
+
+
+def test_row_groups_are_the_reference_rows():
+    segments = RAGGED["every combiner"] + RAGGED["weighted"] + RAGGED["no entry"] + RAGGED["trimmed"]
+    d_outputs = draw_gradients(segments, 3)
+    grouped = row_groups.row_gradients(NUM_ROWS, segments, d_outputs, lookup=reference.lookup)
+    for one, other in zip(grouped, reference.row_gradients(NUM_ROWS, segments, d_outputs), strict=True):
+        assert_close(one, other)
+
+
+def test_sums_in_shared_memory_count_every_row():
+    rows = jnp.asarray(np.random.default_rng(1).integers(-1, NUM_ROWS + 1, 700), jnp.int32)
+    values = jax.random.normal(jax.random.key(0), (700, DIM))
+    sums = simulated(lambda rows, values: sparsecore.sum_by_row(rows, values, NUM_ROWS), rows, values)
+    want = oracles.combined_row_gradients(NUM_ROWS, [Segment(rows, None, None, "none")], [values])
+    assert_close(sums, np.stack([want[row] for row in range(NUM_ROWS)]))
+    with tracing_for("v6e"), pytest.raises(NotImplementedError, match="do not fit a SparseCore's shared memory"):
+        sparsecore.sum_by_row(rows, values, 1 << 20)
+
+
+# Rules inside kernels
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam", "f2a"])
+@pytest.mark.parametrize(("dim", "width"), [(12, 8), (16, 16), (1, 8)])
+def test_a_rule_on_pieces_is_the_rule(name, dim, width):
+    rule = ro.F2AOptimizerSpec(0.1) if name == "f2a" else RULES[name]
+    table, gradient = draw_table(dim)[:1], draw_table(dim, seed=1)[:1]
+    slots = tuple(slot + 0.5 for slot in rule.init_slots(table))
+    hyper = rule.get_hyperparameters(3)
+    traced = trace_rule(rule, table, slots, len(hyper), elementwise=gpu._PRIMITIVES)
+
+    def pieces(row):
+        padded = jnp.pad(row[0], (0, -dim % width), constant_values=7.0)
+        return Row(tuple(padded.reshape(-1, width)))
+
+    state = [pieces(a) if a.shape[1] == dim else jnp.full(width, a[0, 0]) for a in (table, *slots)]
+    inputs = [*state, pieces(gradient), *(jnp.full(width, value) for value in hyper)]
+    stepped = evaluate(traced, inputs, dim=dim)
+    new, new_slots = rule.step_rows(table, slots, gradient, hyper)
+    for value, want in zip(stepped, (new, *new_slots), strict=True):
+        flat = jnp.concatenate(value.pieces) if isinstance(value, Row) else value
+        np.testing.assert_allclose(flat[: want.shape[1]], want[0], rtol=1e-6)
+
+
+def test_square_roots_without_a_square_root():
+    x = jnp.asarray(np.geomspace(1e-37, 1e37, 4001), jnp.float32)
+    exact = np.sqrt(np.asarray(x, np.float64))
+    np.testing.assert_allclose(sparsecore_tiles.square_root(x), exact, rtol=3e-7)
+    np.testing.assert_allclose(sparsecore_tiles.reciprocal_root(x), 1 / exact, rtol=3e-7)
+    edges = sparsecore_tiles.square_root(jnp.asarray([0.0, -1.0]))
+    assert edges[0] == 0.0 and np.isnan(edges[1])
+
+
+# Who is chosen, and who refuses
+
+
+def lookup_text(target=None):
+    table, rows = jnp.zeros((8, 16)), jnp.zeros(3, jnp.int32)
+
+    def traced():
+        return str(jax.make_jaxpr(lambda t, r: api.lookup(t, [Segment(r, None, None, "none")]))(table, rows))
+
+    if target is None:
+        return traced()
+    with tracing_for(target):
+        return traced()
+
+
+def test_each_platform_gets_its_own_kernels():
+    assert "mpmd_map" in lookup_text("v6e") and "mpmd_map" in lookup_text("tpu7x")
+    assert "pallas_call" in lookup_text("h200")
+    assert not {"mpmd_map", "pallas_call"} & set(lookup_text().replace("[", " ").split())
+    states = dict(api.implementation_states())
+    assert states["sparsecore"] == "the SparseCore kernels run on TPUs, but the computation is for cpu"
+    assert states["gpu"] == "the Triton kernels run on NVIDIA GPUs, but the computation is for cpu"
+    with tracing_for("v5p"):
+        assert dict(api.implementation_states())["native"].endswith("the computation is for tpu")
+
+
+def test_insisting_on_an_accelerator_that_is_not_here_is_refused():
+    table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=8)
+    features = [rs.FeatureSpec(name="f", table_spec=table)]
+    for name in ("gpu", "sparsecore"):
+        with pytest.raises(NotImplementedError, match=rf"{name}' cannot run here: .* the computation is for cpu"):
+            rs.EmbeddingCollection(features, implementation=name)
+    with tracing_for("v6e"):
+        rs.EmbeddingCollection(features, implementation="sparsecore")
+    with pytest.raises(ValueError, match="unknown device 'v9'; choose one of v5p"), tracing_for("v9"):
+        pass
+
+
+def test_a_chip_without_sparsecores_falls_back():
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert "TPU v5 lite: The current TPU does not have SparseCores" in (sparsecore.unavailable_because() or "")
+
+
+def test_what_kernels_cannot_do_is_named():
+    table, rows = jnp.zeros((8, 16)), jnp.zeros(3, jnp.int32)
+    ftrl = RULES["ftrl"]
+    arguments = ((table, table), rows, jnp.zeros((3, 16)), ftrl.get_hyperparameters(0), ftrl)
+    with tracing_for("v6e"):
+        with pytest.raises(NotImplementedError, match="row rule ftrl uses the primitive `pow`"):
+            sparsecore.apply_rows(table, *arguments)
+        with pytest.raises(NotImplementedError, match=r"no implementation can serve apply_rows: sparsecore: .*`pow`"):
+            api.apply_rows(table, *arguments, implementation="sparsecore")
+        with pytest.raises(NotImplementedError, match="are float32, not bfloat16"):
+            sparsecore.lookup(table.astype(jnp.bfloat16), [])
+        with pytest.raises(NotImplementedError, match="1 buffers of 8 rows of 8192 numbers do not fit"):
+            sparsecore.lookup(jnp.zeros((2, 8192)), [Segment(rows, None, None, "none")])
+    with pytest.raises(NotImplementedError, match=r"slot 0 of sgd is int32\[8, 1\]"):
+        gpu.apply_rows(table, (jnp.zeros((8, 1), jnp.int32),), rows, table[:3], (0.1,), RULES["sgd"])
+    with pytest.raises(NotImplementedError, match="holds rows of up to 8192 numbers, not 9000"):
+        gpu.apply_rows(jnp.zeros((2, 9000)), (), rows, jnp.zeros((3, 9000)), (0.1,), RULES["sgd"])
+    rowwise, buffers = RULES["rowwise_adagrad"], sparsecore_calls.Buffers(rows, rows, rows, jnp.zeros(3))
+    limits = sparsecore_calls.Limits(8, 8)
+    with pytest.raises(NotImplementedError, match="rowwise_adagrad uses the primitive `reduce_sum`"):
+        hyper = rowwise.get_hyperparameters(0)
+        sparsecore_calls.sparse_dense_matmul_update(
+            table, (table[:, :1],), buffers, table, hyper, rowwise, limits=limits
+        )
+    with pytest.raises(NotImplementedError, match="multiple of 8 numbers, not float32 rows of 12"):
+        sparsecore_calls.sparse_dense_matmul(jnp.zeros((8, 12)), buffers, num_samples=4, limits=limits)
+
+
+def test_importing_the_package_leaves_pallas_alone():
+    code = "import sys, rsembed; sys.exit('jax.experimental.pallas.tpu_sc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Lowering, which needs no accelerator
+
+
+def step_and_shapes(module, name):
+    rule, shape = RULES[name], jax.ShapeDtypeStruct
+    table = shape((1 << 20, 128), jnp.float32)
+    slots = jax.eval_shape(rule.init_slots, table)
+    hyper = rule.get_hyperparameters(0)
+
+    def step(table, slots, rows, offsets, d_output):
+        segments = [Segment(rows, offsets, None, "mean")]
+        (output,) = module.lookup(table, segments)
+        return output, module.update(table, slots, segments, [d_output], hyper, rule)
+
+    return step, (
+        table, slots, shape((4096,), jnp.int32), shape((513,), jnp.int32), shape((512, 128), jnp.float32)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "h100"])
+def test_steps_lower_for_every_chip(target, monkeypatch):
+    monkeypatch.setattr(sparsecore_tiles, "MAX_CHUNK_ROWS", 64)
+    module, platform, call = (gpu, "cuda", "triton") if target == "h200" else (sparsecore, "tpu", "tpu_custom_call")
+    step, shapes = step_and_shapes(module, "rowwise_adagrad")
+    with tracing_for(target):
+        text = jax.jit(step, donate_argnums=(0, 1)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(call) >= 2
+
+
+def test_xla_calls_lower_with_the_rule_as_a_function():
+    rule, shape = RULES["ftrl"], jax.ShapeDtypeStruct
+    table, ids = shape((64, 16), jnp.float32), shape((256,), jnp.int32)
+    buffers = sparsecore_calls.Buffers(shape((16,), jnp.int32), ids, ids, shape((256,), jnp.float32))
+    limits, hyper = sparsecore_calls.Limits(64, 32), rule.get_hyperparameters(0)
+
+    def step(table, slots, buffers, gradients):
+        output = sparsecore_calls.sparse_dense_matmul(table, buffers, num_samples=8, limits=limits)
+        return output, sparsecore_calls.sparse_dense_matmul_update(
+            table, slots, buffers, gradients, hyper, rule, limits=limits
+        )
+
+    shapes = (table, (table, table), buffers, shape((8, 16), jnp.float32))
+    text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    assert "@SparseDenseMatmulOp(" in text and "@SparseDenseMatmulGradOpWithOptimizerUpdate(" in text
+    assert "row_rule" in text and "max_unique_ids_per_partition\\22: 32" in text

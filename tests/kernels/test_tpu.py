@@ -1,0 +1,58 @@
+"""Programs for TPUs that are not here, compiled by their compiler: `make test-tpu`. Nothing is run."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rsembed.kernels.devices import TOPOLOGIES
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ("lookup", "sum_by_row", "sgd", "adagrad", "rowwise_adagrad", "adam")
+XLA_CALLS = ("xla_sgd", "xla_adam", "xla_ftrl")
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="unproven: that the kernels compile for TPUs; needs libtpu: pip install 'rsembed[tpu]', make test-tpu",
+    ),
+]
+
+# The compiler asks its environment for the chip it runs on; there is none, and any answer will do.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+}
+
+
+@pytest.mark.parametrize("case", [*KERNELS, *XLA_CALLS, "tutorial"])
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_compiles_for_sparsecores_without_a_copy_of_the_table(chip, case):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_one", chip, case],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert child.returncode >= 0, f"the compiler crashed with signal {-child.returncode}:\n{child.stderr[-2000:]}"
+    assert child.returncode == 0, child.stderr[-4000:]
+    found = json.loads(child.stdout.splitlines()[-1])
+    print(chip, case, found)
+    assert found["sparsecore"] > 0
+    # Small arrays that are donated too may come on top; a table or slot may not be missing.
+    assert found["aliased_bytes"] >= found["state_bytes"]
+    assert found["temporary_bytes"] < found["table_bytes"] / 8
