@@ -2,6 +2,7 @@
 #   make tutorial      run the Shakespeare notebook      make test    lint, types, unit tests, notebooks
 #   make lab           open the notebooks                make docs    build the pages under docs/_build/html
 #   make bench         time the kernels                  make lint    ruff and mypy only
+#   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make clean         delete all that was made here
 # Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=lookup (benchmark)
 
@@ -11,7 +12,7 @@ WORKERS ?= 2
 NAME ?= lookup
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test lab docs bench lint clean
+.PHONY: help tutorial test test-tpu test-gpu lab docs bench lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -24,6 +25,14 @@ tutorial: $(VENV)/.installed-notebooks
 # One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together.
 test: lint
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --nbmake tests rsembed notebooks
+
+# The compilers are large downloads (libtpu 0.2 GB under its own licence, CUDA 0.6 GB and more): only these targets take
+# them. -rs prints what did not run, which then stays unproven.
+test-tpu: $(VENV)/.installed-dev $(VENV)/.installed-tpu
+	RSEMBED_TEST_TPU=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rsP tests/kernels/test_tpu.py
+
+test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-cuda
+	RSEMBED_TEST_GPU=1 $(BIN)/python -m pytest -rsP tests/kernels/test_gpu.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -241,10 +241,11 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
 
 
 def doctor() -> int:
-    """Prints the versions, the devices, and which kernel implementations are live or why they are not."""
+    """Prints versions, devices, which kernels are live or why they are not, and what is known of each backend."""
     import jax
 
     from rsembed.kernels.api import implementation_states
+    from rsembed.kernels.evidence import backend_evidence
 
     print(f"{'python':<12}{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("rsembed", "jax", "jaxlib", "flax", "optax", "numpy"):
@@ -256,7 +257,10 @@ def doctor() -> int:
     print(f"{'devices':<12}{len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
     print("kernels")
     for name, state in implementation_states():
-        print(f"  {name:<10}{state}")
+        print(f"  {name:<12}{state}")
+    print("backends")
+    for name, words in backend_evidence():
+        print(f"  {name:<16}{words}")
     return 0
 
 

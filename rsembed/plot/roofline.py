@@ -1,0 +1,95 @@
+"""How fast an operation can be on a machine at best, and how fast programs are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from rsembed.plot.pictures import COLOURS, LABEL_POINTS, MUTED, _axes, _options
+
+_MARKERS = "osD^v"
+
+
+class Work(NamedTuple):
+    """What an operation cannot do without.
+
+    Attributes:
+      flops: additions and multiplications.
+      num_bytes: bytes to and from memory, each distinct one once.
+    """
+
+    flops: float
+    num_bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.flops / self.num_bytes
+
+
+def lookup_work(num_ids: int, num_distinct_rows: int, num_bags: int, dim: int, *, value_bytes: int = 4) -> Work:
+    """A pooled lookup: every entry is scaled and added, every distinct row read, every sum written.
+
+    Example:
+      >>> lookup_work(num_ids=1000, num_distinct_rows=500, num_bags=100, dim=64).intensity
+      0.8102...
+    """
+    moved = num_distinct_rows * dim * value_bytes + num_ids * 4 + num_bags * dim * 4
+    return Work(2.0 * num_ids * dim, float(moved))
+
+
+def roof(intensity: Any, bytes_per_second: float, flops_per_second: float) -> Any:
+    """Most operations per second at an intensity: memory limits low ones, arithmetic high ones.
+
+    Source: Williams, Waterman, Patterson (2009).
+    """
+    return np.minimum(np.asarray(intensity, np.float64) * bytes_per_second, flops_per_second)
+
+
+def plot_roofline(
+    work: Work,
+    seconds: Mapping[str, float],
+    *,
+    bytes_per_second: float,
+    flops_per_second: float,
+    ax: Axes | None = None,
+    **line_kwargs: Any,
+) -> Axes:
+    """Programs for one operation under the roof of a machine, both axes logarithmic.
+
+    Args:
+      work: what each program has to do.
+      seconds: what each took, by name.
+      bytes_per_second: what memory gives; a large copy measures it.
+      flops_per_second: what arithmetic gives.
+      ax: None makes a figure.
+      **line_kwargs: go to the roof.
+    """
+    ax = _axes(ax)
+    ridge = flops_per_second / bytes_per_second
+    span = np.geomspace(min(work.intensity, ridge) / 8, max(work.intensity, ridge) * 4, 200)
+    line = _options(line_kwargs, color=MUTED, linewidth=2.0)
+    ax.loglog(span, roof(span, bytes_per_second, flops_per_second) / 1e9, **line)
+    ax.axvline(work.intensity, color=MUTED, linewidth=0.8, linestyle=":")
+    best = roof(work.intensity, bytes_per_second, flops_per_second)
+    for number, (name, taken) in enumerate(seconds.items()):
+        reached = work.flops / taken
+        label = f"{name}: {100 * reached / best:.0f} % of the roof"
+        colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+        ax.plot(work.intensity, reached / 1e9, marker=marker, linestyle="none", color=colour, markersize=9, label=label)
+    place = span[20]
+    ax.annotate(
+        f"{bytes_per_second / 1e9:.0f} GB/s",
+        (place, roof(place, bytes_per_second, flops_per_second) / 1e9),
+        xytext=(-4, 6),
+        textcoords="offset points",
+        ha="right",
+        fontsize=LABEL_POINTS,
+        color=MUTED,
+    )
+    ax.set(xlabel="operations per byte of memory", ylabel="10⁹ operations per second")
+    ax.legend(frameon=False, loc="lower right")
+    return ax

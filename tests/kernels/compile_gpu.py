@@ -1,0 +1,59 @@
+"""Compiles the GPU kernels for an H100 that need not be here, with JAX's CUDA plugin, and prints what came out as JSON.
+
+python -m tests.kernels.compile_gpu adam
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed.kernels import gpu
+from rsembed.kernels.contract import Segment
+from tests.kernels.cases import RULES
+
+# What the compiler wants to know of a card, from NVIDIA's data sheet; not read from one.
+H100 = """
+gpu_device_info { cuda_compute_capability { major: 9 minor: 0 } core_count: 132 fpus_per_core: 128 threads_per_warp: 32
+  clock_rate_ghz: 1.98 threads_per_block_limit: 1024 threads_per_core_limit: 2048 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  l2_cache_size: 52428800 memory_bandwidth: 3352320000000 device_memory_size: 84978434048 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def main(name):
+    jax.devices()  # registers the plugin
+    topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
+    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
+    rule, shape = RULES[name], jax.ShapeDtypeStruct
+    table, rows, offsets = shape((1 << 20, 128), jnp.float32), shape((4096,), jnp.int32), shape((513,), jnp.int32)
+    slots = jax.eval_shape(rule.init_slots, table)
+
+    def step(table, slots, rows, offsets):
+        segments = [Segment(rows, offsets, None, "mean")]
+        (output,) = gpu.lookup(table, segments)
+        return output, gpu.update(table, slots, segments, [output], rule.get_hyperparameters(0), rule)
+
+    whole = NamedSharding(mesh, P())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jitted = jax.jit(step, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1))
+        compiled = jitted.trace(table, slots, rows, offsets).lower(lowering_platforms=("cuda",)).compile()
+    memory = compiled.memory_analysis()
+    record = {
+        "kernels": compiled.as_text().count("__gpu$xla.gpu.triton"),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "state_bytes": sum(array.size * 4 for array in (table, *slots)),
+    }
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
