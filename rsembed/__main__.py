@@ -260,7 +260,7 @@ def doctor() -> int:
         print(f"  {name:<12}{state}")
     print("backends")
     for name, words in backend_evidence():
-        print(f"  {name:<16}{words}")
+        print(f"  {name:<18}{words}")
     return 0
 
 

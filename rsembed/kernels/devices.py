@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -26,8 +27,13 @@ def target_device() -> AbstractDevice:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device
-    first = jax.devices()[0]
-    return AbstractDevice(first.device_kind, getattr(first, "num_cores", None), jax.default_backend())
+    return _default_device(jax.default_backend())
+
+
+@functools.cache  # asked in every eager call
+def _default_device(platform: str) -> AbstractDevice:
+    first = jax.devices(platform)[0]
+    return AbstractDevice(first.device_kind, getattr(first, "num_cores", None), platform)
 
 
 @contextlib.contextmanager

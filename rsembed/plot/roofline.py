@@ -35,7 +35,7 @@ def lookup_work(num_ids: int, num_distinct_rows: int, num_bags: int, dim: int, *
 
     Example:
       >>> lookup_work(num_ids=1000, num_distinct_rows=500, num_bags=100, dim=64).intensity
-      0.8102...
+      0.812...
     """
     moved = num_distinct_rows * dim * value_bytes + num_ids * 4 + num_bags * dim * 4
     return Work(2.0 * num_ids * dim, float(moved))

@@ -1,4 +1,4 @@
-"""GPU kernels on a GPU, where there is one, and through NVIDIA's compiler where JAX's CUDA plugin is: `make test-gpu`."""
+"""GPU kernels on a GPU where there is one, and through NVIDIA's compiler with JAX's CUDA plugin: `make test-gpu`."""
 
 import json
 import os
