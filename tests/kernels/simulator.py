@@ -115,35 +115,59 @@ def simulate(function, *args):
 
 
 def _run_outside(closed, values):
-    """Everything around the kernels, by JAX on the CPU."""
+    """Everything around the kernels, by JAX on the CPU: what stands between two kernels is one compiled program."""
     jaxpr = closed.jaxpr
     known = dict(zip(jaxpr.invars, values, strict=True)) | dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    for eqn in jaxpr.eqns:
-        inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
+    waiting = []
+    for number, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if name in _CALLS else None
+        if name not in _SPECIAL and (inner is None or "mpmd_map" not in str(inner)):
+            waiting.append(eqn)
+            continue
+        used_later = {v for later in jaxpr.eqns[number:] for v in later.invars if not isinstance(v, Literal)}
+        _compute(waiting, known, used_later.union(v for v in jaxpr.outvars if not isinstance(v, Literal)))
+        waiting = []
+        inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
         if name == "mpmd_map":
             outputs = _run_kernel(eqn, inputs)
         elif name == "new_ref":
             outputs = [Buffer(inputs[0].shape, inputs[0].dtype, np.asarray(inputs[0]), shared=True)]
         elif name == "freeze":
             outputs = [jnp.asarray(inputs[0].array)]
-        elif name in ("jit", "pjit"):
-            outputs = _run_outside(eqn.params["jaxpr"], inputs)
-        elif name in ("custom_vjp_call", "custom_jvp_call"):
-            outputs = _run_outside(eqn.params["call_jaxpr"], inputs)
-        elif name == "reshard":
-            outputs = inputs
         else:
-            with _no_mesh():
-                outputs = eqn.primitive.bind(*inputs, **eqn.params)
-            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+            outputs = _run_outside(inner, inputs)
         known |= dict(zip(eqn.outvars, outputs, strict=True))
+    _compute(waiting, known, {v for v in jaxpr.outvars if not isinstance(v, Literal)})
     return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
 
-def _no_mesh():
-    """What surrounds the kernels is computed here, not on the device that they are traced for."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+_CALLS = {"jit", "pjit", "custom_vjp_call", "custom_jvp_call"}
+_SPECIAL = {"mpmd_map", "new_ref", "freeze"}
+
+
+def _compute(eqns, known, wanted):
+    """Adds to `known` what the equations compute and somebody wants."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    given = list({v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made})
+    results = [v for v in made if v in wanted]
+
+    def run(values):
+        here = dict(zip(given, values, strict=True))
+        for eqn in eqns:
+            inputs = [v.val if isinstance(v, Literal) else here[v] for v in eqn.invars]
+            if eqn.primitive.name == "reshard":
+                outputs = inputs
+            else:
+                functions, params = eqn.primitive.get_bind_params(eqn.params)
+                outputs = eqn.primitive.bind(*functions, *inputs, **params)
+                outputs = outputs if eqn.primitive.multiple_results else [outputs]
+            here |= dict(zip(eqn.outvars, outputs, strict=True))
+        return [here[v] for v in results]
+
+    if results:  # on the CPU, not on the device that the kernels are traced for
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            known |= dict(zip(results, jax.jit(run)([known[v] for v in given]), strict=True))
 
 
 def _run_kernel(eqn, inputs):
