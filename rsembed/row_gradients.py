@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rsembed.kernels import api
@@ -20,21 +22,26 @@ class RowGradients:
     """Gradients of distinct rows, per stack.
 
     Args:
-      rows: distinct row numbers in ascending order; `NO_ROW` marks unused places at the end.
+      rows: distinct row numbers in ascending order; `NO_ROW` marks unused places at the end. On a mesh, this is true of
+        the part of every device.
       values: float32 gradient of each row; zeros in unused places.
       num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
+      shardings: on a mesh, how rows and values of each stack are split, as sorted `(stack, rows, values)`.
     """
 
     rows: dict[str, Int[Array, " capacity"]]
     values: dict[str, Float[Array, "capacity dim"]]
     num_rows: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
+    shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
         """Number of distinct rows with a gradient, per stack."""
         return {name: jnp.sum(rows != NO_ROW) for name, rows in self.rows.items()}
 
     def to_dense(self) -> dict[str, Float[Array, "rows dim"]]:
-        """Gradients as large as the tables; for tests and small models."""
+        """Gradients as large as the tables, in the order of the state's arrays; for tests and small models."""
         return {
             name: jnp.zeros((rows, self.values[name].shape[-1])).at[self.rows[name]].add(self.values[name], mode="drop")
             for name, rows in self.num_rows
@@ -88,10 +95,32 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
         raise ValueError(
             f"row gradients of different collections cannot be combined: {[r.num_rows for r in row_gradients]}."
         )
+    if any(other.shardings != first.shardings for other in row_gradients):
+        raise ValueError("row gradients of different meshes cannot be combined.")
+    shardings = {name: split for name, *split in first.shardings or ()}
     rows, values = {}, {}
     for name, num_rows in first.num_rows:
-        parts = [(r.rows[name].reshape(-1), r.values[name]) for r in row_gradients]
-        segments = [Segment(part, None, None, "none") for part, _ in parts]
-        flat_values = [v.reshape(-1, v.shape[-1]) for _, v in parts]
-        rows[name], values[name] = api.row_gradients(num_rows, segments, flat_values)
-    return RowGradients(rows, values, first.num_rows)
+        parts = [(r.rows[name], r.values[name]) for r in row_gradients]
+        rows[name], values[name] = _combine_stack(num_rows, parts, shardings.get(name))
+    return RowGradients(rows, values, first.num_rows, first.shardings)
+
+
+def _combine_stack(
+    num_rows: int, parts: list[tuple[Array, Array]], split: list[NamedSharding] | None
+) -> tuple[Array, Array]:
+    if split is None:
+        return _combined(num_rows, num_rows, parts)
+    bound = split[0].shard_shape((num_rows,))[0]  # rows of one device
+    specs = tuple(sharding.spec for sharding in split)
+    behind = [tuple(PartitionSpec(*[None] * (rows.ndim - 1), *spec) for spec in specs) for rows, _ in parts]
+    combine_share = jax.shard_map(
+        partial(_combined, num_rows, bound), mesh=split[0].mesh, in_specs=(behind,), out_specs=specs, check_vma=False
+    )
+    return combine_share(parts)
+
+
+def _combined(num_rows: int, bound: int, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
+    flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
+    rows, values = api.row_gradients(num_rows, segments, flat_values)
+    return rows[:bound], values[:bound]

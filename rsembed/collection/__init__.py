@@ -1,0 +1,18 @@
+"""EmbeddingCollection: all tables of a model behind three functional calls, on one device or a mesh.
+
+```
+embeddings.py   what users call; every method is one function of what a single device holds
+├─ inputs.py    batches in canonical form: bags on one device, padded arrays split by sample on a mesh
+├─ devices.py   the mesh: which axes, how functions run on every device, what is gathered
+├─ layout.py    translate: where the rows of every table lie
+└─ stacks       fetch, pool, combine, step:
+     whole_rows.py    every device has all rows (or all rows of its columns)
+     row_shards.py    every row has one owner, asked by all
+     stored_table.py  a table that is no array of rows
+```
+"""
+
+from rsembed.collection.embeddings import EmbeddingCollection as EmbeddingCollection
+from rsembed.collection.state import EmbeddingState as EmbeddingState
+from rsembed.collection.state import LookupStatistics as LookupStatistics
+from rsembed.collection.training import value_and_grad as value_and_grad

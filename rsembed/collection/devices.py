@@ -1,0 +1,110 @@
+"""The devices of a mesh that share the tables, and the plain collectives between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from rsembed.kernels.contract import Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """One device (`mesh` is None), or the devices along some axes of a mesh.
+
+    Samples and tables are split over `axes`; devices along the other axes hold copies and compute the same.
+    """
+
+    mesh: Mesh | None = None
+    axes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(mesh: Mesh | None, axis: str | Sequence[str] | None) -> Devices:
+        """Raises: ValueError: an axis is not in the mesh, or named twice, or there is no mesh."""
+        if mesh is None:
+            if axis is not None:
+                raise ValueError(f"sharding_axis={axis!r} needs a mesh; pass mesh=jax.make_mesh(...).")
+            return Devices()
+        axes = mesh.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        if not axes or not set(axes) <= set(mesh.axis_names) or len(set(axes)) != len(axes):
+            raise ValueError(
+                f"sharding_axis={axis!r} must name axes of the mesh once each, which has {mesh.axis_names}."
+            )
+        return Devices(mesh, tuple(axes))
+
+    @property
+    def num_devices(self) -> int:
+        """Parts into which samples and tables are split."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that each bring their own samples."""
+        return 1 if self.mesh is None else len({device.process_index for device in self.mesh.devices.flat})
+
+    @property
+    def split(self) -> PartitionSpec:
+        """Leading axis split: samples, and rows that have one owner."""
+        return PartitionSpec(self.axes)
+
+    def sharding(self, partition: PartitionSpec) -> NamedSharding:
+        """The sharding of a global array. Raises: ValueError: there is no mesh."""
+        if self.mesh is None:
+            raise ValueError("one device alone has no sharding.")
+        return NamedSharding(self.mesh, partition)
+
+    def place(self, tree: Any, partition: PartitionSpec) -> Any:
+        """Arrays laid out as `partition` says; unchanged on one device."""
+        return tree if self.mesh is None else jax.device_put(tree, self.sharding(partition))
+
+    def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` of what one device holds, as a function of global arrays."""
+        if self.mesh is None:
+            return function
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )  # kernels say nothing about how their results vary over the mesh
+        return jax.jit(mapped)
+
+    # Inside `on_each`:
+
+    def index(self) -> Array:
+        """Number of this device."""
+        return jnp.zeros((), jnp.int32) if self.mesh is None else jax.lax.axis_index(self.axes)
+
+    def total(self, tree: Any) -> Any:
+        """Sums over devices."""
+        return tree if self.mesh is None else jax.lax.psum(tree, self.axes)
+
+    def gather(self, array: Array) -> Array:
+        """The parts of all devices, in their order."""
+        return array if self.mesh is None else jax.lax.all_gather(array, self.axes, tiled=True)
+
+    def columns_of_all(self, array: Array) -> Array:
+        """From all columns of own rows to own columns of all rows."""
+        return jax.lax.all_to_all(array, self.axes, split_axis=1, concat_axis=0, tiled=True)
+
+    def rows_of_all(self, array: Array) -> Array:
+        """From own columns of all rows to all columns of own rows."""
+        return jax.lax.all_to_all(array, self.axes, split_axis=0, concat_axis=1, tiled=True)
+
+    def gather_segments(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Segments of the global batch, samples in order; on a mesh, all bags of a segment have the same length."""
+        if self.mesh is None:
+            return list(segments)
+        return [self._gather_segment(segment) for segment in segments]
+
+    def _gather_segment(self, segment: Segment) -> Segment:
+        rows, offsets = self.gather(segment.rows), segment.offsets
+        if offsets is not None:
+            num_bags = segment.num_outputs * self.num_devices
+            offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * (rows.shape[0] // max(num_bags, 1))
+        weights = None if segment.weights is None else self.gather(segment.weights)
+        return Segment(rows, offsets, weights, segment.combiner)

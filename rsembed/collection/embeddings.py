@@ -1,0 +1,337 @@
+"""EmbeddingCollection: all tables of a model behind three functional calls: init, lookup, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from rsembed.bags import PAD_ID, Bags, as_bags
+from rsembed.collection import inputs
+from rsembed.collection.devices import Devices
+from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
+from rsembed.collection.state import Activations, Batch, EmbeddingState, LookupStatistics, Traffic
+from rsembed.initial_values import table_key
+from rsembed.kernels import api
+from rsembed.kernels.reference import Rounding
+from rsembed.row_gradients import RowGradients
+from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
+from rsembed.stacking import StackingPlan
+
+
+class EmbeddingCollection:
+    """The embedding tables of a model, read by named features.
+
+    Tables of equal dim, dtype and optimizer are stored under each other and served by one kernel call. All methods
+    work inside `jax.jit` and `jax.lax.scan`; with the state donated, tables are updated in place.
+
+    On a mesh, every device looks up its own samples and keeps its own part of the tables, and the numbers are those
+    of one device. A gradient is that of the loss over the global batch: whatever the devices' samples contribute to a
+    row is added up before the row is stepped, once.
+
+    Args:
+      features: FeatureSpecs, nested in lists or dicts.
+      mesh: the devices that share the tables; None keeps them on one.
+      sharding_axis: axis (or axes) of the mesh over which samples and tables are split; None takes all. Devices along
+        other axes hold copies.
+      placement: by table name, or one for all: `row` (default) gives neighbouring rows different owners, `table` gives
+        each table one owner, `column` every device some columns of all rows, `replicated` every device a copy.
+      exchange_capacity: distinct rows that two devices exchange in one round, for `row` and `table`. Any number gives
+        the same result; few save memory, many save rounds. None takes what usually needs one round.
+      reproducible: `world_size` sums gradients in the order of the global batch, so that tables have equal bits on any
+        number of devices (one included), as far as the gradients of the activations do. Gradients then travel one per
+        id, not one per distinct row.
+      implementation: name of a kernel implementation to insist on; None takes the fastest that can serve.
+      bounds_check: outside `jit`, `raise` turns an id outside its table into an error, `ignore` lets it contribute
+        nothing, as it does inside `jit`; `lookup(..., return_statistics=True)` counts such ids.
+
+    Raises: ValueError: an option is unknown, or the tables or shapes of features do not fit the mesh.
+
+    Example:
+      >>> import jax, numpy as np, rsembed as rs
+      >>> table = rs.TableSpec(name="word", vocabulary_size=100, embedding_dim=4, optimizer=rs.SGDOptimizerSpec(0.1))
+      >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="context", table_spec=table)])
+      >>> state = collection.init(jax.random.key(0))
+      >>> collection.lookup(state, {"context": [[1, 2], [3]]})["context"].shape
+      (2, 4)
+    """
+
+    def __init__(
+        self,
+        features: Any,
+        *,
+        mesh: Mesh | None = None,
+        sharding_axis: str | Sequence[str] | None = None,
+        placement: str | Mapping[str, str] | None = None,
+        exchange_capacity: int | None = None,
+        reproducible: str | None = None,
+        implementation: str | None = None,
+        bounds_check: str = "raise",
+    ):
+        if bounds_check not in ("raise", "ignore"):
+            raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
+        if reproducible not in (None, "world_size"):
+            raise ValueError(f"reproducible must be None or 'world_size', got {reproducible!r}.")
+        if exchange_capacity is not None and (exchange_capacity < 1 or reproducible):
+            raise ValueError(
+                f"exchange_capacity={exchange_capacity} must be at least 1, and None with reproducible=, which sends "
+                "everything in one round."
+            )
+        api.check_implementation(implementation)
+        if reproducible and mesh is None:
+            mesh = jax.make_mesh((1,), ("device",))
+        self.features: dict[str, FeatureSpec] = {feature.name: feature for feature in features_of(features)}
+        self.table_specs: dict[str, TableSpec] = tables_of(features)
+        self.implementation = implementation
+        self.bounds_check = bounds_check
+        self.devices = Devices.of(mesh, sharding_axis)
+        placements = placement_of_tables(self.table_specs, self.devices, placement)
+        self.plan: StackingPlan = plan_placed(features, placements)
+        self._stacks = make_stacks(
+            self.plan,
+            features,
+            placements,
+            self.devices,
+            exchange_capacity=exchange_capacity,
+            is_reproducible=reproducible is not None,
+            implementation=implementation,
+        )
+        inputs.check_output_shapes(self.features, self.devices)
+        self._compile()
+
+    def _compile(self) -> None:
+        """The functions of one device's share, as functions of everything."""
+        everywhere, split = PartitionSpec(), self.devices.split
+        state = {name: stack.partition for name, stack in self._stacks.items()}
+        gradients = {name: stack.gradient_partitions for name, stack in self._stacks.items()}
+        on_each = self.devices.on_each
+        self._init = jax.jit(on_each(self._init_stacks, everywhere, (state, state)))
+        self._lookup = on_each(self._lookup_stacks, (state, split), (split, everywhere))
+        self._row_gradients = on_each(self._row_gradients_of_stacks, (split, split), gradients)
+        self._apply = on_each(self._apply_stacks, (state, state, gradients, everywhere), (state, state))
+        self._update = on_each(self._update_stacks, (state, state, split, split, everywhere), (state, state))
+
+    def __repr__(self) -> str:
+        return f"EmbeddingCollection of {len(self.table_specs)} tables, {len(self.features)} features\n{self.plan}"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    # State
+
+    def init(self, key: PRNGKeyArray) -> EmbeddingState:
+        """Fresh tables and optimizer state.
+
+        A table's values depend on `key`, the table's name and its initializer alone, not on the other tables, nor on
+        the number of devices.
+        """
+        tables, slots = self._init(key)
+        rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
+        return EmbeddingState(tables, slots, *self.devices.place(rest, PartitionSpec()))
+
+    def _init_stacks(self, key: PRNGKeyArray) -> tuple[dict[str, Any], dict[str, Any]]:
+        made = {name: stack.init(key, self.table_specs) for name, stack in self._stacks.items()}
+        return {name: table for name, (table, _) in made.items()}, {name: slots for name, (_, slots) in made.items()}
+
+    def tables(self, state: EmbeddingState) -> dict[str, Float[Array, "vocabulary dim"]]:
+        """The logical tables by name (copies; on a mesh, every device gets one)."""
+        result = {}
+        for name, stack in self._stacks.items():
+            dense = self.devices.place(stack.dense(state.tables[name]), PartitionSpec())
+            for table in stack.layout.stack.tables:
+                result[table.name] = dense[stack.layout.all_rows(table.name, table.rows)]
+        return result
+
+    def slots(self, state: EmbeddingState) -> dict[str, Any]:
+        """The optimizer state of every logical table (copies), in the named tuple of its optimizer."""
+        result = {}
+        for name, stack in self._stacks.items():
+            slots = self.devices.place(state.slots[name], PartitionSpec())
+            for table in stack.layout.stack.tables:
+                if self.table_specs[table.name].storage is not None:
+                    result[table.name] = slots
+                    continue
+                rows = stack.layout.all_rows(table.name, table.rows)
+                result[table.name] = stack.layout.stack.spec.optimizer.pack_slots(tuple(slot[rows] for slot in slots))
+        return result
+
+    def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
+        """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
+
+        Raises: ValueError: a table is unknown or has another shape. NotImplementedError: it has a storage.
+        """
+        replaced = dict(state.tables)
+        for table_name, values in tables.items():
+            if table_name not in self.table_specs:
+                raise ValueError(f"unknown table {table_name!r}; the collection has {list(self.table_specs)}.")
+            spec = self.table_specs[table_name]
+            if spec.storage is not None:
+                raise NotImplementedError(
+                    f"table {table_name!r} is kept as {spec.storage}, which cannot take any rows; replace what "
+                    "state.tables holds for it."
+                )
+            shape = (spec.vocabulary_size, spec.embedding_dim)
+            if np.shape(values) != shape:
+                raise ValueError(f"table {table_name!r} has shape {shape}, the new values {np.shape(values)}.")
+            stack = self._stacks[self.plan.table(table_name)[0].name]
+            name, rows = stack.layout.stack.name, stack.layout.all_rows(table_name, spec.vocabulary_size)
+            whole = self.devices.place(replaced[name], PartitionSpec())
+            whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
+            replaced[name] = self.devices.place(whole, stack.partition)
+        return state._replace(tables=replaced)
+
+    # Forward
+
+    def prepare(self, batch: Batch) -> dict[str, Any]:
+        """Checks a batch on the host and brings it into canonical form, ready for a jitted step.
+
+        Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted. On a mesh, the canonical
+        form is one padded array `[batch, ids]` (or a pair of it and weights) split by sample; the number of ids is
+        rounded up to a power of two, so that few programs are compiled. Each process gives its own samples, equally
+        many, and gets the global batch.
+
+        Args:
+          batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is no id), nested lists,
+            or a pair `(ids, weights)`. Inside `jit` on a mesh, arrays only.
+
+        Raises: TypeError or ValueError, naming feature, sample, id, table and the way out.
+        """
+        return inputs.prepare(self.features, batch, self.devices, bounds_check=self.bounds_check)
+
+    def lookup(self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False) -> Any:
+        """Activations of every feature, float32; on a mesh, split by sample.
+
+        Args:
+          state: from `init`.
+          batch: see `prepare`.
+          return_statistics: also return `LookupStatistics`.
+
+        Returns: `{feature: [batch, dim]}`; for combiner `none` one vector per id, shaped as the ids were.
+        """
+        activations, statistics = self._lookup(state.tables, self.prepare(batch))
+        return (activations, statistics) if return_statistics else activations
+
+    def _lookup_stacks(self, tables: Any, batch: Batch) -> tuple[Activations, LookupStatistics]:
+        bags = _as_bags(batch)
+        activations: Activations = {}
+        traffic: dict[str, Traffic] = {}
+        for name, stack in self._stacks.items():
+            outputs, traffic[name] = stack.lookup(tables[name], bags)
+            for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
+                activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
+        activations = {name: activations[name] for name in self.features}
+        return activations, LookupStatistics(*self.devices.total(self._counts(bags)), traffic)
+
+    def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
+        num_ids, num_out_of_range = {}, {}
+        for name, own in bags.items():
+            used = jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1]
+            inside = (own.ids >= 0) & (own.ids < self.features[name].table_spec.vocabulary_size)
+            num_ids[name] = jnp.sum(used & inside)
+            num_out_of_range[name] = jnp.sum(used & ~inside & (own.ids != PAD_ID))
+        return num_ids, num_out_of_range
+
+    # Backward
+
+    def lookup_vjp(self, state: EmbeddingState, batch: Batch) -> tuple[Activations, Callable[[Any], RowGradients]]:
+        """Activations, and a function from their gradients to the `RowGradients` of the tables.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, rsembed as rs
+          >>> table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2)
+          >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+          >>> activations, pullback = collection.lookup_vjp(collection.init(jax.random.key(0)), {"f": [[4, 4], [7]]})
+          >>> pullback({"f": jnp.ones((2, 2))}).to_dense()["t"][4].tolist()
+          [2.0, 2.0]
+        """
+        batch = self.prepare(batch)
+
+        def pullback(d_activations: Mapping[str, Any]) -> RowGradients:
+            gradients = self._row_gradients(batch, self._d_outputs(batch, d_activations))
+            shardings = None
+            if self.devices.mesh is not None:
+                shardings = tuple(
+                    (name, *map(self.devices.sharding, stack.gradient_partitions))
+                    for name, stack in sorted(self._stacks.items())
+                )
+            num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
+            rows = {name: rows for name, (rows, _) in gradients.items()}
+            return RowGradients(rows, {name: values for name, (_, values) in gradients.items()}, num_rows, shardings)
+
+        return self.lookup(state, batch), pullback
+
+    def _row_gradients_of_stacks(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
+        bags = _as_bags(batch)
+        return {n: stack.row_gradients(bags, _of_features(stack, d_outputs)) for n, stack in self._stacks.items()}
+
+    def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
+        """One optimizer step for every row in `row_gradients`, and only for those."""
+        gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
+        tables, slots = self._apply(state.tables, state.slots, gradients, self._scalars(state))
+        return EmbeddingState(tables, slots, state.step + 1, state.key)
+
+    def _apply_stacks(self, tables: Any, slots: Any, gradients: Any, scalars: Any) -> tuple[Any, Any]:
+        tables, slots = dict(tables), dict(slots)
+        for name, stack in self._stacks.items():
+            hyper, rounding = scalars[name][0], _rounding(scalars[name][1])
+            tables[name], slots[name] = stack.apply(tables[name], slots[name], *gradients[name], hyper, rounding)
+        return tables, slots
+
+    def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, Any]) -> EmbeddingState:
+        """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
+        batch = self.prepare(batch)
+        d_outputs = self._d_outputs(batch, d_activations)
+        tables, slots = self._update(state.tables, state.slots, batch, d_outputs, self._scalars(state))
+        return EmbeddingState(tables, slots, state.step + 1, state.key)
+
+    def _update_stacks(self, tables: Any, slots: Any, batch: Batch, d_outputs: Any, scalars: Any) -> tuple[Any, Any]:
+        bags, tables, slots = _as_bags(batch), dict(tables), dict(slots)
+        for name, stack in self._stacks.items():
+            hyper, rounding = scalars[name][0], _rounding(scalars[name][1])
+            own = _of_features(stack, d_outputs)
+            tables[name], slots[name] = stack.update(tables[name], slots[name], bags, own, hyper, rounding)
+        return tables, slots
+
+    def _d_outputs(self, batch: Batch, d_activations: Mapping[str, Any]) -> dict[str, Array]:
+        inputs.check_names(self.features, d_activations, "the activation gradients")
+        bags = _as_bags(batch)
+        return {
+            name: inputs.as_d_output(feature, bags[name], d_activations[name])
+            for name, feature in self.features.items()
+        }
+
+    def _scalars(self, state: EmbeddingState) -> dict[str, tuple[Any, PRNGKeyArray | None]]:
+        """Hyperparameters and rounding key of every stack in this step."""
+        scalars = {}
+        for stack in self.plan.stacks:
+            key = None
+            if stack.tables[0].stochastic_rounding:
+                key = table_key(jax.random.fold_in(state.key, state.step), stack.name)
+            scalars[stack.name] = (stack.spec.optimizer.get_hyperparameters(state.step), key)
+        return scalars
+
+
+def _as_bags(batch: Batch) -> dict[str, Bags]:
+    return {name: as_bags(value, feature=name) for name, value in batch.items()}
+
+
+def _of_features(stack: Any, d_outputs: Mapping[str, Array]) -> list[Array]:
+    return [d_outputs[feature.name] for feature in stack.layout.stack.features]
+
+
+def _rounding(key: PRNGKeyArray | None) -> Rounding | None:
+    return None if key is None else api.stochastic_rounding(key)
+
+
+def _to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:
+    output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
+    if feature.output_shape is not None:
+        return output.reshape(-1, *feature.output_shape[1:])
+    if feature.table_spec.combiner == "none" and bags.dense_shape is not None:
+        return output.reshape(*bags.dense_shape, output.shape[1])
+    return output

@@ -1,0 +1,178 @@
+"""Batches as users have them, checked and brought into canonical form.
+
+On one device that is `Bags`. On a mesh it is a padded array `[batch, ids]` (or a pair of it and weights), because all
+devices must run the same program on equal shapes: sample `b` of `B` lies with device `b * num_devices // B`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array
+
+from rsembed.bags import PAD_ID, Bags, as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
+from rsembed.collection.devices import Devices
+from rsembed.collection.state import Batch
+from rsembed.specs import FeatureSpec
+
+
+def check_names(features: Mapping[str, FeatureSpec], given: Mapping[str, Any], what: str) -> None:
+    """Raises: ValueError: `given` does not name every feature once."""
+    missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features))
+    if missing or unknown:
+        raise ValueError(
+            f"{what} does not match the features: missing {missing}, unknown {unknown}; it needs exactly one entry "
+            f"for each of {sorted(features)}."
+        )
+
+
+def prepare(
+    features: Mapping[str, FeatureSpec], batch: Batch, devices: Devices, *, bounds_check: str
+) -> dict[str, Any]:
+    """The batch in canonical form; see `EmbeddingCollection.prepare`."""
+    check_names(features, batch, "batch")
+    bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
+    if devices.mesh is None:
+        for name, own in bags.items():
+            _check_batch_size(features[name], own, own.num_bags)
+        return {name: _as_arrays(own) for name, own in bags.items()}
+    widths = _widths(features, bags, devices)
+    return {name: _split(features[name], own, widths[name], devices) for name, own in bags.items()}
+
+
+def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
+    bags = as_bags(value, feature=feature.name)
+    check_ids_dtype(bags, feature=feature.name)
+    if not _is_unknown(bags):
+        check_values(
+            bags,
+            feature=feature.name,
+            table=feature.table_spec.name,
+            vocabulary_size=feature.table_spec.vocabulary_size,
+            allow_out_of_range=bounds_check == "ignore",
+        )
+    return bags
+
+
+def _is_unknown(bags: Bags) -> bool:
+    """Whether the values cannot be read here: inside `jit`, or because other processes hold some of them."""
+    if is_traced(bags):
+        return True
+    return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(bags))
+
+
+def _as_arrays(bags: Bags) -> Bags:
+    return dataclasses.replace(
+        bags,
+        ids=jnp.asarray(narrow_ids(bags.ids)),
+        offsets=jnp.asarray(bags.offsets).astype(jnp.int32),
+        weights=None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32),
+    )
+
+
+def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> None:
+    expected, got, unit = feature.num_samples, num_samples, "samples"
+    if feature.table_spec.combiner == "none" and feature.output_shape is not None:
+        got, unit = bags.ids.shape[0] * num_samples // max(bags.num_bags, 1), "ids"
+    if expected is not None and expected != got:
+        raise ValueError(
+            f"feature {feature.name!r}: the batch has {got} {unit}, but the spec declares {expected}; change the "
+            "batch, or leave input_shape and output_shape None to accept any."
+        )
+
+
+# On a mesh
+
+
+def _widths(features: Mapping[str, FeatureSpec], bags: Mapping[str, Bags], devices: Devices) -> dict[str, int]:
+    """Ids per sample of every feature that has no width of its own; equal in all processes."""
+    needed = np.zeros(len(bags), np.int64)
+    for k, (name, own) in enumerate(bags.items()):
+        if own.dense_shape is not None:
+            continue
+        if _is_unknown(own):
+            raise ValueError(
+                f"feature {name!r}: on a mesh, bags of any length cannot be split inside jit; bring the batch into "
+                "canonical form before, with batch = collection.prepare(batch), or pass a padded array [batch, ids]."
+            )
+        longest = int(np.diff(np.asarray(own.offsets)).max(initial=1))
+        needed[k] = 1 << (max(longest, 1) - 1).bit_length()
+    if devices.num_processes > 1:
+        needed = np.asarray(multihost_utils.process_allgather(needed)).max(axis=0)
+    return dict(zip(bags, needed.tolist(), strict=True))
+
+
+def _split(feature: FeatureSpec, bags: Bags, width: int, devices: Devices) -> Any:
+    """The padded array (and weights) of a feature, split by sample."""
+    is_local = not _is_unknown(bags)
+    num_samples = bags.num_bags * (devices.num_processes if is_local else 1)
+    _check_batch_size(feature, bags, num_samples)
+    if num_samples % devices.num_devices:
+        raise ValueError(
+            f"feature {feature.name!r}: a batch of {num_samples} samples cannot be split over {devices.num_devices} "
+            "devices; leave some samples out, or add samples without ids."
+        )
+    ids, weights = padded(bags, width)
+    arrays = (ids,) if weights is None else (ids, weights)
+    if is_local:
+        sharding = devices.sharding(devices.split)
+        arrays = tuple(jax.make_array_from_process_local_data(sharding, np.asarray(array)) for array in arrays)
+    return arrays[0] if weights is None else arrays
+
+
+def padded(bags: Bags, width: int) -> tuple[Any, Any]:
+    """Ids `[bags, width]` (or of the shape they had) filled up with `-1`, and weights filled up with 0."""
+    ids = narrow_ids(bags.ids)
+    weights = None if bags.weights is None else bags.weights.astype(np.float32)
+    if bags.dense_shape is not None:
+        return ids.reshape(bags.dense_shape), None if weights is None else weights.reshape(bags.dense_shape)
+    offsets = np.asarray(bags.offsets)
+    lengths = np.diff(offsets)
+    if lengths.max(initial=0) > width:
+        raise ValueError(f"bags hold up to {int(lengths.max())} ids, which is more than {width}.")
+    is_used = np.arange(width)[None, :] < lengths[:, None]
+    shape, used = is_used.shape, offsets[-1]
+    dense_ids = np.full(shape, PAD_ID, np.int32)
+    dense_ids[is_used] = np.asarray(ids)[:used]
+    if weights is None:
+        return dense_ids, None
+    dense_weights = np.zeros(shape, np.float32)
+    dense_weights[is_used] = np.asarray(weights)[:used]
+    return dense_ids, dense_weights
+
+
+def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -> None:
+    """Raises: ValueError: activations of a declared shape cannot be split by sample."""
+    for name, feature in features.items():
+        if feature.output_shape is not None and feature.output_shape[0] % devices.num_devices:
+            raise ValueError(
+                f"feature {name!r}: the first axis of output_shape {feature.output_shape} cannot be split over "
+                f"{devices.num_devices} devices; leave it None, or change its first size."
+            )
+
+
+# Gradients
+
+
+def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: Any) -> Array:
+    """The gradient of a feature's activations as one float32 row `[outputs, dim]` per output of its kernel call.
+
+    Raises: ValueError: it has another shape than the activations.
+    """
+    gradient = jnp.asarray(d_activation).astype(jnp.float32)
+    columns = feature.output_dim
+    num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags
+    if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != num_outputs * columns:
+        raise ValueError(
+            f"feature {feature.name!r}: the activation gradient has shape {gradient.shape}, but the activations hold "
+            f"{num_outputs} vectors of {columns}."
+        )
+    gradient = gradient.reshape(num_outputs, columns)
+    missing = feature.table_spec.embedding_dim - columns
+    return jnp.pad(gradient, ((0, 0), (0, missing))) if missing else gradient

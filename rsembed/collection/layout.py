@@ -1,0 +1,130 @@
+"""Where the rows of every table of a stack lie: the only thing that sharding rows changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from rsembed.bags import Bags
+from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.specs import MAX_ROWS
+from rsembed.stacking import StackPlan
+
+
+class Place(NamedTuple):
+    """Where the ids of a table start: with shard `owner`, `first` rows into the shards over which it is spread."""
+
+    owner: int
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """The rows of a stack in one array `[num_shards * rows_per_shard, dim]`, shard after shard.
+
+    Id `i` of a table is row `(first + i) // spread` of shard `owner + (first + i) % spread`. Spread over one shard,
+    tables lie whole; spread over all, neighbouring ids have different owners.
+    """
+
+    stack: StackPlan
+    num_shards: int
+    rows_per_shard: int
+    spread: int
+    places: tuple[Place, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_rows > MAX_ROWS:
+            raise ValueError(
+                f"stack {self.stack.name!r} would have {self.num_rows} rows on {self.num_shards} devices, above "
+                f"{MAX_ROWS}; give its tables another placement, or different optimizers' specs."
+            )
+
+    @staticmethod
+    def whole(stack: StackPlan) -> RowLayout:
+        """All rows in one shard."""
+        return RowLayout.row_wise(stack, 1)
+
+    @staticmethod
+    def row_wise(stack: StackPlan, num_shards: int) -> RowLayout:
+        """Neighbouring rows with different owners, so that frequent ids spread evenly."""
+        places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
+        return RowLayout(stack, num_shards, -(-stack.spec.stack_vocab_size // num_shards), num_shards, places)
+
+    @staticmethod
+    def table_wise(stack: StackPlan, num_shards: int, load: list[int]) -> RowLayout:
+        """Each table whole with one owner: the largest first, to whoever has least.
+
+        Args:
+          stack: its tables are distributed.
+          num_shards: how many devices there are.
+          load: bytes that each device has from other stacks; what this stack brings is added.
+        """
+        used = [0] * num_shards
+        places: dict[str, Place] = {}
+        for table in sorted(stack.tables, key=lambda table: -table.rows):
+            owner = min(range(num_shards), key=lambda d: (used[d], load[d]))
+            places[table.name] = Place(owner, used[owner])
+            used[owner] += table.rows
+        row_bytes = (stack.table_bytes + stack.slot_bytes) // stack.spec.stack_vocab_size
+        load[:] = [before + rows * row_bytes for before, rows in zip(load, used, strict=True)]
+        return RowLayout(stack, num_shards, max(used), 1, tuple(places[table.name] for table in stack.tables))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole array, padding included."""
+        return self.num_shards * self.rows_per_shard
+
+    def place(self, table_name: str) -> Place:
+        """Where a table starts."""
+        return dict(zip((table.name for table in self.stack.tables), self.places, strict=True))[table_name]
+
+    def rows(self, table_name: str, ids: Any) -> Any:
+        """Row of each id in the array; ids must lie inside the table."""
+        owner, first = self.place(table_name)
+        owner, local = owner + (first + ids) % self.spread, (first + ids) // self.spread
+        return owner * self.rows_per_shard + local
+
+    def ids(self, place: Any, shard: Any, local: Any) -> Any:
+        """The inverse: which id of a table stands in a row of a shard; outside the table where it is none of it."""
+        owner, first = place
+        phase = shard - owner
+        return jnp.where((phase >= 0) & (phase < self.spread), local * self.spread + phase - first, -1)
+
+    def first_row(self, place: Any, shard: Any) -> Any:
+        """The first row of a shard that may belong to a table."""
+        owner, first = place
+        return jnp.where(self.spread > 1, -((shard - owner - first) // self.spread), first)
+
+    def all_rows(self, table_name: str, vocabulary_size: int) -> slice | Int[np.ndarray, " vocab"]:
+        """Index of a whole table in the array."""
+        if self.spread > 1:
+            return self.rows(table_name, np.arange(vocabulary_size))
+        first = self.rows(table_name, 0)
+        return slice(first, first + vocabulary_size)
+
+    def stacked_rows(self, shard: Any, local: Int[Array, " capacity"]) -> Int[Array, " capacity"]:
+        """Number of a shard's rows in the unsharded stack, which does not depend on the number of devices."""
+        result = jnp.full(local.shape, NO_ROW, jnp.int32)
+        for table, place in zip(self.stack.tables, self.places, strict=True):
+            ids = self.ids(place, shard, local)
+            is_inside = (local != NO_ROW) & (ids >= 0) & (ids < table.rows)
+            result = jnp.where(is_inside, ids + table.setting.row_offset_in_shard, result)
+        return result
+
+    def segments(self, bags: Mapping[str, Bags]) -> list[Segment]:
+        """Ids of the stack's features as rows of the array; ids outside their table become `NO_ROW`."""
+        sizes = {table.name: table.rows for table in self.stack.tables}
+        segments = []
+        for feature in self.stack.features:
+            own = bags[feature.name]
+            is_valid = (own.ids >= 0) & (own.ids < sizes[feature.table_name])
+            rows = jnp.where(is_valid, self.rows(feature.table_name, jnp.where(is_valid, own.ids, 0)), NO_ROW)
+            offsets = None if feature.combiner == "none" else jnp.asarray(own.offsets)
+            weights = None if own.weights is None else jnp.asarray(own.weights)
+            segments.append(Segment(rows, offsets, weights, feature.combiner))
+        return segments

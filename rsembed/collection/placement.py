@@ -1,0 +1,84 @@
+"""Which table lies where: placements become stacks, and stacks the objects that do their work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rsembed.collection.devices import Devices
+from rsembed.collection.layout import RowLayout
+from rsembed.collection.row_shards import RowShards
+from rsembed.collection.stored_table import StoredTable
+from rsembed.collection.whole_rows import WholeRows
+from rsembed.specs import TableSpec, tables_of
+from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
+
+Placement = Literal["row", "table", "column", "replicated"]
+PLACEMENTS: tuple[Placement, ...] = ("row", "table", "column", "replicated")
+Stack = WholeRows | RowShards | StoredTable
+
+
+def placement_of_tables(
+    tables: Mapping[str, TableSpec], devices: Devices, placement: str | Mapping[str, str] | None
+) -> dict[str, str]:
+    """The placement of every table; a table with a storage is always replicated.
+
+    Raises: ValueError: a placement or table is unknown, a storage is to be split, or there is no mesh.
+    """
+    if placement is not None and devices.mesh is None:
+        raise ValueError(f"placement={placement!r} needs a mesh; pass mesh=jax.make_mesh(...).")
+    given = dict.fromkeys(tables, placement or "row") if not isinstance(placement, Mapping) else dict(placement)
+    unknown = sorted(set(given) - set(tables))
+    if unknown:
+        raise ValueError(f"placement names unknown tables {unknown}; the collection has {sorted(tables)}.")
+    for name, kind in given.items():
+        if kind not in PLACEMENTS:
+            raise ValueError(f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}.")
+        if isinstance(placement, Mapping) and tables[name].storage is not None and kind != "replicated":
+            raise ValueError(
+                f"table {name!r} is kept as {tables[name].storage}, which cannot be placed {kind!r}; every device has "
+                "a copy: leave it out of placement."
+            )
+    return {
+        name: "replicated" if table.storage is not None or devices.mesh is None else given.get(name, "row")
+        for name, table in tables.items()
+    }
+
+
+def plan_placed(features: Any, placements: Mapping[str, str]) -> StackingPlan:
+    """Stacks of tables that can share one and have the same placement."""
+    groups: dict[Any, list[str]] = {}
+    for number, group in enumerate(group_tables(features, num_shards=1, pad=False)):
+        for name in group:
+            groups.setdefault((number, placements[name]), []).append(name)
+    return plan_stacking(features, groups=list(groups.values()), pad=False)
+
+
+def make_stacks(
+    plan: StackingPlan,
+    features: Any,
+    placements: Mapping[str, str],
+    devices: Devices,
+    *,
+    exchange_capacity: int | None,
+    is_reproducible: bool,
+    implementation: str | None,
+) -> dict[str, Stack]:
+    """What does the work of every stack, by name."""
+    tables, load = tables_of(features), [0] * devices.num_devices
+
+    def make(stack: StackPlan) -> Stack:
+        table = tables[stack.tables[0].name]
+        placement, whole = placements[table.name], RowLayout.whole(stack)
+        if table.storage is not None:
+            return StoredTable(whole, devices, table, table.storage, implementation)
+        if placement in ("column", "replicated"):
+            return WholeRows(whole, devices, placement == "column", implementation)
+        layout = (
+            RowLayout.table_wise(stack, devices.num_devices, load)
+            if placement == "table"
+            else RowLayout.row_wise(stack, devices.num_devices)
+        )
+        return RowShards(layout, devices, exchange_capacity, is_reproducible, implementation)
+
+    return {stack.name: make(stack) for stack in plan.stacks}

@@ -1,0 +1,61 @@
+"""What a collection keeps, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+Activations = dict[str, Float[Array, "..."]]
+Batch = Mapping[str, Any]
+
+
+class EmbeddingState(NamedTuple):
+    """Everything that training changes; donate it to your step.
+
+    Args:
+      tables: one array `[rows, dim]` per stack, or what its table's storage keeps instead. On a mesh, rows lie shard
+        after shard; `EmbeddingCollection.tables` brings them into logical order.
+      slots: optimizer state beside each table.
+      step: number of updates so far.
+      key: randomness of stochastic rounding; unused otherwise.
+    """
+
+    tables: dict[str, Any]
+    slots: dict[str, Any]
+    step: Int[Array, ""]
+    key: PRNGKeyArray
+
+
+class Traffic(NamedTuple):
+    """What a lookup of one stack sent to other devices.
+
+    Args:
+      num_rounds: rounds of `all_to_all`; 0 where nothing is asked.
+      num_bytes: bytes that every device sent, padding included.
+    """
+
+    num_rounds: Int[Array, ""]
+    num_bytes: Float[Array, ""]
+
+    @staticmethod
+    def of(num_rounds: int | Int[Array, ""], bytes_per_round: int) -> Traffic:
+        """Equal rounds. Bytes are floats, since int32 ends at 2 GiB."""
+        rounds = jnp.asarray(num_rounds, jnp.int32)
+        return Traffic(rounds, rounds.astype(jnp.float32) * bytes_per_round)
+
+
+class LookupStatistics(NamedTuple):
+    """What a lookup did, over the global batch.
+
+    Args:
+      num_ids: ids that contributed, per feature.
+      num_out_of_range: ids outside their table, which contributed nothing, per feature.
+      traffic: per stack.
+    """
+
+    num_ids: dict[str, Int[Array, ""]]
+    num_out_of_range: dict[str, Int[Array, ""]]
+    traffic: dict[str, Traffic]

@@ -1,0 +1,45 @@
+"""Gradients of a model that reads a collection: dense ones for its parameters, sparse ones for the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from rsembed.collection.embeddings import EmbeddingCollection
+from rsembed.collection.state import Batch, EmbeddingState
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = True
+) -> Callable[..., Any]:
+    """Value and gradients of a loss, with sparse gradients for the tables.
+
+    Args:
+      loss_fn: `loss_fn(params, activations, *args)` returns `(loss, aux)`, or only the loss with `has_aux=False`.
+      collection: looks up `activations`.
+      has_aux: as in `jax.value_and_grad`.
+
+    Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, rsembed as rs
+      >>> table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2)
+      >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+      >>> state = collection.init(jax.random.key(0))
+      >>> def loss_fn(params, activations):
+      ...     return jnp.sum(params * activations["f"])
+      >>> step = value_and_grad(loss_fn, collection, has_aux=False)
+      >>> loss, (dense_grads, row_gradients) = step(jnp.ones(()), state, {"f": [[4], [7]]})
+      >>> state = collection.apply(state, row_gradients)
+    """
+
+    def with_gradients(params: Any, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
+        activations, pullback = collection.lookup_vjp(state, batch)
+        value, (d_params, d_activations) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=has_aux)(
+            params, activations, *args
+        )
+        return value, (d_params, pullback(d_activations))
+
+    return with_gradients
