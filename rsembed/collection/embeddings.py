@@ -8,17 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.bags import PAD_ID, Bags, as_bags
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
-from rsembed.collection.state import Activations, Batch, EmbeddingState, LookupStatistics, Traffic
+from rsembed.collection.state import Activations, Batch, EmbeddingState, LookupStatistics, Step, Traffic
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
-from rsembed.kernels.reference import Rounding
 from rsembed.row_gradients import RowGradients
 from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
@@ -225,7 +224,8 @@ class EmbeddingCollection:
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
         activations = {name: activations[name] for name in self.features}
-        return activations, LookupStatistics(*self.devices.total(self._counts(bags)), traffic)
+        num_ids, num_out_of_range = self.devices.total(self._counts(bags))
+        return activations, LookupStatistics(num_ids, num_out_of_range, traffic)
 
     def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
         num_ids, num_out_of_range = {}, {}
@@ -253,17 +253,18 @@ class EmbeddingCollection:
 
         def pullback(d_activations: Mapping[str, Any]) -> RowGradients:
             gradients = self._row_gradients(batch, self._d_outputs(batch, d_activations))
-            shardings = None
-            if self.devices.mesh is not None:
-                shardings = tuple(
-                    (name, *map(self.devices.sharding, stack.gradient_partitions))
-                    for name, stack in sorted(self._stacks.items())
-                )
+            rows, values = ({name: pair[k] for name, pair in gradients.items()} for k in (0, 1))
             num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
-            rows = {name: rows for name, (rows, _) in gradients.items()}
-            return RowGradients(rows, {name: values for name, (_, values) in gradients.items()}, num_rows, shardings)
+            return RowGradients(rows, values, num_rows, self._gradient_shardings())
 
         return self.lookup(state, batch), pullback
+
+    def _gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
+        if self.devices.mesh is None:
+            return None
+        partitions = sorted((name, *stack.gradient_partitions) for name, stack in self._stacks.items())
+        sharding = self.devices.sharding
+        return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
 
     def _row_gradients_of_stacks(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         bags = _as_bags(batch)
@@ -272,29 +273,28 @@ class EmbeddingCollection:
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """One optimizer step for every row in `row_gradients`, and only for those."""
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
-        tables, slots = self._apply(state.tables, state.slots, gradients, self._scalars(state))
+        tables, slots = self._apply(state.tables, state.slots, gradients, self._steps(state))
         return EmbeddingState(tables, slots, state.step + 1, state.key)
 
-    def _apply_stacks(self, tables: Any, slots: Any, gradients: Any, scalars: Any) -> tuple[Any, Any]:
+    def _apply_stacks(self, tables: Any, slots: Any, gradients: Any, steps: Any) -> tuple[Any, Any]:
         tables, slots = dict(tables), dict(slots)
         for name, stack in self._stacks.items():
-            hyper, rounding = scalars[name][0], _rounding(scalars[name][1])
-            tables[name], slots[name] = stack.apply(tables[name], slots[name], *gradients[name], hyper, rounding)
+            rows, values = gradients[name]
+            tables[name], slots[name] = stack.apply(tables[name], slots[name], rows, values, steps[name])
         return tables, slots
 
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, Any]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
         batch = self.prepare(batch)
         d_outputs = self._d_outputs(batch, d_activations)
-        tables, slots = self._update(state.tables, state.slots, batch, d_outputs, self._scalars(state))
+        tables, slots = self._update(state.tables, state.slots, batch, d_outputs, self._steps(state))
         return EmbeddingState(tables, slots, state.step + 1, state.key)
 
-    def _update_stacks(self, tables: Any, slots: Any, batch: Batch, d_outputs: Any, scalars: Any) -> tuple[Any, Any]:
+    def _update_stacks(self, tables: Any, slots: Any, batch: Batch, d_outputs: Any, steps: Any) -> tuple[Any, Any]:
         bags, tables, slots = _as_bags(batch), dict(tables), dict(slots)
         for name, stack in self._stacks.items():
-            hyper, rounding = scalars[name][0], _rounding(scalars[name][1])
             own = _of_features(stack, d_outputs)
-            tables[name], slots[name] = stack.update(tables[name], slots[name], bags, own, hyper, rounding)
+            tables[name], slots[name] = stack.update(tables[name], slots[name], bags, own, steps[name])
         return tables, slots
 
     def _d_outputs(self, batch: Batch, d_activations: Mapping[str, Any]) -> dict[str, Array]:
@@ -305,15 +305,14 @@ class EmbeddingCollection:
             for name, feature in self.features.items()
         }
 
-    def _scalars(self, state: EmbeddingState) -> dict[str, tuple[Any, PRNGKeyArray | None]]:
-        """Hyperparameters and rounding key of every stack in this step."""
-        scalars = {}
+    def _steps(self, state: EmbeddingState) -> dict[str, Step]:
+        steps = {}
         for stack in self.plan.stacks:
             key = None
             if stack.tables[0].stochastic_rounding:
                 key = table_key(jax.random.fold_in(state.key, state.step), stack.name)
-            scalars[stack.name] = (stack.spec.optimizer.get_hyperparameters(state.step), key)
-        return scalars
+            steps[stack.name] = Step(stack.spec.optimizer.get_hyperparameters(state.step), key)
+        return steps
 
 
 def _as_bags(batch: Batch) -> dict[str, Bags]:
@@ -322,10 +321,6 @@ def _as_bags(batch: Batch) -> dict[str, Bags]:
 
 def _of_features(stack: Any, d_outputs: Mapping[str, Array]) -> list[Array]:
     return [d_outputs[feature.name] for feature in stack.layout.stack.features]
-
-
-def _rounding(key: PRNGKeyArray | None) -> Rounding | None:
-    return None if key is None else api.stochastic_rounding(key)
 
 
 def _to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:

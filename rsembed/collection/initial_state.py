@@ -43,35 +43,45 @@ def initial_shard(
     dtypes = [(one_row.shape, jnp.dtype(stack.dtype))]
     dtypes += [(slot.shape, slot.dtype) for slot in jax.eval_shape(optimizer.init_slots, one_row)]
     # Rows that no table uses are zeros; where there are none, nothing is written twice.
-    fill = None if layout.num_rows == stack.spec.stack_vocab_size else 0.0
+    padding = None if layout.num_rows == stack.spec.stack_vocab_size else 0.0
     arrays = tuple(
-        api.allocate((layout.rows_per_shard, *shape[1:]), dtype, fill, implementation=implementation)
+        api.allocate((layout.rows_per_shard, *shape[1:]), dtype, padding, implementation=implementation)
         for shape, dtype in dtypes
     )
     groups: dict[object, list[int]] = {}  # tables of equal size and initializer: one compiled loop fills them all
     for position, table in enumerate(stack.tables):
         groups.setdefault((specs[table.name].initializer, table.rows), []).append(position)
     for positions in groups.values():
-        spec = specs[stack.tables[positions[0]].name]
-        keys = jnp.stack([table_key(key, stack.tables[p].name) for p in positions])
-        places = jnp.asarray([layout.places[p] for p in positions], jnp.int32)
-        rows_of_table = -(-spec.vocabulary_size // layout.spread)
-        block = min(rows_of_table, max(1, INIT_BLOCK_VALUES // spec.embedding_dim))
-        num_blocks = -(-rows_of_table // block)
-
-        def fill_block(
-            i: Array, arrays: tuple[Array, ...], spec=spec, keys=keys, places=places, block=block, num_blocks=num_blocks
-        ) -> tuple[Array, ...]:
-            table = i // num_blocks
-            local = (
-                layout.first_row(places[table], shard) + (i % num_blocks) * block + jnp.arange(block, dtype=jnp.int32)
-            )
-            ids = layout.ids(places[table], shard, local)
-            is_inside = (ids >= 0) & (ids < spec.vocabulary_size)
-            values = initial_rows(keys[table], spec, jnp.where(is_inside, ids, 0))
-            values = jax.lax.dynamic_slice_in_dim(values, *columns, axis=1)
-            parts = (values, *optimizer.init_slots(values))
-            return api.scatter_rows(arrays, jnp.where(is_inside, local, NO_ROW), parts, implementation=implementation)
-
-        arrays = jax.lax.fori_loop(0, num_blocks * len(positions), fill_block, arrays)
+        arrays = _fill_tables(layout, specs, positions, key, shard, columns, arrays, implementation)
     return arrays[0], arrays[1:]
+
+
+def _fill_tables(
+    layout: RowLayout,
+    specs: Mapping[str, TableSpec],
+    positions: list[int],
+    key: PRNGKeyArray,
+    shard: Array,
+    columns: tuple[Array, int],
+    arrays: tuple[Array, ...],
+    implementation: str | None,
+) -> tuple[Array, ...]:
+    names = [layout.stack.tables[p].name for p in positions]
+    spec, keys = specs[names[0]], jnp.stack([table_key(key, name) for name in names])
+    places = jnp.asarray([layout.places[p] for p in positions], jnp.int32)
+    rows_of_table = -(-spec.vocabulary_size // layout.spread)
+    block = min(rows_of_table, max(1, INIT_BLOCK_VALUES // spec.embedding_dim))
+    num_blocks = -(-rows_of_table // block)
+
+    def fill_block(i: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        table = i // num_blocks
+        first = layout.first_row(places[table], shard) + (i % num_blocks) * block
+        local = first + jnp.arange(block, dtype=jnp.int32)
+        ids = layout.ids(places[table], shard, local)
+        is_inside = (ids >= 0) & (ids < spec.vocabulary_size)
+        values = initial_rows(keys[table], spec, jnp.where(is_inside, ids, 0))
+        values = jax.lax.dynamic_slice_in_dim(values, *columns, axis=1)
+        parts = (values, *spec.optimizer.init_slots(values))
+        return api.scatter_rows(arrays, jnp.where(is_inside, local, NO_ROW), parts, implementation=implementation)
+
+    return jax.lax.fori_loop(0, num_blocks * len(positions), fill_block, arrays)

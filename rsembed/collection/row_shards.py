@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
@@ -14,11 +15,11 @@ from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.initial_state import initial_shard
 from rsembed.collection.layout import RowLayout
-from rsembed.collection.state import Traffic
+from rsembed.collection.state import Step, Traffic
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.kernels.reference import Rounding
-from rsembed.optimizers import Hyperparameters, Slots
+from rsembed.optimizers import Slots
 from rsembed.parallel import Wanted, ask, default_capacity, distinct
 from rsembed.specs import TableSpec
 
@@ -140,9 +141,7 @@ class RowShards:
         _, rows, gradients = self._send_gradients(collect, nothing, bags, d_outputs)
         return rows, gradients
 
-    def apply(
-        self, table: Array, slots: Slots, rows: Array, values: Array, hyper: Hyperparameters, rounding: Rounding | None
-    ) -> tuple[Array, Slots]:
+    def apply(self, table: Array, slots: Slots, rows: Array, values: Array, step: Step) -> tuple[Array, Slots]:
         """One step of distinct rows that this device owns."""
         local = rows - self.devices.index() * self.layout.rows_per_shard
         is_own = (rows != NO_ROW) & (local >= 0) & (local < self.layout.rows_per_shard)
@@ -151,41 +150,39 @@ class RowShards:
             slots,
             jnp.where(is_own, local, NO_ROW),
             values,
-            hyper,
+            step.hyper,
             self.layout.stack.spec.optimizer,
-            rounding=self._for_own_rows(rounding),
+            rounding=self._rounding(step),
             implementation=self.implementation,
         )
 
     def update(
-        self,
-        table: Array,
-        slots: Slots,
-        bags: Mapping[str, Bags],
-        d_outputs: Sequence[Array],
-        hyper: Hyperparameters,
-        rounding: Rounding | None,
+        self, table: Array, slots: Slots, bags: Mapping[str, Bags], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Array, Slots]:
         """Owners step their rows as gradients arrive."""
 
-        def step(state: Any, segments: Sequence[Segment], gradients: Sequence[Array]) -> Any:
+        def step_rows(state: Any, segments: Sequence[Segment], gradients: Sequence[Array]) -> Any:
+            table, slots = state
             return api.update(
-                *state,
+                table,
+                slots,
                 segments,
                 gradients,
-                hyper,
+                step.hyper,
                 self.layout.stack.spec.optimizer,
-                rounding=self._for_own_rows(rounding),
+                rounding=self._rounding(step),
                 implementation=self.implementation,
             )
 
-        return self._send_gradients(step, (table, slots), bags, d_outputs)
+        return self._send_gradients(step_rows, (table, slots), bags, d_outputs)
 
-    def _for_own_rows(self, rounding: Rounding | None) -> Rounding | None:
+    def _rounding(self, step: Step) -> Rounding | None:
         """Rounding that draws the same numbers for a row, whoever owns it."""
+        rounding = step.rounding
         if rounding is None:
             return None
-        return lambda values, dtype, rows: rounding(values, dtype, self.layout.stacked_rows(self.devices.index(), rows))
+        shard = self.devices.index()
+        return lambda values, dtype, rows: rounding(values, dtype, self.layout.stacked_rows(shard, rows))
 
 
 def _read_from(entry_of: Array, segments: Sequence[Segment]) -> list[Segment]:
@@ -200,11 +197,11 @@ def _read_from(entry_of: Array, segments: Sequence[Segment]) -> list[Segment]:
 
 def _occurrence_numbers(layout: RowLayout, bags: Mapping[str, Bags]) -> Int[Array, " nnz"]:
     """Number of every occurrence on this device, sample by sample: as the global batch counts them."""
-    own = [bags[feature.name] for feature in layout.stack.features]
-    widths = [b.ids.shape[0] // max(b.num_bags, 1) for b in own]
-    numbers = []
-    for k, (b, width) in enumerate(zip(own, widths, strict=True)):
-        places = jnp.arange(b.num_bags * width, dtype=jnp.int32).reshape(b.num_bags, width)
-        sample, position = places // max(width, 1), places % max(width, 1)
-        numbers.append((sample * sum(widths) + sum(widths[:k]) + position).reshape(-1))
-    return jnp.concatenate(numbers)
+    names = [feature.name for feature in layout.stack.features]
+    num_samples = bags[names[0]].num_bags
+    if any(bags[name].num_bags != num_samples for name in names):
+        raise ValueError(f"reproducible= needs equally many samples of features {names}, which share their tables.")
+    widths = [bags[name].ids.shape[0] // max(num_samples, 1) for name in names]
+    first = jnp.arange(num_samples, dtype=jnp.int32)[:, None] * sum(widths)
+    positions = np.split(np.arange(sum(widths), dtype=np.int32), np.cumsum(widths)[:-1])
+    return jnp.concatenate([(first + own[None, :]).reshape(-1) for own in positions])

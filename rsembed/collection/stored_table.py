@@ -13,12 +13,10 @@ from jaxtyping import Array, PRNGKeyArray
 from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.layout import RowLayout
-from rsembed.collection.state import Traffic
+from rsembed.collection.state import Step, Traffic
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
-from rsembed.kernels.reference import Rounding
-from rsembed.optimizers import Hyperparameters
 from rsembed.specs import TableSpec
 
 
@@ -70,21 +68,12 @@ class StoredTable:
         d_outputs = [self.devices.gather(d_output) for d_output in d_outputs]
         return api.row_gradients(self.table.vocabulary_size, segments, d_outputs, implementation=self.implementation)
 
-    def apply(
-        self, params: Any, slots: Any, rows: Array, values: Array, hyper: Hyperparameters, rounding: Rounding | None
-    ) -> tuple[Any, Any]:
+    def apply(self, params: Any, slots: Any, rows: Array, values: Array, step: Step) -> tuple[Any, Any]:
         """One step with the gradients of distinct rows."""
-        del rounding  # storages round as they like
-        return self.storage.step(params, slots, rows, values, hyper, self.table)
+        return self.storage.step(params, slots, rows, values, step.hyper, self.table)
 
     def update(
-        self,
-        params: Any,
-        slots: Any,
-        bags: Mapping[str, Bags],
-        d_outputs: Sequence[Array],
-        hyper: Hyperparameters,
-        rounding: Rounding | None,
+        self, params: Any, slots: Any, bags: Mapping[str, Bags], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
         """Row gradients, then the step."""
-        return self.apply(params, slots, *self.row_gradients(bags, d_outputs), hyper, rounding)
+        return self.apply(params, slots, *self.row_gradients(bags, d_outputs), step)

@@ -13,11 +13,10 @@ from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.initial_state import initial_shard
 from rsembed.collection.layout import RowLayout
-from rsembed.collection.state import Traffic
+from rsembed.collection.state import Step, Traffic
 from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
-from rsembed.kernels.reference import Rounding
-from rsembed.optimizers import Hyperparameters, Slots
+from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 
 
@@ -64,8 +63,9 @@ class WholeRows:
         num_parts = self.devices.num_devices if self.splits_columns else 1
         width = self.layout.stack.spec.stack_embedding_dim // num_parts
         first, zero = self.devices.index() * (width if num_parts > 1 else 0), jnp.zeros((), jnp.int32)
-        options = {"shard": zero, "columns": (first, width), "implementation": self.implementation}
-        return initial_shard(self.layout, specs, key, **options)
+        return initial_shard(
+            self.layout, specs, key, shard=zero, columns=(first, width), implementation=self.implementation
+        )
 
     def dense(self, table: Array) -> Array:
         """The table as an array of rows."""
@@ -94,23 +94,29 @@ class WholeRows:
         segments, d_outputs = self._global_batch(bags, d_outputs)
         return api.row_gradients(self.layout.num_rows, segments, d_outputs, implementation=self.implementation)
 
-    def apply(
-        self, table: Array, slots: Slots, rows: Array, values: Array, hyper: Hyperparameters, rounding: Rounding | None
-    ) -> tuple[Array, Slots]:
+    def apply(self, table: Array, slots: Slots, rows: Array, values: Array, step: Step) -> tuple[Array, Slots]:
         """One step of distinct rows."""
-        rule, options = self.layout.stack.spec.optimizer, {"rounding": rounding, "implementation": self.implementation}
-        return api.apply_rows(table, slots, rows, values, hyper, rule, **options)
+        return api.apply_rows(
+            table,
+            slots,
+            rows,
+            values,
+            step.hyper,
+            self.layout.stack.spec.optimizer,
+            rounding=step.rounding,
+            implementation=self.implementation,
+        )
 
     def update(
-        self,
-        table: Array,
-        slots: Slots,
-        bags: Mapping[str, Bags],
-        d_outputs: Sequence[Array],
-        hyper: Hyperparameters,
-        rounding: Rounding | None,
+        self, table: Array, slots: Slots, bags: Mapping[str, Bags], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Array, Slots]:
         """Row gradients and step in one kernel."""
-        segments, d_outputs = self._global_batch(bags, d_outputs)
-        rule, options = self.layout.stack.spec.optimizer, {"rounding": rounding, "implementation": self.implementation}
-        return api.update(table, slots, segments, d_outputs, hyper, rule, **options)
+        return api.update(
+            table,
+            slots,
+            *self._global_batch(bags, d_outputs),
+            step.hyper,
+            self.layout.stack.spec.optimizer,
+            rounding=step.rounding,
+            implementation=self.implementation,
+        )
