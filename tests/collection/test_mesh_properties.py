@@ -1,0 +1,202 @@
+"""What a mesh promises beside its numbers: equal bits, bytes that travel, arrays stepped in place, clear refusals."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import rsembed as rs
+
+BATCH, DIM = 16, 8
+ROWS = {"t": 21, "u": 5}
+
+
+def mesh_of(num_devices):
+    return Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
+
+
+def features_of(combiner="mean", **changes):
+    changes = {"optimizer": rs.AdagradOptimizerSpec(0.1), "initializer": jax.nn.initializers.ones, **changes}
+    t, u = (
+        rs.TableSpec(name=name, vocabulary_size=rows, embedding_dim=DIM, combiner=combiner, **changes)
+        for name, rows in ROWS.items()
+    )
+    return [rs.FeatureSpec(name=name, table_spec=table) for name, table in (("a", t), ("b", t), ("c", u))]
+
+
+def some_batch(seed=0):
+    rng = np.random.default_rng(seed)
+    a, b, c = (rng.integers(-1, rows, (BATCH, width)) for rows, width in ((21, 5), (4, 3), (5, 1)))
+    return {"a": (a, rng.random(a.shape, np.float32)), "b": b, "c": c}
+
+
+def targets(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(BATCH, DIM)).astype(np.float32) for name in "abc"}
+
+
+def assert_equal_bits(one, two):
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def trained(collection):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch, wanted):
+        activations = collection.lookup(state, batch)
+        return collection.update(state, batch, jax.tree.map(lambda x, y: jnp.sin(x) * y, activations, wanted))
+
+    state = collection.init(jax.random.key(0))
+    for seed in range(3):
+        state = jax.block_until_ready(step(state, collection.prepare(some_batch(seed)), targets(seed)))
+    return jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state)))
+
+
+def test_tables_have_equal_bits_on_any_number_of_devices_if_asked():
+    alone = trained(rs.EmbeddingCollection(features_of(), reproducible="world_size"))
+    assert not np.array_equal(alone[0]["t"], np.ones((21, DIM)))
+    for num_devices in (2, 4, 8):
+        mesh = mesh_of(num_devices)
+        assert_equal_bits(alone, trained(rs.EmbeddingCollection(features_of(), mesh=mesh, reproducible="world_size")))
+    # Without being asked, sums are made where the ids are, and the test above could fail.
+    usual = trained(rs.EmbeddingCollection(features_of(), mesh=mesh_of(8)))
+    assert not np.array_equal(alone[0]["t"], usual[0]["t"])
+    np.testing.assert_allclose(alone[0]["t"], usual[0]["t"], rtol=1e-5, atol=1e-6)
+
+
+def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
+    options = {"dtype": "bfloat16", "stochastic_rounding": True, "combiner": "sum"}
+    one = rs.EmbeddingCollection(features_of(**options))
+    many = rs.EmbeddingCollection(features_of(**options), mesh=mesh_of(4))
+    batch = {"a": np.arange(16), "b": np.full(16, -1), "c": np.r_[np.arange(5), np.full(11, -1)]}  # no row twice
+    results = []
+    for collection in (one, many):
+        state = collection.init(jax.random.key(0))
+        state = jax.jit(collection.update)(state, collection.prepare(batch), targets())
+        results.append(jax.tree.map(lambda x: np.asarray(x, np.float32), collection.tables(state)))
+    assert_equal_bits(*results)
+
+
+def test_initial_values_do_not_depend_on_the_mesh():
+    features = features_of(initializer=jax.nn.initializers.normal(1.0))
+    one = rs.EmbeddingCollection(features)
+    expected = one.tables(one.init(jax.random.key(7)))
+    for placement in ("row", "table", "column"):
+        collection = rs.EmbeddingCollection(features, mesh=mesh_of(4), placement=placement)
+        state = collection.init(jax.random.key(7))
+        assert_equal_bits(collection.tables(state), expected)
+        shard_sizes = {shard.data.size for array in state.tables.values() for shard in array.addressable_shards}
+        assert max(shard_sizes) <= (21 if placement == "table" else 7) * DIM
+
+
+def test_accumulation_and_clipping_inside_a_scan_equal_one_device():
+    def train(collection, state, batches, wanted):
+        """Row gradients of two micro-batches make one step."""
+
+        def body(state, inputs):
+            def micro(_, inputs):
+                return None, collection.lookup_vjp(state, inputs[0])[1](inputs[1])
+
+            row_gradients = rs.combine(jax.lax.scan(micro, None, inputs)[1])
+            return collection.apply(state, rs.clip_by_global_norm(row_gradients, 1.5)), rs.global_norm(row_gradients)
+
+        return jax.lax.scan(body, state, (batches, wanted))
+
+    stack = functools.partial(jax.tree.map, lambda *x: np.stack(x).reshape(2, 2, *x[0].shape))
+    one_batches = [{n: v[0] if n == "a" else v for n, v in some_batch(seed).items()} for seed in range(4)]
+    batches, wanted = stack(*one_batches), stack(*map(targets, range(4)))
+    batches = jax.tree.map(lambda x: x.astype(np.int32), batches)
+    results = []
+    for options in ({}, {"mesh": mesh_of(4)}):
+        collection = rs.EmbeddingCollection(features_of(), **options)
+        state = collection.init(jax.random.key(0))
+        state, norms = jax.jit(functools.partial(train, collection), donate_argnums=0)(state, batches, wanted)
+        results.append(jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state), norms)))
+    assert (results[0][2] > 1.5).all()
+    for one, many in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
+
+
+ITEM_BYTES = {"f32": 4, "s32": 4}
+
+
+def sent_bytes(text, num_devices):
+    """Bytes that a device sends to others in the collectives of a compiled program, by kind."""
+    totals = {"all-to-all": 0, "all-gather": 0}
+    for result, kind in re.findall(r"= (.*?) (all-to-all|all-gather)\(", text):
+        values = sum(
+            ITEM_BYTES[dtype] * int(np.prod([int(size) for size in shape.split(",") if size]))
+            for dtype, shape in re.findall(r"(f32|s32)\[([\d,]*)\]", result)
+        )
+        # Of what an all_to_all brings, one part comes from home; an all_gather brings the parts of all.
+        totals[kind] += values * (num_devices - 1) // num_devices
+    return totals
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "placement"), [(2, "row"), (4, "row"), (8, "row"), (4, "column"), (4, "replicated")]
+)
+def test_compiled_programs_send_the_bytes_of_the_communication_model(num_devices, placement):
+    local_batch, width, vocabulary = 4, 3, 1000
+    local_ids = local_batch * width
+    table = rs.TableSpec(
+        name="t", vocabulary_size=vocabulary, embedding_dim=DIM, initializer=jax.nn.initializers.zeros,
+        optimizer=rs.SGDOptimizerSpec(0.1),
+    )  # fmt: skip
+    capacity = 12 if placement == "row" else None  # as many places as ids, which one round always serves
+    collection = rs.EmbeddingCollection(
+        rs.FeatureSpec(name="f", table_spec=table),
+        mesh=mesh_of(num_devices),
+        placement=placement,
+        exchange_capacity=capacity,
+    )
+    ids = np.zeros((num_devices * local_batch, width), np.int32)
+
+    def step(state, ids):
+        activations, statistics = collection.lookup(state, {"f": ids}, return_statistics=True)
+        return collection.update(state, {"f": ids}, activations), statistics
+
+    compiled = jax.jit(step).lower(collection.init(jax.random.key(0)), ids).compile()
+    sent = sent_bytes(compiled.as_text(), num_devices)
+    pooled, others = local_batch * DIM * 4, num_devices - 1
+    if placement == "row":  # keys and rows there and back, capacity places to every device
+        places = others * 12
+        expected = {"all-to-all": places * (2 * 4 + 2 * DIM * 4), "all-gather": 0}
+        looked_up = places * (4 + DIM * 4)
+    elif placement == "column":  # every device needs all ids; pieces of activations and of their gradients travel
+        pieces = pooled * others // num_devices
+        expected = {"all-to-all": 2 * pieces, "all-gather": 2 * others * local_ids * 4}
+        looked_up = pieces + others * local_ids * 4
+    else:
+        expected = {"all-to-all": 0, "all-gather": others * (local_ids * 4 + pooled)}
+        looked_up = 0
+    assert sent == expected
+    statistics = compiled(collection.init(jax.random.key(0)), ids)[1]
+    assert float(statistics.traffic["t"].num_bytes) == looked_up
+    assert int(statistics.num_ids["f"]) == ids.size
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_compiled_training_on_a_mesh_copies_no_table(capacity):
+    rows, dim, num_devices = 1_000_000, 64, 4
+    table = rs.TableSpec(name="t", vocabulary_size=rows, embedding_dim=dim, optimizer=rs.AdagradOptimizerSpec())
+    feature = rs.FeatureSpec(name="f", table_spec=table)
+    collection = rs.EmbeddingCollection(feature, mesh=mesh_of(num_devices), exchange_capacity=capacity)
+    state = jax.eval_shape(collection.init, jax.random.key(0))
+
+    def train(state, batches):
+        def body(state, ids):
+            activations = collection.lookup(state, {"f": ids})
+            return collection.update(state, {"f": ids}, activations), jnp.sum(activations["f"])
+
+        return jax.lax.scan(body, state, batches)
+
+    batches = jax.ShapeDtypeStruct((3, 512, 4), jnp.int32)
+    memory = jax.jit(train, donate_argnums=0).lower(state, batches).compile().memory_analysis()
+    bytes_per_device = rows * dim * 4 // num_devices
+    assert memory.alias_size_in_bytes >= 2 * bytes_per_device
+    assert memory.temp_size_in_bytes < 0.1 * bytes_per_device
