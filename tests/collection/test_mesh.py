@@ -32,11 +32,9 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "1": Setting((1,), "row", (SGD, ADAM)),
     "2-one-by-one": Setting((2,), "row", (ADAGRAD, ROW_WISE), capacity=1),
-    "2x2-row": Setting((2, 2), "row", (SGD, ADAM)),
-    "8-row": Setting((8,), "row", (ADAM, ROW_WISE), capacity=4),
-    "2x4-table": Setting((2, 4), "table", (ADAGRAD, ROW_WISE), axis="y"),
+    "2x4-row": Setting((2, 4), "row", (SGD, ADAM)),
+    "2x4-table": Setting((2, 4), "table", (ADAGRAD, ROW_WISE), capacity=3, axis="y"),
     "8-mixed": Setting((8,), {"t": "table", "v": "replicated", "w": "column"}, (ADAM, ADAGRAD)),
     "4-column": Setting((4,), {"t": "column", "v": "column", "w": "replicated"}, (ADAGRAD, ROW_WISE)),
 }
@@ -120,7 +118,7 @@ def segment_of(ids, weights, combiner):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@settings(deadline=None, max_examples=6, derandomize=True)
+@settings(deadline=None, max_examples=5, derandomize=True)
 @given(drawn=st.lists(batches(), min_size=2, max_size=2))
 def test_training_on_a_mesh_gives_the_numbers_of_loops(name, drawn):
     tables = tables_of(SETTINGS[name].optimizers)
