@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from rsembed.kernels.contract import Segment
@@ -32,12 +32,13 @@ class Devices:
             if axis is not None:
                 raise ValueError(f"sharding_axis={axis!r} needs a mesh; pass mesh=jax.make_mesh(...).")
             return Devices()
-        axes = mesh.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        axes = tuple(mesh.axis_names if axis is None else (axis,) if isinstance(axis, str) else axis)
         if not axes or not set(axes) <= set(mesh.axis_names) or len(set(axes)) != len(axes):
             raise ValueError(
                 f"sharding_axis={axis!r} must name axes of the mesh once each, which has {mesh.axis_names}."
             )
-        return Devices(mesh, tuple(axes))
+        # With explicit axes, every operation of the dense layers would have to say how its result is split.
+        return Devices(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim), axes)
 
     @property
     def num_devices(self) -> int:
@@ -62,7 +63,10 @@ class Devices:
 
     def place(self, tree: Any, partition: PartitionSpec) -> Any:
         """Arrays laid out as `partition` says; unchanged on one device."""
-        return tree if self.mesh is None else jax.device_put(tree, self.sharding(partition))
+        if self.mesh is None:
+            return tree
+        # Not device_put, which knows only devices of this process.
+        return jax.jit(_same, out_shardings=self.sharding(partition))(tree)
 
     def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` of what one device holds, as a function of global arrays."""
@@ -108,3 +112,7 @@ class Devices:
             offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * (rows.shape[0] // max(num_bags, 1))
         weights = None if segment.weights is None else self.gather(segment.weights)
         return Segment(rows, offsets, weights, segment.combiner)
+
+
+def _same(tree: Any) -> Any:
+    return tree

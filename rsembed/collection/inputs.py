@@ -103,7 +103,7 @@ def _widths(features: Mapping[str, FeatureSpec], bags: Mapping[str, Bags], devic
             )
         longest = int(np.diff(np.asarray(own.offsets)).max(initial=1))
         needed[k] = 1 << (max(longest, 1) - 1).bit_length()
-    if devices.num_processes > 1:
+    if needed.any() and devices.num_processes > 1:
         needed = np.asarray(multihost_utils.process_allgather(needed)).max(axis=0)
     return dict(zip(bags, needed.tolist(), strict=True))
 
