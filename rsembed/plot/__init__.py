@@ -22,12 +22,12 @@ from rsembed.plot.pictures import principal_plane as principal_plane
 from rsembed.plot.pictures import row_norms as row_norms
 from rsembed.plot.pictures import running_mean as running_mean
 from rsembed.plot.pictures import unit_rows as unit_rows
-from rsembed.plot.scaling import plot_scaling as plot_scaling
-from rsembed.plot.scaling import scaling_efficiency as scaling_efficiency
 from rsembed.plot.roofline import Work as Work
 from rsembed.plot.roofline import lookup_work as lookup_work
 from rsembed.plot.roofline import plot_roofline as plot_roofline
 from rsembed.plot.roofline import roof as roof
+from rsembed.plot.scaling import plot_scaling as plot_scaling
+from rsembed.plot.scaling import scaling_efficiency as scaling_efficiency
 from rsembed.plot.stacking import load_skew as load_skew
 from rsembed.plot.stacking import plot_shard_load as plot_shard_load
 from rsembed.plot.stacking import plot_stack_bytes as plot_stack_bytes

@@ -120,7 +120,7 @@ def look_up(
     *,
     train: bool,
     capacity: int | None = None,
-) -> tuple[list[TableState], list[tuple[Float[Array, "_ dim"], ...]], list[Trip]]:
+) -> tuple[list[TableState], list[tuple[Float[Array, "_ _"], ...]], list[Trip]]:
     """Pooled rows of every feature of every table.
 
     Args:
@@ -184,7 +184,7 @@ def update(
     combiners: Combiners,
     states: Sequence[TableState],
     trips: Sequence[Trip],
-    d_outputs: Sequence[Sequence[Float[Array, "_ dim"]]],
+    d_outputs: Sequence[Sequence[Float[Array, "_ _"]]],
     *,
     capacity: int | None = None,
 ) -> list[TableState]:

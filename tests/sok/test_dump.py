@@ -25,21 +25,20 @@ def train(layer, steps):
 
 @pytest.mark.parametrize("use_hashtable", [True, False])
 def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, use_hashtable):
-    straight = model(4, use_hashtable=use_hashtable)
+    straight = model(2, use_hashtable=use_hashtable)
     train(straight, range(2))
     sok.dump(tmp_path / "dump", straight)
     train(straight, range(2, 4))
     expected = sok.export_rows(straight.variable)
-    for num_devices in (4, 1, 2):
-        restored = model(num_devices, use_hashtable=use_hashtable, rows=64 // num_devices)
-        train(restored, [7])  # what it learned before does not matter
-        sok.load(tmp_path / "dump", restored)
-        assert int(restored.variable.get_value().step) == 2
-        train(restored, range(2, 4))
-        found = sok.export_rows(restored.variable)
-        assert found.keys() == expected.keys()
-        for name in expected:
-            np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
+    restored = model(1, use_hashtable=use_hashtable, rows=32)
+    train(restored, [7])  # what it learned before does not matter
+    sok.load(tmp_path / "dump", restored)
+    assert int(restored.variable.get_value().step) == 2
+    train(restored, range(2, 4))
+    found = sok.export_rows(restored.variable)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
 
 
 def test_rows_are_assigned_by_key():

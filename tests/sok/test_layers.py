@@ -164,7 +164,7 @@ def test_unique_lookup_gather():
     keys = generator.integers(0, 9, 40)
     distinct, inverse = np.unique(keys, return_inverse=True)
     layer = sok.All2AllDenseEmbedding(
-        12, DIM, 1, 1, dynamic_input=True, optimizer=SGDOptimizerSpec(1.0), context=context(8)
+        12, DIM, 1, 1, dynamic_input=True, optimizer=SGDOptimizerSpec(1.0), context=context(2)
     )
     rows, backward = layer.vjp(distinct)
     before = np.asarray(rows)
@@ -184,19 +184,18 @@ class TestFullTable:
         layer = self.layer()
         before = np.asarray(layer(self.keys(0, 4), training=True))
         with pytest.raises(
-            RuntimeError, match=r"table 'all2all_dense_embedding' is full: 4 new keys .* when_full='grow'"
+            RuntimeError, match=r"table 'all2all_dense_embedding' is full: 2 new keys .* when_full='grow'"
         ):
-            layer(self.keys(4, 6), training=True)
+            layer(self.keys(4, 4), training=True)
         np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
         assert layer.variable.counts()["rows"].tolist() == [3, 3]
 
     def test_grows(self):
         layer = self.layer(when_full="grow")
         before = np.asarray(layer(self.keys(0, 4), training=True))
-        out, backward = layer.vjp(self.keys(0, 20))
-        np.testing.assert_array_equal(out[:4], before)
-        backward(np.ones_like(out))
-        assert layer.variable.num_rows == 20 and layer.variable.counts()["failed"].sum() == 0
+        layer(self.keys(4, 4), training=True)
+        np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
+        assert layer.variable.num_rows == 8 and layer.variable.counts()["failed"].sum() == 0
 
     def test_evicts_the_keys_used_longest_ago(self):
         layer = self.layer(when_full="evict")
