@@ -159,8 +159,7 @@ def _compute(eqns, known, wanted):
             if eqn.primitive.name == "reshard":
                 outputs = inputs
             else:
-                functions, params = eqn.primitive.get_bind_params(eqn.params)
-                outputs = eqn.primitive.bind(*functions, *inputs, **params)
+                outputs = eqn.primitive.bind(*inputs, **eqn.params)
                 outputs = outputs if eqn.primitive.multiple_results else [outputs]
             here |= dict(zip(eqn.outvars, outputs, strict=True))
         return [here[v] for v in results]

@@ -111,32 +111,41 @@ def test_jagged_calls_agree_with_reference(kernels):
     blocks = (Block(0, 3, 0, 4, 8), Block(3, 3, 1, 0, 7))
     batch = JaggedBatch(jnp.asarray(ids, jnp.int32), jnp.asarray(offsets, jnp.int32), None, "mean", blocks)
     output = run(lambda tables: module.lookup_jagged(tables, batch), tables)
-    assert_close(output, reference.lookup_jagged(tables, batch))
+    assert_close(output, jax.jit(lambda tables: reference.lookup_jagged(tables, batch))(tables))
     rule, hyper = RULES["sgd"], (jnp.float32(0.3),)
 
     def update(module):
         return lambda table, d: module.update_jagged(table, (), 0, (DIM, 8), batch, d, hyper, rule)
 
-    assert_close(run(update(module), tables[0], output)[0], update(reference)(tables[0], output)[0])
+    assert_close(run(update(module), tables[0], output)[0], jax.jit(update(reference))(tables[0], output)[0])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_gpu_tables_of_two_bytes_are_rounded_once_per_step(dtype):
+def test_gpu_tables_of_two_bytes_are_rounded_once_per_step():
     rule, segments = RULES["adagrad"], RAGGED["every combiner"][:1]
-    table, d_outputs = draw_table(DIM, dtype), draw_gradients(segments, DIM)
-    arguments = (table, rule.init_slots(draw_table(DIM)), segments, d_outputs, rule.get_hyperparameters(0), rule)
-    rounding = api.stochastic_rounding(jax.random.key(5))
-    for more in [(), (rounding,)]:
-        (new, _), (want, _) = gpu.update(*arguments, *more), reference.update(*arguments, *more)
+    table, d_outputs = draw_table(DIM, "bfloat16"), draw_gradients(segments, DIM)
+    slots, hyper, rounding = rule.init_slots(draw_table(DIM)), (jnp.float32(0.3),), jax.random.key(5)
+
+    @jax.jit
+    def step(table, slots, d_outputs, key):
+        arguments = (table, slots, segments, d_outputs, hyper, rule)
+        roundings = (None, api.stochastic_rounding(key))
+        return [(gpu.update(*arguments, how)[0], reference.update(*arguments, how)[0]) for how in roundings]
+
+    for new, want in step(table, slots, d_outputs, rounding):
         assert new.dtype == table.dtype
-        assert_close(new, want, dtype)
+        assert_close(new, want, "bfloat16")
 
 
 def test_row_groups_are_the_reference_rows():
-    segments = RAGGED["every combiner"] + RAGGED["weighted"] + RAGGED["no entry"] + RAGGED["trimmed"]
+    segments = RAGGED["every combiner"][1:] + RAGGED["no entry"][:1] + RAGGED["trimmed"]
     d_outputs = draw_gradients(segments, 3)
-    grouped = row_groups.row_gradients(NUM_ROWS, segments, d_outputs, lookup=reference.lookup)
-    for one, other in zip(grouped, reference.row_gradients(NUM_ROWS, segments, d_outputs), strict=True):
+
+    @jax.jit
+    def both(d_outputs):
+        grouped = row_groups.row_gradients(NUM_ROWS, segments, d_outputs, lookup=reference.lookup)
+        return grouped, reference.row_gradients(NUM_ROWS, segments, d_outputs)
+
+    for one, other in zip(*both(d_outputs), strict=True):
         assert_close(one, other)
 
 
@@ -153,8 +162,7 @@ def test_sums_in_shared_memory_count_every_row():
 # Rules inside kernels
 
 
-@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam", "f2a"])
-@pytest.mark.parametrize(("dim", "width"), [(12, 8), (16, 16), (1, 8)])
+@pytest.mark.parametrize(("name", "dim", "width"), [("rowwise_adagrad", 12, 8), ("f2a", 16, 16), ("adam", 1, 8)])
 def test_a_rule_on_pieces_is_the_rule(name, dim, width):
     rule = ro.F2AOptimizerSpec(0.1) if name == "f2a" else RULES[name]
     table, gradient = draw_table(dim)[:1], draw_table(dim, seed=1)[:1]
@@ -168,8 +176,8 @@ def test_a_rule_on_pieces_is_the_rule(name, dim, width):
 
     state = [pieces(a) if a.shape[1] == dim else jnp.full(width, a[0, 0]) for a in (table, *slots)]
     inputs = [*state, pieces(gradient), *(jnp.full(width, value) for value in hyper)]
-    stepped = evaluate(traced, inputs, dim=dim)
-    new, new_slots = rule.step_rows(table, slots, gradient, hyper)
+    stepped = jax.jit(lambda inputs: evaluate(traced, inputs, dim=dim))(inputs)
+    new, new_slots = jax.jit(rule.step_rows)(table, slots, gradient, hyper)
     for value, want in zip(stepped, (new, *new_slots), strict=True):
         flat = jnp.concatenate(value.pieces) if isinstance(value, Row) else value
         np.testing.assert_allclose(flat[: want.shape[1]], want[0], rtol=1e-6)
