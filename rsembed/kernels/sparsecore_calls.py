@@ -163,7 +163,8 @@ def _rule_module(rule: OptimizerSpec, dim: int, num_slots: int, num_hyper: int) 
     traced = jax.jit(step).trace(*[row] * (2 + num_slots + num_hyper))
     module = ir.Module.parse(traced.lower(lowering_platforms=("tpu",)).as_text())
     with module.context, ir.Location.unknown():
-        main = next(op for op in module.body.operations if isinstance(op, func.FuncOp) and op.name.value == "main")
+        functions: list[Any] = [op for op in module.body.operations if isinstance(op, func.FuncOp)]
+        (main,) = [function for function in functions if function.name.value == "main"]
         old = list(main.entry_block.operations)[-1]
         with ir.InsertionPoint(old):
             packed = stablehlo.tuple(list(old.operands))

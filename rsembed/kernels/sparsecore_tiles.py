@@ -251,11 +251,15 @@ def step(
     chunk, num_hyper = chunk_rows(width, num_state + 1), hyper.shape[0] // num_lanes()
 
     def body(*refs: Any) -> None:
-        state_hbm, refs = refs[:num_state], refs[num_state:]
-        ids_hbm, gradients_hbm, hyper_hbm, *refs = refs
-        old_hbm, new_hbm, refs = refs[: len(numbers)], refs[len(numbers) : 2 * len(numbers)], refs[2 * len(numbers) :]
-        ids_v, gradients_v, hyper_v, *refs = refs
-        state_v, numbers_v = refs[:num_state], refs[num_state:]
+        left = list(refs)
+
+        def take(number: int) -> list[Any]:
+            taken, left[:number] = left[:number], []
+            return taken
+
+        state_hbm, (ids_hbm, gradients_hbm, hyper_hbm) = take(num_state), take(3)
+        old_hbm, new_hbm = take(len(numbers)), take(len(numbers))
+        (ids_v, gradients_v, hyper_v), state_v, numbers_v = take(3), take(num_state), take(len(numbers))
 
         def step_row(row: Any) -> None:
             arrays: list[Any] = [Row(tuple(v[row, span] for span in _lanes(width))) for v in state_v]

@@ -63,9 +63,9 @@ def trace_rule(
                 f"slot {number} of {rule.short_name()} is {slot.dtype}{list(slot.shape)}; kernels step slots that are "
                 f"float32 and have one entry per row, or as many as the row"
             )
-    row, number = jax.ShapeDtypeStruct((1, dim), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    row, scalar = jax.ShapeDtypeStruct((1, dim), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     state = tuple(jax.ShapeDtypeStruct((1, slot.shape[1]), jnp.float32) for slot in slots)
-    jaxpr = jax.make_jaxpr(rule.step_rows)(row, state, row, (number,) * num_hyperparameters)
+    jaxpr = jax.make_jaxpr(rule.step_rows)(row, state, row, (scalar,) * num_hyperparameters)
     for primitive, params in _primitives(jaxpr, dim):
         is_sum = means and primitive == "reduce_sum" and params["axes"] == (1,)
         if primitive not in elementwise and not is_sum:
@@ -106,8 +106,8 @@ def evaluate(
     """
     piece = next(argument.pieces[0] for argument in arguments if isinstance(argument, Row))
 
-    def spread(number: Any, dtype: Any) -> Array:
-        return jnp.full(piece.shape, np.asarray(number).reshape(()), dtype)
+    def spread(number: Any, of: Any) -> Array:
+        return jnp.full(piece.shape, np.asarray(number).reshape(()), of.aval.dtype)
 
     def add_up(value: Row | Array) -> Array:
         if not isinstance(value, Row):
@@ -122,9 +122,9 @@ def evaluate(
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Row | Array]) -> list[Row | Array]:
         known: dict[Any, Row | Array] = dict(zip(jaxpr.invars, values, strict=True))
-        known |= {v: spread(c, v.aval.dtype) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        known |= {v: spread(c, v) for v, c in zip(jaxpr.constvars, consts, strict=True)}
         for eqn in jaxpr.eqns:
-            inputs = [spread(v.val, v.aval.dtype) if isinstance(v, Literal) else known[v] for v in eqn.invars]
+            inputs = [spread(v.val, v) if isinstance(v, Literal) else known[v] for v in eqn.invars]
             name = eqn.primitive.name
             if name in _CALLS:
                 body = _body(eqn)
@@ -136,7 +136,7 @@ def evaluate(
             else:
                 outputs = [_map_pieces(_elementwise(eqn, swaps or {}), inputs)]
             known |= dict(zip(eqn.outvars, outputs, strict=True))
-        return [spread(v.val, v.aval.dtype) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+        return [spread(v.val, v) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
     return run(closed.jaxpr, closed.consts, arguments)
 

@@ -103,7 +103,7 @@ def compile_tutorial_step(chip, case):
     """The training step of the Shakespeare tutorial over all devices, with a table too large to be copied unseen."""
     mesh, num_cores = topology(chip), CORES[chip]
     data, replicated = NamedSharding(mesh, P("device")), NamedSharding(mesh, P())
-    tutorial_program.VOCABULARY, num_classes = 1 << 22, tutorial_program.VOCABULARY
+    tutorial_program.VOCABULARY, num_classes = 1 << 24, tutorial_program.VOCABULARY
     specs = tutorial_program.word_specs(mesh.size, num_cores)
     tutorial_program.VOCABULARY = num_classes
     model = tutorial_program.NextWord(specs, mesh, False)
@@ -138,7 +138,7 @@ def compile_tutorial_step(chip, case):
     )
     shapes = (params, inputs, Shape(labels.shape, labels.dtype), opt_state)
     lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
-    table = (1 << 22) // mesh.size * tutorial_program.DIM * 4
+    table = (1 << 24) // mesh.size * tutorial_program.DIM * 4
     return lowered, 3 * table, table  # the table and Adam's two moments
 
 
