@@ -18,8 +18,12 @@ from tests import oracles
 from tests.kernels.cases import NUM_ROWS, ORACLE_STEPS, RAGGED, RULES, assert_close, draw_gradients, draw_table
 from tests.kernels.simulator import simulate
 
-# jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
-pytestmark = pytest.mark.filterwarnings("ignore:Destination semaphore is ignored")
+pytestmark = [
+    # jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
+    pytest.mark.filterwarnings("ignore:Destination semaphore is ignored"),
+    # From jax 0.11 on; what Pallas offers in its place did not lower with those versions.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 DIM = 12  # fills neither the lanes of a chip nor a power of two
 
@@ -74,7 +78,7 @@ def test_nothing_to_look_up_gives_zeros(kernels):
 @pytest.mark.parametrize("name", ORACLE_STEPS)
 def test_update_agrees_with_loops(kernels, name):
     module, run = kernels
-    rule, segments = RULES[name], [*RAGGED["every combiner"][:2], *RAGGED["no entry"][:1]]
+    rule, segments = RULES[name], [RAGGED["weighted"][2]]
     table, d_outputs = draw_table(DIM), draw_gradients(segments, DIM)
     slots, hyper = rule.init_slots(table), rule.get_hyperparameters(2)
     new_table, new_slots = run(

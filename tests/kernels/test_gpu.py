@@ -16,6 +16,9 @@ from tests.kernels.cases import NUM_ROWS, ORACLE_STEPS, RAGGED, RULES, assert_cl
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# From jax 0.11 on.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
 needs_gpu = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="unproven: the numbers of the GPU kernels on a GPU; there is none here"
 )
