@@ -2,6 +2,7 @@
 #   make tutorial      run the Shakespeare notebook      make test    lint, types, unit tests, notebooks
 #   make lab           open the notebooks                make docs    build the pages under docs/_build/html
 #   make bench         time the kernels                  make lint    ruff and mypy only
+#   make test-browser  run a tutorial in JupyterLab in a headless Chromium
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make clean         delete all that was made here
 # Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=lookup (benchmark)
@@ -12,7 +13,7 @@ WORKERS ?= 2
 NAME ?= lookup
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-tpu test-gpu lab docs bench lint clean
+.PHONY: help tutorial test test-browser test-tpu test-gpu lab docs bench lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -25,6 +26,10 @@ tutorial: $(VENV)/.installed-notebooks
 # One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together.
 test: lint
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --nbmake tests rsembed notebooks
+
+# Not part of `test`: needs Chromium and its driver, and skips loudly without them.
+test-browser: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -rs tests/browser/jupyterlab.py
 
 # The compilers are large downloads (libtpu 0.2 GB under its own licence, CUDA 0.6 GB and more): only these targets take
 # them. -rs prints what did not run, which then stays unproven.
@@ -43,13 +48,13 @@ lab: $(VENV)/.installed-notebooks
 	$(BIN)/jupyter lab notebooks
 
 docs: $(VENV)/.installed-docs
-	$(BIN)/sphinx-build --fail-on-warning -b html docs docs/_build/html
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env -b html docs docs/_build/html
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m rsembed bench $(NAME)
 
 clean:
-	rm -rf $(VENV) .venv-ci docs/_build executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ci docs/_build docs/api docs/notebooks executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find rsembed tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Python files are used from the checkout; only these make an installation out of date.

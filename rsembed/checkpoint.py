@@ -152,7 +152,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
 
-    Raises: as `load`.
+    Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
     """
     file = Path(path) / _MANIFEST
     if not file.is_file():

@@ -243,7 +243,7 @@ def plan_stacking(
       use_short_stack_names: names over 50 characters are cut and a hash is added.
 
     Raises:
-      ValueError: a table is in no group or in two, tables of a group disagree, or a stack has too many rows.
+      ValueError: groups do not fit the tables, or a stack has too many rows. NotImplementedError: a storage is padded.
     """
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}.")

@@ -9,6 +9,7 @@ from rsembed import plot
 
 RNG = np.random.default_rng(0)
 VECTORS = RNG.normal(size=(40, 8))
+PROFILE = plot.profile_stream(RNG.integers(0, 9, (2, 4, 3)), num_shards=2)
 LABELS = [f"word{i}" for i in range(40)]
 
 PICTURES = {
@@ -23,6 +24,22 @@ PICTURES = {
     "stack_bytes": lambda **kw: plot.plot_stack_bytes({"a": (4000, 100), "b": (2000, 0)}, **kw),
     "buffer": lambda **kw: plot.plot_buffer(np.array([[0, 0, -1, 1, -2, -2]]), **kw),
     "miss_ratio": lambda **kw: plot.plot_miss_ratio([10, 100], [0.9, 0.2], measured={"lru": {10: 0.95}}, **kw),
+    "zipf_fit": lambda **kw: plot.plot_zipf_fit(np.array([5, 0, 9]), **kw),
+    "unique_ratio": lambda **kw: plot.plot_unique_ratio([0.2, 0.3], **kw),
+    "hit_rate": lambda **kw: plot.plot_hit_rate([0.2, 0.3], **kw),
+    "buffer_occupancy": lambda **kw: plot.plot_buffer_occupancy([np.array([0.5, 0.1, 0.4])] * 2, **kw),
+    "slot_magnitudes": lambda **kw: plot.plot_slot_magnitudes({"m": np.array([0.1, 3.0])}, **kw),
+    "norm_drift": lambda **kw: plot.plot_norm_drift(np.array([[0.0] * 4, [0.1, 0.2, 0.3, 0.4]]), **kw),
+    "exchange_volume": lambda **kw: plot.plot_exchange_volume(np.array([[5, 1], [3, 7]]), **kw),
+    "stack_treemap": lambda **kw: plot.plot_stack_treemap({"a": (4000, 100), "b": (2000, 0)}, **kw),
+    "limit_choice": lambda **kw: plot.plot_limit_choice(PROFILE, 2, **kw),
+    "cache_choice": lambda **kw: plot.plot_cache_choice(PROFILE, 3, embedding_dim=4, **kw),
+    "roofline": lambda **kw: plot.plot_roofline(
+        plot.Work(2e9, 4e9), {"fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11, **kw
+    ),
+    "rank_spectrum": lambda **kw: plot.plot_rank_spectrum({"table": [1.0, 0.4, 0.1]}, **kw),
+    "against_bytes": lambda **kw: plot.plot_against_bytes({"int8": [(1e3, 0.01), (2e3, 0.005)]}, **kw),
+    "scaling": lambda **kw: plot.plot_scaling([1, 2], {"dense": [1.0, 0.6]}, **kw),
     "row_norms": lambda **kw: plot.plot_row_norms(np.ones(3), np.array([0, 1, 5]), **kw),
 }
 

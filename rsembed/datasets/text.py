@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int32
 
+from rsembed.progress import is_watched
+
 UNKNOWN_WORD = "<unk>"
 """The word of id 0, which stands for every word outside the vocabulary."""
 
@@ -70,7 +72,7 @@ def shakespeare(
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
     max_words: int | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Text:
     """Words of Shakespeare, or of a bundled text in his manner, ranked into ids by how often they occur.
 
@@ -86,7 +88,7 @@ def shakespeare(
         may have any other name, and is then read without a checksum.
       download: allow fetching the corpus (1.1 MB) into the cache folder.
       max_words: keep only the first words; a few hundred make a test quick.
-      progress: show a bar while downloading.
+      progress: show a bar while downloading; None shows it where somebody watches, see `rsembed.progress`.
 
     Returns:
       The text; its `source` says what was read.
@@ -181,7 +183,7 @@ def _text_file(place: Path) -> Path | None:
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progress: bool) -> Path | None:
+def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progress: bool | None) -> Path | None:
     if path is not None:
         file = _text_file(Path(path))
         if file is None:
@@ -199,8 +201,8 @@ def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progres
     if download:
         import pooch
 
-        folder = _cache_folder()
-        kept = pooch.retrieve(CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=progress)
+        folder, bar = _cache_folder(), is_watched() if progress is None else progress
+        kept = pooch.retrieve(CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=bar)
         return Path(kept)
     cached = _cache_folder() / CORPUS_NAME
     return cached if cached.is_file() else None

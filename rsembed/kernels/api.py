@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from rsembed.kernels import gpu, native, reference, sparsecore
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
@@ -253,6 +253,6 @@ def rows_by_bag(
 
 def allocate(
     shape: tuple[int, ...], dtype: Any, fill: float | None = None, *, implementation: str | None = None
-) -> Array:
+) -> Shaped[Array, "*shape"]:
     """An array of `fill`, or of unspecified values to be overwritten; on huge pages where the system has them."""
     return _dispatch("allocate", implementation, shape, dtype, fill)

@@ -102,6 +102,7 @@ def ask(
       axis_name: the mesh axis, or axes whose sizes multiply to the number of devices.
 
     Returns: the new state, one reply per distinct entry (zeros behind the last one), and the number of rounds.
+    Raises: ValueError: a capacity below 1.
     """
     num_entries = wanted.entry_of.shape[0]
     num_devices = wanted.offsets.shape[0] - 1

@@ -1,11 +1,29 @@
 """Every picture: numbers come from functions of their own, drawing touches only the given axes."""
 
+from rsembed.plot.buffers import buffer_occupancy as buffer_occupancy
 from rsembed.plot.buffers import buffer_places as buffer_places
 from rsembed.plot.buffers import plot_buffer as plot_buffer
+from rsembed.plot.buffers import plot_buffer_occupancy as plot_buffer_occupancy
+from rsembed.plot.caching import hit_rates as hit_rates
+from rsembed.plot.caching import plot_hit_rate as plot_hit_rate
 from rsembed.plot.caching import plot_miss_ratio as plot_miss_ratio
 from rsembed.plot.distributions import Coverage as Coverage
 from rsembed.plot.distributions import coverage_curve as coverage_curve
 from rsembed.plot.distributions import plot_coverage as plot_coverage
+from rsembed.plot.distributions import plot_unique_ratio as plot_unique_ratio
+from rsembed.plot.distributions import plot_zipf_fit as plot_zipf_fit
+from rsembed.plot.distributions import unique_ratios as unique_ratios
+from rsembed.plot.distributions import zipf_exponent as zipf_exponent
+from rsembed.plot.exchange import ExchangeVolume as ExchangeVolume
+from rsembed.plot.exchange import exchange_volume as exchange_volume
+from rsembed.plot.exchange import plot_exchange_volume as plot_exchange_volume
+from rsembed.plot.live import Costs as Costs
+from rsembed.plot.live import Explorer as Explorer
+from rsembed.plot.live import StreamProfile as StreamProfile
+from rsembed.plot.live import explore as explore
+from rsembed.plot.live import plot_cache_choice as plot_cache_choice
+from rsembed.plot.live import plot_limit_choice as plot_limit_choice
+from rsembed.plot.live import profile_stream as profile_stream
 from rsembed.plot.pictures import COLOURS as COLOURS
 from rsembed.plot.pictures import MUTED as MUTED
 from rsembed.plot.pictures import id_counts as id_counts
@@ -31,7 +49,14 @@ from rsembed.plot.scaling import scaling_efficiency as scaling_efficiency
 from rsembed.plot.stacking import load_skew as load_skew
 from rsembed.plot.stacking import plot_shard_load as plot_shard_load
 from rsembed.plot.stacking import plot_stack_bytes as plot_stack_bytes
+from rsembed.plot.stacking import plot_stack_treemap as plot_stack_treemap
 from rsembed.plot.stacking import stack_bytes as stack_bytes
+from rsembed.plot.stacking import treemap as treemap
 from rsembed.plot.tensor_train import plot_against_bytes as plot_against_bytes
 from rsembed.plot.tensor_train import plot_rank_spectrum as plot_rank_spectrum
 from rsembed.plot.tensor_train import rank_tails as rank_tails
+from rsembed.plot.training import MagnitudeBins as MagnitudeBins
+from rsembed.plot.training import magnitudes as magnitudes
+from rsembed.plot.training import norm_drift as norm_drift
+from rsembed.plot.training import plot_norm_drift as plot_norm_drift
+from rsembed.plot.training import plot_slot_magnitudes as plot_slot_magnitudes

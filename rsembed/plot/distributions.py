@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Num
+from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from rsembed.plot.pictures import COLOURS, _axes, _options
+from rsembed.plot.pictures import COLOURS, LABEL_POINTS, _axes, _options, plot_id_frequency
 
 
 class Coverage(NamedTuple):
@@ -52,22 +53,117 @@ def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
     return Coverage(np.linspace(0.0, 1.0, len(served)), served / served[-1])
 
 
-def plot_coverage(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
+def plot_coverage(
+    counts: Num[np.ndarray, " vocab"],
+    *,
+    mark_fraction: float | None = None,
+    ax: Axes | None = None,
+    **line_kwargs: Any,
+) -> Axes:
     """The hottest x % of the rows serve y % of the lookups; the axis of rows is logarithmic.
 
     Call it again with the same `ax` for more curves.
 
     Args:
       counts: lookups of each row, see `coverage_curve`, which computes the numbers.
+      mark_fraction: a share of the rows to mark, such as 0.01; beside the mark stands what these rows serve.
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
     ax = _axes(ax)
     curve = coverage_curve(counts)
     options = _options(line_kwargs, color=COLOURS[0], linewidth=2.0)
-    ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **options)
+    (line,) = ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **options)
+    if mark_fraction is not None:
+        point = (100 * mark_fraction, 100 * curve.of_rows(mark_fraction))
+        ax.plot(*point, "o", color=line.get_color())
+        text = f"the hottest {point[0]:g} % of the rows\nserve {point[1]:.0f} % of the lookups"
+        ax.annotate(text, point, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=LABEL_POINTS)
     ax.set(xlabel="hottest rows (% of the table)", ylabel="lookups they serve (%)", ylim=(0, 103))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    if "label" in line_kwargs:
+        ax.legend(frameon=False)
+    return ax
+
+
+def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
+    """The exponent `s` of the Zipf law `p(rank) ~ rank**-s` that fits best, by maximum likelihood over all ranks.
+
+    0 means that all rows are equally popular. Ranks come from the same counts, which makes the exponent of little data
+    (a few lookups per row) somewhat too large.
+
+    Args:
+      counts: lookups of each row, those never looked up included, see `id_counts`.
+
+    Raises:
+      ValueError: fewer than two rows, a negative count, or no lookup.
+    Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009, for bounded ranks:
+      the likelihood is largest where the mean of `log(rank)` under the law is that of the data.
+
+    Example:
+      >>> round(zipf_exponent(1e6 / np.arange(1.0, 1001.0) ** 1.2), 3)
+      1.2
+    """
+    popular_first = np.sort(np.asarray(counts, np.float64))[::-1]
+    if popular_first.size < 2 or popular_first[-1] < 0 or popular_first[0] <= 0:
+        raise ValueError("zipf_exponent: needs counts of two rows at least, none negative and one above 0.")
+    logs = np.log(np.arange(1, popular_first.size + 1))
+    seen = float(popular_first @ logs / popular_first.sum())
+    low, high = 0.0, 30.0  # sorted counts are never flatter than 0
+    for _ in range(60):
+        middle = (low + high) / 2
+        law = np.exp(-middle * logs)
+        low, high = (middle, high) if law @ logs / law.sum() > seen else (low, middle)
+    return (low + high) / 2
+
+
+def plot_zipf_fit(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
+    """How often ids occur by rank, and the Zipf law that fits best with its exponent.
+
+    Args:
+      counts: lookups of each row, see `zipf_exponent`, which computes the fit.
+      ax: None makes a figure.
+      **line_kwargs: for the curve of the data.
+    """
+    exponent = zipf_exponent(counts)
+    ax = plot_id_frequency(counts, ax=ax, **_options(line_kwargs, label="data"))
+    ranks = np.arange(1, len(counts) + 1)
+    law = ranks**-exponent
+    fitted = law * (np.sum(counts) / law.sum())
+    ax.plot(ranks, fitted, color=COLOURS[1], linestyle="--", linewidth=1.5, label=f"Zipf, exponent {exponent:.2f}")
+    ax.legend(frameon=False)
+    return ax
+
+
+def unique_ratios(batches: Sequence[Int[np.ndarray, "..."]]) -> Float[np.ndarray, " batches"]:
+    """Distinct ids over all ids of each batch; `-1` is no id, and a batch without ids gives NaN.
+
+    Example:
+      >>> unique_ratios([np.array([[4, 4], [7, -1]]), np.array([1, 2])]).round(2).tolist()
+      [0.67, 1.0]
+    """
+    kept = [ids[ids != -1] for ids in map(np.asarray, batches)]
+    return np.array([len(np.unique(ids)) / ids.size if ids.size else np.nan for ids in kept])
+
+
+def plot_unique_ratio(
+    ratios: Float[np.ndarray, " batches"] | Sequence[float], *, ax: Axes | None = None, **line_kwargs: Any
+) -> Axes:
+    """The share of a batch's ids that are distinct rows over time: what combining equal rows saves.
+
+    Call it again with the same `ax` for more streams.
+
+    Args:
+      ratios: from 0 to 1, see `unique_ratios`.
+      ax: None makes a figure.
+      **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
+    """
+    ax = _axes(ax)
+    shares = 100 * np.asarray(ratios, np.float64)
+    options = _options(line_kwargs, color=COLOURS[len(ax.lines) % len(COLOURS)], linewidth=1.5)
+    ax.plot(np.arange(1, len(shares) + 1), shares, **options)
+    ax.set(xlabel="batch", ylabel="distinct ids (% of all ids)", ylim=(0, 103))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if "label" in line_kwargs:
         ax.legend(frameon=False)
     return ax

@@ -82,6 +82,9 @@ def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.nd
 def running_mean(values: Num[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
     """The mean of each value and the up to `window - 1` values before it.
 
+    Raises:
+      ValueError: the window holds nothing.
+
     Example:
       >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
       [1.0, 2.0, 4.0]

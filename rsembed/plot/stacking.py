@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from rsembed.plot.pictures import COLOURS, LABEL_POINTS, MUTED, _axes, _options
@@ -42,6 +43,54 @@ def stack_bytes(plan: StackingPlan) -> dict[str, tuple[int, int]]:
         used = sum(table.rows * table.dim for table in stack.tables) * (stack.table_bytes // values)
         sizes[stack.name] = (used, stack.table_bytes - used)
     return sizes
+
+
+def treemap(
+    sizes: Sequence[float] | Float[np.ndarray, " sizes"], width: float, height: float
+) -> Float[np.ndarray, "sizes 4"]:
+    """Rectangles `(x, y, width, height)` that tile a box, with areas in proportion to `sizes`, in their order.
+
+    Largest first, rows of rectangles are filled along the shorter side of what is left, as long as that makes them
+    squarer.
+
+    Raises:
+      ValueError: a size is negative, or all are zero.
+    Source: Bruls, Huizing, van Wijk, "Squarified Treemaps", 2000.
+
+    Example:
+      >>> treemap([3.0, 1.0], 4.0, 1.0).tolist()
+      [[0.0, 0.0, 3.0, 1.0], [3.0, 0.0, 1.0, 1.0]]
+    """
+    areas = np.asarray(sizes, np.float64)
+    if not areas.size or areas.min() < 0 or areas.sum() <= 0:
+        raise ValueError("treemap: sizes must not be negative, and at least one must be above 0.")
+    areas = areas * (width * height / areas.sum())
+    boxes, waiting = np.zeros((len(areas), 4)), np.argsort(-areas, kind="stable").tolist()
+    x, y = 0.0, 0.0
+    while waiting and areas[waiting[0]] > 0:
+        side = min(width, height)
+        count = 1
+        while count < len(waiting) and _worst(areas[waiting[: count + 1]], side) <= _worst(
+            areas[waiting[:count]], side
+        ):
+            count += 1
+        row, waiting = waiting[:count], waiting[count:]
+        depth, along = areas[row].sum() / side, 0.0
+        for place in row:
+            length = areas[place] / depth
+            boxes[place] = (x, y + along, depth, length) if width >= height else (x + along, y, length, depth)
+            along += length
+        x, y, width, height = (
+            (x + depth, y, width - depth, height) if width >= height else (x, y + depth, width, height - depth)
+        )
+    return boxes
+
+
+def _worst(areas: np.ndarray, side: float) -> float:
+    """The longest side over the shortest of the worst rectangle, when these areas fill one row along `side`."""
+    depth = areas.sum() / side
+    ratios = areas / depth**2
+    return float(np.max(np.maximum(ratios, 1 / np.maximum(ratios, 1e-12))))
 
 
 # Drawing
@@ -106,4 +155,43 @@ def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = 
     ax.set_xlim(0, 1.6 * max(used + padding, default=1.0))  # room for the text behind the bars
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
+    return ax
+
+
+def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: Any) -> Axes:
+    """The bytes of all stacks as areas: a rectangle per stack, its padding as the grey strip at the right.
+
+    Args:
+      sizes: bytes used and bytes of padding, by stack, as `stack_bytes` returns them.
+      ax: None makes a figure.
+      **box_kwargs: for the rectangles.
+    """
+    ax = _axes(ax, (7.2, 4.2))
+    figure = ax.figure.canvas.figure
+    figure.draw_without_rendering()  # layout engines decide late how large the axes are, and with them what is square
+    width, height = ax.bbox.width / figure.dpi, ax.bbox.height / figure.dpi
+    boxes = treemap([used + padding for used, padding in sizes.values()], width, height)
+    for (name, (used, padding)), (left, bottom, across, up) in zip(sizes.items(), boxes.tolist(), strict=True):
+        share = used / max(used + padding, 1)
+        parts = ((left, across * share, COLOURS[0]), (left + across * share, across * (1 - share), PADDING_COLOUR))
+        for start, length, colour in parts:
+            ax.add_patch(
+                Rectangle(
+                    (start, bottom), length, up, **_options(box_kwargs, facecolor=colour, edgecolor="white", lw=1.5)
+                )
+            )
+        wanted = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
+        for text in (wanted, name):
+            lines = text.splitlines()
+            if across * share > 0.075 * max(map(len, lines)) and up > 0.17 * len(lines):  # inches at 9 points
+                place = (left + across * share / 2, bottom + up / 2)
+                ax.text(*place, text, ha="center", va="center", color="white", fontsize=LABEL_POINTS)
+                break
+    total = sum(used + padding for used, padding in sizes.values())
+    padding_total = sum(padding for _, padding in sizes.values())
+    ax.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[])
+    ax.set(xlabel=f"area: {total / 1e6:,.1f} MB over all shards, {padding_total / total:.0%} of it padding")
+    ax.set_ylabel("one rectangle per stack")
+    handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour in (COLOURS[0], PADDING_COLOUR)]
+    ax.legend(handles, ["embeddings", "padding"], loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
     return ax

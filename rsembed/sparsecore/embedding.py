@@ -142,6 +142,9 @@ def init_embedding_variables(
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`.
       num_sparsecore_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
       bypass_mesh_check: ignored; rows follow the mesh, whatever the order of its devices.
+
+    Raises:
+      ValueError: the sharding does not deal rows to devices.
     """
     del bypass_mesh_check
     axis = global_sharding.spec[0] if len(global_sharding.spec) else None

@@ -82,7 +82,7 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None 
     )
 
 
-def clip(d_output: Array, max_gradient: float | None) -> Array:
+def clip(d_output: Float[Array, "*output"], max_gradient: float | None) -> Float[Array, "*output"]:
     """Every entry of the output's gradient within `[-max_gradient, max_gradient]`; None leaves it alone."""
     return d_output if max_gradient is None else jnp.clip(d_output.astype(jnp.float32), -max_gradient, max_gradient)
 
@@ -136,7 +136,9 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
     return state._replace(weights=tuple(weights), averages=tuple(averages), max_counter=max_counter, passed_step=t)
 
 
-def lookup(plan: TBEPlan, state: TBEState, batch: JaggedBatch, output_dtype: str = "float32") -> Array:
+def lookup(
+    plan: TBEPlan, state: TBEState, batch: JaggedBatch, output_dtype: str = "float32"
+) -> Float[Array, "*output"]:
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
     factors = _decay_factors(plan, state, batch, learning_rates(plan, state))
     if factors is not None:
@@ -165,7 +167,11 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def weight_gradients(
-    plan: TBEPlan, state: TBEState, batch: JaggedBatch, d_output: Array, rates: Float[Array, " groups"]
+    plan: TBEPlan,
+    state: TBEState,
+    batch: JaggedBatch,
+    d_output: Float[Array, "*output"],
+    rates: Float[Array, " groups"],
 ) -> Float[Array, " nnz"]:
     """Gradients of the ids' weights, from the rows that `lookup` reads at these rates."""
     gradients = api.weight_gradients(state.weights, batch, _flat(d_output))
@@ -174,7 +180,7 @@ def weight_gradients(
 
 
 def row_gradients(
-    plan: TBEPlan, batch: JaggedBatch, d_output: Array, *, max_gradient: float | None = None
+    plan: TBEPlan, batch: JaggedBatch, d_output: Float[Array, "*output"], *, max_gradient: float | None = None
 ) -> RowGradients:
     """Gradients of all rows that the batch reads; ids of cached tables are rows here, not slots."""
     d_output = clip(d_output, max_gradient)
@@ -188,7 +194,11 @@ def row_gradients(
 
 
 def update(
-    plan: TBEPlan, state: TBEState, batch: JaggedBatch, d_output: Array, rates: Float[Array, " groups"]
+    plan: TBEPlan,
+    state: TBEState,
+    batch: JaggedBatch,
+    d_output: Float[Array, "*output"],
+    rates: Float[Array, " groups"],
 ) -> TBEState:
     """One optimizer step of every row that the batch reads, with its summed gradient.
 
@@ -218,7 +228,10 @@ def update(
 
 
 def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
-    """One optimizer step of every row in `row_gradients`; rows of cached tables are places of the cache here."""
+    """One optimizer step of every row in `row_gradients`; rows of cached tables are places of the cache here.
+
+    Raises: ValueError: a table has no optimizer.
+    """
     weights, slots = list(state.weights), list(state.slots)
     for number, group in enumerate(plan.groups):
         rule, name = plan.table_of(group).rule, plan.group_name(group)
@@ -313,7 +326,7 @@ def backward(
     plan: TBEPlan,
     state: TBEState,
     batch: JaggedBatch,
-    d_output: Array,
+    d_output: Float[Array, "*output"],
     rates: Float[Array, " groups"],
     *,
     max_gradient: float | None = None,

@@ -183,7 +183,7 @@ def test_the_download_is_pinned_and_asked_for(monkeypatch, corpus, cache):
     monkeypatch.setattr("pooch.retrieve", retrieve)
     assert "pastiche" in datasets.shakespeare(100).source
     assert asked == []
-    assert "verified" in datasets.shakespeare(100, download=True).source
+    assert "verified" in datasets.shakespeare(100, download=True, progress=False).source
     expected = (text_module.CORPUS_URL, f"sha256:{text_module.CORPUS_SHA256}", corpus.name, cache, False)
     assert asked == [expected]
 

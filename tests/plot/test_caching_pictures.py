@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from rsembed import plot
+from rsembed.caching import CacheCounts, SetAssociativeCache
 
 
 def test_the_curve_is_drawn_in_per_cent_over_a_logarithmic_axis_of_rows():
@@ -35,3 +36,29 @@ def test_the_given_axes_are_drawn_on():
 @pytest.mark.parametrize("measured", [None, {}])
 def test_nothing_measured_needs_no_legend(measured):
     assert plot.plot_miss_ratio([1, 2], [1.0, 0.5], measured=measured).get_legend() is None
+
+
+def test_hit_rates_are_those_of_a_dictionary_that_never_forgets():
+    cache, seen, counts, expected = SetAssociativeCache(64, num_ids=200), set(), [], []
+    for ids in np.random.default_rng(0).integers(0, 200, (6, 40)):
+        counts.append(cache.admit(ids).counts)
+        distinct = set(ids.tolist())
+        expected.append(len(distinct & seen) / len(distinct))
+        seen |= distinct
+    np.testing.assert_allclose(plot.hit_rates(counts), expected)
+    assert np.isnan(plot.hit_rates([CacheCounts()])).all()
+
+
+def test_the_mean_hit_rate_leaves_the_warm_up_out():
+    ax = plot.plot_hit_rate([0.0, 0.5, 0.7], warm_up=1, label="LRU")
+    curve, mean = ax.lines
+    np.testing.assert_allclose(curve.get_ydata(), [0, 50, 70])
+    assert mean.get_xdata().tolist() == [2, 3] and mean.get_ydata() == pytest.approx([60, 60])
+    assert [text.get_text() for text in ax.texts] == ["mean\n60.0 %"]
+    assert plot.plot_hit_rate([0.2, 0.3], ax=ax, label="LFU").lines[2].get_color() != curve.get_color()
+
+
+@pytest.mark.parametrize("rates", [[0.5], [np.nan, np.nan]])
+def test_a_warm_up_of_everything_is_refused(rates):
+    with pytest.raises(ValueError, match="warm_up=1"):
+        plot.plot_hit_rate(rates, warm_up=1)

@@ -78,3 +78,32 @@ def test_it_draws_on_the_given_axes_and_nowhere_else(draw):
     assert draw(ax=right) is right
     assert plt.get_fignums() == [1] and not left.has_data()
     assert right.get_xlabel() and right.get_ylabel()
+
+
+@pytest.mark.parametrize("box", [(4.0, 3.0), (1.0, 7.0)])
+def test_a_treemap_tiles_its_box_with_areas_in_proportion(box):
+    sizes = np.random.default_rng(0).exponential(size=12)
+    boxes = plot.treemap(sizes, *box)
+    np.testing.assert_allclose(boxes[:, 2] * boxes[:, 3], sizes / sizes.sum() * box[0] * box[1])
+    points = np.random.default_rng(1).uniform(size=(500, 2)) * box
+    inside = (points[:, None] > boxes[None, :, :2]) & (points[:, None] < (boxes[:, :2] + boxes[:, 2:])[None])
+    assert (inside.all(axis=-1).sum(axis=1) == 1).all()
+
+
+def test_a_treemap_is_squarer_than_slices():
+    boxes = plot.treemap(np.ones(16), 4.0, 4.0)
+    np.testing.assert_allclose(boxes[:, 2:], 1.0)
+
+
+@pytest.mark.parametrize("sizes", [[], [0.0, 0.0], [1.0, -1.0]])
+def test_a_treemap_of_nothing_is_refused(sizes):
+    with pytest.raises(ValueError, match="treemap: sizes"):
+        plot.treemap(sizes, 1.0, 1.0)
+
+
+def test_stacks_are_areas_of_embeddings_and_padding():
+    ax = plot.plot_stack_treemap(SIZES)
+    areas = np.array([patch.get_width() * patch.get_height() for patch in ax.patches])
+    np.testing.assert_allclose(areas / areas.sum(), np.array([3.0, 1.0, 0.5, 0.0]) / 4.5, atol=1e-9)
+    assert ax.get_xlabel() == "area: 4.5 MB over all shards, 22% of it padding"
+    assert ax.texts[0].get_text() == "big\n4.0 MB\n25% padding"

@@ -1,0 +1,37 @@
+"""One progress bar for everything that takes long; silent where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+
+
+def is_watched() -> bool:
+    """Whether standard error is a terminal, or this is a notebook's kernel."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def progress(
+    items: Iterable[Item], *, description: str, show: bool | None = None, **bar_options: Any
+) -> Iterable[Item]:
+    """The items, one by one, with a bar that tells how many are done and how long the rest takes.
+
+    Args:
+      items: what is gone through; a `total=` among the options helps where it has no length.
+      description: stands before the bar, such as "training".
+      show: None shows the bar where somebody watches, see `is_watched`; True and False insist.
+      **bar_options: for tqdm.
+
+    Example:
+      >>> sum(progress(range(4), description="adding", show=False))
+      6
+    """
+    if not (is_watched() if show is None else show):
+        return items
+    from tqdm import tqdm
+
+    return tqdm(items, desc=description, **bar_options)

@@ -1,0 +1,184 @@
+"""Drives JupyterLab in a headless Chromium: opens a tutorial, runs all cells, and waits for its picture.
+
+`make test-browser` runs this file; `make test` does not, as its name is that of no test.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from rsembed.__main__ import replace_parameters
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+START_SECONDS, RUN_SECONDS = 90, 240  # bounds for a busy machine; about 40 seconds in all on an idle one
+# All cells stay in the page, and nothing is asked of the network.
+SETTINGS = {
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
+LIVE_CELL = """\
+from rsembed import datasets, plot
+batches = datasets.zipf_ids(4 * 64 * 4, 500, exponent=1.0, seed=0).reshape(4, 64, 4)
+plot.explore(batches, num_shards=4, embedding_dim=8)
+"""
+
+
+def find(*programs: str) -> str:
+    """The first of these programs that is installed; skips loudly where none is."""
+    found = next(filter(None, map(shutil.which, programs)), None)
+    if found is None:
+        pytest.skip(f"the browser test needs {' or '.join(programs)}: apt-get install chromium chromium-driver")
+    return found
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    browser, driver_program = find("chromium", "google-chrome", "chrome"), find("chromedriver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    profile = tmp_path_factory.mktemp("profile")
+    flags = "--headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-dev-shm-usage"
+    for flag in (*flags.split(), "--window-size=1400,1600", f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_program))
+    yield started
+    started.quit()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Address and token of a JupyterLab on loopback, over copies of the notebooks and settings of its own."""
+    folder = tmp_path_factory.mktemp("lab")
+    notebooks = folder / "notebooks"
+    notebooks.mkdir()
+    tutorial = nbformat.read(ROOT / "notebooks" / "01_shakespeare.ipynb", as_version=4)
+    (parameters,) = [cell for cell in tutorial.cells if "parameters" in cell.metadata.get("tags", [])]
+    parameters.source = replace_parameters(parameters.source, {"STEPS": "200"})
+    nbformat.write(tutorial, notebooks / "01_shakespeare.ipynb")
+    live = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LIVE_CELL)])
+    live.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(live, notebooks / "live.ipynb")
+    # A kernel of this Python, whatever other kernels the machine has.
+    kernel = folder / "data" / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": command, "display_name": "Python 3", "language": "python"}
+    kernel.joinpath("kernel.json").write_text(json.dumps(spec))
+    for name, values in SETTINGS.items():
+        file = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(values))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    token = secrets.token_hex(16)
+    own = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "run", "JUPYTER_DATA_DIR": "data"}
+    own |= {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces"}
+    own = {name: str(folder / place) for name, place in own.items()}
+    arguments = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", "--allow-root"]
+    log = (folder / "log.txt").open("w")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", *arguments, f"--ServerApp.root_dir={notebooks}"],
+        env=os.environ | own | {"JUPYTER_TOKEN": token},
+        stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_for_server(f"{address}/api/status?token={token}", server, folder / "log.txt")
+        yield address, token
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=20)
+        log.close()
+
+
+def wait_for_server(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.3)
+    pytest.fail(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
+
+
+def wait_for(driver, what: str, condition: Callable[[], Any], seconds: float = START_SECONDS) -> Any:
+    """What `condition` returns once it is true; a picture of the page is kept when it never is."""
+    from selenium.common.exceptions import WebDriverException
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            # Lab may ask which kernel to take, with the only one there is chosen.
+            for button in driver.find_elements("css selector", ".jp-Dialog .jp-mod-accept"):
+                button.click()
+            if found := condition():
+                return found
+        except WebDriverException:  # the page changed under our hands; look again
+            pass
+        time.sleep(0.5)
+    picture = Path(tempfile.gettempdir()) / "rsembed-browser-test.png"
+    driver.save_screenshot(str(picture))
+    pytest.fail(f"{what} did not appear within {seconds:.0f} seconds; the page looked like {picture}")
+
+
+def open_and_run(driver, address: str, token: str, name: str) -> None:
+    """Opens a notebook and asks the menu to run all of its cells."""
+    driver.get(f"{address}/lab/tree/{name}?token={token}&reset")
+
+    def kernel_is_ready() -> bool:
+        with urllib.request.urlopen(f"{address}/api/sessions?token={token}", timeout=10) as answer:
+            kernels = [session["kernel"] for session in json.load(answer) if session["path"] == name]
+        return any(kernel["execution_state"] == "idle" and kernel["connections"] > 0 for kernel in kernels)
+
+    wait_for(driver, "a kernel", kernel_is_ready)
+    for menu, label in (("MenuBar", "Run"), ("Menu", "Run All Cells")):
+        entry = f"//*[contains(@class,'lm-{menu}-itemLabel')][text()='{label}']"
+        wait_for(driver, label, lambda entry=entry: driver.find_element("xpath", entry).click() or True)
+
+
+def test_the_shakespeare_tutorial_runs_and_shows_its_loss(driver, lab):
+    open_and_run(driver, *lab, "01_shakespeare.ipynb")
+    notebook = nbformat.read(ROOT / "notebooks" / "01_shakespeare.ipynb", as_version=4)
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+    def cells_with_a_number() -> list[str]:
+        return [prompt.text for prompt in driver.find_elements("css selector", ".jp-CodeCell .jp-InputPrompt")]
+
+    def is_done() -> bool:
+        texts = [output.text for output in driver.find_elements("css selector", ".jp-RenderedText")]
+        assert not [text for text in texts if "Traceback (most recent call last)" in text], texts
+        return f"[{len(code)}]:" in cells_with_a_number()  # the last cell, which holds the asserts
+
+    wait_for(driver, "the number of the last cell", is_done, RUN_SECONDS)
+    (place,) = [number for number, source in enumerate(code) if "Guessing the next word" in source]
+    cell = driver.find_elements("css selector", ".jp-CodeCell")[place]
+    (picture,) = cell.find_elements("css selector", ".jp-OutputArea-output img")
+    assert picture.get_attribute("src").startswith("data:image/png;base64,")
+    assert picture.size["width"] > 300 and picture.size["height"] > 200
+    assert picture.is_displayed()
+
+
+def test_the_live_picture_follows_its_slider(driver, lab):
+    open_and_run(driver, *lab, "live.ipynb")
+    (picture,) = wait_for(driver, "the picture", lambda: driver.find_elements("css selector", "img.widget-image"))
+    handles = wait_for(driver, "sliders", lambda: driver.find_elements("css selector", ".widget-slider .noUi-handle"))
+    before = picture.get_attribute("src")
+    handles[0].send_keys("\ue012")  # the left arrow key
+    wait_for(driver, "another picture", lambda: picture.get_attribute("src") != before)

@@ -1,0 +1,160 @@
+"""The pages name what exists: every public name in the reference, every call of the migration tables."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rsembed
+
+ROOT = Path(__file__).resolve().parent.parent
+_spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+PAGES = {room: reference.page(room, modules) for room, modules in reference.rooms().items()}
+TARGETS = {target for page in PAGES.values() for target in re.findall(r"^% ([\w.]+)$", page, re.MULTILINE)}
+
+
+def packages():
+    names = [name for _, name, is_package in pkgutil.iter_modules(rsembed.__path__, "rsembed.") if is_package]
+    return ["rsembed", *names]
+
+
+@pytest.mark.parametrize("package", packages())
+def test_the_reference_has_exactly_the_names_that_a_package_offers(package):
+    module = importlib.import_module(package)
+    imported = set(re.findall(r"\b\w+\b", Path(module.__file__).read_text()))  # not what other imports left behind
+    offered = {name for name, value in vars(module).items() if not (name.startswith("_") or inspect.ismodule(value))}
+    listed = {target.removeprefix(f"{package}.") for target in TARGETS if target.rpartition(".")[0] == package}
+    assert listed == offered & imported
+
+
+@pytest.mark.parametrize("name", [name for modules in reference.rooms().values() for name in modules])
+def test_the_reference_has_every_function_and_class_that_a_published_module_defines(name):
+    module = importlib.import_module(name)
+    own = {
+        f"{name}.{key}"
+        for key, value in vars(module).items()
+        if not key.startswith("_") and getattr(value, "__module__", None) == name
+    }
+    assert own - TARGETS == set()
+
+
+def test_every_public_function_and_class_says_what_it_is():
+    silent = []
+    for target in sorted(TARGETS):
+        module, _, name = target.rpartition(".")
+        _, node, _ = reference.find(module, name)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(node):
+            silent.append(target)
+    assert silent == []
+
+
+def test_public_functions_tell_the_shapes_of_their_arrays():
+    bare = []
+    for target in sorted(TARGETS):
+        module, _, name = target.rpartition(".")
+        _, node, _ = reference.find(module, name)
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            bare += [f"{target}({a.arg})" for a in arguments if re.fullmatch(ARRAY, ast.unparse(a.annotation))]
+            bare += [target] if re.fullmatch(ARRAY, ast.unparse(node.returns)) else []
+    assert bare == []
+
+
+ARRAY = r"(jax\.)?Array( \| None)?|np\.ndarray( \| None)?"
+
+
+def errors_raised_by(node):
+    raised = {ast.unparse(item.exc.func) for item in ast.walk(node) if isinstance(item, ast.Raise) and item.exc}
+    return {name for name in raised if name.endswith("Error")}
+
+
+def test_public_functions_name_the_errors_that_they_raise():
+    missing = []
+    for target in sorted(TARGETS):
+        module, _, name = target.rpartition(".")
+        _, node, _ = reference.find(module, name)
+        if isinstance(node, ast.FunctionDef):
+            text = ast.get_docstring(node) or ""
+            missing += [f"{target}: {error}" for error in errors_raised_by(node) if error not in text]
+    assert missing == []
+
+
+def test_docstring_sections_become_markdown():
+    docstring = """What it is.
+
+    Args:
+      rows: first line,
+        second line.
+
+    Raises: ValueError: too few.
+    Example:
+      >>> 1 + 1
+      2
+    """
+    lines = [line for line in reference.markdown(docstring).splitlines() if line]
+    assert lines == [
+        "What it is.", "**Arguments**", "- `rows`: first line, second line.", "**Raises**", "- `ValueError`: too few.",
+        "**Example**", "```pycon", ">>> 1 + 1", "2", "```",
+    ]  # fmt: skip
+
+
+NAMED = re.findall(r"`(rsembed\.[\w.]+)`", (ROOT / "docs" / "migration.md").read_text())
+
+
+def resolve(name):
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        return reduce(getattr, parts[length:], module)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMED)))
+def test_the_calls_of_the_migration_tables_exist(name):
+    assert resolve(name) is not None
+
+
+def test_every_system_has_a_table_of_some_length():
+    page = (ROOT / "docs" / "migration.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    assert {section.splitlines()[0] for section in sections} >= {
+        "jax-tpu-embedding",
+        "FBGEMM",
+        "FBTT-Embedding",
+        "SOK and DeepRec",
+    }
+    assert all(section.count("\n| ") > 5 for section in sections)
+
+
+def test_links_between_pages_and_to_files_lead_somewhere():
+    generated = {"notebooks/index.md", "api/index.md"}
+    broken = []
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "notebooks" / "README.md"]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            place = (page.parent / link).resolve()
+            in_notebooks = ROOT / link  # the site has a copy of them below docs/
+            if link not in generated and not place.exists() and not in_notebooks.exists():
+                broken.append(f"{page.name}: {link}")
+    assert broken == []
+
+
+def test_the_programs_of_the_page_on_optimizers_run_as_printed():
+    page, names = (ROOT / "docs" / "optimizers.md").read_text(), {"__name__": "page"}
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(programs) == 3
+    for program in programs:
+        exec(compile(program, "docs/optimizers.md", "exec"), names)
+    assert np.isfinite(names["two_steps"](names["quick"])).all()
