@@ -16,6 +16,19 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 matplotlib.use("Agg")
 
+# A test compiles a program to run it once or twice. With fewer passes XLA takes half the time for it. Read when the
+# first device is made, and put back for the sake of child processes.
+QUICK_COMPILES = (
+    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
+flags_before = os.environ.get("XLA_FLAGS")
+os.environ["XLA_FLAGS"] = f"{flags_before or ''} {QUICK_COMPILES}".strip()
+jax.devices("cpu")
+if flags_before is None:
+    del os.environ["XLA_FLAGS"]
+else:
+    os.environ["XLA_FLAGS"] = flags_before
+
 
 def pytest_sessionstart() -> None:
     """Tests of the native kernels may skip where there are none, but not where they were required."""
