@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rsembed.progress import progress
 from rsembed.tt.cores import full_weight
-from rsembed.tt.decomposition import from_dense, with_progress
+from rsembed.tt.decomposition import from_dense
 from rsembed.tt.spec import TTSpec
 
 CODEWORDS = 256
@@ -126,7 +127,7 @@ def compress(
         "product codes": lambda: _product_codes(task),
     }
     entries = []
-    for name, method in with_progress(methods.items(), "compress"):
+    for name, method in progress(methods.items(), description="compress", delay=1.0, leave=False):
         start = time.perf_counter()
         answer = method()
         if answer is None:  # not even its smallest form is within the bytes

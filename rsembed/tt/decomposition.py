@@ -7,14 +7,14 @@ backend would switch the whole process to 64 bits.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from rsembed.progress import progress
 from rsembed.tt.chain import Cores
 from rsembed.tt.cores import check_cores
 from rsembed.tt.shapes import suggested_tt_shapes
@@ -76,7 +76,7 @@ def from_dense(
     remainder = padded.reshape(*p, *q).transpose(order).reshape(1, -1)
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
     cores = []
-    for t in with_progress(range(d - 1), "TT-SVD"):
+    for t in progress(range(d - 1), description="TT-SVD", delay=1.0, leave=False):
         left = remainder.shape[0]
         basis, remainder = _truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
         cores.append(basis.reshape(left, p[t], q[t], -1))
@@ -110,7 +110,7 @@ def round_cores(
         parts[t] = basis.T.reshape(-1, p, q, right)
         parts[t - 1] = parts[t - 1] @ factor.T
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
-    for t in with_progress(range(spec.num_cores - 1), "rounding"):
+    for t in progress(range(spec.num_cores - 1), description="rounding", delay=1.0, leave=False):
         left, p, q, right = parts[t].shape
         basis, rest = _truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
         parts[t] = basis.reshape(left, p, q, -1)
@@ -139,14 +139,6 @@ def from_tensorly(
     """
     parts = [np.asarray(core) for core in tt_matrix]
     return _stored(num_embeddings or math.prod(core.shape[1] for core in parts), parts, dtype)
-
-
-def with_progress(steps: Collection[Any], what: str) -> Iterable[Any]:
-    """The steps, with a bar where somebody looks, a terminal or a notebook, if they take more than a moment."""
-    from tqdm import tqdm
-
-    is_seen = "ipykernel" in sys.modules or sys.stderr.isatty()
-    return tqdm(steps, desc=what, disable=not is_seen, delay=1.0, leave=False)
 
 
 def _truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:

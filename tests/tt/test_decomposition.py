@@ -158,16 +158,3 @@ def test_wrong_arguments_are_refused():
     table[0, 0] = np.nan
     with pytest.raises(ValueError, match="not finite"):
         from_dense(table, ranks=2)
-
-
-@pytest.mark.parametrize(("is_terminal", "is_notebook"), [(False, False), (True, False), (False, True)])
-def test_long_work_shows_a_bar_only_where_somebody_looks(is_terminal, is_notebook, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
-    if is_notebook:
-        monkeypatch.setitem(sys.modules, "ipykernel", object())
-    else:
-        monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    bar = decomposition.with_progress(range(3), "TT-SVD")
-    assert bar.disable == (not (is_terminal or is_notebook))
-    assert list(bar) == [0, 1, 2]
-    assert "TT-SVD" not in capsys.readouterr().err  # nor is there a bar for what takes a moment
