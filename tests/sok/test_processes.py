@@ -1,0 +1,37 @@
+"""Two processes with two devices each learn what one process learns."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rsembed import checkpoint, sok
+from tests.sok import training
+
+
+def test_processes_learn_what_one_device_learns(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    root = str(Path(training.__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2"]
+    run = subprocess.run(
+        [*command, training.__file__, str(tmp_path / "learned")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = checkpoint.load(tmp_path / "learned").tree
+    expected = training.train(sok.Init(mesh=Mesh(np.asarray(jax.devices()[:1]), ("shard",))))
+    np.testing.assert_array_equal(found["layer"]["keys"], expected["layer"]["keys"])
+    for name, values in expected["layer"].items():
+        np.testing.assert_allclose(found["layer"][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(found["tables"]["t"], expected["tables"]["t"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
+    assert len(expected["layer"]["keys"]) > 10
