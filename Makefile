@@ -23,9 +23,10 @@ help:
 tutorial: $(VENV)/.installed-notebooks
 	$(BIN)/python -m rsembed run 01_shakespeare
 
-# One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together.
+# One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together. Notebooks go first:
+# the longest of them at the end would keep one process waiting.
 test: lint
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --nbmake tests rsembed notebooks
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --nbmake notebooks tests rsembed
 
 # Not part of `test`: needs Chromium and its driver, and skips loudly without them.
 test-browser: $(VENV)/.installed-dev
