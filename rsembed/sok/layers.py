@@ -242,7 +242,9 @@ class All2AllDenseEmbedding(_Layer):
     def _rows(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
         if self.dynamic_input:
             return self._rows_of_list(keys, training)
-        shape = keys.is_key.shape if isinstance(keys, Keys) else np.shape(keys)
+        if not isinstance(keys, (Keys, jax.Array)):
+            keys = np.asarray(keys)
+        shape = keys.is_key.shape if isinstance(keys, Keys) else keys.shape
         if shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
                 f"layer {self.name!r}: keys have shape {shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "

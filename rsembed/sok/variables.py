@@ -123,12 +123,19 @@ def embedding_variable(
       optimizer: steps the rows that a batch looked up; None is Adagrad. `sok.optimizers` has those of the original.
       context: the devices; None means those of `Init`.
       rngs: its stream `params` seeds the table; None means `nnx.Rngs(0)`.
-      **policies: what happens when a table is full, admission, eviction: see `DynamicTableSpec`.
+      **policies: what happens when a table is full, admission, eviction: see `DynamicTableSpec`. Also `dtype`.
 
     Raises: ValueError: an argument is out of range or unknown.
     """
-    if policies and not use_hashtable:
-        raise ValueError(f"table {name!r}: {', '.join(policies)} concern hash tables; use_hashtable is False.")
+    context = current_context(context)
+    of_keys = [policy for policy in policies if policy != "dtype"]
+    if of_keys and not use_hashtable:
+        raise ValueError(f"table {name!r}: {', '.join(of_keys)} concern hash tables; use_hashtable is False.")
+    if not use_hashtable and rows_per_device * context.num_devices > 2**32:
+        raise ValueError(
+            f"table {name!r}: {rows_per_device} rows on each of {context.num_devices} devices are more than 2**32; "
+            "take use_hashtable=True."
+        )
     spec = DynamicTableSpec(
         name=name,
         embedding_dim=embedding_dim,
@@ -138,7 +145,7 @@ def embedding_variable(
         initializer=_initializer(initializer, name),
         **policies,
     )
-    table = ShardedTable(spec, current_context(context), use_hashtable)
+    table = ShardedTable(spec, context, use_hashtable)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
 
@@ -280,18 +287,20 @@ def _make_room(
 
 
 def _num_failed(variable: EmbeddingVariable) -> int:
-    return int(on_host(variable.get_value().shards.counters.failed).sum()) if variable.table.use_hashtable else 0
+    if not variable.table.use_hashtable or variable.table.spec.when_full == "zero":
+        return 0  # nobody asks, so that nobody waits for the device either
+    return int(on_host(variable.get_value().shards.counters.failed).sum())
 
 
 def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> None:
     spec, num_failed = variable.table.spec, _num_failed(variable) - failed_before
-    if spec.when_full == "zero" or not num_failed:
+    if not num_failed:
         return
     lost = on_host((trip.wanted.first_of != NO_ROW) & (trip.rows == NO_ROW))
     place = int(lost.argmax())
     (key,) = join_keys(*(on_host(lane)[place : place + 1] for lane in trip.wanted.lanes))
     raise RuntimeError(
-        f"table {spec.name!r} is full: {num_failed} new keys found no row, among them {key}; the devices use "
+        f"table {spec.name!r} is full: {num_failed} new keys found no room, among them {key}; the devices use "
         f"{variable.counts()['rows'].tolist()} rows. They read as zeros and are not trained; nothing else was lost. "
         "Make max_vocabulary_size_per_gpu larger, or choose when_full='grow', 'evict' or 'zero'."
     )
