@@ -31,6 +31,7 @@ def placement_of_tables(
     unknown = sorted(set(given) - set(tables))
     if unknown:
         raise ValueError(f"placement names unknown tables {unknown}; the collection has {sorted(tables)}.")
+    given = {name: kind.removesuffix("_wise") for name, kind in given.items()}  # as `plan_placement` calls them
     for name, kind in given.items():
         if kind not in PLACEMENTS:
             raise ValueError(f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}.")

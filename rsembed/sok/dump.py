@@ -16,7 +16,7 @@ from rsembed import checkpoint
 from rsembed.sok import dynamic_table, export, static_table
 from rsembed.sok.dynamic_table import DynamicTableSpec
 from rsembed.sok.keys import owners, split_keys
-from rsembed.sok.sharded_table import TableState
+from rsembed.sok.sharded_table import ShardedTable, TableState
 from rsembed.sok.variables import EmbeddingVariable, on_host
 
 
@@ -26,7 +26,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     Returns: `keys`, `values`, one `slot_<name>` per optimizer slot, and of a hash table `last_step` and `count`; see
       `export.export`. Equal tables give equal arrays, whatever the number of devices.
     """
-    table, shards = variable.table, _shards_on_host(variable)
+    table, shards = variable.table, _shards_on_host(variable.table, variable.get_value())
     if table.use_hashtable:
         parts = [export.export(table.spec, shard) for shard in shards]
     else:
@@ -53,10 +53,18 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
 
     Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
     """
-    table, shards = variable.table, _shards_on_host(variable)
+    variable.set_value(_with_rows(variable, variable.get_value(), rows))
+
+
+def _with_rows(variable: EmbeddingVariable, state: TableState, rows: Mapping[str, Any]) -> TableState:
+    table, shards = variable.table, _shards_on_host(variable.table, state)
     if "keys" not in rows:
         raise ValueError(f"table {table.spec.name!r}: rows need 'keys' and 'values', got {sorted(rows)}.")
     spec = table.spec
+    for name, array in rows.items():
+        num_keys = len(rows["waiting_keys" if name.startswith("waiting_") else "keys"])
+        if len(array) != num_keys:
+            raise ValueError(f"table {spec.name!r}: {name!r} has {len(array)} entries for {num_keys} keys.")
     owner = {p: _owners(spec, rows[f"{p}keys"], len(shards)) for p in ("", "waiting_") if f"{p}keys" in rows}
 
     def share(number: int) -> dict[str, np.ndarray]:
@@ -72,7 +80,7 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
             shards = [dynamic_table.grow(spec, shard, capacity) for shard in shards]
         shards = [export.import_rows(spec, shard, own) for shard, own in zip(shards, own_rows, strict=True)]
     joined = jax.tree.map(lambda *leaves: _global(table, leaves), *shards)
-    variable.set_value(TableState(joined, variable.get_value().step))
+    return TableState(joined, state.step)
 
 
 def dump(path: str | os.PathLike[str], variables: Any) -> None:
@@ -121,12 +129,13 @@ def load(path: str | os.PathLike[str], variables: Any) -> None:
         now["use_hashtable"] = variable.table.use_hashtable
         if differs := {key: (then[key], value) for key, value in now.items() if then[key] != value}:
             raise ValueError(f"table {name!r} differs from {path} in {differs} (there, here).")
+    states = []
     for name, variable in by_name.items():
-        _forget_rows(variable)
-        assign_rows(variable, found.tree[name])
-        state = variable.get_value()
-        step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), state.step.sharding)
-        variable.set_value(state._replace(step=step))
+        state = _with_rows(variable, _without_rows(variable, found.tree[name]), found.tree[name])
+        step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), variable.get_value().step.sharding)
+        states.append(state._replace(step=step))
+    for variable, state in zip(by_name.values(), states, strict=True):  # all of them, or none
+        variable.set_value(state)
 
 
 def _by_name(variables: Any) -> dict[str, EmbeddingVariable]:
@@ -143,9 +152,9 @@ def _by_name(variables: Any) -> dict[str, EmbeddingVariable]:
     return dict(zip(names, found, strict=True))
 
 
-def _shards_on_host(variable: EmbeddingVariable) -> list[Any]:
+def _shards_on_host(table: ShardedTable, state: TableState) -> list[Any]:
     """The share of every device, in every process."""
-    num_shards, shards = variable.table.context.num_devices, variable.get_value().shards
+    num_shards, shards = table.context.num_devices, state.shards
 
     def cut(array: Any) -> list[Any]:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -156,7 +165,7 @@ def _shards_on_host(variable: EmbeddingVariable) -> list[Any]:
     return [jax.tree.unflatten(structure, own) for own in zip(*map(cut, leaves), strict=True)]
 
 
-def _global(table: Any, leaves: Sequence[Any]) -> jax.Array:
+def _global(table: ShardedTable, leaves: Sequence[Any]) -> jax.Array:
     if jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_global(table, [jax.random.key_data(leaf) for leaf in leaves]))
     whole = np.concatenate([np.asarray(leaf) for leaf in leaves])
@@ -164,7 +173,13 @@ def _global(table: Any, leaves: Sequence[Any]) -> jax.Array:
 
 
 def _owners(spec: DynamicTableSpec, keys: Any, num_shards: int) -> np.ndarray:
-    return np.asarray(owners(split_keys(np.asarray(keys), feature=f"table {spec.name!r}"), num_shards))
+    keys = np.asarray(keys)
+    lanes = split_keys(keys, feature=f"table {spec.name!r}")
+    if keys.size and int(keys.max()) > np.iinfo(spec.key_dtype).max:
+        raise ValueError(f"table {spec.name!r}: key {int(keys.max())} does not fit into key_dtype={spec.key_dtype!r}.")
+    if not lanes.is_key.all():
+        raise ValueError(f"table {spec.name!r}: -1 stands for no key and cannot have a row; leave it out.")
+    return np.asarray(owners(lanes, num_shards))
 
 
 def _assign_static(
@@ -181,14 +196,26 @@ def _assign_static(
         raise ValueError(f"table {spec.name!r}: values have shape {values.shape} for {places.size} keys.")
     index, parts = places.astype(np.int64), [values, *spec.optimizer.init_slots(values)]
     for number, name in enumerate(export.slot_names(spec, len(shard.slots)), start=1):
-        parts[number] = jnp.asarray(rows.get(name, parts[number]))
+        part = jnp.asarray(rows.get(name, parts[number]))
+        if part.shape != parts[number].shape:
+            raise ValueError(
+                f"table {spec.name!r}: {name!r} has shape {np.shape(rows[name])}, it needs {parts[number].shape}."
+            )
+        parts[number] = part
     arrays = [a.at[index].set(p.astype(a.dtype)) for a, p in zip((shard.rows, *shard.slots), parts, strict=True)]
     return shard._replace(rows=arrays[0], slots=tuple(arrays[1:]))
 
 
-def _forget_rows(variable: EmbeddingVariable) -> None:
+def _without_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> TableState:
+    """What `rows` are put into: nothing, or a table all of whose rows they replace."""
     table, state = variable.table, variable.get_value()
     if table.use_hashtable:
         spec = dataclasses.replace(table.spec, capacity=state.shards.rows.shape[0] // table.context.num_devices)
         fresh = dataclasses.replace(table, spec=spec).init(jax.random.key(0))
-        variable.set_value(fresh._replace(shards=fresh.shards._replace(key=state.shards.key)))
+        return fresh._replace(shards=fresh.shards._replace(key=state.shards.key))
+    if len(rows["keys"]) != state.shards.rows.shape[0]:
+        raise ValueError(
+            f"table {table.spec.name!r} has {state.shards.rows.shape[0]} rows, the dump {len(rows['keys'])}; "
+            "without hash table they must be equal. assign_rows takes over some rows."
+        )
+    return state

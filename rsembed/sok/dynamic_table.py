@@ -131,6 +131,7 @@ class Counters(NamedTuple):
       not_admitted: keys of training that had not occurred often enough.
       forgotten: keys whose occurrences are no longer counted, to make room for others or in `evict_older`.
       unknown: keys of evaluation without a row.
+      stale: keys whose gradients came when their row belonged to another key already, and were dropped.
     """
 
     inserted: Int[Array, "1"]
@@ -139,6 +140,7 @@ class Counters(NamedTuple):
     not_admitted: Int[Array, "1"]
     forgotten: Int[Array, "1"]
     unknown: Int[Array, "1"]
+    stale: Int[Array, "1"]
 
     def add(self, **numbers: Array) -> Counters:
         """Counters with some of them raised."""
@@ -339,7 +341,26 @@ def grow(spec: DynamicTableSpec, table: DynamicTable, capacity: int) -> DynamicT
         jax.lax.dynamic_update_slice_in_dim(fresh, array, 0, 0)
         for fresh, array in zip(_allocate(spec, capacity), (table.rows, *table.slots), strict=True)
     )
-    return table._replace(keys=row_map.grow(table.keys, capacity), rows=arrays[0], slots=arrays[1:])
+    waiting = table.waiting
+    if waiting is not None and waiting.last_step.shape[0] < capacity:
+        waiting = row_map.grow(waiting, capacity)
+    return table._replace(keys=row_map.grow(table.keys, capacity), rows=arrays[0], slots=arrays[1:], waiting=waiting)
+
+
+def hold(table: DynamicTable, keys: Keys, step: Int[Array, ""]) -> DynamicTable:
+    """The table, in which no row of `keys` will be evicted in this step: several `translate` calls may share it."""
+    rows = row_map.find(table.keys, keys)
+    return table._replace(keys=table.keys._replace(last_step=table.keys.last_step.at[rows].set(step, mode="drop")))
+
+
+def still_theirs(table: DynamicTable, rows: Int[Array, " nnz"], keys: Keys) -> tuple[DynamicTable, Int[Array, " nnz"]]:
+    """`rows` without those that belong to other keys by now, which are counted."""
+    known = table.keys
+    lanes = (known.high, known.low, known.last_step)
+    high, low, last_step = (lane.at[rows].get(mode="fill", fill_value=0) for lane in lanes)
+    is_stale = (rows != NO_ROW) & ((high != keys.high) | (low != keys.low) | (last_step == row_map.FREE))
+    table = table._replace(counters=table.counters.add(stale=jnp.sum(is_stale, dtype=jnp.int32)))
+    return table, jnp.where(is_stale, NO_ROW, rows)
 
 
 def size(table: DynamicTable) -> Int[Array, ""]:

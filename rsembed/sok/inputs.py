@@ -26,12 +26,16 @@ def read_keys(table: ShardedTable, value: Any, weights: Any, *, width: int | Non
     Raises: TypeError or ValueError, naming the table, the position and the way out.
     """
     name = table.spec.name
+    if not isinstance(value, (list, tuple)) or isinstance(value, Keys):
+        value, weights = (jax.tree.map(lambda x: _from_device(x, table), tree) for tree in (value, weights))
+    if isinstance(weights, (list, tuple)) and not isinstance(value, (Bags, list, tuple)):
+        weights = np.asarray(weights, np.float32)
     if isinstance(value, Keys):
         keys = value
     elif isinstance(value, (Bags, list, tuple)):
         if weights is not None:
             value = (value, weights)
-        keys, weights = _from_bags(as_bags(value, feature=name), name, width)
+        keys, weights = _from_bags(_as_bags(value, name), name, width)
     else:
         keys = split_keys(_checked_dtype(value, name, table.spec.key_dtype), feature=f"table {name!r}")
     if keys.is_key.ndim < 2:
@@ -49,6 +53,20 @@ def read_keys(table: ShardedTable, value: Any, weights: Any, *, width: int | Non
         _check_values(table, keys, weights)
     lanes = Keys(*(_flat(lane) for lane in keys))
     return KeyBags(lanes, None if weights is None else _flat(weights).astype(np.float32))
+
+
+def _from_device(array: Any, table: ShardedTable) -> Any:
+    """Arrays that are not cut among the table's devices yet come back to the host, to be checked and cut there."""
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return array
+    return array if array.sharding.is_equivalent_to(table.context.sharding, array.ndim) else np.asarray(array)
+
+
+def _as_bags(value: Any, name: str) -> Bags:
+    try:
+        return as_bags(value, feature=name)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
 
 
 def _flat(array: Any) -> Any:

@@ -69,7 +69,9 @@ class _Layer(nnx.Module):
         """The table's name."""
         return self.variable.table.spec.name
 
-    def _read(self, value: Any, weights: Any, combiner: str, training: bool) -> tuple[Array, Backward]:
+    def _read(
+        self, value: Any, weights: Any, combiner: str, training: bool, *, is_batch: bool = True
+    ) -> tuple[Array, Backward]:
         table, context = self.variable.table, self.variable.table.context
         bags = read_keys(table, value, weights, width=self.max_nnz)
         num_bags = bags.keys.is_key.shape[0]
@@ -78,12 +80,18 @@ class _Layer(nnx.Module):
                 f"layer {self.name!r}: {num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
                 "[batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if not isinstance(bags.keys.is_key, jax.Array):  # a traced or global batch has its samples in place already
+        # A traced or global batch has its samples in place already.
+        if is_batch and not isinstance(bags.keys.is_key, jax.Array):
             context.check_batch(num_bags // self.slot_num, f"layer {self.name!r}")
         self._check_counts(bags.keys)
         (output,), backward = look_up_variables(
             [self.variable], [bags], [cast(Combiner, combiner)], training=training, capacity=self.exchange_capacity
         )
+        return output, backward
+
+    def _shaped(self, output: Array, backward: Backward, shape: tuple[int, ...]) -> tuple[Array, Backward]:
+        output = output.reshape(shape)
+        backward.shapes = [output.shape]
         return output, backward
 
     def _check_counts(self, keys: Keys) -> None:
@@ -103,7 +111,8 @@ class DistributedEmbedding(_Layer):
       embedding_vec_size: length of a row; any.
       slot_num: features of a sample. They share the keys: encode the feature into the key where they should not.
       max_nnz: most keys of a slot.
-      max_feature_num: most keys of a sample; None means `slot_num * max_nnz`. It sizes the buffers of the exchange.
+      max_feature_num: most keys of a sample, checked on the host; None means `slot_num * max_nnz`. It is
+        `exchange_capacity` that sizes buffers.
       use_hashtable: keys of any size get rows when they are first trained; else keys are numbers below
         `max_vocabulary_size_per_gpu * devices`.
       name: of the table, for messages, initial rows and dumps.
@@ -143,6 +152,8 @@ class DistributedEmbedding(_Layer):
         super().__init__(
             name, max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz, use_hashtable, **options
         )
+        if max_feature_num is not None and max_feature_num < 1:
+            raise ValueError(f"layer {name!r}: max_feature_num must be at least 1, got {max_feature_num}.")
         self.combiner = combiner.lower()
         self.max_feature_num = slot_num * max_nnz if max_feature_num is None else max_feature_num
 
@@ -168,7 +179,7 @@ class DistributedEmbedding(_Layer):
 
     def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, Backward]:
         output, backward = self._read(keys, weights, self.combiner, training)
-        return output.reshape(-1, self.slot_num, output.shape[-1]), backward
+        return self._shaped(output, backward, (-1, self.slot_num, output.shape[-1]))
 
     def _check_counts(self, keys: Keys) -> None:
         if self.max_feature_num < self.slot_num * self.max_nnz and isinstance(keys.is_key, np.ndarray):
@@ -242,8 +253,7 @@ class All2AllDenseEmbedding(_Layer):
     def _rows(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
         if self.dynamic_input:
             return self._rows_of_list(keys, training)
-        if not isinstance(keys, (Keys, jax.Array)):
-            keys = np.asarray(keys)
+        keys = self._as_array(keys)
         shape = keys.is_key.shape if isinstance(keys, Keys) else keys.shape
         if shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
@@ -251,11 +261,21 @@ class All2AllDenseEmbedding(_Layer):
                 "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
             )
         output, backward = self._read(keys, None, "none", training)
-        return output.reshape(*shape, -1), backward
+        return self._shaped(output, backward, (*shape, output.shape[-1]))
+
+    def _as_array(self, keys: Any) -> Any:
+        if isinstance(keys, (Keys, jax.Array)):
+            return keys
+        try:
+            return np.asarray(keys)
+        except ValueError as error:
+            raise ValueError(
+                f"layer {self.name!r}: all slots need equally many keys; fill them up with -1, or use "
+                "DistributedEmbedding for ragged ones."
+            ) from error
 
     def _rows_of_list(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
-        if not isinstance(keys, (Keys, jax.Array)):
-            keys = np.asarray(keys)
+        keys = self._as_array(keys)
         shape = keys.is_key.shape if isinstance(keys, Keys) else keys.shape
         if len(shape) != 1:
             raise ValueError(f"layer {self.name!r}: dynamic_input takes a list of keys, got shape {shape}.")
@@ -268,7 +288,7 @@ class All2AllDenseEmbedding(_Layer):
             )
         lanes = keys if isinstance(keys, Keys) else read_keys(self.variable.table, keys[:, None], None).keys
         padded = Keys(*(_padded(lane.reshape(-1), missing)[:, None] for lane in lanes))
-        output, backward = self._read(padded, None, "none", training)
+        output, backward = self._read(padded, None, "none", training, is_batch=False)
         if not missing:
             return output, backward
         return output[:num_keys], lambda d_output: backward(_padded(jnp.asarray(d_output), missing))

@@ -252,14 +252,14 @@ def _look_up(
             shard, rows = static_table.translate(shard, asked, num_devices)
         return shard, (rows, api.lookup(shard.rows, [Segment(rows, None, None, "none")])[0])
 
-    shard, (rows, vectors), num_rounds = ask(
-        wanted,
-        (Keys(wanted.lanes[0], wanted.lanes[1], exists), wanted.first_of, counts),
-        answer,
-        shard,
-        capacity=_capacity(capacity, wanted, num_devices),
-        axis_name=table.context.axis,
+    own_keys = Keys(wanted.lanes[0], wanted.lanes[1], exists)
+    exchange = functools.partial(
+        ask, wanted, capacity=_capacity(capacity, wanted, num_devices), axis_name=table.context.axis
     )
+    if train and table.use_hashtable and table.spec.when_full == "evict":
+        # What a later round asks for must not make room in an earlier one.
+        shard, _, _ = exchange(own_keys, lambda shard, asked: (dynamic_table.hold(shard, asked, step), None), shard)
+    shard, (rows, vectors), num_rounds = exchange((own_keys, wanted.first_of, counts), answer, shard)
     outputs = api.lookup(vectors, _segments(wanted, features, combiners))
     trip = Trip(wanted, jnp.where(exists, rows, NO_ROW), features, num_rounds[None])
     return shard, outputs, trip
@@ -288,25 +288,33 @@ def _step(
     entries, values = api.row_gradients(num_entries, _segments(wanted, trip.features, combiners), d_outputs)
     gradients = jnp.zeros((num_entries, dim), jnp.float32).at[entries].set(values, mode="drop")
 
-    def stepped(shard: Any, arrived: tuple[Array, Array]) -> tuple[Any, None]:
-        rows, slots = update_rows(shard.rows, shard.slots, *arrived, hyper, optimizer)
-        return shard._replace(rows=rows, slots=slots), None
+    def stepped(shard: Any, rows: Array, gradients: Array) -> Any:
+        rows, slots = update_rows(shard.rows, shard.slots, rows, gradients, hyper, optimizer)
+        return shard._replace(rows=rows, slots=slots)
 
-    def summed(sums: Array, arrived: tuple[Array, Array]) -> tuple[Array, None]:
-        return sums.at[arrived[0]].add(arrived[1], mode="drop"), None
+    def checked(shard: Any, rows: Array, keys: Keys) -> tuple[Any, Array]:
+        return dynamic_table.still_theirs(shard, rows, keys) if table.use_hashtable else (shard, rows)
+
+    def step_rows(shard: Any, arrived: tuple[Array, Keys, Array]) -> tuple[Any, None]:
+        shard, rows = checked(shard, *arrived[:2])
+        return stepped(shard, rows, arrived[2]), None
+
+    def add_up(state: tuple[Any, Array], arrived: tuple[Array, Keys, Array]) -> tuple[tuple[Any, Array], None]:
+        shard, rows = checked(state[0], *arrived[:2])
+        return (shard, state[1].at[rows].add(arrived[2], mode="drop")), None
 
     send = functools.partial(
         ask,
         wanted,
-        (trip.rows, gradients),
+        (trip.rows, Keys(wanted.lanes[0], wanted.lanes[1], trip.rows != NO_ROW), gradients),
         capacity=_capacity(capacity, wanted, table.context.num_devices),
         axis_name=table.context.axis,
     )
     if not isinstance(optimizer, Adam):
-        return send(answer=stepped, state=shard)[0]
+        return send(answer=step_rows, state=shard)[0]
     # A rule that moves all rows must run once, not once a round: first everything is brought together.
-    sums = send(answer=summed, state=jnp.zeros(shard.rows.shape, jnp.float32))[0]
-    return stepped(shard, (jnp.arange(sums.shape[0], dtype=jnp.int32), sums))[0]
+    shard, sums = send(answer=add_up, state=(shard, jnp.zeros(shard.rows.shape, jnp.float32)))[0]
+    return stepped(shard, jnp.arange(sums.shape[0], dtype=jnp.int32), sums)
 
 
 def _segments(wanted: Wanted, features: Sequence[KeyBags], combiners: Sequence[Combiner]) -> list[Segment]:

@@ -74,8 +74,12 @@ class EmbeddingVariable(nnx.Variable):
     def grow(self, rows_per_device: int) -> None:
         """Makes room for more rows; programs that use the variable are compiled anew.
 
-        Raises: ValueError: it has more rows already.
+        Raises:
+          ValueError: it has more rows already.
+          NotImplementedError: it has no hash table.
         """
+        if not self.table.use_hashtable:
+            raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
         self.set_value(_grow(self.table, self.get_value(), rows_per_device))
 
 
@@ -91,7 +95,7 @@ def _evict_older(table: ShardedTable, state: TableState) -> TableState:
     return table.on_shards(lambda shard, step: dynamic_table.evict_older(table.spec, shard, step), state)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def _grow(table: ShardedTable, state: TableState, capacity: int) -> TableState:
     return table.on_shards(lambda shard, step: dynamic_table.grow(table.spec, shard, capacity), state)
 
@@ -171,6 +175,7 @@ class Backward:
     trips: list[Trip]
     order: list[tuple[int, int]]
     capacity: int | None
+    shapes: list[tuple[int, ...]]
     is_done: bool = False
 
     def __call__(self, *d_outputs: Any) -> None:
@@ -185,9 +190,14 @@ class Backward:
         """
         if self.is_done:
             raise RuntimeError("backward was called before: a lookup trains once. Look up again for another step.")
+        if len(d_outputs) != len(self.shapes):
+            raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
         given: list[dict[int, Array]] = [{} for _ in self.variables]
-        for (table, feature), d_output in zip(self.order, d_outputs, strict=True):
-            given[table][feature] = self._flat(table, feature, d_output)
+        for (table, feature), d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
+            gradient, name = jnp.asarray(d_output), self.variables[table].table.spec.name
+            if gradient.shape != shape:
+                raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
+            given[table][feature] = gradient.astype(jnp.float32).reshape(-1, shape[-1])
         flat = [[own[feature] for feature in sorted(own)] for own in given]
         tables = tuple(variable.table for variable in self.variables)
         states = [variable.get_value() for variable in self.variables]
@@ -195,17 +205,6 @@ class Backward:
         for variable, state in zip(self.variables, new_states, strict=True):
             variable.set_value(state)
         self.is_done = True
-
-    def _flat(self, table: int, feature: int, d_output: Any) -> Array:
-        spec = self.variables[table].table.spec
-        num_bags, width = self.trips[table].features[feature].keys.is_key.shape
-        shape = num_bags * (width if self.combiners[table][feature] == "none" else 1), spec.embedding_dim
-        if d_output.size != shape[0] * shape[1] or d_output.shape[-1] != shape[1]:
-            raise ValueError(
-                f"table {spec.name!r}: the gradient has shape {d_output.shape}, but the output holds {shape[0]} "
-                f"vectors of {shape[1]}."
-            )
-        return jnp.asarray(d_output).astype(jnp.float32).reshape(shape)
 
 
 def look_up_variables(
@@ -258,7 +257,7 @@ def look_up_variables(
         for variable, before, trip in zip(own_variables, failed, trips, strict=True):
             _check_room(variable, before, trip)
     found = [outputs[table][feature] for table, feature in order]
-    return found, Backward(own_variables, own_combiners, trips, order, capacity)
+    return found, Backward(own_variables, own_combiners, trips, order, capacity, [output.shape for output in found])
 
 
 def _placed(bags: KeyBags, context: Context) -> KeyBags:
@@ -276,7 +275,8 @@ def _make_room(
     table, state = variable.table, variable.get_value()
     if not table.use_hashtable or table.spec.when_full != "grow":
         return
-    num_free = int(on_host(state.shards.keys.num_free).min())
+    maps = [rows for rows in (state.shards.keys, state.shards.waiting) if rows is not None]
+    num_free = min(int(on_host(rows.num_free).min()) for rows in maps)
     if num_free >= sum(feature.keys.is_key.size for feature in features):
         return
     counters, _, _ = _evaluate((table,), (combiners,), [state], [features], capacity=capacity)
@@ -302,5 +302,6 @@ def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> 
     raise RuntimeError(
         f"table {spec.name!r} is full: {num_failed} new keys found no room, among them {key}; the devices use "
         f"{variable.counts()['rows'].tolist()} rows. They read as zeros and are not trained; nothing else was lost. "
-        "Make max_vocabulary_size_per_gpu larger, or choose when_full='grow', 'evict' or 'zero'."
+        "Make max_vocabulary_size_per_gpu (or admission_capacity) larger, or choose when_full='grow', 'evict' (which "
+        "spares the rows of the same step) or 'zero'."
     )

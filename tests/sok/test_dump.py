@@ -67,5 +67,21 @@ def test_a_dump_that_does_not_fit_is_refused(tmp_path):
         sok.load(tmp_path / "dump", model(2, optimizer=None))
     with pytest.raises(ValueError, match="occur more than once"):
         sok.dump(tmp_path / "more", [model(2).variable, model(2).variable])
+    small = model(2, rows=1)
+    small(np.asarray([[[3]], [[8]]]), training=True)
+    full = model(2)
+    train(full, [1])
+    sok.dump(tmp_path / "full", full)
+    with pytest.raises(ValueError, match="free rows"):
+        sok.load(tmp_path / "full", small)
+    assert small.variable.num_rows == 2  # what it had learned is still there
+    with pytest.raises(ValueError, match="without hash table they must be equal"):
+        sok.dump(tmp_path / "static", model(2, use_hashtable=False))
+        sok.load(tmp_path / "static", model(2, use_hashtable=False, rows=20))
+    with pytest.raises(ValueError, match="does not fit into key_dtype='int32'"):
+        rows = {"keys": np.asarray([2**40]), "values": np.ones((1, DIM), np.float32)}
+        sok.assign_rows(model(2, key_dtype="int32").variable, rows)
+    with pytest.raises(ValueError, match="-1 stands for no key"):
+        sok.assign_rows(small.variable, {"keys": np.asarray([-1]), "values": np.ones((1, DIM), np.float32)})
     with pytest.raises(ValueError, match="there is none"):
         sok.dump(tmp_path / "more", [])

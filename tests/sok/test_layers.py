@@ -210,3 +210,56 @@ class TestFullTable:
         out = np.asarray(layer(self.keys(0, 8), training=True))
         assert out[:6].any(axis=(1, 2, 3)).all() and not out[6:].any()
         assert layer.variable.counts()["failed"].sum() == 2
+
+
+def test_gradients_of_a_key_never_reach_the_next_owner_of_its_row():
+    layer = sok.All2AllDenseEmbedding(
+        1, DIM, 1, 1, embedding_initializer="zeros", when_full="evict", context=context(1)
+    )
+    _, backward = layer.vjp(np.asarray([[[5]]]))
+    _, train = layer.vjp(np.asarray([[[5]]]))
+    train(np.zeros((1, 1, 1, DIM), np.float32))  # the next step, in which the row may go to another key
+    layer(np.asarray([[[6]]]), training=True)
+    backward(np.ones((1, 1, 1, DIM), np.float32))
+    rows = sok.export_rows(layer.variable)
+    assert rows["keys"].tolist() == [6] and not rows["values"].any()
+    assert layer.variable.counts()["stale"].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "error", "message"),
+    [
+        (np.ones((4, 1, 2), np.float32), None, TypeError, "'distributed_embedding': keys must be integers"),
+        (np.full((4, 1, 2), -7), None, ValueError, r"'distributed_embedding'.*-7 at position \(0, 0, 0\)"),
+        (np.full((4, 1, 3), 1), None, ValueError, "3 keys per bag, but at most 2"),
+        (np.full((3, 1, 2), 1), None, ValueError, "3 samples do not divide among the 2 devices"),
+        (jnp.full((3, 1, 2), 1), None, ValueError, "3 samples do not divide among the 2 devices"),
+        (np.full((4, 1, 2), 1), np.ones((4, 2), np.float32), ValueError, "weights have shape"),
+        ([[[1, 2], [3]], [[], [4]]], None, (TypeError, ValueError), "one flat list of keys per bag"),
+        (np.full((4, 1, 2), 40), None, ValueError, "key 40 at .* is not below 40 = 20 rows on each of 2 devices"),
+    ],
+)
+def test_what_is_wrong_with_keys_is_said(keys, weights, error, message):
+    layer = sok.DistributedEmbedding("sum", 20, DIM, 1, 2, use_hashtable=False, context=context(2))
+    with pytest.raises(error, match=message):
+        layer(keys, weights)
+
+
+def test_a_gradient_of_another_shape_is_refused():
+    layer = sok.DistributedEmbedding("sum", 20, DIM, 1, 2, use_hashtable=False, context=context(2))
+    _, backward = layer.vjp(np.full((4, 1, 2), 1))
+    with pytest.raises(ValueError, match=r"the gradient has shape \(1, 4, 5\), the output \(4, 1, 5\)"):
+        backward(np.ones((1, 4, DIM), np.float32))
+
+
+def test_rounds_of_an_exchange_evict_nothing_that_the_batch_asks_for():
+    layer = sok.All2AllDenseEmbedding(
+        2, DIM, 1, 1, when_full="evict", exchange_capacity=1, dynamic_input=True, context=context(1)
+    )
+    for key in (9, 5):
+        rows, backward = layer.vjp(np.asarray([key, key]))
+        backward(np.ones_like(rows))
+    before = np.asarray(layer(np.asarray([9, 9])))[0]
+    rows, _ = layer.vjp(np.asarray([4, 9]))  # key 4 takes a row in the first round; key 9 comes in the second
+    np.testing.assert_array_equal(rows[1], before)
+    assert sok.export_rows(layer.variable)["keys"].tolist() == [4, 9]
