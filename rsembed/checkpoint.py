@@ -22,9 +22,9 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,11 @@ from jax.experimental import multihost_utils
 
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.kernels import api
+from rsembed.progress import progress
 from rsembed.specs import TableSpec
 from rsembed.stacking import StackPlan
+
+Item = TypeVar("Item")
 
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
@@ -115,7 +118,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
         partial.mkdir(parents=True)
     arrays = [
         {"path": list(parts), **_write_array(partial / f"{number:04d}.bin", leaf, _name(parts), is_writer)}
-        for number, (parts, leaf) in enumerate(leaves.items())
+        for number, (parts, leaf) in enumerate(_watched(leaves.items(), "saving"))
     ]
     if is_writer:
         with open(partial / _MANIFEST, "wb") as file:
@@ -126,6 +129,10 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
         _sync_folder(path.parent)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"rsembed checkpoint {path.name}")
+
+
+def _watched(items: Collection[Item], description: str) -> Iterable[Item]:
+    return progress(items, description=description, delay=1.0, leave=False)
 
 
 def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
@@ -144,7 +151,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     """
     path = Path(path)
     found = manifest(path)
-    arrays = {tuple(entry["path"]): _read_array(path, entry) for entry in found["arrays"]}
+    arrays = {tuple(entry["path"]): _read_array(path, entry) for entry in _watched(found["arrays"], "loading")}
     tree = _nested(arrays) if like is None else _restored(path, arrays, like)
     return Checkpoint(tree, found["step"], found["metadata"])
 
