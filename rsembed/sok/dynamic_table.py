@@ -132,6 +132,7 @@ class Counters(NamedTuple):
       forgotten: keys whose occurrences are no longer counted, to make room for others or in `evict_older`.
       unknown: keys of evaluation without a row.
       stale: keys whose gradients came when their row belonged to another key already, and were dropped.
+      invalid: negative numbers other than -1 among the keys of a traced batch, which cannot be refused there.
     """
 
     inserted: Int[Array, "1"]
@@ -141,6 +142,7 @@ class Counters(NamedTuple):
     forgotten: Int[Array, "1"]
     unknown: Int[Array, "1"]
     stale: Int[Array, "1"]
+    invalid: Int[Array, "1"]
 
     def add(self, **numbers: Array) -> Counters:
         """Counters with some of them raised."""

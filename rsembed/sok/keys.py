@@ -72,9 +72,10 @@ def _check_not_negative(keys: Any, feature: str) -> None:
         )
 
 
-def num_invalid(keys: Array) -> Int[Array, ""]:
-    """How many keys are negative without being padding; works inside `jit`."""
-    return jnp.sum(keys < -1, dtype=jnp.int32) if jnp.issubdtype(keys.dtype, jnp.signedinteger) else jnp.int32(0)
+def num_invalid(keys: Keys) -> Int[Array, ""]:
+    """How many negative numbers other than -1 `split_keys` was given; works inside `jit`."""
+    ones = jnp.uint32(0xFFFFFFFF)
+    return jnp.sum(~keys.is_key & (keys.high == ones) & (keys.low != ones), dtype=jnp.int32)
 
 
 def join_keys(high: Any, low: Any, *, dtype: Any = np.uint64) -> np.ndarray:

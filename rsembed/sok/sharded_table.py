@@ -26,7 +26,7 @@ from rsembed.parallel import Wanted, ask, default_capacity, distinct
 from rsembed.sok import dynamic_table, static_table
 from rsembed.sok.dynamic_table import DynamicTableSpec
 from rsembed.sok.initialize import Context
-from rsembed.sok.keys import Keys, owners
+from rsembed.sok.keys import Keys, num_invalid, owners
 from rsembed.sok.optimizers import Adam, update_rows
 from rsembed.specs import Combiner
 
@@ -238,6 +238,10 @@ def _look_up(
         lambda *lanes: jnp.concatenate([lane.reshape(-1) for lane in lanes]), *[f.keys for f in features]
     )
     wanted = distinct(owners(keys, num_devices), (keys.high, keys.low), num_devices=num_devices)
+    if table.use_hashtable:
+        shard = shard._replace(counters=shard.counters.add(invalid=num_invalid(keys)))
+    else:
+        shard = shard._replace(unknown=shard.unknown + num_invalid(keys))
     exists = wanted.first_of != NO_ROW
     counts = jnp.zeros(keys.low.shape, jnp.int32).at[wanted.entry_of].add(1, mode="drop")
 

@@ -52,7 +52,7 @@ class Table:
         self.evict = spec.eviction if spec.when_full == "evict" else None
         self.rows = Rows(spec.capacity)
         self.waiting = Rows(spec.admission_capacity or spec.capacity)
-        names = ("inserted", "evicted", "failed", "not_admitted", "forgotten", "unknown", "stale")
+        names = ("inserted", "evicted", "failed", "not_admitted", "forgotten", "unknown", "stale", "invalid")
         self.counters = dict.fromkeys(names, 0)
 
     def translate(self, keys, step, train=True):

@@ -263,3 +263,11 @@ def test_rounds_of_an_exchange_evict_nothing_that_the_batch_asks_for():
     rows, _ = layer.vjp(np.asarray([4, 9]))  # key 4 takes a row in the first round; key 9 comes in the second
     np.testing.assert_array_equal(rows[1], before)
     assert sok.export_rows(layer.variable)["keys"].tolist() == [4, 9]
+
+
+def test_negative_keys_inside_jit_are_counted():
+    layer = sok.DistributedEmbedding("sum", 20, DIM, 1, 2, context=context(2))
+    keys = jnp.asarray([[-7, -1], [3, -2], [-1, -1], [-9, 5]], jnp.int32).reshape(4, 1, 2)
+    out = nnx.jit(lambda layer, keys: layer(keys))(layer, keys)
+    assert not np.asarray(out).any()
+    assert layer.variable.counts()["invalid"].sum() == 3
