@@ -27,61 +27,112 @@ struct Matrix {
   int64_t row, column;
 };
 
-// One vector at a time: compilers keep arrays in registers that are never copied as a whole.
+// Vectors that may lie anywhere among floats.
 template <typename Vector>
-inline Vector read(const float* from) {
-  Vector x;
-  memcpy(&x, from, sizeof(x));
-  return x;
-}
+struct Anywhere {
+  typedef Vector type __attribute__((aligned(4), may_alias));
+};
 
 // kRows x kVectors vectors of c (+)= a @ b, kept in registers over all `depth` terms.
 template <typename Vector, int kRows, int kVectors>
 inline void tile(int64_t depth, Matrix a, const float* b, int64_t b_row, float* c, int64_t c_row, bool adds) {
+  typedef typename Anywhere<Vector>::type Unaligned;
   constexpr int64_t kWidth = sizeof(Vector) / 4;
-  Vector sum[kRows][kVectors];
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kVectors; ++j) sum[i][j] = adds ? read<Vector>(c + i * c_row + j * kWidth) : Vector{};
-  }
-  for (int64_t k = 0; k < depth; ++k) {
+  Vector sum[kRows][kVectors] = {};
+  for (int64_t k = 0; k < depth; ++k, b += b_row, a.data += a.column) {
     Vector row[kVectors];
-    for (int j = 0; j < kVectors; ++j) row[j] = read<Vector>(b + k * b_row + j * kWidth);
+    for (int j = 0; j < kVectors; ++j) row[j] = *reinterpret_cast<const Unaligned*>(b + j * kWidth);
     for (int i = 0; i < kRows; ++i) {
-      const float x = a.data[i * a.row + k * a.column];
-      for (int j = 0; j < kVectors; ++j) sum[i][j] += x * row[j];
+      for (int j = 0; j < kVectors; ++j) sum[i][j] += a.data[i * a.row] * row[j];
     }
   }
   for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kVectors; ++j) memcpy(c + i * c_row + j * kWidth, &sum[i][j], sizeof(Vector));
+    for (int j = 0; j < kVectors; ++j) {
+      Unaligned* const to = reinterpret_cast<Unaligned*>(c + i * c_row + j * kWidth);
+      *to = adds ? *to + sum[i][j] : sum[i][j];
+    }
   }
 }
 
-template <typename Vector, int kRows, int kVectors>
+template <typename Vector, int kVectors>
 inline void strip(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t width, float* c, bool adds) {
-  int64_t i = 0;
-  const auto at = [&](int64_t row) { return Matrix{a.data + row * a.row, a.row, a.column}; };
-  for (; i + kRows <= rows; i += kRows) {
-    tile<Vector, kRows, kVectors>(depth, at(i), b, width, c + i * width, width, adds);
+  while (rows > 0) {
+    // Six rows fill the registers; eight are better split in halves than in six and two.
+    const int64_t count = rows >= 6 && rows != 8 ? 6 : rows >= 4 ? 4 : 1;
+    if (count == 6) tile<Vector, 6, kVectors>(depth, a, b, width, c, width, adds);
+    if (count == 4) tile<Vector, 4, kVectors>(depth, a, b, width, c, width, adds);
+    if (count == 1) tile<Vector, 1, kVectors>(depth, a, b, width, c, width, adds);
+    rows -= count;
+    a.data += count * a.row;
+    c += count * width;
   }
-  if (kRows > 4 && i + 4 <= rows) {
-    tile<Vector, 4, kVectors>(depth, at(i), b, width, c + i * width, width, adds);
-    i += 4;
+}
+
+// Numbers that follow each other, each in four lanes.
+inline Floats spread(const float* from) {
+#if defined(__AVX512F__)
+  const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+  return (Floats)_mm512_maskz_permutevar_ps(0xffff, _mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps(from)), lanes);
+#elif defined(__AVX2__)
+  double two;
+  memcpy(&two, from, sizeof(two));
+  return (Floats)_mm256_permutevar_ps((__m256)_mm256_set1_pd(two), _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0));
+#else
+  return broadcast(*from);
+#endif
+}
+
+inline Quad sum_of_quads(Floats x) {
+  Quad quads[kLanes / 4];
+  memcpy(quads, &x, sizeof(x));
+  for (int k = 1; k < kLanes / 4; ++k) quads[0] += quads[k];
+  return quads[0];
+}
+
+// c[kRows, 4] = a[kRows, depth] @ b[depth, 4]: a vector holds several rows of b.
+template <int kRows>
+inline void narrow_tile(int64_t depth, const float* a, const float* b, float* c) {
+  Floats sum[kRows] = {};
+  for (int64_t k = 0; k < depth; k += kLanes / 4) {
+    const Floats row = load(b + 4 * k);
+    for (int i = 0; i < kRows; ++i) sum[i] += spread(a + i * depth + k) * row;
   }
-  for (; i < rows; ++i) tile<Vector, 1, kVectors>(depth, at(i), b, width, c + i * width, width, adds);
+  for (int i = 0; i < kRows; ++i) *reinterpret_cast<Anywhere<Quad>::type*>(c + 4 * i) = sum_of_quads(sum[i]);
 }
 
 // c[rows, width] (+)= a[rows, depth] @ b[depth, width].
 void multiply(int64_t rows, int64_t width, int64_t depth, Matrix a, const float* b, float* c, bool adds) {
+  if (width == 4 && !adds && a.column == 1 && a.row == depth && depth % (kLanes / 4) == 0) {
+    for (; rows >= 8; rows -= 8, a.data += 8 * depth, c += 32) narrow_tile<8>(depth, a.data, b, c);
+    for (; rows > 0; --rows, a.data += depth, c += 4) narrow_tile<1>(depth, a.data, b, c);
+    return;
+  }
   int64_t j = 0;
-  for (; j + 2 * kLanes <= width; j += 2 * kLanes) strip<Floats, 4, 2>(rows, depth, a, b + j, width, c + j, adds);
-  for (; j + kLanes <= width; j += kLanes) strip<Floats, 8, 1>(rows, depth, a, b + j, width, c + j, adds);
-  for (; j + 4 <= width; j += 4) strip<Quad, 8, 1>(rows, depth, a, b + j, width, c + j, adds);
-  for (; j < width; ++j) strip<float, 8, 1>(rows, depth, a, b + j, width, c + j, adds);
+  for (; j + 2 * kLanes <= width; j += 2 * kLanes) strip<Floats, 2>(rows, depth, a, b + j, width, c + j, adds);
+  for (; j + kLanes <= width; j += kLanes) strip<Floats, 1>(rows, depth, a, b + j, width, c + j, adds);
+  for (; j + 4 <= width; j += 4) strip<Quad, 1>(rows, depth, a, b + j, width, c + j, adds);
+  for (; j < width; ++j) strip<float, 1>(rows, depth, a, b + j, width, c + j, adds);
 }
 
 void transpose(const float* slice, int64_t left, int64_t width, float* out) {
-  for (int64_t j = 0; j < width; ++j) {
-    for (int64_t i = 0; i < left; ++i) out[j * left + i] = slice[i * width + j];
+  int64_t i = 0;
+#if defined(__x86_64__)
+  for (; i + 4 <= left && width % 4 == 0; i += 4) {
+    for (int64_t j = 0; j < width; j += 4) {
+      const float* const from = slice + i * width + j;
+      float* const to = out + j * left + i;
+      __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + width);
+      __m128 c = _mm_loadu_ps(from + 2 * width), d = _mm_loadu_ps(from + 3 * width);
+      _MM_TRANSPOSE4_PS(a, b, c, d);
+      _mm_storeu_ps(to, a);
+      _mm_storeu_ps(to + left, b);
+      _mm_storeu_ps(to + 2 * left, c);
+      _mm_storeu_ps(to + 3 * left, d);
+    }
+  }
+#endif
+  for (; i < left; ++i) {
+    for (int64_t j = 0; j < width; ++j) out[j * left + i] = slice[i * width + j];
   }
 }
 
@@ -100,74 +151,110 @@ float dot(const float* a, const float* b, int64_t count) {
   return total;
 }
 
-const float* slice(const Train& train, int64_t t, uint32_t lookup) {
-  return train.cores[t] + train.digits[t][lookup] * train.size[t];
-}
+// The products of a block. Lookups that follow each other with the same slices of all cores up to the grouped one share
+// these products: they have one head, known by the first of them. Later products are those of single lookups.
+struct Block {
+  const Train& train;
+  const uint32_t* lookups;
+  int64_t count;
+  float* scratch;
+  int64_t num_heads = 0;
+  int64_t head_of[kLookupsPerBlock];
+  int64_t first_of_head[kLookupsPerBlock];
 
-// The products of the first slices, `[kLookupsPerBlock, product[t]]` for every core, stand at the front of the scratch.
-float* products(const Train& train, int64_t t, float* scratch) {
-  for (int64_t before = 0; before < t; ++before) scratch += kLookupsPerBlock * train.product[before];
-  return scratch;
-}
-
-// If the first core is the grouped one, all lookups share the first product and it is not copied.
-const float* product_of(const Train& train, int64_t t, int64_t k, const uint32_t* lookups, float* scratch) {
-  if (t == 0) return slice(train, 0, lookups[k]);
-  return products(train, t, scratch) + k * train.product[t];
-}
-
-const float* rows(const Train& train, const uint32_t* lookups, int64_t count, float* scratch) {
-  for (int64_t t = 1; t < train.num_cores; ++t) {
-    const int64_t left = train.left[t], width = train.columns[t] * train.right[t], num_rows = train.rows[t];
-    float* const out = products(train, t, scratch);
-    if (t == train.grouped) {  // one product for the whole block
-      float* const stacked = products(train, t - 1, scratch);
-      if (t == 1) {
-        for (int64_t k = 0; k < count; ++k) {
-          memcpy(stacked + k * train.size[0], slice(train, 0, lookups[k]), 4 * train.size[0]);
-        }
-      }
-      multiply(count * num_rows, width, left, {stacked, left, 1}, slice(train, t, lookups[0]), out, false);
-      continue;
-    }
+  Block(const Train& its_train, const uint32_t* its_lookups, int64_t its_count, float* its_scratch)
+      : train(its_train), lookups(its_lookups), count(its_count), scratch(its_scratch) {
     for (int64_t k = 0; k < count; ++k) {
-      const float* const before = product_of(train, t - 1, k, lookups, scratch);
-      multiply(num_rows, width, left, {before, left, 1}, slice(train, t, lookups[k]), out + k * train.product[t], false);
+      bool is_new = k == 0;
+      for (int64_t t = 0; t < train.grouped && !is_new; ++t) {
+        is_new = train.digits[t][lookups[k]] != train.digits[t][lookups[k - 1]];
+      }
+      if (is_new) first_of_head[num_heads++] = k;
+      head_of[k] = num_heads - 1;
     }
   }
-  return products(train, train.num_cores - 1, scratch);
+
+  bool has_heads(int64_t t) const { return t <= train.grouped; }
+  int64_t num_products(int64_t t) const { return has_heads(t) ? num_heads : count; }
+  int64_t lookup_of(int64_t t, int64_t k) const { return has_heads(t) ? first_of_head[k] : k; }
+  // Which product up to the core before t the product k up to core t continues.
+  int64_t before(int64_t t, int64_t k) const { return has_heads(t - 1) && !has_heads(t) ? head_of[k] : k; }
+
+  const float* slice(int64_t t, int64_t k) const {
+    return train.cores[t] + train.digits[t][lookups[lookup_of(t, k)]] * train.size[t];
+  }
+  // `[num_products(t), product[t]]`, for every core, at the front of the scratch.
+  float* products(int64_t t) const {
+    float* at = scratch;
+    for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];
+    return at;
+  }
+  // The product up to the first core is a slice, which is copied only where products have to be neighbours.
+  const float* product(int64_t t, int64_t k) const {
+    return t == 0 ? slice(0, k) : products(t) + k * train.product[t];
+  }
+};
+
+const float* rows(const Train& train, const uint32_t* lookups, int64_t count, float* scratch) {
+  const Block block(train, lookups, count, scratch);
+  for (int64_t t = 1; t < train.num_cores; ++t) {
+    const int64_t left = train.left[t], width = train.columns[t] * train.right[t], num_rows = train.rows[t];
+    float* const out = block.products(t);
+    if (t == train.grouped) {  // one product for the whole block
+      float* const stacked = block.products(t - 1);
+      for (int64_t k = 0; t == 1 && k < block.num_heads; ++k) {
+        memcpy(stacked + k * train.size[0], block.slice(0, k), 4 * train.size[0]);
+      }
+      multiply(block.num_heads * num_rows, width, left, {stacked, left, 1}, block.slice(t, 0), out, false);
+      continue;
+    }
+    for (int64_t k = 0; k < block.num_products(t); ++k) {
+      const float* const before = block.product(t - 1, block.before(t, k));
+      multiply(num_rows, width, left, {before, left, 1}, block.slice(t, k), out + k * train.product[t], false);
+    }
+  }
+  return block.products(train.num_cores - 1);
 }
 
 void pull(const Train& train, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
-          float* d_grouped, float* const* d_slices, float* scratch) {
-  const int64_t grouped = train.grouped;
+          float* d_grouped, float* const* d_slices, bool* is_head, float* scratch) {
+  const Block block(train, lookups, count, scratch);
   int64_t most = 0;
   for (int64_t t = 0; t < train.num_cores; ++t) most = train.product[t] > most ? train.product[t] : most;
   float* spare[2];
-  spare[0] = products(train, train.num_cores, scratch);
+  spare[0] = block.products(train.num_cores);
   spare[1] = spare[0] + kLookupsPerBlock * most;
   float* const swapped = spare[1] + kLookupsPerBlock * most;
-  const float* d_product = d_rows;  // [count, product[t]]
+  const float* d_product = d_rows;  // [num_products(t), product[t]]
   for (int64_t t = train.num_cores - 1; t > 0; --t) {
     const int64_t left = train.left[t], width = train.columns[t] * train.right[t], num_rows = train.rows[t];
-    float* const d_before = t == 1 && grouped != 0 ? d_slices[0] : spare[t % 2];
-    if (t == grouped) {
-      const float* const stacked = products(train, t - 1, scratch);
-      multiply(left, width, count * num_rows, {stacked, 1, left}, d_product, d_grouped, true);
-      multiply(count * num_rows, left, width, {d_product, width, 1}, transposed, d_before, false);
-    } else {
-      for (int64_t k = 0; k < count; ++k) {
-        const float* const d_one = d_product + k * train.product[t];
-        const float* const before = product_of(train, t - 1, k, lookups, scratch);
-        multiply(left, width, num_rows, {before, 1, left}, d_one, d_slices[t] + k * train.size[t], false);
-        transpose(slice(train, t, lookups[k]), left, width, swapped);
-        multiply(num_rows, left, width, {d_one, width, 1}, swapped, d_before + k * train.product[t - 1], false);
-      }
+    float* const d_before = spare[t % 2];
+    if (t == train.grouped) {
+      multiply(left, width, block.num_heads * num_rows, {block.products(t - 1), 1, left}, d_product, d_grouped, true);
+      multiply(block.num_heads * num_rows, left, width, {d_product, width, 1}, transposed, d_before, false);
+      d_product = d_before;
+      continue;
+    }
+    for (int64_t k = 0; k < block.num_products(t); ++k) {
+      const int64_t from = block.before(t, k), lookup = block.lookup_of(t, k);
+      const float* const d_one = d_product + k * train.product[t];
+      multiply(left, width, num_rows, {block.product(t - 1, from), 1, left}, d_one, d_slices[t] + lookup * train.size[t],
+               false);
+      transpose(block.slice(t, k), left, width, swapped);
+      multiply(num_rows, left, width, {d_one, width, 1}, swapped, d_before + from * train.product[t - 1],
+               k > 0 && block.before(t, k - 1) == from);
     }
     d_product = d_before;
   }
-  if (grouped == 0) {
-    for (int64_t k = 0; k < count; ++k) add(d_product + k * train.size[0], 1.0f, train.size[0], d_grouped);
+  for (int64_t k = 0; k < count; ++k) is_head[k] = false;
+  for (int64_t h = 0; h < block.num_heads; ++h) {
+    const float* const d_slice = d_product + h * train.size[0];
+    is_head[block.first_of_head[h]] = true;
+    if (train.grouped == 0) {
+      add(d_slice, 1.0f, train.size[0], d_grouped);
+    } else {
+      memcpy(d_slices[0] + block.first_of_head[h] * train.size[0], d_slice, 4 * train.size[0]);
+    }
   }
 }
 

@@ -8,7 +8,7 @@
 namespace rsembed {
 
 constexpr int64_t kMaxCores = 16;
-constexpr int64_t kLookupsPerBlock = 8;
+constexpr int64_t kLookupsPerBlock = 12;
 
 // A train and the slices that every lookup takes. Slice `digit` of core t is `[left, columns, right]` in C order.
 struct Train {
@@ -42,9 +42,10 @@ struct TrainKernels {
   // Rows `[count, dim]` of the lookups whose numbers are given; returns where in `scratch` they are.
   const float* (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch);
   // From the gradients of the rows: adds to the gradient of the slice that they share, and writes those of the other
-  // slices, `[count, size]` of every core. `rows` must have been called with the same `scratch`.
+  // slices, `[count, size]` of every core; of the cores before the grouped one only where `is_head`, for all lookups that
+  // follow with the same slices of these. `rows` must have been called with the same `scratch`.
   void (*pull)(const Train&, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
-               float* d_grouped, float* const* d_slices, float* scratch);
+               float* d_grouped, float* const* d_slices, bool* is_head, float* scratch);
   // The slice `[left, columns * right]` with its axes swapped.
   void (*transpose)(const float* slice, int64_t left, int64_t width, float* out);
   void (*add)(const float* from, float gain, int64_t count, float* to);

@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kTileFloats = 1 << 20;
 constexpr int64_t kUnitsPerTask = 32;
-constexpr uint32_t kShards = 8;  // a power of two, and no result depends on it
+constexpr int64_t kShards = 8;  // a power of two, and no result depends on it
 
 const TrainKernels& Kernels() {
   static const TrainKernels& kernels = []() -> const TrainKernels& {
@@ -170,22 +170,9 @@ void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, i
   }
 }
 
-// Adds `vectors` `[units of the tile, size]`, times gains if there are any, to the rows of `out` that `target` names.
-template <typename Target>
-void AddUp(uint32_t shard, const Units& units, int64_t begin, int64_t end, const float* vectors, int64_t size,
-           const float* gains, const Target& target, float* out) {
-  for (int64_t unit = begin; unit < end; ++unit) {
-    const float* const vector = vectors + (unit - begin) * size;
-    if (gains == nullptr) {
-      const uint32_t place = target(units.examples[unit]);
-      if (place % kShards == shard) Kernels().add(vector, 1.0f, size, out + int64_t{place} * size);
-      continue;
-    }
-    for (uint32_t i = units.first[unit]; i < units.first[unit + 1]; ++i) {
-      const uint32_t lookup = units.lookups[i], place = target(lookup);
-      if (place % kShards == shard) Kernels().add(vector, gains[lookup], size, out + int64_t{place} * size);
-    }
-  }
+// Adds to row `place` of `out` if that is one of the shard's.
+void AddToShard(int64_t shard, uint32_t place, const float* vector, float gain, int64_t size, float* out) {
+  if (place % kShards == shard) Kernels().add(vector, gain, size, out + int64_t{place} * size);
 }
 
 void Clear(Workers& workers, float* data, int64_t count) {
@@ -225,8 +212,13 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::
         });
       });
       workers.ForEachBlock(kShards, [&](int64_t shard) {
-        const auto bag_of = [&](uint32_t lookup) { return static_cast<uint32_t>(call.bags[lookup]); };
-        AddUp(shard, units, begin, end, made.get(), train.dim, call.gains, bag_of, out->typed_data());
+        for (int64_t unit = begin; unit < end; ++unit) {
+          for (uint32_t i = units.first[unit]; i < units.first[unit + 1]; ++i) {
+            const uint32_t lookup = units.lookups[i];
+            AddToShard(shard, call.bags[lookup], &made[(unit - begin) * train.dim], call.gains[lookup], train.dim,
+                       out->typed_data());
+          }
+        }
       });
     }
   });
@@ -259,6 +251,7 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     for (int64_t t = 0; t < train.num_cores; ++t) floats += t == grouped ? 0 : train.size[t];
     const int64_t tile = std::clamp<int64_t>(kTileFloats / floats, 1, std::max<int64_t>(units.size(), 1));
     const Scratch<float> made(tile * floats);
+    const Scratch<bool> is_head(tile);
     float* d_slices[kMaxCores] = {};
     for (int64_t t = 0, before = 0; t < train.num_cores; ++t) {
       if (t == grouped) continue;
@@ -300,14 +293,18 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
               d_here[t] = t == grouped ? nullptr : d_slices[t] + (first - begin) * train.size[t];
             }
             Kernels().pull(train, &units.examples[first], count, d_rows.get(), transposed.get(),
-                           outputs[grouped] + digit * train.size[grouped], d_here, scratch.get());
+                           outputs[grouped] + digit * train.size[grouped], d_here, &is_head[first - begin],
+                           scratch.get());
           }
         });
       });
       workers.ForEachBlock((train.num_cores - 1) * kShards, [&](int64_t part) {
         const int64_t t = part / kShards < grouped ? part / kShards : part / kShards + 1;
-        const auto digit_of = [&](uint32_t lookup) { return static_cast<uint32_t>(train.digits[t][lookup]); };
-        AddUp(part % kShards, units, begin, end, d_slices[t], train.size[t], nullptr, digit_of, outputs[t]);
+        for (int64_t unit = begin; unit < end; ++unit) {
+          if (t < grouped && !is_head[unit - begin]) continue;
+          AddToShard(part % kShards, train.digits[t][units.examples[unit]], d_slices[t] + (unit - begin) * train.size[t],
+                     1.0f, train.size[t], outputs[t]);
+        }
       });
     }
   });
