@@ -33,13 +33,17 @@ class FloatingPointMode {
 
 // Runs body(block) for every block. The calling thread works too and waits only for blocks that another thread has
 // begun, never for one to arrive: a pool that is busy, or has a single thread, costs time but cannot block the call.
+// Threads that came to help stay a little for the next blocks, since steps of a call follow each other within
+// microseconds and waking a thread takes longer.
 class Workers {
  public:
-  explicit Workers(xla::ffi::ThreadPool pool) : pool_(pool) {
+  explicit Workers(xla::ffi::ThreadPool pool) : pool_(pool), crew_(std::make_shared<Crew>()) {
     // XLA sizes its pool by the number of devices if that is larger, but more threads than cores only get in the way.
     static const int64_t num_cores = std::max(1u, std::thread::hardware_concurrency());
     num_threads_ = std::clamp<int64_t>(pool_.num_threads(), 1, num_cores);
   }
+  Workers(const Workers&) = delete;
+  ~Workers() { crew_->is_dismissed.store(true, std::memory_order_release); }
 
   template <typename Body>
   void ForEachBlock(int64_t num_blocks, const Body& body) {
@@ -52,8 +56,10 @@ class Workers {
     job->num_blocks = num_blocks;
     job->body = &body;
     job->run = [](const void* b, int64_t block) { (*static_cast<const Body*>(b))(block); };
-    for (int64_t i = 0; i < num_helpers; ++i) {
-      pool_.Schedule([job] { job->Help(); });
+    crew_->Offer(job);
+    for (int64_t present = crew_->num_members.load(); present < num_helpers; ++present) {
+      crew_->num_members.fetch_add(1);
+      pool_.Schedule([crew = crew_] { crew->Serve(); });
     }
     job->Work();
     job->WaitForOthers();
@@ -68,6 +74,12 @@ class Workers {
   }
 
  private:
+  static void Pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  }
+
   // Shared by the caller and its helpers. A helper may start after the caller has returned; it then finds no block
   // left and touches nothing but this.
   struct Job {
@@ -101,18 +113,49 @@ class Workers {
 
     void WaitForOthers() {
       // Blocks take microseconds, going to sleep and waking up takes longer.
-      for (int spin = 0; spin < 4096 && !IsDone(); ++spin) {
-#if defined(__x86_64__)
-        _mm_pause();
-#endif
-      }
+      for (int spin = 0; spin < 4096 && !IsDone(); ++spin) Pause();
       if (IsDone()) return;
       std::unique_lock<std::mutex> lock(mutex);
       all_done.wait(lock, [this] { return IsDone(); });
     }
   };
 
+  // The threads that help with the jobs of one call; like a job, it may outlive the call.
+  struct Crew {
+    std::atomic<int64_t> num_members{0};  // threads that serve, or will when the pool starts them
+    std::atomic<int64_t> num_jobs{0};
+    std::atomic<bool> is_dismissed{false};
+    std::mutex mutex;
+    std::shared_ptr<Job> job;
+
+    void Offer(const std::shared_ptr<Job>& next) {
+      std::lock_guard<std::mutex> lock(mutex);
+      job = next;
+      num_jobs.fetch_add(1, std::memory_order_release);
+    }
+
+    void Serve() {
+      int64_t num_seen = 0;
+      for (int spin = 0; spin < 1024 && !is_dismissed.load(std::memory_order_acquire); ++spin) {
+        if (num_jobs.load(std::memory_order_acquire) == num_seen) {
+          Pause();
+          continue;
+        }
+        std::shared_ptr<Job> current;
+        {
+          std::lock_guard<std::mutex> lock(mutex);
+          current = job;
+          num_seen = num_jobs.load(std::memory_order_relaxed);
+        }
+        current->Help();
+        spin = 0;
+      }
+      num_members.fetch_sub(1);
+    }
+  };
+
   xla::ffi::ThreadPool pool_;
+  std::shared_ptr<Crew> crew_;
   int64_t num_threads_;
 };
 

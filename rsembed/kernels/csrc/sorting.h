@@ -73,7 +73,7 @@ class RowSort {
   int64_t num_items() const { return num_items_; }
 
  private:
-  static constexpr int64_t kEntriesPerChunk = 8192;
+  static constexpr int64_t kEntriesPerChunk = 4096;
   static constexpr int64_t kMaxChunks = 32;
 
   uint32_t Digit(const Item& item, int shift) const { return (item.row >> shift) & ((1u << digit_bits_) - 1); }
