@@ -21,6 +21,7 @@ SPECS = {
     "d3": TTSpec(58, (4, 3, 5), (2, 3, 2), (3, 4)),
     "d3, first core largest": TTSpec(20, (2, 3, 4), (6, 1, 1), (4, 2)),
     "d3, last core largest": TTSpec(24, (4, 3, 2), (1, 1, 5), (2, 4)),
+    "d3, wide": TTSpec(118, (4, 5, 6), (4, 4, 4), (8, 6)),
     "d4": TTSpec(100, (3, 4, 3, 3), (2, 1, 3, 2), (2, 5, 3)),
 }
 
@@ -135,13 +136,16 @@ def jitted(spec, mode, form):
     return run
 
 
-@pytest.mark.parametrize("form", ["native", "grouped", "chunked", "unique"])
-def test_many_tiles_make_the_same_bits_as_one_definition(form, monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [*((form, "d3") for form in ("native", "grouped", "chunked", "unique")), ("native", "d3, wide"), ("native", "d4")],
+)
+def test_many_tiles_make_the_same_bits_as_one_definition(form, name, monkeypatch):
     need(form)
     monkeypatch.setattr(chain, "TILE_BYTES", 4096)
-    spec, generator = SPECS["d3"], np.random.default_rng(0)
+    spec, generator = SPECS[name], np.random.default_rng(0)
     cores = random_cores(spec)
-    ids = jnp.asarray(generator.integers(-1, 59, 500))
+    ids = jnp.asarray(generator.integers(-1, spec.num_embeddings + 1, 500))  # many rows share their first slices
     offsets = jnp.asarray([0, 0, 100, 100, 499])
 
     def run(form):
