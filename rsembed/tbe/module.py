@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,8 +23,7 @@ from rsembed.tbe.construction import (
     device_of,
     first_state,
     host_rows_of,
-    per_table,
-    placements,
+    optimizer_arguments,
     plan_of,
     warn_of_arguments,
     with_hyper_parameters,
@@ -192,67 +192,17 @@ class TableBatchedEmbeddingBags(nnx.Module):
         storage_folder: str | Path | None = None,
         rngs: nnx.Rngs | None = None,
     ):
+        if cache_precision == weights_precision:
+            cache_precision = None  # no other one
+        given = SimpleNamespace(**locals())
         num_tables = len(embedding_specs)
         names = tuple(table_names or (f"table_{t}" for t in range(num_tables)))
         features = tuple(range(num_tables)) if feature_table_map is None else tuple(feature_table_map)
         self.feature_names = tuple(feature_names or default_feature_names(features, names))
         check_specs(embedding_specs, features, names, self.feature_names)
-        places = placements(embedding_specs, enforce_hbm=enforce_hbm)
-        optimizer_arguments = {
-            "eps": eps,
-            "momentum": momentum,
-            "eta": eta,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "weight_decay_mode": weight_decay_mode,
-            "max_norm": max_norm,
-            "counter_based_regularization": counter_based_regularization,
-            "cowclip_regularization": cowclip_regularization,
-            "ensemble_mode": ensemble_mode,
-            "emainplace_mode": emainplace_mode,
-            "global_weight_decay": global_weight_decay,
-            "ar_alpha": ar_alpha,
-            "ema_beta": ema_beta,
-            "min_shrinkage": min_shrinkage,
-            "extra_optimizer_config": extra_optimizer_config,
-            "optimizer_state_dtypes": None if optimizer_state_dtypes is None else dict(optimizer_state_dtypes),
-        }
-        self.plan = plan_of(
-            embedding_specs,
-            features,
-            names,
-            pooling_mode.name.lower(),
-            per_table(optimizer, num_tables, "optimizer"),
-            per_table(learning_rate, num_tables, "learning_rate"),
-            optimizer_arguments,
-            places=places,
-            weights_precision=weights_precision,
-            stochastic_rounding=stochastic_rounding,
-        )
-        warn_of_arguments(
-            self.plan,
-            embedding_specs,
-            of_caches={
-                "cache_algorithm": cache_algorithm != CacheAlgorithm.LRU,
-                "cache_load_factor": cache_load_factor != 0.2,
-                "cache_sets": cache_sets != 0,
-                "cache_reserved_memory": cache_reserved_memory != 0.0,
-                "cache_precision": cache_precision not in (None, weights_precision),
-                "enforce_hbm": enforce_hbm,
-                "prefetch_pipeline": prefetch_pipeline,
-                "multipass_prefetch_config": multipass_prefetch_config is not None,
-                "gather_uvm_cache_stats": bool(gather_uvm_cache_stats),
-                "record_cache_metrics": record_cache_metrics is not None,
-                "storage_folder": storage_folder is not None,
-            },
-            of_others={
-                "uvm_non_rowwise_momentum": uvm_non_rowwise_momentum,
-                "use_experimental_tbe": use_experimental_tbe,
-                "uvm_host_mapped": uvm_host_mapped,
-                "max_gradient": not gradient_clipping and max_gradient != 1.0,
-            },
-        )
+        arguments = optimizer_arguments(given)
+        self.plan = plan_of(given, features, names, arguments)
+        warn_of_arguments(self.plan, given)
         if prefetch_pipeline and cache_algorithm != CacheAlgorithm.LRU:
             raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
         self.output_dtype = dtype_of(output_dtype, "output_dtype").name
@@ -264,17 +214,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         self.gather_uvm_cache_stats = bool(gather_uvm_cache_stats)
         self.reporter = None if stats_reporter_config is None else StatisticsReporter(stats_reporter_config)
         self.deterministic = False
-        self.host_rows = host_rows_of(
-            self.plan,
-            algorithm=cache_algorithm,
-            load_factor=cache_load_factor,
-            num_sets=cache_sets,
-            reserved_gib=cache_reserved_memory,
-            precision=cache_precision,
-            folder=storage_folder,
-            counts_features=self.record_cache_metrics.record_tablewise_cache_miss,
-        )
-        self.notes = nnx.static(Notes(optimizer_arguments))
+        self.host_rows = host_rows_of(self.plan, given)
+        self.notes = nnx.static(Notes(arguments))
         key = (rngs or nnx.Rngs(0)).params()
         self.state = TBEVariable(first_state(self.plan, key, self.host_rows, cache_precision, device_of(device)))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
@@ -392,7 +333,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if "lr" in parameters:
             self.set_learning_rate(parameters.pop("lr"))
         if parameters:
-            self.plan = with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
+            changed = with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
+            self.plan, self.notes.optimizer_arguments = changed
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
 

@@ -46,9 +46,9 @@ class TablePlan(NamedTuple):
       optimizer: what `rule` was made from.
       num_rows: rows.
       dim: columns.
-      rule: how touched rows are stepped; None only returns their gradients.
       learning_rate: initial rate, or a callable of nothing or of the 0-based step.
       dtype: of the stored rows.
+      rule: how touched rows are stepped; None only returns their gradients.
       placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
         rows to the device and back.
       rounds_stochastically: how stepped rows are brought to a dtype other than float32.
@@ -61,9 +61,9 @@ class TablePlan(NamedTuple):
     optimizer: EmbOptimType
     num_rows: int
     dim: int
-    rule: OptimizerSpec | None
     learning_rate: LearningRate
     dtype: str
+    rule: OptimizerSpec | None = None
     placement: Placement = "device"
     rounds_stochastically: bool = True
     passes: TablePasses = TablePasses()

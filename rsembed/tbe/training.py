@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
+from rsembed.tbe.arguments import OptimizerArguments
 from rsembed.tbe.inputs import Inputs, features_of_dict, read_inputs
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
@@ -42,7 +43,7 @@ _rates = jax.jit(functional.learning_rates, static_argnums=0)
 class Notes:
     """What a module remembers on the host: whether it has warned, and the arguments of its optimizers."""
 
-    optimizer_arguments: dict[str, Any]
+    optimizer_arguments: OptimizerArguments
     has_warned: bool = False
 
 
