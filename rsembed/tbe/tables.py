@@ -68,34 +68,18 @@ def write_table(
     """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
     number, first_row = module.plan.place(table)
     num_rows = module.plan.tables[table].num_rows
+    blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
     if module.plan.tables[table].is_cached:
         module.reset_cache_states()
         stores, _ = module.host_rows.store_of(table)  # type: ignore[union-attr]
-        for first in range(0, num_rows, ROWS_PER_BLOCK):
-            last = min(first + ROWS_PER_BLOCK, num_rows)
+        for first, last in blocks:
             values = np.asarray(rows(first, last)).astype(stores[array].dtype)
             stores[array].write(first_row + np.arange(first, last), values)
         return
-    arrays = _arrays(module, number)
-    for first in range(0, num_rows, ROWS_PER_BLOCK):
-        last = min(first + ROWS_PER_BLOCK, num_rows)
+    arrays = list(module.state.get_value().arrays(number))
+    for first, last in blocks:
         arrays[array] = _put_block(arrays[array], jnp.asarray(rows(first, last)), first_row + first)
-    _set_arrays(module, number, arrays)
-
-
-def _arrays(module: TableBatchedEmbeddingBags, number: int) -> list[Array]:
-    """Weights and states of a group, in the order of the state names."""
-    state = module.state.get_value()
-    average = state.averages[number]
-    return [state.weights[number], *state.slots[number], *([] if average is None else [average])]
-
-
-def _set_arrays(module: TableBatchedEmbeddingBags, number: int, arrays: Sequence[Array]) -> None:
-    state = module.state.get_value()
-    weights, slots, averages = list(state.weights), list(state.slots), list(state.averages)
-    weights[number], slots[number] = arrays[0], tuple(arrays[1 : 1 + len(slots[number])])
-    averages[number] = None if averages[number] is None else arrays[-1]
-    module.state.set_value(state._replace(weights=tuple(weights), slots=tuple(slots), averages=tuple(averages)))
+    module.state.set_value(module.state.get_value().with_arrays(number, arrays))
 
 
 def _read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
@@ -106,7 +90,7 @@ def _read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
         stores, _ = module.host_rows.store_of(table)  # type: ignore[union-attr]
         return [store.view(first_row, last_row) for store in stores]
     # A slice of everything would be the array itself, which the next training step takes over.
-    return [jnp.array(array[first_row:last_row], copy=True) for array in _arrays(module, number)]
+    return [jnp.array(array[first_row:last_row], copy=True) for array in module.state.get_value().arrays(number)]
 
 
 def split_weights(module: TableBatchedEmbeddingBags) -> list[Any]:
@@ -219,7 +203,9 @@ def reset_rows(module: TableBatchedEmbeddingBags, rows: Any, offsets: Any, table
             for store in module.host_rows.store_of(table)[0]:  # type: ignore[union-attr]
                 store.write(np.unique(own) + first_row, np.zeros((np.unique(own).size, *store.shape[1:]), store.dtype))
             continue
-        _set_arrays(module, number, [array.at[own + first_row].set(0) for array in _arrays(module, number)])
+        state = module.state.get_value()
+        arrays = [array.at[own + first_row].set(0) for array in state.arrays(number)]
+        module.state.set_value(state.with_arrays(number, arrays))
 
 
 def write_out_decay(module: TableBatchedEmbeddingBags) -> None:

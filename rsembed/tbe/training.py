@@ -18,6 +18,7 @@ from rsembed.kernels.contract import JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import OptimizerArguments
+from rsembed.tbe.bounds import feature_starts, repeat_by_feature
 from rsembed.tbe.inputs import Inputs, features_of_dict, read_inputs
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
@@ -242,11 +243,8 @@ class Backward:
         mask = jnp.asarray(self._mask, jnp.float32)
         if mask.shape != (len(inputs.num_bags),):
             raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(inputs.num_bags)} numbers.")
-        starts = jnp.asarray(inputs.offsets)[np.concatenate([[0], np.cumsum(inputs.num_bags)])]
-        # Ids in front of the first bag belong to no feature, and have no gradient anyway.
-        lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
-        padded = jnp.concatenate([jnp.zeros(1), mask])
-        return jnp.repeat(padded, lengths, total_repeat_length=inputs.ids.shape[0])
+        starts = feature_starts(jnp.asarray(inputs.offsets), inputs.num_bags)
+        return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, inputs.ids.shape[0])
 
 
 def _cut(gradients: RowGradients, bound: int) -> RowGradients:
