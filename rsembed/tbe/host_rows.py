@@ -244,10 +244,10 @@ class HostRows:
             state = state.with_group(group.number, resident_rows=nobody)
         return state
 
-    def store_of(self, table: int) -> tuple[tuple[RowStore, ...], int]:
-        """The stores (weights, then states) that hold a table, and its first row in them."""
-        number, first_row = self.plan.place(table)
-        return next(group for group in self.groups if group.number == number).stores, first_row
+    def stores_of(self, table: int) -> tuple[RowStore, ...]:
+        """The stores (weights, then states) that hold a table, and others of its group."""
+        number, _ = self.plan.place(table)
+        return next(group for group in self.groups if group.number == number).stores
 
     # On the host
 

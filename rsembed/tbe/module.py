@@ -15,19 +15,7 @@ from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe import functional, tables
-from rsembed.tbe.construction import (
-    EmbeddingSpec,
-    check_specs,
-    default_feature_names,
-    device_of,
-    first_state,
-    host_rows_of,
-    optimizer_arguments,
-    plan_of,
-    warn_of_arguments,
-    with_hyper_parameters,
-)
+from rsembed.tbe import construction, functional, tables
 from rsembed.tbe.plan import TablePasses
 from rsembed.tbe.records import (
     BoundsCheckMode,
@@ -48,10 +36,9 @@ from rsembed.tbe.records import (
     dtype_of,
 )
 from rsembed.tbe.reporting import StatisticsReporter
-from rsembed.tbe.training import Backward, Notes, apply, forward, prefetch
+from rsembed.tbe.training import Backward, Notes, apply, forward, learning_rates, prefetch
 
 _begin_step = jax.jit(functional.begin_step, static_argnums=0, donate_argnums=1)
-_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
 class TBEVariable(nnx.Variable):
@@ -142,7 +129,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def __init__(
         self,
-        embedding_specs: Sequence[EmbeddingSpec],
+        embedding_specs: Sequence[construction.EmbeddingSpec],
         feature_table_map: Sequence[int] | None = None,
         cache_algorithm: CacheAlgorithm = CacheAlgorithm.LRU,
         cache_load_factor: float = 0.2,
@@ -198,11 +185,11 @@ class TableBatchedEmbeddingBags(nnx.Module):
         num_tables = len(embedding_specs)
         names = tuple(table_names or (f"table_{t}" for t in range(num_tables)))
         features = tuple(range(num_tables)) if feature_table_map is None else tuple(feature_table_map)
-        self.feature_names = tuple(feature_names or default_feature_names(features, names))
-        check_specs(embedding_specs, features, names, self.feature_names)
-        arguments = optimizer_arguments(given)
-        self.plan = plan_of(given, features, names, arguments)
-        warn_of_arguments(self.plan, given)
+        self.feature_names = tuple(feature_names or construction.default_feature_names(features, names))
+        construction.check_specs(embedding_specs, features, names, self.feature_names)
+        arguments = construction.optimizer_arguments(given)
+        self.plan = construction.plan_of(given, features, names, arguments)
+        construction.warn_of_arguments(self.plan, given)
         if prefetch_pipeline and cache_algorithm != CacheAlgorithm.LRU:
             raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
         self.output_dtype = dtype_of(output_dtype, "output_dtype").name
@@ -214,10 +201,11 @@ class TableBatchedEmbeddingBags(nnx.Module):
         self.gather_uvm_cache_stats = bool(gather_uvm_cache_stats)
         self.reporter = None if stats_reporter_config is None else StatisticsReporter(stats_reporter_config)
         self.deterministic = False
-        self.host_rows = host_rows_of(self.plan, given)
+        self.host_rows = construction.host_rows_of(self.plan, given)
         self.notes = nnx.static(Notes(arguments))
         key = (rngs or nnx.Rngs(0)).params()
-        self.state = TBEVariable(first_state(self.plan, key, self.host_rows, cache_precision, device_of(device)))
+        where = construction.device_of(device)
+        self.state = TBEVariable(construction.first_state(self.plan, key, self.host_rows, cache_precision, where))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
 
     def __call__(
@@ -310,7 +298,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def get_learning_rate(self) -> float | list[float]:
         """The rate of the next step: one number, or one per table where they differ."""
-        rates = np.asarray(_rates(self.plan, self.state.get_value()))
+        rates = np.asarray(learning_rates(self.plan, self.state.get_value()))
         by_table = [float(rates[self.plan.place(t)[0]]) for t in range(len(self.plan.tables))]
         return by_table[0] if len(set(by_table)) == 1 else by_table
 
@@ -333,7 +321,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if "lr" in parameters:
             self.set_learning_rate(parameters.pop("lr"))
         if parameters:
-            changed = with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
+            changed = construction.with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
             self.plan, self.notes.optimizer_arguments = changed
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
@@ -350,7 +338,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def split_embedding_weights(self) -> list[Any]:
         """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
-        return tables.split_weights(self)
+        self.flush()
+        return [tables.read_table(self, table)[0] for table in range(len(self.plan.tables))]
 
     def split_optimizer_states(self) -> list[list[Any]]:
         """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
@@ -361,10 +350,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def get_optimizer_state(self) -> list[dict[str, Any]]:
         """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`."""
-        names = [table.torch_state_names for table in self.plan.tables]
-        return [
-            dict(zip(own, states, strict=True)) for own, states in zip(names, tables.split_states(self), strict=True)
-        ]
+        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
+        return [dict(zip(table.torch_state_names, states, strict=True)) for table, states in by_table]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`."""
@@ -390,7 +377,13 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def apply_global_weight_decay(self) -> None:
         """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables; lookups stay the same."""
-        tables.write_out_decay(self)
+        if not any(table.passes.global_decay for table in self.plan.tables):
+            raise NotImplementedError("no table of this module has WeightDecayMode.DECOUPLE_GLOBAL.")
+        if self.plan.has_cache:
+            raise NotImplementedError(
+                "the decay of tables on the host cannot be written out; their rows pay when read."
+            )
+        self.state.set_value(functional.decayed_tables(self.plan, self.state.get_value()))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
@@ -410,28 +403,27 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
-        return self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).totals
+        return self._statistics("gather_uvm_cache_stats").totals
 
     def reset_uvm_cache_stats(self) -> None:
         """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
-        self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).reset()
+        self._statistics("gather_uvm_cache_stats").reset()
 
     def print_uvm_cache_stats(self) -> None:
         """Prints means per call since the last print. Raises: as `get_uvm_cache_stats`."""
-        print(self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).report())
+        print(self._statistics("gather_uvm_cache_stats").report())
 
     def get_cache_miss_counter(self) -> tuple[int, int]:
         """Batches with a miss, and unique misses. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
-        asked = self.record_cache_metrics.record_cache_miss_counter
-        return self._statistics("record_cache_miss_counter", asked).miss_counter
+        return self._statistics("record_cache_miss_counter").miss_counter
 
     def get_table_wise_cache_miss(self) -> np.ndarray:
         """Unique misses of every feature. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
-        asked = self.record_cache_metrics.record_tablewise_cache_miss
-        return self._statistics("record_tablewise_cache_miss", asked).unique_misses_by_group.copy()
+        return self._statistics("record_tablewise_cache_miss").unique_misses_by_group.copy()
 
-    def _statistics(self, argument: str, is_on: bool) -> CacheStatistics:
-        if self.host_rows is None or not is_on:
+    def _statistics(self, argument: str) -> CacheStatistics:
+        given = {"gather_uvm_cache_stats": self.gather_uvm_cache_stats, **vars(self.record_cache_metrics)}
+        if self.host_rows is None or not given[argument]:
             raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
         return self.host_rows.statistics
 

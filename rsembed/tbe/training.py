@@ -37,7 +37,7 @@ _backward = jax.jit(
     static_argnames=("max_gradient", "wants_weight_gradients"),
 )
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
-_rates = jax.jit(functional.learning_rates, static_argnums=0)
+learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,8 +86,8 @@ def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights
     return inputs
 
 
-def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> JaggedBatch:
-    """The batch, with places for ids of cached tables, whose rows are brought."""
+def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs, *, admit: bool = True) -> JaggedBatch:
+    """The batch, with places for ids of cached tables, whose rows are brought; `admit` lets them into the cache."""
     ids, rows = inputs.ids, None
     if module.host_rows is not None:
         try:
@@ -97,7 +97,8 @@ def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> JaggedBatch:
                 "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
                 "transformation: nnx.jit or nnx.grad of a function of (..., module)."
             ) from error
-        state, ids = module.host_rows.bring(module.state.get_value(), ids, inputs.offsets, inputs.num_bags)
+        state = module.state.get_value()
+        state, ids = module.host_rows.bring(state, ids, inputs.offsets, inputs.num_bags, admit=admit)
         module.state.set_value(state)
         rows = [weights.shape[0] for weights in state.weights]
     # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
@@ -107,7 +108,7 @@ def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> JaggedBatch:
 def apply(module: TableBatchedEmbeddingBags, row_gradients: RowGradients) -> None:
     """One optimizer step of every row in `row_gradients`."""
     state, host_rows = module.state.get_value(), module.host_rows
-    rates = _rates(module.plan, state)
+    rates = learning_rates(module.plan, state)
     if host_rows is not None:
         state, row_gradients = host_rows.bring_rows(state, row_gradients)
     module.state.set_value(_apply(module.plan, state, row_gradients, rates))
@@ -155,7 +156,7 @@ class Backward:
         self._module, self._mask, self._bound = module, feature_requires_grad, total_unique_indices
         self._inputs, self._batch, self._is_dict = looked_up
         # The rate of this step is the one that its lookup saw.
-        self._rates = _rates(module.plan, module.state.get_value())
+        self._rates = learning_rates(module.plan, module.state.get_value())
         self._version = None if module.host_rows is None else module.host_rows.version
         self._is_used = False
 
@@ -176,22 +177,17 @@ class Backward:
             return self.row_gradients(d_output)
         gradient, mask = self._gradient(d_output), self._mask_of_ids()
         self._use()
-        state, batch = module.state.get_value(), self._batch
         if module.host_rows is not None and module.host_rows.version != self._version:
             # Rows may have moved since the lookup: other batches came between.
-            inputs = self._inputs
-            state, ids = module.host_rows.bring(state, inputs.ids, inputs.offsets, inputs.num_bags, admit=False)
-            rows = [weights.shape[0] for weights in state.weights]
-            batch = module.plan.batch(ids, batch.offsets, batch.weights, inputs.sizes, cached_rows=rows)
-        wants_weight_gradients = per_sample_weights_grad and self._inputs.weights is not None
+            self._batch = _batch(module, self._inputs, admit=False)
         state, d_weights = _backward(
             module.plan,
-            state,
-            batch,
+            module.state.get_value(),
+            self._batch,
             gradient,
             self._rates,
             max_gradient=module.max_gradient,
-            wants_weight_gradients=wants_weight_gradients,
+            wants_weight_gradients=per_sample_weights_grad and self._inputs.weights is not None,
         )
         module.state.set_value(state)
         if module.host_rows is not None:
