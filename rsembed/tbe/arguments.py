@@ -17,29 +17,7 @@ from rsembed.tbe.records import CounterWeightDecayMode, EmbOptimType, WeightDeca
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerArguments:
-    """The constructor arguments that concern optimizers, with their defaults.
-
-    Args:
-      learning_rate: a number, a callable of nothing, or a callable of the 0-based step.
-      eps: added outside the square root; torch's Adagrad has 1e-10.
-      momentum: of LARS_SGD.
-      eta: trust coefficient of LARS_SGD.
-      beta1: of the ADAM and LAMB families.
-      beta2: likewise.
-      weight_decay: of LARS_SGD, ADAM, LAMB and their partial forms (decoupled), and of row-wise Adagrad.
-      weight_decay_mode: of row-wise Adagrad.
-      max_norm: bound on the norm of updated rows, of row-wise Adagrad; 0 for none.
-      counter_based_regularization: if and only if the mode is COUNTER.
-      cowclip_regularization: if and only if the mode is COWCLIP.
-      ensemble_mode: of ENSEMBLE_ROWWISE_ADAGRAD.
-      emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
-      global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
-      ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
-      ema_beta: decay of its mean.
-      min_shrinkage: its smallest factor.
-      extra_optimizer_config: options of ADAM and EXACT_SGD.
-      optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
-    """
+    """The arguments of `TableBatchedEmbeddingBags` that concern optimizers, with their defaults."""
 
     learning_rate: LearningRate = 0.01
     eps: float = 1e-8

@@ -16,7 +16,7 @@ from jaxtyping import PRNGKeyArray
 from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
 from rsembed.tbe import records
 from rsembed.tbe.arguments import OptimizerArguments, check_arguments, check_offered, states_of, unused_arguments
-from rsembed.tbe.functional import TBEState, init_state, shape_of
+from rsembed.tbe.functional import TBEState, init_state, slot_shapes
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import Placement, TablePasses, TablePlan, TBEPlan
 from rsembed.tbe.records import CacheAlgorithm, ComputeDevice, EmbeddingLocation, EmbOptimType, SparseType, dtype_of
@@ -209,8 +209,7 @@ def host_rows_of(plan: TBEPlan, given: SimpleNamespace) -> HostRows | None:
             continue
         dtype = jnp.dtype(table.dtype)
         cache_dtype = dtype if given.cache_precision is None else dtype_of(given.cache_precision, "cache_precision")
-        one_row = shape_of(table, group.num_rows)
-        slots = [] if table.rule is None else list(jax.eval_shape(table.rule.init_slots, one_row))
+        slots = slot_shapes(table, group.num_rows)
         if table.placement == "host":
             num_sets = 1  # the least that a cache can have: rows visit for one batch
         elif given.cache_sets > 0:
@@ -252,17 +251,16 @@ def first_state(
     plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, precision: SparseType | None, device: Any
 ) -> TBEState:
     """The state before any training, on `device`."""
-    rows = [group.num_rows for group in plan.groups]
-    for group in host_rows.groups if host_rows is not None else ():
+    rows, cached = [group.num_rows for group in plan.groups], [] if host_rows is None else host_rows.groups
+    for group in cached:
         rows[group.number] = group.num_places
     state = init_state(plan, key, rows)
     state = state if device is None else jax.device_put(state, device)
-    if precision is None or host_rows is None:
-        return state
-    dtype, weights = dtype_of(precision, "cache_precision"), list(state.weights)
-    for group in host_rows.groups:
-        weights[group.number] = weights[group.number].astype(dtype)
-    return state._replace(weights=tuple(weights))
+    if precision is not None:
+        for group in cached:
+            weights = state.weights[group.number].astype(dtype_of(precision, "cache_precision"))
+            state = state.with_group(group.number, weights=weights)
+    return state
 
 
 def device_of(device: Any) -> jax.Device | None:
@@ -326,10 +324,8 @@ def warn_of_arguments(plan: TBEPlan, given: SimpleNamespace) -> None:
 
 def default_feature_names(features: Sequence[int], names: Sequence[str]) -> list[str]:
     """Table names; those of tables with several features are numbered."""
-    seen: dict[int, int] = {}
-    found: list[str] = []
-    for t in features:
-        seen[t] = seen.get(t, -1) + 1
-        name = names[t] if 0 <= t < len(names) else f"feature_{len(found)}"  # an error that check_specs explains
-        found.append(f"{name}_{seen[t]}" if features.count(t) > 1 else name)
+    found = []
+    for feature, t in enumerate(features):
+        name = names[t] if 0 <= t < len(names) else f"feature_{feature}"  # an error that check_specs explains
+        found.append(f"{name}_{features[:feature].count(t)}" if features.count(t) > 1 else name)
     return found

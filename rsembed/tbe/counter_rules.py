@@ -14,12 +14,8 @@ from jaxtyping import Array
 
 from rsembed.optimizers import Hyperparameters, Slots
 from rsembed.optimizers.base import as_float32
-from rsembed.tbe.records import (
-    CounterBasedRegularizationDefinition,
-    CounterWeightDecayMode,
-    CowClipDefinition,
-    LearningRateMode,
-)
+from rsembed.tbe import records
+from rsembed.tbe.records import CounterWeightDecayMode, LearningRateMode
 from rsembed.tbe.row_rules import ITERATION, PER_ROW, RowRule, gap_of, row_mean, row_norm
 
 
@@ -40,7 +36,7 @@ class CounterAdagradSpec(RowRule):
 
     eps: float = 1e-8
     weight_decay: float = 0.0
-    regularization: CounterBasedRegularizationDefinition
+    regularization: records.CounterBasedRegularizationDefinition
     max_counter: float | Callable[[], Any] = 1.0
 
     def slot_kinds(self) -> tuple[tuple[bool, str], ...]:
@@ -106,7 +102,7 @@ class CowClipAdagradSpec(RowRule):
 
     eps: float = 1e-8
     weight_decay: float = 0.0
-    regularization: CowClipDefinition
+    regularization: records.CowClipDefinition
 
     def slot_kinds(self) -> tuple[tuple[bool, str], ...]:
         return (PER_ROW, ITERATION, PER_ROW)

@@ -117,6 +117,11 @@ def shape_of(table: TablePlan, num_rows: int | None = None) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct((table.num_rows if num_rows is None else num_rows, table.dim), jnp.float32)
 
 
+def slot_shapes(table: TablePlan, num_rows: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of the rule's states for a table's rows, or for another number of rows."""
+    return () if table.rule is None else jax.eval_shape(table.rule.init_slots, shape_of(table, num_rows))
+
+
 def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     """The rate of every group at the step that comes next."""
     rates = []

@@ -15,26 +15,9 @@ from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe import construction, functional, tables
+from rsembed.tbe import construction, functional, records, tables
 from rsembed.tbe.plan import TablePasses
-from rsembed.tbe.records import (
-    BoundsCheckMode,
-    CacheAlgorithm,
-    CounterBasedRegularizationDefinition,
-    CowClipDefinition,
-    EmainplaceModeDefinition,
-    EmbOptimType,
-    EnsembleModeDefinition,
-    GlobalWeightDecayDefinition,
-    MultiPassPrefetchConfig,
-    PoolingMode,
-    RecordCacheMetrics,
-    SparseType,
-    TBEStatsReporterConfig,
-    UserEnabledConfigDefinition,
-    WeightDecayMode,
-    dtype_of,
-)
+from rsembed.tbe.records import BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, WeightDecayMode
 from rsembed.tbe.reporting import StatisticsReporter
 from rsembed.tbe.training import Backward, Notes, apply, forward, learning_rates, prefetch
 
@@ -80,18 +63,18 @@ class TableBatchedEmbeddingBags(nnx.Module):
       stochastic_rounding: of FP16 and BF16 rows when they are stepped.
       gradient_clipping: clip every entry of the output's gradient to `[-max_gradient, max_gradient]`.
       max_gradient: see there.
-      max_norm: see `OptimizerArguments`, as for the other arguments of optimizers.
-      learning_rate: one for all tables, or one per table.
-      eps: added to roots.
+      max_norm: bound on the norm of updated rows, of row-wise Adagrad; 0 for none.
+      learning_rate: a number, a callable of nothing, or a callable of the 0-based step; for all tables, or one each.
+      eps: added outside the square root; torch's Adagrad has 1e-10.
       momentum: of LARS_SGD.
-      weight_decay: see `OptimizerArguments`.
+      weight_decay: of LARS_SGD, ADAM, LAMB and their partial forms (decoupled), and of row-wise Adagrad.
       weight_decay_mode: of row-wise Adagrad.
-      eta: of LARS_SGD.
+      eta: trust coefficient of LARS_SGD.
       beta1: of the ADAM and LAMB families.
       beta2: likewise.
       ensemble_mode: of ENSEMBLE_ROWWISE_ADAGRAD.
-      counter_based_regularization: of WeightDecayMode.COUNTER.
-      cowclip_regularization: of WeightDecayMode.COWCLIP.
+      counter_based_regularization: if and only if the mode is COUNTER.
+      cowclip_regularization: if and only if the mode is COWCLIP.
       pooling_mode: SUM; MEAN, divided by the number of ids whatever their weights; NONE, one row per id.
       device: where tables live; None is JAX's default device.
       bounds_check_mode: what happens to ids and offsets outside their range. An id of -1 stands for no id.
@@ -100,15 +83,15 @@ class TableBatchedEmbeddingBags(nnx.Module):
       prefetch_pipeline: rows of prefetched batches stay in the cache until they were used; LRU only.
       stats_reporter_config: reports bytes, sizes and cache counts every so many steps.
       table_names: for messages and state dicts; `table_0`, ... by default.
-      optimizer_state_dtypes: FP32, FP16 or BF16 for `momentum1` and `momentum2`.
+      optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
       multipass_prefetch_config: prefetch long batches in parts.
-      global_weight_decay: of WeightDecayMode.DECOUPLE_GLOBAL.
+      global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
       uvm_host_mapped: see uvm_non_rowwise_momentum.
       emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
       extra_optimizer_config: options of ADAM and EXACT_SGD.
-      ar_alpha: of ROWWISE_RMSPROP_AR.
-      ema_beta: likewise.
-      min_shrinkage: likewise.
+      ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
+      ema_beta: decay of its mean.
+      min_shrinkage: its smallest factor.
       feature_names: for messages and `{feature: Bags}` input; by default the table's name, numbered if it is shared.
       storage_folder: keep tables behind a cache in memory-mapped files there, which may be larger than memory; files
         that exist are continued. None keeps them in host memory.
@@ -140,7 +123,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         output_dtype: SparseType = SparseType.FP32,
         enforce_hbm: bool = False,
         optimizer: EmbOptimType | Sequence[EmbOptimType] = EmbOptimType.EXACT_SGD,
-        record_cache_metrics: RecordCacheMetrics | None = None,
+        record_cache_metrics: records.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
         gradient_clipping: bool = False,
@@ -154,24 +137,24 @@ class TableBatchedEmbeddingBags(nnx.Module):
         eta: float = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
-        ensemble_mode: EnsembleModeDefinition | None = None,
-        counter_based_regularization: CounterBasedRegularizationDefinition | None = None,
-        cowclip_regularization: CowClipDefinition | None = None,
+        ensemble_mode: records.EnsembleModeDefinition | None = None,
+        counter_based_regularization: records.CounterBasedRegularizationDefinition | None = None,
+        cowclip_regularization: records.CowClipDefinition | None = None,
         pooling_mode: PoolingMode = PoolingMode.SUM,
         device: Any = None,
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING,
         uvm_non_rowwise_momentum: bool = False,
         use_experimental_tbe: bool = False,
         prefetch_pipeline: bool = False,
-        stats_reporter_config: TBEStatsReporterConfig | None = None,
+        stats_reporter_config: records.TBEStatsReporterConfig | None = None,
         table_names: Sequence[str] | None = None,
         optimizer_state_dtypes: Mapping[str, SparseType] | None = None,
-        multipass_prefetch_config: MultiPassPrefetchConfig | None = None,
-        global_weight_decay: GlobalWeightDecayDefinition | None = None,
+        multipass_prefetch_config: records.MultiPassPrefetchConfig | None = None,
+        global_weight_decay: records.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
-        emainplace_mode: EmainplaceModeDefinition | None = None,
-        extra_optimizer_config: UserEnabledConfigDefinition | None = None,
+        emainplace_mode: records.EmainplaceModeDefinition | None = None,
+        extra_optimizer_config: records.UserEnabledConfigDefinition | None = None,
         ar_alpha: float = 0.0,
         ema_beta: float = 0.99,
         min_shrinkage: float = 0.1,
@@ -192,12 +175,12 @@ class TableBatchedEmbeddingBags(nnx.Module):
         construction.warn_of_arguments(self.plan, given)
         if prefetch_pipeline and cache_algorithm != CacheAlgorithm.LRU:
             raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
-        self.output_dtype = dtype_of(output_dtype, "output_dtype").name
+        self.output_dtype = records.dtype_of(output_dtype, "output_dtype").name
         self.max_gradient = max_gradient if gradient_clipping else None
         self.bounds_check_mode = bounds_check_mode
         self.prefetch_pipeline = prefetch_pipeline
         self.multipass_prefetch_config = multipass_prefetch_config
-        self.record_cache_metrics = record_cache_metrics or RecordCacheMetrics(False, False)
+        self.record_cache_metrics = record_cache_metrics or records.RecordCacheMetrics(False, False)
         self.gather_uvm_cache_stats = bool(gather_uvm_cache_stats)
         self.reporter = None if stats_reporter_config is None else StatisticsReporter(stats_reporter_config)
         self.deterministic = False

@@ -93,8 +93,7 @@ def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
 
 def _entries(table: TablePlan) -> dict[str, tuple[int, ...]]:
     """Names and shapes of weights and states in a state dict; row-wise states are flat, as their arrays are not."""
-    one_row = jax.ShapeDtypeStruct((1, 2), jnp.float32)  # in a table of dim 1, shapes would not tell
-    slots = () if table.rule is None else jax.eval_shape(table.rule.init_slots, one_row)
+    slots = functional.slot_shapes(table._replace(dim=2))  # in a table of dim 1, shapes would not tell
     averages = [] if table.passes.ensemble is None else [False]
     is_flat = [False, *(slot.shape[1] == 1 for slot in slots), *averages]
     labels = [f"{table.name}.{label}" for label in ("weight", *table.torch_state_names)]
@@ -184,12 +183,12 @@ def state_bytes(module: TableBatchedEmbeddingBags) -> dict[str, dict[str, int]]:
     """See `TableBatchedEmbeddingBags.state_bytes`."""
     found: dict[str, dict[str, int]] = {}
     for table in module.plan.tables:
-        slots = () if table.rule is None else jax.eval_shape(table.rule.init_slots, functional.shape_of(table))
         average = 0 if table.passes.ensemble is None else jnp.dtype(table.passes.average_dtype).itemsize
         size = table.num_rows * table.dim
+        states = sum(slot.size * slot.dtype.itemsize for slot in functional.slot_shapes(table))
         found[table.name] = {
             "weights": size * jnp.dtype(table.dtype).itemsize,
-            "optimizer_states": sum(slot.size * slot.dtype.itemsize for slot in slots) + size * average,
+            "optimizer_states": states + size * average,
         }
     total = {what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")}
     if module.host_rows is not None:

@@ -61,8 +61,6 @@ def forward(
 ) -> tuple[Any, LookedUp]:
     """The output of a lookup in the form that the caller expects, and what a backward pass needs to know."""
     is_dict = isinstance(indices, Mapping)
-    if is_dict:
-        indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
     inputs = _read(module, indices, offsets, weights, sizes)
     batch = _batch(module, inputs)
     output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
@@ -71,6 +69,8 @@ def forward(
 
 
 def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any) -> Inputs:
+    if isinstance(indices, Mapping):
+        indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
     mode, notes = module.bounds_check_mode, module.notes
@@ -121,8 +121,6 @@ def prefetch(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, size
     host_rows, config = module.host_rows, module.multipass_prefetch_config
     assert host_rows is not None
     started = time.perf_counter()
-    if isinstance(indices, Mapping):
-        indices, offsets, _, sizes = features_of_dict(module.plan, module.feature_names, indices)
     inputs = _read(module, indices, offsets, None, sizes)
     if inputs.is_traced:
         raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
