@@ -17,7 +17,7 @@ from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
 from rsembed.tbe import records
 from rsembed.tbe.arguments import OptimizerArguments, check_arguments, check_offered, states_of, unused_arguments
 from rsembed.tbe.functional import TBEState, init_state, slot_shapes
-from rsembed.tbe.host_rows import HostRows
+from rsembed.tbe.host_rows import Group, HostRows
 from rsembed.tbe.plan import Placement, TablePasses, TablePlan, TBEPlan
 from rsembed.tbe.records import CacheAlgorithm, ComputeDevice, EmbeddingLocation, EmbOptimType, SparseType, dtype_of
 from rsembed.tbe.rules import make_rule
@@ -201,8 +201,7 @@ def host_rows_of(plan: TBEPlan, given: SimpleNamespace) -> HostRows | None:
     """Caches and stores of the tables that live on the host; None when there are none."""
     if not plan.has_cache:
         return None
-    free_bytes = _free_bytes()
-    caches, stores = {}, {}
+    free_bytes, groups = _free_bytes(), []
     for number, group in enumerate(plan.groups):
         table = plan.table_of(group)
         if not table.is_cached:
@@ -223,14 +222,15 @@ def host_rows_of(plan: TBEPlan, given: SimpleNamespace) -> HostRows | None:
                 reserved_bytes=int(given.cache_reserved_memory * 2**30),
             )
         algorithm = given.cache_algorithm.name.lower()
-        caches[number] = SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
+        cache = SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
         shapes = [jax.ShapeDtypeStruct((group.num_rows, table.dim), dtype), *slots]
-        stores[number] = tuple(
+        stores = [
             _store(given.storage_folder, f"group{number}_{label}", shape.shape, shape.dtype)
             for label, shape in zip(("weights", *table.state_names), shapes, strict=True)
-        )
+        ]
+        groups.append(Group(number, cache, tuple(stores)))
     counts_features = bool(given.record_cache_metrics and given.record_cache_metrics.record_tablewise_cache_miss)
-    return HostRows(plan, caches, stores, counts_features=counts_features)
+    return HostRows(plan, groups, counts_features=counts_features)
 
 
 def _store(folder: str | Path | None, label: str, shape: tuple[int, ...], dtype: Any) -> RowStore:

@@ -46,7 +46,7 @@ _nothing = functools.partial(np.zeros, 0, np.int64)
 
 
 @dataclasses.dataclass
-class _Group:
+class Group:
     """Host side of one group: who is resident, and where all rows are kept (weights, then states)."""
 
     number: int
@@ -97,21 +97,12 @@ class HostRows:
 
     Args:
       plan: the tables.
-      caches: policy of every cached group.
-      stores: weights and states of every cached group, by number of the group.
+      groups: those of the plan that are cached.
       counts_features: also count misses by feature.
     """
 
-    def __init__(
-        self,
-        plan: TBEPlan,
-        caches: dict[int, SetAssociativeCache],
-        stores: dict[int, tuple[RowStore, ...]],
-        *,
-        counts_features: bool = False,
-    ):
-        self.plan = plan
-        self.groups = [_Group(number, caches[number], stores[number]) for number in caches]
+    def __init__(self, plan: TBEPlan, groups: list[Group], *, counts_features: bool):
+        self.plan, self.groups = plan, groups
         self.statistics = CacheStatistics(len(plan.features))
         self.counts_features = counts_features
         self.prefetched: collections.deque[_Prefetched] = collections.deque()
@@ -251,7 +242,7 @@ class HostRows:
 
     # On the host
 
-    def _rows_of_group(self, group: _Group, ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    def _rows_of_group(self, group: Group, ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """See `_Placed`."""
         rows = np.full(ids.size, -1, np.int64)
         for table, (first, last) in zip(self.plan.features, itertools.pairwise(starts.tolist()), strict=True):
@@ -312,7 +303,7 @@ class HostRows:
         self.statistics.record(total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique), by_feature)
 
 
-def _place(group: _Group, rows: np.ndarray, *, admit: bool, lock: bool = False, is_prefetch: bool = False) -> _Placed:
+def _place(group: Group, rows: np.ndarray, *, admit: bool, lock: bool = False, is_prefetch: bool = False) -> _Placed:
     """Finds the rows a place; those that find none get one behind the cache, unless the batch is yet to come."""
     out_places, in_places, admission = _nothing(), _nothing(), None
     group.out_rows, group.in_rows, group.scratch_rows = _nothing(), _nothing(), _nothing()
@@ -333,7 +324,7 @@ def _place(group: _Group, rows: np.ndarray, *, admit: bool, lock: bool = False, 
     return _Placed(rows, places, out_places, in_places, admission)
 
 
-def _with_scratch(state: TBEState, group: _Group, num_rows: int) -> TBEState:
+def _with_scratch(state: TBEState, group: Group, num_rows: int) -> TBEState:
     """Room for at least `num_rows` scratch rows."""
     arrays = state.arrays(group.number)
     if group.num_places + num_rows <= arrays[0].shape[0]:
@@ -354,7 +345,7 @@ def _call(function: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
     return io_callback(function, shapes, *operands, ordered=True)
 
 
-def _exchange(group: _Group, in_places: Any, *evicted: Any) -> tuple[np.ndarray, ...]:
+def _exchange(group: Group, in_places: Any, *evicted: Any) -> tuple[np.ndarray, ...]:
     """Writes evicted rows to the stores, then reads the rows that take places, padded as `in_places` is."""
     _write(group, group.out_rows, evicted)
     room = in_places.shape[0] - group.in_rows.size
@@ -365,12 +356,12 @@ def _exchange(group: _Group, in_places: Any, *evicted: Any) -> tuple[np.ndarray,
     )
 
 
-def _store_scratch(group: _Group, *values: Any) -> tuple[()]:
+def _store_scratch(group: Group, *values: Any) -> tuple[()]:
     _write(group, group.scratch_rows, values)
     return ()
 
 
-def _write(group: _Group, rows: np.ndarray, values: Sequence[Any]) -> None:
+def _write(group: Group, rows: np.ndarray, values: Sequence[Any]) -> None:
     """Stores the first of the values, which may be padded, as `rows`."""
     for store, own in zip(group.stores, values, strict=False):  # the last values only say which rows these are
         store.write(rows, np.asarray(own)[: rows.size].astype(store.dtype))

@@ -241,7 +241,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """
         if self.deterministic:
             raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
-        if any(passes != TablePasses() for passes in (table.passes for table in self.plan.tables)):
+        if any(table.passes != TablePasses() for table in self.plan.tables):
             self.state.set_value(_begin_step(self.plan, self.state.get_value()))
         output, looked_up = forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
         return output, Backward(self, looked_up, feature_requires_grad, total_unique_indices)

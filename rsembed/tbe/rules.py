@@ -13,9 +13,15 @@ from rsembed.optimizers import (
     TorchAdagradOptimizerSpec,
 )
 from rsembed.tbe.arguments import OptimizerArguments, check_arguments, read_arguments, states_of
-from rsembed.tbe.counter_rules import CounterAdagradSpec, CowClipAdagradSpec
 from rsembed.tbe.records import EmbOptimType, WeightDecayMode, dtype_of
-from rsembed.tbe.row_rules import AdamFamilySpec, DecayedAdagradSpec, LARSSpec, RowWiseRMSPropSpec
+from rsembed.tbe.row_rules import (
+    AdamFamilySpec,
+    CounterAdagradSpec,
+    CowClipAdagradSpec,
+    DecayedAdagradSpec,
+    LARSSpec,
+    RowWiseRMSPropSpec,
+)
 
 
 def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None:

@@ -247,11 +247,9 @@ def _cut(gradients: RowGradients, bound: int) -> RowGradients:
         most = max(int(n) for n in touched.values())
         if most > bound:
             raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
-    return RowGradients(
-        {name: rows[:bound] for name, rows in gradients.rows.items()},
-        {name: values[:bound] for name, values in gradients.values.items()},
-        gradients.num_rows,
-    )
+    rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
+    values = {name: values[:bound] for name, values in gradients.values.items()}
+    return dataclasses.replace(gradients, rows=rows, values=values)
 
 
 def output_by_feature(plan: TBEPlan, names: Sequence[str], output: Array, inputs: Inputs) -> dict[str, Array]:
