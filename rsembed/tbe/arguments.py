@@ -93,24 +93,30 @@ _OPTIMIZERS = {
 }
 
 
+def _offered(optimizer: EmbOptimType) -> _Optimizer:
+    if optimizer not in _OPTIMIZERS:
+        offered = ", ".join(member.name for member in _OPTIMIZERS)
+        raise ValueError(f"optimizer {optimizer.name} is deprecated and not offered; choose one of {offered}.")
+    return _OPTIMIZERS[optimizer]
+
+
 def states_of(optimizer: EmbOptimType, arguments: OptimizerArguments) -> dict[str, str]:
     """Names of a table's states in the order of `split_optimizer_states`, with those of torch's optimizers.
 
     They are the slots of `make_rule` in the same order, except for `momentum2` of ENSEMBLE_ROWWISE_ADAGRAD: that is a
     slow copy of the table, which the row rule does not read.
     """
-    check_offered(optimizer)
     extra: tuple[str, ...] = ()
     if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and arguments.weight_decay_mode in _DECAY_MODES:
         extra = _DECAY_MODES[arguments.weight_decay_mode].states
     elif optimizer == EmbOptimType.ADAM and arguments.options.use_rowwise_bias_correction:
         extra = ("row_counter",)
-    return {**_OPTIMIZERS[optimizer].states, **{name: name for name in extra}}
+    return {**_offered(optimizer).states, **{name: name for name in extra}}
 
 
 def read_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> dict[str, Any]:
     """The arguments that the optimizer reads and not every optimizer has, by name."""
-    return {name: getattr(arguments, name) for name in _OPTIMIZERS[optimizer].arguments}
+    return {name: getattr(arguments, name) for name in _offered(optimizer).arguments}
 
 
 def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[str]:
@@ -118,8 +124,10 @@ def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[
 
     Names that are no field of `OptimizerArguments` are skipped. The options of `extra_optimizer_config` are judged one
     by one. `weight_decay` counts as unread while a `weight_decay_mode` is needed and missing.
+
+    Raises: ValueError: the optimizer can be named, but not used.
     """
-    used = {"learning_rate", "optimizer_state_dtypes", "extra_optimizer_config", *_OPTIMIZERS[optimizer].arguments}
+    used = {"learning_rate", "optimizer_state_dtypes", "extra_optimizer_config", *_offered(optimizer).arguments}
     mode = given.get("weight_decay_mode", WeightDecayMode.NONE)
     if "weight_decay_mode" in used and mode == WeightDecayMode.NONE:
         used.remove("weight_decay")
@@ -130,19 +138,18 @@ def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerArguments)}
     unused = [name for name, default in defaults.items() if name not in used and given.get(name, default) != default]
     options = vars(given.get("extra_optimizer_config") or records.UserEnabledConfigDefinition())
-    read = _OPTIMIZERS[optimizer].options
+    read = _offered(optimizer).options
     return unused + [f"extra_optimizer_config.{name}" for name, on in options.items() if on and name not in read]
 
 
 def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
     """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
-    check_offered(optimizer)
+    read = _offered(optimizer).arguments
     _check_decay_mode(optimizer, arguments)
     if arguments.counter_based_regularization is not None:
         _check_counter(arguments.counter_based_regularization)
     if arguments.cowclip_regularization is not None:
         _check_cowclip(arguments.cowclip_regularization)
-    read = _OPTIMIZERS[optimizer].arguments
     if "eps" in read and not 0 < arguments.eps < math.inf:
         raise ValueError(
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
@@ -152,13 +159,6 @@ def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> N
         if not 0 <= getattr(arguments, name) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {getattr(arguments, name)}.")
     _check_state_dtypes(optimizer, arguments)
-
-
-def check_offered(optimizer: EmbOptimType) -> None:
-    """Raises: ValueError: the optimizer can be named, but not used."""
-    if optimizer not in _OPTIMIZERS:
-        offered = ", ".join(member.name for member in _OPTIMIZERS)
-        raise ValueError(f"optimizer {optimizer.name} is deprecated and not offered; choose one of {offered}.")
 
 
 def _check_decay_mode(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
@@ -206,7 +206,7 @@ def _check_cowclip(config: records.CowClipDefinition) -> None:
 
 
 def _check_state_dtypes(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
-    names = [name for name in _OPTIMIZERS[optimizer].states if name.startswith("momentum")]
+    names = [name for name in _offered(optimizer).states if name.startswith("momentum")]
     names = [] if optimizer == EmbOptimType.FTRL else names
     for name in arguments.optimizer_state_dtypes or {}:
         if name not in names:

@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray
 
 from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
 from rsembed.tbe import records
-from rsembed.tbe.arguments import OptimizerArguments, check_arguments, check_offered, states_of, unused_arguments
+from rsembed.tbe.arguments import OptimizerArguments, check_arguments, states_of, unused_arguments
 from rsembed.tbe.functional import TBEState, init_state, slot_shapes
 from rsembed.tbe.host_rows import Group, HostRows
 from rsembed.tbe.plan import Placement, TablePasses, TablePlan, TBEPlan
@@ -93,8 +93,6 @@ def plan_of(
     optimizers = per_table(given.optimizer, len(names), "optimizer")
     rates = per_table(given.learning_rate, len(names), "learning_rate")
     dtype = dtype_of(given.weights_precision, "weights_precision").name
-    for optimizer in optimizers:
-        check_offered(optimizer)
     unread = [set(unused_arguments(optimizer, vars(arguments))) for optimizer in optimizers]
     warn_of_no_effect(sorted(set.intersection(*unread)), f"optimizer {optimizers[0].name} does not use them")
     if len({optimizer == EmbOptimType.NONE for optimizer in optimizers}) > 1:

@@ -37,6 +37,7 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.bounds import feature_starts
 from rsembed.tbe.functional import TBEState
+from rsembed.tbe.inputs import is_traced
 from rsembed.tbe.plan import TBEPlan
 
 _gather = jax.jit(api.gather_rows)
@@ -125,7 +126,7 @@ class HostRows:
 
         Returns: the state, and the ids with places instead of ids for cached tables.
         """
-        capacity = ids.shape[0] if _is_traced(ids, offsets, state) else None
+        capacity = ids.shape[0] if is_traced(ids, offsets, state) else None
         plan_moves = functools.partial(self._plan_moves, tuple(num_bags), admit, capacity)
         shapes = None
         if capacity is not None:
@@ -139,7 +140,7 @@ class HostRows:
 
         Raises: NotImplementedError: inside `jit`.
         """
-        if _is_traced(row_gradients, state):
+        if is_traced(row_gradients, state):
             raise NotImplementedError("row gradients of host tables cannot be applied inside jit; do it outside.")
         rows, moves = dict(row_gradients.rows), []
         for group in self.groups:
@@ -202,15 +203,15 @@ class HostRows:
 
     def write_back(self, state: TBEState) -> None:
         """Brings the scratch rows of the last `bring` home, after an update has changed them."""
-        is_traced = _is_traced(state)
+        is_inside = is_traced(state)
         for group in self.groups:
             arrays = state.arrays(group.number)
-            if not is_traced and not group.scratch_rows.size:
+            if not is_inside and not group.scratch_rows.size:
                 continue
-            num_scratch = arrays[0].shape[0] - group.num_places if is_traced else _padded(len(group.scratch_rows))
+            num_scratch = arrays[0].shape[0] - group.num_places if is_inside else _padded(len(group.scratch_rows))
             # The area may be larger than its rows: rows behind them are read and left alone.
             places = group.num_places + jnp.arange(num_scratch, dtype=jnp.int32)
-            _call(functools.partial(_store_scratch, group), () if is_traced else None, *_gather(arrays, places))
+            _call(functools.partial(_store_scratch, group), () if is_inside else None, *_gather(arrays, places))
 
     # Whole tables
 
@@ -332,10 +333,6 @@ def _with_scratch(state: TBEState, group: Group, num_rows: int) -> TBEState:
     missing = group.num_places + _padded(num_rows) - arrays[0].shape[0]
     grown = [jnp.concatenate([a, jnp.zeros((missing, *a.shape[1:]), a.dtype)]) for a in arrays]
     return state.with_arrays(group.number, grown)
-
-
-def _is_traced(*values: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 def _call(function: Callable[..., Any], shapes: Any, *operands: Any) -> Any:

@@ -19,6 +19,11 @@ _WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
 _FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 
 
+def is_traced(*values: Any) -> bool:
+    """Whether some of the values are unknown because they are inside `jit`."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
 class Inputs(NamedTuple):
     """A call's ids; numpy arrays unless traced.
 
@@ -47,8 +52,8 @@ class Inputs(NamedTuple):
 
     @property
     def is_traced(self) -> bool:
-        """Whether the values are unknown because they are inside `jit`."""
-        return any(isinstance(x, jax.core.Tracer) for x in (self.ids, self.offsets))
+        """Whether ids or offsets are unknown because they are inside `jit`."""
+        return is_traced(self.ids, self.offsets)
 
 
 def read_inputs(
@@ -126,8 +131,7 @@ def features_of_dict(
     if set(bags_by_feature) != set(feature_names):
         raise ValueError(f"the batch has features {sorted(bags_by_feature)}, the module {sorted(feature_names)}.")
     bags = [as_bags(bags_by_feature[name], feature=name) for name in feature_names]
-    is_concrete = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(bags))
-    xp: Any = np if is_concrete else jnp
+    xp: Any = jnp if is_traced(bags) else np
     ids, ends, weights, first = [], [xp.zeros(1, xp.int32)], [], 0
     for own in bags:
         # What stands behind a feature's last bag would fall into the first bag of the next one.

@@ -50,14 +50,11 @@ class StatisticsReporter:
             counts = module.host_rows.statistics.totals._asdict()
             figures |= {f"tbe.prefetch.cache_stats.{name}": value for name, value in counts.items()}
         self._num_reports += 1
-        self._send(int(module.step), figures)
-
-    def _send(self, step: int, figures: dict[str, float]) -> None:
         if self.config.report is not None:
-            self.config.report(step, figures)
+            self.config.report(int(module.step), figures)
         else:
             text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
-            logging.getLogger("rsembed").info("step %d: %s", step, text)
+            logging.getLogger("rsembed").info("step %d: %s", int(module.step), text)
 
 
 def _memory(module: TableBatchedEmbeddingBags) -> dict[str, float]:

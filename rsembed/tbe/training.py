@@ -19,7 +19,7 @@ from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import OptimizerArguments
 from rsembed.tbe.bounds import feature_starts, repeat_by_feature
-from rsembed.tbe.inputs import Inputs, features_of_dict, read_inputs
+from rsembed.tbe.inputs import Inputs, features_of_dict, is_traced, read_inputs
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
 
@@ -77,8 +77,7 @@ def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights
     inputs, num_corrected = read_inputs(
         module.plan, module.feature_names, mode, indices, offsets, weights, sizes, warns=not notes.has_warned
     )
-    is_traced = isinstance(num_corrected, jax.core.Tracer)
-    notes.has_warned |= not is_traced and bool(num_corrected > 0)
+    notes.has_warned |= not is_traced(num_corrected) and bool(num_corrected > 0)
     if mode != BoundsCheckMode.NONE:
         # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
         with contextlib.suppress(TraceContextError):
@@ -243,10 +242,8 @@ class Backward:
 
 def _cut(gradients: RowGradients, bound: int) -> RowGradients:
     touched = gradients.num_touched()
-    if not any(isinstance(n, jax.core.Tracer) for n in touched.values()):
-        most = max(int(n) for n in touched.values())
-        if most > bound:
-            raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
+    if not is_traced(touched) and (most := max(map(int, touched.values()))) > bound:
+        raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
     rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
     values = {name: values[:bound] for name, values in gradients.values.items()}
     return dataclasses.replace(gradients, rows=rows, values=values)
