@@ -86,7 +86,7 @@ def plan_of(
       given: the constructor's arguments.
       features: table of every feature.
       names: of the tables.
-      arguments: see `optimizer_arguments`.
+      arguments: those of `given` that concern optimizers.
 
     Raises: ValueError: arguments do not go together.
     """

@@ -115,14 +115,7 @@ class HostRows:
     def bring(
         self, state: TBEState, ids: Any, offsets: Any, num_bags: Sequence[int], *, admit: bool = True
     ) -> tuple[TBEState, Int[Array, " nnz"]]:
-        """Makes every row of the batch addressable.
-
-        Args:
-          state: its cached groups change.
-          ids: concrete, or traced inside `jit`.
-          offsets: likewise.
-          num_bags: bags of every feature.
-          admit: let rows into the cache; else only use what is there.
+        """Makes every row of the batch addressable, inside `jit` too; `admit` lets rows into the cache.
 
         Returns: the state, and the ids with places instead of ids for cached tables.
         """
@@ -160,7 +153,7 @@ class HostRows:
 
         Args:
           state: its cached groups change.
-          parts: ids and offsets of the batch, in parts with all bags; concrete.
+          parts: concrete ids and offsets of the batch, in parts with all bags.
           num_bags: bags of every feature.
           lock: keep the places of this batch until it is looked up.
         """

@@ -16,11 +16,13 @@ from jaxtyping import Array
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import construction, functional, records, tables
+from rsembed.tbe.inputs import Call
 from rsembed.tbe.plan import TablePasses
 from rsembed.tbe.records import BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, WeightDecayMode
 from rsembed.tbe.reporting import StatisticsReporter
-from rsembed.tbe.training import Backward, Notes, apply, forward, learning_rates, prefetch
+from rsembed.tbe.training import Backward, Notes, forward, learning_rates, prefetch
 
+_apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 _begin_step = jax.jit(functional.begin_step, static_argnums=0, donate_argnums=1)
 
 
@@ -215,7 +217,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
           `[bags, dim]`. For `{feature: Bags}` the same as `{feature: [bags, dim]}`.
         """
         del feature_requires_grad, total_unique_indices
-        return forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)[0]
+        return forward(self, Call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank))[0]
 
     def vjp(
         self,
@@ -243,12 +245,19 @@ class TableBatchedEmbeddingBags(nnx.Module):
             raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
         if any(table.passes != TablePasses() for table in self.plan.tables):
             self.state.set_value(_begin_step(self.plan, self.state.get_value()))
-        output, looked_up = forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        call = Call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        output, looked_up = forward(self, call)
         return output, Backward(self, looked_up, feature_requires_grad, total_unique_indices)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned."""
-        apply(self, row_gradients)
+        state = self.state.get_value()
+        rates = learning_rates(self.plan, state)
+        if self.host_rows is not None:
+            state, row_gradients = self.host_rows.bring_rows(state, row_gradients)
+        self.state.set_value(_apply(self.plan, state, row_gradients, rates))
+        if self.host_rows is not None:
+            self.host_rows.write_back(self.state.get_value())
 
     def prefetch(
         self,
@@ -269,7 +278,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """
         del forward_stream
         if self.host_rows is not None:
-            prefetch(self, indices, offsets, batch_size_per_feature_per_rank)
+            prefetch(self, Call(indices, offsets, None, batch_size_per_feature_per_rank))
 
     def set_learning_rate(self, learning_rate: float | Sequence[float]) -> None:
         """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.

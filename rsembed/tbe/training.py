@@ -19,7 +19,7 @@ from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import OptimizerArguments
 from rsembed.tbe.bounds import feature_starts, repeat_by_feature
-from rsembed.tbe.inputs import Inputs, features_of_dict, is_traced, read_inputs
+from rsembed.tbe.inputs import Call, Inputs, is_traced, read_inputs
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 MAX_PREFETCHES = 100
 
 _lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")
-_apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 _backward = jax.jit(
     functional.backward,
     static_argnums=0,
@@ -56,27 +55,19 @@ class LookedUp(NamedTuple):
     is_dict: bool
 
 
-def forward(
-    module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any
-) -> tuple[Any, LookedUp]:
+def forward(module: TableBatchedEmbeddingBags, call: Call) -> tuple[Any, LookedUp]:
     """The output of a lookup in the form that the caller expects, and what a backward pass needs to know."""
-    is_dict = isinstance(indices, Mapping)
-    inputs = _read(module, indices, offsets, weights, sizes)
+    is_dict = isinstance(call.indices, Mapping)
+    inputs = _read(module, call)
     batch = _batch(module, inputs)
     output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
     output = output_by_feature(module.plan, module.feature_names, output, inputs) if is_dict else output
     return output, LookedUp(inputs, batch, is_dict)
 
 
-def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any) -> Inputs:
-    if isinstance(indices, Mapping):
-        indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
-    if offsets is None:
-        raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
+def _read(module: TableBatchedEmbeddingBags, call: Call) -> Inputs:
     mode, notes = module.bounds_check_mode, module.notes
-    inputs, num_corrected = read_inputs(
-        module.plan, module.feature_names, mode, indices, offsets, weights, sizes, warns=not notes.has_warned
-    )
+    inputs, num_corrected = read_inputs(module.plan, module.feature_names, mode, call, warns=not notes.has_warned)
     notes.has_warned |= not is_traced(num_corrected) and bool(num_corrected > 0)
     if mode != BoundsCheckMode.NONE:
         # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
@@ -104,23 +95,12 @@ def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs, *, admit: bool = T
     return module.plan.batch(ids, inputs.offsets, inputs.weights, inputs.sizes, cached_rows=rows)
 
 
-def apply(module: TableBatchedEmbeddingBags, row_gradients: RowGradients) -> None:
-    """One optimizer step of every row in `row_gradients`."""
-    state, host_rows = module.state.get_value(), module.host_rows
-    rates = learning_rates(module.plan, state)
-    if host_rows is not None:
-        state, row_gradients = host_rows.bring_rows(state, row_gradients)
-    module.state.set_value(_apply(module.plan, state, row_gradients, rates))
-    if host_rows is not None:
-        host_rows.write_back(module.state.get_value())
-
-
-def prefetch(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, sizes: Any) -> None:
+def prefetch(module: TableBatchedEmbeddingBags, call: Call) -> None:
     """Brings rows of a later batch into the cache."""
     host_rows, config = module.host_rows, module.multipass_prefetch_config
     assert host_rows is not None
     started = time.perf_counter()
-    inputs = _read(module, indices, offsets, None, sizes)
+    inputs = _read(module, call)
     if inputs.is_traced:
         raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
     if len(host_rows.prefetched) >= MAX_PREFETCHES:
