@@ -22,13 +22,7 @@ def feature_starts(offsets: Any, num_bags: Sequence[int]) -> Any:
 
 
 def repeat_by_feature(values: Any, starts: Any, num_ids: int) -> Any:
-    """The value of the feature of every id, and `values[0]` for ids in front of the first bag, which have no feature.
-
-    Args:
-      values: one more than features.
-      starts: see `feature_starts`; the last is `num_ids`.
-      num_ids: as `starts` may be traced.
-    """
+    """For every id the value of its feature, from `values[1:]`; `values[0]` for those in front of the first bag."""
     if isinstance(starts, np.ndarray):
         return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
     lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
