@@ -37,7 +37,7 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.bounds import feature_starts
 from rsembed.tbe.functional import TBEState
-from rsembed.tbe.inputs import is_traced
+from rsembed.tbe.inputs import Inputs, is_traced
 from rsembed.tbe.plan import TBEPlan
 
 _gather = jax.jit(api.gather_rows)
@@ -112,20 +112,18 @@ class HostRows:
 
     # Before a lookup or an update
 
-    def bring(
-        self, state: TBEState, ids: Any, offsets: Any, num_bags: Sequence[int], *, admit: bool = True
-    ) -> tuple[TBEState, Int[Array, " nnz"]]:
+    def bring(self, state: TBEState, inputs: Inputs, *, admit: bool = True) -> tuple[TBEState, Int[Array, " nnz"]]:
         """Makes every row of the batch addressable, inside `jit` too; `admit` lets rows into the cache.
 
         Returns: the state, and the ids with places instead of ids for cached tables.
         """
-        capacity = ids.shape[0] if is_traced(ids, offsets, state) else None
-        plan_moves = functools.partial(self._plan_moves, tuple(num_bags), admit, capacity)
+        capacity = inputs.ids.shape[0] if inputs.is_traced or is_traced(state) else None
+        plan_moves = functools.partial(self._plan_moves, inputs.num_bags, admit, capacity)
         shapes = None
         if capacity is not None:
             flat = jax.ShapeDtypeStruct((capacity,), jnp.int32)
             shapes = (flat, [[flat, flat]] * len(self.groups))
-        translated, moves = _call(plan_moves, shapes, ids, offsets)
+        translated, moves = _call(plan_moves, shapes, inputs.ids, inputs.offsets)
         return self._exchange_all(state, moves, capacity), jnp.asarray(translated)
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
@@ -146,23 +144,20 @@ class HostRows:
         state = self._exchange_all(state, moves, None)
         return state, dataclasses.replace(row_gradients, rows=rows)
 
-    def prefetch(
-        self, state: TBEState, parts: Sequence[tuple[Any, Any]], num_bags: Sequence[int], *, lock: bool
-    ) -> TBEState:
+    def prefetch(self, state: TBEState, parts: Sequence[Inputs], *, lock: bool) -> TBEState:
         """Fills the cache for a later batch, whose homeless rows will be brought when it is looked up.
 
         Args:
           state: its cached groups change.
-          parts: concrete ids and offsets of the batch, in parts with all bags.
-          num_bags: bags of every feature.
+          parts: the batch, concrete, in parts with all bags.
           lock: keep the places of this batch until it is looked up.
         """
         locked: list[list[np.ndarray]] = []
-        for ids, offsets in parts:
-            placed = self._place_batch(ids, offsets, num_bags, admit=True, lock=lock, is_prefetch=True)
+        for part in parts:
+            placed = self._place_batch(part, admit=True, lock=lock, is_prefetch=True)
             state = self._exchange_all(state, [own.moves(None) for own in placed], None)
             locked.append([own.places for own in placed] if lock else [])
-        self.prefetched.append(_Prefetched(np.concatenate([ids for ids, _ in parts]), locked))
+        self.prefetched.append(_Prefetched(np.concatenate([part.ids for part in parts]), locked))
         return state
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
@@ -248,35 +243,27 @@ class HostRows:
         return rows
 
     def _plan_moves(
-        self, num_bags: Sequence[int], admit: bool, capacity: int | None, ids: Any, offsets: Any
+        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, ids: Any, offsets: Any
     ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
         """Ids with places instead of rows, and for every group which places are left and taken."""
-        ids, offsets = np.asarray(ids), np.asarray(offsets)
-        admit = admit and not self._take_prefetched(ids)
-        translated, placed = ids.astype(np.int32), self._place_batch(ids, offsets, num_bags, admit=admit)
+        inputs = Inputs(np.asarray(ids), np.asarray(offsets), None, None, num_bags)
+        placed = self._place_batch(inputs, admit=admit and not self._take_prefetched(inputs.ids))
+        translated = inputs.ids.astype(np.int32)
         for own in placed:
             np.copyto(translated, own.places, where=own.rows >= 0, casting="same_kind")
         return translated, [own.moves(capacity) for own in placed]
 
     def _place_batch(
-        self,
-        ids: np.ndarray,
-        offsets: np.ndarray,
-        num_bags: Sequence[int],
-        *,
-        admit: bool,
-        lock: bool = False,
-        is_prefetch: bool = False,
+        self, inputs: Inputs, *, admit: bool, lock: bool = False, is_prefetch: bool = False
     ) -> list[_Placed]:
         self.version += 1  # here too, as compiled programs call nothing else of this class before an exchange
-        starts = feature_starts(offsets, num_bags)
-        rows = [self._rows_of_group(group, ids, starts) for group in self.groups]
-        placed = [
-            _place(group, own, admit=admit, lock=lock, is_prefetch=is_prefetch)
-            for group, own in zip(self.groups, rows, strict=True)
-        ]
+        starts = feature_starts(inputs.offsets, inputs.num_bags)
+        placed = []
+        for group in self.groups:
+            rows = self._rows_of_group(group, inputs.ids, starts)
+            placed.append(_place(group, rows, admit=admit, lock=lock, is_prefetch=is_prefetch))
         if admit:
-            self._record(placed, ids, starts)
+            self._record(placed, inputs.ids, starts)
         return placed
 
     def _record(self, placed: Sequence[_Placed], ids: np.ndarray, starts: np.ndarray) -> None:

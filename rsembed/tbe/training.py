@@ -87,8 +87,7 @@ def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs, *, admit: bool = T
                 "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
                 "transformation: nnx.jit or nnx.grad of a function of (..., module)."
             ) from error
-        state = module.state.get_value()
-        state, ids = module.host_rows.bring(state, ids, inputs.offsets, inputs.num_bags, admit=admit)
+        state, ids = module.host_rows.bring(module.state.get_value(), inputs, admit=admit)
         module.state.set_value(state)
         rows = [weights.shape[0] for weights in state.weights]
     # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
@@ -109,13 +108,7 @@ def prefetch(module: TableBatchedEmbeddingBags, call: Call) -> None:
             "batches are looked up."
         )
     parts = [inputs] if config is None else inputs.in_parts(config.num_passes, config.min_splitable_pass_size)
-    state = host_rows.prefetch(
-        module.state.get_value(),
-        [(part.ids, part.offsets) for part in parts],
-        inputs.num_bags,
-        lock=module.prefetch_pipeline,
-    )
-    module.state.set_value(state)
+    module.state.set_value(host_rows.prefetch(module.state.get_value(), parts, lock=module.prefetch_pipeline))
     if module.reporter is not None:
         module.reporter.prefetch_seconds += time.perf_counter() - started
 
