@@ -199,7 +199,8 @@ def host_rows_of(plan: TBEPlan, given: SimpleNamespace) -> HostRows | None:
     """Caches and stores of the tables that live on the host; None when there are none."""
     if not plan.has_cache:
         return None
-    free_bytes, groups = _free_bytes(), []
+    memory, groups = jax.local_devices()[0].memory_stats() or {}, []
+    free_bytes = memory["bytes_limit"] - memory.get("bytes_in_use", 0) if "bytes_limit" in memory else None
     for number, group in enumerate(plan.groups):
         table = plan.table_of(group)
         if not table.is_cached:
@@ -236,13 +237,6 @@ def _store(folder: str | Path | None, label: str, shape: tuple[int, ...], dtype:
         return RowStore.in_memory(shape, dtype)
     Path(folder).mkdir(parents=True, exist_ok=True)
     return RowStore.in_file(Path(folder) / f"{label}.bin", shape, dtype)
-
-
-def _free_bytes() -> int | None:
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in statistics:
-        return None
-    return int(statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
 
 
 def first_state(

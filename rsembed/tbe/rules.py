@@ -52,18 +52,22 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
             return LARSSpec(rate, slot_dtypes=dtypes, **read)
         case EmbOptimType.ROWWISE_RMSPROP_AR:
             return RowWiseRMSPropSpec(rate, slot_dtypes=dtypes, **read)
-    if "ADAGRAD" in optimizer.name:
-        return _adagrad_family(optimizer, given, dtypes)
+    if optimizer.name.endswith(("ADAM", "LAMB")):
+        return _adam_family(optimizer, given, dtypes)
+    return _adagrad_family(optimizer, given, dtypes)
+
+
+def _adam_family(optimizer: EmbOptimType, given: OptimizerArguments, dtypes: tuple[str | None, ...]) -> OptimizerSpec:
     is_corrected_by_row = optimizer == EmbOptimType.ADAM and given.options.use_rowwise_bias_correction
     if optimizer == EmbOptimType.ADAM and not (given.weight_decay or is_corrected_by_row or dtypes):
-        return AdamOptimizerSpec(rate, beta_1=given.beta1, beta_2=given.beta2, epsilon=given.eps)
+        return AdamOptimizerSpec(given.learning_rate, beta_1=given.beta1, beta_2=given.beta2, epsilon=given.eps)
     return AdamFamilySpec(
-        rate,
+        given.learning_rate,
         has_row_wise_second_moment=optimizer.name.startswith("PARTIAL_ROWWISE"),
         has_trust_ratio=optimizer.name.endswith("LAMB"),
         has_row_wise_bias_correction=is_corrected_by_row,
         slot_dtypes=dtypes,
-        **read,
+        **read_arguments(optimizer, given),
     )
 
 
