@@ -154,27 +154,22 @@ class SetAssociativeCache:
         unique, inverse, occurrences = np.unique(ids[is_cacheable], return_inverse=True, return_counts=True)
         if self.counts is not None:
             self.counts[unique] += occurrences
-        slots, missing, inserted, evicted_ids = self._let_in(unique)
+        let_in = self._let_in(unique)
+        slots, num_missing = let_in.locations, let_in.missed_ids.size
         if lock:
             self._locks[slots[slots >= 0]] += 1
         locations = np.full(ids.shape, -1, np.int64)
         locations[is_cacheable] = slots[inverse]
-        return Admission(
-            locations=locations,
-            inserted_ids=unique[inserted],
-            inserted_slots=slots[inserted],
-            evicted_ids=evicted_ids,
-            missed_ids=unique[missing],
-            counts=CacheCounts(
-                calls=1,
-                requested_ids=ids.size,
-                unique_ids=unique.size + int(inverse.size < ids.size),
-                unique_misses=missing.size,
-                unique_conflict_misses=missing.size - inserted.size,
-                conflict_misses=int(occurrences[slots < 0].sum()),
-                unique_hits=unique.size - missing.size,
-            ),
+        counts = CacheCounts(
+            calls=1,
+            requested_ids=ids.size,
+            unique_ids=unique.size + int(inverse.size < ids.size),
+            unique_misses=num_missing,
+            unique_conflict_misses=num_missing - let_in.inserted_ids.size,
+            conflict_misses=int(occurrences[slots < 0].sum()),
+            unique_hits=unique.size - num_missing,
         )
+        return dataclasses.replace(let_in, locations=locations, counts=counts)
 
     def find(self, ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
         """The slot of each id, -1 where it is not resident; changes nothing. Raises: as `admit`."""
@@ -232,15 +227,7 @@ class SetAssociativeCache:
         worth[np.searchsorted(ids, locked_ids)] = NEVER
         order, _, _, rank = _by_set(set_of(ids, self.num_sets), worth)
         unique = np.sort(ids[order[rank < self.num_ways]])
-        slots, missing, inserted, evicted_ids = self._let_in(unique)
-        return Admission(
-            locations=np.empty(0, np.int64),
-            inserted_ids=unique[inserted],
-            inserted_slots=slots[inserted],
-            evicted_ids=evicted_ids,
-            missed_ids=unique[missing],
-            counts=CacheCounts(),
-        )
+        return dataclasses.replace(self._let_in(unique), locations=np.empty(0, np.int64))
 
     def reset(self) -> None:
         """Forgets all ids, times and counts. Raises: ValueError: slots are locked."""
@@ -272,11 +259,8 @@ class SetAssociativeCache:
         if self.counts is not None:
             self.counts[:] = state["counts"]
 
-    def _let_in(self, unique: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Ticks, marks the resident ones of the distinct ascending ids as used and lets others in.
-
-        Returns: the slots of all, places in `unique` of the missing and of the inserted, and the evicted ids.
-        """
+    def _let_in(self, unique: np.ndarray) -> Admission:
+        """Ticks, marks the resident ones of the distinct ascending ids as used and lets others in; counts nothing."""
         self._clock += 1
         slots = self._slots_of(unique)
         self._last_used[slots[slots >= 0]] = self._clock
@@ -284,7 +268,14 @@ class SetAssociativeCache:
         chosen, victims = self._choose_victims(unique[missing])
         inserted, evicted_ids = missing[chosen], self.tags[victims]
         self.tags[victims], self._last_used[victims], slots[inserted] = unique[inserted], self._clock, victims
-        return slots, missing, inserted, evicted_ids
+        return Admission(
+            locations=slots,
+            inserted_ids=unique[inserted],
+            inserted_slots=victims,
+            evicted_ids=evicted_ids,
+            missed_ids=unique[missing],
+            counts=CacheCounts(),
+        )
 
     def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of the missing ids, by place and grouped by set, get which slot."""

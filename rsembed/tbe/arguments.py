@@ -7,50 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Set
+from typing import Any, NamedTuple
 
 from rsembed.optimizers import LearningRate
-from rsembed.tbe.records import (
-    CounterBasedRegularizationDefinition,
-    CounterWeightDecayMode,
-    CowClipDefinition,
-    EmainplaceModeDefinition,
-    EmbOptimType,
-    EnsembleModeDefinition,
-    GlobalWeightDecayDefinition,
-    GradSumDecay,
-    SparseType,
-    UserEnabledConfigDefinition,
-    WeightDecayMode,
-)
+from rsembed.tbe import records
+from rsembed.tbe.records import CounterWeightDecayMode, EmbOptimType, WeightDecayMode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerArguments:
-    """The constructor arguments that concern optimizers, with their defaults.
-
-    Args:
-      learning_rate: a number, a callable of nothing, or a callable of the 0-based step.
-      eps: added outside the square root; torch's Adagrad has 1e-10.
-      momentum: of LARS_SGD.
-      eta: trust coefficient of LARS_SGD.
-      beta1: of the ADAM and LAMB families.
-      beta2: likewise.
-      weight_decay: of LARS_SGD, ADAM, LAMB and their partial forms (decoupled), and of row-wise Adagrad.
-      weight_decay_mode: of row-wise Adagrad.
-      max_norm: bound on the norm of updated rows, of row-wise Adagrad; 0 for none.
-      counter_based_regularization: if and only if the mode is COUNTER.
-      cowclip_regularization: if and only if the mode is COWCLIP.
-      ensemble_mode: of ENSEMBLE_ROWWISE_ADAGRAD.
-      emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
-      global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
-      ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
-      ema_beta: decay of its mean.
-      min_shrinkage: its smallest factor.
-      extra_optimizer_config: options of ADAM and EXACT_SGD.
-      optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
-    """
+    """The arguments of `TableBatchedEmbeddingBags` that concern optimizers, with their defaults."""
 
     learning_rate: LearningRate = 0.01
     eps: float = 1e-8
@@ -61,90 +28,95 @@ class OptimizerArguments:
     weight_decay: float = 0.0
     weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE
     max_norm: float = 0.0
-    counter_based_regularization: CounterBasedRegularizationDefinition | None = None
-    cowclip_regularization: CowClipDefinition | None = None
-    ensemble_mode: EnsembleModeDefinition | None = None
-    emainplace_mode: EmainplaceModeDefinition | None = None
-    global_weight_decay: GlobalWeightDecayDefinition | None = None
+    counter_based_regularization: records.CounterBasedRegularizationDefinition | None = None
+    cowclip_regularization: records.CowClipDefinition | None = None
+    ensemble_mode: records.EnsembleModeDefinition | None = None
+    emainplace_mode: records.EmainplaceModeDefinition | None = None
+    global_weight_decay: records.GlobalWeightDecayDefinition | None = None
     ar_alpha: float = 0.0
     ema_beta: float = 0.99
     min_shrinkage: float = 0.1
-    extra_optimizer_config: UserEnabledConfigDefinition | None = None
-    optimizer_state_dtypes: Mapping[str, SparseType] | None = None
+    extra_optimizer_config: records.UserEnabledConfigDefinition | None = None
+    optimizer_state_dtypes: Mapping[str, records.SparseType] | None = None
+
+    @property
+    def options(self) -> records.UserEnabledConfigDefinition:
+        """`extra_optimizer_config`, or its defaults."""
+        return self.extra_optimizer_config or records.UserEnabledConfigDefinition()
 
 
+class _Optimizer(NamedTuple):
+    """An optimizer that is offered.
+
+    Args:
+      states: names of its states, and what torch's optimizers call them.
+      arguments: which of `OptimizerArguments` it reads, beside those that all have.
+      options: which options of `extra_optimizer_config` it reads.
+    """
+
+    states: Mapping[str, str]
+    arguments: Set[str] = frozenset()
+    options: Set[str] = frozenset()
+
+
+class _DecayMode(NamedTuple):
+    """A mode of weight decay of EXACT_ROWWISE_ADAGRAD with a record of its own, and states beside the optimizer's."""
+
+    record: str
+    states: tuple[str, ...]
+
+
+_DECAY_MODES = {
+    WeightDecayMode.COUNTER: _DecayMode("counter_based_regularization", ("prev_iter", "row_counter")),
+    WeightDecayMode.COWCLIP: _DecayMode("cowclip_regularization", ("prev_iter", "row_counter")),
+    WeightDecayMode.DECOUPLE_GLOBAL: _DecayMode("global_weight_decay", ("prev_iter",)),
+}
 _SUM, _MOMENTS = {"momentum1": "sum"}, {"momentum1": "exp_avg", "momentum2": "exp_avg_sq"}
-_STATES: dict[EmbOptimType, dict[str, str]] = {
-    EmbOptimType.EXACT_SGD: {},
-    EmbOptimType.EXACT_ADAGRAD: _SUM,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _SUM,
-    EmbOptimType.ADAM: _MOMENTS,
-    EmbOptimType.LAMB: _MOMENTS,
-    EmbOptimType.LARS_SGD: {"momentum1": "momentum1"},
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _MOMENTS,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _MOMENTS,
-    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _SUM | {"momentum2": "sparse_ema"},
-    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _SUM,
-    EmbOptimType.ROWWISE_RMSPROP_AR: _SUM | {"prev_iter": "prev_iter"},
-    EmbOptimType.FTRL: _SUM | {"momentum2": "linear"},
-    EmbOptimType.NONE: {},
-}
-_EXTRA_STATES = {
-    WeightDecayMode.COUNTER: ("prev_iter", "row_counter"),
-    WeightDecayMode.COWCLIP: ("prev_iter", "row_counter"),
-    WeightDecayMode.DECOUPLE_GLOBAL: ("prev_iter",),
-}
-_RECORD_OF_MODE = {
-    WeightDecayMode.COUNTER: "counter_based_regularization",
-    WeightDecayMode.COWCLIP: "cowclip_regularization",
-    WeightDecayMode.DECOUPLE_GLOBAL: "global_weight_decay",
-}
-
 _ADAM = {"eps", "beta1", "beta2", "weight_decay"}
-_ROWWISE_ADAGRAD = {"eps", "weight_decay", "weight_decay_mode", "max_norm"}
-_USED: dict[EmbOptimType, set[str]] = {
-    EmbOptimType.EXACT_SGD: set(),
-    EmbOptimType.EXACT_ADAGRAD: {"eps"},
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _ROWWISE_ADAGRAD | set(_RECORD_OF_MODE.values()),
-    EmbOptimType.ADAM: _ADAM,
-    EmbOptimType.LAMB: _ADAM,
-    EmbOptimType.LARS_SGD: {"momentum", "eta", "weight_decay"},
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _ADAM,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _ADAM,
-    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ROWWISE_ADAGRAD | {"ensemble_mode"},
-    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _ROWWISE_ADAGRAD | {"emainplace_mode"},
-    EmbOptimType.ROWWISE_RMSPROP_AR: {"eps", "ar_alpha", "ema_beta", "min_shrinkage"},
-    EmbOptimType.FTRL: set(),
-    EmbOptimType.NONE: set(),
-}
-_OPTIONS_USED = {
-    EmbOptimType.ADAM: {"use_rowwise_bias_correction"},
-    EmbOptimType.EXACT_SGD: {"use_writeback_bwd_prehook", "writeback_first_feature_only", "precompute_writeback"},
+_ROWWISE = {"eps", "weight_decay", "weight_decay_mode", "max_norm"}
+_RMSPROP = {"eps", "ar_alpha", "ema_beta", "min_shrinkage"}
+_WRITEBACK = {"use_writeback_bwd_prehook", "writeback_first_feature_only", "precompute_writeback"}
+_OPTIMIZERS = {
+    EmbOptimType.EXACT_SGD: _Optimizer({}, options=_WRITEBACK),
+    EmbOptimType.EXACT_ADAGRAD: _Optimizer(_SUM, {"eps"}),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _Optimizer(_SUM, _ROWWISE | {mode.record for mode in _DECAY_MODES.values()}),
+    EmbOptimType.ADAM: _Optimizer(_MOMENTS, _ADAM, {"use_rowwise_bias_correction"}),
+    EmbOptimType.LAMB: _Optimizer(_MOMENTS, _ADAM),
+    EmbOptimType.LARS_SGD: _Optimizer({"momentum1": "momentum1"}, {"momentum", "eta", "weight_decay"}),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _Optimizer(_MOMENTS, _ADAM),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _Optimizer(_MOMENTS, _ADAM),
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _Optimizer(_SUM | {"momentum2": "sparse_ema"}, _ROWWISE | {"ensemble_mode"}),
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _Optimizer(_SUM, _ROWWISE | {"emainplace_mode"}),
+    EmbOptimType.ROWWISE_RMSPROP_AR: _Optimizer(_SUM | {"prev_iter": "prev_iter"}, _RMSPROP),
+    EmbOptimType.FTRL: _Optimizer(_SUM | {"momentum2": "linear"}),
+    EmbOptimType.NONE: _Optimizer({}),
 }
 
 
-def state_names(
-    optimizer: EmbOptimType,
-    weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE,
-    *,
-    use_rowwise_bias_correction: bool = False,
-) -> tuple[str, ...]:
-    """Names of a table's states, in the order of `split_optimizer_states`.
+def _offered(optimizer: EmbOptimType) -> _Optimizer:
+    if optimizer not in _OPTIMIZERS:
+        offered = ", ".join(member.name for member in _OPTIMIZERS)
+        raise ValueError(f"optimizer {optimizer.name} is deprecated and not offered; choose one of {offered}.")
+    return _OPTIMIZERS[optimizer]
+
+
+def states_of(optimizer: EmbOptimType, arguments: OptimizerArguments) -> dict[str, str]:
+    """Names of a table's states in the order of `split_optimizer_states`, with those of torch's optimizers.
 
     They are the slots of `make_rule` in the same order, except for `momentum2` of ENSEMBLE_ROWWISE_ADAGRAD: that is a
     slow copy of the table, which the row rule does not read.
     """
-    return tuple(_states(optimizer, weight_decay_mode, use_rowwise_bias_correction))
+    extra: tuple[str, ...] = ()
+    if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and arguments.weight_decay_mode in _DECAY_MODES:
+        extra = _DECAY_MODES[arguments.weight_decay_mode].states
+    elif optimizer == EmbOptimType.ADAM and arguments.options.use_rowwise_bias_correction:
+        extra = ("row_counter",)
+    return {**_offered(optimizer).states, **{name: name for name in extra}}
 
 
-def torch_state_names(
-    optimizer: EmbOptimType,
-    weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE,
-    *,
-    use_rowwise_bias_correction: bool = False,
-) -> tuple[str, ...]:
-    """Names of the same states in `get_optimizer_state`, after those of torch's optimizers."""
-    return tuple(_states(optimizer, weight_decay_mode, use_rowwise_bias_correction).values())
+def read_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> dict[str, Any]:
+    """The arguments that the optimizer reads and not every optimizer has, by name."""
+    return {name: getattr(arguments, name) for name in _offered(optimizer).arguments}
 
 
 def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[str]:
@@ -152,8 +124,10 @@ def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[
 
     Names that are no field of `OptimizerArguments` are skipped. The options of `extra_optimizer_config` are judged one
     by one. `weight_decay` counts as unread while a `weight_decay_mode` is needed and missing.
+
+    Raises: ValueError: the optimizer can be named, but not used.
     """
-    used = {"learning_rate", "optimizer_state_dtypes", "extra_optimizer_config", *_USED[optimizer]}
+    used = {"learning_rate", "optimizer_state_dtypes", "extra_optimizer_config", *_offered(optimizer).arguments}
     mode = given.get("weight_decay_mode", WeightDecayMode.NONE)
     if "weight_decay_mode" in used and mode == WeightDecayMode.NONE:
         used.remove("weight_decay")
@@ -163,55 +137,38 @@ def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[
         used.remove("learning_rate")
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerArguments)}
     unused = [name for name, default in defaults.items() if name not in used and given.get(name, default) != default]
-    options = dataclasses.asdict(given.get("extra_optimizer_config") or UserEnabledConfigDefinition())
-    read = _OPTIONS_USED.get(optimizer, set())
+    options = vars(given.get("extra_optimizer_config") or records.UserEnabledConfigDefinition())
+    read = _offered(optimizer).options
     return unused + [f"extra_optimizer_config.{name}" for name, on in options.items() if on and name not in read]
 
 
 def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
     """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
-    check_offered(optimizer)
+    read = _offered(optimizer).arguments
     _check_decay_mode(optimizer, arguments)
     if arguments.counter_based_regularization is not None:
         _check_counter(arguments.counter_based_regularization)
     if arguments.cowclip_regularization is not None:
         _check_cowclip(arguments.cowclip_regularization)
-    if "eps" in _USED[optimizer] and not 0 < arguments.eps < math.inf:
+    if "eps" in read and not 0 < arguments.eps < math.inf:
         raise ValueError(
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
             "use a small number such as 1e-10."
         )
-    for name in sorted({"beta1", "beta2"} & _USED[optimizer]):
+    for name in sorted({"beta1", "beta2"} & read):
         if not 0 <= getattr(arguments, name) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {getattr(arguments, name)}.")
     _check_state_dtypes(optimizer, arguments)
 
 
-def _states(optimizer: EmbOptimType, mode: WeightDecayMode, is_corrected_by_row: bool) -> dict[str, str]:
-    check_offered(optimizer)
-    extra: tuple[str, ...] = ()
-    if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-        extra = _EXTRA_STATES.get(mode, ())
-    elif optimizer == EmbOptimType.ADAM and is_corrected_by_row:
-        extra = ("row_counter",)
-    return _STATES[optimizer] | {name: name for name in extra}
-
-
-def check_offered(optimizer: EmbOptimType) -> None:
-    """Raises: ValueError: the optimizer can be named, but not used."""
-    if optimizer not in _STATES:
-        offered = ", ".join(member.name for member in _STATES)
-        raise ValueError(f"optimizer {optimizer.name} is deprecated and not offered; choose one of {offered}.")
-
-
 def _check_decay_mode(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
     mode = arguments.weight_decay_mode
-    if mode in _RECORD_OF_MODE and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+    if mode in _DECAY_MODES and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         raise ValueError(
             f"weight_decay_mode {mode.name} exists for EXACT_ROWWISE_ADAGRAD only, not for {optimizer.name}; "
             "change the optimizer or the mode."
         )
-    for own_mode, record in _RECORD_OF_MODE.items():
+    for own_mode, (record, _) in _DECAY_MODES.items():
         is_given = getattr(arguments, record) is not None
         if is_given != (mode == own_mode):
             raise ValueError(
@@ -220,7 +177,7 @@ def _check_decay_mode(optimizer: EmbOptimType, arguments: OptimizerArguments) ->
             )
 
 
-def _check_counter(config: CounterBasedRegularizationDefinition) -> None:
+def _check_counter(config: records.CounterBasedRegularizationDefinition) -> None:
     mode = config.counter_weight_decay_mode
     if mode in (CounterWeightDecayMode.L2, CounterWeightDecayMode.DECOUPLE) and config.counter_halflife <= 0:
         raise ValueError(
@@ -228,14 +185,14 @@ def _check_counter(config: CounterBasedRegularizationDefinition) -> None:
             f"counter_halflife / row_counter, so counter_halflife {config.counter_halflife} would make rows grow or "
             "not decay; set a positive counter_halflife."
         )
-    if config.grad_sum_decay != GradSumDecay.NO_DECAY:
+    if config.grad_sum_decay != records.GradSumDecay.NO_DECAY:
         raise ValueError(
             f"counter_based_regularization: grad_sum_decay {config.grad_sum_decay.name} is not offered (the original "
             "accepts it and does nothing); use GradSumDecay.NO_DECAY."
         )
 
 
-def _check_cowclip(config: CowClipDefinition) -> None:
+def _check_cowclip(config: records.CowClipDefinition) -> None:
     if config.weight_norm_coefficient <= 0 and config.lower_bound <= 0:
         raise ValueError(
             "cowclip_regularization: with weight_norm_coefficient and lower_bound both zero, every update is clipped "
@@ -249,7 +206,8 @@ def _check_cowclip(config: CowClipDefinition) -> None:
 
 
 def _check_state_dtypes(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
-    names = [] if optimizer == EmbOptimType.FTRL else [n for n in _STATES[optimizer] if n.startswith("momentum")]
+    names = [name for name in _offered(optimizer).states if name.startswith("momentum")]
+    names = [] if optimizer == EmbOptimType.FTRL else names
     for name in arguments.optimizer_state_dtypes or {}:
         if name not in names:
             offered = f"choose among {', '.join(names)}" if names else "leave the argument out"

@@ -16,6 +16,19 @@ from rsembed.bags import PAD_ID
 Numbers = Int[Array | np.ndarray, " _"]
 
 
+def feature_starts(offsets: Any, num_bags: Sequence[int]) -> Any:
+    """Where the ids of every feature begin, and where those of the last one end."""
+    return offsets[np.asarray([0, *itertools.accumulate(num_bags)])]
+
+
+def repeat_by_feature(values: Any, starts: Any, num_ids: int) -> Any:
+    """For every id the value of its feature, from `values[1:]`; `values[0]` for those in front of the first bag."""
+    if isinstance(starts, np.ndarray):
+        return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
+    lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
+    return jnp.repeat(values, lengths, total_repeat_length=num_ids)
+
+
 def repair(
     indices: Numbers, offsets: Numbers, num_bags: Sequence[int], num_rows: Sequence[int]
 ) -> tuple[Any, Any, Any]:
@@ -39,13 +52,10 @@ def repair(
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
     ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
     ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
-    starts = ends[np.asarray([0, *itertools.accumulate(num_bags)])]
-    # Ids in front of the first bag belong to no feature.
-    lengths = xp.concatenate([starts[:1], xp.diff(starts)])
+    starts = feature_starts(ends, num_bags)
     no_limit = np.iinfo(np.int32).max
     limits = xp.asarray(np.asarray([no_limit, *num_rows], np.int64 if xp is np else np.int32))
-    options = {} if xp is np else {"total_repeat_length": num_ids}
-    limit = xp.repeat(limits, lengths, **options)
+    limit = repeat_by_feature(limits, starts, num_ids)
     is_in_bag = xp.arange(num_ids) >= starts[0]
     is_outside = is_in_bag & (((indices < 0) & (indices != PAD_ID)) | (indices >= limit))
     fixed = xp.where(is_outside, xp.zeros_like(indices), indices)
@@ -57,8 +67,8 @@ def is_sound(indices: np.ndarray, offsets: np.ndarray, num_bags: Sequence[int], 
     """Whether `repair` would change nothing: a few passes over the arrays without a copy."""
     if offsets[0] < 0 or offsets[-1] != indices.size or (offsets[1:] < offsets[:-1]).any():
         return False
-    starts = offsets[np.asarray([0, *itertools.accumulate(num_bags)])]
-    for (first, last), rows in zip(itertools.pairwise(starts.tolist()), num_rows, strict=True):
+    starts = feature_starts(offsets, num_bags).tolist()
+    for (first, last), rows in zip(itertools.pairwise(starts), num_rows, strict=True):
         own = indices[first:last]
         if own.size and (own.min() < PAD_ID or own.max() >= rows):
             return False

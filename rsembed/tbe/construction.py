@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,23 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
-from rsembed.tbe.arguments import OptimizerArguments, check_arguments, check_offered
-from rsembed.tbe.functional import TBEState, init_state, shape_of
-from rsembed.tbe.host_rows import HostRows
+from rsembed.tbe import records
+from rsembed.tbe.arguments import OptimizerArguments, check_arguments, states_of, unused_arguments
+from rsembed.tbe.functional import TBEState, init_state, slot_shapes
+from rsembed.tbe.host_rows import Group, HostRows
 from rsembed.tbe.plan import Placement, TablePasses, TablePlan, TBEPlan
-from rsembed.tbe.records import (
-    CacheAlgorithm,
-    ComputeDevice,
-    EmainplaceModeDefinition,
-    EmbeddingLocation,
-    EmbOptimType,
-    EnsembleModeDefinition,
-    SparseType,
-    UserEnabledConfigDefinition,
-    WeightDecayMode,
-    dtype_of,
-)
-from rsembed.tbe.rules import make_rule, state_names, torch_state_names, unused_arguments
+from rsembed.tbe.records import CacheAlgorithm, ComputeDevice, EmbeddingLocation, EmbOptimType, SparseType, dtype_of
+from rsembed.tbe.rules import make_rule
 
 EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 
@@ -72,197 +63,173 @@ def check_specs(
         raise ValueError(f"tables {unread} have no feature; each table needs one in feature_table_map.")
 
 
-def placements(specs: Sequence[EmbeddingSpec], *, enforce_hbm: bool) -> list[Placement]:
-    """Where each table lives. CPUs have one kind of memory, so that there only caching makes a difference."""
-    found: list[Placement] = []
-    for _, _, location, _ in specs:
-        if location == EmbeddingLocation.MANAGED_CACHING:
-            found.append("device" if enforce_hbm else "cached")
-        elif location == EmbeddingLocation.DEVICE or default_platform() == "cpu":
-            found.append("device")
-        else:
-            found.append("host")
-    return found
+def _placement(location: EmbeddingLocation, *, enforce_hbm: bool) -> Placement:
+    """Where a table lives. CPUs have one kind of memory, so that there only caching makes a difference."""
+    if location == EmbeddingLocation.MANAGED_CACHING:
+        return "device" if enforce_hbm else "cached"
+    return "device" if location == EmbeddingLocation.DEVICE or default_platform() == "cpu" else "host"
+
+
+def optimizer_arguments(given: SimpleNamespace) -> OptimizerArguments:
+    """Those of the constructor's arguments that concern optimizers, but for the learning rate, which each table has."""
+    names = {field.name for field in dataclasses.fields(OptimizerArguments)} - {"learning_rate"}
+    arguments = OptimizerArguments(**{name: getattr(given, name) for name in names})
+    return dataclasses.replace(arguments, optimizer_state_dtypes=dict(given.optimizer_state_dtypes or {}))
 
 
 def plan_of(
-    specs: Sequence[EmbeddingSpec],
-    features: Sequence[int],
-    names: Sequence[str],
-    pooling: str,
-    optimizers: Sequence[EmbOptimType],
-    learning_rates: Sequence[Any],
-    optimizer_arguments: Mapping[str, Any],
-    *,
-    places: Sequence[Placement],
-    weights_precision: SparseType,
-    stochastic_rounding: bool,
+    given: SimpleNamespace, features: Sequence[int], names: Sequence[str], arguments: OptimizerArguments
 ) -> TBEPlan:
     """The plan, with one warning for the arguments that no table's optimizer reads.
 
+    Args:
+      given: the constructor's arguments.
+      features: table of every feature.
+      names: of the tables.
+      arguments: those of `given` that concern optimizers.
+
     Raises: ValueError: arguments do not go together.
     """
-    dtype = dtype_of(weights_precision, "weights_precision").name
-    for optimizer in optimizers:
-        check_offered(optimizer)
-    unread = [set(unused_arguments(optimizer, optimizer_arguments)) for optimizer in optimizers]
+    optimizers = per_table(given.optimizer, len(names), "optimizer")
+    rates = per_table(given.learning_rate, len(names), "learning_rate")
+    dtype = dtype_of(given.weights_precision, "weights_precision").name
+    unread = [set(unused_arguments(optimizer, vars(arguments))) for optimizer in optimizers]
     warn_of_no_effect(sorted(set.intersection(*unread)), f"optimizer {optimizers[0].name} does not use them")
     if len({optimizer == EmbOptimType.NONE for optimizer in optimizers}) > 1:
         raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.
-        check_arguments(optimizers[0], OptimizerArguments(**optimizer_arguments))
-    tables = []
-    rates = [rate if callable(rate) else float(rate) for rate in learning_rates]
-    for number, (rows, dim, _, _) in enumerate(specs):
-        optimizer = optimizers[number]
-        given = {k: v for k, v in optimizer_arguments.items() if k not in unread[number]}
-        options = given.get("extra_optimizer_config") or UserEnabledConfigDefinition()
-        mode = given.get("weight_decay_mode", WeightDecayMode.NONE)
-        kinds = {"use_rowwise_bias_correction": optimizer == EmbOptimType.ADAM and options.use_rowwise_bias_correction}
-        _check_passes(names[number], optimizer, dim, places[number], mode, given, options)
-        tables.append(
-            TablePlan(
-                name=names[number],
-                optimizer=optimizer,
-                num_rows=rows,
-                dim=dim,
-                rule=make_rule(optimizer, **{**given, "learning_rate": rates[number]}),
-                learning_rate=rates[number],
-                dtype=dtype,
-                placement=places[number],
-                rounds_stochastically=stochastic_rounding,
-                passes=_passes(optimizer, given, options),
-                state_names=state_names(optimizer, mode, **kinds),
-                torch_state_names=torch_state_names(optimizer, mode, **kinds),
-            )
+        check_arguments(optimizers[0], arguments)
+    if arguments.options.writeback_first_feature_only or arguments.options.precompute_writeback:
+        raise NotImplementedError(
+            "extra_optimizer_config: writeback_first_feature_only and precompute_writeback are not offered; "
+            "use_writeback_bwd_prehook alone keeps the first gradient of each row."
         )
-    return TBEPlan.of(tables, features, pooling)
+    tables = []
+    for number, (rows, dim, location, _) in enumerate(given.embedding_specs):
+        rate = rates[number]
+        table = TablePlan(
+            name=names[number],
+            optimizer=optimizers[number],
+            num_rows=rows,
+            dim=dim,
+            learning_rate=rate if callable(rate) else float(rate),
+            dtype=dtype,
+            placement=_placement(location, enforce_hbm=given.enforce_hbm),
+            rounds_stochastically=given.stochastic_rounding,
+        )
+        tables.append(_with_rule(table, arguments))
+        _check_passes(tables[-1])
+    return TBEPlan.of(tables, features, given.pooling_mode.name.lower())
 
 
 HYPER_PARAMETERS = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")
 
 
-def with_hyper_parameters(plan: TBEPlan, given: dict[str, Any], changes: Mapping[str, float]) -> TBEPlan:
-    """The plan with other hyperparameters in its rules; `given`, the arguments of the optimizers, changes too.
+def with_hyper_parameters(
+    plan: TBEPlan, arguments: OptimizerArguments, changes: Mapping[str, float]
+) -> tuple[TBEPlan, OptimizerArguments]:
+    """The plan with other hyperparameters in its rules, and the arguments of the optimizers from now on.
 
     Raises: NotImplementedError: a name is unknown, or no table's optimizer reads it. ValueError: a value is impossible.
     """
-    new = dict(given)
     for name, value in changes.items():
-        if name not in HYPER_PARAMETERS or not any(_reads(table, name, new) for table in plan.tables):
+        if name not in HYPER_PARAMETERS or not any(_reads(table, name, arguments) for table in plan.tables):
             raise NotImplementedError(
                 f"setting hyper-parameter {name!r} is not supported by this module's optimizers; there are lr and, as "
                 f"far as an optimizer reads them, {', '.join(HYPER_PARAMETERS)}."
             )
+        change: dict[str, Any] = {name: value}
         if name == "lower_bound":
-            new["global_weight_decay"] = dataclasses.replace(new["global_weight_decay"], lower_bound=value)
-        else:
-            new[name] = value
-    tables = []
-    for table in plan.tables:
-        own = {k: v for k, v in new.items() if k not in unused_arguments(table.optimizer, new)}
-        rule = make_rule(table.optimizer, **{**own, "learning_rate": table.learning_rate})
-        options = own.get("extra_optimizer_config") or UserEnabledConfigDefinition()
-        tables.append(table._replace(rule=rule, passes=_passes(table.optimizer, own, options)))
-    given.update(new)
-    return dataclasses.replace(plan, tables=tuple(tables))
+            decay = dataclasses.replace(arguments.global_weight_decay, lower_bound=value)  # type: ignore[type-var]
+            change = {"global_weight_decay": decay}
+        arguments = dataclasses.replace(arguments, **change)
+    return dataclasses.replace(plan, tables=tuple(_with_rule(table, arguments) for table in plan.tables)), arguments
 
 
-def _reads(table: TablePlan, name: str, given: Mapping[str, Any]) -> bool:
+def _reads(table: TablePlan, name: str, arguments: OptimizerArguments) -> bool:
     if name == "lower_bound":
         return table.passes.global_decay is not None
     # Whatever differs from its default and is not read is reported as unused.
-    return name not in unused_arguments(table.optimizer, {**given, name: -1.0})
+    return name not in unused_arguments(table.optimizer, {**vars(arguments), name: -1.0})
 
 
-def _passes(optimizer: EmbOptimType, given: Mapping[str, Any], options: UserEnabledConfigDefinition) -> TablePasses:
+def _with_rule(table: TablePlan, arguments: OptimizerArguments) -> TablePlan:
+    """The table with what its optimizer makes of those arguments that it reads."""
+    optimizer, unread = table.optimizer, unused_arguments(table.optimizer, vars(arguments))
+    read = {name: value for name, value in vars(arguments).items() if name not in unread}
+    own = OptimizerArguments(**{**read, "learning_rate": table.learning_rate})
     is_ensemble = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
     is_emainplace = optimizer == EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD
-    return TablePasses(
-        ensemble=(given.get("ensemble_mode") or EnsembleModeDefinition()) if is_ensemble else None,
-        emainplace=(given.get("emainplace_mode") or EmainplaceModeDefinition()) if is_emainplace else None,
-        counter=given.get("counter_based_regularization"),
-        global_decay=given.get("global_weight_decay"),
-        average_dtype=dtype_of(
-            (given.get("optimizer_state_dtypes") or {}).get("momentum2", SparseType.FP32), "optimizer_state_dtypes"
-        ).name,
-        weight_decay=given.get("weight_decay", 0.0),
-        writes_first_gradient_only=optimizer == EmbOptimType.EXACT_SGD and options.use_writeback_bwd_prehook,
+    average = (own.optimizer_state_dtypes or {}).get("momentum2", SparseType.FP32)
+    passes = TablePasses(
+        ensemble=(own.ensemble_mode or records.EnsembleModeDefinition()) if is_ensemble else None,
+        emainplace=(own.emainplace_mode or records.EmainplaceModeDefinition()) if is_emainplace else None,
+        counter=own.counter_based_regularization,
+        global_decay=own.global_weight_decay,
+        average_dtype=dtype_of(average, "optimizer_state_dtypes").name,
+        weight_decay=own.weight_decay,
+        writes_first_gradient_only=optimizer == EmbOptimType.EXACT_SGD and own.options.use_writeback_bwd_prehook,
+    )
+    states = states_of(optimizer, own)
+    return table._replace(
+        rule=make_rule(optimizer, **vars(own)),
+        passes=passes,
+        state_names=tuple(states),
+        torch_state_names=tuple(states.values()),
     )
 
 
-def _check_passes(
-    name: str,
-    optimizer: EmbOptimType,
-    dim: int,
-    place: Placement,
-    mode: WeightDecayMode,
-    given: Mapping[str, Any],
-    options: UserEnabledConfigDefinition,
-) -> None:
-    if options.writeback_first_feature_only or options.precompute_writeback:
-        raise NotImplementedError(
-            "extra_optimizer_config: writeback_first_feature_only and precompute_writeback are not offered; "
-            "use_writeback_bwd_prehook alone keeps the first gradient of each row."
+def _check_passes(table: TablePlan) -> None:
+    passes = table.passes
+    if passes.emainplace is not None and table.dim % 2:
+        raise ValueError(
+            f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
         )
-    passes = _passes(optimizer, given, options)
-    if passes.emainplace is not None and dim % 2:
-        raise ValueError(f"table {name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {dim}.")
-    whole = [optimizer.name] if passes.ensemble or passes.emainplace else []
-    whole += [f"weight_decay_mode {mode.name}"] if passes.counter else []
-    if place != "device" and whole:
+    whole = [table.optimizer.name] if passes.ensemble or passes.emainplace else []
+    whole += ["weight_decay_mode COUNTER"] if passes.counter else []
+    if table.is_cached and whole:
         raise NotImplementedError(
-            f"table {name!r}: {whole[0]} goes over whole tables, which a table on the host behind a cache cannot do "
-            "in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
+            f"table {table.name!r}: {whole[0]} goes over whole tables, which a table on the host behind a cache cannot "
+            "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
         )
 
 
-def host_rows_of(
-    plan: TBEPlan,
-    *,
-    algorithm: CacheAlgorithm,
-    load_factor: float,
-    num_sets: int,
-    reserved_gib: float,
-    precision: SparseType | None,
-    folder: str | Path | None,
-    counts_features: bool,
-) -> HostRows | None:
+def host_rows_of(plan: TBEPlan, given: SimpleNamespace) -> HostRows | None:
     """Caches and stores of the tables that live on the host; None when there are none."""
     if not plan.has_cache:
         return None
-    free_bytes = _free_bytes()
-    caches, stores = {}, {}
+    memory, groups = jax.local_devices()[0].memory_stats() or {}, []
+    free_bytes = memory["bytes_limit"] - memory.get("bytes_in_use", 0) if "bytes_limit" in memory else None
     for number, group in enumerate(plan.groups):
         table = plan.table_of(group)
         if not table.is_cached:
             continue
-        cache_dtype = jnp.dtype(table.dtype) if precision is None else dtype_of(precision, "cache_precision")
-        slots = _slot_shapes(plan, number)
-        row_bytes = table.dim * cache_dtype.itemsize + sum(s.dtype.itemsize * s.shape[1] for s in slots)
+        dtype = jnp.dtype(table.dtype)
+        cache_dtype = dtype if given.cache_precision is None else dtype_of(given.cache_precision, "cache_precision")
+        slots = slot_shapes(table, group.num_rows)
         if table.placement == "host":
-            sets = 1  # the least that a cache can have: rows visit for one batch
-        elif num_sets > 0:
-            sets = num_sets
+            num_sets = 1  # the least that a cache can have: rows visit for one batch
+        elif given.cache_sets > 0:
+            num_sets = given.cache_sets
         else:
-            reserved = int(reserved_gib * 2**30)
-            sets = num_sets_for(
-                group.num_rows, load_factor, row_bytes=row_bytes, free_bytes=free_bytes, reserved_bytes=reserved
+            num_sets = num_sets_for(
+                group.num_rows,
+                given.cache_load_factor,
+                row_bytes=table.dim * cache_dtype.itemsize + sum(s.dtype.itemsize * s.shape[1] for s in slots),
+                free_bytes=free_bytes,
+                reserved_bytes=int(given.cache_reserved_memory * 2**30),
             )
-        caches[number] = SetAssociativeCache(sets, algorithm=algorithm.name.lower(), num_ids=group.num_rows)
-        shapes = [jax.ShapeDtypeStruct((group.num_rows, table.dim), jnp.dtype(table.dtype)), *slots]
-        labels = ("weights", *table.state_names)
-        stores[number] = tuple(
-            _store(folder, f"group{number}_{label}", shape.shape, shape.dtype)
-            for label, shape in zip(labels, shapes, strict=True)
-        )
-    return HostRows(plan, caches, stores, counts_features=counts_features)
-
-
-def _slot_shapes(plan: TBEPlan, number: int) -> list[jax.ShapeDtypeStruct]:
-    table, num_rows = plan.table_of(plan.groups[number]), plan.groups[number].num_rows
-    return [] if table.rule is None else list(jax.eval_shape(table.rule.init_slots, shape_of(table, num_rows)))
+        algorithm = given.cache_algorithm.name.lower()
+        cache = SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
+        shapes = [jax.ShapeDtypeStruct((group.num_rows, table.dim), dtype), *slots]
+        stores = [
+            _store(given.storage_folder, f"group{number}_{label}", shape.shape, shape.dtype)
+            for label, shape in zip(("weights", *table.state_names), shapes, strict=True)
+        ]
+        groups.append(Group(number, cache, tuple(stores)))
+    counts_features = bool(given.record_cache_metrics and given.record_cache_metrics.record_tablewise_cache_miss)
+    return HostRows(plan, groups, counts_features=counts_features)
 
 
 def _store(folder: str | Path | None, label: str, shape: tuple[int, ...], dtype: Any) -> RowStore:
@@ -272,28 +239,20 @@ def _store(folder: str | Path | None, label: str, shape: tuple[int, ...], dtype:
     return RowStore.in_file(Path(folder) / f"{label}.bin", shape, dtype)
 
 
-def _free_bytes() -> int | None:
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in statistics:
-        return None
-    return int(statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
-
-
 def first_state(
     plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, precision: SparseType | None, device: Any
 ) -> TBEState:
     """The state before any training, on `device`."""
-    rows = [group.num_rows for group in plan.groups]
-    for group in host_rows.groups if host_rows is not None else ():
+    rows, cached = [group.num_rows for group in plan.groups], [] if host_rows is None else host_rows.groups
+    for group in cached:
         rows[group.number] = group.num_places
     state = init_state(plan, key, rows)
     state = state if device is None else jax.device_put(state, device)
-    if precision is None or host_rows is None:
-        return state
-    dtype, weights = dtype_of(precision, "cache_precision"), list(state.weights)
-    for group in host_rows.groups:
-        weights[group.number] = weights[group.number].astype(dtype)
-    return state._replace(weights=tuple(weights))
+    if precision is not None:
+        for group in cached:
+            weights = state.weights[group.number].astype(dtype_of(precision, "cache_precision"))
+            state = state.with_group(group.number, weights=weights)
+    return state
 
 
 def device_of(device: Any) -> jax.Device | None:
@@ -319,20 +278,37 @@ def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
         warnings.warn(f"{', '.join(arguments)}: no effect, {reason}.", stacklevel=4)
 
 
-def warn_of_arguments(
-    plan: TBEPlan, specs: Sequence[EmbeddingSpec], of_caches: Mapping[str, bool], of_others: Mapping[str, bool]
-) -> None:
-    """Warns of given arguments (those whose value is True) that change nothing."""
-    has_caching = any(location == EmbeddingLocation.MANAGED_CACHING for _, _, location, _ in specs)
+_OF_CACHES = {
+    "cache_algorithm": CacheAlgorithm.LRU,
+    "cache_load_factor": 0.2,
+    "cache_sets": 0,
+    "cache_reserved_memory": 0.0,
+    "cache_precision": None,
+    "enforce_hbm": False,
+    "prefetch_pipeline": False,
+    "multipass_prefetch_config": None,
+    "gather_uvm_cache_stats": False,
+    "record_cache_metrics": None,
+    "storage_folder": None,
+}
+"""Arguments that concern caches alone, and their defaults."""
+
+
+def warn_of_arguments(plan: TBEPlan, given: SimpleNamespace) -> None:
+    """Warns of those of the constructor's arguments that change nothing."""
+    locations = {location for _, _, location, _ in given.embedding_specs}
     if not plan.has_cache:
-        given = [name for name, is_given in of_caches.items() if is_given]
-        if has_caching:
-            given = [name for name in given if name != "enforce_hbm"]
-        why = "as enforce_hbm is set" if has_caching else "as no table has EmbeddingLocation.MANAGED_CACHING"
-        warn_of_no_effect(given, why)
-    warn_of_no_effect([name for name, is_given in of_others.items() if is_given], "here")
+        unused = [name for name, default in _OF_CACHES.items() if getattr(given, name) not in (default, None)]
+        why = "as no table has EmbeddingLocation.MANAGED_CACHING"
+        if EmbeddingLocation.MANAGED_CACHING in locations:
+            unused, why = [name for name in unused if name != "enforce_hbm"], "as enforce_hbm is set"
+        warn_of_no_effect(unused, why)
+    of_others = ("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
+    unused = [name for name in of_others if getattr(given, name)]
+    unused += ["max_gradient"] if not given.gradient_clipping and given.max_gradient != 1.0 else []
+    warn_of_no_effect(unused, "here")
     platforms = {ComputeDevice.CUDA: "gpu", ComputeDevice.TPU: "tpu"}
-    named = {compute_device for _, _, _, compute_device in specs}
+    named = {compute_device for _, _, _, compute_device in given.embedding_specs}
     elsewhere = sorted({c.name for c in named if platforms.get(c, default_platform()) != default_platform()})
     reason = f"as this process computes on {default_platform()}"
     warn_of_no_effect([f"ComputeDevice.{name}" for name in elsewhere], reason)
@@ -340,10 +316,8 @@ def warn_of_arguments(
 
 def default_feature_names(features: Sequence[int], names: Sequence[str]) -> list[str]:
     """Table names; those of tables with several features are numbered."""
-    seen: dict[int, int] = {}
-    found: list[str] = []
-    for t in features:
-        seen[t] = seen.get(t, -1) + 1
-        name = names[t] if 0 <= t < len(names) else f"feature_{len(found)}"  # an error that check_specs explains
-        found.append(f"{name}_{seen[t]}" if features.count(t) > 1 else name)
+    found = []
+    for feature, t in enumerate(features):
+        name = names[t] if 0 <= t < len(names) else f"feature_{feature}"  # an error that check_specs explains
+        found.append(f"{name}_{features[:feature].count(t)}" if features.count(t) > 1 else name)
     return found

@@ -14,13 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rsembed.tbe.records import (
-    CounterBasedRegularizationDefinition,
-    EmainplaceModeDefinition,
-    EnsembleModeDefinition,
-    GlobalWeightDecayDefinition,
-    StepMode,
-)
+from rsembed.tbe import records
+from rsembed.tbe.records import EnsembleModeDefinition, StepMode
 
 
 def global_decay_factor(
@@ -28,7 +23,7 @@ def global_decay_factor(
     t: Any,
     learning_rate: Any,
     weight_decay: Any,
-    config: GlobalWeightDecayDefinition,
+    config: records.GlobalWeightDecayDefinition,
 ) -> Float[Array, "*rows"]:
     """What a row must be multiplied by at step `t` to make up for the decay of the steps that did not touch it.
 
@@ -48,7 +43,10 @@ def global_decay_factor(
 
 
 def ensemble_pass(
-    weights: Float[Array, "rows dim"], momentum2: Float[Array, "rows dim"], t: Any, config: EnsembleModeDefinition
+    weights: Float[Array, "rows dim"],
+    momentum2: Float[Array, "rows dim"],
+    t: Any,
+    config: EnsembleModeDefinition,
 ) -> tuple[Float[Array, "rows dim"], Float[Array, "rows dim"]]:
     """The table and its slow copy `momentum2` before the lookup of training step `t`; unchanged between passes."""
     t = jnp.asarray(t, jnp.int32)
@@ -64,7 +62,7 @@ def ensemble_pass(
     return jax.lax.cond(follows | swaps, run, lambda fast, slow: (fast, slow), weights, momentum2)
 
 
-def emainplace_pass(weights: Float[Array, "rows dim"], t: Any, config: EmainplaceModeDefinition) -> Array:
+def emainplace_pass(weights: Float[Array, "rows dim"], t: Any, config: records.EmainplaceModeDefinition) -> Array:
     """The table before the lookup of training step `t`: at a pass, second halves move toward first halves.
 
     Raises: ValueError: rows have an odd number of columns.
@@ -87,7 +85,7 @@ def refreshed_max_counter(
     row_counters: Sequence[Float[Array, "_ ..."]],
     t: Any,
     old: Any,
-    config: CounterBasedRegularizationDefinition,
+    config: records.CounterBasedRegularizationDefinition,
 ) -> Float[Array, ""]:
     """The largest counter of all tables plus 1 if step `t` refreshes it, else `old`; to be used by step `t` already.
 

@@ -6,7 +6,8 @@ Every function can be traced; states may be donated. Ids of cached tables are sl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +18,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import Hyperparameters, Slots
+from rsembed.optimizers import Slots
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.full_table import emainplace_pass, ensemble_pass, global_decay_factor, refreshed_max_counter
-from rsembed.tbe.plan import GroupPlan, TablePlan, TBEPlan
+from rsembed.tbe.plan import TablePlan, TBEPlan
 from rsembed.tbe.rounding import round_with_noise, rounding_noise
 
 
@@ -48,6 +49,26 @@ class TBEState(NamedTuple):
     learning_rates: Float[Array, " groups"]
     max_counter: Float[Array, ""]
     key: PRNGKeyArray
+
+    def with_group(self, number: int, **arrays: Any) -> TBEState:
+        """The state with other arrays of one group, by the name of their field."""
+        changed: dict[str, Any] = {}
+        for name, array in arrays.items():
+            old = getattr(self, name)
+            changed[name] = (*old[:number], array, *old[number + 1 :])
+        return self._replace(**changed)
+
+    def arrays(self, number: int) -> tuple[Array, ...]:
+        """All arrays of a group: weights, slots and, where it has them, slow copy and resident rows."""
+        others = (self.averages[number], self.resident_rows[number])
+        return (self.weights[number], *self.slots[number], *(array for array in others if array is not None))
+
+    def with_arrays(self, number: int, arrays: Sequence[Array]) -> TBEState:
+        """The state with other `arrays` of one group."""
+        weights, slots = arrays[0], tuple(arrays[1 : 1 + len(self.slots[number])])
+        average = None if self.averages[number] is None else arrays[1 + len(slots)]
+        resident = None if self.resident_rows[number] is None else arrays[-1]
+        return self.with_group(number, weights=weights, slots=slots, averages=average, resident_rows=resident)
 
 
 def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None = None) -> TBEState:
@@ -96,6 +117,11 @@ def shape_of(table: TablePlan, num_rows: int | None = None) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct((table.num_rows if num_rows is None else num_rows, table.dim), jnp.float32)
 
 
+def slot_shapes(table: TablePlan, num_rows: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of the rule's states for a table's rows, or for another number of rows."""
+    return () if table.rule is None else jax.eval_shape(table.rule.init_slots, shape_of(table, num_rows))
+
+
 def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     """The rate of every group at the step that comes next."""
     rates = []
@@ -110,30 +136,24 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
     """Runs what the next training step does to whole tables before its lookup, once per step."""
     t = state.step + 1
     is_new = state.passed_step != t
-    weights, averages, max_counter = list(state.weights), list(state.averages), state.max_counter
     for number, group in enumerate(plan.groups):
         passes = plan.table_of(group).passes
         if passes.ensemble is not None:
-            weights[number], averages[number] = jax.lax.cond(
-                is_new,
-                lambda w, a, config=passes.ensemble: ensemble_pass(w, a, t, config),
-                lambda w, a: (w, a),
-                *(weights[number], averages[number]),
-            )
+            average_all = functools.partial(ensemble_pass, t=t, config=passes.ensemble)
+            old = state.weights[number], state.averages[number]
+            weights, average = jax.lax.cond(is_new, average_all, lambda *arrays: arrays, *old)
+            state = state.with_group(number, weights=weights, averages=average)
         if passes.emainplace is not None:
-            weights[number] = jax.lax.cond(
-                is_new,
-                lambda w, config=passes.emainplace: emainplace_pass(w, t, config),
-                lambda w: w,
-                weights[number],
-            )
+            follow = functools.partial(emainplace_pass, t=t, config=passes.emainplace)
+            weights = jax.lax.cond(is_new, follow, lambda weights: weights, state.weights[number])
+            state = state.with_group(number, weights=weights)
     counting = [n for n, group in enumerate(plan.groups) if plan.table_of(group).passes.counter is not None]
     if counting:
         config = plan.table_of(plan.groups[counting[0]]).passes.counter
         counters = [state.slots[n][2] for n in counting]
-        refreshed = refreshed_max_counter(counters, t, max_counter, config)  # type: ignore[arg-type]
-        max_counter = jnp.where(is_new, refreshed, max_counter)
-    return state._replace(weights=tuple(weights), averages=tuple(averages), max_counter=max_counter, passed_step=t)
+        refreshed = refreshed_max_counter(counters, t, state.max_counter, config)  # type: ignore[arg-type]
+        state = state._replace(max_counter=jnp.where(is_new, refreshed, state.max_counter))
+    return state._replace(passed_step=t)
 
 
 def lookup(
@@ -187,7 +207,7 @@ def row_gradients(
     rows, values, sizes = {}, {}, []
     for number, group in enumerate(plan.groups):
         name = plan.group_name(group)
-        arguments = (group.num_rows, number, plan.dims(), _first_reads(plan, group, number, batch), _flat(d_output))
+        arguments = (group.num_rows, number, plan.dims(), _first_reads(plan, number, batch), _flat(d_output))
         rows[name], values[name] = api.row_gradients_jagged(*arguments)
         sizes.append((name, group.num_rows))
     return RowGradients(rows, values, tuple(sorted(sizes)))
@@ -209,22 +229,12 @@ def update(
       d_output: gradient of what `lookup` returned.
       rates: learning rate of every group.
     """
-    weights, slots = list(state.weights), list(state.slots)
     for number, group in enumerate(plan.groups):
-        rule = plan.table_of(group).rule
-        if rule is not None:
-            weights[number], slots[number] = api.update_jagged(
-                weights[number],
-                slots[number],
-                number,
-                plan.dims(),
-                _first_reads(plan, group, number, batch),
-                _flat(d_output),
-                _hyperparameters(plan, group, state, rates[number]),
-                rule,
-                rounding=_rounding(plan, group, number, state),
-            )
-    return state._replace(weights=tuple(weights), slots=tuple(slots), step=state.step + 1)
+        if plan.table_of(group).rule is not None:
+            reads = _first_reads(plan, number, batch)
+            gradient = (number, plan.dims(), reads, _flat(d_output))
+            state = _step_group(plan, number, state, rates[number], api.update_jagged, gradient)
+    return state._replace(step=state.step + 1)
 
 
 def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
@@ -232,45 +242,46 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
     Raises: ValueError: a table has no optimizer.
     """
-    weights, slots = list(state.weights), list(state.slots)
     for number, group in enumerate(plan.groups):
-        rule, name = plan.table_of(group).rule, plan.group_name(group)
-        if rule is None:
+        name = plan.group_name(group)
+        if plan.table_of(group).rule is None:
             raise ValueError(
                 f"tables {name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to them; "
                 "construct the module with one."
             )
-        weights[number], slots[number] = api.apply_rows(
-            weights[number],
-            slots[number],
-            row_gradients.rows[name],
-            row_gradients.values[name],
-            _hyperparameters(plan, group, state, rates[number]),
-            rule,
-            rounding=_rounding(plan, group, number, state),
-        )
-    return state._replace(weights=tuple(weights), slots=tuple(slots), step=state.step + 1)
+        gradient = (row_gradients.rows[name], row_gradients.values[name])
+        state = _step_group(plan, number, state, rates[number], api.apply_rows, gradient)
+    return state._replace(step=state.step + 1)
+
+
+def _step_group(
+    plan: TBEPlan, number: int, state: TBEState, rate: Array, kernel: Callable[..., Any], gradient: tuple[Any, ...]
+) -> TBEState:
+    """The state after `kernel` has stepped rows of one group."""
+    table = plan.table_of(plan.groups[number])
+    changes: dict[str, Any] = {"learning_rate": lambda: rate}
+    if table.passes.counter is not None:
+        changes["max_counter"] = lambda: state.max_counter
+    hyper = dataclasses.replace(table.rule, **changes).get_hyperparameters(state.step)  # type: ignore[type-var, union-attr]
+    rounding = _rounding(plan, number, state)
+    weights, slots = kernel(state.weights[number], state.slots[number], *gradient, hyper, table.rule, rounding=rounding)
+    return state.with_group(number, weights=weights, slots=slots)
 
 
 def decayed_tables(plan: TBEPlan, state: TBEState) -> TBEState:
     """The state with the decay of DECOUPLE_GLOBAL that rows are still owed written into them, as lookups read them."""
-    weights, slots = list(state.weights), list(state.slots)
+    rates = learning_rates(plan, state)
     for number, group in enumerate(plan.groups):
-        if _decays(plan, group):
-            factor = _decay_factor(plan, group, state, slots[number][1], learning_rates(plan, state)[number])
-            weights[number] = (weights[number] * factor.astype(weights[number].dtype)).astype(weights[number].dtype)
-            was_touched = slots[number][1] > 0
-            slots[number] = (slots[number][0], jnp.where(was_touched, state.step, slots[number][1]))
-    return state._replace(weights=tuple(weights), slots=tuple(slots))
-
-
-def _decays(plan: TBEPlan, group: GroupPlan) -> bool:
-    return plan.table_of(group).passes.global_decay is not None
-
-
-def _decay_factor(plan: TBEPlan, group: GroupPlan, state: TBEState, prev_iter: Array, rate: Array) -> Array:
-    passes = plan.table_of(group).passes
-    return global_decay_factor(prev_iter, state.step + 1, rate, passes.weight_decay, passes.global_decay)  # type: ignore[arg-type]
+        passes = plan.table_of(group).passes
+        if passes.global_decay is not None:
+            weights, (accumulator, prev_iter) = state.weights[number], state.slots[number]
+            factor = global_decay_factor(
+                prev_iter, state.step + 1, rates[number], passes.weight_decay, passes.global_decay
+            )
+            weights = (weights * factor.astype(weights.dtype)).astype(weights.dtype)
+            prev_iter = jnp.where(prev_iter > 0, state.step, prev_iter)
+            state = state.with_group(number, weights=weights, slots=(accumulator, prev_iter))
+    return state
 
 
 def _decay_factors(
@@ -279,24 +290,20 @@ def _decay_factors(
     """What lookups multiply the row of each id by; None if no table decays globally."""
     factors = None
     for number, group in enumerate(plan.groups):
-        if _decays(plan, group):
+        passes = plan.table_of(group).passes
+        if passes.global_decay is not None:
             rows = jagged_segment(batch, number).rows
             prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
-            own = _decay_factor(plan, group, state, prev_iter, rates[number])
+            own = global_decay_factor(
+                prev_iter, state.step + 1, rates[number], passes.weight_decay, passes.global_decay
+            )
             factors = own if factors is None else factors * own  # rows of other groups read as never touched: 1
     return factors
 
 
-def _hyperparameters(plan: TBEPlan, group: GroupPlan, state: TBEState, rate: Array) -> Hyperparameters:
-    rule = plan.table_of(group).rule
-    changes: dict[str, Any] = {"learning_rate": lambda: rate}
-    if plan.table_of(group).passes.counter is not None:
-        changes["max_counter"] = lambda: state.max_counter
-    return dataclasses.replace(rule, **changes).get_hyperparameters(state.step)  # type: ignore[type-var, union-attr]
-
-
-def _rounding(plan: TBEPlan, group: GroupPlan, number: int, state: TBEState) -> Rounding | None:
-    table, resident_rows = plan.table_of(group), state.resident_rows[number]
+def _rounding(plan: TBEPlan, number: int, state: TBEState) -> Rounding | None:
+    group, resident_rows = plan.groups[number], state.resident_rows[number]
+    table = plan.table_of(group)
     if not table.rounds_stochastically or table.dtype == "float32":
         return None
     key = jax.random.fold_in(state.key, state.step)
@@ -311,9 +318,9 @@ def _rounding(plan: TBEPlan, group: GroupPlan, number: int, state: TBEState) -> 
     return round_rows
 
 
-def _first_reads(plan: TBEPlan, group: GroupPlan, number: int, batch: JaggedBatch) -> JaggedBatch:
+def _first_reads(plan: TBEPlan, number: int, batch: JaggedBatch) -> JaggedBatch:
     """The batch; with the write-back hook, only the first bag that reads a row gives it a gradient."""
-    if not plan.table_of(group).passes.writes_first_gradient_only:
+    if not plan.table_of(plan.groups[number]).passes.writes_first_gradient_only:
         return batch
     rows = jagged_segment(batch, number).rows
     order = jnp.argsort(rows, stable=True)

@@ -35,29 +35,55 @@ from rsembed.caching import (
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.row_gradients import RowGradients
+from rsembed.tbe.bounds import feature_starts
 from rsembed.tbe.functional import TBEState
+from rsembed.tbe.inputs import Inputs, is_traced
 from rsembed.tbe.plan import TBEPlan
 
 _gather = jax.jit(api.gather_rows)
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)
 _ROWS_PER_FLUSH = 1 << 16
+_nothing = functools.partial(np.zeros, 0, np.int64)
 
 
 @dataclasses.dataclass
-class _Group:
+class Group:
     """Host side of one group: who is resident, and where all rows are kept (weights, then states)."""
 
     number: int
     cache: SetAssociativeCache
     stores: tuple[RowStore, ...]
     # What the next exchange writes to the stores, reads from them, and what the scratch area holds.
-    out_rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
-    in_rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
-    scratch_rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    out_rows: np.ndarray = dataclasses.field(default_factory=_nothing)
+    in_rows: np.ndarray = dataclasses.field(default_factory=_nothing)
+    scratch_rows: np.ndarray = dataclasses.field(default_factory=_nothing)
 
     @property
     def num_places(self) -> int:
         return self.cache.num_sets * self.cache.num_ways
+
+
+class _Placed(NamedTuple):
+    """Where the ids of a batch find their rows of one group.
+
+    Args:
+      rows: in the group's stores; their number, which no cache admits, for ids outside their table, and -1 for ids of
+        other groups.
+      places: -1 for none.
+      out_places: those whose rows leave.
+      in_places: those that are filled.
+      admission: what the cache did, if it was asked to let rows in.
+    """
+
+    rows: np.ndarray
+    places: np.ndarray
+    out_places: np.ndarray
+    in_places: np.ndarray
+    admission: Admission | None
+
+    def moves(self, capacity: int | None) -> list[np.ndarray]:
+        """The places that are left and filled, in `capacity` entries or, for None, in few different sizes."""
+        return [_pad(p, _padded(p.size) if capacity is None else capacity) for p in (self.out_places, self.in_places)]
 
 
 class _Prefetched(NamedTuple):
@@ -72,21 +98,12 @@ class HostRows:
 
     Args:
       plan: the tables.
-      caches: policy of every cached group.
-      stores: weights and states of every cached group, by number of the group.
+      groups: those of the plan that are cached.
       counts_features: also count misses by feature.
     """
 
-    def __init__(
-        self,
-        plan: TBEPlan,
-        caches: dict[int, SetAssociativeCache],
-        stores: dict[int, tuple[RowStore, ...]],
-        *,
-        counts_features: bool = False,
-    ):
-        self.plan = plan
-        self.groups = [_Group(number, caches[number], stores[number]) for number in caches]
+    def __init__(self, plan: TBEPlan, groups: list[Group], *, counts_features: bool):
+        self.plan, self.groups = plan, groups
         self.statistics = CacheStatistics(len(plan.features))
         self.counts_features = counts_features
         self.prefetched: collections.deque[_Prefetched] = collections.deque()
@@ -95,27 +112,18 @@ class HostRows:
 
     # Before a lookup or an update
 
-    def bring(
-        self, state: TBEState, ids: Any, offsets: Any, num_bags: Sequence[int], *, admit: bool = True
-    ) -> tuple[TBEState, Int[Array, " nnz"]]:
-        """Makes every row of the batch addressable.
-
-        Args:
-          state: its cached groups change.
-          ids: concrete, or traced inside `jit`.
-          offsets: likewise.
-          num_bags: bags of every feature.
-          admit: let rows into the cache; else only use what is there.
+    def bring(self, state: TBEState, inputs: Inputs, *, admit: bool = True) -> tuple[TBEState, Int[Array, " nnz"]]:
+        """Makes every row of the batch addressable, inside `jit` too; `admit` lets rows into the cache.
 
         Returns: the state, and the ids with places instead of ids for cached tables.
         """
-        capacity = ids.shape[0] if _is_traced(ids, offsets, state) else None
-        plan_moves = functools.partial(self._plan_moves, tuple(num_bags), admit, capacity)
+        capacity = inputs.ids.shape[0] if inputs.is_traced or is_traced(state) else None
+        plan_moves = functools.partial(self._plan_moves, inputs.num_bags, admit, capacity)
         shapes = None
         if capacity is not None:
-            places = [jax.ShapeDtypeStruct((capacity,), jnp.int32)] * 2
-            shapes = (jax.ShapeDtypeStruct(ids.shape, jnp.int32), [places] * len(self.groups))
-        translated, moves = _call(plan_moves, shapes, ids, offsets)
+            flat = jax.ShapeDtypeStruct((capacity,), jnp.int32)
+            shapes = (flat, [[flat, flat]] * len(self.groups))
+        translated, moves = _call(plan_moves, shapes, inputs.ids, inputs.offsets)
         return self._exchange_all(state, moves, capacity), jnp.asarray(translated)
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
@@ -123,38 +131,33 @@ class HostRows:
 
         Raises: NotImplementedError: inside `jit`.
         """
-        if _is_traced(row_gradients, state):
+        if is_traced(row_gradients, state):
             raise NotImplementedError("row gradients of host tables cannot be applied inside jit; do it outside.")
         rows, moves = dict(row_gradients.rows), []
         for group in self.groups:
             name = self.plan.group_name(self.plan.groups[group.number])
             own = np.asarray(rows[name]).astype(np.int64)
-            own[own == NO_ROW] = group.stores[0].shape[0]
-            places, own_moves, _ = self._place(group, own, admit=True)
-            rows[name] = jnp.asarray(np.where(places < 0, NO_ROW, places), jnp.int32)
-            moves.append([_pad(p, _padded(p.size)) for p in own_moves])
+            own[own == NO_ROW] = -1
+            placed = _place(group, own, admit=True)
+            rows[name] = jnp.asarray(np.where(placed.places < 0, NO_ROW, placed.places), jnp.int32)
+            moves.append(placed.moves(None))
         state = self._exchange_all(state, moves, None)
         return state, dataclasses.replace(row_gradients, rows=rows)
 
-    def prefetch(
-        self, state: TBEState, parts: Sequence[tuple[Any, Any]], num_bags: Sequence[int], *, lock: bool
-    ) -> TBEState:
+    def prefetch(self, state: TBEState, parts: Sequence[Inputs], *, lock: bool) -> TBEState:
         """Fills the cache for a later batch, whose homeless rows will be brought when it is looked up.
 
         Args:
           state: its cached groups change.
-          parts: ids and offsets of the batch, in parts with all bags; concrete.
-          num_bags: bags of every feature.
+          parts: the batch, concrete, in parts with all bags.
           lock: keep the places of this batch until it is looked up.
         """
         locked: list[list[np.ndarray]] = []
-        for ids, offsets in parts:
-            places: list[np.ndarray] = []
-            locks = places if lock else None
-            moves = self._plan_moves(tuple(num_bags), True, None, ids, offsets, locks=locks, is_prefetch=True)[1]
-            state = self._exchange_all(state, moves, None)
-            locked.append(places)
-        self.prefetched.append(_Prefetched(np.concatenate([ids for ids, _ in parts]), locked))
+        for part in parts:
+            placed = self._place_batch(part, admit=True, lock=lock, is_prefetch=True)
+            state = self._exchange_all(state, [own.moves(None) for own in placed], None)
+            locked.append([own.places for own in placed] if lock else [])
+        self.prefetched.append(_Prefetched(np.concatenate([part.ids for part in parts]), locked))
         return state
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
@@ -174,29 +177,29 @@ class HostRows:
     def _exchange_all(self, state: TBEState, moves: Any, capacity: int | None) -> TBEState:
         self.version += 1
         for group, (out_places, in_places) in zip(self.groups, moves, strict=True):
-            scratch = len(group.scratch_rows) if capacity is None else min(capacity, group.stores[0].shape[0])
-            state = self._with_scratch(state, group, scratch)
-            arrays = _arrays(state, group.number)
+            scratch = len(group.scratch_rows) if capacity is None else min(capacity, group.cache.num_ids)
+            state = _with_scratch(state, group, scratch)
+            arrays = state.arrays(group.number)
             evicted = _gather(arrays, jnp.asarray(out_places))
             shapes = None
             if capacity is not None:
                 shapes = tuple(jax.ShapeDtypeStruct((capacity, *x.shape[1:]), x.dtype) for x in arrays)
             loaded = _call(functools.partial(_exchange, group), shapes, in_places, *evicted)
             arrays = _scatter(arrays, jnp.asarray(in_places), tuple(map(jnp.asarray, loaded)))
-            state = _with_arrays(state, group.number, arrays)
+            state = state.with_arrays(group.number, arrays)
         return state
 
     def write_back(self, state: TBEState) -> None:
         """Brings the scratch rows of the last `bring` home, after an update has changed them."""
-        is_traced = _is_traced(state)
+        is_inside = is_traced(state)
         for group in self.groups:
-            arrays = _arrays(state, group.number)
-            if not is_traced and not group.scratch_rows.size:
+            arrays = state.arrays(group.number)
+            if not is_inside and not group.scratch_rows.size:
                 continue
-            num_scratch = arrays[0].shape[0] - group.num_places if is_traced else _padded(len(group.scratch_rows))
+            num_scratch = arrays[0].shape[0] - group.num_places if is_inside else _padded(len(group.scratch_rows))
             # The area may be larger than its rows: rows behind them are read and left alone.
             places = group.num_places + jnp.arange(num_scratch, dtype=jnp.int32)
-            _call(functools.partial(_store_scratch, group), () if is_traced else None, *_gather(arrays, places))
+            _call(functools.partial(_store_scratch, group), () if is_inside else None, *_gather(arrays, places))
 
     # Whole tables
 
@@ -207,132 +210,109 @@ class HostRows:
             for first in range(0, rows.size, _ROWS_PER_FLUSH):
                 some = slice(first, first + _ROWS_PER_FLUSH)
                 padded = _pad(places[some], _padded(places[some].size))
-                values = _gather(_arrays(state, group.number), jnp.asarray(padded))
-                _write(group, rows[some], [np.asarray(v)[: rows[some].size] for v in values])
+                values = _gather(state.arrays(group.number), jnp.asarray(padded))
+                _write(group, rows[some], values)
 
     def forget(self, state: TBEState) -> TBEState:
         """Empties the cache without writing anything back."""
         self.version += 1
         while self.prefetched:
             self._unlock(self.prefetched.popleft())
-        resident = list(state.resident_rows)
         for group in self.groups:
             group.cache.reset()
-            resident[group.number] = jnp.full(state.weights[group.number].shape[0], NO_ROW, jnp.int32)
-        return state._replace(resident_rows=tuple(resident))
+            nobody = jnp.full(state.weights[group.number].shape[0], NO_ROW, jnp.int32)
+            state = state.with_group(group.number, resident_rows=nobody)
+        return state
 
-    def store_of(self, table: int) -> tuple[tuple[RowStore, ...], int]:
-        """The stores (weights, then states) that hold a table, and its first row in them."""
-        number, first_row = self.plan.place(table)
-        return next(group for group in self.groups if group.number == number).stores, first_row
+    def stores_of(self, table: int) -> tuple[RowStore, ...]:
+        """The stores (weights, then states) that hold a table, and others of its group."""
+        number, _ = self.plan.place(table)
+        return next(group for group in self.groups if group.number == number).stores
 
     # On the host
 
-    def _rows_of_group(
-        self, group: _Group, ids: np.ndarray, offsets: np.ndarray, num_bags: Sequence[int]
-    ) -> np.ndarray:
-        """Row of every id in the group's stores; their number, which no cache admits, for everything else."""
-        num_rows = group.stores[0].shape[0]
-        rows = np.full(ids.size, num_rows, np.int64)
-        for feature, first, last in _features(offsets, num_bags):
-            table = self.plan.features[feature]
+    def _rows_of_group(self, group: Group, ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """See `_Placed`."""
+        rows = np.full(ids.size, -1, np.int64)
+        for table, (first, last) in zip(self.plan.features, itertools.pairwise(starts.tolist()), strict=True):
             number, first_row = self.plan.place(table)
             if number == group.number:
                 own = ids[first:last].astype(np.int64)
                 is_valid = (own >= 0) & (own < self.plan.tables[table].num_rows)
-                rows[first:last] = np.where(is_valid, own + first_row, num_rows)
+                rows[first:last] = np.where(is_valid, own + first_row, group.cache.num_ids)
         return rows
 
     def _plan_moves(
-        self,
-        num_bags: Sequence[int],
-        admit: bool,
-        capacity: int | None,
-        ids: Any,
-        offsets: Any,
-        *,
-        locks: list[np.ndarray] | None = None,
-        is_prefetch: bool = False,
+        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, ids: Any, offsets: Any
     ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
         """Ids with places instead of rows, and for every group which places are left and taken."""
-        ids, offsets = np.asarray(ids), np.asarray(offsets)
-        translated, moves = ids.astype(np.int32), []
+        inputs = Inputs(np.asarray(ids), np.asarray(offsets), None, None, num_bags)
+        placed = self._place_batch(inputs, admit=admit and not self._take_prefetched(inputs.ids))
+        translated = inputs.ids.astype(np.int32)
+        for own in placed:
+            np.copyto(translated, own.places, where=own.rows >= 0, casting="same_kind")
+        return translated, [own.moves(capacity) for own in placed]
+
+    def _place_batch(
+        self, inputs: Inputs, *, admit: bool, lock: bool = False, is_prefetch: bool = False
+    ) -> list[_Placed]:
         self.version += 1  # here too, as compiled programs call nothing else of this class before an exchange
-        admit = admit and (is_prefetch or not self._take_prefetched(ids))
-        admissions = []
+        starts = feature_starts(inputs.offsets, inputs.num_bags)
+        placed = []
         for group in self.groups:
-            rows = self._rows_of_group(group, ids, offsets, num_bags)
-            places, own_moves, admission = self._place(group, rows, admit=admit, locks=locks, is_prefetch=is_prefetch)
-            for feature, first, last in _features(offsets, num_bags):
-                if self.plan.place(self.plan.features[feature])[0] == group.number:
-                    translated[first:last] = places[first:last]
-            moves.append([_pad(p, _padded(p.size) if capacity is None else capacity) for p in own_moves])
-            admissions.append((admission, rows))
+            rows = self._rows_of_group(group, inputs.ids, starts)
+            placed.append(_place(group, rows, admit=admit, lock=lock, is_prefetch=is_prefetch))
         if admit:
-            self._record(admissions, ids, offsets, num_bags)
-        return translated, moves
+            self._record(placed, inputs.ids, starts)
+        return placed
 
-    def _place(
-        self,
-        group: _Group,
-        rows: np.ndarray,
-        *,
-        admit: bool,
-        locks: list[np.ndarray] | None = None,
-        is_prefetch: bool = False,
-    ) -> tuple[np.ndarray, list[np.ndarray], Admission | None]:
-        """Place of every row (-1 for none); places whose rows leave, and places that are filled."""
-        num_rows, admission = group.stores[0].shape[0], None
-        out_places = in_places = group.out_rows = group.in_rows = group.scratch_rows = np.zeros(0, np.int64)
-        if admit:
-            admission = group.cache.admit(rows, lock=locks is not None)
-            places = admission.locations
-            if locks is not None:
-                locks.append(places)
-            was_taken = admission.evicted_ids >= 0
-            group.out_rows, out_places = admission.evicted_ids[was_taken], admission.inserted_slots[was_taken]
-            group.in_rows, in_places = admission.inserted_ids, admission.inserted_slots
-        else:
-            places = group.cache.find(rows)
-        if not is_prefetch:
-            is_homeless = (places < 0) & (rows < num_rows)
-            group.scratch_rows, inverse = np.unique(rows[is_homeless], return_inverse=True)
-            places = places.copy()
-            places[is_homeless] = group.num_places + inverse
-            group.in_rows = np.concatenate([group.in_rows, group.scratch_rows])
-            in_places = np.concatenate([in_places, group.num_places + np.arange(group.scratch_rows.size)])
-        return places, [out_places, in_places], admission
-
-    def _record(self, admissions: list[Any], ids: np.ndarray, offsets: np.ndarray, num_bags: Sequence[int]) -> None:
+    def _record(self, placed: Sequence[_Placed], ids: np.ndarray, starts: np.ndarray) -> None:
         """Counts a batch once, however many groups its ids belong to."""
-        counts = [admission.counts for admission, _ in admissions]
-        sums = {name: sum(getattr(own, name) for own in counts) for name in CacheCounts._fields}
+        admitted = [(own.rows, own.admission) for own in placed if own.admission is not None]
+        total = CacheCounts(*map(sum, zip(*(admission.counts for _, admission in admitted), strict=True)))
         num_cacheable = sum(
-            int((rows < group.cache.num_ids).sum()) for group, (_, rows) in zip(self.groups, admissions, strict=True)
+            int(((own.rows >= 0) & (own.rows < group.cache.num_ids)).sum())
+            for group, own in zip(self.groups, placed, strict=True)
         )
-        sums |= {"calls": 1, "requested_ids": ids.size}
-        sums["unique_ids"] = sums["unique_hits"] + sums["unique_misses"] + int(num_cacheable < ids.size)
+        num_unique = total.unique_hits + total.unique_misses + int(num_cacheable < ids.size)
         by_feature = None
         if self.counts_features:
-            starts = np.asarray([*(first for _, first, _ in _features(offsets, num_bags)), ids.size])
-            starts[0] = 0  # ids in front of the first bag belong to nobody and cannot miss
-            by_group = [unique_misses_by_group(rows, own.missed_ids, starts) for own, rows in admissions]
+            # Ids in front of the first bag belong to nobody and cannot miss.
+            starts = np.asarray([0, *starts[1:-1], ids.size])
+            by_group = [unique_misses_by_group(rows, admission.missed_ids, starts) for rows, admission in admitted]
             by_feature = np.sum(by_group, axis=0)
-        self.statistics.record(CacheCounts(**sums), by_feature)
-
-    def _with_scratch(self, state: TBEState, group: _Group, num_rows: int) -> TBEState:
-        """Room for at least `num_rows` scratch rows."""
-        arrays = _arrays(state, group.number)
-        missing = group.num_places + num_rows - arrays[0].shape[0]
-        if missing <= 0:
-            return state
-        missing = group.num_places + _padded(num_rows) - arrays[0].shape[0]
-        grown = [jnp.concatenate([a, jnp.zeros((missing, *a.shape[1:]), a.dtype)]) for a in arrays]
-        return _with_arrays(state, group.number, tuple(grown))
+        self.statistics.record(total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique), by_feature)
 
 
-def _is_traced(*values: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+def _place(group: Group, rows: np.ndarray, *, admit: bool, lock: bool = False, is_prefetch: bool = False) -> _Placed:
+    """Finds the rows a place; those that find none get one behind the cache, unless the batch is yet to come."""
+    out_places, in_places, admission = _nothing(), _nothing(), None
+    group.out_rows, group.in_rows, group.scratch_rows = _nothing(), _nothing(), _nothing()
+    if admit:
+        admission = group.cache.admit(rows, lock=lock)
+        places = admission.locations
+        was_taken = admission.evicted_ids >= 0
+        group.out_rows, out_places = admission.evicted_ids[was_taken], admission.inserted_slots[was_taken]
+        group.in_rows, in_places = admission.inserted_ids, admission.inserted_slots
+    else:
+        places = group.cache.find(rows)
+    if not is_prefetch:
+        is_homeless = (places < 0) & (rows >= 0) & (rows < group.cache.num_ids)
+        group.scratch_rows, inverse = np.unique(rows[is_homeless], return_inverse=True)
+        places[is_homeless] = group.num_places + inverse
+        group.in_rows = np.concatenate([group.in_rows, group.scratch_rows])
+        in_places = np.concatenate([in_places, group.num_places + np.arange(group.scratch_rows.size)])
+    return _Placed(rows, places, out_places, in_places, admission)
+
+
+def _with_scratch(state: TBEState, group: Group, num_rows: int) -> TBEState:
+    """Room for at least `num_rows` scratch rows."""
+    arrays = state.arrays(group.number)
+    if group.num_places + num_rows <= arrays[0].shape[0]:
+        return state
+    missing = group.num_places + _padded(num_rows) - arrays[0].shape[0]
+    grown = [jnp.concatenate([a, jnp.zeros((missing, *a.shape[1:]), a.dtype)]) for a in arrays]
+    return state.with_arrays(group.number, grown)
 
 
 def _call(function: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
@@ -342,45 +322,26 @@ def _call(function: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
     return io_callback(function, shapes, *operands, ordered=True)
 
 
-def _exchange(group: _Group, in_places: Any, *evicted: Any) -> tuple[np.ndarray, ...]:
+def _exchange(group: Group, in_places: Any, *evicted: Any) -> tuple[np.ndarray, ...]:
     """Writes evicted rows to the stores, then reads the rows that take places, padded as `in_places` is."""
-    _write(group, group.out_rows, [np.asarray(values)[: group.out_rows.size] for values in evicted])
-    room = np.asarray(in_places).size - group.in_rows.size
-    loaded = [store.read(group.in_rows) for store in group.stores]
-    loaded.append(group.in_rows.astype(np.int32))
-    dtypes = [np.asarray(values).dtype for values in evicted]
+    _write(group, group.out_rows, evicted)
+    room = in_places.shape[0] - group.in_rows.size
+    loaded = [*(store.read(group.in_rows) for store in group.stores), group.in_rows]
     return tuple(
-        np.concatenate([values.astype(dtype), np.zeros((room, *values.shape[1:]), dtype)])
-        for values, dtype in zip(loaded, dtypes, strict=True)
+        np.concatenate([values.astype(old.dtype), np.zeros((room, *values.shape[1:]), old.dtype)])
+        for values, old in zip(loaded, evicted, strict=True)
     )
 
 
-def _store_scratch(group: _Group, *values: Any) -> tuple[()]:
-    _write(group, group.scratch_rows, [np.asarray(v)[: group.scratch_rows.size] for v in values])
+def _store_scratch(group: Group, *values: Any) -> tuple[()]:
+    _write(group, group.scratch_rows, values)
     return ()
 
 
-def _write(group: _Group, rows: np.ndarray, values: Sequence[np.ndarray]) -> None:
-    for store, own in zip(group.stores, values, strict=False):  # the last list only says which rows these are
-        store.write(rows, own.astype(store.dtype))
-
-
-def _arrays(state: TBEState, number: int) -> tuple[Array, ...]:
-    resident = state.resident_rows[number]
-    assert resident is not None
-    return (state.weights[number], *state.slots[number], resident)
-
-
-def _with_arrays(state: TBEState, number: int, arrays: tuple[Array, ...]) -> TBEState:
-    weights, slots, resident = list(state.weights), list(state.slots), list(state.resident_rows)
-    weights[number], slots[number], resident[number] = arrays[0], arrays[1:-1], arrays[-1]
-    return state._replace(weights=tuple(weights), slots=tuple(slots), resident_rows=tuple(resident))
-
-
-def _features(offsets: np.ndarray, num_bags: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Number, first and last entry of every feature."""
-    starts = offsets[np.asarray([0, *itertools.accumulate(num_bags)])].tolist()
-    return [(feature, first, last) for feature, (first, last) in enumerate(itertools.pairwise(starts))]
+def _write(group: Group, rows: np.ndarray, values: Sequence[Any]) -> None:
+    """Stores the first of the values, which may be padded, as `rows`."""
+    for store, own in zip(group.stores, values, strict=False):  # the last values only say which rows these are
+        store.write(rows, np.asarray(own)[: rows.size].astype(store.dtype))
 
 
 def _padded(count: int) -> int:

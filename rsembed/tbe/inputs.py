@@ -19,6 +19,20 @@ _WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
 _FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 
 
+def is_traced(*values: Any) -> bool:
+    """Whether some of the values are unknown because they are inside `jit`."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
+class Call(NamedTuple):
+    """What a module was called with; `TableBatchedEmbeddingBags.__call__` says what it means."""
+
+    indices: Any
+    offsets: Any
+    per_sample_weights: Any
+    batch_size_per_feature_per_rank: Any
+
+
 class Inputs(NamedTuple):
     """A call's ids; numpy arrays unless traced.
 
@@ -47,48 +61,33 @@ class Inputs(NamedTuple):
 
     @property
     def is_traced(self) -> bool:
-        """Whether the values are unknown because they are inside `jit`."""
-        return any(isinstance(x, jax.core.Tracer) for x in (self.ids, self.offsets))
+        """Whether ids or offsets are unknown because they are inside `jit`."""
+        return is_traced(self.ids, self.offsets)
 
 
 def read_inputs(
-    plan: TBEPlan,
-    feature_names: Sequence[str],
-    mode: BoundsCheckMode,
-    indices: Any,
-    offsets: Any,
-    per_sample_weights: Any,
-    batch_size_per_feature_per_rank: Any,
-    *,
-    warns: bool,
+    plan: TBEPlan, feature_names: Sequence[str], mode: BoundsCheckMode, call: Call, *, warns: bool
 ) -> tuple[Inputs, Any]:
     """Checked inputs, and how many ids and offsets had to be corrected (counted by WARNING; 0 in other modes).
 
     The caller's arrays are never changed. Inside `jit` nothing can be raised: FATAL then lets bad ids contribute
-    nothing, and counts them.
-
-    Args:
-      plan: the tables.
-      feature_names: for messages.
-      mode: what to do about ids and offsets outside their range.
-      indices: ids of all features, feature after feature.
-      offsets: one per bag, and the end of the last.
-      per_sample_weights: one per id, or None.
-      batch_size_per_feature_per_rank: bags by feature and rank, or None.
-      warns: whether WARNING may warn (the caller lets it do so once).
+    nothing, and counts them. WARNING `warns` or not: the caller lets it do so once.
 
     Raises: TypeError or ValueError.
     """
-    ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
-    sizes = None
-    if batch_size_per_feature_per_rank is not None:
-        sizes = tuple(tuple(int(n) for n in own) for own in batch_size_per_feature_per_rank)
+    if isinstance(call.indices, Mapping):
+        call = _features_of_dict(plan, feature_names, call.indices)
+    if call.offsets is None:
+        raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
+    ids, ends, sizes = _integers(call.indices, "indices"), _integers(call.offsets, "offsets"), None
+    if call.batch_size_per_feature_per_rank is not None:
+        sizes = tuple(tuple(int(n) for n in own) for own in call.batch_size_per_feature_per_rank)
         if plan.pooling == "none":
             raise ValueError(
                 "batch_size_per_feature_per_rank needs pooled bags; PoolingMode.NONE returns one row per id."
             )
     inputs = Inputs(ids, ends, None, sizes, plan.num_bags(ends.shape[0], sizes))
-    weights = _weights(plan, per_sample_weights, ids)
+    weights = _weights(plan, call.per_sample_weights, ids)
     num_corrected: Any = 0
     if mode != BoundsCheckMode.NONE:
         inputs, num_corrected = _check(plan, feature_names, mode, inputs, warns=warns)
@@ -116,18 +115,12 @@ def _check(
     return inputs._replace(ids=ids, offsets=offsets), num_corrected if mode in _WARNING else 0
 
 
-def features_of_dict(
-    plan: TBEPlan, feature_names: Sequence[str], bags_by_feature: Mapping[str, Any]
-) -> tuple[Any, Any, Any, BagSizes | None]:
-    """Indices, offsets, weights and sizes from `{feature: Bags}` (or anything `as_bags` takes).
-
-    Raises: ValueError: not exactly the module's features.
-    """
+def _features_of_dict(plan: TBEPlan, feature_names: Sequence[str], bags_by_feature: Mapping[str, Any]) -> Call:
+    """The flat call for `{feature: Bags}` (or anything `as_bags` takes)."""
     if set(bags_by_feature) != set(feature_names):
         raise ValueError(f"the batch has features {sorted(bags_by_feature)}, the module {sorted(feature_names)}.")
     bags = [as_bags(bags_by_feature[name], feature=name) for name in feature_names]
-    is_concrete = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(bags))
-    xp: Any = np if is_concrete else jnp
+    xp: Any = jnp if is_traced(bags) else np
     ids, ends, weights, first = [], [xp.zeros(1, xp.int32)], [], 0
     for own in bags:
         # What stands behind a feature's last bag would fall into the first bag of the next one.
@@ -142,7 +135,7 @@ def features_of_dict(
     num_bags = [own.num_bags for own in bags]
     sizes = None if len(set(num_bags)) == 1 else tuple((n,) for n in num_bags)
     has_weights = any(own.weights is not None for own in bags)
-    return xp.concatenate(ids), xp.concatenate(ends), xp.concatenate(weights) if has_weights else None, sizes
+    return Call(xp.concatenate(ids), xp.concatenate(ends), xp.concatenate(weights) if has_weights else None, sizes)
 
 
 def _integers(values: Any, what: str) -> Any:

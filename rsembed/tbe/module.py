@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,44 +15,15 @@ from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe import functional, tables
-from rsembed.tbe.construction import (
-    EmbeddingSpec,
-    check_specs,
-    default_feature_names,
-    device_of,
-    first_state,
-    host_rows_of,
-    per_table,
-    placements,
-    plan_of,
-    warn_of_arguments,
-    with_hyper_parameters,
-)
+from rsembed.tbe import construction, functional, records, tables
+from rsembed.tbe.inputs import Call
 from rsembed.tbe.plan import TablePasses
-from rsembed.tbe.records import (
-    BoundsCheckMode,
-    CacheAlgorithm,
-    CounterBasedRegularizationDefinition,
-    CowClipDefinition,
-    EmainplaceModeDefinition,
-    EmbOptimType,
-    EnsembleModeDefinition,
-    GlobalWeightDecayDefinition,
-    MultiPassPrefetchConfig,
-    PoolingMode,
-    RecordCacheMetrics,
-    SparseType,
-    TBEStatsReporterConfig,
-    UserEnabledConfigDefinition,
-    WeightDecayMode,
-    dtype_of,
-)
+from rsembed.tbe.records import BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, WeightDecayMode
 from rsembed.tbe.reporting import StatisticsReporter
-from rsembed.tbe.training import Backward, Notes, apply, forward, prefetch
+from rsembed.tbe.training import Backward, Notes, forward, learning_rates, prefetch
 
+_apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 _begin_step = jax.jit(functional.begin_step, static_argnums=0, donate_argnums=1)
-_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
 class TBEVariable(nnx.Variable):
@@ -93,18 +65,18 @@ class TableBatchedEmbeddingBags(nnx.Module):
       stochastic_rounding: of FP16 and BF16 rows when they are stepped.
       gradient_clipping: clip every entry of the output's gradient to `[-max_gradient, max_gradient]`.
       max_gradient: see there.
-      max_norm: see `OptimizerArguments`, as for the other arguments of optimizers.
-      learning_rate: one for all tables, or one per table.
-      eps: added to roots.
+      max_norm: bound on the norm of updated rows, of row-wise Adagrad; 0 for none.
+      learning_rate: a number, a callable of nothing, or a callable of the 0-based step; for all tables, or one each.
+      eps: added outside the square root; torch's Adagrad has 1e-10.
       momentum: of LARS_SGD.
-      weight_decay: see `OptimizerArguments`.
+      weight_decay: of LARS_SGD, ADAM, LAMB and their partial forms (decoupled), and of row-wise Adagrad.
       weight_decay_mode: of row-wise Adagrad.
-      eta: of LARS_SGD.
+      eta: trust coefficient of LARS_SGD.
       beta1: of the ADAM and LAMB families.
       beta2: likewise.
       ensemble_mode: of ENSEMBLE_ROWWISE_ADAGRAD.
-      counter_based_regularization: of WeightDecayMode.COUNTER.
-      cowclip_regularization: of WeightDecayMode.COWCLIP.
+      counter_based_regularization: if and only if the mode is COUNTER.
+      cowclip_regularization: if and only if the mode is COWCLIP.
       pooling_mode: SUM; MEAN, divided by the number of ids whatever their weights; NONE, one row per id.
       device: where tables live; None is JAX's default device.
       bounds_check_mode: what happens to ids and offsets outside their range. An id of -1 stands for no id.
@@ -113,15 +85,15 @@ class TableBatchedEmbeddingBags(nnx.Module):
       prefetch_pipeline: rows of prefetched batches stay in the cache until they were used; LRU only.
       stats_reporter_config: reports bytes, sizes and cache counts every so many steps.
       table_names: for messages and state dicts; `table_0`, ... by default.
-      optimizer_state_dtypes: FP32, FP16 or BF16 for `momentum1` and `momentum2`.
+      optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
       multipass_prefetch_config: prefetch long batches in parts.
-      global_weight_decay: of WeightDecayMode.DECOUPLE_GLOBAL.
+      global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
       uvm_host_mapped: see uvm_non_rowwise_momentum.
       emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
       extra_optimizer_config: options of ADAM and EXACT_SGD.
-      ar_alpha: of ROWWISE_RMSPROP_AR.
-      ema_beta: likewise.
-      min_shrinkage: likewise.
+      ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
+      ema_beta: decay of its mean.
+      min_shrinkage: its smallest factor.
       feature_names: for messages and `{feature: Bags}` input; by default the table's name, numbered if it is shared.
       storage_folder: keep tables behind a cache in memory-mapped files there, which may be larger than memory; files
         that exist are continued. None keeps them in host memory.
@@ -142,7 +114,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def __init__(
         self,
-        embedding_specs: Sequence[EmbeddingSpec],
+        embedding_specs: Sequence[construction.EmbeddingSpec],
         feature_table_map: Sequence[int] | None = None,
         cache_algorithm: CacheAlgorithm = CacheAlgorithm.LRU,
         cache_load_factor: float = 0.2,
@@ -153,7 +125,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         output_dtype: SparseType = SparseType.FP32,
         enforce_hbm: bool = False,
         optimizer: EmbOptimType | Sequence[EmbOptimType] = EmbOptimType.EXACT_SGD,
-        record_cache_metrics: RecordCacheMetrics | None = None,
+        record_cache_metrics: records.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
         gradient_clipping: bool = False,
@@ -167,24 +139,24 @@ class TableBatchedEmbeddingBags(nnx.Module):
         eta: float = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
-        ensemble_mode: EnsembleModeDefinition | None = None,
-        counter_based_regularization: CounterBasedRegularizationDefinition | None = None,
-        cowclip_regularization: CowClipDefinition | None = None,
+        ensemble_mode: records.EnsembleModeDefinition | None = None,
+        counter_based_regularization: records.CounterBasedRegularizationDefinition | None = None,
+        cowclip_regularization: records.CowClipDefinition | None = None,
         pooling_mode: PoolingMode = PoolingMode.SUM,
         device: Any = None,
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING,
         uvm_non_rowwise_momentum: bool = False,
         use_experimental_tbe: bool = False,
         prefetch_pipeline: bool = False,
-        stats_reporter_config: TBEStatsReporterConfig | None = None,
+        stats_reporter_config: records.TBEStatsReporterConfig | None = None,
         table_names: Sequence[str] | None = None,
         optimizer_state_dtypes: Mapping[str, SparseType] | None = None,
-        multipass_prefetch_config: MultiPassPrefetchConfig | None = None,
-        global_weight_decay: GlobalWeightDecayDefinition | None = None,
+        multipass_prefetch_config: records.MultiPassPrefetchConfig | None = None,
+        global_weight_decay: records.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
-        emainplace_mode: EmainplaceModeDefinition | None = None,
-        extra_optimizer_config: UserEnabledConfigDefinition | None = None,
+        emainplace_mode: records.EmainplaceModeDefinition | None = None,
+        extra_optimizer_config: records.UserEnabledConfigDefinition | None = None,
         ar_alpha: float = 0.0,
         ema_beta: float = 0.99,
         min_shrinkage: float = 0.1,
@@ -192,91 +164,33 @@ class TableBatchedEmbeddingBags(nnx.Module):
         storage_folder: str | Path | None = None,
         rngs: nnx.Rngs | None = None,
     ):
+        if cache_precision == weights_precision:
+            cache_precision = None  # no other one
+        given = SimpleNamespace(**locals())
         num_tables = len(embedding_specs)
         names = tuple(table_names or (f"table_{t}" for t in range(num_tables)))
         features = tuple(range(num_tables)) if feature_table_map is None else tuple(feature_table_map)
-        self.feature_names = tuple(feature_names or default_feature_names(features, names))
-        check_specs(embedding_specs, features, names, self.feature_names)
-        places = placements(embedding_specs, enforce_hbm=enforce_hbm)
-        optimizer_arguments = {
-            "eps": eps,
-            "momentum": momentum,
-            "eta": eta,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "weight_decay_mode": weight_decay_mode,
-            "max_norm": max_norm,
-            "counter_based_regularization": counter_based_regularization,
-            "cowclip_regularization": cowclip_regularization,
-            "ensemble_mode": ensemble_mode,
-            "emainplace_mode": emainplace_mode,
-            "global_weight_decay": global_weight_decay,
-            "ar_alpha": ar_alpha,
-            "ema_beta": ema_beta,
-            "min_shrinkage": min_shrinkage,
-            "extra_optimizer_config": extra_optimizer_config,
-            "optimizer_state_dtypes": None if optimizer_state_dtypes is None else dict(optimizer_state_dtypes),
-        }
-        self.plan = plan_of(
-            embedding_specs,
-            features,
-            names,
-            pooling_mode.name.lower(),
-            per_table(optimizer, num_tables, "optimizer"),
-            per_table(learning_rate, num_tables, "learning_rate"),
-            optimizer_arguments,
-            places=places,
-            weights_precision=weights_precision,
-            stochastic_rounding=stochastic_rounding,
-        )
-        warn_of_arguments(
-            self.plan,
-            embedding_specs,
-            of_caches={
-                "cache_algorithm": cache_algorithm != CacheAlgorithm.LRU,
-                "cache_load_factor": cache_load_factor != 0.2,
-                "cache_sets": cache_sets != 0,
-                "cache_reserved_memory": cache_reserved_memory != 0.0,
-                "cache_precision": cache_precision not in (None, weights_precision),
-                "enforce_hbm": enforce_hbm,
-                "prefetch_pipeline": prefetch_pipeline,
-                "multipass_prefetch_config": multipass_prefetch_config is not None,
-                "gather_uvm_cache_stats": bool(gather_uvm_cache_stats),
-                "record_cache_metrics": record_cache_metrics is not None,
-                "storage_folder": storage_folder is not None,
-            },
-            of_others={
-                "uvm_non_rowwise_momentum": uvm_non_rowwise_momentum,
-                "use_experimental_tbe": use_experimental_tbe,
-                "uvm_host_mapped": uvm_host_mapped,
-                "max_gradient": not gradient_clipping and max_gradient != 1.0,
-            },
-        )
+        self.feature_names = tuple(feature_names or construction.default_feature_names(features, names))
+        construction.check_specs(embedding_specs, features, names, self.feature_names)
+        arguments = construction.optimizer_arguments(given)
+        self.plan = construction.plan_of(given, features, names, arguments)
+        construction.warn_of_arguments(self.plan, given)
         if prefetch_pipeline and cache_algorithm != CacheAlgorithm.LRU:
             raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
-        self.output_dtype = dtype_of(output_dtype, "output_dtype").name
+        self.output_dtype = records.dtype_of(output_dtype, "output_dtype").name
         self.max_gradient = max_gradient if gradient_clipping else None
         self.bounds_check_mode = bounds_check_mode
         self.prefetch_pipeline = prefetch_pipeline
         self.multipass_prefetch_config = multipass_prefetch_config
-        self.record_cache_metrics = record_cache_metrics or RecordCacheMetrics(False, False)
+        self.record_cache_metrics = record_cache_metrics or records.RecordCacheMetrics(False, False)
         self.gather_uvm_cache_stats = bool(gather_uvm_cache_stats)
         self.reporter = None if stats_reporter_config is None else StatisticsReporter(stats_reporter_config)
         self.deterministic = False
-        self.host_rows = host_rows_of(
-            self.plan,
-            algorithm=cache_algorithm,
-            load_factor=cache_load_factor,
-            num_sets=cache_sets,
-            reserved_gib=cache_reserved_memory,
-            precision=cache_precision,
-            folder=storage_folder,
-            counts_features=self.record_cache_metrics.record_tablewise_cache_miss,
-        )
-        self.notes = nnx.static(Notes(optimizer_arguments))
+        self.host_rows = construction.host_rows_of(self.plan, given)
+        self.notes = nnx.static(Notes(arguments))
         key = (rngs or nnx.Rngs(0)).params()
-        self.state = TBEVariable(first_state(self.plan, key, self.host_rows, cache_precision, device_of(device)))
+        where = construction.device_of(device)
+        self.state = TBEVariable(construction.first_state(self.plan, key, self.host_rows, cache_precision, where))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
 
     def __call__(
@@ -303,7 +217,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
           `[bags, dim]`. For `{feature: Bags}` the same as `{feature: [bags, dim]}`.
         """
         del feature_requires_grad, total_unique_indices
-        return forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)[0]
+        return forward(self, Call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank))[0]
 
     def vjp(
         self,
@@ -329,14 +243,21 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """
         if self.deterministic:
             raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
-        if any(passes != TablePasses() for passes in (table.passes for table in self.plan.tables)):
+        if any(table.passes != TablePasses() for table in self.plan.tables):
             self.state.set_value(_begin_step(self.plan, self.state.get_value()))
-        output, looked_up = forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        call = Call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        output, looked_up = forward(self, call)
         return output, Backward(self, looked_up, feature_requires_grad, total_unique_indices)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned."""
-        apply(self, row_gradients)
+        state = self.state.get_value()
+        rates = learning_rates(self.plan, state)
+        if self.host_rows is not None:
+            state, row_gradients = self.host_rows.bring_rows(state, row_gradients)
+        self.state.set_value(_apply(self.plan, state, row_gradients, rates))
+        if self.host_rows is not None:
+            self.host_rows.write_back(self.state.get_value())
 
     def prefetch(
         self,
@@ -357,7 +278,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """
         del forward_stream
         if self.host_rows is not None:
-            prefetch(self, indices, offsets, batch_size_per_feature_per_rank)
+            prefetch(self, Call(indices, offsets, None, batch_size_per_feature_per_rank))
 
     def set_learning_rate(self, learning_rate: float | Sequence[float]) -> None:
         """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
@@ -369,7 +290,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def get_learning_rate(self) -> float | list[float]:
         """The rate of the next step: one number, or one per table where they differ."""
-        rates = np.asarray(_rates(self.plan, self.state.get_value()))
+        rates = np.asarray(learning_rates(self.plan, self.state.get_value()))
         by_table = [float(rates[self.plan.place(t)[0]]) for t in range(len(self.plan.tables))]
         return by_table[0] if len(set(by_table)) == 1 else by_table
 
@@ -392,7 +313,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if "lr" in parameters:
             self.set_learning_rate(parameters.pop("lr"))
         if parameters:
-            self.plan = with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
+            changed = construction.with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
+            self.plan, self.notes.optimizer_arguments = changed
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
 
@@ -408,7 +330,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def split_embedding_weights(self) -> list[Any]:
         """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
-        return tables.split_weights(self)
+        self.flush()
+        return [tables.read_table(self, table)[0] for table in range(len(self.plan.tables))]
 
     def split_optimizer_states(self) -> list[list[Any]]:
         """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
@@ -419,10 +342,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def get_optimizer_state(self) -> list[dict[str, Any]]:
         """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`."""
-        names = [table.torch_state_names for table in self.plan.tables]
-        return [
-            dict(zip(own, states, strict=True)) for own, states in zip(names, tables.split_states(self), strict=True)
-        ]
+        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
+        return [dict(zip(table.torch_state_names, states, strict=True)) for table, states in by_table]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`."""
@@ -448,7 +369,13 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def apply_global_weight_decay(self) -> None:
         """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables; lookups stay the same."""
-        tables.write_out_decay(self)
+        if not any(table.passes.global_decay for table in self.plan.tables):
+            raise NotImplementedError("no table of this module has WeightDecayMode.DECOUPLE_GLOBAL.")
+        if self.plan.has_cache:
+            raise NotImplementedError(
+                "the decay of tables on the host cannot be written out; their rows pay when read."
+            )
+        self.state.set_value(functional.decayed_tables(self.plan, self.state.get_value()))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
@@ -468,28 +395,27 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
-        return self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).totals
+        return self._statistics("gather_uvm_cache_stats").totals
 
     def reset_uvm_cache_stats(self) -> None:
         """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
-        self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).reset()
+        self._statistics("gather_uvm_cache_stats").reset()
 
     def print_uvm_cache_stats(self) -> None:
         """Prints means per call since the last print. Raises: as `get_uvm_cache_stats`."""
-        print(self._statistics("gather_uvm_cache_stats", self.gather_uvm_cache_stats).report())
+        print(self._statistics("gather_uvm_cache_stats").report())
 
     def get_cache_miss_counter(self) -> tuple[int, int]:
         """Batches with a miss, and unique misses. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
-        asked = self.record_cache_metrics.record_cache_miss_counter
-        return self._statistics("record_cache_miss_counter", asked).miss_counter
+        return self._statistics("record_cache_miss_counter").miss_counter
 
     def get_table_wise_cache_miss(self) -> np.ndarray:
         """Unique misses of every feature. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
-        asked = self.record_cache_metrics.record_tablewise_cache_miss
-        return self._statistics("record_tablewise_cache_miss", asked).unique_misses_by_group.copy()
+        return self._statistics("record_tablewise_cache_miss").unique_misses_by_group.copy()
 
-    def _statistics(self, argument: str, is_on: bool) -> CacheStatistics:
-        if self.host_rows is None or not is_on:
+    def _statistics(self, argument: str) -> CacheStatistics:
+        given = {"gather_uvm_cache_stats": self.gather_uvm_cache_stats, **vars(self.record_cache_metrics)}
+        if self.host_rows is None or not given[argument]:
             raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
         return self.host_rows.statistics
 

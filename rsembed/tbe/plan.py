@@ -13,13 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.optimizers import LearningRate, OptimizerSpec
-from rsembed.tbe.records import (
-    CounterBasedRegularizationDefinition,
-    EmainplaceModeDefinition,
-    EmbOptimType,
-    EnsembleModeDefinition,
-    GlobalWeightDecayDefinition,
-)
+from rsembed.tbe import records
 
 Placement = Literal["device", "cached", "host"]
 BagSizes = tuple[tuple[int, ...], ...]
@@ -29,10 +23,10 @@ BagSizes = tuple[tuple[int, ...], ...]
 class TablePasses(NamedTuple):
     """What an optimizer does to whole tables (or to what lookups read), beside its row rule."""
 
-    ensemble: EnsembleModeDefinition | None = None
-    emainplace: EmainplaceModeDefinition | None = None
-    counter: CounterBasedRegularizationDefinition | None = None
-    global_decay: GlobalWeightDecayDefinition | None = None
+    ensemble: records.EnsembleModeDefinition | None = None
+    emainplace: records.EmainplaceModeDefinition | None = None
+    counter: records.CounterBasedRegularizationDefinition | None = None
+    global_decay: records.GlobalWeightDecayDefinition | None = None
     average_dtype: str = "float32"
     weight_decay: float = 0.0
     writes_first_gradient_only: bool = False
@@ -46,9 +40,9 @@ class TablePlan(NamedTuple):
       optimizer: what `rule` was made from.
       num_rows: rows.
       dim: columns.
-      rule: how touched rows are stepped; None only returns their gradients.
       learning_rate: initial rate, or a callable of nothing or of the 0-based step.
       dtype: of the stored rows.
+      rule: how touched rows are stepped; None only returns their gradients.
       placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
         rows to the device and back.
       rounds_stochastically: how stepped rows are brought to a dtype other than float32.
@@ -58,12 +52,12 @@ class TablePlan(NamedTuple):
     """
 
     name: str
-    optimizer: EmbOptimType
+    optimizer: records.EmbOptimType
     num_rows: int
     dim: int
-    rule: OptimizerSpec | None
     learning_rate: LearningRate
     dtype: str
+    rule: OptimizerSpec | None = None
     placement: Placement = "device"
     rounds_stochastically: bool = True
     passes: TablePasses = TablePasses()
@@ -103,19 +97,17 @@ class TBEPlan:
     @staticmethod
     def of(tables: Sequence[TablePlan], features: Sequence[int], pooling: str) -> TBEPlan:
         """Groups tables that have everything but name and size in common; an array holds less than 2**31 - 1 rows."""
-        members: dict[object, list[int]] = {}
+        members: list[tuple[TablePlan, list[int]]] = []
         for number, table in enumerate(tables):
             alike = table._replace(name="", num_rows=0)
-            full = sum(key[0] == alike for key in members)  # type: ignore[index]
-            for part in range(max(full, 1)):
-                own = members.setdefault((alike, part), [])
-                if sum(tables[t].num_rows for t in own) + table.num_rows < NO_ROW:
+            for kind, own in members:
+                if kind == alike and sum(tables[t].num_rows for t in own) + table.num_rows < NO_ROW:
+                    own.append(number)
                     break
             else:
-                own = members[(alike, full)] = []
-            own.append(number)
+                members.append((alike, [number]))
         groups = []
-        for own in members.values():
+        for _, own in members:
             ends = list(itertools.accumulate((tables[t].num_rows for t in own), initial=0))
             groups.append(GroupPlan(tuple(own), tuple(ends[:-1]), ends[-1]))
         return TBEPlan(tuple(tables), tuple(features), pooling, tuple(groups))

@@ -152,11 +152,7 @@ class SparseType(enum.Enum):
     MX4 = "mx4"
 
 
-_DTYPES = {
-    SparseType.FP32: jnp.dtype(jnp.float32),
-    SparseType.FP16: jnp.dtype(jnp.float16),
-    SparseType.BF16: jnp.dtype(jnp.bfloat16),
-}
+_DTYPES = {SparseType.FP32: "float32", SparseType.FP16: "float16", SparseType.BF16: "bfloat16"}
 
 
 def dtype_of(sparse_type: SparseType, what: str) -> jnp.dtype:
@@ -171,7 +167,7 @@ def dtype_of(sparse_type: SparseType, what: str) -> jnp.dtype:
     if sparse_type not in _DTYPES:
         offered = ", ".join(member.name for member in _DTYPES)
         raise ValueError(f"{what}: {sparse_type.name} cannot be stored or trained; choose one of {offered}.")
-    return _DTYPES[sparse_type]
+    return jnp.dtype(_DTYPES[sparse_type])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,26 +50,20 @@ class StatisticsReporter:
             counts = module.host_rows.statistics.totals._asdict()
             figures |= {f"tbe.prefetch.cache_stats.{name}": value for name, value in counts.items()}
         self._num_reports += 1
-        self._send(int(module.step), figures)
-
-    def _send(self, step: int, figures: dict[str, float]) -> None:
         if self.config.report is not None:
-            self.config.report(step, figures)
+            self.config.report(int(module.step), figures)
         else:
             text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
-            logging.getLogger("rsembed").info("step %d: %s", step, text)
+            logging.getLogger("rsembed").info("step %d: %s", int(module.step), text)
 
 
 def _memory(module: TableBatchedEmbeddingBags) -> dict[str, float]:
     by_table = module.state_bytes()
-    found = dict.fromkeys(("hbm", "uvm"), 0)
-    figures: dict[str, float] = {}
+    cache = by_table["total"].get("cache", 0)
+    figures: dict[str, float] = {"tbe.hbm.cache": cache}
     for kind, is_cached in (("hbm", False), ("uvm", True)):
         own = [by_table[table.name] for table in module.plan.tables if table.is_cached == is_cached]
-        figures[f"tbe.{kind}.embeddings"] = sum(size["weights"] for size in own)
-        figures[f"tbe.{kind}.optimizer_states"] = sum(size["optimizer_states"] for size in own)
-        found[kind] = int(figures[f"tbe.{kind}.embeddings"] + figures[f"tbe.{kind}.optimizer_states"])
-    figures["tbe.hbm.cache"] = by_table["total"].get("cache", 0)
-    figures["tbe.total_hbm_usage"] = found["hbm"] + figures["tbe.hbm.cache"]
-    figures["tbe.total_uvm_usage"] = found["uvm"]
+        weights, states = (sum(size[what] for size in own) for what in ("weights", "optimizer_states"))
+        figures[f"tbe.{kind}.embeddings"], figures[f"tbe.{kind}.optimizer_states"] = weights, states
+        figures[f"tbe.total_{kind}_usage"] = weights + states + (0 if is_cached else cache)
     return figures

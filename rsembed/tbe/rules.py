@@ -12,19 +12,12 @@ from rsembed.optimizers import (
     SGDOptimizerSpec,
     TorchAdagradOptimizerSpec,
 )
-from rsembed.tbe.arguments import OptimizerArguments, check_arguments
-from rsembed.tbe.arguments import state_names as state_names
-from rsembed.tbe.arguments import torch_state_names as torch_state_names
-from rsembed.tbe.arguments import unused_arguments as unused_arguments
-from rsembed.tbe.counter_rules import CounterAdagradSpec, CowClipAdagradSpec
-from rsembed.tbe.records import (
-    EmbOptimType,
-    UserEnabledConfigDefinition,
-    WeightDecayMode,
-    dtype_of,
-)
+from rsembed.tbe.arguments import OptimizerArguments, check_arguments, read_arguments, states_of
+from rsembed.tbe.records import EmbOptimType, WeightDecayMode, dtype_of
 from rsembed.tbe.row_rules import (
     AdamFamilySpec,
+    CounterAdagradSpec,
+    CowClipAdagradSpec,
     DecayedAdagradSpec,
     LARSSpec,
     RowWiseRMSPropSpec,
@@ -47,26 +40,42 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
     """
     given = OptimizerArguments(**arguments)
     check_arguments(optimizer, given)
+    rate, dtypes, read = given.learning_rate, _slot_dtypes(optimizer, given), read_arguments(optimizer, given)
     match optimizer:
         case EmbOptimType.NONE:
             return None
         case EmbOptimType.EXACT_SGD:
-            return SGDOptimizerSpec(given.learning_rate)
+            return SGDOptimizerSpec(rate)
         case EmbOptimType.FTRL:
-            return FTRLOptimizerSpec(given.learning_rate)
-        case EmbOptimType.LARS_SGD | EmbOptimType.ROWWISE_RMSPROP_AR:
-            return _lars_or_rmsprop(optimizer, given)
-        case EmbOptimType.ADAM | EmbOptimType.PARTIAL_ROWWISE_ADAM:
-            return _adam_family(optimizer, given)
-        case EmbOptimType.LAMB | EmbOptimType.PARTIAL_ROWWISE_LAMB:
-            return _adam_family(optimizer, given)
-    return _adagrad_family(optimizer, given)
+            return FTRLOptimizerSpec(rate)
+        case EmbOptimType.LARS_SGD:
+            return LARSSpec(rate, slot_dtypes=dtypes, **read)
+        case EmbOptimType.ROWWISE_RMSPROP_AR:
+            return RowWiseRMSPropSpec(rate, slot_dtypes=dtypes, **read)
+    if optimizer.name.endswith(("ADAM", "LAMB")):
+        return _adam_family(optimizer, given, dtypes)
+    return _adagrad_family(optimizer, given, dtypes)
 
 
-def _adagrad_family(optimizer: EmbOptimType, given: OptimizerArguments) -> OptimizerSpec:
+def _adam_family(optimizer: EmbOptimType, given: OptimizerArguments, dtypes: tuple[str | None, ...]) -> OptimizerSpec:
+    is_corrected_by_row = optimizer == EmbOptimType.ADAM and given.options.use_rowwise_bias_correction
+    if optimizer == EmbOptimType.ADAM and not (given.weight_decay or is_corrected_by_row or dtypes):
+        return AdamOptimizerSpec(given.learning_rate, beta_1=given.beta1, beta_2=given.beta2, epsilon=given.eps)
+    return AdamFamilySpec(
+        given.learning_rate,
+        has_row_wise_second_moment=optimizer.name.startswith("PARTIAL_ROWWISE"),
+        has_trust_ratio=optimizer.name.endswith("LAMB"),
+        has_row_wise_bias_correction=is_corrected_by_row,
+        slot_dtypes=dtypes,
+        **read_arguments(optimizer, given),
+    )
+
+
+def _adagrad_family(
+    optimizer: EmbOptimType, given: OptimizerArguments, dtypes: tuple[str | None, ...]
+) -> OptimizerSpec:
     is_per_row = optimizer != EmbOptimType.EXACT_ADAGRAD
     mode = given.weight_decay_mode if is_per_row else WeightDecayMode.NONE
-    dtypes = _slot_dtypes(optimizer, given)
     common: dict[str, Any] = {"eps": given.eps, "weight_decay": given.weight_decay, "slot_dtypes": dtypes}
     if given.counter_based_regularization is not None:
         return CounterAdagradSpec(given.learning_rate, regularization=given.counter_based_regularization, **common)
@@ -87,55 +96,13 @@ def _adagrad_family(optimizer: EmbOptimType, given: OptimizerArguments) -> Optim
     return core(given.learning_rate, initial_accumulator_value=0.0, epsilon=given.eps)
 
 
-def _adam_family(optimizer: EmbOptimType, given: OptimizerArguments) -> OptimizerSpec:
-    options = given.extra_optimizer_config or UserEnabledConfigDefinition()
-    is_corrected_by_row = optimizer == EmbOptimType.ADAM and options.use_rowwise_bias_correction
-    dtypes = _slot_dtypes(optimizer, given)
-    if optimizer == EmbOptimType.ADAM and not (given.weight_decay or is_corrected_by_row or dtypes):
-        return AdamOptimizerSpec(given.learning_rate, beta_1=given.beta1, beta_2=given.beta2, epsilon=given.eps)
-    return AdamFamilySpec(
-        given.learning_rate,
-        eps=given.eps,
-        beta1=given.beta1,
-        beta2=given.beta2,
-        weight_decay=given.weight_decay,
-        has_row_wise_second_moment=optimizer.name.startswith("PARTIAL_ROWWISE"),
-        has_trust_ratio=optimizer.name.endswith("LAMB"),
-        has_row_wise_bias_correction=is_corrected_by_row,
-        slot_dtypes=dtypes,
-    )
-
-
-def _lars_or_rmsprop(optimizer: EmbOptimType, given: OptimizerArguments) -> OptimizerSpec:
-    dtypes = _slot_dtypes(optimizer, given)
-    if optimizer == EmbOptimType.LARS_SGD:
-        return LARSSpec(
-            given.learning_rate,
-            momentum=given.momentum,
-            eta=given.eta,
-            weight_decay=given.weight_decay,
-            slot_dtypes=dtypes,
-        )
-    return RowWiseRMSPropSpec(
-        given.learning_rate,
-        eps=given.eps,
-        ar_alpha=given.ar_alpha,
-        ema_beta=given.ema_beta,
-        min_shrinkage=given.min_shrinkage,
-        slot_dtypes=dtypes,
-    )
-
-
 def _slot_dtypes(optimizer: EmbOptimType, given: OptimizerArguments) -> tuple[str | None, ...]:
     """One entry per slot of the rule; empty when every slot keeps its own dtype."""
     asked = {
         name: dtype_of(sparse_type, f"optimizer_state_dtypes[{name!r}]").name
         for name, sparse_type in (given.optimizer_state_dtypes or {}).items()
     }
-    options = given.extra_optimizer_config or UserEnabledConfigDefinition()
-    by_row = options.use_rowwise_bias_correction
-    names = state_names(optimizer, given.weight_decay_mode, use_rowwise_bias_correction=by_row)
+    dtypes = tuple(asked.get(name) for name in states_of(optimizer, given))
     if optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD:
-        names = names[:1]  # momentum2 is a copy of the table, not a slot of the rule
-    dtypes = tuple(asked.get(name) for name in names)
+        dtypes = dtypes[:1]  # momentum2 is a copy of the table, not a slot of the rule
     return dtypes if any(dtype not in (None, "float32") for dtype in dtypes) else ()

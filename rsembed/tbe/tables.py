@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.tbe import functional
 from rsembed.tbe.construction import per_table
-from rsembed.tbe.plan import TBEPlan
+from rsembed.tbe.plan import TablePlan, TBEPlan
 
 if TYPE_CHECKING:
     from rsembed.tbe.module import TableBatchedEmbeddingBags
@@ -68,51 +68,37 @@ def write_table(
     """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
     number, first_row = module.plan.place(table)
     num_rows = module.plan.tables[table].num_rows
+    blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
     if module.plan.tables[table].is_cached:
         module.reset_cache_states()
-        stores, _ = module.host_rows.store_of(table)  # type: ignore[union-attr]
-        for first in range(0, num_rows, ROWS_PER_BLOCK):
-            last = min(first + ROWS_PER_BLOCK, num_rows)
-            values = np.asarray(rows(first, last)).astype(stores[array].dtype)
-            stores[array].write(first_row + np.arange(first, last), values)
+        store = module.host_rows.stores_of(table)[array]  # type: ignore[union-attr]
+        for first, last in blocks:
+            store.write(first_row + np.arange(first, last), np.asarray(rows(first, last)).astype(store.dtype))
         return
-    arrays = _arrays(module, number)
-    for first in range(0, num_rows, ROWS_PER_BLOCK):
-        last = min(first + ROWS_PER_BLOCK, num_rows)
+    arrays = list(module.state.get_value().arrays(number))
+    for first, last in blocks:
         arrays[array] = _put_block(arrays[array], jnp.asarray(rows(first, last)), first_row + first)
-    _set_arrays(module, number, arrays)
+    module.state.set_value(module.state.get_value().with_arrays(number, arrays))
 
 
-def _arrays(module: TableBatchedEmbeddingBags, number: int) -> list[Array]:
-    """Weights and states of a group, in the order of the state names."""
-    state = module.state.get_value()
-    average = state.averages[number]
-    return [state.weights[number], *state.slots[number], *([] if average is None else [average])]
-
-
-def _set_arrays(module: TableBatchedEmbeddingBags, number: int, arrays: Sequence[Array]) -> None:
-    state = module.state.get_value()
-    weights, slots, averages = list(state.weights), list(state.slots), list(state.averages)
-    weights[number], slots[number] = arrays[0], tuple(arrays[1 : 1 + len(slots[number])])
-    averages[number] = None if averages[number] is None else arrays[-1]
-    module.state.set_value(state._replace(weights=tuple(weights), slots=tuple(slots), averages=tuple(averages)))
-
-
-def _read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
+def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
     """Weights and states of one table; the module must have been flushed."""
     number, first_row = module.plan.place(table)
     last_row = first_row + module.plan.tables[table].num_rows
     if module.plan.tables[table].is_cached:
-        stores, _ = module.host_rows.store_of(table)  # type: ignore[union-attr]
-        return [store.view(first_row, last_row) for store in stores]
+        return [store.view(first_row, last_row) for store in module.host_rows.stores_of(table)]  # type: ignore[union-attr]
     # A slice of everything would be the array itself, which the next training step takes over.
-    return [jnp.array(array[first_row:last_row], copy=True) for array in _arrays(module, number)]
+    return [jnp.array(array[first_row:last_row], copy=True) for array in module.state.get_value().arrays(number)]
 
 
-def split_weights(module: TableBatchedEmbeddingBags) -> list[Any]:
-    """See `TableBatchedEmbeddingBags.split_embedding_weights`."""
-    module.flush()
-    return [_read_table(module, table)[0] for table in range(len(module.plan.tables))]
+def _entries(table: TablePlan) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of weights and states in a state dict; row-wise states are flat, as their arrays are not."""
+    slots = functional.slot_shapes(table._replace(dim=2))  # in a table of dim 1, shapes would not tell
+    averages = [] if table.passes.ensemble is None else [False]
+    is_flat = [False, *(slot.shape[1] == 1 for slot in slots), *averages]
+    labels = [f"{table.name}.{label}" for label in ("weight", *table.torch_state_names)]
+    shapes = [(table.num_rows,) if flat else (table.num_rows, table.dim) for flat in is_flat]
+    return dict(zip(labels, shapes, strict=True))
 
 
 def split_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]:
@@ -121,43 +107,25 @@ def split_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]:
         raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
     module.flush()
     found = []
-    for table in range(len(module.plan.tables)):
-        states = _read_table(module, table)[1:]
-        found.append(
-            [
-                state[:, 0] if state.shape[1] == 1 and _is_row_wise(module, table, k) else state
-                for k, state in enumerate(states)
-            ]
-        )
+    for number, table in enumerate(module.plan.tables):
+        arrays = zip(read_table(module, number), _entries(table).values(), strict=True)
+        found.append([array.reshape(shape) for array, shape in arrays][1:])
     return found
-
-
-def _is_row_wise(module: TableBatchedEmbeddingBags, table: int, state: int) -> bool:
-    """Whether a state has one number per row, which a table of dim 1 does not tell by its shape."""
-    rule = module.plan.tables[table].rule
-    wide = jax.eval_shape(rule.init_slots, jax.ShapeDtypeStruct((1, 2), jnp.float32))  # type: ignore[union-attr]
-    return state < len(wide) and wide[state].shape[1] == 1
 
 
 def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
     """See `TableBatchedEmbeddingBags.state_dict`."""
-    states = [[]] * len(module.plan.tables) if module.plan.tables[0].rule is None else split_states(module)
-    found: dict[str, np.ndarray] = {}
-    for table, weights, own in zip(module.plan.tables, split_weights(module), states, strict=True):
-        found[f"{table.name}.weight"] = np.array(weights)
-        for name, values in zip(table.torch_state_names, own, strict=True):
-            found[f"{table.name}.{name}"] = np.array(values)
-    state = module.state.get_value()
+    module.flush()
+    state, plan, found = module.state.get_value(), module.plan, {}
+    for number, table in enumerate(plan.tables):
+        for (name, shape), array in zip(_entries(table).items(), read_table(module, number), strict=True):
+            found[name] = np.array(array).reshape(shape)
     rates = np.asarray(state.learning_rates)
     found["step"] = np.asarray(state.step)
-    found["learning_rate"] = np.asarray([rates[module.plan.place(t)[0]] for t in range(len(module.plan.tables))])
+    found["learning_rate"] = np.asarray([rates[plan.place(t)[0]] for t in range(len(plan.tables))])
     found["max_counter"] = np.asarray(state.max_counter)
     found["key"] = np.asarray(jax.random.key_data(state.key))
     return found
-
-
-def _block(values: np.ndarray, first: int, last: int) -> np.ndarray:
-    return values[first:last]
 
 
 _OPTIONAL = {"step", "learning_rate", "max_counter", "key"}
@@ -165,7 +133,9 @@ _OPTIONAL = {"step", "learning_rate", "max_counter", "key"}
 
 def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any]) -> None:
     """See `TableBatchedEmbeddingBags.load_state_dict`."""
-    expected = state_shapes(module)
+    plan, expected = module.plan, dict[str, tuple[int, ...]]()
+    for table in plan.tables:
+        expected |= _entries(table)
     missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected) - _OPTIONAL)
     if missing or unknown:
         raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
@@ -173,12 +143,10 @@ def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any])
         if np.shape(given[name]) != shape:
             raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {shape}.")
     module.flush()
-    for number, table in enumerate(module.plan.tables):
-        labels = ["weight", *table.torch_state_names]
-        for k, label in enumerate(labels):
-            values = np.asarray(given[f"{table.name}.{label}"]).reshape(table.num_rows, -1)
-            write_table(module, number, functools.partial(_block, values), array=k)
-    state = module.state.get_value()
+    for number, table in enumerate(plan.tables):
+        for k, name in enumerate(_entries(table)):
+            values = np.asarray(given[name]).reshape(table.num_rows, -1)
+            write_table(module, number, lambda first, last, values=values: values[first:last], array=k)  # type: ignore[misc]
     changes: dict[str, Any] = {}
     if "step" in given:
         changes |= {name: jnp.asarray(int(given["step"]), jnp.int32) for name in ("step", "passed_step")}
@@ -187,61 +155,40 @@ def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any])
     if "key" in given:
         changes["key"] = jax.random.wrap_key_data(jnp.asarray(given["key"], jnp.uint32))
     rates = given.get("learning_rate")
-    if rates is not None and not any(callable(table.learning_rate) for table in module.plan.tables):
-        changes["learning_rates"] = rates_of_groups(
-            module.plan, np.broadcast_to(rates, len(module.plan.tables)).tolist()
-        )
-    module.state.set_value(state._replace(**changes))
-
-
-def state_shapes(module: TableBatchedEmbeddingBags) -> dict[str, tuple[int, ...]]:
-    """Shapes of all entries of the state dict that must be there."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for number, table in enumerate(module.plan.tables):
-        shapes[f"{table.name}.weight"] = (table.num_rows, table.dim)
-        for k, name in enumerate(table.torch_state_names):
-            is_row_wise = _is_row_wise(module, number, k)
-            shapes[f"{table.name}.{name}"] = (table.num_rows,) if is_row_wise else (table.num_rows, table.dim)
-    return shapes
+    if rates is not None and not any(callable(table.learning_rate) for table in plan.tables):
+        changes["learning_rates"] = rates_of_groups(plan, np.broadcast_to(rates, len(plan.tables)).tolist())
+    module.state.set_value(module.state.get_value()._replace(**changes))
 
 
 def reset_rows(module: TableBatchedEmbeddingBags, rows: Any, offsets: Any, table_ids: Any) -> None:
     """See `TableBatchedEmbeddingBags.reset_embedding_weight_momentum`."""
-    rows, offsets, table_ids = np.asarray(rows), np.asarray(offsets), np.asarray(table_ids)
+    rows, offsets = np.asarray(rows), np.asarray(offsets)
     module.reset_cache_states()
-    for k, table in enumerate(table_ids.tolist()):
-        own = rows[offsets[k] : offsets[k + 1]].astype(np.int64)
+    for k, table in enumerate(np.asarray(table_ids).tolist()):
+        own = np.unique(rows[offsets[k] : offsets[k + 1]].astype(np.int64))
         plan = module.plan.tables[table]
-        if own.size and not 0 <= own.min() <= own.max() < plan.num_rows:
-            raise ValueError(f"rows {own.min()} to {own.max()} leave table {plan.name!r} of {plan.num_rows} rows.")
+        if own.size and not 0 <= own[0] <= own[-1] < plan.num_rows:
+            raise ValueError(f"rows {own[0]} to {own[-1]} leave table {plan.name!r} of {plan.num_rows} rows.")
         number, first_row = module.plan.place(table)
         if plan.is_cached:
-            for store in module.host_rows.store_of(table)[0]:  # type: ignore[union-attr]
-                store.write(np.unique(own) + first_row, np.zeros((np.unique(own).size, *store.shape[1:]), store.dtype))
+            for store in module.host_rows.stores_of(table):  # type: ignore[union-attr]
+                store.write(own + first_row, np.zeros((own.size, *store.shape[1:]), store.dtype))
             continue
-        _set_arrays(module, number, [array.at[own + first_row].set(0) for array in _arrays(module, number)])
-
-
-def write_out_decay(module: TableBatchedEmbeddingBags) -> None:
-    """See `TableBatchedEmbeddingBags.apply_global_weight_decay`."""
-    if not any(table.passes.global_decay for table in module.plan.tables):
-        raise NotImplementedError("no table of this module has WeightDecayMode.DECOUPLE_GLOBAL.")
-    if module.plan.has_cache:
-        raise NotImplementedError("the decay of tables on the host cannot be written out; their rows pay when read.")
-    module.state.set_value(functional.decayed_tables(module.plan, module.state.get_value()))
+        state = module.state.get_value()
+        arrays = [array.at[own + first_row].set(0) for array in state.arrays(number)]
+        module.state.set_value(state.with_arrays(number, arrays))
 
 
 def state_bytes(module: TableBatchedEmbeddingBags) -> dict[str, dict[str, int]]:
     """See `TableBatchedEmbeddingBags.state_bytes`."""
     found: dict[str, dict[str, int]] = {}
     for table in module.plan.tables:
-        slots = () if table.rule is None else jax.eval_shape(table.rule.init_slots, functional.shape_of(table))
-        states = sum(slot.size * slot.dtype.itemsize for slot in slots)
-        if table.passes.ensemble is not None:
-            states += table.num_rows * table.dim * 4
+        average = 0 if table.passes.ensemble is None else jnp.dtype(table.passes.average_dtype).itemsize
+        size = table.num_rows * table.dim
+        states = sum(slot.size * slot.dtype.itemsize for slot in functional.slot_shapes(table))
         found[table.name] = {
-            "weights": table.num_rows * table.dim * np.dtype(jnp.dtype(table.dtype)).itemsize,
-            "optimizer_states": int(states),
+            "weights": size * jnp.dtype(table.dtype).itemsize,
+            "optimizer_states": states + size * average,
         }
     total = {what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")}
     if module.host_rows is not None:

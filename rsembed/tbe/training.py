@@ -17,7 +17,9 @@ from jaxtyping import Array, Float
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
-from rsembed.tbe.inputs import Inputs, features_of_dict, read_inputs
+from rsembed.tbe.arguments import OptimizerArguments
+from rsembed.tbe.bounds import feature_starts, repeat_by_feature
+from rsembed.tbe.inputs import Call, Inputs, is_traced, read_inputs
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 MAX_PREFETCHES = 100
 
 _lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")
-_apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 _backward = jax.jit(
     functional.backward,
     static_argnums=0,
@@ -35,14 +36,14 @@ _backward = jax.jit(
     static_argnames=("max_gradient", "wants_weight_gradients"),
 )
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
-_rates = jax.jit(functional.learning_rates, static_argnums=0)
+learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
 @dataclasses.dataclass(eq=False)
 class Notes:
     """What a module remembers on the host: whether it has warned, and the arguments of its optimizers."""
 
-    optimizer_arguments: dict[str, Any]
+    optimizer_arguments: OptimizerArguments
     has_warned: bool = False
 
 
@@ -54,29 +55,20 @@ class LookedUp(NamedTuple):
     is_dict: bool
 
 
-def forward(
-    module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any
-) -> tuple[Any, LookedUp]:
+def forward(module: TableBatchedEmbeddingBags, call: Call) -> tuple[Any, LookedUp]:
     """The output of a lookup in the form that the caller expects, and what a backward pass needs to know."""
-    is_dict = isinstance(indices, Mapping)
-    if is_dict:
-        indices, offsets, weights, sizes = features_of_dict(module.plan, module.feature_names, indices)
-    inputs = _read(module, indices, offsets, weights, sizes)
+    is_dict = isinstance(call.indices, Mapping)
+    inputs = _read(module, call)
     batch = _batch(module, inputs)
     output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
     output = output_by_feature(module.plan, module.feature_names, output, inputs) if is_dict else output
     return output, LookedUp(inputs, batch, is_dict)
 
 
-def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights: Any, sizes: Any) -> Inputs:
-    if offsets is None:
-        raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
+def _read(module: TableBatchedEmbeddingBags, call: Call) -> Inputs:
     mode, notes = module.bounds_check_mode, module.notes
-    inputs, num_corrected = read_inputs(
-        module.plan, module.feature_names, mode, indices, offsets, weights, sizes, warns=not notes.has_warned
-    )
-    is_traced = isinstance(num_corrected, jax.core.Tracer)
-    notes.has_warned |= not is_traced and bool(num_corrected > 0)
+    inputs, num_corrected = read_inputs(module.plan, module.feature_names, mode, call, warns=not notes.has_warned)
+    notes.has_warned |= not is_traced(num_corrected) and bool(num_corrected > 0)
     if mode != BoundsCheckMode.NONE:
         # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
         with contextlib.suppress(TraceContextError):
@@ -84,8 +76,8 @@ def _read(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, weights
     return inputs
 
 
-def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> JaggedBatch:
-    """The batch, with places for ids of cached tables, whose rows are brought."""
+def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs, *, admit: bool = True) -> JaggedBatch:
+    """The batch, with places for ids of cached tables, whose rows are brought; `admit` lets them into the cache."""
     ids, rows = inputs.ids, None
     if module.host_rows is not None:
         try:
@@ -95,32 +87,19 @@ def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs) -> JaggedBatch:
                 "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
                 "transformation: nnx.jit or nnx.grad of a function of (..., module)."
             ) from error
-        state, ids = module.host_rows.bring(module.state.get_value(), ids, inputs.offsets, inputs.num_bags)
+        state, ids = module.host_rows.bring(module.state.get_value(), inputs, admit=admit)
         module.state.set_value(state)
         rows = [weights.shape[0] for weights in state.weights]
     # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
     return module.plan.batch(ids, inputs.offsets, inputs.weights, inputs.sizes, cached_rows=rows)
 
 
-def apply(module: TableBatchedEmbeddingBags, row_gradients: RowGradients) -> None:
-    """One optimizer step of every row in `row_gradients`."""
-    state, host_rows = module.state.get_value(), module.host_rows
-    rates = _rates(module.plan, state)
-    if host_rows is not None:
-        state, row_gradients = host_rows.bring_rows(state, row_gradients)
-    module.state.set_value(_apply(module.plan, state, row_gradients, rates))
-    if host_rows is not None:
-        host_rows.write_back(module.state.get_value())
-
-
-def prefetch(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, sizes: Any) -> None:
+def prefetch(module: TableBatchedEmbeddingBags, call: Call) -> None:
     """Brings rows of a later batch into the cache."""
     host_rows, config = module.host_rows, module.multipass_prefetch_config
     assert host_rows is not None
     started = time.perf_counter()
-    if isinstance(indices, Mapping):
-        indices, offsets, _, sizes = features_of_dict(module.plan, module.feature_names, indices)
-    inputs = _read(module, indices, offsets, None, sizes)
+    inputs = _read(module, call)
     if inputs.is_traced:
         raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
     if len(host_rows.prefetched) >= MAX_PREFETCHES:
@@ -129,13 +108,7 @@ def prefetch(module: TableBatchedEmbeddingBags, indices: Any, offsets: Any, size
             "batches are looked up."
         )
     parts = [inputs] if config is None else inputs.in_parts(config.num_passes, config.min_splitable_pass_size)
-    state = host_rows.prefetch(
-        module.state.get_value(),
-        [(part.ids, part.offsets) for part in parts],
-        inputs.num_bags,
-        lock=module.prefetch_pipeline,
-    )
-    module.state.set_value(state)
+    module.state.set_value(host_rows.prefetch(module.state.get_value(), parts, lock=module.prefetch_pipeline))
     if module.reporter is not None:
         module.reporter.prefetch_seconds += time.perf_counter() - started
 
@@ -153,7 +126,7 @@ class Backward:
         self._module, self._mask, self._bound = module, feature_requires_grad, total_unique_indices
         self._inputs, self._batch, self._is_dict = looked_up
         # The rate of this step is the one that its lookup saw.
-        self._rates = _rates(module.plan, module.state.get_value())
+        self._rates = learning_rates(module.plan, module.state.get_value())
         self._version = None if module.host_rows is None else module.host_rows.version
         self._is_used = False
 
@@ -174,22 +147,17 @@ class Backward:
             return self.row_gradients(d_output)
         gradient, mask = self._gradient(d_output), self._mask_of_ids()
         self._use()
-        state, batch = module.state.get_value(), self._batch
         if module.host_rows is not None and module.host_rows.version != self._version:
             # Rows may have moved since the lookup: other batches came between.
-            inputs = self._inputs
-            state, ids = module.host_rows.bring(state, inputs.ids, inputs.offsets, inputs.num_bags, admit=False)
-            rows = [weights.shape[0] for weights in state.weights]
-            batch = module.plan.batch(ids, batch.offsets, batch.weights, inputs.sizes, cached_rows=rows)
-        wants_weight_gradients = per_sample_weights_grad and self._inputs.weights is not None
+            self._batch = _batch(module, self._inputs, admit=False)
         state, d_weights = _backward(
             module.plan,
-            state,
-            batch,
+            module.state.get_value(),
+            self._batch,
             gradient,
             self._rates,
             max_gradient=module.max_gradient,
-            wants_weight_gradients=wants_weight_gradients,
+            wants_weight_gradients=per_sample_weights_grad and self._inputs.weights is not None,
         )
         module.state.set_value(state)
         if module.host_rows is not None:
@@ -241,24 +209,17 @@ class Backward:
         mask = jnp.asarray(self._mask, jnp.float32)
         if mask.shape != (len(inputs.num_bags),):
             raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(inputs.num_bags)} numbers.")
-        starts = jnp.asarray(inputs.offsets)[np.concatenate([[0], np.cumsum(inputs.num_bags)])]
-        # Ids in front of the first bag belong to no feature, and have no gradient anyway.
-        lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
-        padded = jnp.concatenate([jnp.zeros(1), mask])
-        return jnp.repeat(padded, lengths, total_repeat_length=inputs.ids.shape[0])
+        starts = feature_starts(jnp.asarray(inputs.offsets), inputs.num_bags)
+        return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, inputs.ids.shape[0])
 
 
 def _cut(gradients: RowGradients, bound: int) -> RowGradients:
     touched = gradients.num_touched()
-    if not any(isinstance(n, jax.core.Tracer) for n in touched.values()):
-        most = max(int(n) for n in touched.values())
-        if most > bound:
-            raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
-    return RowGradients(
-        {name: rows[:bound] for name, rows in gradients.rows.items()},
-        {name: values[:bound] for name, values in gradients.values.items()},
-        gradients.num_rows,
-    )
+    if not is_traced(touched) and (most := max(map(int, touched.values()))) > bound:
+        raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
+    rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
+    values = {name: values[:bound] for name, values in gradients.values.items()}
+    return dataclasses.replace(gradients, rows=rows, values=values)
 
 
 def output_by_feature(plan: TBEPlan, names: Sequence[str], output: Array, inputs: Inputs) -> dict[str, Array]:

@@ -4,7 +4,7 @@ import functools
 import pytest
 
 from rsembed.tbe import records
-from rsembed.tbe.arguments import OptimizerArguments, state_names, torch_state_names, unused_arguments
+from rsembed.tbe.arguments import OptimizerArguments, states_of, unused_arguments
 from rsembed.tbe.records import CounterWeightDecayMode as Decay
 from rsembed.tbe.records import EmbOptimType as Optim
 from rsembed.tbe.records import SparseType, WeightDecayMode
@@ -134,11 +134,11 @@ def test_defaults_are_never_listed(optimizer):
         (Optim.ADAM, {}, ("momentum1", "momentum2"), ("exp_avg", "exp_avg_sq")),
         (
             Optim.ADAM,
-            {"use_rowwise_bias_correction": True},
+            {"extra_optimizer_config": ROW_COUNTS},
             ("momentum1", "momentum2", "row_counter"),
             ("exp_avg", "exp_avg_sq", "row_counter"),
         ),
-        (Optim.LAMB, {"use_rowwise_bias_correction": True}, ("momentum1", "momentum2"), ("exp_avg", "exp_avg_sq")),
+        (Optim.LAMB, {"extra_optimizer_config": ROW_COUNTS}, ("momentum1", "momentum2"), ("exp_avg", "exp_avg_sq")),
         (Optim.ENSEMBLE_ROWWISE_ADAGRAD, {}, ("momentum1", "momentum2"), ("sum", "sparse_ema")),
         (Optim.ROWWISE_RMSPROP_AR, {}, ("momentum1", "prev_iter"), ("sum", "prev_iter")),
         (Optim.LARS_SGD, {}, ("momentum1",), ("momentum1",)),
@@ -146,10 +146,11 @@ def test_defaults_are_never_listed(optimizer):
     ],
 )
 def test_states_have_their_published_names_in_order(optimizer, options, names, torch_names):
-    assert state_names(optimizer, **options) == names
-    assert torch_state_names(optimizer, **options) == torch_names
+    states = states_of(optimizer, OptimizerArguments(**options))
+    assert tuple(states) == names
+    assert tuple(states.values()) == torch_names
 
 
 def test_a_deprecated_optimizer_has_no_states():
     with pytest.raises(ValueError, match="optimizer SHAMPOO is deprecated"):
-        state_names(Optim.SHAMPOO)
+        states_of(Optim.SHAMPOO, OptimizerArguments())

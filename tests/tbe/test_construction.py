@@ -202,6 +202,13 @@ def test_state_bytes_are_those_of_the_arrays():
     assert kept == sizes["total"]["weights"]
 
 
+def test_state_bytes_count_the_slow_copy_as_it_is_stored():
+    sixteen_bits = {"momentum2": rt.SparseType.BF16}
+    module = make(((40, 4),), optimizer=Optim.ENSEMBLE_ROWWISE_ADAGRAD, optimizer_state_dtypes=sixteen_bits)
+    states = module.split_optimizer_states()[0]
+    assert module.state_bytes()["table_0"]["optimizer_states"] == sum(s.nbytes for s in states) == 40 * 4 + 40 * 4 * 2
+
+
 def test_figures_are_reported_every_so_many_steps_to_a_function_or_the_log(caplog):
     reports = []
     config = rt.TBEStatsReporterConfig(2, lambda step, figures: reports.append((step, dict(figures))))

@@ -12,9 +12,9 @@ import pytest
 
 import rsembed as rs
 from rsembed.tbe import records
+from rsembed.tbe.arguments import OptimizerArguments, states_of
 from rsembed.tbe.records import EmbOptimType as Optim
-from rsembed.tbe.records import WeightDecayMode
-from rsembed.tbe.rules import make_rule, state_names
+from rsembed.tbe.rules import make_rule
 from tests.tbe.row_formulas import FIRST_STEP, LR, VARIANTS, stepped, stepped_in_float64
 
 ROWS, DIM = 6, 4
@@ -24,8 +24,7 @@ TOUCHED = ([0, 1, 3, 5], [0, 2, 3, 4])
 def rule_and_slot_names(variant):
     optimizer, arguments, _ = VARIANTS[variant]
     rule = make_rule(optimizer, learning_rate=LR, **arguments)
-    mode = arguments.get("weight_decay_mode", WeightDecayMode.NONE)
-    names = state_names(optimizer, mode, use_rowwise_bias_correction="extra_optimizer_config" in arguments)
+    names = tuple(states_of(optimizer, OptimizerArguments(**arguments)))
     return rule, names[:1] if optimizer == Optim.ENSEMBLE_ROWWISE_ADAGRAD else names
 
 
