@@ -28,6 +28,11 @@ class Keys(NamedTuple):
     low: Any
     is_key: Any
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes of all lanes."""
+        return self.is_key.shape
+
 
 def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
     """Keys from an integer array: numpy arrays stay on the host, jax arrays on their device.
