@@ -41,7 +41,7 @@ INITIAL_BLOCK = 256
 
 def uniform_initializer(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
     """Uniform values in [-0.05, 0.05). Source: the default of `sok.DistributedEmbedding`."""
-    return jax.random.uniform(key, shape, minval=-0.05, maxval=0.05)
+    return jax.random.uniform(key, shape, jnp.float32, -0.05, 0.05)
 
 
 @no_type_check  # wrong values are refused by name in __post_init__
@@ -301,14 +301,9 @@ def step(
     gradients: Float[Array, "nnz dim"],
     hyper: Hyperparameters,
 ) -> DynamicTable:
-    """One optimizer step.
+    """One optimizer step of rows that `translate` returned; gradients of equal rows are summed first.
 
-    Args:
-      spec: of the table.
-      table: its state.
-      rows: as `translate` returned them for this batch; gradients of equal rows are summed first.
-      gradients: one for every row.
-      hyper: from `spec.optimizer.get_hyperparameters(step)`.
+    `hyper` is `spec.optimizer.get_hyperparameters(step)`.
     """
     stepped, slots = update_rows(table.rows, table.slots, rows, gradients, hyper, spec.optimizer)
     return table._replace(rows=stepped, slots=slots)

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from rsembed.kernels.contract import NO_ROW
 from rsembed.sok import row_map
 from rsembed.sok.dynamic_table import DynamicTable, DynamicTableSpec
-from rsembed.sok.keys import Keys, join_keys, local_rows, owners, split_keys
+from rsembed.sok.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.sok.row_map import RowMap
 from rsembed.sok.variables import on_host
 
@@ -100,8 +100,7 @@ def _checked_keys(spec: DynamicTableSpec, exported: Mapping[str, Any], prefix: s
     where, name = f"table {spec.name!r}", f"{prefix}keys"
     numbers = np.asarray(_checked(spec, exported, name, (len(exported.get(name, ())),)))
     keys = split_keys(numbers, feature=f"{where}, imported {name}")
-    if numbers.size and int(numbers.max()) > np.iinfo(spec.key_dtype).max:
-        raise ValueError(f"{where}: key {int(numbers.max())} does not fit into key_dtype={spec.key_dtype!r}.")
+    check_fits(numbers, spec.key_dtype, where)
     distinct, counts = np.unique(numbers, return_counts=True)
     for bad in (*numbers[~keys.is_key], *distinct[counts > 1]):
         raise ValueError(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rsembed.bags import PAD_ID, Bags, as_bags
-from rsembed.sok.keys import KEY_DTYPES, Keys, split_keys
+from rsembed.sok.keys import Keys, check_fits, split_keys
 from rsembed.sok.sharded_table import KeyBags, ShardedTable
 from rsembed.specs import Combiner
 
@@ -48,7 +47,9 @@ def read_keys(
             value = (value, weights)
         keys, weights = _from_bags(_as_bags(value, name), name, width)
     else:
-        keys = split_keys(_checked_dtype(value, name, table.spec.key_dtype), feature=f"table {name!r}")
+        numbers = value if isinstance(value, jax.Array) else np.asarray(value)
+        keys = split_keys(numbers, feature=f"table {name!r}")
+        check_fits(numbers, table.spec.key_dtype, f"table {name!r}")
     if len(keys.shape) < 2:
         raise ValueError(f"table {name!r}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}.")
     if width is not None and keys.shape[-1] > width:
@@ -80,21 +81,6 @@ def _as_bags(value: Any, name: str) -> Bags:
 
 def _flat(array: Any) -> Any:
     return array.reshape(-1, array.shape[-1])
-
-
-def _checked_dtype(value: Any, name: str, key_dtype: str) -> Any:
-    if not isinstance(value, jax.Array):
-        value = np.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"table {name!r}: keys must be integers, got {value.dtype}; convert them, or hash strings.")
-    limits = np.iinfo(key_dtype)
-    fits = np.iinfo(value.dtype).max <= limits.max or isinstance(value, jax.core.Tracer)
-    if not fits and value.size and int(value.max()) > limits.max:
-        raise ValueError(
-            f"table {name!r}: key {int(value.max())} does not fit into key_dtype={key_dtype!r}; choose one of "
-            f"{', '.join(KEY_DTYPES)} that holds it."
-        )
-    return value
 
 
 def _from_bags(bags: Bags, name: str, width: int | None) -> tuple[Keys, np.ndarray | None]:

@@ -105,13 +105,11 @@ class Trip(NamedTuple):
       wanted: distinct keys of every device.
       rows: row of each at its owner, `NO_ROW` for a key without one.
       features: the batch.
-      num_rounds: rounds of the exchange.
     """
 
     wanted: Wanted
     rows: Int[Array, " nnz"]
     features: Sequence[KeyBags]
-    num_rounds: Int[Array, " devices"]
 
 
 Outputs = tuple[Float[Array, "_ _"], ...]
@@ -210,9 +208,9 @@ def _look_up(
     if train and table.use_hashtable and table.spec.when_full == "evict":
         # What a later round asks for must not make room in an earlier one.
         shard, _, _ = exchange(own_keys, lambda shard, asked: (dynamic_table.hold(shard, asked, step), None), shard)
-    shard, (rows, vectors), num_rounds = exchange((own_keys, wanted.first_of, counts), answer, shard)
+    shard, (rows, vectors), _ = exchange((own_keys, wanted.first_of, counts), answer, shard)
     outputs = api.lookup(vectors, _segments(wanted, features))
-    return shard, outputs, Trip(wanted, jnp.where(exists, rows, NO_ROW), features, num_rounds[None])
+    return shard, outputs, Trip(wanted, jnp.where(exists, rows, NO_ROW), features)
 
 
 def _in_order_of_occurrence(first_of: Array, num_devices: int) -> Int[Array, " nnz"]:

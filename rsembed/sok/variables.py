@@ -29,8 +29,8 @@ _evaluate = jax.jit(sharded_table.evaluate, static_argnums=0)
 _update = jax.jit(sharded_table.update, static_argnums=0, donate_argnums=1)
 
 NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
-    "uniform": lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -0.05, 0.05),
-    "normal": lambda key, shape, dtype=jnp.float32: 0.05 * jax.random.normal(key, shape, dtype),
+    "uniform": dynamic_table.uniform_initializer,
+    "normal": lambda key, shape: 0.05 * jax.random.normal(key, shape, jnp.float32),
     "zeros": jax.nn.initializers.zeros,
     "ones": jax.nn.initializers.ones,
 }
