@@ -64,13 +64,7 @@ def group_embedding_lookup_vjp(
 ) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[Any]], None]]:
     """The same lookup for training, and `backward(d_outputs)`, which steps the rows of the embedding variables.
 
-    Args:
-      params: `EmbeddingVariable`s only.
-      sp_ids: see `group_embedding_lookup_sparse`, as for the others.
-      combiners: see there.
-      partition_strategy: see there.
-      sp_weights: see there.
-      name: see there.
+    Arguments are those of `group_embedding_lookup_sparse`, but `params` are `EmbeddingVariable`s only.
 
     Raises: as there; TypeError: a plain table, whose gradient `jax.grad` gives.
     """
@@ -218,12 +212,7 @@ def input_layer(features: Mapping[str, Any], columns: Sequence[EmbeddingColumn])
 def input_layer_vjp(
     features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]
 ) -> tuple[Float[Array, "batch _"], Callable[[Any], None]]:
-    """The same for training, and `backward(d_output)`, which steps the rows that were read.
-
-    Args:
-      features: see `input_layer`.
-      columns: see there.
-    """
+    """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read."""
     outputs, backwards = _read_columns(features, columns, training=True)
     splits = np.cumsum([output.shape[1] for output in outputs])[:-1].tolist()
 

@@ -47,9 +47,17 @@ class ShardedTable:
     use_hashtable: bool = True
     exchange_capacity: int | None = None
 
+    @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: PRNGKeyArray) -> TableState:
         """An empty table, or a full one without hash table."""
-        return _init(self, key)
+        context = self.context
+
+        def on_device(key: PRNGKeyArray) -> DynamicTable:
+            if self.use_hashtable:
+                return dynamic_table.init(self.spec, key)
+            return static_table.init(self.spec, key, jax.lax.axis_index(context.axis), context.num_devices)
+
+        return TableState(context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32))
 
     def on_shards(self, function: Callable[[Any, Array], Any], state: TableState) -> TableState:
         """The state after `(shard, step) -> shard` on every device."""
@@ -67,18 +75,6 @@ class TableState(NamedTuple):
 
     shards: Any
     step: Int[Array, ""]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _init(table: ShardedTable, key: PRNGKeyArray) -> TableState:
-    context = table.context
-
-    def on_device(key: PRNGKeyArray) -> DynamicTable:
-        if table.use_hashtable:
-            return dynamic_table.init(table.spec, key)
-        return static_table.init(table.spec, key, jax.lax.axis_index(context.axis), context.num_devices)
-
-    return TableState(context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32))
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
