@@ -102,9 +102,9 @@ def _checked_keys(spec: DynamicTableSpec, exported: Mapping[str, Any], prefix: s
     keys = split_keys(numbers, feature=f"{where}, imported {name}")
     check_fits(numbers, spec.key_dtype, where)
     distinct, counts = np.unique(numbers, return_counts=True)
-    for bad in (*numbers[~keys.is_key], *distinct[counts > 1]):
+    if bad := [*numbers[~keys.is_key], *distinct[counts > 1]]:
         raise ValueError(
-            f"{where}: imported {name} must be distinct and not -1, but {int(bad)} is not; -1 stands for no key."
+            f"{where}: imported {name} must be distinct and not -1, but {int(bad[0])} is not; -1 stands for no key."
         )
     return keys
 

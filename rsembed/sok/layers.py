@@ -156,17 +156,15 @@ class DistributedEmbedding(_Layer):
 
     def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, Backward]:
         bags = self._bags(keys, weights, self.combiner)
-        self._check_counts(bags.keys)
-        return self._look_up(bags, training, -1, self.slot_num)
-
-    def _check_counts(self, keys: Keys) -> None:
-        if self.max_feature_num < self.slot_num * self.max_nnz and isinstance(keys.is_key, np.ndarray):
-            used = keys.is_key.reshape(-1, self.slot_num * keys.is_key.shape[-1]).sum(axis=1)
+        is_key = bags.keys.is_key
+        if self.max_feature_num < self.slot_num * self.max_nnz and isinstance(is_key, np.ndarray):
+            used = is_key.reshape(-1, self.slot_num * is_key.shape[-1]).sum(axis=1)
             if used.max(initial=0) > self.max_feature_num:
                 raise ValueError(
                     f"layer {self.name!r}: sample {int(used.argmax())} has {int(used.max())} keys, but at most "
                     f"max_feature_num={self.max_feature_num} were agreed; raise it, or cut the sample."
                 )
+        return self._look_up(bags, training, -1, self.slot_num)
 
 
 class All2AllDenseEmbedding(_Layer):
