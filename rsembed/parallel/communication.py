@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Num
@@ -191,40 +191,28 @@ class Hardware:
         return inside + inter_node_bytes / self.inter_node_bytes_per_second
 
 
-class _Collective(NamedTuple):
-    """`all_to_all` of so many bytes per device, or a `ring` in which each device's block goes to all (or is summed)."""
+def _collectives(path: str, load: Traffic, num_devices: int, padding: float) -> list[tuple[str, float]]:
+    """Collectives of a step with their bytes per device; in a `ring`, each device's block goes to all (or is summed).
 
-    kind: Literal["all_to_all", "ring"]
-    num_bytes: float
-
-
-def _collectives(path: str, load: Traffic, num_devices: int, padding: float) -> list[_Collective]:
-    """Forward and backward of a step. Source: the upstream implementations of the paths, see docs/distributed.md."""
+    Source: the upstream implementations of the paths, see docs/distributed.md.
+    """
     vector = load.embedding_dim * load.value_bytes
-    keys, outputs = load.num_ids * load.key_bytes, load.num_outputs * vector
-    partial_sums = [_Collective("ring", outputs)] * 2
-    pooled = [_Collective("all_to_all", outputs)] * 2
-    if path == "dedup":
-        distinct = padding * load.num_distinct_ids
-        return [_Collective("all_to_all", distinct * load.key_bytes)] + [
-            _Collective("all_to_all", distinct * vector)
-        ] * 2
-    if path == "all_to_all":
-        return [_Collective("all_to_all", keys)] + [_Collective("all_to_all", load.num_ids * vector)] * 2
-    if path == "table_wise":
-        return [_Collective("all_to_all", keys), *pooled]
-    if path == "column_wise":
-        return [_Collective("ring", keys), *pooled]
-    if path == "row_wise_reduce_scatter":
-        return [_Collective("all_to_all", keys), *partial_sums]
-    if path in ("all_gather", "all_gather_mean"):
-        row_indices = 8 * load.num_ids  # int64 beside every id
-        row_lengths = 8 * (num_devices * load.num_outputs + 1) / num_devices  # int64, reduced and spread again
-        lengths = [_Collective("ring", row_lengths)] * 2 if path == "all_gather_mean" else []
-        return [_Collective("ring", keys + row_indices), *partial_sums, *lengths]
-    if path == "replicated":
-        return [_Collective("ring", load.num_rows * vector / num_devices)] * 2
-    raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}.")
+    ids, wanted, pooled = load.num_ids * load.key_bytes, padding * load.num_distinct_ids, load.num_outputs * vector
+    ids_and_rows = ids + 8 * load.num_ids  # an int64 row index beside every id
+    lengths = 8 * (num_devices * load.num_outputs + 1) / num_devices  # int64, reduced and spread again
+    known = {
+        "dedup": [("all_to_all", wanted * load.key_bytes), *2 * [("all_to_all", wanted * vector)]],
+        "all_to_all": [("all_to_all", ids), *2 * [("all_to_all", load.num_ids * vector)]],
+        "table_wise": [("all_to_all", ids), *2 * [("all_to_all", pooled)]],
+        "column_wise": [("ring", ids), *2 * [("all_to_all", pooled)]],
+        "row_wise_reduce_scatter": [("all_to_all", ids), *2 * [("ring", pooled)]],
+        "all_gather": [("ring", ids_and_rows), *2 * [("ring", pooled)]],
+        "all_gather_mean": [("ring", ids_and_rows), *2 * [("ring", pooled)], *2 * [("ring", lengths)]],
+        "replicated": 2 * [("ring", load.num_rows * vector / num_devices)],
+    }
+    if path not in known:
+        raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}.")
+    return known[path]
 
 
 def link_bytes(

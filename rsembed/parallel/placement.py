@@ -160,10 +160,11 @@ def plan_placement(
                 f"placements: {name!r} -> {placement!r}: tables are {sorted(tables)}, placements are {PLACEMENTS}."
             )
     choices: dict[str, list[Choice]] = {}
+    wire = {"key_bytes": key_bytes, "value_bytes": value_bytes}
     for name, table in tables.items():
         counts = (id_counts or {}).get(name)
         ids = zipf_ids(table.vocabulary_size, zipf_exponent) if counts is None else _observed(table, counts)
-        load = _traffic(table, features_of(features), ids, num_devices, key_bytes, value_bytes)
+        load = _traffic(table, features_of(features), ids, num_devices, **wire)
         possible = _possible(table, num_devices, settled.get(name))
         found = [_choice(table, load, placement, num_devices, hardware, padding) for placement in possible]
         choices[name] = sorted(found, key=lambda choice: choice.seconds)
@@ -185,12 +186,7 @@ def _observed(table: TableSpec, counts: Any) -> IdDistribution:
 
 
 def _traffic(
-    table: TableSpec,
-    features: list[FeatureSpec],
-    ids: IdDistribution,
-    num_devices: int,
-    key_bytes: int,
-    value_bytes: int,
+    table: TableSpec, features: list[FeatureSpec], ids: IdDistribution, num_devices: int, **wire: int
 ) -> Traffic:
     num_ids = num_outputs = 0
     for feature in features:
@@ -211,8 +207,7 @@ def _traffic(
         num_distinct_ids=ids.expected_distinct(num_ids),
         num_rows=table.vocabulary_size,
         embedding_dim=table.embedding_dim,
-        key_bytes=key_bytes,
-        value_bytes=value_bytes,
+        **wire,
     )
 
 

@@ -111,13 +111,12 @@ def ask(
     counts = jnp.diff(wanted.offsets)
 
     def trade(state: Any, picked: Array) -> tuple[Any, Any]:
-        arrived = jax.tree.map(lambda x: _joined(send(x, picked, axis_name, fill_value=_fill(x))), payload)
-        state, replies = answer(state, arrived)
-        return state, jax.tree.map(lambda x: send_back(x.reshape(*picked.shape, *x.shape[1:]), axis_name), replies)
+        def delivered(x: Array) -> Array:
+            blocks = send(x, picked, axis_name, fill_value=NO_ROW if x.dtype == jnp.int32 else 0)
+            return blocks.reshape(-1, *x.shape[1:])
 
-    def kept(replies: Any, picked: Array, answers: Any) -> Any:
-        places = picked.reshape(-1)
-        return jax.tree.map(lambda old, new: old.at[places].set(new, mode="drop"), replies, answers)
+        state, replies = answer(state, jax.tree.map(delivered, payload))
+        return state, jax.tree.map(lambda x: send_back(x.reshape(*picked.shape, *x.shape[1:]), axis_name), replies)
 
     columns = jnp.arange(max(capacity, 1), dtype=jnp.int32)[None, :]
     shapes = jax.eval_shape(lambda: trade(state, jnp.zeros((num_devices, columns.size), jnp.int32))[1])
@@ -132,9 +131,10 @@ def ask(
             travels &= _is_before_cut(wanted, picked, cursor + capacity < counts, axis_name)
         picked = jnp.where(travels, picked, NO_ROW)
         state, answers = trade(state, picked)
+        replies = jax.tree.map(lambda old, new: old.at[picked.reshape(-1)].set(new, mode="drop"), replies, answers)
         cursor = cursor + jnp.sum(travels, axis=1, dtype=jnp.int32)
         any_left = jax.lax.pmax(jnp.any(cursor < counts), axis_name) if capacity < num_entries else jnp.asarray(False)
-        return cursor, num_rounds + 1, state, kept(replies, picked, answers), any_left
+        return cursor, num_rounds + 1, state, replies, any_left
 
     carry = one_round((jnp.zeros(num_devices, jnp.int32), jnp.zeros((), jnp.int32), state, replies, None))
     if capacity < num_entries:
@@ -159,11 +159,3 @@ def _is_before_cut(wanted: Wanted, picked: Array, is_cut: Bool[Array, " devices"
         is_below |= is_equal & (value < cut[:, None])
         is_equal &= value == cut[:, None]
     return is_below | (lowest[:, None] == 1)
-
-
-def _fill(array: Array) -> int:
-    return NO_ROW if array.dtype == jnp.int32 else 0
-
-
-def _joined(blocks: Array) -> Array:
-    return blocks.reshape(-1, *blocks.shape[2:])

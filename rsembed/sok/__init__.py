@@ -19,7 +19,7 @@ from rsembed.sok.keys import Keys as Keys
 from rsembed.sok.keys import split_keys as split_keys
 from rsembed.sok.layers import All2AllDenseEmbedding as All2AllDenseEmbedding
 from rsembed.sok.layers import DistributedEmbedding as DistributedEmbedding
-from rsembed.sok.splitting import split_embedding_variable_from_others as split_embedding_variable_from_others
 from rsembed.sok.variables import Backward as Backward
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
 from rsembed.sok.variables import embedding_variable as embedding_variable
+from rsembed.sok.variables import split_embedding_variable_from_others as split_embedding_variable_from_others

@@ -41,7 +41,7 @@ INITIAL_BLOCK = 256
 
 def uniform_initializer(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
     """Uniform values in [-0.05, 0.05). Source: the default of `sok.DistributedEmbedding`."""
-    return jax.random.uniform(key, shape, minval=-0.05, maxval=0.05)
+    return jax.random.uniform(key, shape, jnp.float32, -0.05, 0.05)
 
 
 @no_type_check  # wrong values are refused by name in __post_init__
@@ -124,6 +124,8 @@ def _check_int(value: Any, where: str, field: str, least: int, *, optional: bool
 class Counters(NamedTuple):
     """Keys since the table was made; a key counts once for every call of `translate` that it occurs in.
 
+    Without hash table there is only `unknown`, the others are None.
+
     Attributes:
       inserted: keys that got a row.
       evicted: keys that lost theirs, in `translate` or `evict_older`.
@@ -135,14 +137,14 @@ class Counters(NamedTuple):
       invalid: negative numbers other than -1 among the keys of a traced batch, which cannot be refused there.
     """
 
-    inserted: Int[Array, "1"]
-    evicted: Int[Array, "1"]
-    failed: Int[Array, "1"]
-    not_admitted: Int[Array, "1"]
-    forgotten: Int[Array, "1"]
-    unknown: Int[Array, "1"]
-    stale: Int[Array, "1"]
-    invalid: Int[Array, "1"]
+    inserted: Int[Array, "1"] | None = None
+    evicted: Int[Array, "1"] | None = None
+    failed: Int[Array, "1"] | None = None
+    not_admitted: Int[Array, "1"] | None = None
+    forgotten: Int[Array, "1"] | None = None
+    unknown: Int[Array, "1"] | None = None
+    stale: Int[Array, "1"] | None = None
+    invalid: Int[Array, "1"] | None = None
 
     def add(self, **numbers: Array) -> Counters:
         """Counters with some of them raised."""
@@ -153,7 +155,7 @@ class DynamicTable(NamedTuple):
     """State of one shard; all leaves have a leading axis, along which the shards of a table lie side by side.
 
     Attributes:
-      keys: which key has which row.
+      keys: a `RowMap`, which key has which row; None without hash table.
       rows: the vectors.
       slots: optimizer state of every row.
       waiting: how often keys that wait for admission have occurred; None if every key is admitted at once.
@@ -161,7 +163,7 @@ class DynamicTable(NamedTuple):
       key: PRNG key of the table.
     """
 
-    keys: RowMap
+    keys: Any
     rows: Float[Array, "rows dim"]
     slots: Slots
     waiting: RowMap | None
@@ -171,7 +173,7 @@ class DynamicTable(NamedTuple):
 
 def init(spec: DynamicTableSpec, key: PRNGKeyArray) -> DynamicTable:
     """An empty table. All shards of a table take the same PRNG key: initial values do not depend on the shard."""
-    arrays = _allocate(spec, spec.capacity)
+    arrays = allocate(spec, spec.capacity, fill=0)
     waiting = row_map.empty(spec.admission_capacity or spec.capacity) if spec.admission_count else None
     counters = Counters(*(jnp.zeros(1, jnp.int32) for _ in Counters._fields))
     return DynamicTable(
@@ -179,12 +181,13 @@ def init(spec: DynamicTableSpec, key: PRNGKeyArray) -> DynamicTable:
     )
 
 
-def _allocate(spec: DynamicTableSpec, capacity: int) -> tuple[Array, ...]:
+def allocate(spec: DynamicTableSpec, capacity: int, *, fill: int | None) -> tuple[Array, ...]:
+    """Rows and slots, all of them `fill`, or unspecified where they will be overwritten."""
     one_row = jax.ShapeDtypeStruct((1, spec.embedding_dim), jnp.float32)
     slots = jax.eval_shape(spec.optimizer.init_slots, one_row)
     shapes = [((capacity, spec.embedding_dim), jnp.dtype(spec.dtype))]
     shapes += [((capacity, *slot.shape[1:]), slot.dtype) for slot in slots]
-    return tuple(api.allocate(shape, dtype, 0) for shape, dtype in shapes)
+    return tuple(api.allocate(shape, dtype, fill) for shape, dtype in shapes)
 
 
 def translate(
@@ -298,14 +301,9 @@ def step(
     gradients: Float[Array, "nnz dim"],
     hyper: Hyperparameters,
 ) -> DynamicTable:
-    """One optimizer step.
+    """One optimizer step of rows that `translate` returned; gradients of equal rows are summed first.
 
-    Args:
-      spec: of the table.
-      table: its state.
-      rows: as `translate` returned them for this batch; gradients of equal rows are summed first.
-      gradients: one for every row.
-      hyper: from `spec.optimizer.get_hyperparameters(step)`.
+    `hyper` is `spec.optimizer.get_hyperparameters(step)`.
     """
     stepped, slots = update_rows(table.rows, table.slots, rows, gradients, hyper, spec.optimizer)
     return table._replace(rows=stepped, slots=slots)
@@ -341,7 +339,7 @@ def grow(spec: DynamicTableSpec, table: DynamicTable, capacity: int) -> DynamicT
         raise ValueError(f"table {spec.name!r} has {old} rows and cannot grow to {capacity} (at most {MAX_CAPACITY}).")
     arrays = tuple(
         jax.lax.dynamic_update_slice_in_dim(fresh, array, 0, 0)
-        for fresh, array in zip(_allocate(spec, capacity), (table.rows, *table.slots), strict=True)
+        for fresh, array in zip(allocate(spec, capacity, fill=0), (table.rows, *table.slots), strict=True)
     )
     waiting = table.waiting
     if waiting is not None and waiting.last_step.shape[0] < capacity:
@@ -358,13 +356,10 @@ def hold(table: DynamicTable, keys: Keys, step: Int[Array, ""]) -> DynamicTable:
 def still_theirs(table: DynamicTable, rows: Int[Array, " nnz"], keys: Keys) -> tuple[DynamicTable, Int[Array, " nnz"]]:
     """`rows` without those that belong to other keys by now, which are counted."""
     known = table.keys
+    if known is None:
+        return table, rows
     lanes = (known.high, known.low, known.last_step)
     high, low, last_step = (lane.at[rows].get(mode="fill", fill_value=0) for lane in lanes)
     is_stale = (rows != NO_ROW) & ((high != keys.high) | (low != keys.low) | (last_step == row_map.FREE))
     table = table._replace(counters=table.counters.add(stale=jnp.sum(is_stale, dtype=jnp.int32)))
     return table, jnp.where(is_stale, NO_ROW, rows)
-
-
-def size(table: DynamicTable) -> Int[Array, ""]:
-    """How many keys have a row."""
-    return table.keys.last_step.shape[0] - table.keys.num_free[0]

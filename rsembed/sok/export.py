@@ -1,4 +1,7 @@
-"""Rows out of a dynamic table and into one, by key: row numbers, shards and file order decide nothing."""
+"""Rows out of a table and into one, by key: row numbers, shards and file order decide nothing.
+
+The shares of the shards lie side by side in every array: row `r` of shard `s` stands in place `s * capacity + r`.
+"""
 
 from __future__ import annotations
 
@@ -8,117 +11,151 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.sok import row_map
 from rsembed.sok.dynamic_table import DynamicTable, DynamicTableSpec
-from rsembed.sok.keys import Keys, join_keys, split_keys
+from rsembed.sok.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.sok.row_map import RowMap
+from rsembed.sok.variables import on_host
 
 
-def export(spec: DynamicTableSpec, table: DynamicTable) -> dict[str, np.ndarray]:
+def export(spec: DynamicTableSpec, table: DynamicTable, num_shards: int = 1) -> dict[str, np.ndarray]:
     """Everything that belongs to keys, in ascending order of the keys (copies on the host).
 
-    Returns: `keys` (of `spec.key_dtype`), `values`, `last_step`, `count`, one `slot_<name>` per optimizer slot; and
-    with admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
+    Returns: `keys` (of `spec.key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table `last_step`
+    and `count`; and with admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
 
     Raises: ValueError: a key does not fit `spec.key_dtype`.
     """
-    rows, exported = _keys_of(spec, table.keys, "")
-    exported["values"] = np.asarray(table.rows)[rows]
-    for name, slot in zip(slot_names(spec, len(table.slots)), table.slots, strict=True):
-        exported[name] = np.asarray(slot)[rows]
+    if table.keys is None:
+        keys = np.arange(table.rows.shape[0])
+        places = keys % num_shards * spec.capacity + keys // num_shards
+        exported = {"keys": keys.astype(spec.key_dtype)}
+    else:
+        places, exported = _keys_of(spec, table.keys, "")
+    for name, array in zip(_array_names(spec, table), (table.rows, *table.slots), strict=True):
+        exported[name] = on_host(array)[places]
     if table.waiting is not None:
         exported |= _keys_of(spec, table.waiting, "waiting_")[1]
     return exported
 
 
-def slot_names(spec: DynamicTableSpec, num_slots: int) -> list[str]:
-    """What `export` calls the optimizer slots."""
-    fields = getattr(spec.optimizer.slot_type, "_fields", range(num_slots))
-    return [f"slot_{field}" for field in fields]
+def _array_names(spec: DynamicTableSpec, table: DynamicTable) -> list[str]:
+    slots = getattr(spec.optimizer.slot_type, "_fields", range(len(table.slots)))
+    return ["values", *(f"slot_{slot}" for slot in slots)]
 
 
 def _keys_of(spec: DynamicTableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    last_step, count = np.asarray(keys.last_step), np.asarray(keys.counts)
-    rows = np.flatnonzero(last_step != row_map.FREE)
-    joined = join_keys(np.asarray(keys.high)[rows], np.asarray(keys.low)[rows], dtype=spec.key_dtype)
+    high, low, last_step, count = map(on_host, (keys.high, keys.low, keys.last_step, keys.counts))
+    places = np.flatnonzero(last_step != row_map.FREE)
+    joined = join_keys(high[places], low[places], dtype=spec.key_dtype)
     order = np.argsort(joined)
-    rows = rows[order]
-    return rows, {f"{prefix}keys": joined[order], f"{prefix}last_step": last_step[rows], f"{prefix}count": count[rows]}
+    places = places[order]
+    exported = {"keys": joined[order], "last_step": last_step[places], "count": count[places]}
+    return places, {f"{prefix}{name}": array for name, array in exported.items()}
 
 
-def import_rows(spec: DynamicTableSpec, table: DynamicTable, exported: Mapping[str, Any]) -> DynamicTable:
+def import_rows(
+    spec: DynamicTableSpec, table: DynamicTable, exported: Mapping[str, Any], num_shards: int = 1
+) -> DynamicTable:
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
     Args:
       spec: of the table.
-      table: its state, not inside `jit`.
-      exported: as from `export`; of several shards, the concatenation of what belongs here. Only `keys` and `values`
-        are needed: without them slots start fresh, `last_step` and `count` at 0. Keys that wait for admission are not
-        needed where every key is admitted at once.
+      table: its state, not inside `jit`; the arrays that change come back as arrays of numpy.
+      exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, `last_step` and
+        `count` at 0. Keys that wait for admission are not needed where every key is admitted at once.
+      num_shards: how many share the keys.
 
-    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice, or there are too few free rows.
+    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit
+      `spec.key_dtype`, or there are too few free rows.
     """
-    keys, num_keys = _checked_keys(spec, exported, "")
-    names = slot_names(spec, len(table.slots))
-    known = {"keys", "values", "last_step", "count", "waiting_keys", "waiting_last_step", "waiting_count", *names}
+    names, of_keys = _array_names(spec, table), ("keys", "last_step", "count")
+    known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known):
         raise ValueError(f"table {spec.name!r}: cannot import {unknown}; it has {sorted(known)}.")
-    values = jnp.asarray(_checked(spec, exported, "values", (num_keys, spec.embedding_dim)), jnp.float32)
+    keys = _checked_keys(spec, exported, "")
+    values = jnp.asarray(_checked(spec, exported, "values", (*keys.shape, spec.embedding_dim)), jnp.float32)
     parts = [values, *spec.optimizer.init_slots(values)]
-    for number, name in enumerate(names, start=1):
-        if name in exported:
+    for number, name in enumerate(names):
+        if number and name in exported:
             parts[number] = jnp.asarray(_checked(spec, exported, name, parts[number].shape), parts[number].dtype)
-    known_keys, rows = _place(spec, table.keys, keys, exported, "")
-    arrays = api.scatter_rows((table.rows, *table.slots), rows, parts)
-    waiting = table.waiting
+    known_keys, waiting = table.keys, table.waiting
+    if known_keys is None:
+        places = _fixed_places(spec, keys, num_shards)
+    else:
+        known_keys, places = _place(spec, known_keys, keys, exported, "", num_shards)
     if waiting is not None and "waiting_keys" in exported:
-        waiting, _ = _place(spec, waiting, _checked_keys(spec, exported, "waiting_")[0], exported, "waiting_")
+        waiting_keys = _checked_keys(spec, exported, "waiting_")
+        waiting, _ = _place(spec, waiting, waiting_keys, exported, "waiting_", num_shards)
+    arrays: list[Any] = [np.array(on_host(array)) for array in (table.rows, *table.slots)]
+    for array, part in zip(arrays, parts, strict=True):
+        array[places] = part.astype(array.dtype)
     return table._replace(keys=known_keys, rows=arrays[0], slots=tuple(arrays[1:]), waiting=waiting)
 
 
-def _checked_keys(spec: DynamicTableSpec, exported: Mapping[str, Any], prefix: str) -> tuple[Keys, int]:
-    name = f"{prefix}keys"
+def _checked_keys(spec: DynamicTableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
+    where, name = f"table {spec.name!r}", f"{prefix}keys"
     numbers = np.asarray(_checked(spec, exported, name, (len(exported.get(name, ())),)))
-    keys = split_keys(numbers, feature=f"table {spec.name!r}, imported {name}")
+    keys = split_keys(numbers, feature=f"{where}, imported {name}")
+    check_fits(numbers, spec.key_dtype, where)
     distinct, counts = np.unique(numbers, return_counts=True)
-    if not keys.is_key.all() or (counts > 1).any():
-        bad = numbers[~keys.is_key] if not keys.is_key.all() else distinct[counts > 1]
-        raise ValueError(f"table {spec.name!r}: imported {name} must be distinct and not -1, but {int(bad[0])} is not.")
-    return Keys(*map(jnp.asarray, keys)), numbers.size
+    if bad := [*numbers[~keys.is_key], *distinct[counts > 1]]:
+        raise ValueError(
+            f"{where}: imported {name} must be distinct and not -1, but {int(bad[0])} is not; -1 stands for no key."
+        )
+    return keys
 
 
 def _checked(spec: DynamicTableSpec, exported: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
     if name not in exported:
-        raise ValueError(f"table {spec.name!r}: imported rows need {name!r}, got {sorted(exported)}.")
+        raise ValueError(
+            f"table {spec.name!r}: imported rows need {name!r}, got {sorted(exported)}; give 'keys' and 'values'."
+        )
     if np.shape(exported[name]) != shape:
         raise ValueError(f"table {spec.name!r}: imported {name!r} has shape {np.shape(exported[name])}, not {shape}.")
     return exported[name]
 
 
+def _fixed_places(spec: DynamicTableSpec, keys: Keys, num_shards: int) -> np.ndarray:
+    """Where the rows of keys are in a table without hash table."""
+    rows, limit = local_rows(keys, num_shards, spec.capacity), spec.capacity * num_shards
+    if (is_beyond := rows == NO_ROW).any():
+        (key,) = join_keys(keys.high[is_beyond][:1], keys.low[is_beyond][:1])
+        raise ValueError(f"table {spec.name!r}: imported keys must be below {limit}, the number of rows, got {key}.")
+    return owners(keys, num_shards).astype(np.int64) * spec.capacity + rows
+
+
 def _place(
-    spec: DynamicTableSpec, keys_of_rows: RowMap, keys: Keys, exported: Mapping[str, Any], prefix: str
-) -> tuple[RowMap, Int[Array, " nnz"]]:
-    n = keys.low.shape[0]
+    spec: DynamicTableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, Any], prefix: str, num_shards: int
+) -> tuple[RowMap, np.ndarray]:
+    """The maps of all shards with these keys in them, and where their rows are."""
     lanes = []
     for name in (f"{prefix}last_step", f"{prefix}count"):
-        numbers = np.asarray(_checked(spec, exported, name, (n,)) if name in exported else np.zeros(n, np.int32))
-        if n and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
+        given = name in exported
+        numbers = np.asarray(_checked(spec, exported, name, keys.shape) if given else np.zeros(keys.shape, np.int32))
+        if numbers.size and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
             raise ValueError(f"table {spec.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}].")
-        lanes.append(jnp.asarray(numbers.astype(np.int32)))
-    placed, rows = _find_or_assign(keys_of_rows, keys, *lanes)
-    num_left = int(jnp.sum(rows == NO_ROW))
-    if num_left:
-        capacity, free = keys_of_rows.last_step.shape[0], int(keys_of_rows.num_free[0])
-        what = f"admission_capacity={capacity}" if prefix else f"capacity={capacity}"
-        raise ValueError(
-            f"table {spec.name!r}: {n} imported {prefix}keys need {free + num_left} free rows, but the shard has "
-            f"{free} ({what}); grow the table, or spread it over more shards."
-        )
-    return placed, rows
+        lanes.append(numbers.astype(np.int32))
+    parted = jax.tree.map(lambda leaf: on_host(leaf).reshape(num_shards, -1, *leaf.shape[1:]), maps)
+    capacity, owner = maps.last_step.shape[0] // num_shards, owners(keys, num_shards)
+    places, placed = np.zeros(keys.shape, np.int64), []
+    for shard in range(num_shards):
+        own_map, is_own = jax.tree.map(lambda leaf, shard=shard: leaf[shard], parted), owner == shard
+        own_map, found = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
+        rows = np.asarray(found)
+        if num_left := int(np.sum(rows == NO_ROW)):
+            free = int(parted.num_free[shard, 0])
+            what = f"admission_capacity={capacity}" if prefix else f"capacity={capacity}"
+            raise ValueError(
+                f"table {spec.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
+                f"shard has {free} ({what}); grow the table, or spread it over more shards."
+            )
+        places[is_own] = shard * capacity + rows
+        placed.append(own_map)
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *placed), places
 
 
 @jax.jit

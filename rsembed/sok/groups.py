@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from rsembed.bags import as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
 from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
-from rsembed.sok.inputs import read_keys
+from rsembed.sok.inputs import checked_combiner, read_keys
+from rsembed.sok.sharded_table import KeyBags
 from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
 from rsembed.specs import Combiner
 
@@ -50,7 +51,7 @@ def group_embedding_lookup_sparse(
       NotImplementedError: another partition strategy.
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
     """
-    return _look_up_group(params, sp_ids, combiners, partition_strategy, sp_weights, name, training)[0]
+    return _look_up_group(params, sp_ids, combiners, partition_strategy, sp_weights, name, training=training)[0]
 
 
 def group_embedding_lookup_vjp(
@@ -63,13 +64,7 @@ def group_embedding_lookup_vjp(
 ) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[Any]], None]]:
     """The same lookup for training, and `backward(d_outputs)`, which steps the rows of the embedding variables.
 
-    Args:
-      params: `EmbeddingVariable`s only.
-      sp_ids: see `group_embedding_lookup_sparse`, as for the others.
-      combiners: see there.
-      partition_strategy: see there.
-      sp_weights: see there.
-      name: see there.
+    Arguments are those of `group_embedding_lookup_sparse`, but `params` are `EmbeddingVariable`s only.
 
     Raises: as there; TypeError: a plain table, whose gradient `jax.grad` gives.
     """
@@ -79,8 +74,8 @@ def group_embedding_lookup_vjp(
                 f"group {name or 'embedding'!r}: params[{position}] is {type(table).__name__}; only EmbeddingVariables "
                 "train themselves. Differentiate group_embedding_lookup_sparse with jax.grad for plain tables."
             )
-    outputs, backward = _look_up_group(params, sp_ids, combiners, partition_strategy, sp_weights, name, True)
-    return outputs, lambda d_outputs: cast(Backward, backward)(*d_outputs)
+    outputs, backward = _look_up_group(params, sp_ids, combiners, partition_strategy, sp_weights, name, training=True)
+    return outputs, lambda d_outputs: backward(*d_outputs)
 
 
 def _look_up_group(
@@ -90,8 +85,9 @@ def _look_up_group(
     partition_strategy: str,
     sp_weights: Sequence[Any] | None,
     name: str | None,
+    *,
     training: bool,
-) -> tuple[list[Array], Backward | None]:
+) -> tuple[list[Array], Backward]:
     group = f"group {name or 'embedding'!r}"
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
@@ -99,41 +95,30 @@ def _look_up_group(
     lengths = {"params": len(params), "sp_ids": len(sp_ids), "combiners": len(combiners), "sp_weights": len(weights)}
     if len(set(lengths.values())) != 1 or not params:
         raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
-    known = [combiner.lower() for combiner in combiners]
-    for position, combiner in enumerate(known):
-        if combiner not in ("sum", "mean", "sqrtn"):
-            raise ValueError(f"{group}: combiners[{position}] must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
-    sharded = [i for i, table in enumerate(params) if isinstance(table, EmbeddingVariable)]
-    outputs: dict[int, Array] = {
-        i: _local(params[i], sp_ids[i], weights[i], known[i], f"{group}, params[{i}]")
-        for i in range(len(params))
-        if i not in sharded
-    }
-    backward = None
-    if sharded:
-        variables = [params[i] for i in sharded]
-        batch = [read_keys(params[i].table, sp_ids[i], weights[i]) for i in sharded]
-        for variable, bags in zip(variables, batch, strict=True):
-            if not isinstance(bags.keys.is_key, jax.Array):
-                variable.table.context.check_batch(bags.keys.is_key.shape[0], f"{group}, {variable.table.spec.name!r}")
-        found, backward = look_up_variables(
-            variables, batch, [cast(Combiner, known[i]) for i in sharded], training=training
-        )
-        outputs |= dict(zip(sharded, found, strict=True))
+    known = [checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
+    outputs: dict[int, Array] = {}
+    batch: dict[int, KeyBags] = {}
+    for i, (table, ids, own, combiner) in enumerate(zip(params, sp_ids, weights, known, strict=True)):
+        if not isinstance(table, EmbeddingVariable):
+            outputs[i] = _local(table, ids, own, combiner, f"{group}, params[{i}]")
+            continue
+        batch[i] = read_keys(table.table, ids, own, combiner)
+        if not isinstance(batch[i].keys.is_key, jax.Array):
+            table.table.context.check_batch(batch[i].keys.shape[0], f"{group}, {table.table.spec.name!r}")
+    found, backward = look_up_variables([params[i] for i in batch], list(batch.values()), training=training)
+    outputs |= dict(zip(batch, found, strict=True))
     return [outputs[i] for i in range(len(params))], backward
 
 
-def _local(table: Any, ids: Any, weights: Any, combiner: str, where: str) -> Array:
+def _local(table: Any, ids: Any, weights: Any, combiner: Combiner, where: str) -> Array:
     values = table.get_value() if isinstance(table, nnx.Variable) else jnp.asarray(table)
     bags = as_bags(ids if weights is None else (ids, weights), feature=where)
     check_ids_dtype(bags, feature=where)
     if not is_traced(bags):
         check_values(bags, feature=where, table=where, vocabulary_size=values.shape[0])
     own = None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32)
-    segment = Segment(
-        jnp.asarray(narrow_ids(bags.ids)), jnp.asarray(bags.offsets).astype(jnp.int32), own, cast(Combiner, combiner)
-    )
-    return api.lookup(values, [segment])[0]
+    offsets = jnp.asarray(bags.offsets).astype(jnp.int32)
+    return api.lookup(values, [Segment(jnp.asarray(narrow_ids(bags.ids)), offsets, own, combiner)])[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,7 +134,7 @@ class EmbeddingColumn:
 
     feature: str
     variable: EmbeddingVariable
-    combiner: Literal["sum", "mean", "sqrtn"]
+    combiner: Combiner
     group: str | None
 
 
@@ -200,8 +185,7 @@ def embedding_column(
 
     Raises: ValueError: an argument is out of range, or the shared table has other rows.
     """
-    if combiner not in ("sum", "mean", "sqrtn"):
-        raise ValueError(f"column {feature!r}: combiner must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
+    known = checked_combiner(combiner, f"column {feature!r}: combiner")
     if variable is None:
         variable = embedding_variable(feature, dimension, **options)
     elif variable.table.spec.embedding_dim != dimension:
@@ -210,7 +194,7 @@ def embedding_column(
             f"{variable.table.spec.embedding_dim}."
         )
     group = _open_scopes[-1] if _open_scopes else None
-    return EmbeddingColumn(feature, variable, cast(Any, combiner), group)
+    return EmbeddingColumn(feature, variable, known, group)
 
 
 def input_layer(features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]) -> Float[Array, "batch _"]:
@@ -228,12 +212,7 @@ def input_layer(features: Mapping[str, Any], columns: Sequence[EmbeddingColumn])
 def input_layer_vjp(
     features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]
 ) -> tuple[Float[Array, "batch _"], Callable[[Any], None]]:
-    """The same for training, and `backward(d_output)`, which steps the rows that were read.
-
-    Args:
-      features: see `input_layer`.
-      columns: see there.
-    """
+    """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read."""
     outputs, backwards = _read_columns(features, columns, training=True)
     splits = np.cumsum([output.shape[1] for output in outputs])[:-1].tolist()
 
@@ -260,20 +239,11 @@ def _read_columns(
     backwards = []
     for group, positions in groups.items():
         own = [columns[position] for position in positions]
-        pairs = [_ids_and_weights(features[column.feature]) for column in own]
-        found, backward = _look_up_group(
-            [column.variable for column in own],
-            [ids for ids, _ in pairs],
-            [column.combiner for column in own],
-            "mod",
-            [weights for _, weights in pairs],
-            str(group),
-            training,
-        )
+        given = [features[column.feature] for column in own]
+        pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in given]
+        ids, weights = zip(*pairs, strict=True)
+        variables, combiners = [column.variable for column in own], [column.combiner for column in own]
+        found, backward = _look_up_group(variables, ids, combiners, "mod", weights, str(group), training=training)
         outputs |= dict(zip(positions, found, strict=True))
-        backwards.append((positions, cast(Backward, backward)))
+        backwards.append((positions, backward))
     return [outputs[position] for position in range(len(columns))], backwards
-
-
-def _ids_and_weights(value: Any) -> tuple[Any, Any]:
-    return value if type(value) is tuple and len(value) == 2 else (value, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +56,10 @@ class Context:
                 f"{name}: {num_samples} samples in each of {processes} processes, but sok.Init was told "
                 f"global_batch_size={self.global_batch_size}; change one of them, or leave it out to take any batch."
             )
+
+    def on_each(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
+        """`function` of what one device holds, as a function of global arrays; its results are cut as tables are."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=P(self.axis), check_vma=False)
 
     def place(self, tree: Any) -> Any:
         """Arrays of this process, cut among the devices of all."""

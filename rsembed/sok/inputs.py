@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rsembed.bags import PAD_ID, Bags, as_bags
-from rsembed.sok.keys import KEY_DTYPES, Keys, split_keys
+from rsembed.sok.keys import Keys, check_fits, split_keys
 from rsembed.sok.sharded_table import KeyBags, ShardedTable
+from rsembed.specs import Combiner
 
 
-def read_keys(table: ShardedTable, value: Any, weights: Any, *, width: int | None = None) -> KeyBags:
+def checked_combiner(combiner: str, what: str) -> Combiner:
+    """The combiner in small letters. Raises: ValueError: it does not pool; names `what` asked for it."""
+    if combiner.lower() not in ("sum", "mean", "sqrtn"):
+        raise ValueError(f"{what} must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
+    return cast(Combiner, combiner.lower())
+
+
+def read_keys(
+    table: ShardedTable, value: Any, weights: Any, combiner: Combiner, *, width: int | None = None
+) -> KeyBags:
     """One bag of keys per leading position of `value`.
 
     Args:
@@ -21,6 +30,7 @@ def read_keys(table: ShardedTable, value: Any, weights: Any, *, width: int | Non
       value: an integer array `[..., keys per bag]` in which -1 is no key (signed dtypes), `Keys` of that shape,
         `Bags`, or lists of keys. Inside `jit` an array of 32-bit keys, or `Keys`.
       weights: one float per key, in the same form, or None.
+      combiner: of the keys of a bag.
       width: keys per bag at most; bags and lists are padded to it. None pads to a power of two.
 
     Raises: TypeError or ValueError, naming the table, the position and the way out.
@@ -37,22 +47,22 @@ def read_keys(table: ShardedTable, value: Any, weights: Any, *, width: int | Non
             value = (value, weights)
         keys, weights = _from_bags(_as_bags(value, name), name, width)
     else:
-        keys = split_keys(_checked_dtype(value, name, table.spec.key_dtype), feature=f"table {name!r}")
-    if keys.is_key.ndim < 2:
+        numbers = value if isinstance(value, jax.Array) else np.asarray(value)
+        keys = split_keys(numbers, feature=f"table {name!r}")
+        check_fits(numbers, table.spec.key_dtype, f"table {name!r}")
+    if len(keys.shape) < 2:
+        raise ValueError(f"table {name!r}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}.")
+    if width is not None and keys.shape[-1] > width:
         raise ValueError(
-            f"table {name!r}: keys need an axis of bags and one of keys per bag, got shape {keys.is_key.shape}."
-        )
-    if width is not None and keys.is_key.shape[-1] > width:
-        raise ValueError(
-            f"table {name!r}: {keys.is_key.shape[-1]} keys per bag, but at most {width} were agreed (max_nnz); raise "
+            f"table {name!r}: {keys.shape[-1]} keys per bag, but at most {width} were agreed (max_nnz); raise "
             "it, or cut the bags."
         )
-    if weights is not None and np.shape(weights) != keys.is_key.shape:
-        raise ValueError(f"table {name!r}: weights have shape {np.shape(weights)}, keys {keys.is_key.shape}.")
+    if weights is not None and np.shape(weights) != keys.shape:
+        raise ValueError(f"table {name!r}: weights have shape {np.shape(weights)}, keys {keys.shape}.")
     if not any(isinstance(x, jax.core.Tracer) for x in (*keys, weights)):
         _check_values(table, keys, weights)
     lanes = Keys(*(_flat(lane) for lane in keys))
-    return KeyBags(lanes, None if weights is None else _flat(weights).astype(np.float32))
+    return KeyBags(lanes, None if weights is None else _flat(weights).astype(np.float32), combiner)
 
 
 def _from_device(array: Any, table: ShardedTable) -> Any:
@@ -73,21 +83,6 @@ def _flat(array: Any) -> Any:
     return array.reshape(-1, array.shape[-1])
 
 
-def _checked_dtype(value: Any, name: str, key_dtype: str) -> Any:
-    if not isinstance(value, jax.Array):
-        value = np.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"table {name!r}: keys must be integers, got {value.dtype}; convert them, or hash strings.")
-    limits = np.iinfo(key_dtype)
-    fits = np.iinfo(value.dtype).max <= limits.max or isinstance(value, jax.core.Tracer)
-    if not fits and value.size and int(value.max()) > limits.max:
-        raise ValueError(
-            f"table {name!r}: key {int(value.max())} does not fit into key_dtype={key_dtype!r}; choose one of "
-            f"{', '.join(KEY_DTYPES)} that holds it."
-        )
-    return value
-
-
 def _from_bags(bags: Bags, name: str, width: int | None) -> tuple[Keys, np.ndarray | None]:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(bags)):
         raise TypeError(
@@ -106,15 +101,15 @@ def _from_bags(bags: Bags, name: str, width: int | None) -> tuple[Keys, np.ndarr
             "cut the bag."
         )
     is_key = np.arange(width)[None, :] < lengths[:, None]
-    dense = np.zeros(is_key.shape, ids.dtype)
-    dense[is_key] = ids[: offsets[-1]]
-    keys = split_keys(np.where(is_key, dense, dense.dtype.type(0)), feature=f"table {name!r}")
+
+    def filled_up(values: Any, dtype: Any) -> np.ndarray:
+        dense = np.zeros(is_key.shape, dtype)
+        dense[is_key] = np.asarray(values)[: offsets[-1]]
+        return dense
+
+    keys = split_keys(filled_up(ids, ids.dtype), feature=f"table {name!r}")
     keys = keys._replace(is_key=keys.is_key & is_key)
-    if bags.weights is None:
-        return keys, None
-    weights = np.zeros(is_key.shape, np.float32)
-    weights[is_key] = np.asarray(bags.weights)[: offsets[-1]]
-    return keys, weights
+    return keys, None if bags.weights is None else filled_up(bags.weights, np.float32)
 
 
 def _check_values(table: ShardedTable, keys: Keys, weights: Any) -> None:

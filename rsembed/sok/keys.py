@@ -28,6 +28,11 @@ class Keys(NamedTuple):
     low: Any
     is_key: Any
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes of all lanes."""
+        return self.is_key.shape
+
 
 def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
     """Keys from an integer array: numpy arrays stay on the host, jax arrays on their device.
@@ -59,6 +64,18 @@ def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
         return Keys(xp.where(is_key, np.uint32(0), np.uint32(0xFFFFFFFF)), low, is_key)
     bits = keys.astype(np.uint64)
     return Keys((bits >> np.uint64(32)).astype(np.uint32), (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32), is_key)
+
+
+def check_fits(keys: Any, dtype: str, feature: str) -> None:
+    """Raises: ValueError: an integer key is larger than `dtype` can hold. Values inside `jit` are not known."""
+    largest = np.iinfo(dtype).max
+    if np.iinfo(keys.dtype).max <= largest or isinstance(keys, jax.core.Tracer) or not keys.size:
+        return
+    if int(keys.max()) > largest:
+        raise ValueError(
+            f"{feature}: key {int(keys.max())} does not fit into key_dtype={dtype!r}; choose one of "
+            f"{', '.join(KEY_DTYPES)} that holds it."
+        )
 
 
 def _check_not_negative(keys: Any, feature: str) -> None:

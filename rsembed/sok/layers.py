@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.optimizers import OptimizerSpec
-from rsembed.sok.initialize import Context
-from rsembed.sok.inputs import read_keys
+from rsembed.sok.inputs import checked_combiner, read_keys
 from rsembed.sok.keys import Keys
+from rsembed.sok.sharded_table import KeyBags
 from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
 from rsembed.specs import Combiner
-
-LayerCombiner = Literal["sum", "mean", "sqrtn"]
 
 
 class _Layer(nnx.Module):
@@ -33,13 +30,8 @@ class _Layer(nnx.Module):
         max_nnz: int,
         use_hashtable: bool,
         *,
-        key_dtype: str = "int64",
         embedding_initializer: str | Callable[..., Array] = "uniform",
-        optimizer: OptimizerSpec | None = None,
-        exchange_capacity: int | None = None,
-        context: Context | None = None,
-        rngs: nnx.Rngs | None = None,
-        **policies: Any,
+        **options: Any,
     ):
         for argument, value in (
             ("max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu),
@@ -50,18 +42,13 @@ class _Layer(nnx.Module):
             if value < 1:
                 raise ValueError(f"layer {name!r}: {argument} must be at least 1, got {value}.")
         self.slot_num, self.max_nnz = slot_num, max_nnz
-        self.exchange_capacity = exchange_capacity
         self.variable: EmbeddingVariable = embedding_variable(
             name,
             embedding_vec_size,
             rows_per_device=max_vocabulary_size_per_gpu,
             use_hashtable=use_hashtable,
-            key_dtype=key_dtype,
             initializer=embedding_initializer,
-            optimizer=optimizer,
-            context=context,
-            rngs=rngs,
-            **policies,
+            **options,
         )
 
     @property
@@ -69,12 +56,9 @@ class _Layer(nnx.Module):
         """The table's name."""
         return self.variable.table.spec.name
 
-    def _read(
-        self, value: Any, weights: Any, combiner: str, training: bool, *, is_batch: bool = True
-    ) -> tuple[Array, Backward]:
-        table, context = self.variable.table, self.variable.table.context
-        bags = read_keys(table, value, weights, width=self.max_nnz)
-        num_bags = bags.keys.is_key.shape[0]
+    def _bags(self, value: Any, weights: Any, combiner: Combiner, *, is_batch: bool = True) -> KeyBags:
+        bags = read_keys(self.variable.table, value, weights, combiner, width=self.max_nnz)
+        num_bags = bags.keys.shape[0]
         if num_bags % self.slot_num:
             raise ValueError(
                 f"layer {self.name!r}: {num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
@@ -82,20 +66,15 @@ class _Layer(nnx.Module):
             )
         # A traced or global batch has its samples in place already.
         if is_batch and not isinstance(bags.keys.is_key, jax.Array):
-            context.check_batch(num_bags // self.slot_num, f"layer {self.name!r}")
-        self._check_counts(bags.keys)
-        (output,), backward = look_up_variables(
-            [self.variable], [bags], [cast(Combiner, combiner)], training=training, capacity=self.exchange_capacity
-        )
-        return output, backward
+            self.variable.table.context.check_batch(num_bags // self.slot_num, f"layer {self.name!r}")
+        return bags
 
-    def _shaped(self, output: Array, backward: Backward, shape: tuple[int, ...]) -> tuple[Array, Backward]:
-        output = output.reshape(shape)
+    def _look_up(self, bags: KeyBags, training: bool, *shape: int) -> tuple[Array, Backward]:
+        """Output of this shape, but for the rows' own axis."""
+        (output,), backward = look_up_variables([self.variable], [bags], training=training)
+        output = output.reshape(*shape, output.shape[-1])
         backward.shapes = [output.shape]
         return output, backward
-
-    def _check_counts(self, keys: Keys) -> None:
-        """Nothing to check."""
 
 
 class DistributedEmbedding(_Layer):
@@ -116,8 +95,8 @@ class DistributedEmbedding(_Layer):
       use_hashtable: keys of any size get rows when they are first trained; else keys are numbers below
         `max_vocabulary_size_per_gpu * devices`.
       name: of the table, for messages, initial rows and dumps.
-      **options: `key_dtype`, `embedding_initializer`, `optimizer`, `context`, `rngs` and policies, see
-        `embedding_variable`; `exchange_capacity`, see `parallel.rounds.ask`.
+      **options: `key_dtype`, `embedding_initializer`, `optimizer`, `exchange_capacity`, `context`, `rngs` and
+        policies, see `embedding_variable`.
 
     Raises: ValueError: an argument is out of range or unknown.
     Source: Sparse Operation Kit, `sok.DistributedEmbedding`.
@@ -147,14 +126,12 @@ class DistributedEmbedding(_Layer):
         name: str = "distributed_embedding",
         **options: Any,
     ):
-        if combiner.lower() not in ("sum", "mean", "sqrtn"):
-            raise ValueError(f"layer {name!r}: combiner must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
+        self.combiner = checked_combiner(combiner, f"layer {name!r}: combiner")
         super().__init__(
             name, max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz, use_hashtable, **options
         )
         if max_feature_num is not None and max_feature_num < 1:
             raise ValueError(f"layer {name!r}: max_feature_num must be at least 1, got {max_feature_num}.")
-        self.combiner = combiner.lower()
         self.max_feature_num = slot_num * max_nnz if max_feature_num is None else max_feature_num
 
     def __call__(self, keys: Any, weights: Any = None, *, training: bool = False) -> Float[Array, "batch slot_num dim"]:
@@ -178,17 +155,16 @@ class DistributedEmbedding(_Layer):
         return self._pooled(keys, weights, True)
 
     def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, Backward]:
-        output, backward = self._read(keys, weights, self.combiner, training)
-        return self._shaped(output, backward, (-1, self.slot_num, output.shape[-1]))
-
-    def _check_counts(self, keys: Keys) -> None:
-        if self.max_feature_num < self.slot_num * self.max_nnz and isinstance(keys.is_key, np.ndarray):
-            used = keys.is_key.reshape(-1, self.slot_num * keys.is_key.shape[-1]).sum(axis=1)
+        bags = self._bags(keys, weights, self.combiner)
+        is_key = bags.keys.is_key
+        if self.max_feature_num < self.slot_num * self.max_nnz and isinstance(is_key, np.ndarray):
+            used = is_key.reshape(-1, self.slot_num * is_key.shape[-1]).sum(axis=1)
             if used.max(initial=0) > self.max_feature_num:
                 raise ValueError(
                     f"layer {self.name!r}: sample {int(used.argmax())} has {int(used.max())} keys, but at most "
                     f"max_feature_num={self.max_feature_num} were agreed; raise it, or cut the sample."
                 )
+        return self._look_up(bags, training, -1, self.slot_num)
 
 
 class All2AllDenseEmbedding(_Layer):
@@ -251,44 +227,36 @@ class All2AllDenseEmbedding(_Layer):
         return self._rows(keys, True)
 
     def _rows(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
+        if not isinstance(keys, (Keys, jax.Array)):
+            try:
+                keys = np.asarray(keys)
+            except ValueError as error:
+                raise ValueError(
+                    f"layer {self.name!r}: all slots need equally many keys; fill them up with -1, or use "
+                    "DistributedEmbedding for ragged ones."
+                ) from error
         if self.dynamic_input:
             return self._rows_of_list(keys, training)
-        keys = self._as_array(keys)
-        shape = keys.is_key.shape if isinstance(keys, Keys) else keys.shape
-        if shape[1:] != (self.slot_num, self.max_nnz):
+        if keys.shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
-                f"layer {self.name!r}: keys have shape {shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
+                f"layer {self.name!r}: keys have shape {keys.shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
                 "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
             )
-        output, backward = self._read(keys, None, "none", training)
-        return self._shaped(output, backward, (*shape, output.shape[-1]))
-
-    def _as_array(self, keys: Any) -> Any:
-        if isinstance(keys, (Keys, jax.Array)):
-            return keys
-        try:
-            return np.asarray(keys)
-        except ValueError as error:
-            raise ValueError(
-                f"layer {self.name!r}: all slots need equally many keys; fill them up with -1, or use "
-                "DistributedEmbedding for ragged ones."
-            ) from error
+        return self._look_up(self._bags(keys, None, "none"), training, *keys.shape)
 
     def _rows_of_list(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
-        keys = self._as_array(keys)
-        shape = keys.is_key.shape if isinstance(keys, Keys) else keys.shape
-        if len(shape) != 1:
-            raise ValueError(f"layer {self.name!r}: dynamic_input takes a list of keys, got shape {shape}.")
-        num_keys, devices = shape[0], self.variable.table.context.num_local_devices
+        if len(keys.shape) != 1:
+            raise ValueError(f"layer {self.name!r}: dynamic_input takes a list of keys, got shape {keys.shape}.")
+        num_keys, devices = keys.shape[0], self.variable.table.context.num_local_devices
         missing = -num_keys % (devices * self.slot_num)
         if missing and jax.process_count() > 1:
             raise ValueError(
                 f"layer {self.name!r}: {num_keys} keys do not divide among the {devices} devices of this process; pad "
                 "them with -1."
             )
-        lanes = keys if isinstance(keys, Keys) else read_keys(self.variable.table, keys[:, None], None).keys
+        lanes = keys if isinstance(keys, Keys) else read_keys(self.variable.table, keys[:, None], None, "none").keys
         padded = Keys(*(_padded(lane.reshape(-1), missing)[:, None] for lane in lanes))
-        output, backward = self._read(padded, None, "none", training, is_batch=False)
+        output, backward = self._look_up(self._bags(padded, None, "none", is_batch=False), training, padded.shape[0])
         if not missing:
             return output, backward
         return output[:num_keys], lambda d_output: backward(_padded(jnp.asarray(d_output), missing))

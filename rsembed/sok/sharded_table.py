@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,11 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.parallel import Wanted, ask, default_capacity, distinct
 from rsembed.sok import dynamic_table, static_table
-from rsembed.sok.dynamic_table import DynamicTableSpec
+from rsembed.sok.dynamic_table import Counters, DynamicTable, DynamicTableSpec
 from rsembed.sok.initialize import Context
 from rsembed.sok.keys import Keys, num_invalid, owners
-from rsembed.sok.optimizers import Adam, update_rows
+from rsembed.sok.optimizers import Adam
 from rsembed.specs import Combiner
-
-Combiners = Sequence[tuple[Combiner, ...]]
-"""For each table, the combiner of each feature that reads it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,28 +39,37 @@ class ShardedTable:
       spec: the share of one device.
       context: the devices.
       use_hashtable: keys get rows when they are first trained; else key `k` has row `k // n` of its device.
+      exchange_capacity: places per block of the exchange, see `parallel.rounds.ask`; None means `default_capacity`.
     """
 
     spec: DynamicTableSpec
     context: Context
     use_hashtable: bool = True
+    exchange_capacity: int | None = None
 
+    @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: PRNGKeyArray) -> TableState:
         """An empty table, or a full one without hash table."""
-        return _init(self, key)
+        context = self.context
+
+        def on_device(key: PRNGKeyArray) -> DynamicTable:
+            if self.use_hashtable:
+                return dynamic_table.init(self.spec, key)
+            return static_table.init(self.spec, key, jax.lax.axis_index(context.axis), context.num_devices)
+
+        return TableState(context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32))
 
     def on_shards(self, function: Callable[[Any, Array], Any], state: TableState) -> TableState:
         """The state after `(shard, step) -> shard` on every device."""
-        part = P(self.context.axis)
-        mapped = jax.shard_map(function, mesh=self.context.mesh, in_specs=(part, P()), out_specs=part, check_vma=False)
-        return TableState(mapped(state.shards, state.step), state.step)
+        (shards,) = _on_devices(lambda table, own: function(*own), [self], [state])
+        return TableState(shards, state.step)
 
 
 class TableState(NamedTuple):
     """Everything that training changes in one table.
 
     Attributes:
-      shards: `DynamicTable` or `StaticTable`; the shares of the devices lie side by side along the leading axis.
+      shards: `DynamicTable`; the shares of the devices lie side by side along the leading axis.
       step: updates so far.
     """
 
@@ -71,29 +77,21 @@ class TableState(NamedTuple):
     step: Int[Array, ""]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _init(table: ShardedTable, key: PRNGKeyArray) -> TableState:
-    axis = table.context.axis
-
-    def on_device(key: PRNGKeyArray) -> Any:
-        if table.use_hashtable:
-            return dynamic_table.init(table.spec, key)
-        return static_table.init(table.spec, key, jax.lax.axis_index(axis), table.context.num_devices)
-
-    mapped = jax.shard_map(on_device, mesh=table.context.mesh, in_specs=P(), out_specs=P(axis), check_vma=False)
-    return TableState(mapped(key), jnp.zeros((), jnp.int32))
-
-
-class KeyBags(NamedTuple):
-    """Keys of a batch, cut among devices by bag.
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeyBags:
+    """Keys of a feature, cut among devices by bag.
 
     Attributes:
       keys: lanes `[bags, width]`.
       weights: one per key; None means ones.
+      combiner: of the keys of a bag.
     """
 
     keys: Keys
     weights: Float[Array, "bags width"] | None
+    combiner: Combiner = dataclasses.field(metadata={"static": True})
 
 
 class Trip(NamedTuple):
@@ -103,149 +101,95 @@ class Trip(NamedTuple):
       wanted: distinct keys of every device.
       rows: row of each at its owner, `NO_ROW` for a key without one.
       features: the batch.
-      num_rounds: rounds of the exchange.
     """
 
     wanted: Wanted
     rows: Int[Array, " nnz"]
-    features: tuple[KeyBags, ...]
-    num_rounds: Int[Array, " devices"]
+    features: Sequence[KeyBags]
+
+
+Outputs = tuple[Float[Array, "_ _"], ...]
+"""Of each feature `[bags, dim]`, or `[bags * width, dim]` for combiner "none"."""
 
 
 def look_up(
-    tables: Sequence[ShardedTable],
-    combiners: Combiners,
-    states: Sequence[TableState],
-    batch: Sequence[tuple[KeyBags, ...]],
-    *,
-    train: bool,
-    capacity: int | None = None,
-) -> tuple[list[TableState], list[tuple[Float[Array, "_ _"], ...]], list[Trip]]:
+    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]], *, train: bool
+) -> list[tuple[TableState, Outputs, Trip]]:
     """Pooled rows of every feature of every table.
 
     Args:
       tables: what the states belong to; all over the same devices.
-      combiners: of every feature of every table.
       states: see `ShardedTable.init`; unchanged but for counters unless `train`.
       batch: keys of every feature of every table.
       train: new keys get rows.
-      capacity: places per block of the exchange, see `parallel.rounds.ask`.
 
-    Returns: new states; for each table, outputs `[bags, dim]` of its features, `[bags * width, dim]` for "none"; trips.
+    Returns: for each table its new state, its outputs, and its trip.
     """
-    context = common_context(tables)
-    steps = [state.step for state in states]
-
-    def on_device(shards: Any, steps: Any, batch: Any) -> Any:
-        results = []
-        for table, own, shard, step, features in zip(tables, combiners, shards, steps, batch, strict=True):
-            results.append(_look_up(table, own, shard, step, features, train, capacity))
-        return tuple(zip(*results, strict=True))
-
-    part = P(context.axis)
-    mapped = jax.shard_map(on_device, mesh=context.mesh, in_specs=(part, P(), part), out_specs=part, check_vma=False)
-    shards, outputs, trips = mapped([state.shards for state in states], steps, list(batch))
-    return [TableState(*new) for new in zip(shards, steps, strict=True)], list(outputs), list(trips)
+    results = _on_devices(functools.partial(_look_up, train=train), tables, states, batch)
+    return [(TableState(shard, state.step), *rest) for state, (shard, *rest) in zip(states, results, strict=True)]
 
 
 def evaluate(
-    tables: Sequence[ShardedTable],
-    combiners: Combiners,
-    states: Sequence[TableState],
-    batch: Sequence[tuple[KeyBags, ...]],
-    *,
-    capacity: int | None = None,
-) -> tuple[list[Any], list[tuple[Array, ...]], list[Trip]]:
-    """A lookup that changes nothing: new counters, which `with_counters` takes, instead of states.
-
-    Args:
-      tables: as for `look_up`, like all others.
-      combiners: see there.
-      states: see there.
-      batch: see there.
-      capacity: see there.
-    """
-    new_states, outputs, trips = look_up(tables, combiners, states, batch, train=False, capacity=capacity)
-    counters = [
-        state.shards.counters if table.use_hashtable else state.shards.unknown
-        for table, state in zip(tables, new_states, strict=True)
-    ]
-    return counters, outputs, trips
-
-
-def with_counters(state: TableState, counters: Any) -> TableState:
-    """The state with counters that `evaluate` returned."""
-    field = "counters" if isinstance(state.shards, dynamic_table.DynamicTable) else "unknown"
-    return state._replace(shards=state.shards._replace(**{field: counters}))
+    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
+) -> list[tuple[Counters, Outputs, Trip]]:
+    """A lookup that changes nothing: new counters instead of states."""
+    results = look_up(tables, states, batch, train=False)
+    return [(state.shards.counters, outputs, trip) for state, outputs, trip in results]
 
 
 def update(
     tables: Sequence[ShardedTable],
-    combiners: Combiners,
     states: Sequence[TableState],
     trips: Sequence[Trip],
     d_outputs: Sequence[Sequence[Float[Array, "_ _"]]],
-    *,
-    capacity: int | None = None,
 ) -> list[TableState]:
     """One optimizer step of every row that a lookup read.
 
     Args:
-      tables: as for `look_up`, like combiners and capacity.
-      combiners: see there.
+      tables: as for `look_up`.
       states: as the lookup left them.
       trips: from the lookup.
       d_outputs: gradients of its outputs: of the mean over all samples if the loss is one.
-      capacity: see there.
     """
-    context = common_context(tables)
-    steps = [state.step for state in states]
+    shards = _on_devices(_step, tables, states, trips, d_outputs)
+    return [TableState(shard, state.step + 1) for shard, state in zip(shards, states, strict=True)]
 
-    def on_device(shards: Any, steps: Any, trips: Any, d_outputs: Any) -> Any:
-        return [
-            _step(table, own, shard, step, trip, d_own, capacity)
-            for table, own, shard, step, trip, d_own in zip(
-                tables, combiners, shards, steps, trips, d_outputs, strict=True
-            )
-        ]
+
+def _on_devices(
+    function: Callable[..., Any], tables: Sequence[ShardedTable], states: Sequence[TableState], *args: Iterable[Any]
+) -> list[Any]:
+    """`function` of each table, and of what a device has of its state and arguments; one program on every device.
+
+    Raises: ValueError: no table is given, or they lie on different devices.
+    """
+    meshes = {(table.context.mesh, table.context.axis) for table in tables}
+    if len(meshes) != 1:
+        raise ValueError(f"a group needs tables over the same devices, got {len(meshes)} different meshes.")
+    context = tables[0].context
+
+    def on_device(*own: Any) -> list[Any]:
+        return [function(*of_table) for of_table in zip(tables, *own, strict=True)]
 
     part = P(context.axis)
-    specs = (part, P(), part, part)
-    mapped = jax.shard_map(on_device, mesh=context.mesh, in_specs=specs, out_specs=part, check_vma=False)
-    shards = mapped([state.shards for state in states], steps, list(trips), [list(own) for own in d_outputs])
-    return [TableState(shard, step + 1) for shard, step in zip(shards, steps, strict=True)]
-
-
-def common_context(tables: Sequence[ShardedTable]) -> Context:
-    """Raises: ValueError: no table is given, or they lie on different devices."""
-    contexts = {(table.context.mesh, table.context.axis): table.context for table in tables}
-    if len(contexts) != 1:
-        raise ValueError(f"a group needs tables over the same devices, got {len(contexts)} different meshes.")
-    return next(iter(contexts.values()))
+    in_specs = ([TableState(part, cast(Any, P()))] * len(tables), *[part] * len(args))
+    results: list[Any] = context.on_each(on_device, in_specs)(list(states), *map(list, args))
+    return results
 
 
 def _look_up(
-    table: ShardedTable,
-    combiners: tuple[Combiner, ...],
-    shard: Any,
-    step: Array,
-    features: tuple[KeyBags, ...],
-    train: bool,
-    capacity: int | None,
-) -> tuple[Any, tuple[Array, ...], Trip]:
-    num_devices = table.context.num_devices
+    table: ShardedTable, state: TableState, features: Sequence[KeyBags], *, train: bool
+) -> tuple[DynamicTable, Outputs, Trip]:
+    num_devices, (shard, step) = table.context.num_devices, state
     keys = jax.tree.map(
         lambda *lanes: jnp.concatenate([lane.reshape(-1) for lane in lanes]), *[f.keys for f in features]
     )
     wanted = distinct(owners(keys, num_devices), (keys.high, keys.low), num_devices=num_devices)
-    if table.use_hashtable:
-        shard = shard._replace(counters=shard.counters.add(invalid=num_invalid(keys)))
-    else:
-        shard = shard._replace(unknown=shard.unknown + num_invalid(keys))
+    counter = "invalid" if table.use_hashtable else "unknown"
+    shard = shard._replace(counters=shard.counters.add(**{counter: num_invalid(keys)}))
     exists = wanted.first_of != NO_ROW
     counts = jnp.zeros(keys.low.shape, jnp.int32).at[wanted.entry_of].add(1, mode="drop")
 
-    def answer(shard: Any, arrived: tuple[Keys, Array, Array]) -> tuple[Any, Any]:
+    def answer(shard: DynamicTable, arrived: tuple[Keys, Array, Array]) -> tuple[DynamicTable, Any]:
         asked, first_of, counts = arrived
         if table.use_hashtable:
             order = _in_order_of_occurrence(first_of, num_devices)
@@ -254,19 +198,15 @@ def _look_up(
             rows = jnp.zeros_like(rows).at[order].set(rows)
         else:
             shard, rows = static_table.translate(shard, asked, num_devices)
-        return shard, (rows, api.lookup(shard.rows, [Segment(rows, None, None, "none")])[0])
+        return shard, (rows, dynamic_table.read(shard, rows))
 
-    own_keys = Keys(wanted.lanes[0], wanted.lanes[1], exists)
-    exchange = functools.partial(
-        ask, wanted, capacity=_capacity(capacity, wanted, num_devices), axis_name=table.context.axis
-    )
+    own_keys, exchange = Keys(wanted.lanes[0], wanted.lanes[1], exists), _exchange(table, wanted)
     if train and table.use_hashtable and table.spec.when_full == "evict":
         # What a later round asks for must not make room in an earlier one.
         shard, _, _ = exchange(own_keys, lambda shard, asked: (dynamic_table.hold(shard, asked, step), None), shard)
-    shard, (rows, vectors), num_rounds = exchange((own_keys, wanted.first_of, counts), answer, shard)
-    outputs = api.lookup(vectors, _segments(wanted, features, combiners))
-    trip = Trip(wanted, jnp.where(exists, rows, NO_ROW), features, num_rounds[None])
-    return shard, outputs, trip
+    shard, (rows, vectors), _ = exchange((own_keys, wanted.first_of, counts), answer, shard)
+    outputs = api.lookup(vectors, _segments(wanted, features))
+    return shard, outputs, Trip(wanted, jnp.where(exists, rows, NO_ROW), features)
 
 
 def _in_order_of_occurrence(first_of: Array, num_devices: int) -> Int[Array, " nnz"]:
@@ -277,62 +217,47 @@ def _in_order_of_occurrence(first_of: Array, num_devices: int) -> Int[Array, " n
     return order
 
 
-def _step(
-    table: ShardedTable,
-    combiners: tuple[Combiner, ...],
-    shard: Any,
-    step: Array,
-    trip: Trip,
-    d_outputs: Sequence[Array],
-    capacity: int | None,
-) -> Any:
-    wanted, num_entries = trip.wanted, trip.rows.shape[0]
-    optimizer, dim = table.spec.optimizer, table.spec.embedding_dim
-    hyper = optimizer.get_hyperparameters(step)
-    entries, values = api.row_gradients(num_entries, _segments(wanted, trip.features, combiners), d_outputs)
-    gradients = jnp.zeros((num_entries, dim), jnp.float32).at[entries].set(values, mode="drop")
+def _step(table: ShardedTable, state: TableState, trip: Trip, d_outputs: Sequence[Array]) -> DynamicTable:
+    spec, wanted, num_entries = table.spec, trip.wanted, trip.rows.shape[0]
+    hyper = spec.optimizer.get_hyperparameters(state.step)
+    entries, values = api.row_gradients(num_entries, _segments(wanted, trip.features), d_outputs)
+    gradients = jnp.zeros((num_entries, spec.embedding_dim), jnp.float32).at[entries].set(values, mode="drop")
 
-    def stepped(shard: Any, rows: Array, gradients: Array) -> Any:
-        rows, slots = update_rows(shard.rows, shard.slots, rows, gradients, hyper, optimizer)
-        return shard._replace(rows=rows, slots=slots)
+    def step_rows(shard: DynamicTable, arrived: tuple[Array, Keys, Array]) -> tuple[DynamicTable, None]:
+        rows, keys, gradients = arrived
+        shard, rows = dynamic_table.still_theirs(shard, rows, keys)
+        return dynamic_table.step(spec, shard, rows, gradients, hyper), None
 
-    def checked(shard: Any, rows: Array, keys: Keys) -> tuple[Any, Array]:
-        return dynamic_table.still_theirs(shard, rows, keys) if table.use_hashtable else (shard, rows)
+    def add_up(state: tuple[DynamicTable, Array], arrived: tuple[Array, Keys, Array]) -> tuple[Any, None]:
+        (shard, sums), (rows, keys, gradients) = state, arrived
+        shard, rows = dynamic_table.still_theirs(shard, rows, keys)
+        return (shard, sums.at[rows].add(gradients, mode="drop")), None
 
-    def step_rows(shard: Any, arrived: tuple[Array, Keys, Array]) -> tuple[Any, None]:
-        shard, rows = checked(shard, *arrived[:2])
-        return stepped(shard, rows, arrived[2]), None
-
-    def add_up(state: tuple[Any, Array], arrived: tuple[Array, Keys, Array]) -> tuple[tuple[Any, Array], None]:
-        shard, rows = checked(state[0], *arrived[:2])
-        return (shard, state[1].at[rows].add(arrived[2], mode="drop")), None
-
-    send = functools.partial(
-        ask,
-        wanted,
-        (trip.rows, Keys(wanted.lanes[0], wanted.lanes[1], trip.rows != NO_ROW), gradients),
-        capacity=_capacity(capacity, wanted, table.context.num_devices),
-        axis_name=table.context.axis,
-    )
-    if not isinstance(optimizer, Adam):
-        return send(answer=step_rows, state=shard)[0]
+    exchange, shard = _exchange(table, wanted), state.shards
+    payload = (trip.rows, Keys(wanted.lanes[0], wanted.lanes[1], trip.rows != NO_ROW), gradients)
+    if not isinstance(spec.optimizer, Adam):
+        return exchange(payload, step_rows, shard)[0]
     # A rule that moves all rows must run once, not once a round: first everything is brought together.
-    shard, sums = send(answer=add_up, state=(shard, jnp.zeros(shard.rows.shape, jnp.float32)))[0]
-    return stepped(shard, jnp.arange(sums.shape[0], dtype=jnp.int32), sums)
+    shard, sums = exchange(payload, add_up, (shard, jnp.zeros(shard.rows.shape, jnp.float32)))[0]
+    return dynamic_table.step(spec, shard, jnp.arange(sums.shape[0], dtype=jnp.int32), sums, hyper)
 
 
-def _segments(wanted: Wanted, features: Sequence[KeyBags], combiners: Sequence[Combiner]) -> list[Segment]:
+def _exchange(table: ShardedTable, wanted: Wanted) -> Callable[..., Any]:
+    """`ask` about these keys, as the table wants it."""
+    context, capacity = table.context, table.exchange_capacity
+    if capacity is None:
+        capacity = default_capacity(wanted.entry_of.shape[0], context.num_devices)
+    return functools.partial(ask, wanted, capacity=capacity, axis_name=context.axis)
+
+
+def _segments(wanted: Wanted, features: Sequence[KeyBags]) -> list[Segment]:
     """The features' keys as places in the list of distinct ones."""
     segments, first = [], 0
-    for feature, combiner in zip(features, combiners, strict=True):
-        num_bags, width = feature.keys.is_key.shape
+    for feature in features:
+        num_bags, width = feature.keys.shape
         weights = None if feature.weights is None else feature.weights.reshape(-1)
-        offsets = None if combiner == "none" else jnp.arange(num_bags + 1, dtype=jnp.int32) * width
+        offsets = None if feature.combiner == "none" else jnp.arange(num_bags + 1, dtype=jnp.int32) * width
         entries = wanted.entry_of[first : first + num_bags * width]
-        segments.append(Segment(entries, offsets, weights, combiner))
+        segments.append(Segment(entries, offsets, weights, feature.combiner))
         first += num_bags * width
     return segments
-
-
-def _capacity(capacity: int | None, wanted: Wanted, num_devices: int) -> int:
-    return default_capacity(wanted.entry_of.shape[0], num_devices) if capacity is None else capacity

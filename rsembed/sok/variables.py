@@ -23,17 +23,14 @@ from rsembed.sok.dynamic_table import DynamicTableSpec
 from rsembed.sok.initialize import Context, current_context
 from rsembed.sok.keys import join_keys
 from rsembed.sok.sharded_table import KeyBags, ShardedTable, TableState, Trip
-from rsembed.specs import Combiner
 
-_look_up = jax.jit(
-    sharded_table.look_up, static_argnums=(0, 1), static_argnames=("train", "capacity"), donate_argnums=2
-)
-_evaluate = jax.jit(sharded_table.evaluate, static_argnums=(0, 1), static_argnames="capacity")
-_update = jax.jit(sharded_table.update, static_argnums=(0, 1), static_argnames="capacity", donate_argnums=2)
+_look_up = jax.jit(sharded_table.look_up, static_argnums=0, static_argnames="train", donate_argnums=1)
+_evaluate = jax.jit(sharded_table.evaluate, static_argnums=0)
+_update = jax.jit(sharded_table.update, static_argnums=0, donate_argnums=1)
 
 NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
-    "uniform": lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -0.05, 0.05),
-    "normal": lambda key, shape, dtype=jnp.float32: 0.05 * jax.random.normal(key, shape, dtype),
+    "uniform": dynamic_table.uniform_initializer,
+    "normal": lambda key, shape: 0.05 * jax.random.normal(key, shape, jnp.float32),
     "zeros": jax.nn.initializers.zeros,
     "ones": jax.nn.initializers.ones,
 }
@@ -56,20 +53,14 @@ class EmbeddingVariable(nnx.Variable):
 
         Evaluation under a transformation that the variable is not an argument of counts nothing.
         """
-        shards = self.get_value().shards
-        if not self.table.use_hashtable:
-            numbers = {"unknown": shards.unknown}
-            rows = np.full(self.table.context.num_devices, self.table.spec.capacity)
-        else:
-            numbers = shards.counters._asdict()
-            capacity = shards.rows.shape[0] // self.table.context.num_devices
-            rows = capacity - on_host(shards.keys.num_free)
-        return {"rows": rows} | {name: on_host(number) for name, number in numbers.items()}
+        shards, num_devices = self.get_value().shards, self.table.context.num_devices
+        num_free = np.zeros(num_devices, int) if shards.keys is None else on_host(shards.keys.num_free)
+        numbers = {name: on_host(number) for name, number in shards.counters._asdict().items() if number is not None}
+        return {"rows": shards.rows.shape[0] // num_devices - num_free} | numbers
 
     def evict_older(self) -> None:
         """Frees the rows of keys that were not trained for `steps_to_live` steps; see `dynamic_table.evict_older`."""
-        state: TableState = self.get_value()
-        self.set_value(_evict_older(self.table, state))
+        self.set_value(_evict_older(self.table, self.get_value()))
 
     def grow(self, rows_per_device: int) -> None:
         """Makes room for more rows; programs that use the variable are compiled anew.
@@ -80,12 +71,12 @@ class EmbeddingVariable(nnx.Variable):
         """
         if not self.table.use_hashtable:
             raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
-        self.set_value(_grow(self.table, self.get_value(), rows_per_device))
+        self.set_value(grown(self.table, self.get_value(), rows_per_device))
 
 
 def on_host(array: Any) -> np.ndarray:
     """A global array as one of numpy, in every process."""
-    if array.is_fully_addressable or array.is_fully_replicated:
+    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
@@ -96,7 +87,8 @@ def _evict_older(table: ShardedTable, state: TableState) -> TableState:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _grow(table: ShardedTable, state: TableState, capacity: int) -> TableState:
+def grown(table: ShardedTable, state: TableState, capacity: int) -> TableState:
+    """The state with room for `capacity` rows on every device."""
     return table.on_shards(lambda shard, step: dynamic_table.grow(table.spec, shard, capacity), state)
 
 
@@ -109,6 +101,7 @@ def embedding_variable(
     key_dtype: str = "int64",
     initializer: str | Callable[..., Array] = "uniform",
     optimizer: OptimizerSpec | None = None,
+    exchange_capacity: int | None = None,
     context: Context | None = None,
     rngs: nnx.Rngs | None = None,
     **policies: Any,
@@ -125,6 +118,7 @@ def embedding_variable(
       initializer: `(key, shape) -> array`, called for single rows; or "uniform" (from -0.05 to 0.05), "normal" (0.05),
         "zeros", "ones". A key's first row depends on `rngs`, the table's name and the key alone.
       optimizer: steps the rows that a batch looked up; None is Adagrad. `sok.optimizers` has those of the original.
+      exchange_capacity: places per block of the exchange, see `parallel.rounds.ask`; None sizes it for one round.
       context: the devices; None means those of `Init`.
       rngs: its stream `params` seeds the table; None means `nnx.Rngs(0)`.
       **policies: what happens when a table is full, admission, eviction: see `DynamicTableSpec`. Also `dtype`.
@@ -149,7 +143,7 @@ def embedding_variable(
         initializer=_initializer(initializer, name),
         **policies,
     )
-    table = ShardedTable(spec, context, use_hashtable)
+    table = ShardedTable(spec, context, use_hashtable, exchange_capacity)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
 
@@ -166,15 +160,33 @@ def _initializer(initializer: Any, name: str) -> Callable[..., Array]:
     return NAMED_INITIALIZERS[known]
 
 
+def split_embedding_variable_from_others(
+    variables: Any,
+) -> tuple[tuple[EmbeddingVariable, ...], tuple[Any, ...]]:
+    """The embedding variables among `variables`, and all others, each in their order.
+
+    Args:
+      variables: a list or tuple, such as `jax.tree.leaves(nnx.state(model), is_leaf=...)`.
+
+    Raises: ValueError: any other container.
+    Source: Sparse Operation Kit, `sok.split_embedding_variable_from_others`.
+    """
+    if type(variables) not in (list, tuple):
+        raise ValueError(
+            f"variables must be a list or a tuple, got {type(variables).__name__}; for a model: "
+            "[v for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)]."
+        )
+    embedding = tuple(v for v in variables if isinstance(v, EmbeddingVariable))
+    return embedding, tuple(v for v in variables if not isinstance(v, EmbeddingVariable))
+
+
 @dataclasses.dataclass(eq=False)
 class Backward:
     """Trains the tables of a lookup with the gradients of its outputs, once."""
 
     variables: Sequence[EmbeddingVariable]
-    combiners: tuple[tuple[Combiner, ...], ...]
-    trips: list[Trip]
-    order: list[tuple[int, int]]
-    capacity: int | None
+    trips: Sequence[Trip]
+    order: Sequence[int]  # which of the variables each output comes from
     shapes: list[tuple[int, ...]]
     is_done: bool = False
 
@@ -192,72 +204,66 @@ class Backward:
             raise RuntimeError("backward was called before: a lookup trains once. Look up again for another step.")
         if len(d_outputs) != len(self.shapes):
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
-        given: list[dict[int, Array]] = [{} for _ in self.variables]
-        for (table, feature), d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
-            gradient, name = jnp.asarray(d_output), self.variables[table].table.spec.name
+        gradients: list[list[Array]] = [[] for _ in self.variables]
+        for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
+            gradient, name = jnp.asarray(d_output), self.variables[number].table.spec.name
             if gradient.shape != shape:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
-            given[table][feature] = gradient.astype(jnp.float32).reshape(-1, shape[-1])
-        flat = [[own[feature] for feature in sorted(own)] for own in given]
-        tables = tuple(variable.table for variable in self.variables)
-        states = [variable.get_value() for variable in self.variables]
-        new_states = _update(tables, self.combiners, states, self.trips, flat, capacity=self.capacity)
-        for variable, state in zip(self.variables, new_states, strict=True):
+            gradients[number].append(gradient.astype(jnp.float32).reshape(-1, shape[-1]))
+        tables, states = _tables_and_states(self.variables)
+        for variable, state in zip(self.variables, _update(tables, states, self.trips, gradients), strict=True):
             variable.set_value(state)
         self.is_done = True
 
 
 def look_up_variables(
-    variables: Sequence[EmbeddingVariable],
-    batch: Sequence[KeyBags],
-    combiners: Sequence[Combiner],
-    *,
-    training: bool,
-    capacity: int | None = None,
+    variables: Sequence[EmbeddingVariable], batch: Sequence[KeyBags], *, training: bool
 ) -> tuple[list[Array], Backward]:
     """Rows of several features in one program, and the function that trains their tables.
 
     Args:
       variables: the table of each feature; features may share one.
       batch: keys of each feature.
-      combiners: of each feature.
       training: new keys get rows.
-      capacity: see `parallel.rounds.ask`.
 
     Raises: RuntimeError: a table is full and its policy is to say so. Inside `jit` the `counts` say it.
     """
-    owned: dict[int, list[int]] = {}
-    for feature, variable in enumerate(variables):
-        owned.setdefault(id(variable), []).append(feature)
-    own_variables = [variables[features[0]] for features in owned.values()]
-    tables = tuple(variable.table for variable in own_variables)
-    own_combiners = tuple(tuple(combiners[feature] for feature in features) for features in owned.values())
-    own_batch = [tuple(_placed(batch[f], variables[f].table.context) for f in features) for features in owned.values()]
-    order = [(table, place) for table, features in enumerate(owned.values()) for place in range(len(features))]
-    flat_features = [feature for features in owned.values() for feature in features]
-    order = [pair for _, pair in sorted(zip(flat_features, order, strict=True))]
+    if not variables:
+        return [], Backward((), (), (), [])
+    own_variables = list({id(variable): variable for variable in variables}.values())
+    numbers = {id(variable): number for number, variable in enumerate(own_variables)}
+    order = [numbers[id(variable)] for variable in variables]
+    own_batch: list[list[KeyBags]] = [[] for _ in own_variables]
+    for number, bags in zip(order, batch, strict=True):
+        own_batch[number].append(_placed(bags, own_variables[number].table.context))
 
-    states: list[TableState] = [variable.get_value() for variable in own_variables]
+    tables, states = _tables_and_states(own_variables)
     is_eager = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((own_batch, states)))
     if training and is_eager:
-        for variable, combiner, features in zip(own_variables, own_combiners, own_batch, strict=True):
-            _make_room(variable, combiner, features, capacity)
+        for variable, features in zip(own_variables, own_batch, strict=True):
+            _make_room(variable, features)
         failed = [_num_failed(variable) for variable in own_variables]
         states = [variable.get_value() for variable in own_variables]
     if training:
-        new_states, outputs, trips = _look_up(tables, own_combiners, states, own_batch, train=True, capacity=capacity)
-        for variable, state in zip(own_variables, new_states, strict=True):
+        results = _look_up(tables, states, own_batch, train=True)
+        for variable, (state, _, _) in zip(own_variables, results, strict=True):
             variable.set_value(state)
     else:
-        counters, outputs, trips = _evaluate(tables, own_combiners, states, own_batch, capacity=capacity)
-        for variable, state, own in zip(own_variables, states, counters, strict=True):
+        results = _evaluate(tables, states, own_batch)
+        for variable, state, (counters, _, _) in zip(own_variables, states, results, strict=True):
             with contextlib.suppress(TraceContextError):
-                variable.set_value(sharded_table.with_counters(state, own))
+                variable.set_value(state._replace(shards=state.shards._replace(counters=counters)))
+    trips = [trip for _, _, trip in results]
     if training and is_eager:
         for variable, before, trip in zip(own_variables, failed, trips, strict=True):
             _check_room(variable, before, trip)
-    found = [outputs[table][feature] for table, feature in order]
-    return found, Backward(own_variables, own_combiners, trips, order, capacity, [output.shape for output in found])
+    outputs = [iter(own) for _, own, _ in results]
+    found = [next(outputs[number]) for number in order]
+    return found, Backward(own_variables, trips, order, [output.shape for output in found])
+
+
+def _tables_and_states(variables: Sequence[EmbeddingVariable]) -> tuple[tuple[ShardedTable, ...], list[TableState]]:
+    return tuple(variable.table for variable in variables), [variable.get_value() for variable in variables]
 
 
 def _placed(bags: KeyBags, context: Context) -> KeyBags:
@@ -268,9 +274,7 @@ def _placed(bags: KeyBags, context: Context) -> KeyBags:
     return placed
 
 
-def _make_room(
-    variable: EmbeddingVariable, combiners: tuple[Combiner, ...], features: tuple[KeyBags, ...], capacity: int | None
-) -> None:
+def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None:
     """Grows a table that may, so that all new keys of the batch find a row."""
     table, state = variable.table, variable.get_value()
     if not table.use_hashtable or table.spec.when_full != "grow":
@@ -279,8 +283,8 @@ def _make_room(
     num_free = min(int(on_host(rows.num_free).min()) for rows in maps)
     if num_free >= sum(feature.keys.is_key.size for feature in features):
         return
-    counters, _, _ = _evaluate((table,), (combiners,), [state], [features], capacity=capacity)
-    num_new = on_host(counters[0].unknown) - on_host(state.shards.counters.unknown)
+    ((counters, _, _),) = _evaluate((table,), [state], [features])
+    num_new = on_host(counters.unknown) - on_host(state.shards.counters.unknown)
     if num_new.max() > num_free:
         old = state.shards.rows.shape[0] // table.context.num_devices
         variable.grow(max(2 * old, old - num_free + int(num_new.max())))
