@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,14 @@ from rsembed.specs import (
 )
 
 LimitsCallable = Callable[[str, int], int]
+Size = TypeVar("Size", int, np.ndarray, jax.Array)
 SUBLANES = 8
 """Rows and columns are moved in tiles of this size on a TPU."""
 MAX_STACK_NAME_LENGTH = 50
 
 
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+def round_up(value: Size, multiple: int) -> Size:
+    """The smallest multiple of `multiple` that is not below `value`, for a number or an array."""
     return -(-value // multiple) * multiple
 
 

@@ -106,52 +106,36 @@ def read_features(
         _check_batch(spec, len(lengths), local_device_count, global_device_count)
         result.append(
             HostFeature(
-                spec=spec,
-                raw_ids=_integers(ids, where),
-                lengths=lengths,
-                ids_per_sample=ids_per_sample,
-                weights=values,
+                spec=spec, raw_ids=_integers(ids, where), lengths=lengths, ids_per_sample=ids_per_sample, weights=values
             )
         )
     return result
 
 
-def read_sparse_tensors(
-    feature_specs: Any,
-    indices: Any,
-    values: Any,
-    dense_shapes: Any,
-    *,
-    local_device_count: int,
-    global_device_count: int,
-) -> list[HostFeature]:
-    """As `read_features`, for ids at `(sample, position)` coordinates."""
-    specs = features_of(feature_specs)
+def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense_shapes: Any) -> Any:
+    """Ids at `(sample, position)` coordinates as pairs `(values, lengths)`, which `read_features` takes."""
     trees = [
         _matching_leaves(feature_specs, tree, name)
         for tree, name in ((indices, "indices"), (values, "values"), (dense_shapes, "dense_shapes"))
     ]
-    result = []
-    for spec, index, value, shape in zip(specs, *trees, strict=True):
+    pairs = []
+    for spec, *leaves in zip(features_of(feature_specs), *trees, strict=True):
         where = f"feature {spec.name!r}"
-        index, value, shape = np.asarray(index), np.asarray(value), np.asarray(shape)
+        index, value, shape = map(np.asarray, leaves)
         if index.ndim != 2 or index.shape[1] != 2 or value.shape != index.shape[:1] or shape.shape != (2,):
             raise ValueError(
                 f"{where}: a sparse tensor has indices [n, 2], values [n] and a dense shape [2], got shapes "
                 f"{index.shape}, {value.shape} and {shape.shape}."
             )
-        num_samples = int(shape[0])
-        _check_batch(spec, num_samples, local_device_count, global_device_count)
-        samples = index[:, 0].astype(np.int64)
+        samples, num_samples = index[:, 0].astype(np.int64), int(shape[0])
         if samples.size and (samples.min() < 0 or samples.max() >= num_samples):
             worst = samples.min() if samples.min() < 0 else samples.max()
             raise ValueError(f"{where}: sparse index names sample {worst}, outside the dense shape's {num_samples}.")
         if (samples[1:] < samples[:-1]).any():
             order = np.argsort(samples, kind="stable")
             samples, value = samples[order], value[order]
-        lengths = np.bincount(samples, minlength=num_samples)
-        result.append(HostFeature(spec=spec, raw_ids=_integers(value, where), lengths=lengths))
-    return result
+        pairs.append((_integers(value, where), np.bincount(samples, minlength=num_samples)))
+    return jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
 
 
 def _matching_leaves(feature_specs: Any, tree: Any, name: str) -> list[Any]:
