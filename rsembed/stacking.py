@@ -61,6 +61,18 @@ class TablePlacement:
     stochastic_rounding: bool
     setting: TableSettingInStack
 
+    @classmethod
+    def of(cls, table: TableSpec, setting: TableSettingInStack) -> TablePlacement:
+        """The placement of a table that lies at `setting`."""
+        return cls(
+            name=table.name,
+            rows=table.vocabulary_size,
+            dim=table.embedding_dim,
+            dtype=table.dtype,
+            stochastic_rounding=table.stochastic_rounding,
+            setting=setting,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlacement:
@@ -71,6 +83,17 @@ class FeaturePlacement:
     combiner: Combiner
     num_samples: int | None
     transformation: FeatureIdTransformation
+
+    @classmethod
+    def of(cls, feature: FeatureSpec, transformation: FeatureIdTransformation) -> FeaturePlacement:
+        """The placement of a feature that lies at `transformation`."""
+        return cls(
+            name=feature.name,
+            table_name=feature.table_spec.name,
+            combiner=feature.table_spec.combiner,
+            num_samples=feature.num_samples,
+            transformation=transformation,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -375,14 +398,7 @@ def plan_stack(
         )
     offsets = np.concatenate([[0], np.cumsum(padded_rows)]) // num_shards
     placements = tuple(
-        TablePlacement(
-            name=table.name,
-            rows=table.vocabulary_size,
-            dim=table.embedding_dim,
-            dtype=table.dtype,
-            stochastic_rounding=table.stochastic_rounding,
-            setting=TableSettingInStack(stack_name, rows, dim, int(offset), (k * rotation) % num_shards),
-        )
+        TablePlacement.of(table, TableSettingInStack(stack_name, rows, dim, int(offset), (k * rotation) % num_shards))
         for k, (table, rows, offset) in enumerate(zip(tables, padded_rows, offsets[:-1], strict=True))
     )
     readers = [f for f in features_of(features) if f.table_spec.name in set(table_names)]
@@ -395,6 +411,7 @@ def plan_stack(
         own[0] if len(tables) == 1 else max(int(limit(stack_name, total_samples)), *own)
         for limit, own in zip(limits, declared, strict=True)
     )
+    suggested = [table.suggested_coo_buffer_size_per_device for table in tables]
     spec = StackedTableSpec(
         stack_name=stack_name,
         stack_vocab_size=total_rows,
@@ -404,7 +421,7 @@ def plan_stack(
         total_sample_count=total_samples,
         max_ids_per_partition=max_ids,
         max_unique_ids_per_partition=max_unique,
-        suggested_coo_buffer_size_per_device=_suggested_buffer_size(tables),
+        suggested_coo_buffer_size_per_device=None if None in suggested else sum(size or 0 for size in suggested),
         quantization_config=first.quantization_config,
         activation_mem_bytes_limit=activation_mem_bytes_limit,
         num_shards=num_shards,
@@ -413,12 +430,6 @@ def plan_stack(
     return StackPlan(
         spec=spec, dtype=first.dtype, tables=placements, features=feature_placements, num_stored_values=stored
     )
-
-
-def _suggested_buffer_size(tables: Sequence[TableSpec]) -> int | None:
-    sizes = [table.suggested_coo_buffer_size_per_device for table in tables]
-    declared = [size for size in sizes if size is not None]
-    return sum(declared) if len(declared) == len(sizes) else None
 
 
 def _checked_tables(
@@ -446,19 +457,9 @@ def _place_features(
     placements, row_offset = [], 0
     for feature in readers:
         setting = settings[feature.table_spec.name]
-        placements.append(
-            FeaturePlacement(
-                name=feature.name,
-                table_name=feature.table_spec.name,
-                combiner=feature.table_spec.combiner,
-                num_samples=feature.num_samples,
-                transformation=FeatureIdTransformation(
-                    row_offset=row_offset,
-                    col_offset=setting.row_offset_in_shard * num_shards,
-                    col_shift=setting.shard_rotation,
-                ),
-            )
-        )
+        first_column = setting.row_offset_in_shard * num_shards
+        transformation = FeatureIdTransformation(row_offset, first_column, setting.shard_rotation)
+        placements.append(FeaturePlacement.of(feature, transformation))
         row_offset += feature.num_samples or 0
     return tuple(placements), row_offset
 

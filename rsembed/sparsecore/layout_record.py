@@ -172,32 +172,28 @@ def create_proto_from_feature_specs(
         members = [table for table in tables if table.setting_in_stack.stack_name == name]
         stacks.append(
             StackRecord(
-                stack_name=name,
-                stack_vocab_size=layout.spec.stack_vocab_size,
-                stack_embedding_dim=layout.spec.stack_embedding_dim,
-                total_sample_count=layout.spec.total_sample_count,
-                max_ids_per_partition=layout.spec.max_ids_per_partition,
-                max_unique_ids_per_partition=layout.spec.max_unique_ids_per_partition,
-                suggested_coo_buffer_size_per_device=layout.spec.suggested_coo_buffer_size_per_device,
+                **_shared_fields(StackRecord, layout.spec),
                 num_sparsecores=layout.num_shards,
-                activation_mem_bytes_limit=layout.spec.activation_mem_bytes_limit,
                 table_specs=tuple(_table_record(table, layout.features) for table in members),
             )
         )
     return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
 
 
+def _shared_fields(record: type, source: Any) -> dict[str, Any]:
+    """What a spec has under the names of a record's fields."""
+    names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
+    return {name: getattr(source, name) for name in names}
+
+
 def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
-    setting, config = table.setting_in_stack, table.quantization_config
+    config = table.quantization_config
     readers = [feature for feature in features if feature.table_spec.name == table.name]
     return TableRecord(
+        **_shared_fields(TableRecord, table.setting_in_stack),
         table_name=table.name,
         vocab_size=table.vocabulary_size,
         embedding_dim=table.embedding_dim,
-        padded_vocab_size=setting.padded_vocab_size,
-        padded_embedding_dim=setting.padded_embedding_dim,
-        row_offset_in_shard=setting.row_offset_in_shard,
-        shard_rotation=setting.shard_rotation,
         combiner=table.combiner,
         dtype=table.dtype,
         stochastic_rounding=table.stochastic_rounding,
