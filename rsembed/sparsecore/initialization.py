@@ -6,6 +6,7 @@ change a logical table. Padding rows and columns are zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel.exchange import AxisName
-from rsembed.sparsecore.layout import placed_stack
+from rsembed.sparsecore.layout import placed_stack, resolve_cores
 from rsembed.sparsecore.row_rule import rule_of_stack
 from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import TableSpec
@@ -35,7 +36,7 @@ def initialize(
     *,
     mesh: Mesh | AbstractMesh,
     axis_name: AxisName,
-    num_cores: int,
+    num_cores: int | None,
 ) -> dict[str, EmbeddingVariables]:
     """Variables of all stacks, sharded over `axis_name`. Compiled, or traced as part of what is being compiled.
 
@@ -44,12 +45,11 @@ def initialize(
       tables: placed tables.
       mesh: the devices.
       axis_name: mesh axis (or axes) over which rows are sharded.
-      num_cores: cores per device.
+      num_cores: cores per device; None takes this machine's number.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    num_devices = 1
-    for axis in axes:
-        num_devices *= mesh.shape[axis]
+    num_devices = math.prod(mesh.shape[axis] for axis in axes)
+    num_cores = resolve_cores(num_cores, num_devices)
     stacks = tables_by_stack(tables)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rsembed import optimizers
 from rsembed.optimizers import OptimizerSpec
-from rsembed.sparsecore.layout import resolve_cores, stack_layouts
+from rsembed.sparsecore.layout import stack_layouts
 from rsembed.sparsecore.variables import Nested
 from rsembed.specs import FeatureSpec, TableSpec, tables_of
 from rsembed.stacking import compute_physical_row_ids
@@ -164,8 +164,7 @@ def create_proto_from_feature_specs(
 
     Raises: ValueError: they were not placed, or for another number of shards.
     """
-    num_cores = resolve_cores(num_sparsecore_per_device, global_device_count)
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device)
     tables = sorted(tables_of(feature_specs).values(), key=lambda table: table.setting_in_stack.row_offset_in_shard)
     stacks = []
     for name, layout in layouts.items():

@@ -18,7 +18,6 @@ from rsembed.sparsecore.layout import (
     StackLayout,
     check_sharding_strategy,
     cores_from_row_pointers,
-    resolve_cores,
     stack_layouts,
 )
 from rsembed.sparsecore.row_rule import RowLimits, rule_of_stack
@@ -142,8 +141,7 @@ def unstack_embedding_activations(
     num_sc_per_device: int | None = None,
 ) -> Any:
     """Activations of every feature, in a tree like `feature_specs`, from those of the stacks on one device."""
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     by_name: dict[str, Array] = {}
     for name, layout in layouts.items():
         by_name |= device.unstack(layout, activations[name])
@@ -164,8 +162,7 @@ def stack_embedding_gradients(
       ValueError: the tree differs from `feature_specs`, or a gradient has another number of samples.
     """
     num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, True)
-    num_cores = resolve_cores(num_sc_per_device, num_devices)
-    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
+    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
     leaves = _gradient_leaves(activation_gradients, feature_specs)
     by_name = {feature.name: leaf for feature, leaf in zip(features_of(feature_specs), leaves, strict=True)}
     return {name: device.stack(layout, by_name) for name, layout in layouts.items()}

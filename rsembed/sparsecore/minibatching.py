@@ -96,7 +96,7 @@ def partition_stacks_in_minibatches(
         record_counts(batch, layout, counts, dealt_counts)
         regions = Regions(
             num_regions=local_device_count,
-            num_places=layout.minibatched_buffer_size_per_device,
+            num_places=layout.buffer_size_per_device(enable_minibatching=True),
             num_blocks=num_blocks,
             num_pointer_blocks=layout.num_cores * MAX_MINIBATCHES,
             num_blocks_per_core=num_minibatches,

@@ -163,7 +163,7 @@ class _StackTask:
         readers = sorted(batch.readers[name], key=_table_and_sample)
         self.inputs: list[np.ndarray | None] = []
         self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
-        size, pointers = layout.buffer_size_per_device * batch.local_device_count, max(num_shards, SUBLANES)
+        size, pointers = layout.buffer_size_per_device() * batch.local_device_count, max(num_shards, SUBLANES)
         self.sizes = (num_cores * pointers, size, size, size)
         self.num_bytes = sum(round_up(4 * size, _LINE_BYTES) for size in self.sizes)
         num_partitions, num_drops = num_cores * num_shards, num_cores * len(readers) * len(TableDrops._fields)

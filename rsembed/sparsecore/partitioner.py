@@ -108,7 +108,7 @@ def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
     record_counts(batch, layout, counts, counts)
     regions = Regions(
         num_regions=batch.local_device_count * layout.num_cores,
-        num_places=layout.buffer_size_per_device // layout.num_cores,
+        num_places=layout.buffer_size_per_device() // layout.num_cores,
     )
     return lay_out(batch, layout, entries, counts, regions)
 

@@ -13,10 +13,8 @@ from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore import native_partitioner, partitioner
 from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import (
-    MAX_MINIBATCHES,
     StackLayout,
     check_sharding_strategy,
-    resolve_cores,
     row_pointers_size,
     stack_layouts,
 )
@@ -156,8 +154,7 @@ def _layouts(
         raise ValueError(
             f"local_device_count={local_device_count} must be between 1 and global_device_count={global_device_count}."
         )
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    return stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
 
 
 def _processed(
@@ -210,11 +207,8 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
 
     buffers = {}
     for name, layout in layouts.items():
-        pointers = row_pointers_size(layout.num_devices, layout.num_cores)
-        places = layout.buffer_size_per_device
-        if enable_minibatching:
-            pointers, places = MAX_MINIBATCHES * pointers, layout.minibatched_buffer_size_per_device
-        sizes = (pointers, places, places, places)
+        pointers = row_pointers_size(layout.num_devices, layout.num_cores, enable_minibatching)
+        sizes = (pointers, *[layout.buffer_size_per_device(enable_minibatching)] * 3)
         buffers[name] = [empty(size, dtype) for size, dtype in zip(sizes, BUFFER_DTYPES, strict=True)]
     numbers = np.ones(local_device_count, np.int64)
     processed = _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching)
