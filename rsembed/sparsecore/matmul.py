@@ -216,11 +216,9 @@ def _stacks(
         flat = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
         axes = device.manual_axes(layout.num_devices, axis_name)
         max_ids = inputs.max_ids_per_partition(name)
-        if enable_minibatching:
-            max_ids = None if max_ids is None else max_ids * MAX_MINIBATCHES
-            entries = device.read_minibatched_entries(layout, _num_minibatches(inputs), *flat)
-        else:
-            entries = device.read_entries(layout, *flat)
+        if enable_minibatching and max_ids is not None:
+            max_ids *= MAX_MINIBATCHES
+        entries = device.read_entries(layout, _num_minibatches(inputs) if enable_minibatching else None, *flat)
         yield layout, entries, device.plan_exchange(layout, max_ids, flat[1].size, axes)
 
 
