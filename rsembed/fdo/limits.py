@@ -91,13 +91,13 @@ def limits_from_statistics(
 def _stack_limits(
     stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
 ) -> PartitionLimits:
-    name = stack.stack_name
-    max_ids, max_unique = stack.max_ids_per_partition, stack.max_unique_ids_per_partition
-    buffer = stack.suggested_coo_buffer_size_per_device
-    if name in statistics.max_ids_per_partition:
-        max_ids = policy.limit(float(np.max(statistics.max_ids_per_partition[name])), max_ids)
-    if name in statistics.max_unique_ids_per_partition:
-        max_unique = policy.limit(float(np.max(statistics.max_unique_ids_per_partition[name])), max_unique)
+    name, buffer = stack.stack_name, stack.suggested_coo_buffer_size_per_device
+
+    def new_limit(seen: Mapping[str, Any], current: int) -> int:
+        return policy.limit(float(np.max(seen[name])), current) if name in seen else current
+
+    max_ids = new_limit(statistics.max_ids_per_partition, stack.max_ids_per_partition)
+    max_unique = new_limit(statistics.max_unique_ids_per_partition, stack.max_unique_ids_per_partition)
     if name in statistics.required_buffer_size_per_sc:
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))

@@ -274,9 +274,9 @@ def _weights(leaf: Any, lengths: np.ndarray, where: str) -> np.ndarray:
 
 def _gains(combiner: str, samples: np.ndarray, num_samples: int, weights: np.ndarray | None) -> np.ndarray:
     """Factor of every entry. A sample whose weights cancel gets zeros, as everywhere in this library."""
-    if combiner == "sum":
-        return np.ones(samples.shape, np.float32) if weights is None else weights
     values = np.ones(samples.shape, np.float32) if weights is None else weights
+    if combiner == "sum":
+        return values
     wide = values.astype(np.float64)
     total = np.bincount(samples, wide if combiner == "mean" else wide * wide, minlength=num_samples)
     total = total.astype(np.float64, copy=False)  # without entries, bincount forgets that weights are floats

@@ -99,17 +99,13 @@ def _build_stack(
     for slot in jax.eval_shape(rule.init_slots, jax.ShapeDtypeStruct((SUBLANES, dim), jnp.float32)):
         arrays.append(api.allocate((num_rows, *slot.shape[1:]), slot.dtype))
     filled = tuple(arrays)
-    for alike in _tables_alike(tables):
-        filled = _fill_tables(key, alike, filled, first_shard, rule, num_cores=num_cores, num_shards=num_shards)
-    return EmbeddingVariables(filled[0], stack.optimizer.pack_slots(filled[1:]))
-
-
-def _tables_alike(tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-    """Tables of equal initializer and size: one compiled loop fills them all."""
+    # One compiled loop fills all tables of equal initializer and size.
     groups: dict[Any, list[TableSpec]] = {}
     for table in tables:
         groups.setdefault((table.initializer, table.vocabulary_size, table.embedding_dim), []).append(table)
-    return list(groups.values())
+    for alike in groups.values():
+        filled = _fill_tables(key, alike, filled, first_shard, rule, num_cores=num_cores, num_shards=num_shards)
+    return EmbeddingVariables(filled[0], stack.optimizer.pack_slots(filled[1:]))
 
 
 def _fill_tables(

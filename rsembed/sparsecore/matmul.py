@@ -18,6 +18,7 @@ from rsembed.sparsecore.layout import (
     StackLayout,
     check_sharding_strategy,
     cores_from_row_pointers,
+    placed_stack,
     stack_layouts,
 )
 from rsembed.sparsecore.row_rule import RowLimits, rule_of_stack
@@ -183,9 +184,7 @@ def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking
     if perform_stacking:
         gradient = _gradient_leaves(activation_gradients, feature_specs)[0]
         return (feature.num_samples or 0) // max(1, gradient.size // gradient.shape[-1])
-    stack = feature.table_spec.stacked_table_spec
-    if stack is None:
-        raise ValueError(f"table {feature.table_spec.name!r} is not prepared; call prepare_feature_specs_for_training.")
+    stack = placed_stack(feature.table_spec)
     return stack.total_sample_count // max(1, activation_gradients[stack.stack_name].shape[0])
 
 
@@ -202,10 +201,7 @@ def _num_cores(
 
 
 def _stacks(
-    layouts: Mapping[str, StackLayout],
-    inputs: PreprocessedInput,
-    axis_name: AxisName | None,
-    enable_minibatching: bool,
+    layouts: Mapping[str, StackLayout], inputs: PreprocessedInput, axis_name: AxisName | None, enable_minibatching: bool
 ) -> Iterator[tuple[StackLayout, device.Entries, device.Exchange]]:
     if set(layouts) != set(inputs.lhs_row_pointers):
         raise ValueError(

@@ -148,9 +148,7 @@ def get_initial_state(
             sc_fwd_aux=_zeros(sc_fwd_aux),
         ),
         step_before_last_step_inputs=StepBeforeLastStepInput(
-            sparse_inputs=sparse(shapes.sparse_inputs),
-            embedding_gradients=sparse(gradients),
-            tc_aux=_zeros(tc_aux),
+            sparse_inputs=sparse(shapes.sparse_inputs), embedding_gradients=sparse(gradients), tc_aux=_zeros(tc_aux)
         ),
         placeholder_output=_zeros(output),
         placeholder_tc_aux=_zeros(tc_aux),
@@ -226,7 +224,8 @@ def step(
       and the state for the next cycle.
     """
     last, before = pipeline_state.last_step_inputs, pipeline_state.step_before_last_step_inputs
-    options = {"step": jnp.maximum(pipeline_state.pipeline_step - 2, 0)} if _takes_step(sc_bwd_function) else {}
+    takes_step = "step" in inspect.signature(sc_bwd_function).parameters
+    options = {"step": jnp.maximum(pipeline_state.pipeline_step - 2, 0)} if takes_step else {}
     embedding_variables, sc_bwd_aux = sc_bwd_function(
         before.sparse_inputs, before.embedding_gradients, embedding_variables, before.tc_aux, **options
     )
@@ -257,10 +256,6 @@ def _dense_step(
     if isinstance(is_fake, bool):
         return fake() if is_fake else tc_function(*inputs)
     return jax.lax.cond(is_fake, fake, lambda: tc_function(*inputs))
-
-
-def _takes_step(function: ScBwdStageFun) -> bool:
-    return "step" in inspect.signature(function).parameters
 
 
 def get_default_sc_fwd_function(
