@@ -44,6 +44,15 @@ def round_up(value: Size, multiple: int) -> Size:
     return -(-value // multiple) * multiple
 
 
+def text_table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> str:
+    """Rows of cells as text, a line each; `align` is for all columns but the first."""
+    columns: list[list[str]] = []
+    for column in zip(*rows, strict=True):
+        width, place = max(map(len, column)), align if columns else str.ljust
+        columns.append([place(cell, width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+
+
 def get_default_limits(stack_name: str, batch_size: int) -> int:
     """The limit of a stack of several tables when nobody chose one: 256 entries."""
     del stack_name, batch_size
@@ -152,11 +161,10 @@ class StackingPlan:
 
     def table(self, name: str) -> tuple[StackPlan, TablePlacement]:
         """A table by its logical name, and its stack. Raises: KeyError: there is none."""
-        for stack in self.stacks:
-            for table in stack.tables:
-                if table.name == name:
-                    return stack, table
-        raise KeyError(f"no table {name!r}; the plan has {[t.name for s in self.stacks for t in s.tables]}.")
+        found = {table.name: (stack, table) for stack in self.stacks for table in stack.tables}
+        if name not in found:
+            raise KeyError(f"no table {name!r}; the plan has {list(found)}.")
+        return found[name]
 
     def flat_rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the stacked array; see `compute_physical_row_ids`."""
@@ -192,7 +200,7 @@ class StackingPlan:
 
     def describe(self, ids_by_feature: Mapping[str, Any] | None = None) -> str:
         """The plan as text: memory, padding and, given ids as for `shard_load`, the load of the shards."""
-        rows = [self._COLUMNS, *self._cells()]
+        rows = self._cells()
         if ids_by_feature is not None:
             loads = self.shard_load(ids_by_feature).values()
             added = [("ids", "busiest shard", "skew")]
@@ -200,26 +208,20 @@ class StackingPlan:
                 skew = load.max() * load.size / max(load.sum(), 1)
                 added.append((f"{load.sum():,}", str(load.argmax()), f"{skew:.2f}"))
             rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        return text_table(rows)
 
-    def __str__(self) -> str:
-        return self.describe()
+    __str__ = describe
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{cell}</th>" for cell in self._COLUMNS)
-        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in self._cells())
+        columns, *rows = self._cells()
+        head = "".join(f"<th>{cell}</th>" for cell in columns)
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
         return f"<table><tr>{head}</tr>{body}</table>"
 
-    _COLUMNS = (
-        *("stack", "tables", "features", "rows", "dim", "dtype"),
-        *("optimizer", "padding", "table MB/shard", "slots MB/shard"),
-    )
-
     def _cells(self) -> list[tuple[str, ...]]:
-        return [
+        """Names of the columns, then a row per stack."""
+        stack_columns = ("stack", "tables", "features", "rows", "dim", "dtype", "optimizer")
+        rows = [
             (
                 stack.name,
                 str(len(stack.tables)),
@@ -234,6 +236,7 @@ class StackingPlan:
             )
             for stack in self.stacks
         ]
+        return [(*stack_columns, "padding", "table MB/shard", "slots MB/shard"), *rows]
 
 
 def compute_physical_row_ids(
@@ -316,8 +319,8 @@ def group_tables(
     activation_mem_bytes_limit: int | None = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> list[list[str]]:
     """Table names that can share a physical table, in first-seen order, split so that activations fit the limit."""
-    groups: dict[Any, list[str]] = {}
-    for name, table in tables_of(features).items():
+    tables, groups = tables_of(features), dict[Any, list[str]]()
+    for name, table in tables.items():
         dim = round_up(table.embedding_dim, SUBLANES) if pad else table.embedding_dim
         key = (
             dim,
@@ -334,17 +337,11 @@ def group_tables(
         groups.setdefault(key, []).append(name)
     if activation_mem_bytes_limit is None:
         return list(groups.values())
-    num_bytes = activation_bytes(features, num_shards)
-    return split_by_memory(groups.values(), num_bytes, activation_mem_bytes_limit)
-
-
-def activation_bytes(features: Any, num_shards: int) -> dict[str, int]:
-    """Bytes of float32 activations per shard and table, over all features that read it."""
-    num_bytes = dict.fromkeys(tables_of(features), 0)
+    num_bytes = dict.fromkeys(tables, 0)  # of float32 activations per shard
     for feature in features_of(features):
         samples = (feature.num_samples or 0) // num_shards
         num_bytes[feature.table_spec.name] += round_up(feature.table_spec.embedding_dim, SUBLANES) * 4 * samples
-    return num_bytes
+    return split_by_memory(groups.values(), num_bytes, activation_mem_bytes_limit)
 
 
 def split_by_memory(groups: Iterable[Sequence[str]], num_bytes: Mapping[str, int], limit: int) -> list[list[str]]:

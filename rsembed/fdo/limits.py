@@ -15,7 +15,7 @@ import numpy as np
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.specs import StackedTableSpec, features_of
-from rsembed.stacking import SUBLANES, round_up
+from rsembed.stacking import SUBLANES, round_up, text_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,13 +160,7 @@ def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_p
                 f"{int(np.sum(statistics.id_drop_counters.get(name, 0))):,}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+    lines = [text_table(rows, str.rjust)]
     lines += [
         f"table {table} lost {drops.ids:,} ids to max_ids_per_partition, {drops.unique_ids:,} to "
         f"max_unique_ids_per_partition, {drops.buffer:,} to the buffer"

@@ -25,10 +25,7 @@ def record_drops(
 ) -> None:
     """Records what a stack lost, by stack and by table, and warns once per table and limit.
 
-    Args:
-      statistics: receives the counts.
-      layout: the stack.
-      dropped: by kind (`ids`, `unique_ids`, `buffer`) the rows inside their shard that lost entries, and how many.
+    `dropped` has, by kind (`ids`, `unique_ids`, `buffer`), the rows inside their shard that lost entries, and how many.
     """
     first_row = {
         feature.table_spec.name: feature.table_spec.setting_in_stack.row_offset_in_shard for feature in layout.features

@@ -74,17 +74,9 @@ class HostFeature:
 def read_features(
     feature_specs: Any, features: Any, weights: Any, *, local_device_count: int, global_device_count: int
 ) -> list[HostFeature]:
-    """Dense or ragged ids of every feature, checked.
+    """Dense or ragged ids of every feature, checked; `preprocess_sparse_dense_matmul_input` tells their forms.
 
-    Args:
-      feature_specs: tree of FeatureSpecs.
-      features: the same tree; each leaf is a 2-D integer array, a 1-D object array of 1-D arrays, a list of lists, a
-        pair `(values, lengths)` of 1-D arrays, or `rsembed.Bags`. It has this process' part of the batch; of a whole
-        global batch, that part is taken.
-      weights: the same tree and shapes, or None for ones; a leaf may be None, or flat with one weight per id where the
-        ids are a pair or `Bags`. Weights inside `Bags` need not be repeated here.
-      local_device_count: devices of this process.
-      global_device_count: devices of all processes.
+    Weights inside `Bags` need not be repeated in `weights`, of which a leaf may be None.
     """
     specs = features_of(feature_specs)
     leaves = _matching_leaves(feature_specs, features, "features")

@@ -112,12 +112,7 @@ def update(
 ) -> Any:
     """The variables after one optimizer step of every row that `inputs` look up, in the container they came in.
 
-    Args:
-      tables: where the variables lie.
-      d_activations: gradients of the global activations.
-      variables: tables and slots, by stack.
-      step: 0-based step; None hides it from the optimizers.
-      inputs: the batch that was looked up.
+    The step counts from 0; None hides it from the optimizers.
     """
 
     def on_device(d_activations: Any, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
@@ -176,11 +171,7 @@ def preprocess(
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
     """This process' part of a batch, partitioned for the devices that share the tables, still on the host.
 
-    Args:
-      tables: what the batch is for.
-      features: ids, in a tree like the feature specs.
-      features_weights: weights in the same tree, or None.
-      **options: as for `embedding.preprocess_sparse_dense_matmul_input`.
+    `features`, `features_weights` and options are those of `embedding.preprocess_sparse_dense_matmul_input`.
     """
     return preprocess_sparse_dense_matmul_input(
         features,

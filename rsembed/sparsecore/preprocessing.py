@@ -113,10 +113,10 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
       dense_shapes: tree of `[2]` shapes; the first number is the local batch size.
-      feature_specs: placed specs.
+      feature_specs: placed specs; these and all that follow are as for dense input.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
-      num_sc_per_device: as for dense input, like all that follow.
+      num_sc_per_device: cores per device.
       sharding_strategy: "MOD".
       has_leading_dimension: leading axis of local devices.
       allow_id_dropping: drop and count instead of raising.
@@ -164,18 +164,17 @@ def _processed(
     has_leading_dimension: bool,
     enable_minibatching: bool,
 ) -> PreprocessedInput:
-    if has_leading_dimension:
-        shape = (len(num_minibatches), -1)  # one number per device
-        buffers = {name: [array.reshape(shape) for array in stack] for name, stack in buffers.items()}
-        num_minibatches = num_minibatches.reshape(shape)
     fields = [{name: stack[k] for name, stack in buffers.items()} for k in range(len(SparseDenseMatmulInput._fields))]
     limits = tuple(
         StackLimits(name, layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition)
         for name, layout in sorted(layouts.items())
     )
-    return PreprocessedInput(
+    processed = PreprocessedInput(
         SparseDenseMatmulInput(*fields), num_minibatches, limits, has_minibatches=enable_minibatching
     )
+    if not has_leading_dimension:
+        return processed
+    return jax.tree.map(lambda array: array.reshape(len(num_minibatches), -1), processed)
 
 
 def eval_preprocess_sparse_dense_matmul_input_shape(
