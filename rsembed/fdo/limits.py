@@ -126,9 +126,6 @@ def _round_up_to_bucket(value: int, growth: float) -> int:
     return step
 
 
-_COLUMNS = ("stack", "ids limit", "seen", "unique limit", "seen", "buffer", "needed", "dropped")
-
-
 def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_per_device: int) -> str:
     """A table of limits, of the largest values seen, and of what was dropped, one line per stack; print it.
 
@@ -145,7 +142,7 @@ def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_p
         for feature in features_of(feature_specs)
         if (stack := feature.table_spec.stacked_table_spec) is not None
     }
-    rows = [_COLUMNS]
+    rows = [("stack", "ids limit", "seen", "unique limit", "seen", "buffer", "needed", "dropped")]
     for name, stack in stacks.items():
         buffer = stack.suggested_coo_buffer_size_per_device
         rows.append(

@@ -100,14 +100,6 @@ def read_entries(
     return Entries(*(field[order] for field in entries))
 
 
-def plan_exchange(layout: StackLayout, max_ids: int | None, num_places: int, axis_name: AxisName | None) -> Exchange:
-    """The smallest blocks that hold whatever the limits allow; `max_ids=None` means that limits are unknown."""
-    capacity = num_places
-    if max_ids is not None:
-        capacity = min(num_places, layout.num_cores * layout.num_cores * max_ids)
-    return Exchange(axis_name, layout.num_devices, capacity)
-
-
 def _routes(entries: Entries, exchange: Exchange) -> Routes:
     return plan_routes(entries.owners, num_devices=exchange.num_devices, capacity=exchange.capacity)
 

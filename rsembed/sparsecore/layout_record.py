@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,26 +130,22 @@ class EmbeddingSpecRecord:
     @classmethod
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
         """The inverse of `to_json`."""
-        return cls(stacked_table_specs=tuple(map(_stack_from, json.loads(text)["stacked_table_specs"])))
+        return _restored(cls, json.loads(text))
 
 
-def _stack_from(fields: Mapping[str, Any]) -> StackRecord:
-    return StackRecord(**{**fields, "table_specs": tuple(map(_table_from, fields["table_specs"]))})
+_NESTED = {"stacked_table_specs": StackRecord, "table_specs": TableRecord, "feature_specs": FeatureRecord}
 
 
-def _table_from(fields: Mapping[str, Any]) -> TableRecord:
-    quantization = fields["quantization"]
-    changed = {
-        "optimizer": OptimizerRecord(**fields["optimizer"]),
-        "quantization": None if quantization is None else tuple(quantization),
-        "feature_specs": tuple(map(_feature_from, fields["feature_specs"])),
-    }
-    return TableRecord(**{**fields, **changed})
-
-
-def _feature_from(fields: Mapping[str, Any]) -> FeatureRecord:
-    shapes = {key: None if fields[key] is None else tuple(fields[key]) for key in ("input_shape", "output_shape")}
-    return FeatureRecord(**{**fields, **shapes})
+def _restored(record: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+    """The record that became `fields` on its way through JSON, where tuples are lists."""
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in _NESTED:
+            value = tuple(_restored(_NESTED[name], one) for one in value)
+        elif name == "optimizer":
+            value = OptimizerRecord(**value)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return record(**values)
 
 
 def create_proto_from_feature_specs(

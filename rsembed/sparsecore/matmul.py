@@ -211,11 +211,12 @@ def _stacks(
     for name, layout in layouts.items():
         flat = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
         axes = device.manual_axes(layout.num_devices, axis_name)
-        max_ids = inputs.max_ids_per_partition(name)
-        if enable_minibatching and max_ids is not None:
-            max_ids *= MAX_MINIBATCHES
         entries = device.read_entries(layout, _num_minibatches(inputs) if enable_minibatching else None, *flat)
-        yield layout, entries, device.plan_exchange(layout, max_ids, flat[1].size, axes)
+        capacity, max_ids = flat[1].size, inputs.max_ids_per_partition(name)
+        if max_ids is not None:  # the smallest blocks that hold whatever the limits allow
+            num_blocks = layout.num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
+            capacity = min(capacity, num_blocks * max_ids)
+        yield layout, entries, device.Exchange(axes, layout.num_devices, capacity)
 
 
 def _num_minibatches(inputs: PreprocessedInput) -> Array:
