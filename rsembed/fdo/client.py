@@ -43,7 +43,8 @@ class FDOClient(abc.ABC):
 class FileFDOClient(FDOClient):
     """Exchanges histories through the files `fdo_stats_<process>_<time in ns>.<extension>` of a shared folder.
 
-    A format is the extension of its files, without the dot, and how a history becomes the content of one.
+    A format is the extension of its files, without the dot, and how a history becomes the content of one. Arguments
+    are those of `NPZFileFDOClient`.
     """
 
     _extension: ClassVar[str]
