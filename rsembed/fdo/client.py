@@ -106,15 +106,14 @@ class FileFDOClient(FDOClient):
 
     def _newest(self) -> list[Path]:
         """The newest file of every process of this run, by process."""
-        newest: dict[int, tuple[int, Path]] = {}
-        for path, (process, written) in self._files().items():
-            newest[process] = max(newest.get(process, (-1, path)), (written, path))
-        strangers = sorted(process for process in newest if process >= jax.process_count())
+        files = self._files()
+        newest = {files[path][0]: path for path in sorted(files, key=files.__getitem__)}
+        strangers = [process for process in newest if process >= jax.process_count()]
         if strangers:
             _log.warning(
                 "%s holds statistics of processes %s, which are not in this run; ignored.", self._folder, strangers
             )
-        found = [newest[process][1] for process in sorted(newest) if process not in strangers]
+        found = [path for process, path in newest.items() if process not in strangers]
         if not found:
             raise FileNotFoundError(
                 f"no fdo_stats_<process>_<time>.{self._extension} in {str(self._folder)!r}; publish() before load()."

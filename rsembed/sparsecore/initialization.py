@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
@@ -119,7 +119,7 @@ def _fill_tables(
     num_shards: int,
 ) -> tuple[Array, ...]:
     table_rows = tables[0].setting_in_stack.padded_vocab_size // num_shards
-    num_rows, dim = arrays[0].shape
+    vocabulary_size, (num_rows, dim) = tables[0].vocabulary_size, arrays[0].shape
     block_rows = min(table_rows, max(SUBLANES, BLOCK_VALUES // dim))
     blocks_per_core = -(-table_rows // block_rows)
     keys = jnp.stack([table_key(key, table.name) for table in tables])
@@ -133,7 +133,9 @@ def _fill_tables(
         first_row = jnp.minimum(block * block_rows, table_rows - block_rows)
         shard = (first_shard + core - rotations[table]) % num_shards
         ids = (first_row + jnp.arange(block_rows, dtype=jnp.int32)) * num_shards + shard
-        values = _padded_rows(keys[table], tables[0], ids, dim)
+        values = initial_rows(keys[table], tables[0], jnp.minimum(ids, vocabulary_size - 1))
+        values = jnp.where((ids < vocabulary_size)[:, None], values, 0.0)
+        values = jnp.pad(values, ((0, 0), (0, dim - tables[0].embedding_dim)))
         place = core * (num_rows // num_cores) + offsets[table] + first_row
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), place, axis=0)
@@ -141,11 +143,3 @@ def _fill_tables(
         )
 
     return jax.lax.fori_loop(0, len(tables) * num_cores * blocks_per_core, fill_block, arrays)
-
-
-def _padded_rows(
-    key: PRNGKeyArray, table: TableSpec, ids: Int[Array, " rows"], dim: int
-) -> Float[Array, "rows columns"]:
-    is_real = (ids < table.vocabulary_size)[:, None]
-    values = initial_rows(key, table, jnp.minimum(ids, table.vocabulary_size - 1))
-    return jnp.pad(jnp.where(is_real, values, 0.0), ((0, 0), (0, dim - table.embedding_dim)))

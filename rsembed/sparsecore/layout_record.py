@@ -221,7 +221,11 @@ def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
 
 def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
     """The record of an optimizer. Of a function (a custom rule, a schedule), only the name is kept."""
-    learning_rate = optimizer.learning_rate
+    learning_rate, tag = optimizer.learning_rate, None
+    if callable(learning_rate):
+        tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
+    if isinstance(learning_rate, CallablePlaceholder):
+        tag = learning_rate.tag
     values: dict[str, Any] = {}
     if type(optimizer) in _CODES:
         names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
@@ -230,16 +234,10 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
         type_enum=get_optimizer_type(optimizer),
         short_name=optimizer.short_name(),
         learning_rate=None if callable(learning_rate) else float(learning_rate),
-        learning_rate_tag=_tag(learning_rate) if callable(learning_rate) else None,
+        learning_rate_tag=tag,
         float_params={name: float(value) for name, value in values.items() if not isinstance(value, bool)},
         bool_params={name: value for name, value in values.items() if isinstance(value, bool)},
     )
-
-
-def _tag(learning_rate: Any) -> str:
-    if isinstance(learning_rate, CallablePlaceholder):
-        return learning_rate.tag
-    return str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
 
 
 def proto_to_optimizer_spec(
