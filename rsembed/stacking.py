@@ -44,15 +44,6 @@ def round_up(value: Size, multiple: int) -> Size:
     return -(-value // multiple) * multiple
 
 
-def text_table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> str:
-    """Rows of cells as text, a line each; `align` is for all columns but the first."""
-    columns: list[list[str]] = []
-    for column in zip(*rows, strict=True):
-        width, place = max(map(len, column)), align if columns else str.ljust
-        columns.append([place(cell, width) for cell in column])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
-
-
 def get_default_limits(stack_name: str, batch_size: int) -> int:
     """The limit of a stack of several tables when nobody chose one: 256 entries."""
     del stack_name, batch_size
@@ -208,7 +199,8 @@ class StackingPlan:
                 skew = load.max() * load.size / max(load.sum(), 1)
                 added.append((f"{load.sum():,}", str(load.argmax()), f"{skew:.2f}"))
             rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
-        return text_table(rows)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     __str__ = describe
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.specs import StackedTableSpec, features_of
-from rsembed.stacking import SUBLANES, round_up, text_table
+from rsembed.stacking import SUBLANES, round_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,8 @@ def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_p
                 f"{int(np.sum(statistics.id_drop_counters.get(name, 0))):,}",
             )
         )
-    lines = [text_table(rows, str.rjust)]
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
     lines += [
         f"table {table} lost {drops.ids:,} ids to max_ids_per_partition, {drops.unique_ids:,} to "
         f"max_unique_ids_per_partition, {drops.buffer:,} to the buffer"
