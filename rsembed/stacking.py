@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,14 @@ from rsembed.specs import (
 )
 
 LimitsCallable = Callable[[str, int], int]
+Size = TypeVar("Size", int, np.ndarray, jax.Array)
 SUBLANES = 8
 """Rows and columns are moved in tiles of this size on a TPU."""
 MAX_STACK_NAME_LENGTH = 50
 
 
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+def round_up(value: Size, multiple: int) -> Size:
+    """The smallest multiple of `multiple` that is not below `value`, for a number or an array."""
     return -(-value // multiple) * multiple
 
 
@@ -60,6 +61,18 @@ class TablePlacement:
     stochastic_rounding: bool
     setting: TableSettingInStack
 
+    @classmethod
+    def of(cls, table: TableSpec, setting: TableSettingInStack) -> TablePlacement:
+        """The placement of a table that lies at `setting`."""
+        return cls(
+            name=table.name,
+            rows=table.vocabulary_size,
+            dim=table.embedding_dim,
+            dtype=table.dtype,
+            stochastic_rounding=table.stochastic_rounding,
+            setting=setting,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlacement:
@@ -70,6 +83,17 @@ class FeaturePlacement:
     combiner: Combiner
     num_samples: int | None
     transformation: FeatureIdTransformation
+
+    @classmethod
+    def of(cls, feature: FeatureSpec, transformation: FeatureIdTransformation) -> FeaturePlacement:
+        """The placement of a feature that lies at `transformation`."""
+        return cls(
+            name=feature.name,
+            table_name=feature.table_spec.name,
+            combiner=feature.table_spec.combiner,
+            num_samples=feature.num_samples,
+            transformation=transformation,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,11 +152,10 @@ class StackingPlan:
 
     def table(self, name: str) -> tuple[StackPlan, TablePlacement]:
         """A table by its logical name, and its stack. Raises: KeyError: there is none."""
-        for stack in self.stacks:
-            for table in stack.tables:
-                if table.name == name:
-                    return stack, table
-        raise KeyError(f"no table {name!r}; the plan has {[t.name for s in self.stacks for t in s.tables]}.")
+        found = {table.name: (stack, table) for stack in self.stacks for table in stack.tables}
+        if name not in found:
+            raise KeyError(f"no table {name!r}; the plan has {list(found)}.")
+        return found[name]
 
     def flat_rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the stacked array; see `compute_physical_row_ids`."""
@@ -168,7 +191,7 @@ class StackingPlan:
 
     def describe(self, ids_by_feature: Mapping[str, Any] | None = None) -> str:
         """The plan as text: memory, padding and, given ids as for `shard_load`, the load of the shards."""
-        rows = [self._COLUMNS, *self._cells()]
+        rows = self._cells()
         if ids_by_feature is not None:
             loads = self.shard_load(ids_by_feature).values()
             added = [("ids", "busiest shard", "skew")]
@@ -176,26 +199,21 @@ class StackingPlan:
                 skew = load.max() * load.size / max(load.sum(), 1)
                 added.append((f"{load.sum():,}", str(load.argmax()), f"{skew:.2f}"))
             rows = [(*row, *more) for row, more in zip(rows, added, strict=True)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
-    def __str__(self) -> str:
-        return self.describe()
+    __str__ = describe
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{cell}</th>" for cell in self._COLUMNS)
-        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in self._cells())
+        columns, *rows = self._cells()
+        head = "".join(f"<th>{cell}</th>" for cell in columns)
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
         return f"<table><tr>{head}</tr>{body}</table>"
 
-    _COLUMNS = (
-        *("stack", "tables", "features", "rows", "dim", "dtype"),
-        *("optimizer", "padding", "table MB/shard", "slots MB/shard"),
-    )
-
     def _cells(self) -> list[tuple[str, ...]]:
-        return [
+        """Names of the columns, then a row per stack."""
+        stack_columns = ("stack", "tables", "features", "rows", "dim", "dtype", "optimizer")
+        rows = [
             (
                 stack.name,
                 str(len(stack.tables)),
@@ -210,6 +228,7 @@ class StackingPlan:
             )
             for stack in self.stacks
         ]
+        return [(*stack_columns, "padding", "table MB/shard", "slots MB/shard"), *rows]
 
 
 def compute_physical_row_ids(
@@ -292,8 +311,8 @@ def group_tables(
     activation_mem_bytes_limit: int | None = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> list[list[str]]:
     """Table names that can share a physical table, in first-seen order, split so that activations fit the limit."""
-    groups: dict[Any, list[str]] = {}
-    for name, table in tables_of(features).items():
+    tables, groups = tables_of(features), dict[Any, list[str]]()
+    for name, table in tables.items():
         dim = round_up(table.embedding_dim, SUBLANES) if pad else table.embedding_dim
         key = (
             dim,
@@ -310,17 +329,11 @@ def group_tables(
         groups.setdefault(key, []).append(name)
     if activation_mem_bytes_limit is None:
         return list(groups.values())
-    num_bytes = activation_bytes(features, num_shards)
-    return split_by_memory(groups.values(), num_bytes, activation_mem_bytes_limit)
-
-
-def activation_bytes(features: Any, num_shards: int) -> dict[str, int]:
-    """Bytes of float32 activations per shard and table, over all features that read it."""
-    num_bytes = dict.fromkeys(tables_of(features), 0)
+    num_bytes = dict.fromkeys(tables, 0)  # of float32 activations per shard
     for feature in features_of(features):
         samples = (feature.num_samples or 0) // num_shards
         num_bytes[feature.table_spec.name] += round_up(feature.table_spec.embedding_dim, SUBLANES) * 4 * samples
-    return num_bytes
+    return split_by_memory(groups.values(), num_bytes, activation_mem_bytes_limit)
 
 
 def split_by_memory(groups: Iterable[Sequence[str]], num_bytes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -374,14 +387,7 @@ def plan_stack(
         )
     offsets = np.concatenate([[0], np.cumsum(padded_rows)]) // num_shards
     placements = tuple(
-        TablePlacement(
-            name=table.name,
-            rows=table.vocabulary_size,
-            dim=table.embedding_dim,
-            dtype=table.dtype,
-            stochastic_rounding=table.stochastic_rounding,
-            setting=TableSettingInStack(stack_name, rows, dim, int(offset), (k * rotation) % num_shards),
-        )
+        TablePlacement.of(table, TableSettingInStack(stack_name, rows, dim, int(offset), (k * rotation) % num_shards))
         for k, (table, rows, offset) in enumerate(zip(tables, padded_rows, offsets[:-1], strict=True))
     )
     readers = [f for f in features_of(features) if f.table_spec.name in set(table_names)]
@@ -394,6 +400,7 @@ def plan_stack(
         own[0] if len(tables) == 1 else max(int(limit(stack_name, total_samples)), *own)
         for limit, own in zip(limits, declared, strict=True)
     )
+    suggested = [table.suggested_coo_buffer_size_per_device for table in tables]
     spec = StackedTableSpec(
         stack_name=stack_name,
         stack_vocab_size=total_rows,
@@ -403,7 +410,7 @@ def plan_stack(
         total_sample_count=total_samples,
         max_ids_per_partition=max_ids,
         max_unique_ids_per_partition=max_unique,
-        suggested_coo_buffer_size_per_device=_suggested_buffer_size(tables),
+        suggested_coo_buffer_size_per_device=None if None in suggested else sum(size or 0 for size in suggested),
         quantization_config=first.quantization_config,
         activation_mem_bytes_limit=activation_mem_bytes_limit,
         num_shards=num_shards,
@@ -412,12 +419,6 @@ def plan_stack(
     return StackPlan(
         spec=spec, dtype=first.dtype, tables=placements, features=feature_placements, num_stored_values=stored
     )
-
-
-def _suggested_buffer_size(tables: Sequence[TableSpec]) -> int | None:
-    sizes = [table.suggested_coo_buffer_size_per_device for table in tables]
-    declared = [size for size in sizes if size is not None]
-    return sum(declared) if len(declared) == len(sizes) else None
 
 
 def _checked_tables(
@@ -445,19 +446,9 @@ def _place_features(
     placements, row_offset = [], 0
     for feature in readers:
         setting = settings[feature.table_spec.name]
-        placements.append(
-            FeaturePlacement(
-                name=feature.name,
-                table_name=feature.table_spec.name,
-                combiner=feature.table_spec.combiner,
-                num_samples=feature.num_samples,
-                transformation=FeatureIdTransformation(
-                    row_offset=row_offset,
-                    col_offset=setting.row_offset_in_shard * num_shards,
-                    col_shift=setting.shard_rotation,
-                ),
-            )
-        )
+        first_column = setting.row_offset_in_shard * num_shards
+        transformation = FeatureIdTransformation(row_offset, first_column, setting.shard_rotation)
+        placements.append(FeaturePlacement.of(feature, transformation))
         row_offset += feature.num_samples or 0
     return tuple(placements), row_offset
 

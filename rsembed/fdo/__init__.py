@@ -1,6 +1,7 @@
 """Feedback-directed optimisation: limits and buffer sizes from the statistics of earlier batches."""
 
 from rsembed.fdo.client import FDOClient as FDOClient
+from rsembed.fdo.client import FileFDOClient as FileFDOClient
 from rsembed.fdo.csv_file_fdo_client import CSVFileFDOClient as CSVFileFDOClient
 from rsembed.fdo.file_fdo_client import NPZFileFDOClient as NPZFileFDOClient
 from rsembed.fdo.limits import EXACT as EXACT

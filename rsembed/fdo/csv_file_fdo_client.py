@@ -7,20 +7,13 @@ import io
 
 import numpy as np
 
-from rsembed.fdo.client import FDOClient, StatisticsFiles, wait_for_all_processes
-from rsembed.fdo.statistics import (
-    History,
-    SparseDenseMatmulInputStats,
-    append_record,
-    merge_processes,
-    running_maximum,
-    to_statistics,
-)
+from rsembed.fdo.client import FileFDOClient
+from rsembed.fdo.statistics import History
 
 HEADER = ["key", "values"]
 
 
-class CSVFileFDOClient(FDOClient):
+class CSVFileFDOClient(FileFDOClient):
     """As `NPZFileFDOClient`, in files of lines `<stack>_<statistic>,<values separated by blanks>`, one per record.
 
     Args:
@@ -28,47 +21,24 @@ class CSVFileFDOClient(FDOClient):
       retain_history: keep every record; False keeps the running maximum alone, so that files stay small.
     """
 
-    def __init__(self, base_dir: str, retain_history: bool = True):
-        self._files = StatisticsFiles(base_dir, "csv")
-        self._retain_history = retain_history
-        self._history: History = {}
+    _extension = "csv"
 
-    def record(self, stats: SparseDenseMatmulInputStats) -> None:
-        """Appends one row to every statistic, or raises the running maximum."""
-        history = append_record(self._history, stats)
-        self._history = history if self._retain_history else running_maximum(history)
-
-    def publish(self) -> None:
-        """Writes everything to `fdo_stats_<process>_<time in ns>.csv`."""
+    @staticmethod
+    def _encode(history: History) -> bytes:
         content = io.StringIO(newline="")
         writer = csv.writer(content, lineterminator="\r\n")
         writer.writerow(HEADER)
-        for key, values in self._history.items():
+        for key, values in history.items():
             writer.writerows([key, " ".join(map(str, row))] for row in np.atleast_2d(values).tolist())
-        self._files.write(content.getvalue().encode())
-        wait_for_all_processes("rsembed.fdo.publish")
+        return content.getvalue().encode()
 
-    def load(self) -> SparseDenseMatmulInputStats:
-        """Reads the newest file of each process; what was read replaces what this client remembers.
-
-        Raises:
-          FileNotFoundError: nothing was published.
-          ValueError: a file is not of this form.
-        """
-        histories = [_read(path.read_bytes().decode()) for path in self._files.newest()]
-        wait_for_all_processes("rsembed.fdo.load")
-        merged = merge_processes(histories)
-        statistics = to_statistics(merged)
-        self._history = merged
-        return statistics
-
-
-def _read(text: str) -> History:
-    header, *lines = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
-    if header != HEADER:
-        raise ValueError(f"a statistics file starts with the line {','.join(HEADER)!r}, got {','.join(header)!r}.")
-    rows: dict[str, list[list[int]]] = {}
-    for key, values in lines:
-        rows.setdefault(key, []).append([int(value) for value in values.split()])
-    arrays = {key: np.asarray(values, np.int64) for key, values in rows.items()}
-    return {key: values[0] if len(values) == 1 else values for key, values in arrays.items()}
+    @staticmethod
+    def _decode(content: bytes) -> History:
+        header, *lines = list(csv.reader(io.StringIO(content.decode(), newline=""))) or [[]]
+        if header != HEADER:
+            raise ValueError(f"a statistics file starts with the line {','.join(HEADER)!r}, got {','.join(header)!r}.")
+        rows: dict[str, list[list[int]]] = {}
+        for key, values in lines:
+            rows.setdefault(key, []).append([int(value) for value in values.split()])
+        arrays = {key: np.asarray(values, np.int64) for key, values in rows.items()}
+        return {key: values[0] if len(values) == 1 else values for key, values in arrays.items()}

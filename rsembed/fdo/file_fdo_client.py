@@ -6,18 +6,12 @@ import io
 
 import numpy as np
 
-from rsembed.fdo.client import FDOClient, StatisticsFiles, wait_for_all_processes
-from rsembed.fdo.statistics import (
-    History,
-    SparseDenseMatmulInputStats,
-    append_record,
-    merge_processes,
-    running_maximum,
-    to_statistics,
-)
+from rsembed.fdo.client import FileFDOClient
+from rsembed.fdo.statistics import History
+from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 
 
-class NPZFileFDOClient(FDOClient):
+class NPZFileFDOClient(FileFDOClient):
     """Keeps one row per recorded batch and exchanges them through files in a shared folder.
 
     With several processes, `publish` and `load` wait for one another: every process must call both, in the same
@@ -36,40 +30,16 @@ class NPZFileFDOClient(FDOClient):
       [3, 4]
     """
 
-    def __init__(self, base_dir: str, retain_history: bool = True):
-        self._files = StatisticsFiles(base_dir, "npz")
-        self._retain_history = retain_history
-        self._history: History = {}
+    _extension = "npz"
 
-    def record(self, stats: SparseDenseMatmulInputStats) -> None:
-        """Appends one row to every statistic, or raises the running maximum."""
-        history = append_record(self._history, stats)
-        self._history = history if self._retain_history else running_maximum(history)
-
-    def publish(self) -> None:
-        """Writes all rows to `fdo_stats_<process>_<time in ns>.npz`."""
+    @staticmethod
+    def _encode(history: History) -> bytes:
         content = io.BytesIO()
-        arrays: dict = dict(self._history)
+        arrays: dict = dict(history)
         np.savez(content, **arrays)
-        self._files.write(content.getvalue())
-        wait_for_all_processes("rsembed.fdo.publish")
+        return content.getvalue()
 
-    def load(self) -> SparseDenseMatmulInputStats:
-        """Reads the newest file of each process; what was read replaces what this client remembers.
-
-        Returns:
-          All records of a single process, or the elementwise maximum of all records of several.
-
-        Raises:
-          FileNotFoundError: nothing was published.
-          ValueError: a file holds something that is no statistic.
-        """
-        histories = []
-        for path in self._files.newest():
-            with np.load(path, allow_pickle=False) as arrays:
-                histories.append({key: arrays[key] for key in arrays.files})
-        wait_for_all_processes("rsembed.fdo.load")
-        merged = merge_processes(histories)
-        statistics = to_statistics(merged)
-        self._history = merged
-        return statistics
+    @staticmethod
+    def _decode(content: bytes) -> History:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}

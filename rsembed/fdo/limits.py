@@ -91,13 +91,13 @@ def limits_from_statistics(
 def _stack_limits(
     stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
 ) -> PartitionLimits:
-    name = stack.stack_name
-    max_ids, max_unique = stack.max_ids_per_partition, stack.max_unique_ids_per_partition
-    buffer = stack.suggested_coo_buffer_size_per_device
-    if name in statistics.max_ids_per_partition:
-        max_ids = policy.limit(float(np.max(statistics.max_ids_per_partition[name])), max_ids)
-    if name in statistics.max_unique_ids_per_partition:
-        max_unique = policy.limit(float(np.max(statistics.max_unique_ids_per_partition[name])), max_unique)
+    name, buffer = stack.stack_name, stack.suggested_coo_buffer_size_per_device
+
+    def new_limit(seen: Mapping[str, Any], current: int) -> int:
+        return policy.limit(float(np.max(seen[name])), current) if name in seen else current
+
+    max_ids = new_limit(statistics.max_ids_per_partition, stack.max_ids_per_partition)
+    max_unique = new_limit(statistics.max_unique_ids_per_partition, stack.max_unique_ids_per_partition)
     if name in statistics.required_buffer_size_per_sc:
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
@@ -126,9 +126,6 @@ def _round_up_to_bucket(value: int, growth: float) -> int:
     return step
 
 
-_COLUMNS = ("stack", "ids limit", "seen", "unique limit", "seen", "buffer", "needed", "dropped")
-
-
 def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_per_device: int) -> str:
     """A table of limits, of the largest values seen, and of what was dropped, one line per stack; print it.
 
@@ -145,7 +142,7 @@ def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_p
         for feature in features_of(feature_specs)
         if (stack := feature.table_spec.stacked_table_spec) is not None
     }
-    rows = [_COLUMNS]
+    rows = [("stack", "ids limit", "seen", "unique limit", "seen", "buffer", "needed", "dropped")]
     for name, stack in stacks.items():
         buffer = stack.suggested_coo_buffer_size_per_device
         rows.append(
@@ -160,13 +157,8 @@ def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_p
                 f"{int(np.sum(statistics.id_drop_counters.get(name, 0))):,}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
     lines += [
         f"table {table} lost {drops.ids:,} ids to max_ids_per_partition, {drops.unique_ids:,} to "
         f"max_unique_ids_per_partition, {drops.buffer:,} to the buffer"

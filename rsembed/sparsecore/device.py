@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
@@ -23,7 +23,7 @@ from rsembed.kernels.reference import Rounding
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.parallel.exchange import AxisName, Routes, plan_routes, send, send_back
 from rsembed.sparsecore.layout import StackLayout
-from rsembed.stacking import SUBLANES
+from rsembed.stacking import SUBLANES, round_up
 
 
 class Entries(NamedTuple):
@@ -52,81 +52,52 @@ class Exchange(NamedTuple):
 
 def read_entries(
     layout: StackLayout,
+    num_minibatches: Int[Array, ""] | None,
     row_pointers: Int[Array, " pointers"],
     embedding_ids: Int[Array, " nnz"],
     sample_ids: Int[Array, " nnz"],
     gains: Float[Array, " nnz"],
 ) -> Entries:
-    """The entries that the row pointers delimit; what lies in gaps and behind the last partition is never used."""
-    num_cores, num_shards = layout.num_cores, layout.num_shards
-    num_places = embedding_ids.size // num_cores
-    ends = row_pointers.reshape(num_cores, -1)[:, :num_shards]
-    starts = jnp.pad((ends[:, :-1] + SUBLANES - 1) // SUBLANES * SUBLANES, ((0, 0), (1, 0)))
-    core = jnp.arange(num_cores, dtype=jnp.int32)[:, None]
-    place = jnp.arange(num_places, dtype=jnp.int32)[None, :]
-    # Counting the partitions that start up to a place tells its partition: the last of those, if some are empty.
-    started = jnp.zeros((num_cores, num_places), jnp.int32).at[core, starts].add(1, mode="drop")
-    shard = jnp.cumsum(started, axis=1) - 1
-    is_entry = (place < jnp.take_along_axis(ends, shard, axis=1)).reshape(-1)
-    cores = jnp.repeat(jnp.arange(num_cores, dtype=jnp.int32), num_places)
-    return _entries(layout, cores, shard.reshape(-1), is_entry, embedding_ids, sample_ids, gains)
+    """The entries that the row pointers delimit; what lies in gaps and behind the last partition is never used.
 
-
-def read_minibatched_entries(
-    layout: StackLayout,
-    num_minibatches: Int[Array, ""],
-    row_pointers: Int[Array, " pointers"],
-    embedding_ids: Int[Array, " nnz"],
-    sample_ids: Int[Array, " nnz"],
-    gains: Float[Array, " nnz"],
-) -> Entries:
-    """As `read_entries`, of a buffer whose blocks of row pointers belong to (core, minibatch) and are absolute.
-
-    All minibatches are read together: a minibatch exists so that a SparseCore can hold it, and other machines need
-    not. Entries are put into the order of a batch without minibatches, so that sums come out bit by bit the same.
+    Without minibatches (None), row pointers count from the first place of their core. With them, blocks of row
+    pointers belong to (core, minibatch) and count from the first place of all. All minibatches are read together: a
+    minibatch exists so that a SparseCore can hold it, and other machines need not. Entries are put into the order of
+    a batch without minibatches, so that sums come out bit by bit the same.
     """
-    num_shards, num_places = layout.num_shards, embedding_ids.size
-    ends = row_pointers.reshape(-1, max(num_shards, SUBLANES))[:, :num_shards].reshape(-1)
-    starts = jnp.pad((ends[:-1] + SUBLANES - 1) // SUBLANES * SUBLANES, (1, 0))
-    partitions_per_core = num_minibatches * num_shards
-    is_used = jnp.arange(ends.size, dtype=jnp.int32) < layout.num_cores * partitions_per_core
-    started = jnp.zeros(num_places, jnp.int32).at[jnp.where(is_used, starts, num_places)].add(1, mode="drop")
-    partition = jnp.cumsum(started) - 1
-    is_entry = jnp.arange(num_places, dtype=jnp.int32) < ends[partition]
-    cores, shard = partition // partitions_per_core, partition % num_shards
-    entries = _entries(layout, cores, shard, is_entry, embedding_ids, sample_ids, gains)
-    order = jnp.lexsort((entries.samples, entries.rows, entries.owners, jnp.where(is_entry, cores, layout.num_cores)))
-    return Entries(*(field[order] for field in entries))
-
-
-def _entries(
-    layout: StackLayout,
-    cores: Int[Array, " nnz"],
-    shards: Int[Array, " nnz"],
-    is_entry: Bool[Array, " nnz"],
-    embedding_ids: Int[Array, " nnz"],
-    sample_ids: Int[Array, " nnz"],
-    gains: Float[Array, " nnz"],
-) -> Entries:
-    """Places as entries, from the core that a place belongs to and the shard that it reads from."""
+    num_cores, num_shards = layout.num_cores, layout.num_shards
+    num_parts = num_cores if num_minibatches is None else 1
+    places_per_part = embedding_ids.size // num_parts
+    blocks = row_pointers.reshape(num_parts, -1, max(num_shards, SUBLANES))
+    ends = blocks[:, :, :num_shards].reshape(num_parts, -1)
+    starts = jnp.pad(round_up(ends[:, :-1], SUBLANES), ((0, 0), (1, 0)))
+    if num_minibatches is not None:
+        is_used = jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_cores * num_minibatches * num_shards
+        starts = jnp.where(is_used, starts, places_per_part)
+    # Counting the partitions that start up to a place tells its partition: the last of those, if some are empty.
+    part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
+    started = jnp.zeros((num_parts, places_per_part), jnp.int32).at[part, starts].add(1, mode="drop")
+    partition = jnp.cumsum(started, axis=1) - 1
+    place = jnp.arange(places_per_part, dtype=jnp.int32)[None, :]
+    is_entry = (place < jnp.take_along_axis(ends, partition, axis=1)).reshape(-1)
+    if num_minibatches is None:
+        cores, shards = jnp.repeat(part.reshape(-1), places_per_part), partition.reshape(-1)
+    else:
+        cores, shards = partition[0] // (num_minibatches * num_shards), partition[0] % num_shards
 
     def used(values: Array) -> Array:
         return jnp.where(is_entry, values, NO_ROW)
 
-    return Entries(
-        owners=used(shards // layout.num_cores),
-        rows=used(shards % layout.num_cores * layout.rows_per_shard + embedding_ids),
+    entries = Entries(
+        owners=used(shards // num_cores),
+        rows=used(shards % num_cores * layout.rows_per_shard + embedding_ids),
         samples=used(cores * layout.samples_per_core + sample_ids),
         gains=jnp.where(is_entry, gains, 0.0),
     )
-
-
-def plan_exchange(layout: StackLayout, max_ids: int | None, num_places: int, axis_name: AxisName | None) -> Exchange:
-    """The smallest blocks that hold whatever the limits allow; `max_ids=None` means that limits are unknown."""
-    capacity = num_places
-    if max_ids is not None:
-        capacity = min(num_places, layout.num_cores * layout.num_cores * max_ids)
-    return Exchange(axis_name, layout.num_devices, capacity)
+    if num_minibatches is None:
+        return entries
+    order = jnp.lexsort((entries.samples, entries.rows, entries.owners, jnp.where(is_entry, cores, num_cores)))
+    return Entries(*(field[order] for field in entries))
 
 
 def _routes(entries: Entries, exchange: Exchange) -> Routes:

@@ -21,19 +21,17 @@ SETTINGS = {
 
 
 def record_drops(
-    statistics: SparseDenseMatmulInputStats,
-    layout: StackLayout,
-    dropped: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    statistics: SparseDenseMatmulInputStats, layout: StackLayout, dropped: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> None:
     """Records what a stack lost, by stack and by table, and warns once per table and limit.
 
-    Args:
-      statistics: receives the counts.
-      layout: the stack.
-      dropped: by kind (`ids`, `unique_ids`, `buffer`) the rows inside their shard that lost entries, and how many.
+    `dropped` has, by kind (`ids`, `unique_ids`, `buffer`), the rows inside their shard that lost entries, and how many.
     """
-    tables = _tables_by_first_row(layout)
-    first_rows = np.asarray(list(tables.values()))
+    first_row = {
+        feature.table_spec.name: feature.table_spec.setting_in_stack.row_offset_in_shard for feature in layout.features
+    }
+    tables = sorted(first_row, key=first_row.__getitem__)
+    first_rows = np.asarray([first_row[table] for table in tables])
     counts = {
         kind: np.bincount(np.searchsorted(first_rows, rows, side="right") - 1, times, minlength=len(tables))
         for kind, (rows, times) in dropped.items()
@@ -45,13 +43,6 @@ def record_drops(
         for kind, count in drops._asdict().items():
             if count:
                 _warn_once(table, layout.name, kind, count, getattr(layout.spec, SETTINGS[kind]))
-
-
-def _tables_by_first_row(layout: StackLayout) -> dict[str, int]:
-    offsets = {
-        feature.table_spec.name: feature.table_spec.setting_in_stack.row_offset_in_shard for feature in layout.features
-    }
-    return dict(sorted(offsets.items(), key=lambda item: item[1]))
 
 
 _told: set[tuple[str, str, str]] = set()

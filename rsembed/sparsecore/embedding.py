@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import PRNGKeyArray
 
@@ -13,7 +12,6 @@ from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.sparsecore.initialization import initialize
 from rsembed.sparsecore.layout import (
-    MAX_MINIBATCHES,
     check_sharding_strategy,
     coo_buffer_size,
     placed_stack,
@@ -46,22 +44,14 @@ from rsembed.sparsecore.preprocessing import (
     preprocess_sparse_dense_matmul_input_from_sparse_tensor as preprocess_sparse_dense_matmul_input_from_sparse_tensor,
 )
 from rsembed.sparsecore.table_stacking import auto_stack_tables as auto_stack_tables
-from rsembed.sparsecore.table_stacking import (
-    prepare_feature_specs_for_training as prepare_feature_specs_for_training,
-)
+from rsembed.sparsecore.table_stacking import prepare_feature_specs_for_training as prepare_feature_specs_for_training
 from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
 from rsembed.sparsecore.variables import ArrayLike as ArrayLike
 from rsembed.sparsecore.variables import EmbeddingVariables as EmbeddingVariables
 from rsembed.sparsecore.variables import Nested as Nested
 from rsembed.sparsecore.variables import PreprocessedInput as PreprocessedInput
 from rsembed.sparsecore.variables import SparseDenseMatmulInput as SparseDenseMatmulInput
-from rsembed.specs import (
-    FeatureSpec,
-    StackedTableSpec,
-    TableSpec,
-    features_of,
-    tables_of,
-)
+from rsembed.specs import FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import LimitsCallable as LimitsCallable
 from rsembed.stacking import get_default_limits as get_default_limits
 
@@ -94,7 +84,7 @@ def compute_row_pointers_size_per_device(
 ) -> int:
     """Row pointers that a device has for one stack."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return row_pointers_size(global_device_count, num_cores) * (MAX_MINIBATCHES if enable_minibatching else 1)
+    return row_pointers_size(global_device_count, num_cores, enable_minibatching)
 
 
 def compute_theoretical_max_coo_buffer_size(
@@ -105,8 +95,7 @@ def compute_theoretical_max_coo_buffer_size(
 ) -> int:
     """Buffer places that a device needs when every partition is as full as its limit allows."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    size = coo_buffer_size(max_ids_per_partition, global_device_count, num_cores)
-    return size * (MAX_MINIBATCHES if enable_minibatching else 1)
+    return coo_buffer_size(max_ids_per_partition, global_device_count, num_cores, enable_minibatching)
 
 
 def compute_coo_buffer_size_per_device(
@@ -116,12 +105,8 @@ def compute_coo_buffer_size_per_device(
     enable_minibatching: bool = False,
 ) -> dict[str, int]:
     """Buffer places that a device has, by stack."""
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
-    return {
-        name: layout.minibatched_buffer_size_per_device if enable_minibatching else layout.buffer_size_per_device
-        for name, layout in layouts.items()
-    }
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
+    return {name: layout.buffer_size_per_device(enable_minibatching) for name, layout in layouts.items()}
 
 
 def init_embedding_variables(
@@ -152,10 +137,8 @@ def init_embedding_variables(
         raise ValueError(
             f"global_sharding must shard rows, as in PartitionSpec('x', None); got {global_sharding.spec}."
         )
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    num_devices = int(np.prod([global_sharding.mesh.shape[name] for name in axes]))
-    num_cores = resolve_cores(num_sparsecore_per_device, num_devices)
-    return initialize(rng, jax.tree.leaves(table_specs), mesh=global_sharding.mesh, axis_name=axes, num_cores=num_cores)
+    tables, mesh = jax.tree.leaves(table_specs), global_sharding.mesh
+    return initialize(rng, tables, mesh=mesh, axis_name=axis, num_cores=num_sparsecore_per_device)
 
 
 def update_preprocessing_parameters(

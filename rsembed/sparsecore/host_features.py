@@ -74,17 +74,9 @@ class HostFeature:
 def read_features(
     feature_specs: Any, features: Any, weights: Any, *, local_device_count: int, global_device_count: int
 ) -> list[HostFeature]:
-    """Dense or ragged ids of every feature, checked.
+    """Dense or ragged ids of every feature, checked; `preprocess_sparse_dense_matmul_input` tells their forms.
 
-    Args:
-      feature_specs: tree of FeatureSpecs.
-      features: the same tree; each leaf is a 2-D integer array, a 1-D object array of 1-D arrays, a list of lists, a
-        pair `(values, lengths)` of 1-D arrays, or `rsembed.Bags`. It has this process' part of the batch; of a whole
-        global batch, that part is taken.
-      weights: the same tree and shapes, or None for ones; a leaf may be None, or flat with one weight per id where the
-        ids are a pair or `Bags`. Weights inside `Bags` need not be repeated here.
-      local_device_count: devices of this process.
-      global_device_count: devices of all processes.
+    Weights inside `Bags` need not be repeated in `weights`, of which a leaf may be None.
     """
     specs = features_of(feature_specs)
     leaves = _matching_leaves(feature_specs, features, "features")
@@ -106,52 +98,36 @@ def read_features(
         _check_batch(spec, len(lengths), local_device_count, global_device_count)
         result.append(
             HostFeature(
-                spec=spec,
-                raw_ids=_integers(ids, where),
-                lengths=lengths,
-                ids_per_sample=ids_per_sample,
-                weights=values,
+                spec=spec, raw_ids=_integers(ids, where), lengths=lengths, ids_per_sample=ids_per_sample, weights=values
             )
         )
     return result
 
 
-def read_sparse_tensors(
-    feature_specs: Any,
-    indices: Any,
-    values: Any,
-    dense_shapes: Any,
-    *,
-    local_device_count: int,
-    global_device_count: int,
-) -> list[HostFeature]:
-    """As `read_features`, for ids at `(sample, position)` coordinates."""
-    specs = features_of(feature_specs)
+def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense_shapes: Any) -> Any:
+    """Ids at `(sample, position)` coordinates as pairs `(values, lengths)`, which `read_features` takes."""
     trees = [
         _matching_leaves(feature_specs, tree, name)
         for tree, name in ((indices, "indices"), (values, "values"), (dense_shapes, "dense_shapes"))
     ]
-    result = []
-    for spec, index, value, shape in zip(specs, *trees, strict=True):
+    pairs = []
+    for spec, *leaves in zip(features_of(feature_specs), *trees, strict=True):
         where = f"feature {spec.name!r}"
-        index, value, shape = np.asarray(index), np.asarray(value), np.asarray(shape)
+        index, value, shape = map(np.asarray, leaves)
         if index.ndim != 2 or index.shape[1] != 2 or value.shape != index.shape[:1] or shape.shape != (2,):
             raise ValueError(
                 f"{where}: a sparse tensor has indices [n, 2], values [n] and a dense shape [2], got shapes "
                 f"{index.shape}, {value.shape} and {shape.shape}."
             )
-        num_samples = int(shape[0])
-        _check_batch(spec, num_samples, local_device_count, global_device_count)
-        samples = index[:, 0].astype(np.int64)
+        samples, num_samples = index[:, 0].astype(np.int64), int(shape[0])
         if samples.size and (samples.min() < 0 or samples.max() >= num_samples):
             worst = samples.min() if samples.min() < 0 else samples.max()
             raise ValueError(f"{where}: sparse index names sample {worst}, outside the dense shape's {num_samples}.")
         if (samples[1:] < samples[:-1]).any():
             order = np.argsort(samples, kind="stable")
             samples, value = samples[order], value[order]
-        lengths = np.bincount(samples, minlength=num_samples)
-        result.append(HostFeature(spec=spec, raw_ids=_integers(value, where), lengths=lengths))
-    return result
+        pairs.append((_integers(value, where), np.bincount(samples, minlength=num_samples)))
+    return jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
 
 
 def _matching_leaves(feature_specs: Any, tree: Any, name: str) -> list[Any]:
@@ -290,9 +266,9 @@ def _weights(leaf: Any, lengths: np.ndarray, where: str) -> np.ndarray:
 
 def _gains(combiner: str, samples: np.ndarray, num_samples: int, weights: np.ndarray | None) -> np.ndarray:
     """Factor of every entry. A sample whose weights cancel gets zeros, as everywhere in this library."""
-    if combiner == "sum":
-        return np.ones(samples.shape, np.float32) if weights is None else weights
     values = np.ones(samples.shape, np.float32) if weights is None else weights
+    if combiner == "sum":
+        return values
     wide = values.astype(np.float64)
     total = np.bincount(samples, wide if combiner == "mean" else wide * wide, minlength=num_samples)
     total = total.astype(np.float64, copy=False)  # without entries, bincount forgets that weights are floats

@@ -6,6 +6,7 @@ change a logical table. Padding rows and columns are zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel.exchange import AxisName
-from rsembed.sparsecore.layout import placed_stack
+from rsembed.sparsecore.layout import placed_stack, resolve_cores
 from rsembed.sparsecore.row_rule import rule_of_stack
 from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import TableSpec
@@ -35,7 +36,7 @@ def initialize(
     *,
     mesh: Mesh | AbstractMesh,
     axis_name: AxisName,
-    num_cores: int,
+    num_cores: int | None,
 ) -> dict[str, EmbeddingVariables]:
     """Variables of all stacks, sharded over `axis_name`. Compiled, or traced as part of what is being compiled.
 
@@ -44,12 +45,11 @@ def initialize(
       tables: placed tables.
       mesh: the devices.
       axis_name: mesh axis (or axes) over which rows are sharded.
-      num_cores: cores per device.
+      num_cores: cores per device; None takes this machine's number.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    num_devices = 1
-    for axis in axes:
-        num_devices *= mesh.shape[axis]
+    num_devices = math.prod(mesh.shape[axis] for axis in axes)
+    num_cores = resolve_cores(num_cores, num_devices)
     stacks = tables_by_stack(tables)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
@@ -99,17 +99,13 @@ def _build_stack(
     for slot in jax.eval_shape(rule.init_slots, jax.ShapeDtypeStruct((SUBLANES, dim), jnp.float32)):
         arrays.append(api.allocate((num_rows, *slot.shape[1:]), slot.dtype))
     filled = tuple(arrays)
-    for alike in _tables_alike(tables):
-        filled = _fill_tables(key, alike, filled, first_shard, rule, num_cores=num_cores, num_shards=num_shards)
-    return EmbeddingVariables(filled[0], stack.optimizer.pack_slots(filled[1:]))
-
-
-def _tables_alike(tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-    """Tables of equal initializer and size: one compiled loop fills them all."""
+    # One compiled loop fills all tables of equal initializer and size.
     groups: dict[Any, list[TableSpec]] = {}
     for table in tables:
         groups.setdefault((table.initializer, table.vocabulary_size, table.embedding_dim), []).append(table)
-    return list(groups.values())
+    for alike in groups.values():
+        filled = _fill_tables(key, alike, filled, first_shard, rule, num_cores=num_cores, num_shards=num_shards)
+    return EmbeddingVariables(filled[0], stack.optimizer.pack_slots(filled[1:]))
 
 
 def _fill_tables(
@@ -123,7 +119,7 @@ def _fill_tables(
     num_shards: int,
 ) -> tuple[Array, ...]:
     table_rows = tables[0].setting_in_stack.padded_vocab_size // num_shards
-    num_rows, dim = arrays[0].shape
+    vocabulary_size, (num_rows, dim) = tables[0].vocabulary_size, arrays[0].shape
     block_rows = min(table_rows, max(SUBLANES, BLOCK_VALUES // dim))
     blocks_per_core = -(-table_rows // block_rows)
     keys = jnp.stack([table_key(key, table.name) for table in tables])
@@ -137,7 +133,9 @@ def _fill_tables(
         first_row = jnp.minimum(block * block_rows, table_rows - block_rows)
         shard = (first_shard + core - rotations[table]) % num_shards
         ids = (first_row + jnp.arange(block_rows, dtype=jnp.int32)) * num_shards + shard
-        values = _padded_rows(keys[table], tables[0], ids, dim)
+        values = initial_rows(keys[table], tables[0], jnp.minimum(ids, vocabulary_size - 1))
+        values = jnp.where((ids < vocabulary_size)[:, None], values, 0.0)
+        values = jnp.pad(values, ((0, 0), (0, dim - tables[0].embedding_dim)))
         place = core * (num_rows // num_cores) + offsets[table] + first_row
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), place, axis=0)
@@ -145,11 +143,3 @@ def _fill_tables(
         )
 
     return jax.lax.fori_loop(0, len(tables) * num_cores * blocks_per_core, fill_block, arrays)
-
-
-def _padded_rows(
-    key: PRNGKeyArray, table: TableSpec, ids: Int[Array, " rows"], dim: int
-) -> Float[Array, "rows columns"]:
-    is_real = (ids < table.vocabulary_size)[:, None]
-    values = initial_rows(key, table, jnp.minimum(ids, table.vocabulary_size - 1))
-    return jnp.pad(jnp.where(is_real, values, 0.0), ((0, 0), (0, dim - table.embedding_dim)))

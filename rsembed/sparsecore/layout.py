@@ -91,21 +91,13 @@ class StackLayout:
         """Samples of all features together that one core serves."""
         return self.spec.total_sample_count // self.num_shards
 
-    @property
-    def buffer_size_per_device(self) -> int:
-        """Places in a device's input buffer.
+    def buffer_size_per_device(self, enable_minibatching: bool = False) -> int:
+        """Places in a device's input buffer; with room for every minibatch, unless a smaller size is suggested.
 
         Raises: ValueError: the suggested size is more than the limits could ever fill.
         """
-        return self._buffer_size(1)
-
-    @property
-    def minibatched_buffer_size_per_device(self) -> int:
-        """Places in a device's input buffer that has room for every minibatch, unless a smaller size is suggested."""
-        return self._buffer_size(MAX_MINIBATCHES)
-
-    def _buffer_size(self, num_minibatches: int) -> int:
-        largest = num_minibatches * coo_buffer_size(self.spec.max_ids_per_partition, self.num_devices, self.num_cores)
+        max_ids = self.spec.max_ids_per_partition
+        largest = coo_buffer_size(max_ids, self.num_devices, self.num_cores, enable_minibatching)
         suggested = self.spec.suggested_coo_buffer_size_per_device
         if suggested is None:
             return largest
@@ -115,20 +107,23 @@ class StackLayout:
         if size > largest:
             raise ValueError(
                 f"stack {self.name!r}: suggested_coo_buffer_size_per_device={suggested} (rounded to {size}) is above "
-                f"{largest}, the most that max_ids_per_partition={self.spec.max_ids_per_partition} can fill with "
+                f"{largest}, the most that max_ids_per_partition={max_ids} can fill with "
                 f"{self.num_devices} devices and {self.num_cores} cores each; lower it, or leave it None."
             )
         return size
 
 
-def row_pointers_size(num_devices: int, num_cores: int) -> int:
-    """Row pointers a device has: one block of at least 8 per core."""
-    return max(num_devices * num_cores, SUBLANES) * num_cores
+def row_pointers_size(num_devices: int, num_cores: int, enable_minibatching: bool = False) -> int:
+    """Row pointers a device has: one block of at least 8 per core, or per core and minibatch."""
+    return max(num_devices * num_cores, SUBLANES) * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
 
 
-def coo_buffer_size(max_ids_per_partition: int, num_devices: int, num_cores: int) -> int:
-    """Places a device needs when every partition is as full as its limit allows."""
-    return round_up(max_ids_per_partition, SUBLANES) * num_cores * num_devices * num_cores
+def coo_buffer_size(
+    max_ids_per_partition: int, num_devices: int, num_cores: int, enable_minibatching: bool = False
+) -> int:
+    """Places a device needs when every partition (of every minibatch) is as full as its limit allows."""
+    num_partitions = num_cores * num_devices * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
+    return round_up(max_ids_per_partition, SUBLANES) * num_partitions
 
 
 def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minibatching: bool = False) -> int:
@@ -137,10 +132,9 @@ def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minib
     Raises: ValueError: no number of cores fits.
     """
     num_cores = 1
-    num_blocks = MAX_MINIBATCHES if enable_minibatching else 1
-    while num_blocks * row_pointers_size(num_devices, num_cores) < size_per_device:
+    while row_pointers_size(num_devices, num_cores, enable_minibatching) < size_per_device:
         num_cores += 1
-    if num_blocks * row_pointers_size(num_devices, num_cores) != size_per_device:
+    if row_pointers_size(num_devices, num_cores, enable_minibatching) != size_per_device:
         raise ValueError(
             f"{size_per_device} row pointers per device do not fit {num_devices} devices with any number of cores; was "
             "the input preprocessed for another global_device_count, or passed without shard_map?"
@@ -148,12 +142,13 @@ def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minib
     return num_cores
 
 
-def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int) -> dict[str, StackLayout]:
-    """The stacks that `feature_specs` read, by name, in leaf order.
+def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None) -> dict[str, StackLayout]:
+    """The stacks that `feature_specs` read, by name, in leaf order; None takes this machine's number of cores.
 
     Raises:
       ValueError: a table was not placed yet, or for another number of shards.
     """
+    num_cores = resolve_cores(num_cores, num_devices)
     stacks: dict[str, StackedTableSpec] = {}
     readers: dict[str, list[FeatureSpec]] = {}
     for feature in features_of(feature_specs):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rsembed import optimizers
 from rsembed.optimizers import OptimizerSpec
-from rsembed.sparsecore.layout import resolve_cores, stack_layouts
+from rsembed.sparsecore.layout import stack_layouts
 from rsembed.sparsecore.variables import Nested
 from rsembed.specs import FeatureSpec, TableSpec, tables_of
 from rsembed.stacking import compute_physical_row_ids
@@ -130,26 +130,22 @@ class EmbeddingSpecRecord:
     @classmethod
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
         """The inverse of `to_json`."""
-        return cls(stacked_table_specs=tuple(map(_stack_from, json.loads(text)["stacked_table_specs"])))
+        return _restored(cls, json.loads(text))
 
 
-def _stack_from(fields: Mapping[str, Any]) -> StackRecord:
-    return StackRecord(**{**fields, "table_specs": tuple(map(_table_from, fields["table_specs"]))})
+_NESTED = {"stacked_table_specs": StackRecord, "table_specs": TableRecord, "feature_specs": FeatureRecord}
 
 
-def _table_from(fields: Mapping[str, Any]) -> TableRecord:
-    quantization = fields["quantization"]
-    changed = {
-        "optimizer": OptimizerRecord(**fields["optimizer"]),
-        "quantization": None if quantization is None else tuple(quantization),
-        "feature_specs": tuple(map(_feature_from, fields["feature_specs"])),
-    }
-    return TableRecord(**{**fields, **changed})
-
-
-def _feature_from(fields: Mapping[str, Any]) -> FeatureRecord:
-    shapes = {key: None if fields[key] is None else tuple(fields[key]) for key in ("input_shape", "output_shape")}
-    return FeatureRecord(**{**fields, **shapes})
+def _restored(record: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+    """The record that became `fields` on its way through JSON, where tuples are lists."""
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in _NESTED:
+            value = tuple(_restored(_NESTED[name], one) for one in value)
+        elif name == "optimizer":
+            value = OptimizerRecord(**value)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return record(**values)
 
 
 def create_proto_from_feature_specs(
@@ -164,40 +160,35 @@ def create_proto_from_feature_specs(
 
     Raises: ValueError: they were not placed, or for another number of shards.
     """
-    num_cores = resolve_cores(num_sparsecore_per_device, global_device_count)
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device)
     tables = sorted(tables_of(feature_specs).values(), key=lambda table: table.setting_in_stack.row_offset_in_shard)
     stacks = []
     for name, layout in layouts.items():
         members = [table for table in tables if table.setting_in_stack.stack_name == name]
         stacks.append(
             StackRecord(
-                stack_name=name,
-                stack_vocab_size=layout.spec.stack_vocab_size,
-                stack_embedding_dim=layout.spec.stack_embedding_dim,
-                total_sample_count=layout.spec.total_sample_count,
-                max_ids_per_partition=layout.spec.max_ids_per_partition,
-                max_unique_ids_per_partition=layout.spec.max_unique_ids_per_partition,
-                suggested_coo_buffer_size_per_device=layout.spec.suggested_coo_buffer_size_per_device,
+                **_shared_fields(StackRecord, layout.spec),
                 num_sparsecores=layout.num_shards,
-                activation_mem_bytes_limit=layout.spec.activation_mem_bytes_limit,
                 table_specs=tuple(_table_record(table, layout.features) for table in members),
             )
         )
     return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
 
 
+def _shared_fields(record: type, source: Any) -> dict[str, Any]:
+    """What a spec has under the names of a record's fields."""
+    names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
+    return {name: getattr(source, name) for name in names}
+
+
 def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
-    setting, config = table.setting_in_stack, table.quantization_config
+    config = table.quantization_config
     readers = [feature for feature in features if feature.table_spec.name == table.name]
     return TableRecord(
+        **_shared_fields(TableRecord, table.setting_in_stack),
         table_name=table.name,
         vocab_size=table.vocabulary_size,
         embedding_dim=table.embedding_dim,
-        padded_vocab_size=setting.padded_vocab_size,
-        padded_embedding_dim=setting.padded_embedding_dim,
-        row_offset_in_shard=setting.row_offset_in_shard,
-        shard_rotation=setting.shard_rotation,
         combiner=table.combiner,
         dtype=table.dtype,
         stochastic_rounding=table.stochastic_rounding,
@@ -230,7 +221,11 @@ def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
 
 def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
     """The record of an optimizer. Of a function (a custom rule, a schedule), only the name is kept."""
-    learning_rate = optimizer.learning_rate
+    learning_rate, tag = optimizer.learning_rate, None
+    if callable(learning_rate):
+        tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
+    if isinstance(learning_rate, CallablePlaceholder):
+        tag = learning_rate.tag
     values: dict[str, Any] = {}
     if type(optimizer) in _CODES:
         names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
@@ -239,16 +234,10 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
         type_enum=get_optimizer_type(optimizer),
         short_name=optimizer.short_name(),
         learning_rate=None if callable(learning_rate) else float(learning_rate),
-        learning_rate_tag=_tag(learning_rate) if callable(learning_rate) else None,
+        learning_rate_tag=tag,
         float_params={name: float(value) for name, value in values.items() if not isinstance(value, bool)},
         bool_params={name: value for name, value in values.items() if isinstance(value, bool)},
     )
-
-
-def _tag(learning_rate: Any) -> str:
-    if isinstance(learning_rate, CallablePlaceholder):
-        return learning_rate.tag
-    return str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
 
 
 def proto_to_optimizer_spec(

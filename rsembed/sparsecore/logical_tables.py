@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from rsembed.sparsecore.table_stacking import stacking_plan
+from rsembed.sparsecore.table_stacking import stacking_plan, unshard_and_unstack_tables
 from rsembed.sparsecore.variables import EmbeddingVariables, Nested
-from rsembed.specs import FeatureSpec
-from rsembed.stacking import StackingPlan, unshard_and_unstack
+from rsembed.specs import FeatureSpec, tables_of
+from rsembed.stacking import StackingPlan
 
 
 def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, Array]:
@@ -36,14 +36,14 @@ def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str
     """As `logical_tables`, with the slots: `EmbeddingVariables` of each table alone."""
     plan = stacking_plan(feature_specs)
     found = _stacks_in(tree, plan)
-    result = {}
-    for stack in plan.stacks:
-        leaves, structure = jax.tree.flatten(found[stack.name])
-        alone = StackingPlan(num_shards=plan.num_shards, stacks=(stack,))
-        by_leaf = [_unstacked(alone, stack.name, leaf) for leaf in leaves]
-        for table in stack.tables:
-            result[table.name] = jax.tree.unflatten(structure, [tables[table.name] for tables in by_leaf])
-    return result
+    matrices = jax.tree.map(lambda array: array.reshape(array.shape[0], -1), found)
+    tables = unshard_and_unstack_tables(list(tables_of(feature_specs).values()), matrices, plan.num_shards)
+
+    def shaped(rows: Array, stacked: Array) -> Array:
+        # Per-row state of an optax rule may have any shape behind its row axis.
+        return rows if stacked.ndim == 2 else rows.reshape(rows.shape[0], *stacked.shape[1:])
+
+    return {name: jax.tree.map(shaped, table, found[plan.table(name)[0].name]) for name, table in tables.items()}
 
 
 def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
@@ -92,14 +92,6 @@ def _set_rows(array: Array, rows: Array, values: Array) -> Array:
     columns = tuple(slice(size) for size in values.shape[1:])
     changed = jnp.asarray(array).at[(rows, *columns)].set(values.astype(array.dtype))
     return jax.device_put(changed, array.sharding) if isinstance(array, jax.Array) else changed
-
-
-def _unstacked(plan: StackingPlan, stack_name: str, array: Any) -> dict[str, Any]:
-    if array.ndim == 2:
-        return unshard_and_unstack(plan, {stack_name: array})
-    # Per-row state of an optax rule may have any shape behind its row axis.
-    flat = unshard_and_unstack(plan, {stack_name: array.reshape(array.shape[0], -1)})
-    return {name: rows.reshape(rows.shape[0], *array.shape[1:]) for name, rows in flat.items()}
 
 
 def _is_variables(value: Any) -> bool:

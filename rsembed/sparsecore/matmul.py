@@ -18,7 +18,7 @@ from rsembed.sparsecore.layout import (
     StackLayout,
     check_sharding_strategy,
     cores_from_row_pointers,
-    resolve_cores,
+    placed_stack,
     stack_layouts,
 )
 from rsembed.sparsecore.row_rule import RowLimits, rule_of_stack
@@ -142,8 +142,7 @@ def unstack_embedding_activations(
     num_sc_per_device: int | None = None,
 ) -> Any:
     """Activations of every feature, in a tree like `feature_specs`, from those of the stacks on one device."""
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     by_name: dict[str, Array] = {}
     for name, layout in layouts.items():
         by_name |= device.unstack(layout, activations[name])
@@ -164,8 +163,7 @@ def stack_embedding_gradients(
       ValueError: the tree differs from `feature_specs`, or a gradient has another number of samples.
     """
     num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, True)
-    num_cores = resolve_cores(num_sc_per_device, num_devices)
-    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
+    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
     leaves = _gradient_leaves(activation_gradients, feature_specs)
     by_name = {feature.name: leaf for feature, leaf in zip(features_of(feature_specs), leaves, strict=True)}
     return {name: device.stack(layout, by_name) for name, layout in layouts.items()}
@@ -186,9 +184,7 @@ def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking
     if perform_stacking:
         gradient = _gradient_leaves(activation_gradients, feature_specs)[0]
         return (feature.num_samples or 0) // max(1, gradient.size // gradient.shape[-1])
-    stack = feature.table_spec.stacked_table_spec
-    if stack is None:
-        raise ValueError(f"table {feature.table_spec.name!r} is not prepared; call prepare_feature_specs_for_training.")
+    stack = placed_stack(feature.table_spec)
     return stack.total_sample_count // max(1, activation_gradients[stack.stack_name].shape[0])
 
 
@@ -205,10 +201,7 @@ def _num_cores(
 
 
 def _stacks(
-    layouts: Mapping[str, StackLayout],
-    inputs: PreprocessedInput,
-    axis_name: AxisName | None,
-    enable_minibatching: bool,
+    layouts: Mapping[str, StackLayout], inputs: PreprocessedInput, axis_name: AxisName | None, enable_minibatching: bool
 ) -> Iterator[tuple[StackLayout, device.Entries, device.Exchange]]:
     if set(layouts) != set(inputs.lhs_row_pointers):
         raise ValueError(
@@ -218,13 +211,12 @@ def _stacks(
     for name, layout in layouts.items():
         flat = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
         axes = device.manual_axes(layout.num_devices, axis_name)
-        max_ids = inputs.max_ids_per_partition(name)
-        if enable_minibatching:
-            max_ids = None if max_ids is None else max_ids * MAX_MINIBATCHES
-            entries = device.read_minibatched_entries(layout, _num_minibatches(inputs), *flat)
-        else:
-            entries = device.read_entries(layout, *flat)
-        yield layout, entries, device.plan_exchange(layout, max_ids, flat[1].size, axes)
+        entries = device.read_entries(layout, _num_minibatches(inputs) if enable_minibatching else None, *flat)
+        capacity, max_ids = flat[1].size, inputs.max_ids_per_partition(name)
+        if max_ids is not None:  # the smallest blocks that hold whatever the limits allow
+            num_blocks = layout.num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
+            capacity = min(capacity, num_blocks * max_ids)
+        yield layout, entries, device.Exchange(axes, layout.num_devices, capacity)
 
 
 def _num_minibatches(inputs: PreprocessedInput) -> Array:

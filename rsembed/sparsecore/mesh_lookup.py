@@ -7,7 +7,6 @@ same work, so copies never drift apart.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.sparsecore.layout import check_sharding_strategy, resolve_cores
+from rsembed.sparsecore.layout import resolve_cores
 from rsembed.sparsecore.matmul import sparse_dense_matmul, sparse_dense_matmul_grad
 from rsembed.sparsecore.preprocessing import preprocess_sparse_dense_matmul_input
 from rsembed.sparsecore.variables import EmbeddingVariables, Nested, PreprocessedInput
@@ -79,98 +78,84 @@ def table_mesh(
     return TableMesh(mesh=mesh, axes=axes, num_sc_per_device=num_sc_per_device)
 
 
-def look_up(
-    devices: TableMesh,
-    feature_specs: Nested[FeatureSpec],
-    variables: Mapping[str, EmbeddingVariables],
-    inputs: PreprocessedInput,
-    *,
-    enable_minibatching: bool = False,
-) -> Any:
-    """Activations of the global batch, in a tree like `feature_specs`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshTables:
+    """The tables that some features read, and where they lie.
+
+    Attributes:
+      feature_specs: placed specs.
+      devices: the devices that share the tables.
+      enable_minibatching: whether batches are preprocessed with it.
+    """
+
+    feature_specs: Nested[FeatureSpec]
+    devices: TableMesh
+    enable_minibatching: bool = False
+
+
+def look_up(tables: MeshTables, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> Any:
+    """Activations of the global batch, in a tree like the feature specs."""
 
     def on_device(variables: Any, inputs: PreprocessedInput) -> Any:
-        return sparse_dense_matmul(
-            inputs,
-            variables,
-            feature_specs,
-            global_device_count=devices.num_devices,
-            enable_minibatching=enable_minibatching,
-            axis_name=devices.axes,
-        )
+        return sparse_dense_matmul(inputs, variables, tables.feature_specs, **_options(tables))
 
-    part = P(devices.axes)
-    return _sharded(on_device, devices, in_specs=(part, part))(variables, inputs)
+    part = P(tables.devices.axes)
+    return _sharded(on_device, tables, in_specs=(part, part))(variables, inputs)
 
 
 def update(
-    devices: TableMesh,
-    feature_specs: Nested[FeatureSpec],
+    tables: MeshTables,
     d_activations: Any,
     variables: Mapping[str, EmbeddingVariables],
     step: Any,
     inputs: PreprocessedInput,
-    *,
-    enable_minibatching: bool = False,
 ) -> Any:
     """The variables after one optimizer step of every row that `inputs` look up, in the container they came in.
 
-    Args:
-      devices: where the variables lie.
-      feature_specs: placed specs.
-      d_activations: gradients of the global activations.
-      variables: tables and slots, by stack.
-      step: 0-based step; None hides it from the optimizers.
-      inputs: the batch that was looked up.
-      enable_minibatching: whether the batch was preprocessed with it.
+    The step counts from 0; None hides it from the optimizers.
     """
 
     def on_device(d_activations: Any, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
-        return sparse_dense_matmul_grad(
-            d_activations,
-            inputs,
-            variables,
-            feature_specs,
-            global_device_count=devices.num_devices,
-            step=step,
-            enable_minibatching=enable_minibatching,
-            axis_name=devices.axes,
-        )
+        specs = tables.feature_specs
+        return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **_options(tables))
 
-    part = P(devices.axes)
-    sharded = _sharded(on_device, devices, in_specs=(part, part, P(), part))
+    part = P(tables.devices.axes)
+    sharded = _sharded(on_device, tables, in_specs=(part, part, P(), part))
     updated = sharded(d_activations, variables, step, inputs)
     # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
     leaves = [leaf for name in sorted(updated) for leaf in jax.tree.leaves(updated[name])]
     return jax.tree.unflatten(jax.tree.structure(variables), leaves)
 
 
-def _sharded(function: Callable[..., Any], devices: TableMesh, in_specs: Any) -> Callable[..., Any]:
-    return jax.shard_map(function, mesh=devices.mesh, in_specs=in_specs, out_specs=P(devices.axes), check_vma=False)
+def _options(tables: MeshTables) -> dict[str, Any]:
+    return {
+        "global_device_count": tables.devices.num_devices,
+        "enable_minibatching": tables.enable_minibatching,
+        "axis_name": tables.devices.axes,
+    }
 
 
-def trainable_lookup(
-    devices: TableMesh, feature_specs: Nested[FeatureSpec], *, enable_minibatching: bool = False
-) -> Callable[[Any, Float[Array, ""] | None, PreprocessedInput], Any]:
+def _sharded(function: Callable[..., Any], tables: MeshTables, in_specs: Any) -> Callable[..., Any]:
+    mesh, axes = tables.devices.mesh, tables.devices.axes
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=P(axes), check_vma=False)
+
+
+def trainable_lookup(tables: MeshTables) -> Callable[[Any, Float[Array, ""] | None, PreprocessedInput], Any]:
     """A lookup of `(variables, step, inputs)` whose "gradients" are the variables and the step after one update.
 
     The step is a float, or autodiff would not ask for its gradient; float32 counts exactly to 16 million.
     """
-    look = functools.partial(look_up, devices, feature_specs, enable_minibatching=enable_minibatching)
 
     @jax.custom_vjp
     def lookup(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
-        return look(variables, inputs)
+        return look_up(tables, variables, inputs)
 
     def forward(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
-        return look(variables, inputs), (variables, step, inputs)
+        return look_up(tables, variables, inputs), (variables, step, inputs)
 
     def backward(saved: Any, d_activations: Any) -> Any:
-        variables, step, inputs = saved
-        updated = update(
-            devices, feature_specs, d_activations, variables, step, inputs, enable_minibatching=enable_minibatching
-        )
-        return updated, next_step(step), None
+        _, step, _ = saved
+        return update(tables, d_activations, *saved), next_step(step), None
 
     lookup.defvjp(forward, backward)
     return lookup
@@ -182,34 +167,30 @@ def next_step(step: Float[Array, ""] | None) -> Float[Array, ""] | None:
 
 
 def preprocess(
-    devices: TableMesh,
-    feature_specs: Nested[FeatureSpec],
-    features: Any,
-    features_weights: Any = None,
-    *,
-    sharding_strategy: str = "MOD",
-    **options: Any,
+    tables: MeshTables, features: Any, features_weights: Any = None, **options: Any
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
     """This process' part of a batch, partitioned for the devices that share the tables, still on the host.
 
-    Args:
-      devices: where the tables lie.
-      feature_specs: placed specs.
-      features: ids, in a tree like `feature_specs`.
-      features_weights: weights in the same tree, or None.
-      sharding_strategy: "MOD".
-      **options: as for `embedding.preprocess_sparse_dense_matmul_input`.
+    `features`, `features_weights` and options are those of `embedding.preprocess_sparse_dense_matmul_input`.
     """
-    check_sharding_strategy(sharding_strategy)
     return preprocess_sparse_dense_matmul_input(
         features,
         features_weights,
-        feature_specs,
-        local_device_count=devices.num_local_devices,
-        global_device_count=devices.num_devices,
-        num_sc_per_device=devices.num_cores,
+        tables.feature_specs,
+        local_device_count=tables.devices.num_local_devices,
+        global_device_count=tables.devices.num_devices,
+        num_sc_per_device=tables.devices.num_cores,
+        enable_minibatching=tables.enable_minibatching,
         **options,
     )
+
+
+def prepare(
+    tables: MeshTables, features: Any, features_weights: Any = None, **options: Any
+) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
+    """As `preprocess`, the batch as global arrays on the devices."""
+    processed, statistics = preprocess(tables, features, features_weights, **options)
+    return put_on_devices(tables.devices, processed), statistics
 
 
 def put_on_devices(devices: TableMesh, inputs: Any) -> Any:

@@ -15,7 +15,7 @@ a minibatch depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,12 +23,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Bool, Int
 
-from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_MINIBATCHES, StackLayout
 from rsembed.sparsecore.partitioner import (
     Counts,
     Entries,
+    HostBatch,
     Regions,
     StackBuffers,
     count_entries,
@@ -59,64 +58,50 @@ def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[n
 
 
 def partition_stacks_in_minibatches(
-    layouts: Mapping[str, StackLayout],
-    features: Mapping[str, Sequence[HostFeature]],
-    *,
-    local_device_count: int,
-    allow_id_dropping: bool,
-    batch_number: int,
-    agree: Agreement | None,
-    statistics: SparseDenseMatmulInputStats,
+    batch: HostBatch, batch_number: int, agree: Agreement | None
 ) -> tuple[dict[str, StackBuffers], int]:
     """Buffers of all stacks, and the number of minibatches in them.
 
     Statistics are those of the whole batch, so limits that are set from them make minibatches superfluous; only the
-    required buffer size is that of the layout with minibatches.
+    required buffer size is that of the layout with minibatches. What exceeds a limit in a bucket alone, or the buffer,
+    is dropped or an error, as in a batch without minibatches.
 
     Args:
-      layouts: the stacks.
-      features: what reads them, by stack.
-      local_device_count: devices of this process.
-      allow_id_dropping: drop and count what exceeds a limit in a bucket alone, or the buffer; otherwise it is an error.
+      batch: the stacks and their ids.
       batch_number: number of the batch, the same in all processes.
       agree: None means `agree_through_devices`.
-      statistics: receives the counts.
     """
-    agree = agree_through_devices if agree is None else agree
-    entries, counts, whole = {}, {}, True
-    for name, layout in layouts.items():
-        num_cores = local_device_count * layout.num_cores
-        whole = whole and local_device_count == layout.num_devices
-        entries[name] = merged_entries(layout, features[name], num_cores)
-        counts[name] = count_entries(entries[name], num_cores * layout.num_shards)
+    ask = agree_through_devices if agree is None else agree
+    layouts, local_device_count = batch.layouts, batch.local_device_count
+    has_all_devices = all(local_device_count == layout.num_devices for layout in layouts.values())
+    merged = {name: merged_entries(batch, name) for name in layouts}
 
     def any_process(key: int, flags: np.ndarray) -> np.ndarray:
-        return flags if whole else np.asarray(agree(key, flags), bool)
+        return flags if has_all_devices else np.asarray(ask(key, flags), bool)
 
-    is_needed = np.asarray([any(exceeded_limits(layouts[name], counts[name]) for name in layouts)])
+    is_needed = np.asarray([any(exceeded_limits(layouts[name], counts) for name, (_, counts) in merged.items())])
     nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
     if any_process(2 * batch_number, is_needed).any():
         for name, layout in layouts.items():
-            nodes |= _stack_split_nodes(layout, entries[name], counts[name])
+            nodes |= _stack_split_nodes(layout, *merged[name])
         nodes = any_process(2 * batch_number + 1, nodes)
     minibatches = minibatch_of_bucket(nodes)
     num_minibatches = int(minibatches[-1]) + 1
     buffers = {}
     for name, layout in layouts.items():
+        entries, counts = merged[name]
         num_blocks = layout.num_cores * num_minibatches
-        dealt = _deal(layout, entries[name], minibatches)
+        dealt = _deal(layout, entries, minibatches)
         dealt_counts = count_entries(dealt, local_device_count * num_blocks * layout.num_shards)
-        record_counts(statistics, layout, local_device_count, counts[name], dealt_counts)
+        record_counts(batch, layout, counts, dealt_counts)
         regions = Regions(
             num_regions=local_device_count,
-            num_places=layout.minibatched_buffer_size_per_device,
+            num_places=layout.buffer_size_per_device(enable_minibatching=True),
             num_blocks=num_blocks,
             num_pointer_blocks=layout.num_cores * MAX_MINIBATCHES,
             num_blocks_per_core=num_minibatches,
         )
-        buffers[name] = lay_out(
-            layout, dealt, dealt_counts, regions, allow_id_dropping=allow_id_dropping, statistics=statistics
-        )
+        buffers[name] = lay_out(batch, layout, dealt, dealt_counts, regions)
     return buffers, num_minibatches
 
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
 from rsembed.sparsecore import partitioner
 from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
-from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
-from rsembed.sparsecore.partitioner import Counts, StackBuffers
-from rsembed.stacking import SUBLANES
+from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE
+from rsembed.sparsecore.partitioner import BUFFER_DTYPES, Counts, HostBatch, StackBuffers
+from rsembed.stacking import SUBLANES, round_up
 
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
 """Names the most threads that partition a batch; by default, one for every processor this process may use."""
@@ -34,25 +33,16 @@ _ID_TYPES = {
     np.dtype(name): code
     for code, name in enumerate(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"))
 }
-# Of the fields of StackBuffers.
-_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "int32", "float32"))
 _LINE_BYTES = 64  # JAX takes over arrays that begin at a multiple of this without a copy
 _HUGE_PAGE_BYTES = 2 << 20
 _PARTITIONED, _BAD_ENTRY = 0, 1
-_DROP_KINDS = ("ids", "unique_ids", "buffer")
 
 
 class _Feature(ctypes.Structure):
     _fields_ = (
-        ("ids", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("ids_per_sample", ctypes.c_int64),
-        ("samples_per_core", ctypes.c_int64),
-        ("vocabulary_size", ctypes.c_int64),
-        ("first_row", ctypes.c_int64),
-        ("first_sample", ctypes.c_int64),
-        ("rotation", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("ids", "offsets", "weights")),
+        *((name, ctypes.c_int64) for name in ("ids_per_sample", "samples_per_core", "vocabulary_size")),
+        *((name, ctypes.c_int64) for name in ("first_row", "first_sample", "rotation")),
         ("id_type", ctypes.c_int32),
     )
 
@@ -105,29 +95,22 @@ def num_threads() -> int:
     return min(available, int(wanted))
 
 
-def partition_stacks(
-    layouts: Mapping[str, StackLayout],
-    features: Mapping[str, Sequence[HostFeature]],
-    *,
-    local_device_count: int,
-    allow_id_dropping: bool,
-    statistics: SparseDenseMatmulInputStats,
-) -> dict[str, StackBuffers]:
+def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     """Buffers of all stacks, as `partitioner.partition_stacks` lays them out.
 
     Raises:
       ValueError: an id or a weight is bad, a limit is exceeded, a buffer is too small, or there are too many samples.
     """
-    tasks = {name: _StackTask(layout, features[name], local_device_count) for name, layout in layouts.items()}
+    tasks = {name: _StackTask(batch, name) for name in batch.layouts}
     served = [task for task in tasks.values() if task.is_served]
     block = _Block(sum(task.num_bytes for task in served))
     for task in served:
         task.place_buffers(block)
     descriptors = (_Stack * len(served))(*(task.descriptor for task in served))
-    readers = [feature for stack in features.values() for feature in stack]
+    readers = [feature for stack in batch.readers.values() for feature in stack]
     num_ids = sum(feature.raw_ids.size for feature in readers)
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
-    status = _partition_function()(descriptors, len(served), allow_id_dropping, threads)
+    status = _partition_function()(descriptors, len(served), batch.allow_id_dropping, threads)
     for task, descriptor in zip(served, descriptors, strict=True):
         task.descriptor = descriptor  # an array of structs holds copies
     if status == _BAD_ENTRY:
@@ -137,17 +120,11 @@ def partition_stacks(
         raise MemoryError("no memory to partition a batch; use smaller batches or fewer threads.")
     buffers = {}
     for name, task in tasks.items():
-        if task.is_served and (allow_id_dropping or not task.drops_something):
-            task.record(statistics)
+        if task.is_served and (batch.allow_id_dropping or not task.descriptor.drops_something):
+            task.record(batch)
             buffers[name] = task.buffers
         else:  # for the definition to lay out, or to refuse with a reason
-            buffers[name] = partitioner.partition_stack(
-                task.layout,
-                features[name],
-                local_device_count=local_device_count,
-                allow_id_dropping=allow_id_dropping,
-                statistics=statistics,
-            )
+            buffers[name] = partitioner.partition_stack(batch, name)
     return buffers
 
 
@@ -160,23 +137,22 @@ class _Block:
 
     def __init__(self, num_bytes: int) -> None:
         unit = _HUGE_PAGE_BYTES if num_bytes >= 2 * _HUGE_PAGE_BYTES else _LINE_BYTES
-        self._memory = np.empty(_round_up(num_bytes, unit) + unit, np.uint8)
+        self._memory = np.empty(round_up(num_bytes, unit) + unit, np.uint8)
         self._address = self._memory.ctypes.data
         self._next = -self._address % unit
 
     def cut(self, size: int, dtype: np.dtype) -> tuple[np.ndarray, int]:
         """An array whose contents do not matter, and its address."""
-        first, self._next = self._next, self._next + _round_up(4 * size, _LINE_BYTES)
+        first, self._next = self._next, self._next + round_up(4 * size, _LINE_BYTES)
         return np.ndarray(size, dtype, self._memory, first), self._address + first
 
 
 class _StackTask:
     """One stack on its way through the library: keeps what the library reads and writes alive."""
 
-    def __init__(self, layout: StackLayout, features: Sequence[HostFeature], local_device_count: int) -> None:
-        self.layout = layout
-        self.local_device_count = local_device_count
-        num_cores, num_shards = local_device_count * layout.num_cores, layout.num_shards
+    def __init__(self, batch: HostBatch, name: str) -> None:
+        self.layout = layout = batch.layouts[name]
+        num_cores, num_shards = batch.local_device_count * layout.num_cores, layout.num_shards
         self.is_served = (
             layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE
             and _bits(num_shards) + _bits(layout.rows_per_shard) + _bits(layout.samples_per_core) <= 64
@@ -184,16 +160,16 @@ class _StackTask:
         if not self.is_served:
             return
         # Features of one table follow each other, in the order of their samples.
-        readers = sorted(features, key=_table_and_sample)
-        self.inputs: list[np.ndarray] = []
+        readers = sorted(batch.readers[name], key=_table_and_sample)
+        self.inputs: list[np.ndarray | None] = []
         self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
-        size, pointers = layout.buffer_size_per_device * local_device_count, max(num_shards, SUBLANES)
+        size, pointers = layout.buffer_size_per_device() * batch.local_device_count, max(num_shards, SUBLANES)
         self.sizes = (num_cores * pointers, size, size, size)
-        self.num_bytes = sum(_round_up(4 * size, _LINE_BYTES) for size in self.sizes)
-        num_partitions, num_drops = num_cores * num_shards, num_cores * len(readers) * len(_DROP_KINDS)
+        self.num_bytes = sum(round_up(4 * size, _LINE_BYTES) for size in self.sizes)
+        num_partitions, num_drops = num_cores * num_shards, num_cores * len(readers) * len(TableDrops._fields)
         counts = np.zeros(2 * num_partitions + num_drops, np.int64)
         self.num_ids, self.num_unique = counts[:num_partitions], counts[num_partitions : 2 * num_partitions]
-        self.drops = counts[2 * num_partitions :].reshape(num_cores, len(readers), len(_DROP_KINDS))
+        self.drops = counts[2 * num_partitions :].reshape(num_cores, len(readers), len(TableDrops._fields))
         address = counts.ctypes.data
         self.descriptor = _Stack(
             self.features,
@@ -211,12 +187,10 @@ class _StackTask:
         if feature.ids_per_sample is None:
             offsets = np.zeros(len(feature.lengths) + 1, np.int64)
             np.cumsum(feature.lengths, out=offsets[1:])
-        weights = None if feature.weights is None else _plain(feature.weights)
-        self.inputs += [array for array in (ids, offsets, weights) if array is not None]
+        arrays = (ids, offsets, None if feature.weights is None else _plain(feature.weights))
+        self.inputs += arrays
         return _Feature(
-            ids.ctypes.data,
-            None if offsets is None else offsets.ctypes.data,
-            None if weights is None else weights.ctypes.data,
+            *(None if array is None else array.ctypes.data for array in arrays),
             feature.ids_per_sample or 0,
             (feature.spec.num_samples or 0) // num_shards,
             feature.spec.table_spec.vocabulary_size,
@@ -229,30 +203,21 @@ class _StackTask:
     def place_buffers(self, block: _Block) -> None:
         """Cuts this stack's buffers from a block of memory."""
         arrays = []
-        for field, size, dtype in zip(StackBuffers._fields, self.sizes, _DTYPES, strict=True):
+        for field, size, dtype in zip(StackBuffers._fields, self.sizes, BUFFER_DTYPES, strict=True):
             array, address = block.cut(size, dtype)
             arrays.append(array)
             setattr(self.descriptor, field, address)
         self.buffers = StackBuffers(*arrays)
 
-    @property
-    def drops_something(self) -> bool:
-        """Whether a limit is exceeded or a buffer too small."""
-        return bool(self.descriptor.drops_something)
-
-    def record(self, statistics: SparseDenseMatmulInputStats) -> None:
+    def record(self, batch: HostBatch) -> None:
         """Puts the counts where the definition puts them."""
         counts = Counts(np.zeros(0, bool), self.num_ids, self.num_unique)
-        partitioner.record_counts(statistics, self.layout, self.local_device_count, counts, counts)
+        partitioner.record_counts(batch, self.layout, counts, counts)
         dropped = {}
-        if self.drops_something:
+        if self.descriptor.drops_something:
             first_rows, times = np.asarray([feature.first_row for feature in self.features]), self.drops.sum(axis=0)
-            dropped = {kind: (first_rows, times[:, code]) for code, kind in enumerate(_DROP_KINDS)}
-        record_drops(statistics, self.layout, dropped)
-
-
-def _round_up(num_bytes: int, unit: int) -> int:
-    return -(-num_bytes // unit) * unit
+            dropped = {kind: (first_rows, times[:, code]) for code, kind in enumerate(TableDrops._fields)}
+        record_drops(batch.statistics, self.layout, dropped)
 
 
 def _table_and_sample(feature: HostFeature) -> tuple[int, int]:

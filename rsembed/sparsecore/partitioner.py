@@ -19,7 +19,7 @@ from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
 from rsembed.sparsecore.variables import PADDING_VALUE
-from rsembed.stacking import SUBLANES
+from rsembed.stacking import SUBLANES, round_up
 
 
 class StackBuffers(NamedTuple):
@@ -29,6 +29,10 @@ class StackBuffers(NamedTuple):
     embedding_ids: np.ndarray
     sample_ids: np.ndarray
     gains: np.ndarray
+
+
+BUFFER_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "int32", "float32"))
+"""Of the fields of `StackBuffers`."""
 
 
 class Entries(NamedTuple):
@@ -70,72 +74,72 @@ class Regions(NamedTuple):
     num_blocks_per_core: int = 1
 
 
-def partition_stacks(
-    layouts: Mapping[str, StackLayout],
-    features: Mapping[str, Sequence[HostFeature]],
-    *,
-    local_device_count: int,
-    allow_id_dropping: bool,
-    statistics: SparseDenseMatmulInputStats,
-) -> dict[str, StackBuffers]:
-    """Buffers of all stacks; arguments as for `partition_stack`, by stack."""
-    return {
-        name: partition_stack(
-            layout,
-            features[name],
-            local_device_count=local_device_count,
-            allow_id_dropping=allow_id_dropping,
-            statistics=statistics,
-        )
-        for name, layout in layouts.items()
-    }
+class HostBatch(NamedTuple):
+    """A batch on its way into buffers.
 
-
-def partition_stack(
-    layout: StackLayout,
-    features: Sequence[HostFeature],
-    *,
-    local_device_count: int,
-    allow_id_dropping: bool,
-    statistics: SparseDenseMatmulInputStats,
-) -> StackBuffers:
-    """Buffers of one stack; what was observed goes into `statistics`.
-
-    Args:
-      layout: the stack.
-      features: the features that read it.
+    Attributes:
+      layouts: the stacks, by name.
+      readers: the features that read them, likewise, in the order of their samples.
       local_device_count: devices of this process.
-      allow_id_dropping: drop and count entries above a limit; otherwise they are an error.
-      statistics: receives this stack's counts.
+      allow_id_dropping: drop and count entries above a limit or behind the buffer; otherwise they are an error.
+      statistics: receives the counts.
+    """
+
+    layouts: Mapping[str, StackLayout]
+    readers: Mapping[str, Sequence[HostFeature]]
+    local_device_count: int
+    allow_id_dropping: bool
+    statistics: SparseDenseMatmulInputStats
+
+
+def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
+    """Buffers of all stacks; what was observed goes into the statistics.
 
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
     """
-    num_cores = local_device_count * layout.num_cores
-    entries = merged_entries(layout, features, num_cores)
-    counts = count_entries(entries, num_cores * layout.num_shards)
-    record_counts(statistics, layout, local_device_count, counts, counts)
-    regions = Regions(num_cores, layout.buffer_size_per_device // layout.num_cores)
-    return lay_out(layout, entries, counts, regions, allow_id_dropping=allow_id_dropping, statistics=statistics)
+    return {name: partition_stack(batch, name) for name in batch.layouts}
 
 
-def merged_entries(layout: StackLayout, features: Sequence[HostFeature], num_cores: int) -> Entries:
-    """What the cores of this process look up, equal rows of one sample merged.
+def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
+    """As `partition_stacks`, of one stack."""
+    layout = batch.layouts[name]
+    entries, counts = merged_entries(batch, name)
+    record_counts(batch, layout, counts, counts)
+    regions = Regions(
+        num_regions=batch.local_device_count * layout.num_cores,
+        num_places=layout.buffer_size_per_device() // layout.num_cores,
+    )
+    return lay_out(batch, layout, entries, counts, regions)
+
+
+def merged_entries(batch: HostBatch, name: str) -> tuple[Entries, Counts]:
+    """What the cores of this process look up, equal rows of one sample merged, and how much that is.
 
     Raises: ValueError: a device has too many samples.
     """
+    layout = batch.layouts[name]
     if layout.samples_per_core * layout.num_cores > MAX_SAMPLES_PER_DEVICE:
         raise ValueError(
             f"stack {layout.name!r} has {layout.samples_per_core * layout.num_cores} samples per device, above the "
             f"limit of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, or use more devices."
         )
-    return _merge(*_sorted_entries(layout, features, num_cores), layout)
+    num_partitions = batch.local_device_count * layout.num_cores * layout.num_shards
+    partition, key, gain = _sorted_entries(layout, batch.readers[name], num_partitions)
+    is_first = _differs_from_the_last(partition, key)
+    starts = np.flatnonzero(is_first)
+    merged = gain[starts]
+    # One after the other in the order of the batch; reduceat would add in an order of its own.
+    np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
+    multiplicity = np.diff(np.append(starts, key.size))
+    row, sample = np.divmod(key[starts], layout.samples_per_core)
+    entries = Entries(partition[starts], row, sample, merged, multiplicity)
+    return entries, count_entries(entries, num_partitions)
 
 
 def count_entries(entries: Entries, num_partitions: int) -> Counts:
     """The counts that limits apply to."""
-    is_new_row = np.ones(entries.row.shape, bool)
-    is_new_row[1:] = (np.diff(entries.row) != 0) | (np.diff(entries.partition) != 0)
+    is_new_row = _differs_from_the_last(entries.partition, entries.row)
     return Counts(
         is_new_row,
         np.bincount(entries.partition, minlength=num_partitions),
@@ -143,22 +147,20 @@ def count_entries(entries: Entries, num_partitions: int) -> Counts:
     )
 
 
-def lay_out(
-    layout: StackLayout,
-    entries: Entries,
-    counts: Counts,
-    regions: Regions,
-    *,
-    allow_id_dropping: bool,
-    statistics: SparseDenseMatmulInputStats,
-) -> StackBuffers:
-    """Buffers that hold what the limits let through; the rest is an error, or counted in `statistics`.
+def _differs_from_the_last(partition: np.ndarray, key: np.ndarray) -> np.ndarray:
+    differs = np.ones(key.shape, bool)
+    differs[1:] = (np.diff(key) != 0) | (np.diff(partition) != 0)
+    return differs
+
+
+def lay_out(batch: HostBatch, layout: StackLayout, entries: Entries, counts: Counts, regions: Regions) -> StackBuffers:
+    """Buffers that hold what the limits let through; the rest is an error, or counted in the statistics.
 
     Raises: ValueError: a limit is exceeded or the buffer is too small, and nothing may be dropped.
     """
     kept, dropped = entries, {}
     exceeded = exceeded_limits(layout, counts, regions.num_blocks_per_core)
-    if exceeded and not allow_id_dropping:
+    if exceeded and not batch.allow_id_dropping:
         raise ValueError(exceeded)
     if exceeded:
         has_place, has_row = _within_limits(layout, entries, counts)
@@ -168,15 +170,16 @@ def lay_out(
         kept = Entries(*(array[keep] for array in entries))
     buffers, fits = _fill(layout, kept, regions)
     if not fits.all():
-        if not allow_id_dropping:
-            raise ValueError(_too_small(layout, regions, int(np.count_nonzero(~fits)), statistics))
-        dropped["buffer"] = (kept.row[~fits], np.ones(np.count_nonzero(~fits), np.int64))
-    record_drops(statistics, layout, dropped)
+        num_lost = int(np.count_nonzero(~fits))
+        if not batch.allow_id_dropping:
+            raise ValueError(_too_small(layout, regions, num_lost, batch.statistics))
+        dropped["buffer"] = (kept.row[~fits], np.ones(num_lost, np.int64))
+    record_drops(batch.statistics, layout, dropped)
     return buffers
 
 
 def _sorted_entries(
-    layout: StackLayout, features: Sequence[HostFeature], num_cores: int
+    layout: StackLayout, features: Sequence[HostFeature], num_partitions: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Partitions, and `(row, sample)` packed into one number, and gains of all raw entries, sorted."""
     num_shards = layout.num_shards
@@ -193,7 +196,7 @@ def _sorted_entries(
         gains.append(feature.gains)
     partition, key, gain = (np.concatenate(arrays) for arrays in (partitions, keys, gains))
     num_keys = layout.rows_per_shard * layout.samples_per_core
-    if num_cores * num_shards * num_keys < 2**63:
+    if num_partitions * num_keys < 2**63:
         packed = partition * num_keys + key
         # Equal keys must keep their order for sums of weights to be reproducible; numpy's fastest sort does not.
         order = np.argsort(packed, kind="stable")
@@ -204,35 +207,17 @@ def _sorted_entries(
     return partition, key, gain[order]
 
 
-def _merge(partition: np.ndarray, key: np.ndarray, gain: np.ndarray, layout: StackLayout) -> Entries:
-    """Adds the gains of equal (partition, row, sample)."""
-    is_first = np.ones(key.shape, bool)
-    is_first[1:] = (np.diff(key) != 0) | (np.diff(partition) != 0)
-    starts = np.flatnonzero(is_first)
-    merged = gain[starts]
-    # One after the other in the order of the batch; reduceat would add in an order of its own.
-    np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
-    multiplicity = np.diff(np.append(starts, key.size))
-    row, sample = np.divmod(key[starts], layout.samples_per_core)
-    return Entries(partition[starts], row, sample, merged, multiplicity)
-
-
-def record_counts(
-    statistics: SparseDenseMatmulInputStats,
-    layout: StackLayout,
-    local_device_count: int,
-    counts: Counts,
-    laid_out: Counts,
-) -> None:
+def record_counts(batch: HostBatch, layout: StackLayout, counts: Counts, laid_out: Counts) -> None:
     """Records what limits were compared with, and the places that the layout with counts `laid_out` needs."""
-    shape = (local_device_count, layout.num_cores, layout.num_shards)
+    shape = (batch.local_device_count, layout.num_cores, layout.num_shards)
 
     def most_of_any_core(values: np.ndarray) -> np.ndarray:
         return values.reshape(shape).max(axis=1).reshape(-1).astype(np.int32)
 
+    statistics = batch.statistics
     statistics.max_ids_per_partition[layout.name] = most_of_any_core(counts.num_ids)
     statistics.max_unique_ids_per_partition[layout.name] = most_of_any_core(counts.num_unique)
-    places = _round_up(laid_out.num_ids).reshape(local_device_count * layout.num_cores, -1).sum(axis=1)
+    places = round_up(laid_out.num_ids, SUBLANES).reshape(shape[0] * shape[1], -1).sum(axis=1)
     statistics.required_buffer_size_per_sc[layout.name] = places.astype(np.int32)
 
 
@@ -263,9 +248,9 @@ def _within_limits(layout: StackLayout, entries: Entries, counts: Counts) -> tup
 
     Those that are dropped keep their number.
     """
-    rank = np.arange(entries.row.size) - _starts(counts.num_ids)[entries.partition]
     row_rank = np.cumsum(counts.is_new_row) - 1 - _starts(counts.num_unique)[entries.partition]
-    return rank < layout.spec.max_ids_per_partition, row_rank < layout.spec.max_unique_ids_per_partition
+    has_place = _rank(entries, counts.num_ids) < layout.spec.max_ids_per_partition
+    return has_place, row_rank < layout.spec.max_unique_ids_per_partition
 
 
 def _fill(layout: StackLayout, entries: Entries, regions: Regions) -> tuple[StackBuffers, np.ndarray]:
@@ -273,17 +258,16 @@ def _fill(layout: StackLayout, entries: Entries, regions: Regions) -> tuple[Stac
     num_shards, num_places = layout.num_shards, regions.num_places
     shape = (regions.num_regions, regions.num_blocks * num_shards)
     counts = np.bincount(entries.partition, minlength=shape[0] * shape[1])
-    tiles = _round_up(counts).reshape(shape)
+    tiles = round_up(counts, SUBLANES).reshape(shape)
     starts = np.cumsum(tiles, axis=1) - tiles
     ends = np.minimum(starts + counts.reshape(shape), num_places).reshape(-1, regions.num_blocks, num_shards)
-    used = np.minimum(_round_up(ends[:, :, -1]), num_places)
+    used = np.minimum(round_up(ends[:, :, -1], SUBLANES), num_places)
     pointers = np.empty((regions.num_regions, regions.num_pointer_blocks, max(num_shards, SUBLANES)), np.int32)
     pointers[:] = used[:, -1, None, None]  # pointers of blocks without entries: an empty partition at the end
     pointers[:, : regions.num_blocks, :num_shards] = ends
     pointers[:, : regions.num_blocks, num_shards:] = used[:, :, None]
 
-    rank = np.arange(entries.row.size) - _starts(counts)[entries.partition]
-    place_in_region = starts.reshape(-1)[entries.partition] + rank
+    place_in_region = starts.reshape(-1)[entries.partition] + _rank(entries, counts)
     fits = place_in_region < num_places
     place = (entries.partition // shape[1] * num_places + place_in_region)[fits]
     size = num_places * regions.num_regions
@@ -304,8 +288,9 @@ def _too_small(layout: StackLayout, regions: Regions, num_lost: int, statistics:
     )
 
 
-def _round_up(counts: np.ndarray) -> np.ndarray:
-    return -(-counts // SUBLANES) * SUBLANES
+def _rank(entries: Entries, counts: np.ndarray) -> np.ndarray:
+    """Number of every entry in its partition."""
+    return np.arange(entries.row.size) - _starts(counts)[entries.partition]
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

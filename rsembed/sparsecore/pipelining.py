@@ -148,9 +148,7 @@ def get_initial_state(
             sc_fwd_aux=_zeros(sc_fwd_aux),
         ),
         step_before_last_step_inputs=StepBeforeLastStepInput(
-            sparse_inputs=sparse(shapes.sparse_inputs),
-            embedding_gradients=sparse(gradients),
-            tc_aux=_zeros(tc_aux),
+            sparse_inputs=sparse(shapes.sparse_inputs), embedding_gradients=sparse(gradients), tc_aux=_zeros(tc_aux)
         ),
         placeholder_output=_zeros(output),
         placeholder_tc_aux=_zeros(tc_aux),
@@ -226,7 +224,8 @@ def step(
       and the state for the next cycle.
     """
     last, before = pipeline_state.last_step_inputs, pipeline_state.step_before_last_step_inputs
-    options = {"step": jnp.maximum(pipeline_state.pipeline_step - 2, 0)} if _takes_step(sc_bwd_function) else {}
+    takes_step = "step" in inspect.signature(sc_bwd_function).parameters
+    options = {"step": jnp.maximum(pipeline_state.pipeline_step - 2, 0)} if takes_step else {}
     embedding_variables, sc_bwd_aux = sc_bwd_function(
         before.sparse_inputs, before.embedding_gradients, embedding_variables, before.tc_aux, **options
     )
@@ -259,10 +258,6 @@ def _dense_step(
     return jax.lax.cond(is_fake, fake, lambda: tc_function(*inputs))
 
 
-def _takes_step(function: ScBwdStageFun) -> bool:
-    return "step" in inspect.signature(function).parameters
-
-
 def get_default_sc_fwd_function(
     feature_specs: Nested[FeatureSpec],
     global_mesh: Mesh,
@@ -278,13 +273,10 @@ def get_default_sc_fwd_function(
       sharding_axis: mesh axis (or axes) along which tables and batch are cut; None means all of them.
       enable_minibatching: whether batches are preprocessed with it.
     """
-    devices = _devices(global_mesh, sharding_axis)
+    tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
 
     def look_up(sparse_inputs: Any, embedding_variables: Any) -> tuple[Any, None]:
-        activations = mesh_lookup.look_up(
-            devices, feature_specs, embedding_variables, sparse_inputs, enable_minibatching=enable_minibatching
-        )
-        return activations, None
+        return mesh_lookup.look_up(tables, embedding_variables, sparse_inputs), None
 
     return look_up
 
@@ -309,7 +301,7 @@ def get_default_sc_bwd_function(
     Raises (when called without a step):
       ValueError: an optimizer needs one and `frozen_step` is False.
     """
-    devices = _devices(global_mesh, sharding_axis)
+    tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
 
     def update(
         sparse_inputs: Any, embedding_gradients: Any, embedding_variables: Any, tc_aux: Any = None, step: Any = None
@@ -318,22 +310,17 @@ def get_default_sc_bwd_function(
         if step is None and not frozen_step:
             _check_no_step_needed(feature_specs)
         number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
-        updated = mesh_lookup.update(
-            devices,
-            feature_specs,
-            embedding_gradients,
-            embedding_variables,
-            number,
-            sparse_inputs,
-            enable_minibatching=enable_minibatching,
-        )
-        return updated, None
+        return mesh_lookup.update(tables, embedding_gradients, embedding_variables, number, sparse_inputs), None
 
     return update
 
 
-def _devices(mesh: Mesh, sharding_axis: str | tuple[str, ...] | None) -> mesh_lookup.TableMesh:
-    return mesh_lookup.table_mesh(mesh, tuple(mesh.axis_names) if sharding_axis is None else sharding_axis)
+def _tables(
+    specs: Any, mesh: Mesh, sharding_axis: str | tuple[str, ...] | None, enable_minibatching: bool
+) -> mesh_lookup.MeshTables:
+    axes = tuple(mesh.axis_names) if sharding_axis is None else sharding_axis
+    devices = mesh_lookup.table_mesh(mesh, axes)
+    return mesh_lookup.MeshTables(feature_specs=specs, devices=devices, enable_minibatching=enable_minibatching)
 
 
 def _check_no_step_needed(feature_specs: Any) -> None:

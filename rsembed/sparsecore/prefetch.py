@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -18,9 +19,9 @@ class Prefetcher(Iterator[Prepared], Generic[Prepared]):
     def __init__(self, batches: Iterable[Any], function: Callable[[Any], Prepared], depth: int) -> None:
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rsembed-prefetch")
         # The thread must not refer to self: a prefetcher that is dropped unfinished then ends its executor's thread.
-        self._prepare_next = _preparer(iter(batches), function)
+        self._prepare_next = functools.partial(next, _prepared(iter(batches), function), ())
         self._depth = depth
-        self._pending: collections.deque[concurrent.futures.Future[tuple[Prepared, ...]]] = collections.deque()
+        self._pending: collections.deque[concurrent.futures.Future[tuple[()] | tuple[Prepared]]] = collections.deque()
         self._is_open = True
         self._run_ahead()
 
@@ -96,19 +97,6 @@ def prefetch(
     return Prefetcher(batches, function, depth)
 
 
-def _preparer(batches: Iterator[Batch], function: Callable[[Batch], Prepared]) -> Callable[[], tuple[Prepared, ...]]:
-    """What the thread runs per batch: the prepared batch in a tuple, or an empty one behind the last."""
-    is_over = False
-
-    def prepare_next() -> tuple[Prepared, ...]:
-        nonlocal is_over
-        if is_over:
-            return ()
-        is_over = True  # unless this batch comes through; nothing behind an error is read
-        for batch in batches:
-            prepared = function(batch)
-            is_over = False
-            return (prepared,)
-        return ()
-
-    return prepare_next
+def _prepared(batches: Iterator[Batch], function: Callable[[Batch], Prepared]) -> Iterator[tuple[Prepared]]:
+    """Prepared batches, each in a tuple. A generator ends with an error, so nothing behind one is read."""
+    yield from zip(map(function, batches))

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore import native_partitioner, partitioner
-from rsembed.sparsecore.host_features import HostFeature, read_features, read_sparse_tensors
+from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import (
-    MAX_MINIBATCHES,
     StackLayout,
     check_sharding_strategy,
-    resolve_cores,
     row_pointers_size,
     stack_layouts,
 )
-from rsembed.sparsecore.minibatching import Agreement, partition_stacks_in_minibatches
+from rsembed.sparsecore.minibatching import partition_stacks_in_minibatches
+from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch
 from rsembed.sparsecore.variables import Nested, PreprocessedInput, SparseDenseMatmulInput, StackLimits
 from rsembed.specs import FeatureSpec
 
@@ -69,7 +69,8 @@ def preprocess_sparse_dense_matmul_input(
         finite, the batch cannot be cut into equal parts, or a limit is exceeded.
       TypeError: ids are no integers.
     """
-    layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device, sharding_strategy)
+    check_sharding_strategy(sharding_strategy)
+    layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
     read = read_features(
         feature_specs,
         features,
@@ -77,11 +78,17 @@ def preprocess_sparse_dense_matmul_input(
         local_device_count=local_device_count,
         global_device_count=global_device_count,
     )
-    options = _Options(
-        local_device_count, has_leading_dimension, allow_id_dropping, batch_number, enable_minibatching,
-        all_reduce_interface, np.int64,
-    )  # fmt: skip
-    return _partition(layouts, read, options)
+    by_name = {feature.spec.name: feature for feature in read}
+    readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
+    statistics, num_minibatches = SparseDenseMatmulInputStats(), 1
+    batch = HostBatch(layouts, readers, local_device_count, allow_id_dropping, statistics)
+    if enable_minibatching:
+        buffers, num_minibatches = partition_stacks_in_minibatches(batch, batch_number, all_reduce_interface)
+    else:
+        chosen = partitioner if native_partitioner.unavailable_because() else native_partitioner
+        buffers = chosen.partition_stacks(batch)
+    numbers = np.full(local_device_count, num_minibatches, np.int64)
+    return _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching), statistics
 
 
 def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
@@ -106,10 +113,10 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
       dense_shapes: tree of `[2]` shapes; the first number is the local batch size.
-      feature_specs: placed specs.
+      feature_specs: placed specs; these and all that follow are as for dense input.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
-      num_sc_per_device: as for dense input, like all that follow.
+      num_sc_per_device: cores per device.
       sharding_strategy: "MOD".
       has_leading_dimension: leading axis of local devices.
       allow_id_dropping: drop and count instead of raising.
@@ -121,93 +128,53 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
       ValueError: as for dense input, or the shapes do not describe a sparse tensor.
       TypeError: ids are no integers.
     """
-    layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device, sharding_strategy)
-    read = read_sparse_tensors(
+    processed, statistics = preprocess_sparse_dense_matmul_input(
+        sparse_tensors_as_pairs(feature_specs, indices, values, dense_shapes),
+        None,
         feature_specs,
-        indices,
-        values,
-        dense_shapes,
-        local_device_count=local_device_count,
-        global_device_count=global_device_count,
+        local_device_count,
+        global_device_count,
+        num_sc_per_device=num_sc_per_device,
+        sharding_strategy=sharding_strategy,
+        has_leading_dimension=has_leading_dimension,
+        allow_id_dropping=allow_id_dropping,
+        batch_number=batch_number,
+        enable_minibatching=enable_minibatching,
+        all_reduce_interface=all_reduce_interface,
     )
-    options = _Options(
-        local_device_count, has_leading_dimension, allow_id_dropping, batch_number, enable_minibatching,
-        all_reduce_interface, np.int32,
-    )  # fmt: skip
-    return _partition(layouts, read, options)
+    # The published entry points differ in the dtype of this number.
+    numbers = processed.num_minibatches.astype(np.int32)
+    return dataclasses.replace(processed, num_minibatches=numbers), statistics
 
 
 def _layouts(
-    feature_specs: Any,
-    local_device_count: int,
-    global_device_count: int,
-    num_sc_per_device: int | None,
-    sharding_strategy: str,
+    feature_specs: Any, local_device_count: int, global_device_count: int, num_sc_per_device: int | None
 ) -> dict[str, StackLayout]:
-    check_sharding_strategy(sharding_strategy)
     if not 1 <= local_device_count <= global_device_count:
         raise ValueError(
             f"local_device_count={local_device_count} must be between 1 and global_device_count={global_device_count}."
         )
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
-
-
-class _Options(NamedTuple):
-    local_device_count: int
-    has_leading_dimension: bool
-    allow_id_dropping: bool
-    batch_number: int
-    enable_minibatching: bool
-    agree: Agreement | None
-    dtype: type[np.integer]  # of num_minibatches; the published entry points differ in it
-
-
-def _partition(
-    layouts: dict[str, StackLayout], features: Sequence[HostFeature], options: _Options
-) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    statistics = SparseDenseMatmulInputStats()
-    by_name = {feature.spec.name: feature for feature in features}
-    readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
-    number = 1
-    if options.enable_minibatching:
-        buffers, number = partition_stacks_in_minibatches(
-            layouts,
-            readers,
-            local_device_count=options.local_device_count,
-            allow_id_dropping=options.allow_id_dropping,
-            batch_number=options.batch_number,
-            agree=options.agree,
-            statistics=statistics,
-        )
-    else:
-        chosen = partitioner if native_partitioner.unavailable_because() else native_partitioner
-        buffers = chosen.partition_stacks(
-            layouts,
-            readers,
-            local_device_count=options.local_device_count,
-            allow_id_dropping=options.allow_id_dropping,
-            statistics=statistics,
-        )
-    num_minibatches = np.full(options.local_device_count, number, options.dtype)
-    return _processed(layouts, buffers, num_minibatches, options), statistics
+    return stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
 
 
 def _processed(
-    layouts: dict[str, StackLayout], buffers: dict[str, Any], num_minibatches: Any, options: _Options
+    layouts: dict[str, StackLayout],
+    buffers: Mapping[str, Sequence[np.ndarray]],
+    num_minibatches: np.ndarray,
+    has_leading_dimension: bool,
+    enable_minibatching: bool,
 ) -> PreprocessedInput:
-    if options.has_leading_dimension:
-        shape = (options.local_device_count, -1)
-        buffers = {name: [array.reshape(shape) for array in stack] for name, stack in buffers.items()}
-        num_minibatches = num_minibatches.reshape(shape)
     fields = [{name: stack[k] for name, stack in buffers.items()} for k in range(len(SparseDenseMatmulInput._fields))]
     limits = tuple(
         StackLimits(name, layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition)
         for name, layout in sorted(layouts.items())
     )
-    return PreprocessedInput(
-        SparseDenseMatmulInput(*fields), num_minibatches, limits, has_minibatches=options.enable_minibatching
+    processed = PreprocessedInput(
+        SparseDenseMatmulInput(*fields), num_minibatches, limits, has_minibatches=enable_minibatching
     )
+    if not has_leading_dimension:
+        return processed
+    return jax.tree.map(lambda array: array.reshape(len(num_minibatches), -1), processed)
 
 
 def eval_preprocess_sparse_dense_matmul_input_shape(
@@ -232,20 +199,16 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     Returns:
       A tree of `jax.ShapeDtypeStruct` with the structure of the real input, limits included.
     """
-    layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device, "MOD")
-    options = _Options(local_device_count, has_leading_dimension, False, 0, enable_minibatching, None, np.int64)
-    dtypes = (np.int32, np.int32, np.int32, np.float32)
+    layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
     def empty(size: int, dtype: Any) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), local_device_count * size)  # no memory behind it
 
     buffers = {}
     for name, layout in layouts.items():
-        pointers = row_pointers_size(layout.num_devices, layout.num_cores)
-        places = layout.buffer_size_per_device
-        if enable_minibatching:
-            pointers, places = MAX_MINIBATCHES * pointers, layout.minibatched_buffer_size_per_device
-        sizes = (pointers, places, places, places)
-        buffers[name] = [empty(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
-    processed = _processed(layouts, buffers, np.ones(local_device_count, np.int64), options)
+        pointers = row_pointers_size(layout.num_devices, layout.num_cores, enable_minibatching)
+        sizes = (pointers, *[layout.buffer_size_per_device(enable_minibatching)] * 3)
+        buffers[name] = [empty(size, dtype) for size, dtype in zip(sizes, BUFFER_DTYPES, strict=True)]
+    numbers = np.ones(local_device_count, np.int64)
+    processed = _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching)
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), processed)

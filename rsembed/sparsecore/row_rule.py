@@ -46,11 +46,9 @@ class BoundedRowRule(OptimizerSpec):
         return self.inner.pack_slots(slots)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        seen, hidden = (
-            rows[:, : self.num_columns],
-            rows[:, rows.shape[1] if self.num_columns is None else self.num_columns :],
-        )
-        new, new_slots = self.inner.step_rows(seen, slots, gradients[:, : self.num_columns], hyper)
+        num_columns = rows.shape[1] if self.num_columns is None else self.num_columns
+        seen, hidden = rows[:, :num_columns], rows[:, num_columns:]
+        new, new_slots = self.inner.step_rows(seen, slots, gradients[:, :num_columns], hyper)
         if self.minimum is not None or self.maximum is not None:
             new = jnp.clip(new, self.minimum, self.maximum)
         return jnp.concatenate([new, hidden], axis=1), new_slots

@@ -57,10 +57,7 @@ def auto_stack_tables(
       use_short_stack_names: cut names over 50 characters and add a hash.
       activation_mem_bytes_limit: activations per shard beyond which a group is split.
     """
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    num_shards = global_device_count * num_cores
-    _check_features(features)
-    _check_rotation(rotation)
+    num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=activation_mem_bytes_limit)
     free = [[name for name in group if not tables[name].is_stacked()] for group in groups]
@@ -70,7 +67,7 @@ def auto_stack_tables(
             group,
             stack_name=stack_name_of(group, use_short_stack_names=use_short_stack_names),
             num_shards=num_shards,
-            rotation=num_cores if rotation is None else rotation,
+            rotation=rotation,
             max_ids_per_partition=stack_to_max_ids_per_partition,
             max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
             activation_mem_bytes_limit=activation_mem_bytes_limit,
@@ -111,10 +108,7 @@ def stack_tables(
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
     """
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    num_shards = global_device_count * num_cores
-    _check_features(features)
-    _check_rotation(rotation)
+    num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
     _check_free(tables, table_names, name)
@@ -123,7 +117,7 @@ def stack_tables(
         table_names,
         stack_name=name,
         num_shards=num_shards,
-        rotation=num_cores if rotation is None else rotation,
+        rotation=rotation,
         max_ids_per_partition=stack_to_max_ids_per_partition,
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
         activation_mem_bytes_limit=activation_mem_bytes_limit,
@@ -146,15 +140,10 @@ def prepare_feature_specs_for_training(
     Raises:
       ValueError: a name is used twice, a feature declares no batch, or a table's combiner is "none".
     """
-    num_shards = global_device_count * resolve_cores(num_sc_per_device, global_device_count)
-    _check_features(feature_specs)
+    num_shards, _ = _checked_sizes(feature_specs, global_device_count, num_sc_per_device)
     stacks = tuple(
         plan_stack(
-            feature_specs,
-            [table.name],
-            stack_name=table.name,
-            num_shards=num_shards,
-            sort_features_by_name=True,
+            feature_specs, [table.name], stack_name=table.name, num_shards=num_shards, sort_features_by_name=True
         )
         for table in tables_of(feature_specs).values()
         if table.stacked_table_spec is None
@@ -177,7 +166,11 @@ def attach_placement(features: Any, plan: StackingPlan) -> None:
             spec.setting_in_stack, spec.stacked_table_spec = tables[spec.name].setting_in_stack, stack.spec
 
 
-def _check_features(features: Any) -> None:
+def _checked_sizes(
+    features: Any, global_device_count: int, num_sc_per_device: int | None, rotation: Any = None
+) -> tuple[int, int]:
+    """Shards, and those by which each further table is rotated: one device unless somebody chose."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
     for feature in features_of(features):
         table = feature.table_spec
         if feature.num_samples is None:
@@ -190,14 +183,12 @@ def _check_features(features: Any) -> None:
                 f"table {table.name!r}: combiner 'none' has no partitioned layout; use 'sum' and one id per sample "
                 "(ids reshaped to (-1, 1)) for sequences."
             )
-
-
-def _check_rotation(rotation: Any) -> None:
     if rotation is not None and (isinstance(rotation, bool) or not isinstance(rotation, int)):
         raise TypeError(
             f"rotation must be a number of shards or None, got {rotation!r}; pass the two limits by keyword: "
             "stack_to_max_ids_per_partition=, stack_to_max_unique_ids_per_partition=."
         )
+    return global_device_count * num_cores, num_cores if rotation is None else rotation
 
 
 def _check_free(tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str) -> None:
@@ -259,12 +250,10 @@ def unshard_and_unstack_tables(
     """The inverse of `stack_and_shard_tables`, padding removed; flat arrays `[shards * rows, columns]` work too."""
     result = {}
     for name, plan in _plans(table_specs, num_shards).items():
+        leaves, structure = jax.tree.flatten(stacked_tables[name])
+        by_leaf = [unshard_and_unstack(plan, {name: leaf}) for leaf in leaves]
         for table in plan.stacks[0].tables:
-
-            def unstack(array: Any, plan: StackingPlan = plan, stack: str = name, table: str = table.name) -> Any:
-                return unshard_and_unstack(plan, {stack: array})[table]
-
-            result[table.name] = jax.tree.map(unstack, stacked_tables[name])
+            result[table.name] = jax.tree.unflatten(structure, [arrays[table.name] for arrays in by_leaf])
     return result
 
 
@@ -291,25 +280,11 @@ def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
 
 
 def _placed_plan(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> StackPlan:
-    placements = tuple(
-        TablePlacement(
-            name=table.name,
-            rows=table.vocabulary_size,
-            dim=table.embedding_dim,
-            dtype=table.dtype,
-            stochastic_rounding=table.stochastic_rounding,
-            setting=table.setting_in_stack,
-        )
-        for table in sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
+    rows_first = sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
+    samples_first = sorted(features, key=lambda feature: feature.id_transformation.row_offset)
+    return StackPlan(
+        spec=placed_stack(tables[0]),
+        dtype=tables[0].dtype,
+        tables=tuple(TablePlacement.of(table, table.setting_in_stack) for table in rows_first),
+        features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in samples_first),
     )
-    readers = tuple(
-        FeaturePlacement(
-            name=feature.name,
-            table_name=feature.table_spec.name,
-            combiner=feature.table_spec.combiner,
-            num_samples=feature.num_samples,
-            transformation=feature.id_transformation,
-        )
-        for feature in sorted(features, key=lambda feature: feature.id_transformation.row_offset)
-    )
-    return StackPlan(spec=placed_stack(tables[0]), dtype=tables[0].dtype, tables=placements, features=readers)

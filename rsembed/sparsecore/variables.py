@@ -110,7 +110,5 @@ class PreprocessedInput:
 
     def max_ids_per_partition(self, stack_name: str) -> int | None:
         """The limit that a stack's buffer was laid out with, or None if unknown."""
-        for limits in self.limits:
-            if limits.stack_name == stack_name:
-                return limits.max_ids_per_partition
-        return None
+        by_name = {limits.stack_name: limits.max_ids_per_partition for limits in self.limits}
+        return by_name.get(stack_name)

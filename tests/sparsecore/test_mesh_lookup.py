@@ -34,6 +34,7 @@ def trained(name):
     shape, names, axes, cores = MESHES[name]
     devices = mesh_lookup.table_mesh(mesh_of(shape, names), axes, cores)
     specs = small_world.placed_specs(devices.num_devices, cores, is_stacked=name != "three devices")
+    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=devices)
     variables = initialize(
         jax.random.key(5), list(tables_of(specs).values()), mesh=devices.mesh, axis_name=devices.axes, num_cores=cores
     )
@@ -41,14 +42,14 @@ def trained(name):
 
     @jax.jit
     def run(variables, inputs, gradients):
-        activations = mesh_lookup.look_up(devices, specs, variables, inputs)
-        return activations, mesh_lookup.update(devices, specs, gradients, variables, None, inputs)
+        activations = mesh_lookup.look_up(tables, variables, inputs)
+        return activations, mesh_lookup.update(tables, gradients, variables, None, inputs)
 
     found = [(embedding.logical_tables(variables, specs), None)]
     for seed in range(3):
         ids, gradients = small_world.draw_batch(seed)
-        inputs, _ = mesh_lookup.preprocess(devices, specs, ids)
-        activations, variables = run(variables, mesh_lookup.put_on_devices(devices, inputs), gradients)
+        inputs, _ = mesh_lookup.prepare(tables, ids)
+        activations, variables = run(variables, inputs, gradients)
         small_world.assert_padding_is_zero(specs, variables)
         found.append((embedding.logical_tables(variables, specs), activations))
     return [jax.tree.map(np.asarray, pair) for pair in found]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore import embedding, embedding_spec, native_partitioner, partitioner, table_stacking
-from rsembed.sparsecore.host_features import read_features, read_sparse_tensors
+from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import stack_layouts
 
 _reason = native_partitioner.unavailable_because()
@@ -79,9 +79,7 @@ def partition(module, specs, read, devices, cores, local_devices, drops):
     readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
     statistics = SparseDenseMatmulInputStats()
     try:
-        buffers = module.partition_stacks(
-            layouts, readers, local_device_count=local_devices, allow_id_dropping=drops, statistics=statistics
-        )
+        buffers = module.partition_stacks(partitioner.HostBatch(layouts, readers, local_devices, drops, statistics))
     except ValueError as error:
         return str(error)
     return buffers, statistics
@@ -269,13 +267,9 @@ def test_sparse_tensors_in_any_order_equal_the_definition():
     generator = np.random.default_rng(2)
     indices = np.stack([generator.integers(0, 16, 60), np.arange(60)], axis=1)
     values = draw_ids(generator, 30, "int32", 60)
+    batch = sparse_tensors_as_pairs(specs, {"f": indices}, {"f": values}, {"f": [16, 60]})
     assert_equals_definition(
-        specs,
-        lambda: read_sparse_tensors(
-            specs, {"f": indices}, {"f": values}, {"f": [16, 60]}, local_device_count=1, global_device_count=1
-        ),
-        1,
-        4,
+        specs, lambda: read_features(specs, batch, None, local_device_count=1, global_device_count=1), 1, 4
     )
 
 

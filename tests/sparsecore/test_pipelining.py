@@ -54,7 +54,7 @@ def pipelined_run():
 
     def input_of(number):
         ids, targets = batch(number)
-        processed, _ = mesh_lookup.preprocess(devices, specs, ids)
+        processed, _ = mesh_lookup.preprocess(mesh_lookup.MeshTables(feature_specs=specs, devices=devices), ids)
         return pipelining.CurrentStepInput(*mesh_lookup.put_on_devices(devices, (processed, targets)))
 
     first = input_of(0)

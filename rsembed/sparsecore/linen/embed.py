@@ -59,8 +59,8 @@ class SparseCoreEmbed(nn.Module):
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
         """
-        check_sharding_strategy(self.table_sharding_strategy)
-        devices = self._devices()
+        lookup_tables = self._tables()
+        devices = lookup_tables.devices
         embedding_lookup_inputs.check_minibatching(self.enable_minibatching)
         pointers = next(iter(embedding_lookup_inputs.lhs_row_pointers.values()))
         num_cores = cores_from_row_pointers(
@@ -74,8 +74,7 @@ class SparseCoreEmbed(nn.Module):
         axes: Any = (devices.axes,)  # one entry of a partition spec may be several mesh axes
         variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(init, axes))
         step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: jnp.zeros((), jnp.float32))
-        lookup = mesh_lookup.trainable_lookup(devices, self.feature_specs, enable_minibatching=self.enable_minibatching)
-        return lookup(variables, step, embedding_lookup_inputs)
+        return mesh_lookup.trainable_lookup(lookup_tables)(variables, step, embedding_lookup_inputs)
 
     def apply_gradient(
         self, gradients: Any, embedding_lookup_inputs: embedding.PreprocessedInput, step: Any = None
@@ -95,15 +94,7 @@ class SparseCoreEmbed(nn.Module):
             raise ValueError("apply_gradient needs the layer's parameters; pass those that init or training returned.")
         if step is None and not self.frozen_step:
             step = self.get_variable("params", STEP_PARAM_NAME)
-        updated = mesh_lookup.update(
-            self._devices(),
-            self.feature_specs,
-            gradients,
-            meta.unbox(boxed),
-            step,
-            embedding_lookup_inputs,
-            enable_minibatching=self.enable_minibatching,
-        )
+        updated = mesh_lookup.update(self._tables(), gradients, meta.unbox(boxed), step, embedding_lookup_inputs)
         result = {EMBEDDING_PARAM_NAME: meta.replace_boxed(boxed, updated)}
         if not self.frozen_step:
             result[STEP_PARAM_NAME] = mesh_lookup.next_step(jnp.asarray(step, jnp.float32))
@@ -113,9 +104,8 @@ class SparseCoreEmbed(nn.Module):
         self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
     ) -> embedding.PreprocessedInput:
         """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
-        return self._preprocess(
-            features, features_weights, batch_number=step, all_reduce_interface=all_reduce_interface
-        )[0]
+        options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
+        return mesh_lookup.preprocess(self._tables(), features, features_weights, **options)[0]
 
     def prepare_batch(
         self, features: Any, features_weights: Any = None, *, allow_id_dropping: bool = False, batch_number: int = 0
@@ -128,23 +118,13 @@ class SparseCoreEmbed(nn.Module):
           allow_id_dropping: drop and count what exceeds a limit; by default that is an error.
           batch_number: number of the batch, the same in all processes.
         """
-        processed, statistics = self._preprocess(
-            features, features_weights, batch_number=batch_number, allow_id_dropping=allow_id_dropping
-        )
-        return mesh_lookup.put_on_devices(self._devices(), processed), statistics
+        options = {"allow_id_dropping": allow_id_dropping, "batch_number": batch_number}
+        return mesh_lookup.prepare(self._tables(), features, features_weights, **options)
 
-    def _preprocess(
-        self, features: Any, features_weights: Any, **options: Any
-    ) -> tuple[embedding.PreprocessedInput, SparseDenseMatmulInputStats]:
-        return mesh_lookup.preprocess(
-            self._devices(),
-            self.feature_specs,
-            features,
-            features_weights,
-            sharding_strategy=self.table_sharding_strategy,
+    def _tables(self) -> mesh_lookup.MeshTables:
+        check_sharding_strategy(self.table_sharding_strategy)
+        return mesh_lookup.MeshTables(
+            feature_specs=self.feature_specs,
+            devices=mesh_lookup.table_mesh(self.mesh, self.sharding_axis, self.num_sc_per_device),
             enable_minibatching=self.enable_minibatching,
-            **options,
         )
-
-    def _devices(self) -> mesh_lookup.TableMesh:
-        return mesh_lookup.table_mesh(self.mesh, self.sharding_axis, self.num_sc_per_device)

@@ -99,16 +99,8 @@ class SparseCoreEmbed(nnx.Module):
           step: as for a call.
         """
         step = self._step(step)
-        updated = mesh_lookup.update(
-            self.devices,
-            self.feature_specs,
-            gradients,
-            self.embedding_table.get_value(),
-            step,
-            inputs,
-            enable_minibatching=self.enable_minibatching,
-        )
-        self.embedding_table.set_value(updated)
+        variables = self.embedding_table.get_value()
+        self.embedding_table.set_value(mesh_lookup.update(self._tables(), gradients, variables, step, inputs))
         if self.step is not None:
             self.step.set_value(mesh_lookup.next_step(step))
 
@@ -116,9 +108,8 @@ class SparseCoreEmbed(nnx.Module):
         self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
     ) -> PreprocessedInput:
         """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
-        return self._preprocess(
-            features, features_weights, batch_number=step, all_reduce_interface=all_reduce_interface
-        )[0]
+        options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
+        return mesh_lookup.preprocess(self._tables(), features, features_weights, **options)[0]
 
     def prepare_batch(
         self, features: Any, features_weights: Any = None, *, allow_id_dropping: bool = False, batch_number: int = 0
@@ -131,21 +122,12 @@ class SparseCoreEmbed(nnx.Module):
           allow_id_dropping: drop and count what exceeds a limit; by default that is an error.
           batch_number: number of the batch, the same in all processes.
         """
-        processed, statistics = self._preprocess(
-            features, features_weights, batch_number=batch_number, allow_id_dropping=allow_id_dropping
-        )
-        return mesh_lookup.put_on_devices(self.devices, processed), statistics
+        options = {"allow_id_dropping": allow_id_dropping, "batch_number": batch_number}
+        return mesh_lookup.prepare(self._tables(), features, features_weights, **options)
 
-    def _preprocess(
-        self, features: Any, features_weights: Any, **options: Any
-    ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        return mesh_lookup.preprocess(
-            self.devices,
-            self.feature_specs,
-            features,
-            features_weights,
-            enable_minibatching=self.enable_minibatching,
-            **options,
+    def _tables(self) -> mesh_lookup.MeshTables:
+        return mesh_lookup.MeshTables(
+            feature_specs=self.feature_specs, devices=self.devices, enable_minibatching=self.enable_minibatching
         )
 
     def _step(self, step: Any) -> Array | None:
@@ -158,9 +140,7 @@ class SparseCoreEmbed(nnx.Module):
 
 def embedding_lookup(layer: SparseCoreEmbed, inputs: PreprocessedInput, step: Any = None) -> Any:
     """The trainable lookup of a layer; see `SparseCoreEmbed.__call__`."""
-    lookup = mesh_lookup.trainable_lookup(
-        layer.devices, layer.feature_specs, enable_minibatching=layer.enable_minibatching
-    )
+    lookup = mesh_lookup.trainable_lookup(layer._tables())
     return lookup(layer.embedding_table.get_value(), layer._step(step), inputs)
 
 
