@@ -5,6 +5,7 @@ The shares of the shards lie side by side in every array: row `r` of shard `s` s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ def import_rows(
       spec: of the table.
       table: its state, not inside `jit`; the arrays that change come back as arrays of numpy.
       exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, `last_step` and
-        `count` at 0. Keys that wait for admission are not needed where every key is admitted at once.
+        `count` at 0. Keys that wait for admission are dropped, with a warning, where every key is admitted at once.
       num_shards: how many share the keys.
 
     Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit
@@ -90,6 +91,12 @@ def import_rows(
     if waiting is not None and "waiting_keys" in exported:
         waiting_keys = _checked_keys(spec, exported, "waiting_")
         waiting, _ = _place(spec, waiting, waiting_keys, exported, "waiting_", num_shards)
+    elif num_waiting := len(exported.get("waiting_keys", ())):
+        warnings.warn(
+            f"table {spec.name!r} admits every key at once: the counts of {num_waiting} keys that waited for admission "
+            "are dropped. They have no rows yet.",
+            stacklevel=2,
+        )
     arrays: list[Any] = [np.array(on_host(array)) for array in (table.rows, *table.slots)]
     for array, part in zip(arrays, parts, strict=True):
         array[places] = part.astype(array.dtype)

@@ -57,6 +57,14 @@ def test_export_returns_what_was_imported_sorted_by_key(everything):
     assert [found[f"waiting_{name}"].tolist() for name in ("keys", "last_step", "count")] == [[8, 9], [3, 4], [1, 1]]
 
 
+def test_a_table_that_admits_every_key_says_which_counts_it_drops(everything):
+    spec = dataclasses.replace(SPEC, admission_count=0, admission_capacity=None)
+    with pytest.warns(UserWarning, match="'users' admits every key at once: the counts of 2 keys"):
+        found = export(spec, import_rows(spec, fresh(spec), everything))
+    assert set(found) == {name for name in everything if not name.startswith("waiting")}
+    assert found["keys"].tolist() == sorted(KEYS.tolist())
+
+
 def test_shards_of_one_number_become_shards_of_another(everything):
     def spread(exported, num_shards):
         tables = []
