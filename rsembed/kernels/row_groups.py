@@ -9,14 +9,14 @@ follows from the batch alone, so equal inputs give equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rsembed.kernels.contract import NO_ROW, Segment, as_rows
-from rsembed.kernels.reference import entry_gains, is_listed
+from rsembed.kernels.contract import NO_ROW, OutputGradients, RowsAndGradients, Segment
+from rsembed.kernels.reference import as_segments, joined, list_entries
 
 
 class RowGroups(NamedTuple):
@@ -25,50 +25,33 @@ class RowGroups(NamedTuple):
     Attributes:
       rows: distinct rows ascending, `NO_ROW` behind them.
       entries: one bag per place in `rows`: its "rows" are outputs, numbered through all segments.
+      d_output: gradients of the outputs.
     """
 
     rows: Int[Array, " capacity"]
     entries: Segment
+    d_output: Float[Array, "outputs dim"]
 
 
-def group_rows(num_rows: int, segments: Sequence[Segment]) -> RowGroups:
+def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
     """The looked-up rows of a table of `num_rows`, and which outputs each of them went into."""
-    rows, outputs, gains, first = [], [], [], 0
-    for segment in segments:
-        bag, gain = entry_gains(segment, num_rows)
-        rows.append(jnp.where(is_listed(segment, num_rows), as_rows(segment.rows), NO_ROW))
-        outputs.append(bag.astype(jnp.int32) + first)
-        gains.append(gain)
-        first += segment.num_outputs
-    all_rows = jnp.concatenate(rows)
-    num_entries = all_rows.shape[0]
+    segments, d_outputs = as_segments(gradients)
+    rows, outputs, gains = list_entries(num_rows, segments)
+    num_entries = rows.shape[0]
     capacity = min(num_entries, num_rows)
-    order = jnp.argsort(all_rows, stable=True)
-    in_order = all_rows[order]
+    order = jnp.argsort(rows, stable=True)
+    in_order = rows[order]
     is_real = in_order != NO_ROW
     is_first = is_real & (in_order != jnp.concatenate([jnp.full(min(num_entries, 1), -1, jnp.int32), in_order[:-1]]))
     place = jnp.where(is_first, jnp.cumsum(is_first) - 1, capacity + 1)
     position = jnp.arange(num_entries, dtype=jnp.int32)
     offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32).at[place].set(position, mode="drop")
     distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[place].set(in_order, mode="drop")
-    entries = Segment(jnp.concatenate(outputs)[order], offsets, jnp.concatenate(gains)[order], "sum")
-    return RowGroups(distinct, entries)
+    return RowGroups(distinct, Segment(outputs[order], offsets, gains[order], "sum"), joined(d_outputs))
 
 
-def row_gradients(
-    num_rows: int,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    *,
-    lookup: Callable[..., Any],
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
+def row_gradients(num_rows: int, gradients: OutputGradients, *, lookup: Callable[..., Any]) -> RowsAndGradients:
     """As `reference.row_gradients`, through an implementation's `lookup`."""
-    groups = group_rows(num_rows, segments)
-    (gradients,) = lookup(joined(d_outputs), [groups.entries])
-    return groups.rows, gradients
-
-
-def joined(d_outputs: Sequence[Float[Array, "_ dim"]]) -> Float[Array, "outputs dim"]:
-    """The gradients of all segments under each other, float32."""
-    parts = [d_output.astype(jnp.float32) for d_output in d_outputs]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    groups = group_rows(num_rows, gradients)
+    (values,) = lookup(groups.d_output, [groups.entries])
+    return groups.rows, values
