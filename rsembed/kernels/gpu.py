@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rsembed.kernels import reference, row_groups
+from rsembed.kernels import reference
 from rsembed.kernels.contract import OutputGradients, Outputs, Segment, Step, Table, as_rows
 from rsembed.kernels.devices import target_device
 from rsembed.kernels.traced_rules import ELEMENTWISE, Row, evaluate, trace_rule
@@ -48,7 +48,7 @@ def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
 
 def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row, fused: the gradients are never written to memory."""
-    rows, entries, d_output = row_groups.group_rows(table.shape[0], gradients)
+    rows, entries, _, d_output = reference.group_rows(table.shape[0], gradients)
     if step.rounds(table):
         return reference.apply_rows(table, slots, rows, lookup(d_output, [entries])[0], step)
     return _step(table, slots, rows, entries, d_output, step)
@@ -65,7 +65,7 @@ def apply_rows(
     return _step(table, slots, as_rows(rows), entries, gradients.astype(jnp.float32), step)
 
 
-row_gradients = partial(row_groups.row_gradients, lookup=lookup)
+row_gradients = partial(reference.row_gradients, lookup=lookup)
 lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
 weight_gradients, rows_by_bag, allocate = reference.weight_gradients, reference.rows_by_bag, reference.allocate
 gather_rows, scatter_rows = reference.gather_rows, reference.scatter_rows

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from rsembed.kernels.contract import (
     NO_ROW,
@@ -74,65 +74,76 @@ def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     return tuple(outputs)
 
 
-class Entries(NamedTuple):
-    """The entries of all segments behind each other: row (`NO_ROW` where none is looked up), output and gain."""
+class RowGroups(NamedTuple):
+    """Entries sorted by row: which outputs every looked-up row went into.
 
-    rows: Int[Array, " nnz"]
-    outputs: Int[Array, " nnz"]
-    gains: Float[Array, " nnz"]
+    Args:
+      rows: distinct rows ascending, `NO_ROW` behind them.
+      entries: one bag per place in `rows`: its "rows" are outputs, numbered through all segments.
+      group_of: place in `rows` of every entry; behind the last place for entries that count for nothing.
+      d_output: gradients of the outputs, float32.
+    """
+
+    rows: Int[Array, " capacity"]
+    entries: Segment
+    group_of: Int[Array, " nnz"]
+    d_output: Float[Array, "outputs dim"]
 
 
-def list_entries(num_rows: int, segments: Sequence[Segment]) -> Entries:
-    """Every entry that lies in a bag and names a row of the table has a row here, whatever its gain."""
-    rows, outputs, gains, first = [], [], [], 0
+def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
+    """Sorting makes the entries of a row neighbours, so that a table's gradient is a lookup as well.
+
+    forward    output[b]     = sum of gain * table[row]     over the entries of bag b
+    backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
+    """
+    segments, d_outputs = as_segments(gradients)
+    all_rows, all_outputs, all_gains, first = [], [], [], 0
     for segment in segments:
         bag, gain = entry_gains(segment, num_rows)
-        listed = (segment.rows >= 0) & (segment.rows < num_rows)
-        if segment.offsets is not None:
-            position = jnp.arange(segment.rows.shape[0], dtype=segment.offsets.dtype)
-            listed &= (position >= segment.offsets[0]) & (position < segment.offsets[-1])
-        rows.append(jnp.where(listed, as_rows(segment.rows), NO_ROW))
-        outputs.append(bag.astype(jnp.int32) + first)
-        gains.append(gain)
+        all_rows.append(jnp.where(is_listed(segment, num_rows), as_rows(segment.rows), NO_ROW))
+        all_outputs.append(bag.astype(jnp.int32) + first)
+        all_gains.append(gain)
         first += segment.num_outputs
-    return Entries(*map(jnp.concatenate, (rows, outputs, gains)))
-
-
-def joined(d_outputs: Sequence[Float[Array, "_ dim"]]) -> Float[Array, "outputs dim"]:
-    """The gradients of all segments under each other, float32."""
+    rows, outputs, gains = map(jnp.concatenate, (all_rows, all_outputs, all_gains))
+    num_entries, capacity = rows.shape[0], min(rows.shape[0], num_rows)
+    order = jnp.argsort(rows, stable=True)
+    in_order = rows[order]
+    is_real = in_order != NO_ROW
+    is_first = is_real & (in_order != jnp.concatenate([jnp.full(min(num_entries, 1), -1, jnp.int32), in_order[:-1]]))
+    group_of = jnp.where(is_real, jnp.cumsum(is_first) - 1, capacity)
+    place = jnp.where(is_first, group_of, capacity + 1)
+    position = jnp.arange(num_entries, dtype=jnp.int32)
+    offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32).at[place].set(position, mode="drop")
+    distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[place].set(in_order, mode="drop")
+    entries = Segment(outputs[order], offsets, gains[order], "sum")
     parts = [d_output.astype(jnp.float32) for d_output in d_outputs]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return RowGroups(distinct, entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts))
 
 
-def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients:
-    """Gradient of every looked-up row, equal rows combined.
+def is_listed(segment: Segment, num_rows: int) -> Bool[Array, " nnz"]:
+    """Which entries lie in a bag and name a row of the table, whatever their gain."""
+    valid = (segment.rows >= 0) & (segment.rows < num_rows)
+    if segment.offsets is None:
+        return valid
+    position = jnp.arange(segment.rows.shape[0], dtype=segment.offsets.dtype)
+    return valid & (position >= segment.offsets[0]) & (position < segment.offsets[-1])
+
+
+def row_gradients(
+    num_rows: int, gradients: OutputGradients, *, lookup: Callable[..., Any] | None = None
+) -> RowsAndGradients:
+    """Gradient of every looked-up row, equal rows combined; through an accelerator's `lookup` if one is given.
 
     Returns: distinct rows in ascending order and their float32 gradients; unused places at the end hold row `NO_ROW`
     and zeros. The capacity is the number of entries, or `num_rows` if that is less. A row that was looked up is
     listed even when its gradient is zero.
     """
-    segments, d_outputs = as_segments(gradients)
-    rows, outputs, gains = list_entries(num_rows, segments)
-    d_output = joined(d_outputs)
-    terms = gains[:, None] * (d_output[outputs] if d_output.shape[0] else jnp.zeros((1, d_output.shape[1])))
-    return combine_rows(rows, terms, min(rows.shape[0], num_rows))
-
-
-def combine_rows(
-    rows: Int[Array, " nnz"], values: Float[Array, "nnz dim"], capacity: int
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
-    """Sums `values` of equal `rows`: distinct rows ascending, `NO_ROW` and zeros behind them."""
-    if rows.shape[0] == 0:
-        return jnp.zeros(capacity, jnp.int32) + NO_ROW, jnp.zeros((capacity, values.shape[1]), values.dtype)
-    order = jnp.argsort(rows, stable=True)
-    sorted_rows = rows[order]
-    is_first = jnp.concatenate([jnp.ones(1, bool), sorted_rows[1:] != sorted_rows[:-1]])
-    group = jnp.cumsum(is_first) - 1
-    # Groups at or beyond the capacity can only be padding: there are at most `capacity` real rows.
-    group = jnp.where(sorted_rows == NO_ROW, capacity, group)
-    sums = jax.ops.segment_sum(values[order], group, capacity, indices_are_sorted=True)
-    distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[group].set(sorted_rows.astype(jnp.int32), mode="drop")
-    return distinct, sums
+    rows, entries, group_of, d_output = group_rows(num_rows, gradients)
+    if lookup is not None:
+        return rows, lookup(d_output, [entries])[0]
+    vectors = d_output[entries.rows] if d_output.shape[0] else jnp.zeros((1, d_output.shape[1]))
+    terms = cast(Array, entries.weights)[:, None] * vectors
+    return rows, jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:

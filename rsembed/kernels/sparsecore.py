@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
-from rsembed.kernels import reference, row_groups
+from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW, OutputGradients, Outputs, Segment, Step, Table, as_rows
 from rsembed.kernels.devices import target_device
 from rsembed.kernels.traced_rules import trace_rule
@@ -111,7 +111,7 @@ def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
-row_gradients = partial(row_groups.row_gradients, lookup=lookup)
+row_gradients = partial(reference.row_gradients, lookup=lookup)
 lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
 weight_gradients, rows_by_bag, allocate = reference.weight_gradients, reference.rows_by_bag, reference.allocate
 gather_rows, scatter_rows = reference.gather_rows, reference.scatter_rows

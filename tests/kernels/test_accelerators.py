@@ -10,7 +10,7 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.kernels import api, gpu, reference, row_groups, sparsecore, sparsecore_calls, sparsecore_tiles
+from rsembed.kernels import api, gpu, reference, sparsecore, sparsecore_calls, sparsecore_tiles
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
 from rsembed.kernels.traced_rules import Row, evaluate, trace_rule
@@ -150,14 +150,14 @@ def test_gpu_tables_of_two_bytes_are_rounded_once_per_step():
     assert np.any(rounded != nearest)
 
 
-def test_row_groups_are_the_reference_rows():
+def test_row_gradients_through_a_lookup_are_the_defined_ones():
     segments = RAGGED["every combiner"][1:2] + RAGGED["no entry"][:1] + RAGGED["trimmed"]
     d_outputs = draw_gradients(segments, 3)
 
     @jax.jit
     def both(d_outputs):
         gradients = SegmentGradients(segments, d_outputs)
-        grouped = row_groups.row_gradients(NUM_ROWS, gradients, lookup=reference.lookup)
+        grouped = reference.row_gradients(NUM_ROWS, gradients, lookup=reference.lookup)
         return grouped, reference.row_gradients(NUM_ROWS, gradients)
 
     for one, other in zip(*both(d_outputs), strict=True):
