@@ -91,10 +91,12 @@ class RowGroups(NamedTuple):
 
 
 def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
-    """Sorting makes the entries of a row neighbours, so that a table's gradient is a lookup as well.
+    """The looked-up rows of a table of `num_rows`. With its entries side by side, a row's gradient is a lookup as well.
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
+
+    The order of additions follows from the batch alone, so equal inputs give equal bits.
     """
     segments, d_outputs = as_segments(gradients)
     all_rows, all_outputs, all_gains, first = [], [], [], 0
