@@ -30,7 +30,7 @@ from timing import Workload
 
 import rsembed.optimizers as ro
 from rsembed.kernels import gpu, reference
-from rsembed.kernels.contract import Segment
+from rsembed.kernels.contract import Segment, SegmentGradients, Step
 
 SIZES = {"embedding_dim": 128, "batch_size": 8192, "ids_per_sample": 20, "vocabulary_size": 10**6}
 FULL, QUICK = Workload(name="T=32", num_tables=32, **SIZES), Workload(name="T=4", num_tables=4, **SIZES)
@@ -75,7 +75,7 @@ def jax_contestant(module: object, workload: Workload, ids: np.ndarray, rule: ro
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(tables: list, slots: list, rows: list) -> tuple[list, list]:
         both = [
-            module.update(table, slot, segments(own), [gradient], hyper, rule)
+            module.update(table, slot, SegmentGradients(segments(own), (gradient,)), Step(hyper, rule))
             for table, slot, own in zip(tables, slots, rows, strict=True)
         ]
         return [table for table, _ in both], [slot for _, slot in both]

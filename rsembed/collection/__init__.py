@@ -6,9 +6,8 @@ embeddings.py   what users call; every method is one function of what a single d
 ├─ devices.py   the mesh: which axes, how functions run on every device, what is gathered
 ├─ layout.py    translate: where the rows of every table lie
 └─ stacks       fetch, pool, combine, step:
-     whole_rows.py    every device has all rows (or all rows of its columns)
+     whole_rows.py    every device has all rows (or all rows of its columns), or what a storage keeps instead
      row_shards.py    every row has one owner, asked by all
-     stored_table.py  a table that is no array of rows
 ```
 """
 

@@ -15,9 +15,10 @@ from rsembed.bags import PAD_ID, Bags, as_bags
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
-from rsembed.collection.state import Activations, Batch, EmbeddingState, LookupStatistics, Step, Traffic
+from rsembed.collection.state import Activations, Batch, EmbeddingState, LookupStatistics, Traffic
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
+from rsembed.kernels.contract import Step
 from rsembed.row_gradients import RowGradients
 from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
@@ -134,8 +135,7 @@ class EmbeddingCollection:
         return EmbeddingState(tables, slots, *self.devices.place(rest, PartitionSpec()))
 
     def _init_stacks(self, key: PRNGKeyArray) -> tuple[dict[str, Any], dict[str, Any]]:
-        made = {name: stack.init(key, self.table_specs) for name, stack in self._stacks.items()}
-        return {name: table for name, (table, _) in made.items()}, {name: slots for name, (_, slots) in made.items()}
+        return _two_dicts({name: stack.init(key, self.table_specs) for name, stack in self._stacks.items()})
 
     def tables(self, state: EmbeddingState) -> dict[str, Float[Array, "vocabulary dim"]]:
         """The logical tables by name (copies; on a mesh, every device gets one)."""
@@ -252,8 +252,7 @@ class EmbeddingCollection:
         batch = self.prepare(batch)
 
         def pullback(d_activations: Mapping[str, Any]) -> RowGradients:
-            gradients = self._row_gradients(batch, self._d_outputs(batch, d_activations))
-            rows, values = ({name: pair[k] for name, pair in gradients.items()} for k in (0, 1))
+            rows, values = _two_dicts(self._row_gradients(batch, self._d_outputs(batch, d_activations)))
             num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
             return RowGradients(rows, values, num_rows, self._gradient_shardings())
 
@@ -273,29 +272,29 @@ class EmbeddingCollection:
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """One optimizer step for every row in `row_gradients`, and only for those."""
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
-        tables, slots = self._apply(state.tables, state.slots, gradients, self._steps(state))
-        return EmbeddingState(tables, slots, state.step + 1, state.key)
+        return self._stepped(state, self._apply, gradients)
 
-    def _apply_stacks(self, tables: Any, slots: Any, gradients: Any, steps: Any) -> tuple[Any, Any]:
-        tables, slots = dict(tables), dict(slots)
-        for name, stack in self._stacks.items():
-            rows, values = gradients[name]
-            tables[name], slots[name] = stack.apply(tables[name], slots[name], rows, values, steps[name])
-        return tables, slots
+    def _apply_stacks(
+        self, tables: Any, slots: Any, gradients: Mapping[str, tuple[Array, Array]], steps: Any
+    ) -> tuple[Any, Any]:
+        stepped = {
+            name: stack.apply(tables[name], slots[name], *gradients[name], steps[name])
+            for name, stack in self._stacks.items()
+        }
+        return _two_dicts(stepped)
 
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, Any]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
         batch = self.prepare(batch)
-        d_outputs = self._d_outputs(batch, d_activations)
-        tables, slots = self._update(state.tables, state.slots, batch, d_outputs, self._steps(state))
-        return EmbeddingState(tables, slots, state.step + 1, state.key)
+        return self._stepped(state, self._update, batch, self._d_outputs(batch, d_activations))
 
     def _update_stacks(self, tables: Any, slots: Any, batch: Batch, d_outputs: Any, steps: Any) -> tuple[Any, Any]:
-        bags, tables, slots = _as_bags(batch), dict(tables), dict(slots)
-        for name, stack in self._stacks.items():
-            own = _of_features(stack, d_outputs)
-            tables[name], slots[name] = stack.update(tables[name], slots[name], bags, own, steps[name])
-        return tables, slots
+        bags = _as_bags(batch)
+        stepped = {
+            name: stack.update(tables[name], slots[name], bags, _of_features(stack, d_outputs), steps[name])
+            for name, stack in self._stacks.items()
+        }
+        return _two_dicts(stepped)
 
     def _d_outputs(self, batch: Batch, d_activations: Mapping[str, Any]) -> dict[str, Array]:
         inputs.check_names(self.features, d_activations, "the activation gradients")
@@ -305,18 +304,23 @@ class EmbeddingCollection:
             for name, feature in self.features.items()
         }
 
-    def _steps(self, state: EmbeddingState) -> dict[str, Step]:
+    def _stepped(self, state: EmbeddingState, step_stacks: Callable[..., Any], *gradients: Any) -> EmbeddingState:
         steps = {}
         for stack in self.plan.stacks:
-            key = None
+            rule, rounding = stack.spec.optimizer, None
             if stack.tables[0].stochastic_rounding:
-                key = table_key(jax.random.fold_in(state.key, state.step), stack.name)
-            steps[stack.name] = Step(stack.spec.optimizer.get_hyperparameters(state.step), key)
-        return steps
+                rounding = api.stochastic_rounding(table_key(jax.random.fold_in(state.key, state.step), stack.name))
+            steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding)
+        tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
+        return EmbeddingState(tables, slots, state.step + 1, state.key)
 
 
 def _as_bags(batch: Batch) -> dict[str, Bags]:
     return {name: as_bags(value, feature=name) for name, value in batch.items()}
+
+
+def _two_dicts(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
 
 
 def _of_features(stack: Any, d_outputs: Mapping[str, Array]) -> list[Array]:

@@ -62,9 +62,9 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
 
 def _is_unknown(bags: Bags) -> bool:
     """Whether the values cannot be read here: inside `jit`, or because other processes hold some of them."""
-    if is_traced(bags):
-        return True
-    return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(bags))
+    return is_traced(bags) or any(
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(bags)
+    )
 
 
 def _as_arrays(bags: Bags) -> Bags:
@@ -137,14 +137,13 @@ def padded(bags: Bags, width: int) -> tuple[Any, Any]:
     if lengths.max(initial=0) > width:
         raise ValueError(f"bags hold up to {int(lengths.max())} ids, which is more than {width}.")
     is_used = np.arange(width)[None, :] < lengths[:, None]
-    shape, used = is_used.shape, offsets[-1]
-    dense_ids = np.full(shape, PAD_ID, np.int32)
-    dense_ids[is_used] = np.asarray(ids)[:used]
-    if weights is None:
-        return dense_ids, None
-    dense_weights = np.zeros(shape, np.float32)
-    dense_weights[is_used] = np.asarray(weights)[:used]
-    return dense_ids, dense_weights
+
+    def spread(values: Any, fill: float) -> np.ndarray:
+        dense = np.full(is_used.shape, fill, values.dtype)
+        dense[is_used] = np.asarray(values)[: offsets[-1]]
+        return dense
+
+    return spread(ids, PAD_ID), None if weights is None else spread(weights, 0.0)
 
 
 def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -128,3 +128,13 @@ class RowLayout:
             weights = None if own.weights is None else jnp.asarray(own.weights)
             segments.append(Segment(rows, offsets, weights, feature.combiner))
         return segments
+
+
+def read_from(entry_of: Int[Array, " nnz"], segments: Sequence[Segment]) -> list[Segment]:
+    """The segments, reading from the entries of all segments instead of rows."""
+    result, first = [], 0
+    for segment in segments:
+        last = first + segment.rows.shape[0]
+        result.append(dataclasses.replace(segment, rows=entry_of[first:last]))
+        first = last
+    return result

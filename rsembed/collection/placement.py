@@ -8,8 +8,7 @@ from typing import Any, Literal
 from rsembed.collection.devices import Devices
 from rsembed.collection.layout import RowLayout
 from rsembed.collection.row_shards import RowShards
-from rsembed.collection.stored_table import StoredTable
-from rsembed.collection.whole_rows import WholeRows
+from rsembed.collection.whole_rows import StoredTable, WholeRows
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 

@@ -14,11 +14,10 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.initial_state import initial_shard
-from rsembed.collection.layout import RowLayout
-from rsembed.collection.state import Step, Traffic
+from rsembed.collection.layout import RowLayout, read_from
+from rsembed.collection.state import Traffic
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.kernels.reference import Rounding
+from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
 from rsembed.optimizers import Slots
 from rsembed.parallel import Wanted, ask, default_capacity, distinct
 from rsembed.specs import TableSpec
@@ -77,7 +76,7 @@ class RowShards:
         _, vectors, rounds = ask(wanted, asked, answer, None, capacity=capacity, axis_name=self.devices.axes)
         outputs = api.lookup(
             vectors,
-            _read_from(wanted.entry_of, segments),
+            read_from(wanted.entry_of, segments),
             quantization=self.layout.stack.spec.quantization_config,
             implementation=self.implementation,
         )
@@ -105,7 +104,7 @@ class RowShards:
         segments = self.layout.segments(bags)
         occurrences = [_occurrence_numbers(self.layout, bags)] if self.is_reproducible else []
         wanted = self._distinct(segments, *occurrences)
-        entries = _read_from(wanted.entry_of, segments)
+        entries = read_from(wanted.entry_of, segments)
         num_entries = wanted.entry_of.shape[0]
         # Every entry occurs, so the gradient in place `e` is that of entry `e`.
         _, gradients = api.row_gradients(num_entries, entries, d_outputs, implementation=self.implementation)
@@ -145,34 +144,19 @@ class RowShards:
         """One step of distinct rows that this device owns."""
         local = rows - self.devices.index() * self.layout.rows_per_shard
         is_own = (rows != NO_ROW) & (local >= 0) & (local < self.layout.rows_per_shard)
+        rows, rounding = jnp.where(is_own, local, NO_ROW), self._rounding(step)
         return api.apply_rows(
-            table,
-            slots,
-            jnp.where(is_own, local, NO_ROW),
-            values,
-            step.hyper,
-            self.layout.stack.spec.optimizer,
-            rounding=self._rounding(step),
-            implementation=self.implementation,
+            table, slots, rows, values, step.hyper, step.rule, rounding=rounding, implementation=self.implementation
         )
 
     def update(
         self, table: Array, slots: Slots, bags: Mapping[str, Bags], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Array, Slots]:
         """Owners step their rows as gradients arrive."""
+        how, rounding = (step.hyper, step.rule), self._rounding(step)
 
-        def step_rows(state: Any, segments: Sequence[Segment], gradients: Sequence[Array]) -> Any:
-            table, slots = state
-            return api.update(
-                table,
-                slots,
-                segments,
-                gradients,
-                step.hyper,
-                self.layout.stack.spec.optimizer,
-                rounding=self._rounding(step),
-                implementation=self.implementation,
-            )
+        def step_rows(state: tuple[Array, Slots], segments: Sequence[Segment], gradients: Sequence[Array]) -> Any:
+            return api.update(*state, segments, gradients, *how, rounding=rounding, implementation=self.implementation)
 
         return self._send_gradients(step_rows, (table, slots), bags, d_outputs)
 
@@ -183,16 +167,6 @@ class RowShards:
             return None
         shard = self.devices.index()
         return lambda values, dtype, rows: rounding(values, dtype, self.layout.stacked_rows(shard, rows))
-
-
-def _read_from(entry_of: Array, segments: Sequence[Segment]) -> list[Segment]:
-    """The segments, reading from entries instead of rows."""
-    result, first = [], 0
-    for segment in segments:
-        last = first + segment.rows.shape[0]
-        result.append(dataclasses.replace(segment, rows=entry_of[first:last]))
-        first = last
-    return result
 
 
 def _occurrence_numbers(layout: RowLayout, bags: Mapping[str, Bags]) -> Int[Array, " nnz"]:

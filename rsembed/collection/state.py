@@ -8,10 +8,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.kernels import api
-from rsembed.kernels.reference import Rounding
-from rsembed.optimizers import Hyperparameters
-
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, Any]
 
@@ -31,23 +27,6 @@ class EmbeddingState(NamedTuple):
     slots: dict[str, Any]
     step: Int[Array, ""]
     key: PRNGKeyArray
-
-
-class Step(NamedTuple):
-    """What the rows of a stack are stepped with.
-
-    Args:
-      hyper: hyperparameters of its optimizer in this step.
-      rounding_key: randomness of stochastic rounding, where the tables ask for it.
-    """
-
-    hyper: Hyperparameters
-    rounding_key: PRNGKeyArray | None
-
-    @property
-    def rounding(self) -> Rounding | None:
-        """How stepped rows are brought to the table's dtype."""
-        return None if self.rounding_key is None else api.stochastic_rounding(self.rounding_key)
 
 
 class Traffic(NamedTuple):

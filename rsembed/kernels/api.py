@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from rsembed.kernels import gpu, native, reference, sparsecore
-from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
+from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.specs import QuantizationConfig
 
@@ -126,7 +126,7 @@ def row_gradients(
     implementation: str | None = None,
 ) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
     """Gradient of every looked-up row, equal rows combined; see `reference.row_gradients`."""
-    return _dispatch("row_gradients", implementation, num_rows, tuple(segments), tuple(d_outputs))
+    return _dispatch("row_gradients", implementation, num_rows, SegmentGradients(segments, d_outputs))
 
 
 def apply_rows(
@@ -141,7 +141,7 @@ def apply_rows(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """One optimizer step of distinct rows, in place when the arrays are donated."""
-    return _dispatch("apply_rows", implementation, table, slots, rows, gradients, hyper, rule, rounding)
+    return _dispatch("apply_rows", implementation, table, slots, rows, gradients, Step(hyper, rule, rounding))
 
 
 def update(
@@ -156,7 +156,8 @@ def update(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
-    return _dispatch("update", implementation, table, slots, tuple(segments), tuple(d_outputs), hyper, rule, rounding)
+    gradients = SegmentGradients(segments, d_outputs)
+    return _dispatch("update", implementation, table, slots, gradients, Step(hyper, rule, rounding))
 
 
 def lookup_jagged(
@@ -176,7 +177,7 @@ def row_gradients_jagged(
     implementation: str | None = None,
 ) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
     """Gradient of every looked-up row of one table of a table-batched call."""
-    return _dispatch("row_gradients_jagged", implementation, num_rows, table, tuple(dims), batch, d_output)
+    return _dispatch("row_gradients", implementation, num_rows, JaggedGradients(batch, d_output, table, dims))
 
 
 def update_jagged(
@@ -206,8 +207,8 @@ def update_jagged(
       rounding: how stepped rows are brought to the table's dtype.
       implementation: see `implementation_states`.
     """
-    arguments = (table, slots, number, tuple(dims), batch, d_output, hyper, rule, rounding)
-    return _dispatch("update_jagged", implementation, *arguments)
+    gradients = JaggedGradients(batch, d_output, number, dims)
+    return _dispatch("update", implementation, table, slots, gradients, Step(hyper, rule, rounding))
 
 
 def weight_gradients(
@@ -241,7 +242,7 @@ def scatter_rows(
 
 def stochastic_rounding(key: PRNGKeyArray) -> reference.Rounding:
     """Rounding up or down with probabilities that keep the mean; see `reference.round_stochastically`."""
-    return partial(reference.round_stochastically, key=key)
+    return jax.tree_util.Partial(reference.round_stochastically, key=key)
 
 
 def rows_by_bag(

@@ -1,19 +1,26 @@
-"""What the kernels exchange: one record per feature, plain arrays for everything else."""
+"""What the dispatcher hands to every implementation: ids, gradients of outputs, and how rows are stepped."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, no_type_check
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rsembed.optimizers import Hyperparameters, OptimizerSpec
 from rsembed.specs import Combiner
 
 Layout = Literal["columns", "blocks"]
+Table = Float[Array, "num_rows dim"]
+Outputs = tuple[Float[Array, "_ dim"], ...]
+RowsAndGradients = tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]
+
+Rounding = Callable[[Array, Any, Array], Array]
+"""`(values, dtype, rows) -> values`: how stepped rows are brought to the table's dtype; None rounds to nearest."""
 
 # Row number that no table has. Sorts behind every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1
@@ -122,3 +129,55 @@ class JaggedBatch:
             return sum(sizes), list(zip(itertools.accumulate(sizes, initial=0), own, strict=False))
         starts = itertools.accumulate(own, initial=0)
         return self.blocks[0].num_bags * sum(own), [(start, sum(own)) for start, _ in zip(starts, own, strict=False)]
+
+
+class SegmentGradients(NamedTuple):
+    """Gradients of the outputs of segments that read one table."""
+
+    segments: Sequence[Segment]
+    d_outputs: Sequence[Float[Array, "_ dim"]]
+
+
+class JaggedGradients(NamedTuple):
+    """The flat gradient of a table-batched call's output, on its way to one of the call's arrays.
+
+    Args:
+      batch: ids of all features.
+      d_output: gradient of what `lookup_jagged` returned.
+      table: which array of the call.
+      dims: row length of every array of the call.
+    """
+
+    batch: JaggedBatch
+    d_output: Float[Array, " size"]
+    table: int
+    dims: Sequence[int]
+
+
+OutputGradients = SegmentGradients | JaggedGradients
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How distinct rows are stepped.
+
+    Args:
+      hyper: from `rule.get_hyperparameters`.
+      rule: the optimizer.
+      rounding: how stepped rows are brought to the table's dtype.
+    """
+
+    hyper: Hyperparameters
+    rule: OptimizerSpec = dataclasses.field(metadata={"static": True})
+    rounding: Rounding | None = None
+
+    def rounds(self, table: Table) -> bool:
+        """Whether rows of this table need the rounding."""
+        return self.rounding is not None and table.dtype != jnp.float32
+
+    def hyper_vector(self, least: int = 0) -> Float[Array, " hyper"]:
+        """The hyperparameters in one array, filled up with zeros to `least` numbers."""
+        absent = [0.0] * (least - len(self.hyper))
+        return jnp.stack([jnp.asarray(value, jnp.float32) for value in (*self.hyper, *absent)])

@@ -16,17 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rsembed.kernels import reference, row_groups
-from rsembed.kernels.contract import Segment, as_rows
+from rsembed.kernels import reference
+from rsembed.kernels.contract import OutputGradients, Outputs, Segment, Step, Table, as_rows
 from rsembed.kernels.devices import target_device
-from rsembed.kernels.reference import Rounding
-from rsembed.kernels.reference import allocate as allocate
-from rsembed.kernels.reference import gather_rows as gather_rows
-from rsembed.kernels.reference import rows_by_bag as rows_by_bag
-from rsembed.kernels.reference import scatter_rows as scatter_rows
-from rsembed.kernels.reference import weight_gradients as weight_gradients
 from rsembed.kernels.traced_rules import ELEMENTWISE, Row, evaluate, trace_rule
-from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
+from rsembed.optimizers import Slots
 
 NAME = "gpu"
 
@@ -46,50 +40,35 @@ def unavailable_because() -> str | None:
     return None
 
 
-def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> tuple[Float[Array, "_ dim"], ...]:
+def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`; one kernel per segment."""
     _check_table(table)
     return tuple(_pool(table, segment) for segment in segments)
 
 
-def update(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row, fused: the gradients are never written to memory."""
-    groups, d_output = row_groups.group_rows(table.shape[0], segments), row_groups.joined(d_outputs)
-    if rounding is not None and table.dtype != jnp.float32:
-        (gradients,) = lookup(d_output, [groups.entries])
-        return reference.apply_rows(table, slots, groups.rows, gradients, hyper, rule, rounding)
-    return _step(table, slots, groups.rows, groups.entries, d_output, hyper, rule)
+    rows, entries, _, d_output = reference.group_rows(table.shape[0], gradients)
+    if step.rounds(table):
+        return reference.apply_rows(table, slots, rows, lookup(d_output, [entries])[0], step)
+    return _step(table, slots, rows, entries, d_output, step)
 
 
 def apply_rows(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    rows: Int[Array, " capacity"],
-    gradients: Float[Array, "capacity dim"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
+) -> tuple[Table, Slots]:
     """One optimizer step of distinct `rows`; rows outside the table are padding."""
-    if rounding is not None and table.dtype != jnp.float32:
-        return reference.apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
+    if step.rounds(table):
+        return reference.apply_rows(table, slots, rows, gradients, step)
     each = jnp.arange(rows.shape[0] + 1, dtype=jnp.int32)
     entries = Segment(each[:-1], each, None, "sum")
-    return _step(table, slots, as_rows(rows), entries, gradients.astype(jnp.float32), hyper, rule)
+    return _step(table, slots, as_rows(rows), entries, gradients.astype(jnp.float32), step)
 
 
-row_gradients = partial(row_groups.row_gradients, lookup=lookup)
+row_gradients = partial(reference.row_gradients, lookup=lookup)
 lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
-row_gradients_jagged = partial(reference.row_gradients_jagged, row_gradients=row_gradients)
-update_jagged = partial(reference.update_jagged, update=update)
+weight_gradients, rows_by_bag, allocate = reference.weight_gradients, reference.rows_by_bag, reference.allocate
+gather_rows, scatter_rows = reference.gather_rows, reference.scatter_rows
 
 
 def _check_table(table: Array) -> None:
@@ -173,20 +152,14 @@ def _pool(table: Array, segment: Segment) -> Float[Array, "outputs dim"]:
 
 
 def _step(
-    table: Array,
-    slots: Slots,
-    rows: Int[Array, " capacity"],
-    entries: Segment,
-    d_output: Float[Array, "outputs dim"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-) -> tuple[Array, Slots]:
+    table: Table, slots: Slots, rows: Int[Array, " capacity"], entries: Segment, d_output: Array, step: Step
+) -> tuple[Table, Slots]:
     """Steps `rows`, whose gradients are what `entries` pool from `d_output`; table and slots stay where they are."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     _check_table(table)
-    traced = trace_rule(rule, table, slots, len(hyper), elementwise=_PRIMITIVES)
+    traced = trace_rule(step.rule, table, slots, len(step.hyper), elementwise=_PRIMITIVES)
     (num_rows, dim), state = table.shape, (table, *slots)
     if 0 in (num_rows, dim, rows.shape[0]):
         return table, slots
@@ -212,7 +185,7 @@ def _step(
             Row((value,)) if array.shape[1] == dim else jnp.full(width, jnp.sum(value), jnp.float32)
             for array, value in zip(state, values, strict=True)
         ]
-        numbers = [jnp.full(width, hyper_ref[k], jnp.float32) for k in range(len(hyper))]
+        numbers = [jnp.full(width, hyper_ref[k], jnp.float32) for k in range(len(step.hyper))]
         stepped = evaluate(traced, [*arguments, Row((gradient,)), *numbers], dim=dim)
         for ref, array, mask, value in zip(new, state, masks, stepped, strict=True):
             value = value.pieces[0] if isinstance(value, Row) else value
@@ -227,6 +200,5 @@ def _step(
         name="rsembed_step",
         compiler_params=triton.CompilerParams(),
     )
-    numbers = jnp.stack([jnp.asarray(value, jnp.float32) for value in hyper])
-    new_table, *new_slots = call(*state, rows, d_output, numbers, *operands)
+    new_table, *new_slots = call(*state, rows, d_output, step.hyper_vector(), *operands)
     return new_table, tuple(new_slots)

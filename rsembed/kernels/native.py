@@ -20,13 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment, as_rows
+from rsembed.kernels import reference
+from rsembed.kernels.contract import (
+    NO_ROW,
+    JaggedBatch,
+    JaggedGradients,
+    OutputGradients,
+    Outputs,
+    RowsAndGradients,
+    Segment,
+    Step,
+    Table,
+    as_rows,
+)
 from rsembed.kernels.devices import target_device
-from rsembed.kernels.reference import Rounding
 from rsembed.optimizers import (
     AdagradOptimizerSpec,
     AdamOptimizerSpec,
-    Hyperparameters,
     OptimizerSpec,
     RowWiseAdagradOptimizerSpec,
     SGDOptimizerSpec,
@@ -58,7 +68,7 @@ _FUSED_RULES: dict[type[OptimizerSpec], int] = {
     AdamOptimizerSpec: 3,
 }
 _NUM_SLOTS = (0, 1, 1, 2)
-_MAX_HYPERPARAMETERS = 4
+_MAX_HYPERPARAMETERS = 4  # others are 0, such as the epsilon of an Adagrad that has none
 # Below this a table fits the second-level TLB on ordinary pages, and collapsing it costs more than it gains.
 _MIN_HUGE_BYTES = 32 << 20
 
@@ -72,8 +82,8 @@ def library_paths() -> tuple[Path, ...]:
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | str:
-    """The library with its handlers registered, or why there is none."""
+def shared_library() -> ctypes.CDLL | str:
+    """The library with its handlers registered, or why there is none; does not care about JAX's backend."""
     path = next((path for path in library_paths() if path.is_file()), None)
     if path is None:
         return f"{LIBRARY} is not installed; reinstall rsembed where a C++ compiler is found"
@@ -91,7 +101,7 @@ def _load() -> ctypes.CDLL | str:
 
 def unavailable_because() -> str | None:
     """Why these kernels cannot run here, or None if they can."""
-    library = _load()
+    library = shared_library()
     if isinstance(library, str):
         return library
     platform = target_device().platform
@@ -100,89 +110,60 @@ def unavailable_because() -> str | None:
     return None
 
 
-def shared_library() -> ctypes.CDLL | str:
-    """The library, or why there is none: for work on the host, which does not care about JAX's backend."""
-    return _load()
-
-
 def instruction_set() -> str | None:
     """`baseline`, `avx2` or `avx512`: what the library chose for this processor; None without a library."""
-    library = _load()
+    library = shared_library()
     return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
 
 
-def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> tuple[Float[Array, "_ dim"], ...]:
+def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
-    _check_available()
     _check_table(table)
     if not segments:
         return ()
-    layout, arrays = _flatten(segments)
+    arrays, attributes = _segment_operands(segments)
     results = [((segment.num_outputs, table.shape[1]), jnp.float32) for segment in segments]
-    return _call("rsembed_lookup", results, table, *arrays, segments=layout)
+    return _call("rsembed_lookup", results, table, *arrays, **attributes)
 
 
-def row_gradients(
-    num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]]
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
+def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients:
     """Gradient of every looked-up row, equal rows combined: distinct rows ascending, `NO_ROW` and zeros behind."""
-    _check_available()
-    layout, arrays = _flatten(segments, d_outputs)
-    capacity = min(sum(segment.rows.shape[0] for segment in segments), num_rows)
-    results = [((capacity,), jnp.int32), ((capacity, d_outputs[0].shape[1]), jnp.float32)]
-    rows, gradients = _call("rsembed_row_gradients", results, *arrays, segments=layout, num_rows=np.int64(num_rows))
-    return rows, gradients
+    form, arrays, attributes = _gradient_operands(gradients)
+    if isinstance(gradients, JaggedGradients):
+        num_entries, dim = gradients.batch.ids.shape[0], gradients.dims[gradients.table]
+    else:
+        num_entries, dim = sum(segment.rows.shape[0] for segment in gradients.segments), gradients.d_outputs[0].shape[1]
+    capacity = min(num_entries, num_rows)
+    results = [((capacity,), jnp.int32), ((capacity, dim), jnp.float32)]
+    target = f"rsembed_row_gradients{form}"
+    rows, values = _call(target, results, *arrays, **attributes, num_rows=np.int64(num_rows))
+    return rows, values
 
 
-def update(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row, fused for the rules written in C++."""
-    _check_available()
     _check_table(table)
-    code = _fused_code(table, slots, rule, rounding)
+    code = _fused_code(table, slots, step)
     if code is None:
-        rows, gradients = row_gradients(table.shape[0], segments, d_outputs)
-        return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
-    layout, arrays = _flatten(segments, d_outputs)
-    operands = (table, _hyper_vector(hyper), *slots, *arrays)
-    return _step_in_place("rsembed_update", operands, len(slots), segments=layout, rule=np.int64(code))
+        return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
+    form, arrays, attributes = _gradient_operands(gradients)
+    return _step_in_place(f"rsembed_update{form}", code, table, slots, step, arrays, **attributes)
 
 
 def apply_rows(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    rows: Int[Array, " capacity"],
-    gradients: Float[Array, "capacity dim"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
+) -> tuple[Table, Slots]:
     """One optimizer step of distinct `rows`; rows outside the table are padding."""
-    _check_available()
     _check_table(table)
     rows, gradients = as_rows(rows), gradients.astype(jnp.float32)
-    code = _fused_code(table, slots, rule, rounding)
-    if code is not None:
-        operands = (table, _hyper_vector(hyper), *slots, rows, gradients)
-        return _step_in_place("rsembed_apply_rows", operands, len(slots), rule=np.int64(code))
-    old, *old_slots = gather_rows((table, *slots), rows)
-    new, new_slots = rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, hyper)
-    if rounding is not None:
-        new = rounding(new, table.dtype, rows)
-    new_table, *stepped_slots = scatter_rows((table, *slots), rows, (new, *new_slots))
-    return new_table, tuple(stepped_slots)
+    code = _fused_code(table, slots, step)
+    if code is None:
+        return reference.apply_rows(table, slots, rows, gradients, step, gather=gather_rows, scatter=scatter_rows)
+    return _step_in_place("rsembed_apply_rows", code, table, slots, step, [rows, gradients])
 
 
 def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> Float[Array, " size"]:
     """Pooled rows of every feature of a table-batched call, flat: one call into the library for all tables."""
-    _check_available()
     for table in tables:
         _check_table(table)
     dims = [table.shape[1] for table in tables]
@@ -192,47 +173,10 @@ def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> 
     return output
 
 
-def row_gradients_jagged(
-    num_rows: int, table: int, dims: Sequence[int], batch: JaggedBatch, d_output: Float[Array, " size"]
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
-    """Gradient of every looked-up row of one table of a table-batched call; else as `row_gradients`."""
-    _check_available()
-    capacity = min(batch.ids.shape[0], num_rows)
-    results = [((capacity,), jnp.int32), ((capacity, dims[table]), jnp.float32)]
-    arrays, attributes = _jagged_operands(batch, dims, table, d_output)
-    target = "rsembed_row_gradients_jagged"
-    rows, gradients = _call(target, results, *arrays, **attributes, num_rows=np.int64(num_rows))
-    return rows, gradients
-
-
-def update_jagged(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    number: int,
-    dims: Sequence[int],
-    batch: JaggedBatch,
-    d_output: Float[Array, " size"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
-    """Row gradients of table `number` of a table-batched call, and one optimizer step per distinct row."""
-    _check_available()
-    _check_table(table)
-    code = _fused_code(table, slots, rule, rounding)
-    if code is None:
-        rows, gradients = row_gradients_jagged(table.shape[0], number, dims, batch, d_output)
-        return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
-    arrays, attributes = _jagged_operands(batch, dims, number, d_output)
-    operands = (table, _hyper_vector(hyper), *slots, *arrays)
-    return _step_in_place("rsembed_update_jagged", operands, len(slots), **attributes, rule=np.int64(code))
-
-
 def weight_gradients(
     tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, d_output: Float[Array, " size"]
 ) -> Float[Array, " nnz"]:
     """Gradients of `batch.weights`; 0 for ids that contribute nothing."""
-    _check_available()
     for table in tables:
         _check_table(table)
     unweighted = dataclasses.replace(batch, weights=None)
@@ -245,14 +189,12 @@ def weight_gradients(
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
     """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
-    _check_available()
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return _call("rsembed_gather_rows", results, as_rows(rows), *arrays)
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
     """The arrays with distinct `rows` overwritten, in place where XLA may; rows outside are skipped."""
-    _check_available()
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
     results = [(array.shape, array.dtype) for array in arrays]
     aliases = {1 + k: k for k in range(len(arrays))}
@@ -260,11 +202,7 @@ def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values:
 
 
 def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
-    """Groups entries by bag: offsets, and the stable order in which entries belong to bags 0, 1, ...
-
-    Entries whose bag lies outside `[0, num_bags)` come last, behind the final offset.
-    """
-    _check_available()
+    """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
     results = [((num_bags + 1,), jnp.int32), ((bags.shape[0],), jnp.int32)]
     offsets, order = _call("rsembed_rows_by_bag", results, as_rows(bags))
     return offsets, order
@@ -278,7 +216,6 @@ def allocate(shape: Sequence[int], dtype: Any, fill: complex | None = None) -> A
       dtype: an element type of at most 8 bytes.
       fill: every element's value; None leaves whatever the memory held, for arrays that are overwritten anyway.
     """
-    _check_available()
     dtype = np.dtype(dtype)
     if dtype.itemsize > 8:
         raise NotImplementedError(f"native allocation fills elements of at most 8 bytes, not {dtype}")
@@ -295,7 +232,7 @@ def advise_huge_pages(array: Array) -> bool:
     Small arrays, arrays of other devices and systems without huge pages are left as they are. Takes about as long as
     copying the array.
     """
-    library = _load()
+    library = shared_library()
     if isinstance(library, str) or isinstance(array, jax.core.Tracer):
         return False
     shards = [shard.data for shard in array.addressable_shards]
@@ -306,12 +243,6 @@ def advise_huge_pages(array: Array) -> bool:
     return all([library.rsembed_advise_huge_pages(s.unsafe_buffer_pointer(), s.nbytes) for s in shards])
 
 
-def _check_available() -> None:
-    reason = unavailable_because()
-    if reason is not None:
-        raise NotImplementedError(reason)
-
-
 def _check_table(table: Array) -> None:
     if table.dtype not in _TABLE_DTYPES:
         raise NotImplementedError(f"native tables are float32, bfloat16 or float16, not {table.dtype}")
@@ -319,8 +250,18 @@ def _check_table(table: Array) -> None:
         raise NotImplementedError(f"native tables have less than 2**31 rows, not {table.shape[0]}")
 
 
-def _flatten(segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None) -> tuple[np.ndarray, list[Array]]:
-    """What the library reads: one number per segment saying which arrays it has, and all arrays in a row."""
+def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], dict[str, Any]]:
+    """How the name of a target ends, and what it reads."""
+    if isinstance(gradients, JaggedGradients):
+        batch, d_output, table, dims = gradients
+        return "_jagged", *_jagged_operands(batch, dims, table, d_output)
+    return "", *_segment_operands(*gradients)
+
+
+def _segment_operands(
+    segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None
+) -> tuple[list[Array], dict[str, Any]]:
+    """What the library reads of segments: all arrays in a row, and a number each that says which ones it has."""
     if d_outputs is not None and len(d_outputs) != len(segments):
         raise ValueError(f"got {len(segments)} segments but {len(d_outputs)} output gradients; pass one each.")
     if sum(max(segment.rows.shape[0], segment.num_outputs) for segment in segments) >= NO_ROW:
@@ -342,7 +283,7 @@ def _flatten(segments: Sequence[Segment], d_outputs: Sequence[Array] | None = No
         if d_outputs is not None:
             arrays.append(d_outputs[position].astype(jnp.float32))
         layout.append(flags)
-    return np.asarray(layout, np.int32), arrays
+    return arrays, {"segments": np.asarray(layout, np.int32)}
 
 
 def _jagged_operands(
@@ -371,30 +312,26 @@ def _jagged_operands(
     return arrays, attributes
 
 
-def _fused_code(table: Array, slots: Slots, rule: OptimizerSpec, rounding: Rounding | None) -> int | None:
+def _fused_code(table: Array, slots: Slots, step: Step) -> int | None:
     """Number of the rule in the library, or None when the step must be traced instead."""
     # A subclass may have another rule, so only the classes themselves count.
-    code = _FUSED_RULES.get(type(rule))
-    if code is None or len(slots) != _NUM_SLOTS[code]:
+    code = _FUSED_RULES.get(type(step.rule))
+    if code is None or len(slots) != _NUM_SLOTS[code] or step.rounds(table):
         return None
-    if rounding is not None and table.dtype != jnp.float32:
-        return None
-    width = 1 if isinstance(rule, RowWiseAdagradOptimizerSpec) else table.shape[1]
+    width = 1 if isinstance(step.rule, RowWiseAdagradOptimizerSpec) else table.shape[1]
     fits = all(slot.dtype == jnp.float32 and slot.shape == (table.shape[0], width) for slot in slots)
     return code if fits else None
 
 
-def _hyper_vector(hyper: Hyperparameters) -> Float[Array, " hyper"]:
-    absent = [0.0] * (_MAX_HYPERPARAMETERS - len(hyper))  # such as the epsilon of an Adagrad that has none
-    return jnp.stack([jnp.asarray(value, jnp.float32) for value in (*hyper, *absent)])
-
-
-def _step_in_place(target: str, operands: Sequence[Array], num_slots: int, **attributes: Any) -> tuple[Array, Slots]:
-    """Calls a target whose operands begin with table, hyperparameters and slots; returns table and slots."""
-    stepped = {0: 0, **{2 + k: 1 + k for k in range(num_slots)}}
-    results = [(operands[k].shape, operands[k].dtype) for k in stepped]
-    table, *slots = _call(target, results, *operands, aliases=stepped, **attributes)
-    return table, tuple(slots)
+def _step_in_place(
+    target: str, code: int, table: Array, slots: Slots, step: Step, arrays: Sequence[Array], **attributes: Any
+) -> tuple[Array, Slots]:
+    """Calls a target that steps table and slots where they lie."""
+    state, results = (table, *slots), [(array.shape, array.dtype) for array in (table, *slots)]
+    operands = (table, step.hyper_vector(_MAX_HYPERPARAMETERS), *slots, *arrays)
+    aliases = {0: 0, **{1 + k: k for k in range(1, len(state))}}
+    new_table, *new_slots = _call(target, results, *operands, aliases=aliases, **attributes, rule=np.int64(code))
+    return new_table, tuple(new_slots)
 
 
 def _call(
@@ -404,6 +341,8 @@ def _call(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> tuple[Array, ...]:
+    if (reason := unavailable_because()) is not None:
+        raise NotImplementedError(reason)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
     call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
     axes = frozenset[str]().union(*(_varying_axes(operand) for operand in operands))

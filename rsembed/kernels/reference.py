@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rsembed.kernels.contract import NO_ROW, JaggedBatch, Segment
-from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
+from rsembed.kernels.contract import (
+    NO_ROW,
+    JaggedBatch,
+    JaggedGradients,
+    OutputGradients,
+    Outputs,
+    RowsAndGradients,
+    Segment,
+    SegmentGradients,
+    Step,
+    Table,
+    as_rows,
+)
+from rsembed.kernels.contract import Rounding as Rounding
+from rsembed.optimizers import Slots
 
 NAME = "reference"
-
-Rounding = Callable[[Array, Any, Array], Array]
-"""`(values, dtype, rows) -> values`: how stepped rows are brought to the table's dtype; None rounds to nearest."""
 
 
 def unavailable_because() -> str | None:
@@ -49,7 +59,7 @@ def entry_gains(segment: Segment, num_rows: int) -> tuple[Int[Array, " nnz"], Fl
     return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag]
 
 
-def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> tuple[Float[Array, "_ dim"], ...]:
+def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
     outputs = []
     for segment in segments:
@@ -64,28 +74,52 @@ def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> 
     return tuple(outputs)
 
 
-def row_gradients(
-    num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]]
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
-    """Gradient of every looked-up row, equal rows combined.
+class RowGroups(NamedTuple):
+    """Entries sorted by row: which outputs every looked-up row went into.
 
-    Returns: distinct rows in ascending order and their float32 gradients; unused places at the end hold row `NO_ROW`
-    and zeros. The capacity is the number of entries, or `num_rows` if that is less. A row that was looked up is
-    listed even when its gradient is zero.
+    Args:
+      rows: distinct rows ascending, `NO_ROW` behind them.
+      entries: one bag per place in `rows`: its "rows" are outputs, numbered through all segments.
+      group_of: place in `rows` of every entry; behind the last place for entries that count for nothing.
+      d_output: gradients of the outputs, float32.
     """
-    dim = d_outputs[0].shape[1]
-    all_rows, all_terms = [], []
-    for segment, d_output in zip(segments, d_outputs, strict=True):
-        bag, gains = entry_gains(segment, num_rows)
-        listed = is_listed(segment, num_rows)
-        all_rows.append(jnp.where(listed, segment.rows.astype(jnp.int32), NO_ROW))
-        all_terms.append(
-            gains[:, None] * d_output.astype(jnp.float32)[bag]
-            if segment.num_outputs
-            else jnp.zeros((segment.rows.shape[0], dim), jnp.float32)
-        )
-    rows, terms = jnp.concatenate(all_rows), jnp.concatenate(all_terms)
-    return combine_rows(rows, terms, min(rows.shape[0], num_rows))
+
+    rows: Int[Array, " capacity"]
+    entries: Segment
+    group_of: Int[Array, " nnz"]
+    d_output: Float[Array, "outputs dim"]
+
+
+def group_rows(num_rows: int, gradients: OutputGradients) -> RowGroups:
+    """The looked-up rows of a table of `num_rows`. With its entries side by side, a row's gradient is a lookup as well.
+
+    forward    output[b]     = sum of gain * table[row]     over the entries of bag b
+    backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
+
+    The order of additions follows from the batch alone, so equal inputs give equal bits.
+    """
+    segments, d_outputs = as_segments(gradients)
+    all_rows, all_outputs, all_gains, first = [], [], [], 0
+    for segment in segments:
+        bag, gain = entry_gains(segment, num_rows)
+        all_rows.append(jnp.where(is_listed(segment, num_rows), as_rows(segment.rows), NO_ROW))
+        all_outputs.append(bag.astype(jnp.int32) + first)
+        all_gains.append(gain)
+        first += segment.num_outputs
+    rows, outputs, gains = map(jnp.concatenate, (all_rows, all_outputs, all_gains))
+    num_entries, capacity = rows.shape[0], min(rows.shape[0], num_rows)
+    order = jnp.argsort(rows, stable=True)
+    in_order = rows[order]
+    is_real = in_order != NO_ROW
+    is_first = is_real & (in_order != jnp.concatenate([jnp.full(min(num_entries, 1), -1, jnp.int32), in_order[:-1]]))
+    group_of = jnp.where(is_real, jnp.cumsum(is_first) - 1, capacity)
+    place = jnp.where(is_first, group_of, capacity + 1)
+    position = jnp.arange(num_entries, dtype=jnp.int32)
+    offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32).at[place].set(position, mode="drop")
+    distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[place].set(in_order, mode="drop")
+    entries = Segment(outputs[order], offsets, gains[order], "sum")
+    parts = [d_output.astype(jnp.float32) for d_output in d_outputs]
+    return RowGroups(distinct, entries, group_of, parts[0] if len(parts) == 1 else jnp.concatenate(parts))
 
 
 def is_listed(segment: Segment, num_rows: int) -> Bool[Array, " nnz"]:
@@ -97,39 +131,21 @@ def is_listed(segment: Segment, num_rows: int) -> Bool[Array, " nnz"]:
     return valid & (position >= segment.offsets[0]) & (position < segment.offsets[-1])
 
 
-def combine_rows(
-    rows: Int[Array, " nnz"], values: Float[Array, "nnz dim"], capacity: int
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
-    """Sums `values` of equal `rows`: distinct rows ascending, `NO_ROW` and zeros behind them."""
-    if rows.shape[0] == 0:
-        return jnp.zeros(capacity, jnp.int32) + NO_ROW, jnp.zeros((capacity, values.shape[1]), values.dtype)
-    order = jnp.argsort(rows, stable=True)
-    sorted_rows = rows[order]
-    is_first = jnp.concatenate([jnp.ones(1, bool), sorted_rows[1:] != sorted_rows[:-1]])
-    group = jnp.cumsum(is_first) - 1
-    # Groups at or beyond the capacity can only be padding: there are at most `capacity` real rows.
-    group = jnp.where(sorted_rows == NO_ROW, capacity, group)
-    sums = jax.ops.segment_sum(values[order], group, capacity, indices_are_sorted=True)
-    distinct = jnp.full(capacity, NO_ROW, jnp.int32).at[group].set(sorted_rows.astype(jnp.int32), mode="drop")
-    return distinct, sums
+def row_gradients(
+    num_rows: int, gradients: OutputGradients, *, lookup: Callable[..., Any] | None = None
+) -> RowsAndGradients:
+    """Gradient of every looked-up row, equal rows combined; through an accelerator's `lookup` if one is given.
 
-
-def apply_rows(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    rows: Int[Array, " capacity"],
-    gradients: Float[Array, "capacity dim"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
-    """One optimizer step of distinct `rows`; rows outside the table are padding."""
-    old, *old_slots = gather_rows((table, *slots), rows)
-    new, new_slots = rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, hyper)
-    if rounding is not None:
-        new = rounding(new, table.dtype, rows)
-    new_table, *stepped_slots = scatter_rows((table, *slots), rows, (new, *new_slots))
-    return new_table, tuple(stepped_slots)
+    Returns: distinct rows in ascending order and their float32 gradients; unused places at the end hold row `NO_ROW`
+    and zeros. The capacity is the number of entries, or `num_rows` if that is less. A row that was looked up is
+    listed even when its gradient is zero.
+    """
+    rows, entries, group_of, d_output = group_rows(num_rows, gradients)
+    if lookup is not None:
+        return rows, lookup(d_output, [entries])[0]
+    vectors = d_output[entries.rows] if d_output.shape[0] else jnp.zeros((1, d_output.shape[1]))
+    terms = cast(Array, entries.weights)[:, None] * vectors
+    return rows, jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
@@ -148,18 +164,28 @@ def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values:
     )
 
 
-def update(
-    table: Float[Array, "num_rows dim"],
+def apply_rows(
+    table: Table,
     slots: Slots,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    rows: Int[Array, " capacity"],
+    gradients: Float[Array, "capacity dim"],
+    step: Step,
+    *,
+    gather: Callable[..., Any] = gather_rows,
+    scatter: Callable[..., Any] = scatter_rows,
+) -> tuple[Table, Slots]:
+    """One optimizer step of distinct `rows`; rows outside the table are padding."""
+    old, *old_slots = gather((table, *slots), rows)
+    new, new_slots = step.rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, step.hyper)
+    if step.rounding is not None:
+        new = step.rounding(new, table.dtype, rows)
+    new_table, *stepped_slots = scatter((table, *slots), rows, (new, *new_slots))
+    return new_table, tuple(stepped_slots)
+
+
+def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row in one call."""
-    rows, gradients = row_gradients(table.shape[0], segments, d_outputs)
-    return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
+    return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
 def allocate(shape: tuple[int, ...], dtype: Any, fill: float | None = None) -> Array:
@@ -201,13 +227,10 @@ def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " n
     return offsets.astype(jnp.int32), order
 
 
-# The jagged kernels below are put together from those above, or from an implementation's own.
-
-
 def lookup_jagged(
     tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, *, lookup: Callable[..., Any] = lookup
 ) -> Float[Array, " size"]:
-    """Pooled rows of every feature of a table-batched call, flat; see `JaggedBatch` for their places."""
+    """Pooled rows of every feature of a table-batched call, flat, through an implementation's `lookup`."""
     size, places = batch.output_places([table.shape[1] for table in tables])
     output = jnp.zeros(size, jnp.float32)
     for number, table in enumerate(tables):
@@ -224,37 +247,6 @@ def lookup_jagged(
     return output
 
 
-def row_gradients_jagged(
-    num_rows: int,
-    table: int,
-    dims: Sequence[int],
-    batch: JaggedBatch,
-    d_output: Float[Array, " size"],
-    *,
-    row_gradients: Callable[..., Any] = row_gradients,
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
-    """Gradient of every looked-up row of one table of a table-batched call; else as `row_gradients`."""
-    return row_gradients(num_rows, [jagged_segment(batch, table)], [_bag_gradients(batch, table, dims, d_output)])
-
-
-def update_jagged(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    number: int,
-    dims: Sequence[int],
-    batch: JaggedBatch,
-    d_output: Float[Array, " size"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-    *,
-    update: Callable[..., Any] = update,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
-    """Row gradients of table `number` of a table-batched call, and one optimizer step per distinct row."""
-    segments, d_outputs = [jagged_segment(batch, number)], [_bag_gradients(batch, number, dims, d_output)]
-    return update(table, slots, segments, d_outputs, hyper, rule, rounding)
-
-
 def weight_gradients(
     tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, d_output: Float[Array, " size"]
 ) -> Float[Array, " nnz"]:
@@ -262,8 +254,7 @@ def weight_gradients(
     dims = [table.shape[1] for table in tables]
     total = jnp.zeros(batch.ids.shape[0], jnp.float32)
     for number, table in enumerate(tables):
-        segment = jagged_segment(batch, number)
-        d_bags = _bag_gradients(batch, number, dims, d_output)
+        ((segment,), (d_bags,)) = as_segments(JaggedGradients(batch, d_output, number, dims))
         bag, gains = entry_gains(dataclasses.replace(segment, weights=None), table.shape[0])
         vectors = table.at[segment.rows].get(mode="fill", fill_value=0).astype(jnp.float32)
         products = jnp.sum(vectors * d_bags[bag], axis=-1)
@@ -296,19 +287,23 @@ def _bag_scales(batch: JaggedBatch, table: int) -> Float[Array, " bags"]:
     return jnp.where(counts > 0, 1.0 / jnp.maximum(counts, 1.0), 0.0)
 
 
-def _bag_gradients(
-    batch: JaggedBatch, table: int, dims: Sequence[int], d_output: Float[Array, " size"]
-) -> Float[Array, "outputs dim"]:
-    """Gradient of every bag's sum (or of every entry), zeros where the bag belongs to another table."""
-    d_output, dim = d_output.astype(jnp.float32), dims[table]
+def as_segments(gradients: OutputGradients) -> SegmentGradients:
+    """The same gradients as those of segments: of a table-batched call, one that holds all bags.
+
+    Bags of other tables have zeros.
+    """
+    if isinstance(gradients, SegmentGradients):
+        return gradients
+    batch, d_output, table, dims = gradients
+    segment, d_output, dim = jagged_segment(batch, table), d_output.astype(jnp.float32), dims[table]
     if batch.combiner == "none":
-        return d_output.reshape(batch.ids.shape[0], -1)[:, :dim]
-    gradients = jnp.zeros((batch.offsets.shape[0] - 1, dim), jnp.float32)
+        return SegmentGradients((segment,), (d_output.reshape(batch.ids.shape[0], -1)[:, :dim],))
+    d_bags = jnp.zeros((batch.offsets.shape[0] - 1, dim), jnp.float32)
     for block, (start, stride) in zip(batch.blocks, batch.output_places(dims)[1], strict=True):
         if block.table == table:
             own = d_output[_vector_places(block.num_bags, dim, start, stride)]
-            gradients = gradients.at[block.first_bag : block.first_bag + block.num_bags].set(own)
-    return gradients * _bag_scales(batch, table)[:, None]
+            d_bags = d_bags.at[block.first_bag : block.first_bag + block.num_bags].set(own)
+    return SegmentGradients((segment,), (d_bags * _bag_scales(batch, table)[:, None],))
 
 
 def _vector_places(num_vectors: int, dim: int, start: int, stride: int) -> np.ndarray:

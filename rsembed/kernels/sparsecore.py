@@ -17,17 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
-from rsembed.kernels import reference, row_groups
-from rsembed.kernels.contract import NO_ROW, Segment, as_rows
+from rsembed.kernels import reference
+from rsembed.kernels.contract import NO_ROW, OutputGradients, Outputs, Segment, Step, Table, as_rows
 from rsembed.kernels.devices import target_device
-from rsembed.kernels.reference import Rounding
-from rsembed.kernels.reference import allocate as allocate
-from rsembed.kernels.reference import gather_rows as gather_rows
-from rsembed.kernels.reference import rows_by_bag as rows_by_bag
-from rsembed.kernels.reference import scatter_rows as scatter_rows
-from rsembed.kernels.reference import weight_gradients as weight_gradients
 from rsembed.kernels.traced_rules import trace_rule
-from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
+from rsembed.optimizers import Slots
 
 NAME = "sparsecore"
 
@@ -67,7 +61,7 @@ def row_layout(sharding: Sharding) -> Any:
     return Format(Layout(major_to_minor=(0, 1), tiling=((8,),)), sharding)
 
 
-def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> tuple[Float[Array, "_ dim"], ...]:
+def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`; one kernel per segment."""
     _check_table(table)
     wide = _fill_columns(table)
@@ -75,21 +69,15 @@ def lookup(table: Float[Array, "num_rows dim"], segments: Sequence[Segment]) -> 
 
 
 def apply_rows(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    rows: Int[Array, " capacity"],
-    gradients: Float[Array, "capacity dim"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
+) -> tuple[Table, Slots]:
     """One optimizer step of distinct `rows`; rows outside the table are padding.
 
     A slot of one number per row is read and written by XLA: its rows are below the 32 bytes that a tile moves at least,
     and tiles that write neighbours could undo each other.
     """
     _check_table(table)
-    traced = trace_rule(rule, table, slots, len(hyper))
+    traced = trace_rule(step.rule, table, slots, len(step.hyper))
     num_rows, dim = table.shape
     if 0 in (num_rows, dim, rows.shape[0]):
         return table, slots
@@ -109,7 +97,7 @@ def apply_rows(
         [jnp.broadcast_to(number, columns) for number in old],
         ids,
         _fill(_fill_columns(gradients.astype(jnp.float32)), chunk, 0.0),
-        jnp.repeat(jnp.stack([jnp.asarray(value, jnp.float32) for value in hyper]), tiles.num_lanes()),
+        jnp.repeat(step.hyper_vector(), tiles.num_lanes()),
         _places(is_wide),
     )
     new_narrow = reference.scatter_rows(narrow, ids, [number[:, :1] for number in numbers]) if narrow else ()
@@ -118,24 +106,15 @@ def apply_rows(
     return new_table, tuple(new_slots)
 
 
-def update(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per distinct row: two kernels."""
-    rows, gradients = row_gradients(table.shape[0], segments, d_outputs)
-    return apply_rows(table, slots, rows, gradients, hyper, rule, rounding)
+    return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
-row_gradients = partial(row_groups.row_gradients, lookup=lookup)
+row_gradients = partial(reference.row_gradients, lookup=lookup)
 lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
-row_gradients_jagged = partial(reference.row_gradients_jagged, row_gradients=row_gradients)
-update_jagged = partial(reference.update_jagged, update=update)
+weight_gradients, rows_by_bag, allocate = reference.weight_gradients, reference.rows_by_bag, reference.allocate
+gather_rows, scatter_rows = reference.gather_rows, reference.scatter_rows
 
 
 def sum_by_row(

@@ -8,6 +8,7 @@ Source: the Pallas SparseCore guide and examples of JAX.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,20 +121,22 @@ def pool(
     """
     dim, chunk, lanes = table.shape[1], chunk_rows(table.shape[1], 2), num_lanes()
 
-    def body(
-        table_hbm: Any,
-        ids_hbm: Any,
-        gains_hbm: Any,
-        bags_hbm: Any,
-        bounds_hbm: Any,
-        out_hbm: Any,
-        ids_v: Any,
-        gains_v: Any,
-        bags_v: Any,
-        bounds_v: Any,
-        rows_v: Any,
-        out_v: Any,
-    ) -> None:
+    def body(*refs: Any) -> None:
+        (
+            table_hbm,
+            ids_hbm,
+            gains_hbm,
+            bags_hbm,
+            bounds_hbm,
+            out_hbm,
+            ids_v,
+            gains_v,
+            bags_v,
+            bounds_v,
+            rows_v,
+            out_v,
+        ) = refs
+
         def add_entries(first_bag: Any) -> Callable[[Any], None]:
             def add_entry(entry: Any) -> None:
                 place = [_repeat(entry, jnp.int32)]
@@ -251,11 +254,10 @@ def step(
     chunk, num_hyper = chunk_rows(width, num_state + 1), hyper.shape[0] // num_lanes()
 
     def body(*refs: Any) -> None:
-        left = list(refs)
+        left = iter(refs)
 
         def take(number: int) -> list[Any]:
-            taken, left[:number] = left[:number], []
-            return taken
+            return list(itertools.islice(left, number))
 
         state_hbm, (ids_hbm, gradients_hbm, hyper_hbm) = take(num_state), take(3)
         old_hbm, new_hbm = take(len(numbers)), take(len(numbers))

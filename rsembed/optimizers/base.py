@@ -35,6 +35,10 @@ class OptimizerSpec(abc.ABC):
     """True when the rule itself (not only a learning-rate callable) depends on the step."""
     is_row_wise: ClassVar[bool] = False
     """True when a row's entries share state, so that padding columns would change the numbers."""
+    rule_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that the rule receives behind the learning rate."""
+    slot_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields with the initial value of each slot."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -76,11 +80,13 @@ class OptimizerSpec(abc.ABC):
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         """Scalars that the row rule receives at `step`; the learning rate comes first."""
-        return (as_float32(self.get_learning_rate(step)),)
+        return tuple(
+            map(as_float32, (self.get_learning_rate(step), *(getattr(self, name) for name in self.rule_fields)))
+        )
 
     def slot_initial_values(self) -> tuple[Any, ...]:
         """One number (or initializer of `(key, shape)`) per slot, in the order of `slot_type`."""
-        return ()
+        return tuple(getattr(self, name) for name in self.slot_fields)
 
     def slot_variables_count(self) -> int:
         """Number of arrays kept beside the table."""

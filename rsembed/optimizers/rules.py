@@ -94,9 +94,7 @@ class AdagradOptimizerSpec(OptimizerSpec):
 
     initial_accumulator_value: float = 0.1
     slot_type: ClassVar[type] = AdagradSlotVariables
-
-    def slot_initial_values(self) -> tuple[Any, ...]:
-        return (self.initial_accumulator_value,)
+    slot_fields = ("initial_accumulator_value",)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         return _adagrad_step(rows, slots[0], gradients, hyper[0], 0.0)
@@ -115,12 +113,8 @@ class TorchAdagradOptimizerSpec(OptimizerSpec):
     initial_accumulator_value: float = 0.0
     epsilon: float = 1e-8
     slot_type: ClassVar[type] = AdagradSlotVariables
-
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        return (as_float32(self.get_learning_rate(step)), as_float32(self.epsilon))
-
-    def slot_initial_values(self) -> tuple[Any, ...]:
-        return (self.initial_accumulator_value,)
+    rule_fields = ("epsilon",)
+    slot_fields = ("initial_accumulator_value",)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         return _adagrad_step(rows, slots[0], gradients, *hyper)
@@ -147,13 +141,9 @@ class RowWiseAdagradOptimizerSpec(OptimizerSpec):
     initial_accumulator_value: float = 0.0
     epsilon: float = 1e-8
     slot_type: ClassVar[type] = AdagradSlotVariables
+    rule_fields = ("epsilon",)
+    slot_fields = ("initial_accumulator_value",)
     is_row_wise: ClassVar[bool] = True
-
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        return (as_float32(self.get_learning_rate(step)), as_float32(self.epsilon))
-
-    def slot_initial_values(self) -> tuple[Any, ...]:
-        return (self.initial_accumulator_value,)
 
     def init_slots(self, rows: Array) -> Slots:
         return (jnp.full((rows.shape[0], 1), self.initial_accumulator_value, jnp.float32),)
@@ -217,13 +207,8 @@ class AdagradMomentumOptimizerSpec(OptimizerSpec):
     initial_accumulator_value: float = 0.1
     initial_momentum_value: float = 0.0
     slot_type: ClassVar[type] = AdagradMomentumSlotVariables
-
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        rest = (self.momentum, self.beta2, self.epsilon, self.exponent, float(self.use_nesterov))
-        return (as_float32(self.get_learning_rate(step)), *map(as_float32, rest))
-
-    def slot_initial_values(self) -> tuple[Any, ...]:
-        return (self.initial_accumulator_value, self.initial_momentum_value)
+    rule_fields = ("momentum", "beta2", "epsilon", "exponent", "use_nesterov")
+    slot_fields = ("initial_accumulator_value", "initial_momentum_value")
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, decay, beta2, epsilon, exponent, nesterov = hyper
@@ -254,18 +239,8 @@ class FTRLOptimizerSpec(OptimizerSpec):
     initial_linear_value: float = 0.0
     multiply_linear_by_learning_rate: bool = False
     slot_type: ClassVar[type] = FTRLSlotVariables
-
-    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        rest = (
-            self.learning_rate_power,
-            self.l1_regularization_strength,
-            self.l2_regularization_strength,
-            self.beta,
-        )
-        return (as_float32(self.get_learning_rate(step)), *map(as_float32, rest))
-
-    def slot_initial_values(self) -> tuple[Any, ...]:
-        return (self.initial_accumulator_value, self.initial_linear_value)
+    rule_fields = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
+    slot_fields = ("initial_accumulator_value", "initial_linear_value")
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, power, l1, l2, beta = hyper
@@ -298,6 +273,7 @@ class LaPropOptimizerSpec(OptimizerSpec):
     rms_clip_threshold: float | None = None
     initial_slot_value: float = 0.0
     slot_type: ClassVar[type] = LaPropSlotVariables
+    slot_fields = ("initial_slot_value", "initial_slot_value")
     needs_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -317,15 +293,8 @@ class LaPropOptimizerSpec(OptimizerSpec):
         return b2 * one_minus_power(self.b2, t) / one_minus_power(self.b2, t + 1.0)
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        return (
-            as_float32(self.get_learning_rate(step)),
-            as_float32(self.b1),
-            self.get_decay_rate(step),
-            as_float32(self.eps),
-        )
-
-    def slot_initial_values(self) -> tuple[Any, ...]:
-        return (self.initial_slot_value, self.initial_slot_value)
+        lr = as_float32(self.get_learning_rate(step))
+        return lr, as_float32(self.b1), self.get_decay_rate(step), as_float32(self.eps)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, b1, decay, eps = hyper
@@ -353,20 +322,12 @@ class F2AOptimizerSpec(OptimizerSpec):
     l2_regularization_strength: float = 0.0
     max_lr_multiplier: float = 1e6
     slot_type: ClassVar[type] = F2ASlotVariables
+    rule_fields = ("rho", "l1_regularization_strength", "l2_regularization_strength", "max_lr_multiplier")
+    slot_fields = ("initial_accumulator_value", "initial_local_step_value")
     needs_step: ClassVar[bool] = True
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
-        rest = (
-            self.rho,
-            self.l1_regularization_strength,
-            self.l2_regularization_strength,
-            self.max_lr_multiplier,
-            0.0 if step is None else step,
-        )
-        return (as_float32(self.get_learning_rate(step)), *map(as_float32, rest))
-
-    def slot_initial_values(self) -> tuple[Any, ...]:
-        return (self.initial_accumulator_value, self.initial_local_step_value)
+        return (*super().get_hyperparameters(step), as_float32(0.0 if step is None else step))
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, rho, l1, l2, cap, step = hyper

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.kernels import gpu
-from rsembed.kernels.contract import Segment
+from rsembed.kernels.contract import Segment, SegmentGradients, Step
 from tests.kernels.cases import RULES
 
 # What the compiler wants to know of a card, from NVIDIA's data sheet; not read from one.
@@ -36,14 +36,15 @@ def main(name):
     table, rows, offsets = shape((1 << 20, 128), jnp.float32), shape((4096,), jnp.int32), shape((513,), jnp.int32)
     slots = jax.eval_shape(rule.init_slots, table)
 
-    def step(table, slots, rows, offsets):
+    def train(table, slots, rows, offsets):
         segments = [Segment(rows, offsets, None, "mean")]
         (output,) = gpu.lookup(table, segments)
-        return output, gpu.update(table, slots, segments, [output], rule.get_hyperparameters(0), rule)
+        gradients, step = SegmentGradients(segments, (output,)), Step(rule.get_hyperparameters(0), rule)
+        return output, gpu.update(table, slots, gradients, step)
 
     whole = NamedSharding(mesh, P())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jitted = jax.jit(step, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1))
+        jitted = jax.jit(train, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1))
         compiled = jitted.trace(table, slots, rows, offsets).lower(lowering_platforms=("cuda",)).compile()
     memory = compiled.memory_analysis()
     record = {

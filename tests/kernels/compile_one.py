@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.kernels import sparsecore, sparsecore_calls
-from rsembed.kernels.contract import Segment
+from rsembed.kernels.contract import Segment, SegmentGradients, Step
 from rsembed.kernels.devices import TOPOLOGIES
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.linen import embed_optimizer
@@ -44,8 +44,8 @@ def sum_by_row(rows, values):
 
 def update_with(rule):
     def update(table, slots, rows, offsets, d_output):
-        hyper = rule.get_hyperparameters(0)
-        return sparsecore.update(table, slots, [Segment(rows, offsets, None, "sum")], [d_output], hyper, rule)
+        gradients = SegmentGradients((Segment(rows, offsets, None, "sum"),), (d_output,))
+        return sparsecore.update(table, slots, gradients, Step(rule.get_hyperparameters(0), rule))
 
     return update, (TABLE, jax.eval_shape(rule.init_slots, TABLE), ROWS, OFFSETS, Shape((NUM_BAGS, DIM), jnp.float32))
 

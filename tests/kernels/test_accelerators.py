@@ -10,8 +10,8 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.kernels import api, gpu, reference, row_groups, sparsecore, sparsecore_calls, sparsecore_tiles
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, Segment
+from rsembed.kernels import api, gpu, reference, sparsecore, sparsecore_calls, sparsecore_tiles
+from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
 from rsembed.kernels.traced_rules import Row, evaluate, trace_rule
 from tests import oracles
@@ -82,7 +82,11 @@ def test_update_agrees_with_loops(kernels, name):
     table, d_outputs = draw_table(DIM), draw_gradients(segments, DIM)
     slots, hyper = rule.init_slots(table), rule.get_hyperparameters(2)
     new_table, new_slots = run(
-        lambda t, s, d, h: module.update(t, s, segments, d, h, rule), table, slots, d_outputs, hyper
+        lambda t, s, d, h: module.update(t, s, SegmentGradients(segments, d), Step(h, rule)),
+        table,
+        slots,
+        d_outputs,
+        hyper,
     )
     gradients = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
     step, made_of = ORACLE_STEPS[name]
@@ -100,7 +104,7 @@ def test_apply_rows_skips_padding_and_reads_wide_ids(kernels):
     rule, rows = RULES["rowwise_adagrad"], jnp.asarray([3, -1, NUM_ROWS, 22, NO_ROW, 0], jnp.int32)
     table, gradients = draw_table(DIM), draw_table(DIM, seed=3)[:6]
     slots, hyper = (draw_table(1, seed=4) ** 2,), rule.get_hyperparameters(0)
-    stepped = run(lambda t, s, g, h: module.apply_rows(t, s, rows, g, h, rule), table, slots, gradients, hyper)
+    stepped = run(lambda t, s, g, h: module.apply_rows(t, s, rows, g, Step(h, rule)), table, slots, gradients, hyper)
     step, made_of = ORACLE_STEPS["rowwise_adagrad"]
     real = {row: np.asarray(gradients[k], np.float64) for k, row in enumerate(rows.tolist()) if 0 <= row < NUM_ROWS}
     want_table, want_slots = oracles.stepped_table(table, slots, real, step, **made_of)
@@ -118,14 +122,14 @@ def test_jagged_calls_agree_with_reference():
 
     @jax.jit
     def both(tables):
-        arguments = (tables[0], (), 0, (DIM, 8), batch, d_output, hyper, rule)
-        return [(m.lookup_jagged(tables, batch), m.update_jagged(*arguments)[0]) for m in (gpu, reference)]
+        arguments = (tables[0], (), JaggedGradients(batch, d_output, 0, (DIM, 8)), Step(hyper, rule))
+        return [(m.lookup_jagged(tables, batch), m.update(*arguments)[0]) for m in (gpu, reference)]
 
     for one, other in zip(*both(tables), strict=True):
         assert_close(one, other)
     for module in (gpu, sparsecore):
         assert module.lookup_jagged.keywords == {"lookup": module.lookup}
-        assert module.update_jagged.keywords == {"update": module.update}
+        assert module.row_gradients.keywords == {"lookup": module.lookup}
 
 
 def test_gpu_tables_of_two_bytes_are_rounded_once_per_step():
@@ -135,9 +139,9 @@ def test_gpu_tables_of_two_bytes_are_rounded_once_per_step():
 
     @jax.jit
     def step(table, slots, d_outputs, key):
-        arguments = (table, slots, segments, d_outputs, hyper, rule)
-        rounded = gpu.update(*arguments, api.stochastic_rounding(key))[0]
-        return gpu.update(*arguments)[0], rounded, reference.update(*arguments)[0]
+        arguments, to_nearest = (table, slots, SegmentGradients(segments, d_outputs)), Step(hyper, rule)
+        rounded = gpu.update(*arguments, Step(hyper, rule, api.stochastic_rounding(key)))[0]
+        return gpu.update(*arguments, to_nearest)[0], rounded, reference.update(*arguments, to_nearest)[0]
 
     nearest, rounded, want = step(table, slots, d_outputs, rounding)
     assert nearest.dtype == rounded.dtype == table.dtype
@@ -146,14 +150,15 @@ def test_gpu_tables_of_two_bytes_are_rounded_once_per_step():
     assert np.any(rounded != nearest)
 
 
-def test_row_groups_are_the_reference_rows():
+def test_row_gradients_through_a_lookup_are_the_defined_ones():
     segments = RAGGED["every combiner"][1:2] + RAGGED["no entry"][:1] + RAGGED["trimmed"]
     d_outputs = draw_gradients(segments, 3)
 
     @jax.jit
     def both(d_outputs):
-        grouped = row_groups.row_gradients(NUM_ROWS, segments, d_outputs, lookup=reference.lookup)
-        return grouped, reference.row_gradients(NUM_ROWS, segments, d_outputs)
+        gradients = SegmentGradients(segments, d_outputs)
+        grouped = reference.row_gradients(NUM_ROWS, gradients, lookup=reference.lookup)
+        return grouped, reference.row_gradients(NUM_ROWS, gradients)
 
     for one, other in zip(*both(d_outputs), strict=True):
         assert_close(one, other)
@@ -253,7 +258,7 @@ def test_what_kernels_cannot_do_is_named():
     arguments = ((table, table), rows, jnp.zeros((3, 16)), ftrl.get_hyperparameters(0), ftrl)
     with tracing_for("v6e"):
         with pytest.raises(NotImplementedError, match="row rule ftrl uses the primitive `pow`"):
-            sparsecore.apply_rows(table, *arguments)
+            sparsecore.apply_rows(table, *arguments[:3], Step(*arguments[3:]))
         with pytest.raises(NotImplementedError, match=r"no implementation can serve apply_rows: sparsecore: .*`pow`"):
             api.apply_rows(table, *arguments, implementation="sparsecore")
         with pytest.raises(NotImplementedError, match="are float32, not bfloat16"):
@@ -261,9 +266,9 @@ def test_what_kernels_cannot_do_is_named():
         with pytest.raises(NotImplementedError, match="1 buffers of 8 rows of 8192 numbers do not fit"):
             sparsecore.lookup(jnp.zeros((2, 8192)), [Segment(rows, None, None, "none")])
     with pytest.raises(NotImplementedError, match=r"slot 0 of sgd is int32\[8, 1\]"):
-        gpu.apply_rows(table, (jnp.zeros((8, 1), jnp.int32),), rows, table[:3], (0.1,), RULES["sgd"])
+        gpu.apply_rows(table, (jnp.zeros((8, 1), jnp.int32),), rows, table[:3], Step((0.1,), RULES["sgd"]))
     with pytest.raises(NotImplementedError, match="holds rows of up to 8192 numbers, not 9000"):
-        gpu.apply_rows(jnp.zeros((2, 9000)), (), rows, jnp.zeros((3, 9000)), (0.1,), RULES["sgd"])
+        gpu.apply_rows(jnp.zeros((2, 9000)), (), rows, jnp.zeros((3, 9000)), Step((0.1,), RULES["sgd"]))
     rowwise, buffers = RULES["rowwise_adagrad"], sparsecore_calls.Buffers(rows, rows, rows, jnp.zeros(3))
     limits = sparsecore_calls.Limits(8, 8)
     with pytest.raises(NotImplementedError, match="rowwise_adagrad uses the primitive `reduce_sum`"):
@@ -292,7 +297,7 @@ def step_and_shapes(module, name):
     def step(table, slots, rows, offsets, d_output):
         segments = [Segment(rows, offsets, None, "mean")]
         (output,) = module.lookup(table, segments)
-        return output, module.update(table, slots, segments, [d_output], hyper, rule)
+        return output, module.update(table, slots, SegmentGradients(segments, [d_output]), Step(hyper, rule))
 
     return step, (
         table, slots, shape((4096,), jnp.int32), shape((513,), jnp.int32), shape((512, 128), jnp.float32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import rsembed as rs
 from rsembed.kernels import native, reference
-from rsembed.kernels.contract import Block, JaggedBatch
+from rsembed.kernels.contract import Block, JaggedBatch, JaggedGradients, Step
 
 IMPLEMENTATIONS = [reference, native]
 TABLE_ROWS, TABLE_DIMS, TABLE_DTYPES = (9, 14), (5, 8), ("float32", "bfloat16")
@@ -111,9 +111,8 @@ def test_lookup_and_gradients_are_those_of_a_loop_over_entries(implementation, c
     weight_gradients = implementation.weight_gradients(tables, batch, jnp.asarray(d_output))
     np.testing.assert_allclose(weight_gradients, expected.weight_gradients, rtol=2e-5, atol=2e-5)
     for number, table in enumerate(tables):
-        found_rows, found = implementation.row_gradients_jagged(
-            table.shape[0], number, dims, batch, jnp.asarray(d_output)
-        )
+        gradients = JaggedGradients(batch, jnp.asarray(d_output), number, dims)
+        found_rows, found = implementation.row_gradients(table.shape[0], gradients)
         rows = sorted(expected.gradients[number])
         assert np.asarray(found_rows)[: len(rows)].tolist() == rows
         assert (np.asarray(found_rows)[len(rows) :] == 2**31 - 1).all()
@@ -142,9 +141,8 @@ def test_update_steps_each_touched_row_once_with_its_summed_gradient(implementat
     hyper = rule.get_hyperparameters(2)
     for number, table in enumerate(tables):
         slots = tuple(s + 0.5 for s in rule.init_slots(table.astype(jnp.float32)))
-        new_table, new_slots = implementation.update_jagged(
-            table, slots, number, dims, batch, jnp.asarray(d_output), hyper, rule
-        )
+        gradients = JaggedGradients(batch, jnp.asarray(d_output), number, dims)
+        new_table, new_slots = implementation.update(table, slots, gradients, Step(hyper, rule))
         for row in range(table.shape[0]):
             before = (table[row : row + 1].astype(jnp.float32), tuple(s[row : row + 1] for s in slots))
             if row in expected.gradients[number]:
@@ -161,7 +159,7 @@ def test_no_ids_and_empty_tables_give_zeros(implementation):
     table = jnp.ones((0, 3))
     batch = JaggedBatch(jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32), None, "mean", (Block(0, 2, 0, 0, 0),))
     np.testing.assert_array_equal(implementation.lookup_jagged([table], batch), np.zeros(6))
-    rows, gradients = implementation.row_gradients_jagged(0, 0, [3], batch, jnp.ones(6))
+    rows, gradients = implementation.row_gradients(0, JaggedGradients(batch, jnp.ones(6), 0, [3]))
     assert rows.shape == (0,)
     assert gradients.shape == (0, 3)
 
@@ -179,4 +177,4 @@ def test_arguments_that_would_leave_memory_are_refused(offsets, blocks, reason):
     batch = JaggedBatch(jnp.zeros(10, jnp.int32), jnp.asarray(offsets, jnp.int32), None, "sum", blocks, "blocks")
     size = batch.output_places([3])[0]
     with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
-        jax.block_until_ready(native.row_gradients_jagged(4, 0, [3], batch, jnp.ones(size)))
+        jax.block_until_ready(native.row_gradients(4, JaggedGradients(batch, jnp.ones(size), 0, [3])))

@@ -13,7 +13,7 @@ import pytest
 
 import rsembed.optimizers as ro
 from rsembed.kernels import api, native, reference
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from tests import oracles
 from tests.kernels.cases import (
     NUM_ROWS,
@@ -29,6 +29,10 @@ _reason = native.unavailable_because()
 if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
     raise RuntimeError(f"RSEMBED_REQUIRE_NATIVE=1, but {_reason}")
 pytestmark = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
+
+
+def step_at(rule, number):
+    return Step(rule.get_hyperparameters(number), rule)
 
 
 @jax.jit
@@ -56,7 +60,7 @@ def test_every_width_is_served(dim, dtype):
         assert_close(output, oracles.pooled_lookup(np.asarray(table, np.float64), segment))
     rule = RULES["rowwise_adagrad"]
     slots = rule.init_slots(jnp.zeros((NUM_ROWS, dim)))
-    new_table, new_slots = native.update(table, slots, segments, d_outputs, rule.get_hyperparameters(0), rule)
+    new_table, new_slots = native.update(table, slots, SegmentGradients(segments, d_outputs), step_at(rule, 0))
     step, made_of = ORACLE_STEPS["rowwise_adagrad"]
     gradients = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
     want_table, want_slots = oracles.stepped_table(table, slots, gradients, step, **made_of)
@@ -68,8 +72,10 @@ def test_every_width_is_served(dim, dtype):
 def test_row_gradients_agree_with_reference_and_loops(case):
     segments = RAGGED[case]
     d_outputs = draw_gradients(segments, 5)
-    rows, gradients = native.row_gradients(NUM_ROWS, segments, d_outputs)
-    defined_rows, defined_gradients = jax.jit(reference.row_gradients, static_argnums=0)(NUM_ROWS, segments, d_outputs)
+    rows, gradients = native.row_gradients(NUM_ROWS, SegmentGradients(segments, d_outputs))
+    defined_rows, defined_gradients = jax.jit(reference.row_gradients, static_argnums=0)(
+        NUM_ROWS, SegmentGradients(segments, d_outputs)
+    )
     np.testing.assert_array_equal(rows, defined_rows)
     assert_close(gradients, defined_gradients)
     expected = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
@@ -86,9 +92,9 @@ def test_update_agrees_with_reference_and_loops(name, dtype):
     rule, dim, segments = RULES[name], 12, RAGGED["every combiner"] + RAGGED["weighted"]
     table, d_outputs = draw_table(dim, dtype), draw_gradients(segments, dim)
     slots = rule.init_slots(table.astype(jnp.float32))
-    hyper = rule.get_hyperparameters(2)
-    new_table, new_slots = native.update(table, slots, segments, d_outputs, hyper, rule)
-    want_table, want_slots = jax.jit(reference.update, static_argnums=5)(table, slots, segments, d_outputs, hyper, rule)
+    arguments = (table, slots, SegmentGradients(segments, d_outputs), step_at(rule, 2))
+    new_table, new_slots = native.update(*arguments)
+    want_table, want_slots = jax.jit(reference.update)(*arguments)
     assert new_table.dtype == table.dtype
     assert_close(new_table, want_table, dtype)
     for slot, want in zip(new_slots, want_slots, strict=True):
@@ -109,10 +115,10 @@ def test_update_agrees_with_reference_and_loops(name, dtype):
 def test_apply_rows_agrees_with_update(name):
     rule, segments = RULES[name], RAGGED["every combiner"]
     table, d_outputs = draw_table(17), draw_gradients(segments, 17)
-    slots, hyper = rule.init_slots(table), rule.get_hyperparameters(0)
-    rows, gradients = native.row_gradients(NUM_ROWS, segments, d_outputs)
-    applied = native.apply_rows(table, slots, rows, gradients, hyper, rule)
-    fused = native.update(table, slots, segments, d_outputs, hyper, rule)
+    slots, step = rule.init_slots(table), step_at(rule, 0)
+    rows, gradients = native.row_gradients(NUM_ROWS, SegmentGradients(segments, d_outputs))
+    applied = native.apply_rows(table, slots, rows, gradients, step)
+    fused = native.update(table, slots, SegmentGradients(segments, d_outputs), step)
     for one, other in zip(jax.tree.leaves(applied), jax.tree.leaves(fused), strict=True):
         assert_close(one, other)
 
@@ -121,12 +127,13 @@ def test_stochastic_rounding_is_the_reference_one():
     rule, segments = RULES["rowwise_adagrad"], RAGGED["every combiner"]
     table, d_outputs = draw_table(8, "bfloat16"), draw_gradients(segments, 8)
     slots = rule.init_slots(table.astype(jnp.float32))
-    arguments = (table, slots, segments, d_outputs, rule.get_hyperparameters(0))
-    rounded, _ = native.update(*arguments, rule, api.stochastic_rounding(jax.random.key(5)))
-    defined, _ = reference.update(*arguments, rule, api.stochastic_rounding(jax.random.key(5)))
+    arguments = (table, slots, SegmentGradients(segments, d_outputs))
+    rounding = Step(rule.get_hyperparameters(0), rule, api.stochastic_rounding(jax.random.key(5)))
+    rounded, _ = native.update(*arguments, rounding)
+    defined, _ = reference.update(*arguments, rounding)
     # Sums differ in their last bit, which moves an entry whose noise fell just there.
     assert np.mean(np.asarray(rounded) == np.asarray(defined)) > 0.98
-    assert np.any(np.asarray(rounded) != np.asarray(native.update(*arguments, rule)[0]))
+    assert np.any(np.asarray(rounded) != np.asarray(native.update(*arguments, step_at(rule, 0))[0]))
 
 
 def test_slots_of_any_shape_and_type_follow_a_traced_rule():
@@ -136,7 +143,8 @@ def test_slots_of_any_shape_and_type_follow_a_traced_rule():
 
     segments = RAGGED["every combiner"]
     table, slots = draw_table(4), (jnp.zeros(NUM_ROWS, jnp.int32), jnp.zeros((NUM_ROWS, 2, 3), bool))
-    arguments = (table, slots, segments, draw_gradients(segments, 4), (jnp.float32(0.1),), Counting())
+    gradients = SegmentGradients(segments, draw_gradients(segments, 4))
+    arguments = (table, slots, gradients, Step((jnp.float32(0.1),), Counting()))
     stepped, defined = native.update(*arguments), reference.update(*arguments)
     for one, other in zip(jax.tree.leaves(stepped), jax.tree.leaves(defined), strict=True):
         assert one.dtype == other.dtype
@@ -172,7 +180,7 @@ def test_rounding_to_the_table_is_to_nearest_even(dtype):
     values = np.concatenate([np.geomspace(1e-6, 1e5, 2000), np.linspace(-2.0, 2.0, 999), edges])
     values = values.astype(np.float32)[:, None]
     table, rows = jnp.zeros((len(values), 1), dtype), jnp.arange(len(values), dtype=jnp.int32)
-    new, _ = native.apply_rows(table, (), rows, jnp.asarray(-values), (jnp.float32(1.0),), RULES["sgd"])
+    new, _ = native.apply_rows(table, (), rows, jnp.asarray(-values), Step((jnp.float32(1.0),), RULES["sgd"]))
     with np.errstate(over="ignore"):
         nearest = values.astype(table.dtype)
     np.testing.assert_array_equal(np.asarray(new, np.float32), nearest.astype(np.float32))
@@ -184,7 +192,7 @@ def test_malformed_offsets_touch_nothing_outside(offsets):
     table, rule = jnp.ones((NUM_ROWS, 8)), RULES["sgd"]
     (output,) = native.lookup(table, [segment])
     assert output.shape == (2, 8) and set(np.unique(output)) <= {0.0, 1.0}
-    new, _ = native.update(table, (), [segment], [jnp.ones((2, 8))], rule.get_hyperparameters(0), rule)
+    new, _ = native.update(table, (), SegmentGradients([segment], [jnp.ones((2, 8))]), step_at(rule, 0))
     np.testing.assert_array_equal(new[6:], table[6:])
 
 
@@ -200,7 +208,7 @@ def test_unserved_calls_say_why():
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float32, bfloat16 or float16, not float64"):
         native.lookup(jnp.zeros((3, 2), jnp.float64), [Segment(rows, None, None, "none")])
     with pytest.raises(ValueError, match="2 segments but 1 output gradients"):
-        native.row_gradients(3, [Segment(rows, None, None, "none")] * 2, [jnp.zeros((2, 2))])
+        native.row_gradients(3, SegmentGradients([Segment(rows, None, None, "none")] * 2, [jnp.zeros((2, 2))]))
 
 
 @pytest.mark.parametrize("name", ["rowwise_adagrad", "ftrl"])
@@ -211,7 +219,7 @@ def test_a_donated_table_is_stepped_in_place_under_scan(name):
         table, slots = state
         segments = [Segment(rows, jnp.arange(0, 101, 10, dtype=jnp.int32), None, "sum")]
         (output,) = native.lookup(table, segments)
-        return native.update(table, slots, segments, [output - 1.0], rule.get_hyperparameters(0), rule), output
+        return native.update(table, slots, SegmentGradients(segments, [output - 1.0]), step_at(rule, 0)), output
 
     table = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
     slots = jax.eval_shape(rule.init_slots, table)
@@ -260,7 +268,7 @@ import hashlib, json, sys
 import jax, jax.numpy as jnp, numpy as np
 import rsembed.optimizers as ro
 from rsembed.kernels import native
-from rsembed.kernels.contract import Segment
+from rsembed.kernels.contract import Segment, SegmentGradients, Step
 
 def digest(arrays):
     sha = hashlib.sha256()
@@ -277,10 +285,11 @@ for combiner in ("sum", "mean", "sqrtn"):
     weights = jnp.asarray(generator.random(bags * 30, np.float32)) if combiner == "sqrtn" else None
     segments.append(Segment(rows, jnp.arange(bags + 1, dtype=jnp.int32) * 30, weights, combiner))
     d_outputs.append(jnp.asarray(generator.standard_normal((bags, dim), np.float32)))
+gradients = SegmentGradients(segments, d_outputs)
 found = {"lookup": digest(native.lookup(table, segments))}
-found["row_gradients"] = digest(native.row_gradients(num_rows, segments, d_outputs))
+found["row_gradients"] = digest(native.row_gradients(num_rows, gradients))
 for rule in (ro.RowWiseAdagradOptimizerSpec(0.1), ro.AdamOptimizerSpec(0.1), ro.FTRLOptimizerSpec(0.1)):
-    stepped = native.update(table, rule.init_slots(table), segments, d_outputs, rule.get_hyperparameters(0), rule)
+    stepped = native.update(table, rule.init_slots(table), gradients, Step(rule.get_hyperparameters(0), rule))
     found[rule.short_name()] = digest(stepped)
 print(json.dumps([native.instruction_set(), found]))
 """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsembed.kernels import reference
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.tbe import records
 from rsembed.tbe.records import CounterWeightDecayMode as Decay
 from rsembed.tbe.records import EmbOptimType as Optim
@@ -260,7 +260,7 @@ def stepped_in_float64(oracle, arguments, names, weights, slots, rows, gradients
 def _step(table, slots, rows, gradients, step, max_counter, *, rule):
     if hasattr(rule, "max_counter"):
         rule = dataclasses.replace(rule, max_counter=lambda: max_counter)
-    return reference.apply_rows(table, slots, rows, gradients, rule.get_hyperparameters(step), rule)
+    return reference.apply_rows(table, slots, rows, gradients, Step(rule.get_hyperparameters(step), rule))
 
 
 def stepped(rule, table, slots, rows, gradients, step, max_counter=MAX_COUNTER):
