@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
-from rsembed.plot.pictures import COLOURS, LABEL_POINTS, _axes, _options, plot_id_frequency
+from rsembed.plot.drawing import COLOURS, LABEL_POINTS, axes_or_new, colour_of, finish, with_defaults
+from rsembed.plot.pictures import plot_id_frequency
 
 
 class Coverage(NamedTuple):
@@ -70,20 +71,18 @@ def plot_coverage(
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     curve = coverage_curve(counts)
-    options = _options(line_kwargs, color=COLOURS[0], linewidth=2.0)
-    (line,) = ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **options)
+    look = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
+    (line,) = ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **look)
     if mark_fraction is not None:
         point = (100 * mark_fraction, 100 * curve.of_rows(mark_fraction))
         ax.plot(*point, "o", color=line.get_color())
         text = f"the hottest {point[0]:g} % of the rows\nserve {point[1]:.0f} % of the lookups"
         ax.annotate(text, point, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=LABEL_POINTS)
-    ax.set(xlabel="hottest rows (% of the table)", ylabel="lookups they serve (%)", ylim=(0, 103))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    if "label" in line_kwargs:
-        ax.legend(frameon=False)
-    return ax
+    labels = "hottest rows (% of the table)", "lookups they serve (%)"
+    return finish(ax, *labels, legend="label" in line_kwargs, ylim=(0, 103))
 
 
 def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
@@ -126,7 +125,7 @@ def plot_zipf_fit(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, 
       **line_kwargs: for the curve of the data.
     """
     exponent = zipf_exponent(counts)
-    ax = plot_id_frequency(counts, ax=ax, **_options(line_kwargs, label="data"))
+    ax = plot_id_frequency(counts, ax=ax, **with_defaults(line_kwargs, label="data"))
     ranks = np.arange(1, len(counts) + 1)
     law = ranks**-exponent
     fitted = law * (np.sum(counts) / law.sum())
@@ -158,12 +157,9 @@ def plot_unique_ratio(
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     shares = 100 * np.asarray(ratios, np.float64)
-    options = _options(line_kwargs, color=COLOURS[len(ax.lines) % len(COLOURS)], linewidth=1.5)
-    ax.plot(np.arange(1, len(shares) + 1), shares, **options)
-    ax.set(xlabel="batch", ylabel="distinct ids (% of all ids)", ylim=(0, 103))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if "label" in line_kwargs:
-        ax.legend(frameon=False)
-    return ax
+    look = with_defaults(line_kwargs, color=colour_of(len(ax.lines)), linewidth=1.5)
+    ax.plot(np.arange(1, len(shares) + 1), shares, **look)
+    labels = "batch", "distinct ids (% of all ids)"
+    return finish(ax, *labels, counts_on_x=True, legend="label" in line_kwargs, ylim=(0, 103))
