@@ -42,8 +42,7 @@ def find_notebook(name: str) -> Path:
     Returns:
       The notebook's path.
 
-    Raises:
-      CommandError: no tutorial, or more than one, begins like that; the message lists them.
+    Raises: CommandError: no tutorial, or more than one, begins like that; the message lists them.
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
@@ -108,8 +107,7 @@ def _literal(name: str, text: str, old: ast.expr) -> str:
 def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     """`NAME=VALUE` arguments as a dictionary of texts.
 
-    Raises:
-      CommandError: an argument is not of the form `NAME=VALUE`.
+    Raises: CommandError: an argument is not of the form `NAME=VALUE`.
     """
     settings = {}
     for argument in arguments:
@@ -202,8 +200,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     Returns:
       0, or 1 when a cell failed.
 
-    Raises:
-      CommandError: unknown notebook or parameter, or the `notebooks` extra is not installed.
+    Raises: CommandError: unknown notebook or parameter, or the `notebooks` extra is not installed.
     """
     try:
         import nbclient  # noqa: F401
@@ -267,8 +264,7 @@ def doctor() -> int:
 def bench(name: str, arguments: Sequence[str]) -> int:
     """Runs `benchmarks/<name>.py` of the checkout with `arguments`, and returns its exit status.
 
-    Raises:
-      CommandError: there is no such benchmark; the message lists those there are.
+    Raises: CommandError: there is no such benchmark; the message lists those there are.
     """
     folder = _PACKAGE.parent / "benchmarks"
     script = folder / f"{name.removesuffix('.py')}.py"
@@ -281,8 +277,7 @@ def bench(name: str, arguments: Sequence[str]) -> int:
 def start_processes(options: argparse.Namespace) -> int:
     """Runs `rsembed.parallel.launch` with the options of the command line, and returns its exit status.
 
-    Raises:
-      CommandError: there is no such script, or a count is below 1.
+    Raises: CommandError: there is no such script, or a count is below 1.
     """
     from rsembed.parallel import launch
 

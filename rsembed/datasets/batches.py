@@ -26,11 +26,9 @@ def word_id_batches(
       seq_length: context words per window.
       num_tables: number of features, each holding the same words.
 
-    Raises:
-      ValueError: a count is below 1, or the text is too short for one window and its label.
+    Raises: ValueError: a count is below 1, or the text is too short for one window and its label.
 
-    Source:
-      Shakespeare example of jax-tpu-embedding.
+    Source: Shakespeare example of jax-tpu-embedding.
 
     Example:
       >>> features, labels = word_id_batches(np.arange(9), num_steps=2, batch_size=2, seq_length=3)
@@ -81,8 +79,7 @@ def next_word_batches(
         one word further each time.
       validation_fraction: share of the words kept for validation, from 0 up to but not including 1.
 
-    Raises:
-      ValueError: an argument is out of range, or the split has too few words.
+    Raises: ValueError: an argument is out of range, or the split has too few words.
 
     Example:
       >>> contexts, labels = next(next_word_batches(np.arange(100), batch_size=4, sequence_length=3, seed=1))
@@ -138,8 +135,7 @@ def unigram_entropy(word_ids: Int[np.ndarray, " words"], vocabulary_size: int) -
       word_ids: the text.
       vocabulary_size: number of ids; every id must be below it.
 
-    Raises:
-      ValueError: there is no word, or an id is out of range.
+    Raises: ValueError: there is no word, or an id is out of range.
 
     Example:
       >>> round(unigram_entropy(np.array([0, 1, 0, 1]), 2), 4)

@@ -27,8 +27,7 @@ def zipf_probabilities(
       exponent: 1.05 to 1.2 is usual for click logs and words; a larger one concentrates on fewer ids.
       seed: None gives the order of ranks; a seed the order of ids that `zipf_ids` shuffles to with this seed.
 
-    Raises:
-      ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
+    Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
 
     Example:
       >>> zipf_probabilities(3, exponent=1.0).round(3).tolist()
@@ -59,8 +58,7 @@ def zipf_ids(
       seed: fixes the draws and, independently of `num_ids`, the shuffle.
       shuffle: spread popular ids over the whole range, as hashed ids are; False makes id 0 the most frequent.
 
-    Raises:
-      ValueError: `num_ids` is negative, or as `zipf_probabilities`.
+    Raises: ValueError: `num_ids` is negative, or as `zipf_probabilities`.
 
     Example:
       >>> ids = zipf_ids(1000, 10, exponent=1.0, seed=0, shuffle=False)
@@ -134,11 +132,9 @@ def synthetic_clicks(
       ids_per_feature: ids per row and feature; 1 gives vectors, more give `[samples, ids_per_feature]`.
       embedding_dim: length of the true id vectors; models with at least this dimension can fit them.
 
-    Raises:
-      ValueError: a count is below 1 (`num_dense`: below 0), or as `zipf_probabilities`.
+    Raises: ValueError: a count is below 1 (`num_dense`: below 0), or as `zipf_probabilities`.
 
-    Source:
-      Model: Rendle, "Factorization Machines", ICDM 2010, equation 1.
+    Source: Model: Rendle, "Factorization Machines", ICDM 2010, equation 1.
 
     Example:
       >>> clicks = synthetic_clicks(500, seed=0)

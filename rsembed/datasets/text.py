@@ -52,8 +52,7 @@ class Text:
     def decode(self, ids: Int[np.ndarray, "*shape"] | Sequence[int]) -> str:
         """Words of ids, joined by spaces; arrays are read row by row.
 
-        Raises:
-          ValueError: an id has no word.
+        Raises: ValueError: an id has no word.
         """
         flat = np.asarray(ids, np.int64).reshape(-1)
         bad = np.flatnonzero((flat < 0) | (flat >= len(self.vocabulary)))

@@ -33,8 +33,7 @@ def buffer_places(
       num_shards: shards over all devices.
       num_places: places of the device's buffer.
 
-    Raises:
-      ValueError: the numbers do not describe one buffer.
+    Raises: ValueError: the numbers do not describe one buffer.
 
     Example:
       >>> pointers = np.array([2, 9, 16, 16, 16, 16, 16, 16])
@@ -80,8 +79,7 @@ def plot_buffer(
       ax: None makes a figure.
       **mesh_kwargs: for the coloured strips.
 
-    Raises:
-      ValueError: the labels have another shape.
+    Raises: ValueError: the labels have another shape.
     """
     places = np.asarray(places)
     num_cores, num_places = places.shape
@@ -92,16 +90,12 @@ def plot_buffer(
     shard_colours = [colour_of(shard) for shard in range(num_shards)]
     colours = ListedColormap([*_EMPTY_COLOURS, *shard_colours])
     with_lines = num_places <= _MOST_PLACES_WITH_LINES
+    width = 0.8 if with_lines else 0.0
+    look = with_defaults(
+        mesh_kwargs, cmap=colours, vmin=-0.5, vmax=num_shards + 1.5, edgecolors="white", linewidth=width
+    )
     for core, strip in enumerate(places):
-        ax.pcolormesh(
-            np.arange(num_places + 1),
-            [core - 0.36, core + 0.36],
-            strip[None] - TAIL,
-            **with_defaults(
-                mesh_kwargs, cmap=colours, vmin=-0.5, vmax=num_shards + 1.5, edgecolors="white",
-                linewidth=0.8 if with_lines else 0.0,
-            ),
-        )  # fmt: skip
+        ax.pcolormesh(np.arange(num_places + 1), [core - 0.36, core + 0.36], strip[None] - TAIL, **look)
     if labels is not None:
         for core, place in np.argwhere(places >= 0).tolist():
             ax.text(place + 0.5, core, labels[core, place], ha="center", va="center", color="white", fontsize=8.0)

@@ -81,8 +81,7 @@ def plot_hit_rate(
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
 
-    Raises:
-      ValueError: no batch is left after the warm-up.
+    Raises: ValueError: no batch is left after the warm-up.
     """
     shares = 100 * np.asarray(rates, np.float64)
     if not np.isfinite(shares[warm_up:]).any():

@@ -27,8 +27,7 @@ def exchange_volume(num_bytes: Num[np.ndarray, "source destination"]) -> Exchang
     Args:
       num_bytes: bytes from each device (first axis) to each device (second axis); the diagonal does not travel.
 
-    Raises:
-      ValueError: the array is not square, or an entry is negative.
+    Raises: ValueError: the array is not square, or an entry is negative.
 
     Example:
       >>> volume = exchange_volume(np.array([[5, 1], [3, 7]]))

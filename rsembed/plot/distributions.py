@@ -23,8 +23,7 @@ class Coverage(NamedTuple):
     def of_rows(self, row_fraction: float) -> float:
         """The share of lookups that the hottest `row_fraction` of the rows serve.
 
-        Raises:
-          ValueError: `row_fraction` is no share.
+        Raises: ValueError: `row_fraction` is no share.
         """
         if not 0 <= row_fraction <= 1:
             raise ValueError(f"row_fraction={row_fraction} must be from 0 to 1; 0.01 is the hottest 1 % of the rows.")
@@ -37,8 +36,7 @@ def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
     Args:
       counts: lookups of each row, those never looked up included, see `id_counts`; probabilities do as well.
 
-    Raises:
-      ValueError: a count is negative, or no row is looked up.
+    Raises: ValueError: a count is negative, or no row is looked up.
 
     Example:
       >>> curve = coverage_curve(np.array([1, 6, 0, 3]))
@@ -94,8 +92,7 @@ def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
     Args:
       counts: lookups of each row, those never looked up included, see `id_counts`.
 
-    Raises:
-      ValueError: fewer than two rows, a negative count, or no lookup.
+    Raises: ValueError: fewer than two rows, a negative count, or no lookup.
     Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009, for bounded ranks:
       the likelihood is largest where the mean of `log(rank)` under the law is that of the data.
 

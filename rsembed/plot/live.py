@@ -72,8 +72,7 @@ def profile_stream(batches: Int[np.ndarray, "batches samples ids"], *, num_shard
       batches: ids in order of time; `-1` is no id. Samples are cut into equal parts, one per core.
       num_shards: cores.
 
-    Raises:
-      ValueError: the samples cannot be cut evenly, or there is no id.
+    Raises: ValueError: the samples cannot be cut evenly, or there is no id.
 
     Example:
       >>> profile = profile_stream(np.array([[[0, 2], [3, 3]], [[2, 1], [0, -1]]]), num_shards=2)
@@ -177,8 +176,7 @@ class Explorer:
     def widget(self) -> Any:
         """Two sliders above the picture, which follows them.
 
-        Raises:
-          ImportError: ipywidgets is missing; the extra `notebooks` brings it.
+        Raises: ImportError: ipywidgets is missing; the extra `notebooks` brings it.
         """
         import ipywidgets
 
@@ -235,8 +233,7 @@ def explore(
       max_ids_per_partition: where the slider starts; None is the smallest limit that drops nothing.
       cache_rows: where the slider starts; None is a tenth of the distinct ids.
 
-    Raises:
-      ValueError: a setting is below 1, or the batches have no profile.
+    Raises: ValueError: a setting is below 1, or the batches have no profile.
     """
     profile = profile_stream(batches, num_shards=num_shards)
     limit = int(profile.entries.max()) if max_ids_per_partition is None else max_ids_per_partition

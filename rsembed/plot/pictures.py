@@ -32,8 +32,7 @@ def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.nd
       ids: any shape.
       vocabulary_size: number of ids.
 
-    Raises:
-      ValueError: an id is outside the vocabulary.
+    Raises: ValueError: an id is outside the vocabulary.
 
     Example:
       >>> id_counts(np.array([[2, 0], [2, -1]]), 4).tolist()
@@ -52,8 +51,7 @@ def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.nd
 def running_mean(values: Num[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
     """The mean of each value and the up to `window - 1` values before it.
 
-    Raises:
-      ValueError: the window holds nothing.
+    Raises: ValueError: the window holds nothing.
 
     Example:
       >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
@@ -84,8 +82,7 @@ def nearest_neighbours(
       ids: rows of `table`.
       k: neighbours per row, fewer than the table has rows.
 
-    Raises:
-      ValueError: `k` is out of range.
+    Raises: ValueError: `k` is out of range.
 
     Example:
       >>> ids, cosines = nearest_neighbours(np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]), [0], 1)
@@ -108,8 +105,7 @@ def principal_plane(
 
     The sign of an axis is chosen so that its coordinate of largest size is positive.
 
-    Raises:
-      ValueError: there are fewer than two points or columns.
+    Raises: ValueError: there are fewer than two points or columns.
     """
     if np.ndim(vectors) != 2 or min(np.shape(vectors)) < 2:
         raise ValueError(f"principal_plane: needs two points of two columns at least, got shape {np.shape(vectors)}.")
@@ -316,8 +312,7 @@ def plot_neighbourhoods(
       ax: None makes a figure.
       **scatter_kwargs: for the points.
 
-    Raises:
-      ValueError: there are not as many labels as rows.
+    Raises: ValueError: there are not as many labels as rows.
     """
     if len(labels) != len(vectors):
         raise ValueError(f"plot_neighbourhoods: {len(labels)} labels for {len(vectors)} rows; give one text per row.")

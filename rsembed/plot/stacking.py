@@ -21,8 +21,7 @@ PADDING_COLOUR = "#d0d0d0"
 def load_skew(load: Int[np.ndarray, " shards"]) -> float:
     """The largest load over the mean: 1 is even, and the busiest shard is late by this factor.
 
-    Raises:
-      ValueError: there is no load.
+    Raises: ValueError: there is no load.
 
     Example:
       >>> load_skew(np.array([6, 2, 2, 2]))
@@ -52,8 +51,7 @@ def treemap(
     Largest first, rows of rectangles are filled along the shorter side of what is left, as long as that makes them
     squarer.
 
-    Raises:
-      ValueError: a size is negative, or all are zero.
+    Raises: ValueError: a size is negative, or all are zero.
     Source: Bruls, Huizing, van Wijk, "Squarified Treemaps", 2000.
 
     Example:
@@ -106,8 +104,7 @@ def plot_shard_load(
       ax: None makes a figure.
       **bar_kwargs: for all bars.
 
-    Raises:
-      ValueError: there is no load, or the layouts have different numbers of shards.
+    Raises: ValueError: there is no load, or the layouts have different numbers of shards.
     """
     num_shards = {len(load) for load in loads.values()}
     if len(num_shards) != 1:
@@ -161,14 +158,8 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
         share = used / max(used + padding, 1)
         parts = ((left, across * share, COLOURS[0]), (left + across * share, across * (1 - share), PADDING_COLOUR))
         for start, length, colour in parts:
-            ax.add_patch(
-                Rectangle(
-                    (start, bottom),
-                    length,
-                    up,
-                    **with_defaults(box_kwargs, facecolor=colour, edgecolor="white", lw=1.5),
-                )
-            )
+            look = with_defaults(box_kwargs, facecolor=colour, edgecolor="white", lw=1.5)
+            ax.add_patch(Rectangle((start, bottom), length, up, **look))
         wanted = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
         for text in (wanted, name):
             lines = text.splitlines()
@@ -178,9 +169,8 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
                 break
     total = sum(used + padding for used, padding in sizes.values())
     padding_total = sum(padding for _, padding in sizes.values())
-    ax.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[])
-    ax.set(xlabel=f"area: {total / 1e6:,.1f} MB over all shards, {padding_total / total:.0%} of it padding")
-    ax.set_ylabel("one rectangle per stack")
     handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour in (COLOURS[0], PADDING_COLOUR)]
     ax.legend(handles, ["embeddings", "padding"], loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
-    return ax
+    ax.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[])
+    xlabel = f"area: {total / 1e6:,.1f} MB over all shards, {padding_total / total:.0%} of it padding"
+    return finish(ax, xlabel, "one rectangle per stack")

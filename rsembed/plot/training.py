@@ -36,8 +36,7 @@ def magnitudes(values: Float[np.ndarray, "*shape"], *, bins_per_decade: int = 4)
       values: any shape; signs do not matter.
       bins_per_decade: bins between a power of ten and the next.
 
-    Raises:
-      ValueError: the array is empty, or holds an entry that is not finite.
+    Raises: ValueError: the array is empty, or holds an entry that is not finite.
 
     Example:
       >>> found = magnitudes(np.array([0.0, 1.5, -2.0, 150.0]), bins_per_decade=1)
@@ -82,8 +81,7 @@ def norm_drift(
       tables: one table at several times, the first one being the beginning. Rows that began at zero are left out.
       quantiles: from 0 to 1; 0.5 is the median row, 1 the one that moved most.
 
-    Raises:
-      ValueError: no row began with a norm above zero.
+    Raises: ValueError: no row began with a norm above zero.
 
     Example:
       >>> start = np.array([[3.0, 4.0], [0.0, 1.0]])
