@@ -193,16 +193,14 @@ def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progres
         return file
     named = os.environ.get("RSEMBED_DATA")
     if named:
-        file = _text_file(Path(named))
-        if file is not None:
+        if (file := _text_file(Path(named))) is not None:
             return file
         _log.warning("shakespeare: RSEMBED_DATA=%s is no text file and holds no %s; looking on.", named, CORPUS_NAME)
     if download:
         import pooch
 
         folder, bar = _cache_folder(), is_watched() if progress is None else progress
-        kept = pooch.retrieve(CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=bar)
-        return Path(kept)
+        return Path(pooch.retrieve(CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=bar))
     cached = _cache_folder() / CORPUS_NAME
     return cached if cached.is_file() else None
 
