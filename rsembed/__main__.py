@@ -161,7 +161,7 @@ def text_lines(notebook: Any) -> Iterator[str]:
 
 
 def save_pictures(notebook: Any, folder: Path) -> list[Path]:
-    """Writes each picture as `cell-<cell>-<picture>.png`, removes those of an earlier run, and returns the new files."""
+    """Writes each picture as `cell-<cell>-<picture>.png` in place of those of an earlier run; returns the new files."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("cell-*.png"):
         old.unlink()
