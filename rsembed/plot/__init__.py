@@ -18,7 +18,9 @@ from rsembed.plot.devices import plot_scaling as plot_scaling
 from rsembed.plot.devices import scaling_efficiency as scaling_efficiency
 from rsembed.plot.distributions import Coverage as Coverage
 from rsembed.plot.distributions import coverage_curve as coverage_curve
+from rsembed.plot.distributions import id_counts as id_counts
 from rsembed.plot.distributions import plot_coverage as plot_coverage
+from rsembed.plot.distributions import plot_id_frequency as plot_id_frequency
 from rsembed.plot.distributions import plot_unique_ratio as plot_unique_ratio
 from rsembed.plot.distributions import plot_zipf_fit as plot_zipf_fit
 from rsembed.plot.distributions import unique_ratios as unique_ratios
@@ -32,10 +34,8 @@ from rsembed.plot.live import explore as explore
 from rsembed.plot.live import plot_cache_choice as plot_cache_choice
 from rsembed.plot.live import plot_limit_choice as plot_limit_choice
 from rsembed.plot.live import profile_stream as profile_stream
-from rsembed.plot.pictures import id_counts as id_counts
 from rsembed.plot.pictures import nearest_neighbours as nearest_neighbours
 from rsembed.plot.pictures import place_labels as place_labels
-from rsembed.plot.pictures import plot_id_frequency as plot_id_frequency
 from rsembed.plot.pictures import plot_limits as plot_limits
 from rsembed.plot.pictures import plot_loss as plot_loss
 from rsembed.plot.pictures import plot_loss_against_state as plot_loss_against_state

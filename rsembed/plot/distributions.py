@@ -11,7 +11,43 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
 
 from rsembed.plot.drawing import COLOURS, LABEL_POINTS, axes_or_new, colour_of, finish, with_defaults
-from rsembed.plot.pictures import plot_id_frequency
+
+
+def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.ndarray, " vocab"]:
+    """How often each id occurs; `-1` is no id.
+
+    Args:
+      ids: any shape.
+      vocabulary_size: number of ids.
+
+    Raises: ValueError: an id is outside the vocabulary.
+
+    Example:
+      >>> id_counts(np.array([[2, 0], [2, -1]]), 4).tolist()
+      [1, 0, 2, 0]
+    """
+    flat = np.asarray(ids).reshape(-1)
+    flat = flat[flat != -1]
+    if flat.size and (flat.min() < 0 or flat.max() >= vocabulary_size):
+        raise ValueError(
+            f"id_counts: ids reach from {flat.min()} to {flat.max()}, outside "
+            f"vocabulary_size={vocabulary_size}; pass the size of the table that they address."
+        )
+    return np.bincount(flat, minlength=vocabulary_size)
+
+
+def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
+    """How often ids occur, from the most frequent down, on logarithmic axes; ids never seen are left out.
+
+    Args:
+      counts: occurrences of each id, see `id_counts`.
+      ax: None makes a figure.
+      **line_kwargs: for the curve.
+    """
+    ax = axes_or_new(ax)
+    seen = np.sort(np.asarray(counts)[np.asarray(counts) > 0])[::-1]
+    ax.loglog(np.arange(1, len(seen) + 1), seen, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0))
+    return finish(ax, "rank of the id (1 = most frequent)", "occurrences")
 
 
 class Coverage(NamedTuple):
