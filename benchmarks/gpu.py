@@ -14,19 +14,16 @@ all contestants agree; they say nothing about speed, and the script says so.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import Workload
+from timing import Workload, make_parser, torch_bags, write_records
 
 import rsembed.optimizers as ro
 from rsembed.kernels import gpu, reference
@@ -91,11 +88,7 @@ def torch_contestant(workload: Workload, ids: np.ndarray, rule: ro.OptimizerSpec
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = (workload.vocabulary_size, workload.embedding_dim)
-    bags = [
-        torch.nn.EmbeddingBag(*shape, mode="sum", sparse=True, _weight=torch.full(shape, INITIAL_WEIGHT, device=device))
-        for _ in range(workload.num_tables)
-    ]
+    bags = torch_bags(workload, INITIAL_WEIGHT, device)
     rows = [torch.from_numpy(own.astype(np.int64)).to(device) for own in ids]
     offsets = torch.from_numpy(bag_offsets(workload)[:-1].astype(np.int64)).to(device)
     gradients = [torch.ones(workload.batch_size, workload.embedding_dim, device=device)] * workload.num_tables
@@ -167,10 +160,9 @@ def measure(workload: Workload, num_rounds: int, bandwidth: float) -> list[dict]
 
 def main() -> int:
     """Prints the table, and writes it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="4 tables instead of 32")
     parser.add_argument("--tiny", action="store_true", help="a size that only checks the script")
-    parser.add_argument("--json", type=Path, help="also write the records to this file")
     options = parser.parse_args()
     has_gpu = gpu.unavailable_because() is None
     if not has_gpu:
@@ -182,9 +174,8 @@ def main() -> int:
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     workload = TINY if options.tiny or not has_gpu else QUICK if options.quick else FULL
     records = measure(workload, 20 if has_gpu else 2, bandwidth)
-    if options.json:
-        about = {"device": device.device_kind, "is_measurement": has_gpu, "workload": workload.name}
-        options.json.write_text(json.dumps({**about, "records": records}, indent=2) + "\n")
+    about = {"device": device.device_kind, "is_measurement": has_gpu, "workload": workload.name}
+    write_records(options, {**about, "records": records})
     return 0
 
 

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import sys
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import WORKLOADS, Run, Workload, bytes_per_second, draw_ids, least_bytes, race, read_options
+import timing
+from timing import Run, Workload
 
 import rsembed as rs
 from rsembed.kernels.contract import NO_ROW
@@ -183,34 +183,13 @@ def torch_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
 
     batches = [[torch.from_numpy(feature.astype(np.int64)) for feature in batch] for batch in ids]
     gradients = [torch.from_numpy(gradient) for gradient in draw_gradients(workload)]
-    bags = [
-        torch.nn.EmbeddingBag(
-            workload.vocabulary_size,
-            workload.embedding_dim,
-            mode="sum",
-            sparse=True,
-            _weight=torch.full((workload.vocabulary_size, workload.embedding_dim), 0.01),
-        )
-        for _ in range(workload.num_tables)
-    ]
+    bags = timing.torch_bags(workload, 0.01)
     weights = [bag.weight for bag in bags]
     optimizers = {
         "step, Adagrad": torch.optim.Adagrad(weights, lr=LEARNING_RATE, initial_accumulator_value=0.1),
         "step, SGD": torch.optim.SGD(weights, lr=LEARNING_RATE),
     }
-
-    def lookup(k: int) -> object:
-        with torch.no_grad():
-            return [bag(feature) for bag, feature in zip(bags, batches[k], strict=True)]
-
-    def step(k: int, optimizer: torch.optim.Optimizer) -> object:
-        optimizer.zero_grad(set_to_none=True)
-        outputs = [bag(feature) for bag, feature in zip(bags, batches[k], strict=True)]
-        torch.autograd.backward(outputs, gradients)
-        optimizer.step()
-        return outputs
-
-    return {"lookup": lookup, **{what: functools.partial(step, optimizer=o) for what, o in optimizers.items()}}
+    return timing.torch_runs(bags, batches, gradients, optimizers)
 
 
 STATE_BYTES = {"lookup": None, "step, Adagrad": 4, "step, SGD": 0}
@@ -218,14 +197,15 @@ STATE_BYTES = {"lookup": None, "step, Adagrad": 4, "step, SGD": 0}
 
 def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable], bandwidth: float) -> list[dict]:
     """One record per kind of run."""
-    ids = draw_ids(workload, law, seed=3)
+    ids = timing.draw_ids(workload, law, seed=3)
     num_unique = float(np.mean([sum(np.unique(own).size for own in batch) for batch in ids]))
     contestants = {name: make(workload, ids) for name, make in makers.items()}
     records = []
     for what in ("lookup", "step, Adagrad", "step, SGD"):
-        times = race({name: runs[what] for name, runs in contestants.items()}, num_rounds)
+        times = timing.race({name: runs[what] for name, runs in contestants.items()}, num_rounds)
         milliseconds = {name: own.median for name, own in times.items()}
-        milliseconds["memory"] = 1e3 * least_bytes(workload, num_unique, state_bytes=STATE_BYTES[what]) / bandwidth
+        needed = timing.least_bytes(workload, num_unique, state_bytes=STATE_BYTES[what])
+        milliseconds["memory"] = 1e3 * needed / bandwidth
         records.append({"workload": workload.name, "ids": law, "what": what, "milliseconds": milliseconds})
         print(format_record(records[-1]), flush=True)
     contestants.clear()
@@ -247,8 +227,8 @@ def format_record(record: dict) -> str:
 
 def main() -> int:
     """Prints the table, and writes it if asked."""
-    names = [workload.name for workload in WORKLOADS]
-    options = read_options(__doc__, names, quick_names=names[:2])
+    names = [workload.name for workload in timing.WORKLOADS]
+    options = timing.read_options(__doc__, names, quick_names=names[:2])
     makers: dict[str, Callable] = {"ours": rsembed_contestant, "torch": torch_contestant, "xla": xla_contestant}
     try:
         import torch  # noqa: F401
@@ -257,13 +237,12 @@ def main() -> int:
         del makers["torch"]
     print(f"{'workload':<9}{'ids':<9}{'what':<15}", end="")
     print("".join(f"{head:>11}" for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours", "memory ms")))
-    records, bandwidth = [], bytes_per_second()
-    for workload in WORKLOADS:
+    records, bandwidth = [], timing.bytes_per_second()
+    for workload in timing.WORKLOADS:
         if workload.name in options.workloads:
             for law in ("uniform", "zipf"):
                 records += measure(workload, law, options.rounds, makers, bandwidth)
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=2) + "\n")
+    timing.write_records(options, records)
     return 0
 
 

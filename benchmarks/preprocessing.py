@@ -14,16 +14,14 @@ jax-tpu-embedding 0.2.0 needs Linux on x86-64 and Python 3.12: `pip install jax-
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from timing import make_parser, write_records
 
 from rsembed.sparsecore import embedding as our_embedding
 from rsembed.sparsecore import embedding_spec as our_specs
@@ -217,9 +215,8 @@ def import_peer() -> tuple[Any, Any]:
 def main() -> int:
     """Prints the table, and writes it if asked."""
     names = [workload.name for workload in WORKLOADS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="5 rounds instead of 20")
-    parser.add_argument("--json", type=Path, help="also write the records to this file")
     parser.add_argument("--workloads", default=",".join(names[:2]), help=f"comma-separated, of {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=None, help="timed calls (default 20)")
     options = parser.parse_args()
@@ -245,8 +242,7 @@ def main() -> int:
     heads = ("ours", "peer", "ratio")
     print(f"{'workload':<10}{'ids':>10}" + 2 * "{:>11}{:>11}{:>7}".format(*heads) + f"{'places equal':>13}")
     records = [measure(workload, peer, peer_specs, rounds) for workload in WORKLOADS if workload.name in chosen]
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=2) + "\n")
+    write_records(options, records)
     return 0
 
 

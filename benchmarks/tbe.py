@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,17 +35,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import (
-    WORKLOADS,
-    Run,
-    Times,
-    Workload,
-    bytes_per_second,
-    draw_ids,
-    least_bytes,
-    race,
-    read_options,
-)
+import timing
+from timing import Run, Times, Workload
 
 from rsembed.tbe import (
     BoundsCheckMode,
@@ -57,7 +47,7 @@ from rsembed.tbe import (
     functional,
 )
 
-CASES = dict(zip("ABCD", [(w, "uniform") for w in WORKLOADS] + [(WORKLOADS[0], "zipf")], strict=True))
+CASES = dict(zip("ABCD", [(w, "uniform") for w in timing.WORKLOADS] + [(timing.WORKLOADS[0], "zipf")], strict=True))
 OPTIMIZERS = ("EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD", "ADAM")
 STATE_NUMBERS = {"EXACT_SGD": 0, "EXACT_ROWWISE_ADAGRAD": 0, "EXACT_ADAGRAD": 1, "ADAM": 2}  # per weight, about
 LEARNING_RATE, EPS, INITIAL_WEIGHT = 0.01, 1e-8, 0.01
@@ -81,7 +71,7 @@ class Contestant(NamedTuple):
 
 def draw_batches(workload: Workload, law: str) -> Batches:
     """Batches with a fixed number of ids per bag."""
-    indices = [ids.reshape(-1) for ids in draw_ids(workload, law, seed=3)]
+    indices = [ids.reshape(-1) for ids in timing.draw_ids(workload, law, seed=3)]
     num_bags = workload.num_tables * workload.batch_size
     offsets = (np.arange(num_bags + 1) * workload.ids_per_sample).astype(np.int32)
     shape = (workload.batch_size, workload.num_tables * workload.embedding_dim)
@@ -175,11 +165,7 @@ def torch_contestant(workload: Workload, batches: Batches, optimizer: str) -> di
     """EmbeddingBags with sparse gradients."""
     import torch
 
-    shape = (workload.vocabulary_size, workload.embedding_dim)
-    bags = [
-        torch.nn.EmbeddingBag(*shape, mode="sum", sparse=True, _weight=torch.full(shape, INITIAL_WEIGHT))
-        for _ in range(workload.num_tables)
-    ]
+    bags = timing.torch_bags(workload, INITIAL_WEIGHT)
     weights = [bag.weight for bag in bags]
     rule = {
         "EXACT_SGD": lambda: torch.optim.SGD(weights, lr=LEARNING_RATE),
@@ -188,19 +174,7 @@ def torch_contestant(workload: Workload, batches: Batches, optimizer: str) -> di
     by_table = (workload.num_tables, workload.batch_size, workload.ids_per_sample)
     indices = [torch.from_numpy(ids.astype(np.int64)).reshape(by_table).unbind() for ids in batches.indices]
     gradients = [part.contiguous() for part in torch.from_numpy(batches.gradient).chunk(workload.num_tables, dim=1)]
-
-    def lookup(k: int) -> object:
-        with torch.no_grad():
-            return [bag(ids) for bag, ids in zip(bags, indices[k], strict=True)]
-
-    def step(k: int) -> object:
-        rule.zero_grad(set_to_none=True)
-        outputs = [bag(ids) for bag, ids in zip(bags, indices[k], strict=True)]
-        torch.autograd.backward(outputs, gradients)
-        rule.step()
-        return [output.detach() for output in outputs]
-
-    return {"torch": Contestant(lookup, step)}
+    return {"torch": Contestant(**timing.torch_runs(bags, indices, gradients, {"step": rule}))}
 
 
 def as_array(output: object) -> np.ndarray:
@@ -246,7 +220,7 @@ def race_all(
             contestants |= make(workload, batches, optimizer)
         outputs |= outputs_after_two_steps(contestants)
         for kind in kinds:
-            times[kind] |= race({name: getattr(c, kind) for name, c in contestants.items()}, num_rounds)
+            times[kind] |= timing.race({name: getattr(c, kind) for name, c in contestants.items()}, num_rounds)
         del contestants
         gc.collect()
     check_agreement(outputs, optimizer)
@@ -272,7 +246,7 @@ def measure(
             record = {"workload": case, "what": name, "unique_ratio": unique_ratio}
             num_unique = unique_ratio * rows[0].size
             row_state = 4 * workload.embedding_dim * STATE_NUMBERS[optimizer] or 4 * (optimizer != "EXACT_SGD")
-            needed = least_bytes(workload, num_unique, state_bytes=None if kind == "lookup" else row_state)
+            needed = timing.least_bytes(workload, num_unique, state_bytes=None if kind == "lookup" else row_state)
             record["memory_milliseconds"] = 1e3 * needed / bandwidth
             record |= {"milliseconds": {who: own._asdict() for who, own in times.items()}, "gb_per_second": speeds}
             records.append(record)
@@ -298,7 +272,7 @@ def format_record(record: dict) -> str:
 
 def main() -> int:
     """Prints the table, and writes it if asked."""
-    options = read_options(__doc__, list(CASES), quick_names=["A", "B", "D"])
+    options = timing.read_options(__doc__, list(CASES), quick_names=["A", "B", "D"])
     makers = [our_contestants]
     try:
         import torch
@@ -314,10 +288,9 @@ def main() -> int:
     heads = ("ours", "ours, jit", "FBGEMM", "torch")
     print(f"{'milliseconds: median (best)':<30}" + "".join(f"{head:>17}" for head in heads), end="")
     print(f"{'peer/ours':>15}{'peer/jit':>15}{'unique':>8}{'GB/s':>7}{'memory ms':>10}")
-    bandwidth = bytes_per_second()
+    bandwidth = timing.bytes_per_second()
     records = [record for case in options.workloads for record in measure(case, options.rounds, makers, bandwidth)]
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=2) + "\n")
+    timing.write_records(options, records)
     return 0
 
 

@@ -1,19 +1,22 @@
-"""What the timing scripts share: workloads, ids, taking turns, and the arguments of the command line."""
+"""What the timing scripts share: workloads, ids, torch's runs, taking turns, the command line and the records."""
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
+import json
 import math
 import os
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,12 +57,51 @@ WORKLOADS = (
 
 def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
     """Ids `[NUM_BATCHES, num_tables, batch, ids_per_sample]`; law `zipf` has exponent 1.15 and id 0 most frequent."""
-    generator = np.random.default_rng(seed)
     shape = (NUM_BATCHES, workload.num_tables, workload.batch_size, workload.ids_per_sample)
+    return ids_by_law(law, workload.vocabulary_size, shape, seed, exponent=1.15)
+
+
+def ids_by_law(law: str, num_rows: int, shape: tuple[int, ...], seed: int, *, exponent: float) -> np.ndarray:
+    """Row numbers by the law `uniform` or `zipf`, of which row 0 is the most frequent."""
+    generator = np.random.default_rng(seed)
     if law == "uniform":
-        return generator.integers(0, workload.vocabulary_size, shape, dtype=np.int32)
-    cumulative = np.cumsum(np.arange(1, workload.vocabulary_size + 1, dtype=np.float64) ** -1.15)
+        return generator.integers(0, num_rows, shape, dtype=np.int32)
+    cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent)
     return np.searchsorted(cumulative, generator.random(shape) * cumulative[-1]).astype(np.int32)
+
+
+def torch_bags(workload: Workload, weight: float, device: str = "cpu") -> list[Any]:
+    """One `EmbeddingBag` per table, with sparse gradients and equal weights; raises ImportError without torch."""
+    import torch
+
+    shape = (workload.vocabulary_size, workload.embedding_dim)
+    return [
+        torch.nn.EmbeddingBag(*shape, mode="sum", sparse=True, _weight=torch.full(shape, weight, device=device))
+        for _ in range(workload.num_tables)
+    ]
+
+
+def torch_runs(
+    bags: Sequence[Any], batches: Sequence[Any], gradients: Sequence[Any], optimizers: Mapping[str, Any]
+) -> dict[str, Run]:
+    """A lookup of all bags, and a step with each optimizer by its name; all return the outputs, a list."""
+    import torch
+
+    def forward(k: int) -> list[Any]:
+        return [bag(ids) for bag, ids in zip(bags, batches[k], strict=True)]
+
+    def lookup(k: int) -> object:
+        with torch.no_grad():
+            return forward(k)
+
+    def step(k: int, optimizer: Any) -> object:
+        optimizer.zero_grad(set_to_none=True)
+        outputs = forward(k)
+        torch.autograd.backward(outputs, gradients)
+        optimizer.step()
+        return outputs
+
+    return {"lookup": lookup, **{what: functools.partial(step, optimizer=own) for what, own in optimizers.items()}}
 
 
 def bytes_per_second() -> float:
@@ -95,12 +137,14 @@ class Times(NamedTuple):
 
 
 def race(contestants: Mapping[str, Run], num_rounds: int) -> dict[str, Times]:
-    """Times of every contestant. They take turns on the same batch, in every order.
+    """Times of every contestant. They take turns on the same batch, in every order, or in as many as there are turns.
 
     Orders matter: who runs behind a contestant that fills the caches with rows of its own starts with cold ones.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    orders = itertools.cycle(itertools.permutations(contestants))
+    permutations = list(itertools.permutations(contestants))
+    random.Random(0).shuffle(permutations)  # of many contestants' orders, the first few must not begin alike
+    orders = itertools.cycle(permutations)
     for turn in range(-1, num_rounds):
         for k in range(NUM_BATCHES):
             for name in next(orders):
@@ -111,11 +155,23 @@ def race(contestants: Mapping[str, Run], num_rounds: int) -> dict[str, Times]:
     return {name: Times(1e3 * statistics.median(values), 1e3 * min(values)) for name, values in seconds.items()}
 
 
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Arguments that every script has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the records to this file")
+    return parser
+
+
+def write_records(options: argparse.Namespace, records: object) -> None:
+    """Writes them where `--json` asks for it."""
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
+
+
 def read_options(description: str | None, names: Sequence[str], *, quick_names: Sequence[str]) -> argparse.Namespace:
     """Arguments of the command line, with `workloads` as a list and `rounds` chosen. Leaves without native kernels."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and no workload above 2 GB")
-    parser.add_argument("--json", type=Path, help="also write the records to this file")
     parser.add_argument("--workloads", default=None, help=f"comma-separated, of {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=None, help="times all batches are run (default 8, quick 2)")
     options = parser.parse_args()

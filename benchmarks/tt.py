@@ -19,28 +19,22 @@ is that of one large product in JAX on this machine.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
-import itertools
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from timing import NUM_BATCHES, Run, ids_by_law, make_parser, race, write_records
 
 from rsembed.tt import TTEmbeddingBag, TTSpec, init_cores, suggested_tt_shapes
 
 LEARNING_RATE = 0.01
-NUM_BATCHES = 8
 RANK = 32
-Run = Callable[[int], object]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,17 +52,25 @@ class Workload:
 
     def draw_ids(self, seed: int) -> np.ndarray:
         """Ids `[NUM_BATCHES, batch, ids per bag]`; law `zipf` has exponent 1.05 and frequent ids anywhere."""
-        generator, rows = np.random.default_rng(seed), self.spec.num_embeddings
-        shape = (NUM_BATCHES, self.batch_size, self.ids_per_bag)
-        if self.law == "uniform":
-            return generator.integers(0, rows, shape, dtype=np.int32)
-        cumulative = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -1.05)
-        ranks = np.searchsorted(cumulative, generator.random(shape) * cumulative[-1])
-        return np.random.default_rng(0).permutation(rows).astype(np.int32)[ranks]
+        rows, shape = self.spec.num_embeddings, (NUM_BATCHES, self.batch_size, self.ids_per_bag)
+        drawn = ids_by_law(self.law, rows, shape, seed, exponent=1.05)
+        return drawn if self.law == "uniform" else np.random.default_rng(0).permutation(rows).astype(np.int32)[drawn]
 
     def draw_gradient(self) -> np.ndarray:
         shape = (self.batch_size, self.spec.embedding_dim)
         return np.random.default_rng(7).standard_normal(shape, dtype=np.float32)
+
+
+def compiled_runs(workload: Workload, state: Any, lookup: Callable, step: Callable) -> dict[str, Run]:
+    """Compiled runs of `lookup(state, ids)`, and of `step(state, ids)`, which returns the output and the new state."""
+    batches, held = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], {"state": state}
+    lookup, step = jax.jit(lookup), jax.jit(step, donate_argnums=0)
+
+    def run_step(k: int) -> object:
+        output, held["state"] = step(held["state"], batches[k])
+        return jax.block_until_ready((output, held["state"]))
+
+    return {"lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])), "step": run_step}
 
 
 def module_contestant(workload: Workload, spec: TTSpec, *, cached_fraction: float = 0.0) -> dict[str, Run]:
@@ -87,32 +89,23 @@ def module_contestant(workload: Workload, spec: TTSpec, *, cached_fraction: floa
     if cache_size:
         emb.update_cache(workload.draw_ids(seed=4).reshape(-1, workload.ids_per_bag))
         emb.cache_populate()
-    batches, gradient = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], jnp.asarray(workload.draw_gradient())
-    graph, state = nnx.split(emb)
-    held = {"state": state}
+    gradient, (graph, state) = jnp.asarray(workload.draw_gradient()), nnx.split(emb)
 
-    @jax.jit
     def lookup(state, ids):
         return nnx.merge(graph, state)(ids)
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def step(state, ids):
         emb = nnx.merge(graph, state)
         output, backward = emb.vjp(ids)
         backward(gradient)
         return output, nnx.state(emb)
 
-    def run_step(k: int) -> object:
-        output, held["state"] = step(held["state"], batches[k])
-        return jax.block_until_ready((output, held["state"]))
-
-    return {"lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])), "step": run_step}
+    return compiled_runs(workload, state, lookup, step)
 
 
 def plain_contestant(workload: Workload) -> dict[str, Run]:
     """Lookup and SGD step of gathered slices and einsums."""
-    spec = workload.spec
-    batches, gradient = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], jnp.asarray(workload.draw_gradient())
+    spec, gradient = workload.spec, jnp.asarray(workload.draw_gradient())
 
     def pooled(cores, ids):
         flat = ids.reshape(-1)
@@ -122,40 +115,28 @@ def plain_contestant(workload: Workload) -> dict[str, Run]:
             product = jnp.einsum("ncr,nrqs->ncqs", product, slices).reshape(flat.size, -1, shape[2])
         return product.reshape(*ids.shape, spec.embedding_dim).sum(1)
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def step(cores, ids):
         output, pull = jax.vjp(lambda c: pooled(c, ids), cores)
         (d_cores,) = pull(gradient)
         return output, jax.tree.map(lambda c, g: c - LEARNING_RATE * g, cores, d_cores)
 
-    lookup, held = jax.jit(pooled), {"cores": init_cores(jax.random.key(0), spec)}
-
-    def run_step(k: int) -> object:
-        output, held["cores"] = step(held["cores"], batches[k])
-        return jax.block_until_ready((output, held["cores"]))
-
-    return {"lookup": lambda k: jax.block_until_ready(lookup(held["cores"], batches[k])), "step": run_step}
+    return compiled_runs(workload, init_cores(jax.random.key(0), spec), pooled, step)
 
 
 def dense_contestant(workload: Workload) -> dict[str, Run]:
     """Lookup and SGD step of a table that is stored."""
-    spec = workload.spec
-    batches, gradient = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], jnp.asarray(workload.draw_gradient())
-    held = {"table": jnp.full((spec.num_embeddings, spec.embedding_dim), 0.01)}
-    lookup = jax.jit(lambda table, ids: table[ids].sum(1))
+    spec, gradient = workload.spec, jnp.asarray(workload.draw_gradient())
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    def lookup(table, ids):
+        return table[ids].sum(1)
+
     def step(table, ids):
-        output = table[ids].sum(1)
+        output = lookup(table, ids)
         # The update waits for the lookup; otherwise XLA would copy the table to do both at once.
         rate = LEARNING_RATE + 0.0 * output[0, 0]
         return output, table.at[ids].add(-rate * gradient[:, None, :])
 
-    def run_step(k: int) -> object:
-        output, held["table"] = step(held["table"], batches[k])
-        return jax.block_until_ready((output, held["table"]))
-
-    return {"lookup": lambda k: jax.block_until_ready(lookup(held["table"], batches[k])), "step": run_step}
+    return compiled_runs(workload, jnp.full((spec.num_embeddings, spec.embedding_dim), 0.01), lookup, step)
 
 
 def torch_contestant(workload: Workload) -> dict[str, Run]:
@@ -191,21 +172,6 @@ def torch_contestant(workload: Workload) -> dict[str, Run]:
     return {"lookup": lookup, "step": step}
 
 
-def race(contestants: dict[str, dict[str, Run]], what: str, num_rounds: int) -> dict[str, float]:
-    """Median seconds of every contestant; they take turns on the same batch, each round beginning with another."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    names = list(contestants)
-    orders = itertools.cycle([names[k:] + names[:k] for k in range(len(names))])
-    for turn in range(-1, num_rounds):
-        for k in range(NUM_BATCHES):
-            for name in next(orders):
-                start = time.perf_counter()
-                contestants[name][what](k)
-                if turn >= 0:  # the first round compiles and warms up
-                    seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
 def peak_gflops(size: int = 2048) -> float:
     """What one large float32 product reaches here."""
     product, matrix, times = jax.jit(jnp.matmul), jnp.ones((size, size)), []
@@ -235,9 +201,9 @@ def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
         print("tensorly-torch is not installed and left out.", file=sys.stderr)
     records = []
     for what in ("lookup", "step"):
-        for name, seconds in race(contestants, what, num_rounds).items():
+        for name, times in race({name: runs[what] for name, runs in contestants.items()}, num_rounds).items():
             flops = (3 if what == "step" else 1) * specs[name].flops_per_lookup if name in specs else 0
-            nanoseconds = 1e9 * seconds / workload.num_lookups
+            nanoseconds = 1e6 * times.median / workload.num_lookups
             record = {
                 "bags": f"{workload.batch_size}x{workload.ids_per_bag}",
                 "ids": workload.law,
@@ -256,13 +222,12 @@ def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
 
 def main() -> int:
     """Prints the table, and writes it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=11_000_000, help="rows of the table")
     parser.add_argument("--dense-rows", type=int, default=11_000_000, help="largest dense table to make")
     parser.add_argument("--batches", default="512,4096", help="bags per batch, comma-separated")
     parser.add_argument("--ids", type=int, default=20, help="ids per bag")
     parser.add_argument("--rounds", type=int, default=4, help="times all batches are run")
-    parser.add_argument("--json", type=Path, help="also write the records to this file")
     options = parser.parse_args()
     shape = tuple(suggested_tt_shapes(options.rows))
     spec = TTSpec(options.rows, shape, (4, 4, 4), (RANK, RANK))
@@ -273,8 +238,7 @@ def main() -> int:
         for law in ("uniform", "zipf"):
             workload = Workload(spec=spec, batch_size=batch_size, ids_per_bag=options.ids, law=law)
             records += measure(workload, options.rounds, options.dense_rows)
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=2) + "\n")
+    write_records(options, records)
     return 0
 
 

@@ -34,16 +34,12 @@ def notebook_paths() -> dict[str, Path]:
 
 
 def find_notebook(name: str) -> Path:
-    """The notebook that `name` means.
+    """The path of the notebook that `name` means.
 
     Args:
       name: a path ending in `.ipynb`, a tutorial's name, or the beginning of exactly one (`01`).
 
-    Returns:
-      The notebook's path.
-
-    Raises:
-      CommandError: no tutorial, or more than one, begins like that; the message lists them.
+    Raises: CommandError: no tutorial, or more than one, begins like that; the message lists them.
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
@@ -62,9 +58,6 @@ def replace_parameters(source: str, settings: dict[str, str]) -> str:
       source: the cell's code; its parameters are the top-level assignments to one name.
       settings: new values as Python literals. Where the present value is a string, bare words do too.
 
-    Returns:
-      The changed code.
-
     Raises:
       CommandError: a name that the cell does not assign (the message lists those it does), or a value
         that is no Python literal.
@@ -75,14 +68,10 @@ def replace_parameters(source: str, settings: dict[str, str]) -> str:
     """
     values: dict[str, ast.expr] = {}
     for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target: ast.expr = node.targets[0]
-        elif isinstance(node, ast.AnnAssign):
-            target = node.target
-        else:
-            continue
-        if isinstance(target, ast.Name) and node.value is not None:
-            values[target.id] = node.value
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if len(targets) == 1 and isinstance(targets[0], ast.Name):
+                values[targets[0].id] = node.value
     if unknown := sorted(settings.keys() - values.keys()):
         known = ", ".join(values) or "none"
         raise CommandError(f"unknown parameter {', '.join(unknown)}; this notebook knows {known}.")
@@ -108,8 +97,7 @@ def _literal(name: str, text: str, old: ast.expr) -> str:
 def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     """`NAME=VALUE` arguments as a dictionary of texts.
 
-    Raises:
-      CommandError: an argument is not of the form `NAME=VALUE`.
+    Raises: CommandError: an argument is not of the form `NAME=VALUE`.
     """
     settings = {}
     for argument in arguments:
@@ -127,8 +115,7 @@ def execute(notebook: Any, folder: Path) -> str | None:
       notebook: an `nbformat` notebook; it receives the outputs, also those before a failure.
       folder: the working folder of the cells.
 
-    Returns:
-      None, or what went wrong in one line.
+    Returns: None, or what went wrong in one line.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -174,11 +161,7 @@ def text_lines(notebook: Any) -> Iterator[str]:
 
 
 def save_pictures(notebook: Any, folder: Path) -> list[Path]:
-    """Writes each picture as `cell-<cell>-<picture>.png` and removes those of an earlier run.
-
-    Returns:
-      The files, in the order of the notebook.
-    """
+    """Writes each picture as `cell-<cell>-<picture>.png` in place of those of an earlier run; returns the new files."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("cell-*.png"):
         old.unlink()
@@ -199,11 +182,8 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
       settings: see `replace_parameters`.
       output: folder for `<notebook>.ipynb` and the pictures under `<notebook>/`.
 
-    Returns:
-      0, or 1 when a cell failed.
-
-    Raises:
-      CommandError: unknown notebook or parameter, or the `notebooks` extra is not installed.
+    Returns: 0, or 1 when a cell failed.
+    Raises: CommandError: unknown notebook or parameter, or the `notebooks` extra is not installed.
     """
     try:
         import nbclient  # noqa: F401
@@ -267,8 +247,7 @@ def doctor() -> int:
 def bench(name: str, arguments: Sequence[str]) -> int:
     """Runs `benchmarks/<name>.py` of the checkout with `arguments`, and returns its exit status.
 
-    Raises:
-      CommandError: there is no such benchmark; the message lists those there are.
+    Raises: CommandError: there is no such benchmark; the message lists those there are.
     """
     folder = _PACKAGE.parent / "benchmarks"
     script = folder / f"{name.removesuffix('.py')}.py"
@@ -281,8 +260,7 @@ def bench(name: str, arguments: Sequence[str]) -> int:
 def start_processes(options: argparse.Namespace) -> int:
     """Runs `rsembed.parallel.launch` with the options of the command line, and returns its exit status.
 
-    Raises:
-      CommandError: there is no such script, or a count is below 1.
+    Raises: CommandError: there is no such script, or a count is below 1.
     """
     from rsembed.parallel import launch
 

@@ -22,9 +22,9 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,6 @@ from rsembed.kernels import api
 from rsembed.progress import progress
 from rsembed.specs import TableSpec
 from rsembed.stacking import StackPlan
-
-Item = TypeVar("Item")
 
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
@@ -116,9 +114,10 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
     if is_writer:
         shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
         partial.mkdir(parents=True)
+    watched = progress(leaves.items(), description="saving", delay=1.0, leave=False)
     arrays = [
         {"path": list(parts), **_write_array(partial / f"{number:04d}.bin", leaf, _name(parts), is_writer)}
-        for number, (parts, leaf) in enumerate(_watched(leaves.items(), "saving"))
+        for number, (parts, leaf) in enumerate(watched)
     ]
     if is_writer:
         with open(partial / _MANIFEST, "wb") as file:
@@ -129,10 +128,6 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
         _sync_folder(path.parent)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"rsembed checkpoint {path.name}")
-
-
-def _watched(items: Collection[Item], description: str) -> Iterable[Item]:
-    return progress(items, description=description, delay=1.0, leave=False)
 
 
 def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
@@ -151,7 +146,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     """
     path = Path(path)
     found = manifest(path)
-    arrays = {tuple(entry["path"]): _read_array(path, entry) for entry in _watched(found["arrays"], "loading")}
+    arrays = _read_arrays(path, found["arrays"])
     tree = _nested(arrays) if like is None else _restored(path, arrays, like)
     return Checkpoint(tree, found["step"], found["metadata"])
 
@@ -210,24 +205,17 @@ def _flatten(tree: Any) -> dict[tuple[str, ...], Any]:
 
 
 def _parts(keys: Any) -> tuple[str, ...]:
-    attributes = ("key", "idx", "name")
-    return tuple(next(str(getattr(key, a)) for a in attributes if hasattr(key, a)) for key in keys)
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def _name(parts: Sequence[str]) -> str:
     return "/".join(parts) or "the array"
 
 
-def _nested(arrays: Mapping[tuple[str, ...], Any]) -> Any:
-    tree: dict[str, Any] = {}
-    for parts, array in arrays.items():
-        if not parts:
-            return array
-        node = tree
-        for part in parts[:-1]:
-            node = node.setdefault(part, {})
-        node[parts[-1]] = array
-    return tree
+def _nested(arrays: dict[tuple[str, ...], Any]) -> Any:
+    from flax.traverse_util import unflatten_dict
+
+    return arrays[()] if () in arrays else unflatten_dict(arrays)
 
 
 # Writing
@@ -258,13 +246,9 @@ def _write_array(file: Path, leaf: Any, name: str, is_writer: bool) -> dict[str,
         if is_writer:
             os.fsync(output.fileno())
     return {
-        "file": file.name,
-        "shape": list(shape),
-        "dtype": array.dtype.name,
-        "prng": prng,
-        "rows_per_chunk": rows_per_chunk,
-        "crc32": checksums,
-    }
+        "file": file.name, "shape": list(shape), "dtype": array.dtype.name, "prng": prng,
+        "rows_per_chunk": rows_per_chunk, "crc32": checksums,
+    }  # fmt: skip
 
 
 def _chunk(array: Any, first: int, count: int) -> np.ndarray:
@@ -309,6 +293,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 # Reading
+
+
+def _read_arrays(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+    watched = progress(entries, description="loading", delay=1.0, leave=False)
+    return {tuple(entry["path"]): _read_array(path, entry) for entry in watched}
 
 
 def _read_array(path: Path, entry: Mapping[str, Any]) -> Any:
@@ -427,8 +416,8 @@ def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollectio
     implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
     like["key"] = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
     like["others"] = others
-    wanted = (entry for entry in found["arrays"] if others is not None or entry["path"][0] != "others")
-    tree = _restored(Path(path), {tuple(entry["path"]): _read_array(Path(path), entry) for entry in wanted}, like)
+    wanted = [entry for entry in found["arrays"] if others is not None or entry["path"][0] != "others"]
+    tree = _restored(Path(path), _read_arrays(Path(path), wanted), like)
     tables, slots = {}, {}
     for stack in collection.plan.stacks:
         names = [table.name for table in stack.tables]

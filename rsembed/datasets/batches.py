@@ -26,24 +26,17 @@ def word_id_batches(
       seq_length: context words per window.
       num_tables: number of features, each holding the same words.
 
-    Raises:
-      ValueError: a count is below 1, or the text is too short for one window and its label.
+    Raises: ValueError: a count is below 1, or the text is too short for one window and its label.
 
-    Source:
-      Shakespeare example of jax-tpu-embedding.
+    Source: Shakespeare example of jax-tpu-embedding.
 
     Example:
       >>> features, labels = word_id_batches(np.arange(9), num_steps=2, batch_size=2, seq_length=3)
       >>> features["words_0"][0][..., 0].tolist(), labels[0].tolist()
       ([[0, 1, 2], [1, 2, 3]], [3, 4])
     """
-    counts = {
-        "num_steps": num_steps,
-        "batch_size": batch_size,
-        "seq_length": seq_length,
-        "num_tables": num_tables,
-    }
-    _check_counts("word_id_batches", **counts)
+    counts = {"num_steps": num_steps, "batch_size": batch_size, "seq_length": seq_length, "num_tables": num_tables}
+    check_counts("word_id_batches", **counts)
     if len(word_ids) <= seq_length:
         raise ValueError(
             f"word_id_batches: {len(word_ids)} words are too few for windows of seq_length={seq_length} and "
@@ -81,17 +74,15 @@ def next_word_batches(
         one word further each time.
       validation_fraction: share of the words kept for validation, from 0 up to but not including 1.
 
-    Raises:
-      ValueError: an argument is out of range, or the split has too few words.
+    Raises: ValueError: an argument is out of range, or the split has too few words.
 
     Example:
       >>> contexts, labels = next(next_word_batches(np.arange(100), batch_size=4, sequence_length=3, seed=1))
       >>> contexts.shape, (labels == contexts[:, -1] + 1).all()
       ((4, 3), np.True_)
     """
-    _check_counts("next_word_batches", batch_size=batch_size, sequence_length=sequence_length)
-    if num_batches is not None:
-        _check_counts("next_word_batches", num_batches=num_batches)
+    asked = {} if num_batches is None else {"num_batches": num_batches}
+    check_counts("next_word_batches", batch_size=batch_size, sequence_length=sequence_length, **asked)
     if split not in SPLITS:
         raise ValueError(f"next_word_batches: split={split!r} is none of {SPLITS}.")
     if not 0.0 <= validation_fraction < 1.0:
@@ -108,27 +99,19 @@ def next_word_batches(
         )
     whole = num_windows // batch_size
     if split == "train":
-        return _windows(part, batch_size, sequence_length, num_batches or max(1, whole), np.random.PCG64(seed))
-    return _windows(part, batch_size, sequence_length, min(num_batches or whole, whole), None)
+        generator = np.random.Generator(np.random.PCG64(seed))
+        starts = (generator.integers(0, num_windows, size=batch_size) for _ in range(num_batches or max(1, whole)))
+    else:
+        starts = (batch * batch_size + np.arange(batch_size) for batch in range(min(num_batches or whole, whole)))
+    windows = (part[first[:, None] + np.arange(sequence_length + 1)] for first in starts)
+    return ((words[:, :-1], words[:, -1]) for words in windows)
 
 
-def _windows(
-    part: np.ndarray, batch_size: int, sequence_length: int, num_batches: int, bits: np.random.PCG64 | None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches of random windows, or of consecutive ones when there are no random bits."""
-    generator = None if bits is None else np.random.Generator(bits)
-    for batch in range(num_batches):
-        starts = np.arange(batch * batch_size, (batch + 1) * batch_size)
-        if generator is not None:
-            starts = generator.integers(0, len(part) - sequence_length, size=batch_size)
-        windows = part[starts[:, None] + np.arange(sequence_length + 1)]
-        yield windows[:, :-1], windows[:, -1]
-
-
-def _check_counts(where: str, **counts: int) -> None:
+def check_counts(where: str, *, least: int = 1, **counts: int) -> None:
+    """Raises: ValueError: a count is below `least`."""
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{where}: {name}={count} must be at least 1.")
+        if count < least:
+            raise ValueError(f"{where}: {name}={count} must be at least {least}.")
 
 
 def unigram_entropy(word_ids: Int[np.ndarray, " words"], vocabulary_size: int) -> float:
@@ -138,8 +121,7 @@ def unigram_entropy(word_ids: Int[np.ndarray, " words"], vocabulary_size: int) -
       word_ids: the text.
       vocabulary_size: number of ids; every id must be below it.
 
-    Raises:
-      ValueError: there is no word, or an id is out of range.
+    Raises: ValueError: there is no word, or an id is out of range.
 
     Example:
       >>> round(unigram_entropy(np.array([0, 1, 0, 1]), 2), 4)

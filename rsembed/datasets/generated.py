@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
+from rsembed.datasets.batches import check_counts
+
 CLICK_INTERCEPT = -1.0
 """Log-odds of a click before any feature speaks; the deviations leave clicks learnable but not certain."""
 CLICK_DENSE_STD = 0.6
@@ -27,8 +29,7 @@ def zipf_probabilities(
       exponent: 1.05 to 1.2 is usual for click logs and words; a larger one concentrates on fewer ids.
       seed: None gives the order of ranks; a seed the order of ids that `zipf_ids` shuffles to with this seed.
 
-    Raises:
-      ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
+    Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
 
     Example:
       >>> zipf_probabilities(3, exponent=1.0).round(3).tolist()
@@ -59,8 +60,7 @@ def zipf_ids(
       seed: fixes the draws and, independently of `num_ids`, the shuffle.
       shuffle: spread popular ids over the whole range, as hashed ids are; False makes id 0 the most frequent.
 
-    Raises:
-      ValueError: `num_ids` is negative, or as `zipf_probabilities`.
+    Raises: ValueError: `num_ids` is negative, or as `zipf_probabilities`.
 
     Example:
       >>> ids = zipf_ids(1000, 10, exponent=1.0, seed=0, shuffle=False)
@@ -134,18 +134,18 @@ def synthetic_clicks(
       ids_per_feature: ids per row and feature; 1 gives vectors, more give `[samples, ids_per_feature]`.
       embedding_dim: length of the true id vectors; models with at least this dimension can fit them.
 
-    Raises:
-      ValueError: a count is below 1 (`num_dense`: below 0), or as `zipf_probabilities`.
+    Raises: ValueError: a count is below 1 (`num_dense`: below 0), or as `zipf_probabilities`.
 
-    Source:
-      Model: Rendle, "Factorization Machines", ICDM 2010, equation 1.
+    Source: Model: Rendle, "Factorization Machines", ICDM 2010, equation 1.
 
     Example:
       >>> clicks = synthetic_clicks(500, seed=0)
       >>> sorted(clicks.sparse), clicks.dense.shape, clicks.best_log_loss < clicks.base_rate_log_loss
       (['sparse_0', 'sparse_1', 'sparse_2'], (500, 4), True)
     """
-    _check_click_sizes(num_samples, len(vocabulary_sizes), num_dense, ids_per_feature, embedding_dim)
+    counts = {"num_samples": num_samples, "len(vocabulary_sizes)": len(vocabulary_sizes)}
+    check_counts("synthetic_clicks", **counts, ids_per_feature=ids_per_feature, embedding_dim=embedding_dim)
+    check_counts("synthetic_clicks", least=0, num_dense=num_dense)
     rows = _generator("click rows", seed, sample_seed)
     dense = rows.standard_normal((num_samples, num_dense)).astype(np.float32)
     weights = _generator("click weights", seed).standard_normal(num_dense) / math.sqrt(max(1, num_dense))
@@ -169,30 +169,12 @@ def synthetic_clicks(
     log_odds += CLICK_INTERACTION_STD / math.sqrt(embedding_dim * num_pairs) * pairs
 
     probability = 1.0 / (1.0 + np.exp(-log_odds))
+    rate = float(np.mean(probability))
     return ClickLog(
         sparse=sparse,
         dense=dense,
         labels=(rows.random(num_samples) < probability).astype(np.int32),
         click_probability=probability,
         best_log_loss=float(np.mean(np.logaddexp(0.0, log_odds) - probability * log_odds)),
-        base_rate_log_loss=_entropy(float(np.mean(probability))),
+        base_rate_log_loss=-rate * math.log(rate) - (1.0 - rate) * math.log1p(-rate),
     )
-
-
-def _check_click_sizes(
-    num_samples: int, num_features: int, num_dense: int, ids_per_feature: int, embedding_dim: int
-) -> None:
-    sizes = {
-        "num_samples": (num_samples, 1),
-        "len(vocabulary_sizes)": (num_features, 1),
-        "num_dense": (num_dense, 0),
-        "ids_per_feature": (ids_per_feature, 1),
-        "embedding_dim": (embedding_dim, 1),
-    }
-    for name, (size, smallest) in sizes.items():
-        if size < smallest:
-            raise ValueError(f"synthetic_clicks: {name}={size} must be at least {smallest}.")
-
-
-def _entropy(probability: float) -> float:
-    return -probability * math.log(probability) - (1.0 - probability) * math.log1p(-probability)

@@ -52,8 +52,7 @@ class Text:
     def decode(self, ids: Int[np.ndarray, "*shape"] | Sequence[int]) -> str:
         """Words of ids, joined by spaces; arrays are read row by row.
 
-        Raises:
-          ValueError: an id has no word.
+        Raises: ValueError: an id has no word.
         """
         flat = np.asarray(ids, np.int64).reshape(-1)
         bad = np.flatnonzero((flat < 0) | (flat >= len(self.vocabulary)))
@@ -194,16 +193,14 @@ def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progres
         return file
     named = os.environ.get("RSEMBED_DATA")
     if named:
-        file = _text_file(Path(named))
-        if file is not None:
+        if (file := _text_file(Path(named))) is not None:
             return file
         _log.warning("shakespeare: RSEMBED_DATA=%s is no text file and holds no %s; looking on.", named, CORPUS_NAME)
     if download:
         import pooch
 
         folder, bar = _cache_folder(), is_watched() if progress is None else progress
-        kept = pooch.retrieve(CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=bar)
-        return Path(kept)
+        return Path(pooch.retrieve(CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=bar))
     cached = _cache_folder() / CORPUS_NAME
     return cached if cached.is_file() else None
 

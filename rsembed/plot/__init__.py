@@ -1,4 +1,8 @@
-"""Every picture: numbers come from functions of their own, drawing touches only the given axes."""
+"""Every picture: numbers come from functions of their own, drawing touches only the given axes.
+
+Every `plot_…` takes data first and `ax=`, the axes to draw on; None makes a figure. Further keyword arguments go to the
+main artist. It returns the `Axes`.
+"""
 
 from rsembed.plot.buffers import buffer_occupancy as buffer_occupancy
 from rsembed.plot.buffers import buffer_places as buffer_places
@@ -7,16 +11,22 @@ from rsembed.plot.buffers import plot_buffer_occupancy as plot_buffer_occupancy
 from rsembed.plot.caching import hit_rates as hit_rates
 from rsembed.plot.caching import plot_hit_rate as plot_hit_rate
 from rsembed.plot.caching import plot_miss_ratio as plot_miss_ratio
+from rsembed.plot.devices import ExchangeVolume as ExchangeVolume
+from rsembed.plot.devices import exchange_volume as exchange_volume
+from rsembed.plot.devices import plot_exchange_volume as plot_exchange_volume
+from rsembed.plot.devices import plot_scaling as plot_scaling
+from rsembed.plot.devices import scaling_efficiency as scaling_efficiency
 from rsembed.plot.distributions import Coverage as Coverage
 from rsembed.plot.distributions import coverage_curve as coverage_curve
+from rsembed.plot.distributions import id_counts as id_counts
 from rsembed.plot.distributions import plot_coverage as plot_coverage
+from rsembed.plot.distributions import plot_id_frequency as plot_id_frequency
 from rsembed.plot.distributions import plot_unique_ratio as plot_unique_ratio
 from rsembed.plot.distributions import plot_zipf_fit as plot_zipf_fit
 from rsembed.plot.distributions import unique_ratios as unique_ratios
 from rsembed.plot.distributions import zipf_exponent as zipf_exponent
-from rsembed.plot.exchange import ExchangeVolume as ExchangeVolume
-from rsembed.plot.exchange import exchange_volume as exchange_volume
-from rsembed.plot.exchange import plot_exchange_volume as plot_exchange_volume
+from rsembed.plot.drawing import COLOURS as COLOURS
+from rsembed.plot.drawing import MUTED as MUTED
 from rsembed.plot.live import Costs as Costs
 from rsembed.plot.live import Explorer as Explorer
 from rsembed.plot.live import StreamProfile as StreamProfile
@@ -24,12 +34,8 @@ from rsembed.plot.live import explore as explore
 from rsembed.plot.live import plot_cache_choice as plot_cache_choice
 from rsembed.plot.live import plot_limit_choice as plot_limit_choice
 from rsembed.plot.live import profile_stream as profile_stream
-from rsembed.plot.pictures import COLOURS as COLOURS
-from rsembed.plot.pictures import MUTED as MUTED
-from rsembed.plot.pictures import id_counts as id_counts
 from rsembed.plot.pictures import nearest_neighbours as nearest_neighbours
 from rsembed.plot.pictures import place_labels as place_labels
-from rsembed.plot.pictures import plot_id_frequency as plot_id_frequency
 from rsembed.plot.pictures import plot_limits as plot_limits
 from rsembed.plot.pictures import plot_loss as plot_loss
 from rsembed.plot.pictures import plot_loss_against_state as plot_loss_against_state
@@ -44,8 +50,6 @@ from rsembed.plot.roofline import Work as Work
 from rsembed.plot.roofline import lookup_work as lookup_work
 from rsembed.plot.roofline import plot_roofline as plot_roofline
 from rsembed.plot.roofline import roof as roof
-from rsembed.plot.scaling import plot_scaling as plot_scaling
-from rsembed.plot.scaling import scaling_efficiency as scaling_efficiency
 from rsembed.plot.stacking import load_skew as load_skew
 from rsembed.plot.stacking import plot_shard_load as plot_shard_load
 from rsembed.plot.stacking import plot_stack_bytes as plot_stack_bytes

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int, Shaped
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, MultipleLocator
+from matplotlib.ticker import MultipleLocator
 
-from rsembed.plot.pictures import COLOURS, _axes, _options
+from rsembed.plot.drawing import COLOURS, axes_or_new, colour_of, finish, with_defaults
 from rsembed.stacking import SUBLANES
 
 GAP = -1
@@ -33,8 +33,7 @@ def buffer_places(
       num_shards: shards over all devices.
       num_places: places of the device's buffer.
 
-    Raises:
-      ValueError: the numbers do not describe one buffer.
+    Raises: ValueError: the numbers do not describe one buffer.
 
     Example:
       >>> pointers = np.array([2, 9, 16, 16, 16, 16, 16, 16])
@@ -80,42 +79,35 @@ def plot_buffer(
       ax: None makes a figure.
       **mesh_kwargs: for the coloured strips.
 
-    Raises:
-      ValueError: the labels have another shape.
+    Raises: ValueError: the labels have another shape.
     """
     places = np.asarray(places)
     num_cores, num_places = places.shape
     if labels is not None and np.shape(labels) != places.shape:
         raise ValueError(f"plot_buffer: labels have shape {np.shape(labels)}, places {places.shape}; give one each.")
-    ax = _axes(ax, (10.0, 1.3 + 0.75 * num_cores))
+    ax = axes_or_new(ax, (10.0, 1.3 + 0.75 * num_cores))
     num_shards = int(places.max(initial=-1)) + 1
-    shard_colours = [COLOURS[shard % len(COLOURS)] for shard in range(num_shards)]
+    shard_colours = [colour_of(shard) for shard in range(num_shards)]
     colours = ListedColormap([*_EMPTY_COLOURS, *shard_colours])
     with_lines = num_places <= _MOST_PLACES_WITH_LINES
+    width = 0.8 if with_lines else 0.0
+    look = with_defaults(
+        mesh_kwargs, cmap=colours, vmin=-0.5, vmax=num_shards + 1.5, edgecolors="white", linewidth=width
+    )
     for core, strip in enumerate(places):
-        ax.pcolormesh(
-            np.arange(num_places + 1),
-            [core - 0.36, core + 0.36],
-            strip[None] - TAIL,
-            **_options(
-                mesh_kwargs, cmap=colours, vmin=-0.5, vmax=num_shards + 1.5, edgecolors="white",
-                linewidth=0.8 if with_lines else 0.0,
-            ),
-        )  # fmt: skip
+        ax.pcolormesh(np.arange(num_places + 1), [core - 0.36, core + 0.36], strip[None] - TAIL, **look)
     if labels is not None:
         for core, place in np.argwhere(places >= 0).tolist():
             ax.text(place + 0.5, core, labels[core, place], ha="center", va="center", color="white", fontsize=8.0)
-    shown = [Patch(color=colour, label=f"shard {shard}") for shard, colour in enumerate(shard_colours[: len(COLOURS)])]
+    shown = [Patch(color=own, label=f"shard {shard}") for shard, own in enumerate(shard_colours[: len(COLOURS)])]
     if num_shards > len(COLOURS):
         shown[-1].set_label(f"shard {len(COLOURS) - 1}; colours repeat")
     shown += [Patch(color=_EMPTY_COLOURS[1], label="gap"), Patch(color=_EMPTY_COLOURS[0], label="empty tail")]
     ax.legend(handles=shown, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    ax.set(xlabel="place in the core's part of the buffer", ylabel="core", xlim=(0, num_places))
-    ax.set_yticks(range(num_cores))
-    ax.set_ylim(num_cores - 0.5, -0.5)
+    ax.set(xlim=(0, num_places), yticks=range(num_cores), ylim=(num_cores - 0.5, -0.5))
     if with_lines:
         ax.xaxis.set_major_locator(MultipleLocator(SUBLANES))
-    return ax
+    return finish(ax, "place in the core's part of the buffer", "core")
 
 
 def buffer_occupancy(places: Int[np.ndarray, "cores places"]) -> Float[np.ndarray, " 3"]:
@@ -146,14 +138,12 @@ def plot_buffer_occupancy(
       **area_kwargs: for the areas.
     """
     shares = 100 * np.asarray(occupancy, np.float64)
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     colours = (COLOURS[0], _EMPTY_COLOURS[1], _EMPTY_COLOURS[0])
     means = shares.mean(axis=0)
     labels = [f"{name}: {mean:.0f} %" for name, mean in zip(("ids", "gaps", "empty tail"), means, strict=True)]
-    options = _options(area_kwargs, colors=colours, labels=labels, step="mid", edgecolor="white", linewidth=0.5)
-    ax.stackplot(np.arange(1, len(shares) + 1), shares.T, **options)
-    ax.set(xlabel="batch", ylabel="places of the buffer (%)", ylim=(0, 100))
+    look = with_defaults(area_kwargs, colors=colours, labels=labels, step="mid", edgecolor="white", linewidth=0.5)
+    ax.stackplot(np.arange(1, len(shares) + 1), shares.T, **look)
     ax.margins(x=0)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True, title="mean")
-    return ax
+    return finish(ax, "batch", "places of the buffer (%)", counts_on_x=True, ylim=(0, 100))

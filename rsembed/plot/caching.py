@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
 from rsembed.caching import CacheCounts
-from rsembed.plot.pictures import COLOURS, MUTED, _axes, _options
-
-_MARKERS = "osD^v"
+from rsembed.plot.drawing import (
+    COLOURS,
+    DASHED,
+    axes_or_new,
+    colour_of,
+    finish,
+    marker_look,
+    note_at_height,
+    with_defaults,
+)
 
 
 def plot_miss_ratio(
@@ -31,20 +38,15 @@ def plot_miss_ratio(
       measured: `{name: {rows: share}}` of real caches, drawn as markers over the curve.
       ax: None makes a figure.
     """
-    ax = _axes(ax)
-    label = None if measured is None else "predicted"
+    ax = axes_or_new(ax)
+    label = "predicted" if measured else None
     ax.semilogx(np.asarray(sizes), 100 * np.asarray(ratios), color=COLOURS[0], linewidth=2.0, label=label)
     for number, (name, points) in enumerate((measured or {}).items()):
-        rows = sorted(points)
-        colour, marker = COLOURS[(number + 1) % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-        shares = [100 * points[n] for n in rows]
-        ax.plot(rows, shares, color=colour, marker=marker, linestyle="none", label=name)
-    ax.set(xlabel="cache (rows)", ylabel="lookups that miss (%)")
-    ax.set_ylim(bottom=0)
+        rows, shares = zip(*sorted(points.items()), strict=True)
+        look = marker_look(number) | {"color": colour_of(number + 1)}  # the curve has the first colour
+        ax.plot(rows, 100 * np.asarray(shares), **look, linestyle="none", label=name)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    if measured:
-        ax.legend(frameon=False)
-    return ax
+    return finish(ax, "cache (rows)", "lookups that miss (%)", ylim=(0, None), legend=bool(measured))
 
 
 def hit_rates(counts: Sequence[CacheCounts]) -> Float[np.ndarray, " batches"]:
@@ -79,23 +81,16 @@ def plot_hit_rate(
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
 
-    Raises:
-      ValueError: no batch is left after the warm-up.
+    Raises: ValueError: no batch is left after the warm-up.
     """
     shares = 100 * np.asarray(rates, np.float64)
     if not np.isfinite(shares[warm_up:]).any():
         raise ValueError(f"plot_hit_rate: {len(shares)} batches leave nothing after warm_up={warm_up}; lower it.")
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     mean, number = float(np.nanmean(shares[warm_up:])), len(ax.lines)
-    options = _options(line_kwargs, color=COLOURS[number // 2 % len(COLOURS)], linewidth=1.5)
-    ax.plot(np.arange(1, len(shares) + 1), shares, **options)
-    ax.plot([warm_up + 1, len(shares)], [mean, mean], color=MUTED, linestyle="--", linewidth=1.2)
-    ax.annotate(
-        f"mean\n{mean:.1f} %", (1.0, mean), xycoords=("axes fraction", "data"), xytext=(4, 0),
-        textcoords="offset points", va="center", color=MUTED, fontsize=9.0,
-    )  # fmt: skip
-    ax.set(xlabel="batch", ylabel="distinct rows that are there (%)", ylim=(0, 103))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if "label" in line_kwargs:
-        ax.legend(frameon=False)
-    return ax
+    look = with_defaults(line_kwargs, color=colour_of(number // 2), linewidth=1.5)
+    ax.plot(np.arange(1, len(shares) + 1), shares, **look)
+    ax.plot([warm_up + 1, len(shares)], [mean, mean], **DASHED)
+    note_at_height(ax, f"mean\n{mean:.1f} %", mean)
+    labels = "batch", "distinct rows that are there (%)"
+    return finish(ax, *labels, counts_on_x=True, legend="label" in line_kwargs, ylim=(0, 103))

@@ -8,9 +8,46 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
-from rsembed.plot.pictures import COLOURS, LABEL_POINTS, _axes, _options, plot_id_frequency
+from rsembed.plot.drawing import COLOURS, LABEL_POINTS, axes_or_new, colour_of, finish, with_defaults
+
+
+def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.ndarray, " vocab"]:
+    """How often each id occurs; `-1` is no id.
+
+    Args:
+      ids: any shape.
+      vocabulary_size: number of ids.
+
+    Raises: ValueError: an id is outside the vocabulary.
+
+    Example:
+      >>> id_counts(np.array([[2, 0], [2, -1]]), 4).tolist()
+      [1, 0, 2, 0]
+    """
+    flat = np.asarray(ids).reshape(-1)
+    flat = flat[flat != -1]
+    if flat.size and (flat.min() < 0 or flat.max() >= vocabulary_size):
+        raise ValueError(
+            f"id_counts: ids reach from {flat.min()} to {flat.max()}, outside "
+            f"vocabulary_size={vocabulary_size}; pass the size of the table that they address."
+        )
+    return np.bincount(flat, minlength=vocabulary_size)
+
+
+def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
+    """How often ids occur, from the most frequent down, on logarithmic axes; ids never seen are left out.
+
+    Args:
+      counts: occurrences of each id, see `id_counts`.
+      ax: None makes a figure.
+      **line_kwargs: for the curve.
+    """
+    ax = axes_or_new(ax)
+    seen = np.sort(np.asarray(counts)[np.asarray(counts) > 0])[::-1]
+    ax.loglog(np.arange(1, len(seen) + 1), seen, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0))
+    return finish(ax, "rank of the id (1 = most frequent)", "occurrences")
 
 
 class Coverage(NamedTuple):
@@ -22,8 +59,7 @@ class Coverage(NamedTuple):
     def of_rows(self, row_fraction: float) -> float:
         """The share of lookups that the hottest `row_fraction` of the rows serve.
 
-        Raises:
-          ValueError: `row_fraction` is no share.
+        Raises: ValueError: `row_fraction` is no share.
         """
         if not 0 <= row_fraction <= 1:
             raise ValueError(f"row_fraction={row_fraction} must be from 0 to 1; 0.01 is the hottest 1 % of the rows.")
@@ -36,8 +72,7 @@ def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
     Args:
       counts: lookups of each row, those never looked up included, see `id_counts`; probabilities do as well.
 
-    Raises:
-      ValueError: a count is negative, or no row is looked up.
+    Raises: ValueError: a count is negative, or no row is looked up.
 
     Example:
       >>> curve = coverage_curve(np.array([1, 6, 0, 3]))
@@ -70,20 +105,18 @@ def plot_coverage(
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     curve = coverage_curve(counts)
-    options = _options(line_kwargs, color=COLOURS[0], linewidth=2.0)
-    (line,) = ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **options)
+    look = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
+    (line,) = ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **look)
     if mark_fraction is not None:
         point = (100 * mark_fraction, 100 * curve.of_rows(mark_fraction))
         ax.plot(*point, "o", color=line.get_color())
         text = f"the hottest {point[0]:g} % of the rows\nserve {point[1]:.0f} % of the lookups"
         ax.annotate(text, point, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=LABEL_POINTS)
-    ax.set(xlabel="hottest rows (% of the table)", ylabel="lookups they serve (%)", ylim=(0, 103))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    if "label" in line_kwargs:
-        ax.legend(frameon=False)
-    return ax
+    labels = "hottest rows (% of the table)", "lookups they serve (%)"
+    return finish(ax, *labels, legend="label" in line_kwargs, ylim=(0, 103))
 
 
 def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
@@ -95,8 +128,7 @@ def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
     Args:
       counts: lookups of each row, those never looked up included, see `id_counts`.
 
-    Raises:
-      ValueError: fewer than two rows, a negative count, or no lookup.
+    Raises: ValueError: fewer than two rows, a negative count, or no lookup.
     Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009, for bounded ranks:
       the likelihood is largest where the mean of `log(rank)` under the law is that of the data.
 
@@ -126,7 +158,7 @@ def plot_zipf_fit(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, 
       **line_kwargs: for the curve of the data.
     """
     exponent = zipf_exponent(counts)
-    ax = plot_id_frequency(counts, ax=ax, **_options(line_kwargs, label="data"))
+    ax = plot_id_frequency(counts, ax=ax, **with_defaults(line_kwargs, label="data"))
     ranks = np.arange(1, len(counts) + 1)
     law = ranks**-exponent
     fitted = law * (np.sum(counts) / law.sum())
@@ -158,12 +190,9 @@ def plot_unique_ratio(
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     shares = 100 * np.asarray(ratios, np.float64)
-    options = _options(line_kwargs, color=COLOURS[len(ax.lines) % len(COLOURS)], linewidth=1.5)
-    ax.plot(np.arange(1, len(shares) + 1), shares, **options)
-    ax.set(xlabel="batch", ylabel="distinct ids (% of all ids)", ylim=(0, 103))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if "label" in line_kwargs:
-        ax.legend(frameon=False)
-    return ax
+    look = with_defaults(line_kwargs, color=colour_of(len(ax.lines)), linewidth=1.5)
+    ax.plot(np.arange(1, len(shares) + 1), shares, **look)
+    labels = "batch", "distinct ids (% of all ids)"
+    return finish(ax, *labels, counts_on_x=True, legend="label" in line_kwargs, ylim=(0, 103))

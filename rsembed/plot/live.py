@@ -18,7 +18,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from rsembed.caching import reuse_distances
 from rsembed.plot.caching import plot_miss_ratio
-from rsembed.plot.pictures import COLOURS, _axes, _options
+from rsembed.plot.drawing import COLOURS, axes_or_new, finish, with_defaults
 from rsembed.stacking import SUBLANES, round_up
 
 BYTES_PER_PLACE = 12
@@ -72,8 +72,7 @@ def profile_stream(batches: Int[np.ndarray, "batches samples ids"], *, num_shard
       batches: ids in order of time; `-1` is no id. Samples are cut into equal parts, one per core.
       num_shards: cores.
 
-    Raises:
-      ValueError: the samples cannot be cut evenly, or there is no id.
+    Raises: ValueError: the samples cannot be cut evenly, or there is no id.
 
     Example:
       >>> profile = profile_stream(np.array([[[0, 2], [3, 3]], [[2, 1], [0, -1]]]), num_shards=2)
@@ -112,20 +111,17 @@ def plot_limit_choice(
       ax: None makes a figure.
       **line_kwargs: for the curve.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     largest = max(int(profile.entries.max()), max_ids_per_partition) / SUBLANES
     limits = SUBLANES * np.unique(np.ceil(np.linspace(1, max(largest, 1), 120)).astype(int))  # buffers have no others
     curve = [profile.costs(int(limit), 0, embedding_dim=1) for limit in limits]
     buffers, dropped = np.array([(own.buffer_bytes, 100 * own.dropped_fraction) for own in curve]).T
-    ax.plot(buffers / 1e3, dropped, **_options(line_kwargs, color=COLOURS[0], linewidth=2.0))
+    ax.plot(buffers / 1e3, dropped, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0))
     here = profile.costs(max_ids_per_partition, 0, embedding_dim=1)
     ax.plot(here.buffer_bytes / 1e3, 100 * here.dropped_fraction, "o", color=COLOURS[1], markersize=9, zorder=3)
-    ax.set(xlabel="input buffers (kB)", ylabel="entries dropped (%)")
-    ax.set_ylim(bottom=-3.0)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     title = f"limit {max_ids_per_partition:,}: {here.buffer_bytes / 1e3:,.0f} kB, {here.dropped_fraction:.2%} dropped"
-    ax.set_title(title)
-    return ax
+    return finish(ax, "input buffers (kB)", "entries dropped (%)", ylim=(-3.0, None), title=title)
 
 
 def plot_cache_choice(profile: StreamProfile, cache_rows: int, *, embedding_dim: int, ax: Axes | None = None) -> Axes:
@@ -180,8 +176,7 @@ class Explorer:
     def widget(self) -> Any:
         """Two sliders above the picture, which follows them.
 
-        Raises:
-          ImportError: ipywidgets is missing; the extra `notebooks` brings it.
+        Raises: ImportError: ipywidgets is missing; the extra `notebooks` brings it.
         """
         import ipywidgets
 
@@ -238,8 +233,7 @@ def explore(
       max_ids_per_partition: where the slider starts; None is the smallest limit that drops nothing.
       cache_rows: where the slider starts; None is a tenth of the distinct ids.
 
-    Raises:
-      ValueError: a setting is below 1, or the batches have no profile.
+    Raises: ValueError: a setting is below 1, or the batches have no profile.
     """
     profile = profile_stream(batches, num_shards=num_shards)
     limit = int(profile.entries.max()) if max_ids_per_partition is None else max_ids_per_partition

@@ -1,89 +1,34 @@
-"""Pictures: one function each. Numbers come from functions of their own; drawing touches only the given `ax`.
-
-Every `plot_…` takes data first and `ax=`, makes a figure only when `ax` is None, and returns the `Axes`.
-Further keyword arguments go to the main artist. Colours are those of Okabe and Ito, which colour-blind eyes
-can tell apart.
-"""
+"""Pictures of training and of tables, and the numbers that they show."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import MaxNLocator
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Blue, vermilion, green, purple, orange, sky blue, black."""
-MUTED = "#6b6b6b"
-"""Dark enough to read on white; for what is not the point of the picture."""
-LABEL_POINTS = 9.0
-
-
-def _axes(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) -> Axes:
-    return plt.subplots(figsize=size_inches, layout="constrained")[1] if ax is None else ax
-
-
-def _options(given: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The caller's keyword arguments over ours."""
-    return defaults | given
-
-
-def _reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
-    """Dashed lines at known values, with text and value to the right of the axes, where no curve runs."""
-    for text, value in (references or {}).items():
-        ax.axhline(value, color=MUTED, linestyle="--", linewidth=1.2)
-        ax.annotate(
-            f"{text}\n{value:.3f}",
-            (1.0, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            ha="left",
-            va="center",
-            fontsize=LABEL_POINTS,
-            color=MUTED,
-        )
-
+from rsembed.plot.drawing import (
+    COLOURS,
+    LABEL_POINTS,
+    MUTED,
+    axes_or_new,
+    finish,
+    line_look,
+    reference_lines,
+    with_defaults,
+)
 
 # Numbers
-
-
-def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.ndarray, " vocab"]:
-    """How often each id occurs; `-1` is no id.
-
-    Args:
-      ids: any shape.
-      vocabulary_size: number of ids.
-
-    Raises:
-      ValueError: an id is outside the vocabulary.
-
-    Example:
-      >>> id_counts(np.array([[2, 0], [2, -1]]), 4).tolist()
-      [1, 0, 2, 0]
-    """
-    flat = np.asarray(ids).reshape(-1)
-    flat = flat[flat != -1]
-    if flat.size and (flat.min() < 0 or flat.max() >= vocabulary_size):
-        raise ValueError(
-            f"id_counts: ids reach from {flat.min()} to {flat.max()}, outside "
-            f"vocabulary_size={vocabulary_size}; pass the size of the table that they address."
-        )
-    return np.bincount(flat, minlength=vocabulary_size)
 
 
 def running_mean(values: Num[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
     """The mean of each value and the up to `window - 1` values before it.
 
-    Raises:
-      ValueError: the window holds nothing.
+    Raises: ValueError: the window holds nothing.
 
     Example:
       >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
@@ -114,8 +59,7 @@ def nearest_neighbours(
       ids: rows of `table`.
       k: neighbours per row, fewer than the table has rows.
 
-    Raises:
-      ValueError: `k` is out of range.
+    Raises: ValueError: `k` is out of range.
 
     Example:
       >>> ids, cosines = nearest_neighbours(np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]), [0], 1)
@@ -138,8 +82,7 @@ def principal_plane(
 
     The sign of an axis is chosen so that its coordinate of largest size is positive.
 
-    Raises:
-      ValueError: there are fewer than two points or columns.
+    Raises: ValueError: there are fewer than two points or columns.
     """
     if np.ndim(vectors) != 2 or min(np.shape(vectors)) < 2:
         raise ValueError(f"principal_plane: needs two points of two columns at least, got shape {np.shape(vectors)}.")
@@ -214,15 +157,11 @@ def plot_loss(
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     values = np.asarray(losses, np.float64)
     ax.plot(np.arange(1, len(values) + 1) if steps is None else np.asarray(steps), values, **line_kwargs)
-    _reference_lines(ax, references)
-    ax.set(xlabel="training step", ylabel=ylabel)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if "label" in line_kwargs:
-        ax.legend(frameon=False)
-    return ax
+    reference_lines(ax, references)
+    return finish(ax, "training step", ylabel, counts_on_x=True, legend="label" in line_kwargs)
 
 
 def plot_row_path(
@@ -242,24 +181,14 @@ def plot_row_path(
       ax: None makes a figure.
       **line_kwargs: for all curves.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     for step in lookups:
         ax.axvline(step, color="#d9d9d9", linewidth=3, zorder=0)
-    looks = zip(itertools.cycle(COLOURS), itertools.cycle(["-", "--", "-."]), strict=True)
-    for (name, values), (colour, style) in zip(paths.items(), looks, strict=False):
-        steps = np.arange(1, len(values) + 1)
-        ax.plot(
-            steps,
-            values,
-            **_options(line_kwargs, color=colour, linestyle=style, label=name, linewidth=2.0),
-        )
-    ax.set(
-        xlabel="training step (grey: the row is looked up)" if len(lookups) else "training step",
-        ylabel=ylabel,
-    )
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(frameon=False)
-    return ax
+    for number, (name, values) in enumerate(paths.items()):
+        look = with_defaults(line_kwargs, **line_look(number), linewidth=2.0, label=name)
+        ax.plot(np.arange(1, len(values) + 1), values, **look)
+    xlabel = "training step (grey: the row is looked up)" if len(lookups) else "training step"
+    return finish(ax, xlabel, ylabel, counts_on_x=True, legend=True)
 
 
 def plot_loss_against_state(
@@ -277,34 +206,15 @@ def plot_loss_against_state(
       ax: None makes a figure.
       **scatter_kwargs: for the points.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     state_bytes, losses = np.array(list(results.values()), np.float64).T
-    ax.scatter(state_bytes, losses, **_options(scatter_kwargs, color=COLOURS[0], s=45, zorder=3))
-    _reference_lines(ax, references)
+    ax.scatter(state_bytes, losses, **with_defaults(scatter_kwargs, color=COLOURS[0], s=45, zorder=3))
+    reference_lines(ax, references)
     ax.margins(x=0.2, y=0.15)
     low, high = ax.get_xlim()
     ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= high])  # the margin is not for negative bytes
-    ax.set_xlim(low, high)
-    ax.set(xlabel="optimizer state (bytes per row)", ylabel="validation loss (nats)")
+    finish(ax, "optimizer state (bytes per row)", "validation loss (nats)", xlim=(low, high))
     _label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
-    return ax
-
-
-# Ids
-
-
-def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
-    """How often ids occur, from the most frequent down, on logarithmic axes; ids never seen are left out.
-
-    Args:
-      counts: occurrences of each id, see `id_counts`.
-      ax: None makes a figure.
-      **line_kwargs: for the curve.
-    """
-    ax = _axes(ax)
-    seen = np.sort(np.asarray(counts)[np.asarray(counts) > 0])[::-1]
-    ax.loglog(np.arange(1, len(seen) + 1), seen, **_options(line_kwargs, color=COLOURS[0], linewidth=2.0))
-    ax.set(xlabel="rank of the id (1 = most frequent)", ylabel="occurrences")
     return ax
 
 
@@ -325,26 +235,17 @@ def plot_limits(
       ax: None makes a figure.
       **line_kwargs: for the observed curve.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     needed = np.asarray(observed)
     steps, allowed = np.arange(1, len(needed) + 1), np.broadcast_to(np.asarray(limits), needed.shape)
     ax.step(steps, allowed, where="post", color=COLOURS[1], linewidth=2.0, label="limit")
-    ax.plot(steps, needed, **_options(line_kwargs, color=COLOURS[0], linewidth=1.5, label="observed"))
+    ax.plot(steps, needed, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=1.5, label="observed"))
     above = needed > allowed
     if above.any():
-        ax.plot(
-            steps[above],
-            needed[above],
-            "x",
-            color="black",
-            markersize=8,
-            markeredgewidth=2,
-            label="over the limit",
-        )
-    ax.set(xlabel="training step", ylabel=ylabel, ylim=(0, 1.08 * max(needed.max(), allowed.max())))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(frameon=False)
-    return ax
+        cross: dict[str, Any] = {"color": "black", "markersize": 8, "markeredgewidth": 2, "label": "over the limit"}
+        ax.plot(steps[above], needed[above], "x", **cross)
+    top = 1.08 * max(needed.max(), allowed.max())
+    return finish(ax, "training step", ylabel, counts_on_x=True, legend=True, ylim=(0, top))
 
 
 # Tables
@@ -371,22 +272,21 @@ def plot_neighbourhoods(
       ax: None makes a figure.
       **scatter_kwargs: for the points.
 
-    Raises:
-      ValueError: there are not as many labels as rows.
+    Raises: ValueError: there are not as many labels as rows.
     """
     if len(labels) != len(vectors):
         raise ValueError(f"plot_neighbourhoods: {len(labels)} labels for {len(vectors)} rows; give one text per row.")
-    ax = _axes(ax, (8.0, 6.0))
+    ax = axes_or_new(ax, (8.0, 6.0))
     points, shares = principal_plane(unit_rows(vectors))
     if num_neighbours:
         nearest, _ = nearest_neighbours(vectors, np.arange(len(vectors)), num_neighbours)
         pairs = {(min(a, b), max(a, b)) for a, row in enumerate(nearest.tolist()) for b in row}
         for a, b in sorted(pairs):
             ax.plot(*points[[a, b]].T, color=COLOURS[5], linewidth=1.0, zorder=1)
-    ax.scatter(*points.T, **_options(scatter_kwargs, color=COLOURS[0], s=16, zorder=2))
+    ax.scatter(*points.T, **with_defaults(scatter_kwargs, color=COLOURS[0], s=16, zorder=2))
     ax.margins(0.06)
-    ax.set_xlabel(f"first principal axis of unit rows ({shares[0]:.0%} of variance)")
-    ax.set_ylabel(f"second principal axis ({shares[1]:.0%})")
+    first = f"first principal axis of unit rows ({shares[0]:.0%} of variance)"
+    finish(ax, first, f"second principal axis ({shares[1]:.0%})")
     _label_points(ax, points, labels)
     return ax
 
@@ -431,10 +331,8 @@ def plot_row_norms(
       ax: None makes a figure.
       **scatter_kwargs: for the points.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     seen = np.maximum(np.asarray(counts, np.float64), 0.5)
-    ax.scatter(seen, norms, **_options(scatter_kwargs, color=COLOURS[0], s=10, alpha=0.6))
-    ax.set_xscale("log")
-    ax.set(xlabel="look-ups during training (0.5: none)", ylabel="Euclidean norm of the row (no unit)")
-    ax.set_ylim(bottom=0)
-    return ax
+    ax.scatter(seen, norms, **with_defaults(scatter_kwargs, color=COLOURS[0], s=10, alpha=0.6))
+    labels = "look-ups during training (0.5: none)", "Euclidean norm of the row (no unit)"
+    return finish(ax, *labels, xscale="log", ylim=(0, None))

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 
-from rsembed.plot.pictures import COLOURS, LABEL_POINTS, MUTED, _axes, _options
-
-_MARKERS = "osD^v"
+from rsembed.plot.drawing import MUTED, axes_or_new, finish, marker_look, note, with_defaults
 
 
 class Work(NamedTuple):
@@ -68,28 +66,18 @@ def plot_roofline(
       ax: None makes a figure.
       **line_kwargs: go to the roof.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     ridge = flops_per_second / bytes_per_second
     span = np.geomspace(min(work.intensity, ridge) / 8, max(work.intensity, ridge) * 4, 200)
-    line = _options(line_kwargs, color=MUTED, linewidth=2.0)
+    line = with_defaults(line_kwargs, color=MUTED, linewidth=2.0)
     ax.loglog(span, roof(span, bytes_per_second, flops_per_second) / 1e9, **line)
     ax.axvline(work.intensity, color=MUTED, linewidth=0.8, linestyle=":")
     best = roof(work.intensity, bytes_per_second, flops_per_second)
     for number, (name, taken) in enumerate(seconds.items()):
         reached = work.flops / taken
         label = f"{name}: {100 * reached / best:.0f} % of the roof"
-        colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-        ax.plot(work.intensity, reached / 1e9, marker=marker, linestyle="none", color=colour, markersize=9, label=label)
-    place = span[20]
-    ax.annotate(
-        f"{bytes_per_second / 1e9:.0f} GB/s",
-        (place, roof(place, bytes_per_second, flops_per_second) / 1e9),
-        xytext=(-4, 6),
-        textcoords="offset points",
-        ha="right",
-        fontsize=LABEL_POINTS,
-        color=MUTED,
-    )
-    ax.set(xlabel="operations per byte of memory", ylabel="10⁹ operations per second")
+        ax.plot(work.intensity, reached / 1e9, **marker_look(number), linestyle="none", markersize=9, label=label)
+    place = span[20], roof(span[20], bytes_per_second, flops_per_second) / 1e9
+    note(ax, f"{bytes_per_second / 1e9:.0f} GB/s", place, xytext=(-4, 6), ha="right", va="baseline")
     ax.legend(frameon=False, loc="lower right")
-    return ax
+    return finish(ax, "operations per byte of memory", "10⁹ operations per second")

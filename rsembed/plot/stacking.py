@@ -9,9 +9,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
 
-from rsembed.plot.pictures import COLOURS, LABEL_POINTS, MUTED, _axes, _options
+from rsembed.plot.drawing import COLOURS, DASHED, LABEL_POINTS, axes_or_new, colour_of, finish, note, with_defaults
 from rsembed.stacking import StackingPlan
 
 PADDING_COLOUR = "#d0d0d0"
@@ -22,8 +21,7 @@ PADDING_COLOUR = "#d0d0d0"
 def load_skew(load: Int[np.ndarray, " shards"]) -> float:
     """The largest load over the mean: 1 is even, and the busiest shard is late by this factor.
 
-    Raises:
-      ValueError: there is no load.
+    Raises: ValueError: there is no load.
 
     Example:
       >>> load_skew(np.array([6, 2, 2, 2]))
@@ -53,8 +51,7 @@ def treemap(
     Largest first, rows of rectangles are filled along the shorter side of what is left, as long as that makes them
     squarer.
 
-    Raises:
-      ValueError: a size is negative, or all are zero.
+    Raises: ValueError: a size is negative, or all are zero.
     Source: Bruls, Huizing, van Wijk, "Squarified Treemaps", 2000.
 
     Example:
@@ -107,25 +104,20 @@ def plot_shard_load(
       ax: None makes a figure.
       **bar_kwargs: for all bars.
 
-    Raises:
-      ValueError: there is no load, or the layouts have different numbers of shards.
+    Raises: ValueError: there is no load, or the layouts have different numbers of shards.
     """
     num_shards = {len(load) for load in loads.values()}
     if len(num_shards) != 1:
         raise ValueError(f"plot_shard_load: needs loads of one number of shards, got {sorted(num_shards)}.")
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     shards, width = np.arange(num_shards.pop()), 0.8 / len(loads)
     for number, (name, load) in enumerate(loads.items()):
         left = shards + (number - (len(loads) - 1) / 2) * width
         label = f"{name}: busiest {load_skew(load):.2f} × mean"
-        colour = COLOURS[number % len(COLOURS)]
-        ax.bar(left, load, **_options(bar_kwargs, width=width, color=colour, label=label))
-    even = float(np.mean([np.mean(load) for load in loads.values()]))
-    ax.axhline(even, color=MUTED, linestyle="--", linewidth=1.2, label="mean")
-    ax.set(xlabel="shard", ylabel="ids to look up")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.bar(left, load, **with_defaults(bar_kwargs, width=width, color=colour_of(number), label=label))
+    ax.axhline(float(np.mean(list(loads.values()))), **DASHED, label="mean")
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
-    return ax
+    return finish(ax, "shard", "ids to look up", counts_on_x=True)
 
 
 def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: Any) -> Axes:
@@ -136,26 +128,17 @@ def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = 
       ax: None makes a figure.
       **bar_kwargs: for all bars.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     names = list(sizes)
     used, padding = np.asarray([sizes[name] for name in names], np.float64).reshape(-1, 2).T / 1e6
-    ax.barh(names, used, **_options(bar_kwargs, color=COLOURS[0], label="embeddings"))
-    ax.barh(names, padding, left=used, **_options(bar_kwargs, color=PADDING_COLOUR, label="padding"))
+    ax.barh(names, used, **with_defaults(bar_kwargs, color=COLOURS[0], label="embeddings"))
+    ax.barh(names, padding, left=used, **with_defaults(bar_kwargs, color=PADDING_COLOUR, label="padding"))
     for position, (own, empty) in enumerate(zip(used, padding, strict=True)):
-        ax.annotate(
-            f"{empty / (own + empty):.1%} padding",
-            (own + empty, position),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=LABEL_POINTS,
-            color=MUTED,
-        )
-    ax.set(xlabel="table (MB over all shards)", ylabel="stack")
+        note(ax, f"{empty / (own + empty):.1%} padding", (own + empty, position))
     ax.set_xlim(0, 1.6 * max(used + padding, default=1.0))  # room for the text behind the bars
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
-    return ax
+    return finish(ax, "table (MB over all shards)", "stack")
 
 
 def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: Any) -> Axes:
@@ -166,7 +149,7 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
       ax: None makes a figure.
       **box_kwargs: for the rectangles.
     """
-    ax = _axes(ax, (7.2, 4.2))
+    ax = axes_or_new(ax, (7.2, 4.2))
     figure = ax.figure.canvas.figure
     figure.draw_without_rendering()  # layout engines decide late how large the axes are, and with them what is square
     width, height = ax.bbox.width / figure.dpi, ax.bbox.height / figure.dpi
@@ -175,11 +158,8 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
         share = used / max(used + padding, 1)
         parts = ((left, across * share, COLOURS[0]), (left + across * share, across * (1 - share), PADDING_COLOUR))
         for start, length, colour in parts:
-            ax.add_patch(
-                Rectangle(
-                    (start, bottom), length, up, **_options(box_kwargs, facecolor=colour, edgecolor="white", lw=1.5)
-                )
-            )
+            look = with_defaults(box_kwargs, facecolor=colour, edgecolor="white", lw=1.5)
+            ax.add_patch(Rectangle((start, bottom), length, up, **look))
         wanted = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
         for text in (wanted, name):
             lines = text.splitlines()
@@ -189,9 +169,8 @@ def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None 
                 break
     total = sum(used + padding for used, padding in sizes.values())
     padding_total = sum(padding for _, padding in sizes.values())
-    ax.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[])
-    ax.set(xlabel=f"area: {total / 1e6:,.1f} MB over all shards, {padding_total / total:.0%} of it padding")
-    ax.set_ylabel("one rectangle per stack")
     handles = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour in (COLOURS[0], PADDING_COLOUR)]
     ax.legend(handles, ["embeddings", "padding"], loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
-    return ax
+    ax.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[])
+    xlabel = f"area: {total / 1e6:,.1f} MB over all shards, {padding_total / total:.0%} of it padding"
+    return finish(ax, xlabel, "one rectangle per stack")

@@ -10,9 +10,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from rsembed.plot.pictures import COLOURS, _axes, _reference_lines
-
-_MARKERS = "osD^vP"
+from rsembed.plot.drawing import axes_or_new, colour_of, finish, marker_look, reference_lines
 
 
 def rank_tails(
@@ -55,15 +53,10 @@ def plot_rank_spectrum(
       tails: `{name: relative errors at rank 0, 1, ...}`, see `rank_tails`.
       ax: None makes a figure.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     for number, (name, tail) in enumerate(tails.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        ax.plot(np.arange(len(tail)), np.asarray(tail), color=colour, linewidth=2.0, label=name)
-    ax.set(xlabel="rank", ylabel="relative error that must remain")
-    ax.set_ylim(0, 1.02)
-    ax.set_xlim(left=0)
-    ax.legend(frameon=False)
-    return ax
+        ax.plot(np.arange(len(tail)), np.asarray(tail), color=colour_of(number), linewidth=2.0, label=name)
+    return finish(ax, "rank", "relative error that must remain", xlim=(0, None), ylim=(0, 1.02), legend=True)
 
 
 def plot_against_bytes(
@@ -81,16 +74,14 @@ def plot_against_bytes(
       ylabel: what the values are, with their unit.
       ax: None makes a figure.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     for number, (name, points) in enumerate(results.items()):
         num_bytes, values = zip(*sorted(points), strict=True)
-        colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-        ax.plot(num_bytes, values, color=colour, marker=marker, linewidth=1.5, label=name)
-    _reference_lines(ax, references)
-    ax.set(xscale="log", xlabel="table (bytes)", ylabel=ylabel)
+        ax.plot(num_bytes, values, **marker_look(number), linewidth=1.5, label=name)
+    reference_lines(ax, references)
+    ax.set_xscale("log")  # sets a formatter of its own
     ax.xaxis.set_major_formatter(FuncFormatter(_bytes_label))
-    ax.legend(frameon=False)
-    return ax
+    return finish(ax, "table (bytes)", ylabel, legend=True)
 
 
 def _bytes_label(num_bytes: float, _: int) -> str:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
-from rsembed.plot.pictures import COLOURS, _axes, _options
+from rsembed.plot.drawing import axes_or_new, finish, line_look, with_defaults
 
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
 
@@ -36,8 +36,7 @@ def magnitudes(values: Float[np.ndarray, "*shape"], *, bins_per_decade: int = 4)
       values: any shape; signs do not matter.
       bins_per_decade: bins between a power of ten and the next.
 
-    Raises:
-      ValueError: the array is empty, or holds an entry that is not finite.
+    Raises: ValueError: the array is empty, or holds an entry that is not finite.
 
     Example:
       >>> found = magnitudes(np.array([0.0, 1.5, -2.0, 150.0]), bins_per_decade=1)
@@ -64,15 +63,13 @@ def plot_slot_magnitudes(
       ax: None makes a figure.
       **line_kwargs: for the outlines.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     for number, (name, values) in enumerate(slots.items()):
         found = magnitudes(values)
         label = f"{name} ({found.zero_fraction:.0%} zero)"
-        look = {"color": COLOURS[number % len(COLOURS)], "linestyle": ("-", "--", "-.", ":")[number % 4]}
-        ax.stairs(100 * found.fractions, found.edges, **_options(line_kwargs, linewidth=2.0, label=label, **look))
-    ax.set(xscale="log", xlabel="size of an entry (no unit)", ylabel="entries per bin (%)", ylim=(0, None))
-    ax.legend(frameon=False)
-    return ax
+        look = with_defaults(line_kwargs, **line_look(number), linewidth=2.0, label=label)
+        ax.stairs(100 * found.fractions, found.edges, **look)
+    return finish(ax, "size of an entry (no unit)", "entries per bin (%)", xscale="log", ylim=(0, None), legend=True)
 
 
 def norm_drift(
@@ -84,8 +81,7 @@ def norm_drift(
       tables: one table at several times, the first one being the beginning. Rows that began at zero are left out.
       quantiles: from 0 to 1; 0.5 is the median row, 1 the one that moved most.
 
-    Raises:
-      ValueError: no row began with a norm above zero.
+    Raises: ValueError: no row began with a norm above zero.
 
     Example:
       >>> start = np.array([[3.0, 4.0], [0.0, 1.0]])
@@ -122,16 +118,13 @@ def plot_norm_drift(
       ax: None makes a figure.
       **line_kwargs: for the lines.
     """
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     times = np.arange(len(drift)) if steps is None else np.asarray(steps)
     names = {0.5: "median row", 1.0: "row that moved most", 0.0: "row that moved least"}
     for number in reversed(range(len(quantiles))):
         share = quantiles[number]
         label = names.get(share, f"{share:.0%} of the rows moved less")
-        look = {"color": COLOURS[number % len(COLOURS)], "linestyle": ("-", "--", "-.", ":")[number % 4]}
-        ax.plot(times, drift[:, number], **_options(line_kwargs, linewidth=2.0, label=label, **look))
-    ax.set(xlabel="training step", ylabel="distance from the first value (% of its norm)", ylim=(0, None))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.plot(times, drift[:, number], **with_defaults(line_kwargs, **line_look(number), linewidth=2.0, label=label))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
-    ax.legend(frameon=False)
-    return ax
+    labels = "training step", "distance from the first value (% of its norm)"
+    return finish(ax, *labels, counts_on_x=True, legend=True, ylim=(0, None))

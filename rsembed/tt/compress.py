@@ -236,26 +236,18 @@ def _row_wise_integers(task: _Task, bits: int) -> Answer:
 
 def _product_codes(task: _Task) -> Answer | None:
     """Columns in equal parts, each replaced by the nearest of 256 codewords: more parts, less error."""
-    codebook_bytes = 4 * CODEWORDS * task.dim
+    bytes_by_parts = {m: 4 * CODEWORDS * task.dim + task.rows * m for m in range(1, task.dim + 1) if task.dim % m == 0}
+    tried = list(bytes_by_parts)
+    if task.most_bytes is not None:
+        tried = [m for m in tried if bytes_by_parts[m] <= task.most_bytes][-1:]  # the finest that fits
     answer = None
-    for num_parts in (m for m in range(1, task.dim + 1) if task.dim % m == 0):
-        num_bytes = codebook_bytes + task.rows * num_parts
-        if task.most_bytes is not None and num_bytes > task.most_bytes:
-            break
-        if task.most_bytes is not None and codebook_bytes + task.rows * _next_divisor(task.dim, num_parts) <= (
-            task.most_bytes
-        ):
-            continue  # a finer one fits as well
+    for num_parts in tried:
         pieces = [_nearest_codewords(task, part) for part in np.split(task.table, num_parts, axis=1)]
         reconstruction = np.concatenate([words[codes] for codes, words in pieces], axis=1)
-        answer = num_bytes, pieces, reconstruction
+        answer = bytes_by_parts[num_parts], pieces, reconstruction
         if task.most_error is not None and task.error(reconstruction) <= task.most_error:
             break
     return answer
-
-
-def _next_divisor(number: int, after: int) -> float:
-    return next((m for m in range(after + 1, number + 1) if number % m == 0), math.inf)
 
 
 def _nearest_codewords(task: _Task, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -99,8 +99,7 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
             "with any."
         )
     d, num_harmonics = spec.num_cores, min(spec.tt_ranks) // 2
-    k = 2 * jnp.arange(num_harmonics, dtype=jnp.float32) + 1
-    k = k[None, None, None, :]
+    k = (2 * jnp.arange(num_harmonics, dtype=jnp.float32) + 1)[None, None, None, :]
     amplitudes = (8 / (jnp.pi * k) ** 2 / math.sqrt(spec.num_embeddings)) ** (1 / d)
     angle_key, noise_key = jax.random.split(key)
     noises = _split(spec, 0.01 * jax.random.normal(noise_key, (spec.num_params,)))
@@ -121,6 +120,5 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
             diagonal = jnp.eye(num_harmonics)[None, :, None, None, :, None]
             core = (turn[:, None] * diagonal).reshape(p, 2 * num_harmonics, q, 2 * num_harmonics)
         core = jnp.pad(core, [(0, 0), (0, left - core.shape[1]), (0, 0), (0, right - core.shape[3])])
-        rms = jnp.sqrt(jnp.mean(core * core))
-        cores.append(core + rms * noises[t])
+        cores.append(core + jnp.sqrt(jnp.mean(core * core)) * noises[t])
     return cores

@@ -11,11 +11,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.optimizers import Hyperparameters
 from rsembed.specs import TableSpec
+from rsembed.tt.chain import Cores
 from rsembed.tt.cores import rows as rows_of
 from rsembed.tt.initial_cores import WEIGHT_DISTRIBUTIONS, init_cores
 from rsembed.tt.spec import TTSpec
-
-Cores = tuple[Array, ...]
 
 
 @no_type_check  # sequences become tuples in __post_init__
