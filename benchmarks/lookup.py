@@ -2,9 +2,8 @@
 
     python benchmarks/lookup.py [--quick] [--workloads 8x100k,26x100k,1x10M] [--json PATH]
 
-The contestants take turns batch by batch, so that a noisy machine is noisy for all of them; eight distinct batches are
-cycled and the table shows medians. Every contestant gets the same ids and the same gradient of its outputs; no loss
-and no dense layers are timed:
+The contestants take turns of eight distinct batches, so that a noisy machine is noisy for all of them; the table shows
+medians. Every contestant gets the same ids and the same gradient of its outputs; no loss and no dense layers are timed:
 
 * rsembed: an `EmbeddingCollection` with one feature a table, prepared batches; `lookup`, then `update`, which is fused.
 * torch: `nn.EmbeddingBag(mode="sum")` per feature, with `sparse=True` for training; `torch.optim.Adagrad`, which is not

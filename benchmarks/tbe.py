@@ -3,7 +3,7 @@
     python benchmarks/tbe.py [--quick] [--workloads A,B,C,D] [--json PATH]
 
 Every contestant gets the same ids, the same gradient of its outputs and equal tables; no loss and no dense layers are
-timed. They take turns batch by batch, eight distinct batches are cycled, and bounds checks are off everywhere:
+timed. They take turns of eight distinct batches, and bounds checks are off everywhere:
 
 * ours, eager: `TableBatchedEmbeddingBags` called with numpy ids, as a user of PyTorch would; `vjp`, then `backward`.
 * ours, jit: `rsembed.tbe.functional` in one compiled step with donated state, on ids that are jax arrays already.

@@ -137,21 +137,22 @@ class Times(NamedTuple):
 
 
 def race(contestants: Mapping[str, Run], num_rounds: int) -> dict[str, Times]:
-    """Times of every contestant. They take turns on the same batch, in every order, or in as many as there are turns.
+    """Times of every contestant. They take turns of all batches, in every order, or in as many as there are rounds.
 
-    Orders matter: who runs behind a contestant that fills the caches with rows of its own starts with cold ones.
+    Before its turn each runs the last batch untimed. Training calls one of them again and again, so nobody's time may
+    depend on what another one left behind: its rows in the caches, or its threads, which spin for milliseconds before
+    they sleep.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     permutations = list(itertools.permutations(contestants))
     random.Random(0).shuffle(permutations)  # of many contestants' orders, the first few must not begin alike
-    orders = itertools.cycle(permutations)
-    for turn in range(-1, num_rounds):
-        for k in range(NUM_BATCHES):
-            for name in next(orders):
+    for order in itertools.islice(itertools.cycle(permutations), num_rounds):
+        for name in order:
+            contestants[name](NUM_BATCHES - 1)  # the first time, this compiles
+            for k in range(NUM_BATCHES):
                 start = time.perf_counter()
                 contestants[name](k)
-                if turn >= 0:  # the first round compiles and warms up
-                    seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.perf_counter() - start)
     return {name: Times(1e3 * statistics.median(values), 1e3 * min(values)) for name, values in seconds.items()}
 
 
