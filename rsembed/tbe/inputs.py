@@ -51,12 +51,12 @@ class Inputs(NamedTuple):
     num_bags: tuple[int, ...]
 
     def in_parts(self, num_parts: int, min_ids: int) -> list[Inputs]:
-        """The batch in at most `num_parts` parts of at least `min_ids` ids, each with all bags."""
+        """The batch in at most `num_parts` parts, one or more, of at least `min_ids` ids, each with all bags."""
         num_ids = len(self.ids)
         size = max(-(-num_ids // num_parts), min_ids)
         return [
             self._replace(ids=self.ids[first : first + size], offsets=np.clip(self.offsets - first, 0, size))
-            for first in range(0, num_ids, size)
+            for first in range(0, max(num_ids, 1), size)
         ]
 
     @property

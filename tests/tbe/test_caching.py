@@ -138,6 +138,16 @@ def test_prefetched_batches_have_the_same_bits(pipeline, multipass, ahead):
     assert_same_bits(plain, cached)
 
 
+@pytest.mark.parametrize("multipass", [None, rt.MultiPassPrefetchConfig(3, 10)])
+def test_a_batch_without_ids_may_be_prefetched(multipass):
+    plain, cached = pair(cache_sets=1, multipass_prefetch_config=multipass)
+    indices, offsets = np.zeros(0, np.int64), np.zeros_like(BATCHES[0][1])
+    cached.prefetch(indices, offsets)
+    np.testing.assert_array_equal(cached(indices, offsets), np.zeros_like(plain(*BATCHES[0])))
+    cached.prefetch(*BATCHES[0])
+    np.testing.assert_array_equal(cached(*BATCHES[0]), plain(*BATCHES[0]))
+
+
 def test_prefetching_between_lookup_and_update_and_lookups_in_between():
     plain, cached = pair(cache_sets=1, prefetch_pipeline=True)
     for module in (plain, cached):
