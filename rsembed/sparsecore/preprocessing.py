@@ -112,7 +112,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     Args:
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
-      dense_shapes: tree of `[2]` shapes; the first number is the local batch size.
+      dense_shapes: tree of `[2]` shapes; the first number is the batch size, local or global as for dense input.
       feature_specs: placed specs; these and all that follow are as for dense input.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.

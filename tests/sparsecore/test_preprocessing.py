@@ -197,6 +197,27 @@ def test_processes_together_fill_what_one_process_fills():
     jax.tree.map(np.testing.assert_array_equal, together, whole)
 
 
+@pytest.mark.parametrize("is_global", [True, False])
+def test_sparse_tensors_of_a_global_or_a_local_batch_are_cut_like_dense_ones(is_global, monkeypatch):
+    specs = specs_for(4, 1, "sum", 1)
+    rows = {name: np.arange(3 * batch).reshape(batch, 3) % 20 for name, batch in BATCHES.items()}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        own = {name: ids[process * len(ids) // 2 :][: len(ids) // 2] for name, ids in rows.items()}
+        wanted = embedding.preprocess_sparse_dense_matmul_input(own, None, specs, 2, 4, num_sc_per_device=1)[0]
+        given = rows if is_global else own
+        indices, values, shapes = (
+            {name: part(ids) for name, ids in given.items()}
+            for part in (lambda ids: np.argwhere(ids >= 0), np.ravel, np.shape)
+        )
+        found = embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
+            indices, values, shapes, specs, 2, 4, num_sc_per_device=1
+        )[0]
+        for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
 def test_leading_dimension_counts_local_devices():
     specs = specs_for(2, 2, "sum", 1)
     batch = {name: np.zeros((size, 1), np.int32) for name, size in BATCHES.items()}
