@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A room imports only from rooms further up this list. The page docs/architecture.md tells the reasons.
 ROOMS = [
     "progress",
+    "fingerprint",
     "optimizers",
     "specs",
     "initial_values",

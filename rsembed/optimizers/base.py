@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from rsembed.fingerprint import identity
+
 LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
 Slots = tuple[Array, ...]
 Hyperparameters = tuple[Any, ...]
@@ -62,6 +64,13 @@ class OptimizerSpec(abc.ABC):
     def __str__(self) -> str:
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
         return f"{type(self).__name__}({fields})"
+
+    @property
+    def identity(self) -> str:
+        """What the rule is, whatever the values of its hyperparameters; state of rules with one identity means the same."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["learning_rate"]  # a number today may be a schedule tomorrow
+        return type(self).__qualname__ + identity(fields)
 
     def get_learning_rate(self, step: Any = None) -> Any:
         """Learning rate at `step` (0-based).

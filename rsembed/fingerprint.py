@@ -1,0 +1,174 @@
+"""What a state, an input or a file belongs to, as a value that travels with it and can be compared.
+
+Arrays do not know what they mean: rows of a table on four devices and on two may have one shape and another order. A
+`Fingerprint` holds the facts on which the meaning depends (tables, sizes, rules, shards, owners) as plain JSON values.
+It is a static leaf of a pytree, so it passes through `jit` and `tree.map`, which refuse to mix two of them; it is
+written into files; and `check_same` is the one place that compares two and says what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+MAX_DIFFERENCES_SHOWN = 6
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """Facts, compared and hashed by value.
+
+    Args:
+      text: the facts as canonical JSON; use `Fingerprint.of` to make one.
+
+    Example:
+      >>> was = Fingerprint.of({"tables": {"word": {"rows": 10}}, "shards": 4})
+      >>> was.differences(Fingerprint.of({"tables": {"word": {"rows": 12}}, "shards": 4}))
+      ['tables/word/rows: 10, not 12']
+    """
+
+    text: str
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Fingerprint:
+        """The fingerprint of what JSON can hold; the order of keys does not matter."""
+        return cls(json.dumps(facts, sort_keys=True, separators=(",", ":")))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts, for reading and for files."""
+        return json.loads(self.text)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Twelve characters that stand for all facts."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # a text keeps its hash; jit asks for it in every call
+
+    def __repr__(self) -> str:
+        return f"Fingerprint({self.digest})"
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Every fact of this one that the other has otherwise, as `path: own, not theirs`."""
+        return [] if self == other else list(_differences(self.facts, other.facts, ""))
+
+
+def check_same(found: Fingerprint, expected: Fingerprint, *, what: str, way_out: str) -> None:
+    """The one comparison of two fingerprints.
+
+    Args:
+      found: of what was given.
+      expected: of what it is to be used with.
+      what: the sentence's beginning, such as `"the state does not belong to this collection"`.
+      way_out: what to do about it, a whole clause.
+
+    Raises: ValueError: they differ; names the facts.
+    """
+    if found == expected:
+        return
+    differences = found.differences(expected)
+    shown = "; ".join(differences[:MAX_DIFFERENCES_SHOWN])
+    more = len(differences) - MAX_DIFFERENCES_SHOWN
+    raise ValueError(f"{what}: {shown}{f'; and {more} more' if more > 0 else ''}. {way_out}")
+
+
+def identity(value: Any) -> str:
+    """What a rule or function *is*: its name and structure, without the values of its numbers.
+
+    Two rules whose state means the same have one identity, whatever their learning rates are. Truth values, texts and
+    functions inside a rule count, since they choose between formulas (`nesterov=True`). Transformations of optax are
+    closures; what they close over is part of them. A function without a name is told by the names in its code.
+
+    Example:
+      >>> import optax
+      >>> identity(optax.adam(1e-3))
+      'chain(update_fns=(scale_by_adam(mu_dtype=None, nesterov=False), scale))'
+      >>> identity(optax.adam(0.1)) == identity(optax.adam(0.2)), identity(optax.adam(0.1)) == identity(optax.nadam(0.1))
+      (True, False)
+    """
+    return _identity(value, frozenset())
+
+
+# Wrappers that change the signature of a transformation, not what it does; versions of optax add and remove them.
+_TRANSPARENT = ("with_extra_args_support.update",)
+
+
+def _identity(value: Any, above: frozenset[int]) -> str:
+    if value is None or isinstance(value, (bool, str, type, np.dtype, np.bool_)):
+        return value.__qualname__ if isinstance(value, type) else str(value)
+    if isinstance(value, (numbers.Number, np.ndarray, np.generic, jax.Array)):
+        return "number"
+    if id(value) in above:
+        return "itself"
+    inside = functools.partial(_identity, above=above | {id(value)})
+    if isinstance(value, optax.GradientTransformation):
+        return inside(value.update)
+    if isinstance(value, Mapping):
+        return _call("", {str(key): inside(entry) for key, entry in value.items()})
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(inside, value))})"
+    if isinstance(value, functools.partial):
+        return _call(inside(value.func), {str(name): inside(entry) for name, entry in value.keywords.items()})
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: inside(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return _call(type(value).__qualname__, fields)
+    if hasattr(value, "__wrapped__"):
+        return inside(value.__wrapped__)
+    if isinstance(value, FunctionType):
+        return _function_identity(value, inside)
+    return type(value).__qualname__
+
+
+def _function_identity(function: FunctionType, inside: Callable[[Any], str]) -> str:
+    code, cells = function.__code__, function.__closure__ or ()
+    closed = {name: inside(_content(cell)) for name, cell in zip(code.co_freevars, cells, strict=True)}
+    name = function.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
+    if name in _TRANSPARENT:
+        return next(iter(closed.values()), name)
+    if name.endswith("<lambda>"):
+        name = f"lambda {' '.join(code.co_varnames[: code.co_argcount])}: {' '.join(code.co_names)}"
+    return _call(name, closed)
+
+
+def _call(name: str, arguments: Mapping[str, str]) -> str:
+    shown = [f"{key}={value}" for key, value in sorted(arguments.items()) if value != "number"]
+    return f"{name}({', '.join(shown)})" if shown else name
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a recursive function that is still being made
+        return None
+
+
+def _differences(own: Any, other: Any, path: str) -> Iterator[str]:
+    if isinstance(own, dict) and isinstance(other, dict):
+        for key in sorted(own.keys() | other.keys()):
+            where = f"{path}/{key}" if path else key
+            if key not in other:
+                yield f"{where}: {_short(own[key])}, which is not there"
+            elif key not in own:
+                yield f"{where}: missing, not {_short(other[key])}"
+            else:
+                yield from _differences(own[key], other[key], where)
+    elif own != other:
+        yield f"{path}: {_short(own)}, not {_short(other)}"
+
+
+def _short(fact: Any) -> str:
+    text = json.dumps(fact)
+    return text if len(text) <= 120 else f"{text[:117]}..."
