@@ -1,6 +1,7 @@
 """What every test runs under: eight CPU devices, strict dtypes and ranks, no figure left open."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -23,8 +24,24 @@ collect_ignore = ["parallel/runtime_program.py"]  # started by tests, with argum
 QUICK_COMPILES = (
     "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
+
+
+def flags_known(flags: str) -> str:
+    """Those of the flags that the installed XLA knows: it ends a process for any other, so a child asks it."""
+    ask = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
+    answer = subprocess.run(ask, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    if answer.returncode == 0:
+        return flags
+    known = " ".join(flag for flag in flags.split() if flag not in answer.stderr.split())
+    if known == flags:
+        raise pytest.UsageError(f"XLA refuses XLA_FLAGS={flags!r}:\n{answer.stderr}")
+    return flags_known(known)
+
+
+if "RSEMBED_TEST_XLA_FLAGS" not in os.environ:  # asked once, for all processes of a run
+    os.environ["RSEMBED_TEST_XLA_FLAGS"] = flags_known(QUICK_COMPILES)
 flags_before = os.environ.get("XLA_FLAGS")
-os.environ["XLA_FLAGS"] = f"{flags_before or ''} {QUICK_COMPILES}".strip()
+os.environ["XLA_FLAGS"] = f"{flags_before or ''} {os.environ['RSEMBED_TEST_XLA_FLAGS']}".strip()
 jax.devices("cpu")
 if flags_before is None:
     del os.environ["XLA_FLAGS"]
