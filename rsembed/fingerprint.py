@@ -35,7 +35,7 @@ class Fingerprint:
     Example:
       >>> was = Fingerprint.of({"tables": {"word": {"rows": 10}}, "shards": 4})
       >>> was.differences(Fingerprint.of({"tables": {"word": {"rows": 12}}, "shards": 4}))
-      ['tables/word/rows: 10, not 12']
+      ['tables/word/rows is 10, expected 12']
     """
 
     text: str
@@ -62,7 +62,7 @@ class Fingerprint:
         return f"Fingerprint({self.digest})"
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Every fact of this one that the other has otherwise, as `path: own, not theirs`."""
+        """Every fact of this one that the other has otherwise, and what it is there."""
         return [] if self == other else list(_differences(self.facts, other.facts, ""))
 
 
@@ -96,7 +96,7 @@ def identity(value: Any) -> str:
       >>> import optax
       >>> identity(optax.adam(1e-3))
       'chain(update_fns=(scale_by_adam(mu_dtype=None, nesterov=False), scale))'
-      >>> identity(optax.adam(0.1)) == identity(optax.adam(0.2)), identity(optax.adam(0.1)) == identity(optax.nadam(0.1))
+      >>> identity(optax.adam(1e-3)) == identity(optax.adam(0.2)), identity(optax.adam(0.2)) == identity(optax.nadam(0.2))
       (True, False)
     """
     return _identity(value, frozenset())
@@ -160,13 +160,13 @@ def _differences(own: Any, other: Any, path: str) -> Iterator[str]:
         for key in sorted(own.keys() | other.keys()):
             where = f"{path}/{key}" if path else key
             if key not in other:
-                yield f"{where}: {_short(own[key])}, which is not there"
+                yield f"{where} is not expected"
             elif key not in own:
-                yield f"{where}: missing, not {_short(other[key])}"
+                yield f"{where} is missing"
             else:
                 yield from _differences(own[key], other[key], where)
     elif own != other:
-        yield f"{path}: {_short(own)}, not {_short(other)}"
+        yield f"{path} is {_short(own)}, expected {_short(other)}"
 
 
 def _short(fact: Any) -> str:
