@@ -96,8 +96,8 @@ def identity(value: Any) -> str:
       >>> import optax
       >>> identity(optax.adam(1e-3))
       'chain(update_fns=(scale_by_adam(mu_dtype=None, nesterov=False), scale))'
-      >>> identity(optax.adam(1e-3)) == identity(optax.adam(0.2)), identity(optax.adam(0.2)) == identity(optax.nadam(0.2))
-      (True, False)
+      >>> [identity(optax.adam(1e-3)) == identity(rule) for rule in (optax.adam(0.2), optax.nadam(0.2))]
+      [True, False]
     """
     return _identity(value, frozenset())
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from rsembed.fingerprint import Fingerprint
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
 
@@ -27,6 +28,7 @@ class RowGradients:
       values: float32 gradient of each row; zeros in unused places.
       num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
       shardings: on a mesh, how rows and values of each stack are split, as sorted `(stack, rows, values)`.
+      layout: of the collection that they belong to, which it compares before it applies them.
     """
 
     rows: dict[str, Int[Array, " capacity"]]
@@ -35,6 +37,7 @@ class RowGradients:
     shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
+    layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
         """Number of distinct rows with a gradient, per stack."""
@@ -95,6 +98,10 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
         raise ValueError(
             f"row gradients of different collections cannot be combined: {[r.num_rows for r in row_gradients]}."
         )
+    if any(other.layout != first.layout for other in row_gradients):
+        raise ValueError(
+            "row gradients of different collections cannot be combined, although their tables have equal sizes."
+        )
     if any(other.shardings != first.shardings for other in row_gradients):
         raise ValueError("row gradients of different meshes cannot be combined.")
     shardings = {name: split for name, *split in first.shardings or ()}
@@ -102,7 +109,7 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
     for name, num_rows in first.num_rows:
         parts = [(r.rows[name], r.values[name]) for r in row_gradients]
         rows[name], values[name] = _combine_stack(num_rows, parts, shardings.get(name))
-    return RowGradients(rows, values, first.num_rows, first.shardings)
+    return RowGradients(rows, values, first.num_rows, first.shardings, first.layout)
 
 
 def _combine_stack(

@@ -281,26 +281,33 @@ def plan_stacking(
     named = [name for group in groups for name in group]
     if sorted(named) != sorted(tables):
         raise ValueError(f"groups must name every table once: tables {sorted(tables)}, groups {sorted(named)}.")
+    names = [stack_name_of(group, use_short_stack_names=use_short_stack_names) for group in groups]
     stacks = tuple(
         plan_stack(
             features,
             group,
-            stack_name=stack_name_of(group, use_short_stack_names=use_short_stack_names),
+            stack_name=stack_name_of(
+                group, is_taken=names.count(name) > 1, use_short_stack_names=use_short_stack_names
+            ),
             num_shards=num_shards,
             pad=pad,
             rotation=rotation,
         )
-        for group in groups
+        for name, group in zip(names, groups, strict=True)
     )
     return StackingPlan(num_shards=num_shards, stacks=stacks)
 
 
-def stack_name_of(table_names: Sequence[str], *, use_short_stack_names: bool = True) -> str:
-    """Table names joined by `_`; a long name is cut and gets a hash of the whole."""
+def stack_name_of(table_names: Sequence[str], *, is_taken: bool = False, use_short_stack_names: bool = True) -> str:
+    """Table names joined by `_`; a long name is cut and gets a hash of the whole.
+
+    So does one that `is_taken`, as when tables `user` and `item` stand beside a table `user_item`.
+    """
     full = "_".join(table_names)
-    if not use_short_stack_names or len(full) <= MAX_STACK_NAME_LENGTH:
+    if not is_taken and (not use_short_stack_names or len(full) <= MAX_STACK_NAME_LENGTH):
         return full
-    return f"{full[:MAX_STACK_NAME_LENGTH]}...{hashlib.sha256(full.encode()).hexdigest()[:12]}"
+    hashed = "\0".join(table_names) if is_taken else full
+    return f"{full[:MAX_STACK_NAME_LENGTH]}...{hashlib.sha256(hashed.encode()).hexdigest()[:12]}"
 
 
 def group_tables(

@@ -21,10 +21,8 @@ def test_facts_come_back_and_do_not_depend_on_their_order():
 
 def test_check_same_names_every_difference_and_the_way_out():
     other = Fingerprint.of({"shards": 2, "tables": {"word": {"rows": 10, "dim": 2}}})
-    with pytest.raises(
-        ValueError,
-        match=r"^the file is another's: shards is 4, expected 2; tables/topic is not expected\. Convert it\.$",
-    ):
+    message = r"^the file is another's: shards is 4, expected 2; tables/topic is not expected\. Convert it\.$"
+    with pytest.raises(ValueError, match=message):
         check_same(Fingerprint.of(FACTS), other, what="the file is another's", way_out="Convert it.")
     check_same(other, other, what="", way_out="")
 

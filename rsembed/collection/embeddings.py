@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,12 +19,16 @@ from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, EmbeddingState, LookupStatistics, Traffic
+from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
 from rsembed.row_gradients import RowGradients
 from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
+
+MANY_SIZES = 8
+"""Sizes of a batch inside `jit` after which the cost of compiling is told."""
 
 
 class EmbeddingCollection:
@@ -102,6 +109,8 @@ class EmbeddingCollection:
             implementation=implementation,
         )
         inputs.check_output_shapes(self.features, self.devices)
+        self.layout = Fingerprint.of({n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()})
+        self._traced_sizes: set[Any] = set()
         self._compile()
 
     def _compile(self) -> None:
@@ -115,6 +124,13 @@ class EmbeddingCollection:
         self._row_gradients = on_each(self._row_gradients_of_stacks, (split, split), gradients)
         self._apply = on_each(self._apply_stacks, (state, state, gradients, everywhere), (state, state))
         self._update = on_each(self._update_stacks, (state, state, split, split, everywhere), (state, state))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _COMPILED}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        vars(self).update(values)
+        self._compile()
 
     def __repr__(self) -> str:
         return f"EmbeddingCollection of {len(self.table_specs)} tables, {len(self.features)} features\n{self.plan}"
@@ -132,13 +148,54 @@ class EmbeddingCollection:
         """
         tables, slots = self._init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
-        return EmbeddingState(tables, slots, *self.devices.place(rest, PartitionSpec()))
+        return EmbeddingState(tables, slots, *self.devices.place(rest, PartitionSpec()), self.layout)
 
     def _init_stacks(self, key: PRNGKeyArray) -> tuple[dict[str, Any], dict[str, Any]]:
         return _two_dicts({name: stack.init(key, self.table_specs) for name, stack in self._stacks.items()})
 
+    @functools.cached_property
+    def template(self) -> EmbeddingState:
+        """A state of shapes and shardings instead of arrays, which `checkpoint.load(path, like=...)` fills."""
+        tables, slots = jax.eval_shape(self._init, jax.random.key(0))
+        rest = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+        if self.devices.mesh is not None:
+            sharding = self.devices.sharding
+            placed = {name: sharding(stack.partition) for name, stack in self._stacks.items()}
+            tables, slots = (
+                {name: jax.tree.map(partial(_placed_shape, placed[name]), part[name]) for name in part}
+                for part in (tables, slots)
+            )
+            rest = jax.tree.map(partial(_placed_shape, sharding(PartitionSpec())), rest)
+        return EmbeddingState(tables, slots, *rest, self.layout)
+
+    def check_state(self, state: EmbeddingState) -> None:
+        """Whether a state is this collection's; every method that takes one asks.
+
+        Raises: ValueError: its tables, their rules or the place of their rows differ (names what differs), or an array
+          has another shape or dtype.
+        """
+        if state.layout is not None:
+            check_same(
+                state.layout,
+                self.layout,
+                what="the state does not belong to this collection",
+                way_out="Save it with the collection that made it and load it with load_collection, or take over "
+                "tables alone with collection.with_tables(collection.init(key), tables).",
+            )
+        for part in ("tables", "slots"):
+            found, expected = getattr(state, part), getattr(self.template, part)
+            shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(found)]
+            if shapes == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(expected)]:
+                continue
+            shown = (jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree) for tree in (found, expected))
+            raise ValueError(
+                f"the state does not belong to this collection: {part} are {next(shown)}, expected {next(shown)}; use "
+                "a state of collection.init, or load one with load_collection."
+            )
+
     def tables(self, state: EmbeddingState) -> dict[str, Float[Array, "vocabulary dim"]]:
         """The logical tables by name (copies; on a mesh, every device gets one)."""
+        self.check_state(state)
         result = {}
         for name, stack in self._stacks.items():
             dense = self.devices.place(stack.dense(state.tables[name]), PartitionSpec())
@@ -148,6 +205,7 @@ class EmbeddingCollection:
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:
         """The optimizer state of every logical table (copies), in the named tuple of its optimizer."""
+        self.check_state(state)
         result = {}
         for name, stack in self._stacks.items():
             slots = self.devices.place(state.slots[name], PartitionSpec())
@@ -164,6 +222,7 @@ class EmbeddingCollection:
 
         Raises: ValueError: a table is unknown or has another shape. NotImplementedError: it has a storage.
         """
+        self.check_state(state)
         replaced = dict(state.tables)
         for table_name, values in tables.items():
             if table_name not in self.table_specs:
@@ -190,9 +249,9 @@ class EmbeddingCollection:
         """Checks a batch on the host and brings it into canonical form, ready for a jitted step.
 
         Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted. On a mesh, the canonical
-        form is one padded array `[batch, ids]` (or a pair of it and weights) split by sample; the number of ids is
-        rounded up to a power of two, so that few programs are compiled. Each process gives its own samples, equally
-        many, and gets the global batch.
+        form is one padded array `[batch, ids]` (or a pair of it and weights) split by sample. Each process gives its
+        own samples, equally many, and gets the global batch. Bags of any length get room for a power of two of ids, so
+        that few programs are compiled; a feature without a combiner keeps its number of ids on one device.
 
         Args:
           batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is no id), nested lists,
@@ -212,8 +271,24 @@ class EmbeddingCollection:
 
         Returns: `{feature: [batch, dim]}`; for combiner `none` one vector per id, shaped as the ids were.
         """
-        activations, statistics = self._lookup(state.tables, self.prepare(batch))
+        self.check_state(state)
+        batch = self.prepare(batch)
+        self._note_sizes(batch)
+        activations, statistics = self._lookup(state.tables, batch)
         return (activations, statistics) if return_statistics else activations
+
+    def _note_sizes(self, batch: Batch) -> None:
+        """Says once that a step is compiled again and again."""
+        leaves = jax.tree.leaves(batch)
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return
+        self._traced_sizes.add(tuple(leaf.shape for leaf in leaves))
+        if len(self._traced_sizes) == MANY_SIZES:
+            logging.getLogger("rsembed").warning(
+                "a step was traced for %d different sizes of a batch, and compiled for each; call collection.prepare "
+                "outside jit, which rounds sizes up, or give all batches one size with Bags.pad_to.",
+                MANY_SIZES,
+            )
 
     def _lookup_stacks(self, tables: Any, batch: Batch) -> tuple[Activations, LookupStatistics]:
         bags = _as_bags(batch)
@@ -254,7 +329,7 @@ class EmbeddingCollection:
         def pullback(d_activations: Mapping[str, Any]) -> RowGradients:
             rows, values = _two_dicts(self._row_gradients(batch, self._d_outputs(batch, d_activations)))
             num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
-            return RowGradients(rows, values, num_rows, self._gradient_shardings())
+            return RowGradients(rows, values, num_rows, self._gradient_shardings(), self.layout)
 
         return self.lookup(state, batch), pullback
 
@@ -270,7 +345,17 @@ class EmbeddingCollection:
         return {n: stack.row_gradients(bags, _of_features(stack, d_outputs)) for n, stack in self._stacks.items()}
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
-        """One optimizer step for every row in `row_gradients`, and only for those."""
+        """One optimizer step for every row in `row_gradients`, and only for those.
+
+        Raises: ValueError: the gradients are another collection's.
+        """
+        if row_gradients.layout is not None:
+            check_same(
+                row_gradients.layout,
+                self.layout,
+                what="the row gradients do not belong to this collection",
+                way_out="Take them from lookup_vjp of the collection that applies them.",
+            )
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         return self._stepped(state, self._apply, gradients)
 
@@ -305,6 +390,7 @@ class EmbeddingCollection:
         }
 
     def _stepped(self, state: EmbeddingState, step_stacks: Callable[..., Any], *gradients: Any) -> EmbeddingState:
+        self.check_state(state)
         steps = {}
         for stack in self.plan.stacks:
             rule, rounding = stack.spec.optimizer, None
@@ -312,7 +398,15 @@ class EmbeddingCollection:
                 rounding = api.stochastic_rounding(table_key(jax.random.fold_in(state.key, state.step), stack.name))
             steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding)
         tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
-        return EmbeddingState(tables, slots, state.step + 1, state.key)
+        return EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
+
+
+# Made by `_compile` from all else, and nothing that pickle knows.
+_COMPILED = ("_init", "_lookup", "_row_gradients", "_apply", "_update", "template")
+
+
+def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _as_bags(batch: Batch) -> dict[str, Bags]:

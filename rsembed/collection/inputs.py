@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
+from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.specs import FeatureSpec
 
 
@@ -36,14 +36,17 @@ def prepare(
     features: Mapping[str, FeatureSpec], batch: Batch, devices: Devices, *, bounds_check: str
 ) -> dict[str, Any]:
     """The batch in canonical form; see `EmbeddingCollection.prepare`."""
-    check_names(features, batch, "batch")
-    bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
-    if devices.mesh is None:
+    with Agreement(devices.mesh, "the batch", batch) as agreement:
+        check_names(features, batch, "batch")
+        bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
+        if devices.mesh is None:
+            for name, own in bags.items():
+                _check_batch_size(features[name], own, own.num_bags)
+            return {name: _as_arrays(_rounded(features[name], own)) for name, own in bags.items()}
         for name, own in bags.items():
-            _check_batch_size(features[name], own, own.num_bags)
-        return {name: _as_arrays(own) for name, own in bags.items()}
-    widths = _widths(features, bags, devices)
-    return {name: _split(features[name], own, widths[name], devices) for name, own in bags.items()}
+            agreement.bring(f"feature {name!r}", _shape(own), width=_width(name, own))
+            _check_split(features[name], own, devices)
+    return {name: _split(own, agreement.width(f"feature {name!r}"), devices) for name, own in bags.items()}
 
 
 def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
@@ -62,9 +65,25 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
 
 def _is_unknown(bags: Bags) -> bool:
     """Whether the values cannot be read here: inside `jit`, or because other processes hold some of them."""
-    return is_traced(bags) or any(
-        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(bags)
+    return is_traced(bags) or any(map(is_global, jax.tree.leaves(bags)))
+
+
+def _rounded(feature: FeatureSpec, bags: Bags) -> Bags:
+    """Bags of any length with room for a power of two of ids, so that few programs are compiled for a run of batches.
+
+    Left as they are: arrays, bags that somebody padded, what is inside `jit`, and features without a combiner, whose
+    activations have one vector per id.
+    """
+    is_exact = (
+        not is_traced(bags) and bags.dense_shape is None and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
     )
+    if not is_exact or feature.table_spec.combiner == "none":
+        return bags
+    return bags.pad_to(_power_of_two(bags.ids.shape[0]))
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (max(count, 1) - 1).bit_length()
 
 
 def _as_arrays(bags: Bags) -> Bags:
@@ -90,37 +109,41 @@ def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> Non
 # On a mesh
 
 
-def _widths(features: Mapping[str, FeatureSpec], bags: Mapping[str, Bags], devices: Devices) -> dict[str, int]:
-    """Ids per sample of every feature that has no width of its own; equal in all processes."""
-    needed = np.zeros(len(bags), np.int64)
-    for k, (name, own) in enumerate(bags.items()):
-        if own.dense_shape is not None:
-            continue
-        if _is_unknown(own):
-            raise ValueError(
-                f"feature {name!r}: on a mesh, bags of any length cannot be split inside jit; bring the batch into "
-                "canonical form before, with batch = collection.prepare(batch), or pass a padded array [batch, ids]."
-            )
-        longest = int(np.diff(np.asarray(own.offsets)).max(initial=1))
-        needed[k] = 1 << (max(longest, 1) - 1).bit_length()
-    if needed.any() and devices.num_processes > 1:
-        needed = np.asarray(multihost_utils.process_allgather(needed)).max(axis=0)
-    return dict(zip(bags, needed.tolist(), strict=True))
+def _shape(bags: Bags) -> str:
+    """What all processes must bring alike."""
+    if _is_unknown(bags):
+        return "its part of a global array"
+    form = "bags" if bags.dense_shape is None else f"samples of an array {list(bags.dense_shape)}"
+    return f"{bags.num_bags} {form} {'without' if bags.weights is None else 'with'} weights"
 
 
-def _split(feature: FeatureSpec, bags: Bags, width: int, devices: Devices) -> Any:
-    """The padded array (and weights) of a feature, split by sample."""
-    is_local = not _is_unknown(bags)
-    num_samples = bags.num_bags * (devices.num_processes if is_local else 1)
+def _width(name: str, bags: Bags) -> int:
+    """Ids per sample that the bags of a feature need; 0 where an array says it."""
+    if bags.dense_shape is not None:
+        return 0
+    if _is_unknown(bags):
+        raise ValueError(
+            f"feature {name!r}: on a mesh, bags of any length cannot be split inside jit; bring the batch into "
+            "canonical form before, with batch = collection.prepare(batch), or pass a padded array [batch, ids]."
+        )
+    return _power_of_two(int(np.diff(np.asarray(bags.offsets)).max(initial=1)))
+
+
+def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
+    num_samples = bags.num_bags * (1 if _is_unknown(bags) else devices.num_processes)
     _check_batch_size(feature, bags, num_samples)
     if num_samples % devices.num_devices:
         raise ValueError(
             f"feature {feature.name!r}: a batch of {num_samples} samples cannot be split over {devices.num_devices} "
             "devices; leave some samples out, or add samples without ids."
         )
+
+
+def _split(bags: Bags, width: int, devices: Devices) -> Any:
+    """The padded array (and weights) of a feature, split by sample."""
     ids, weights = padded(bags, width)
     arrays = (ids,) if weights is None else (ids, weights)
-    if is_local:
+    if not _is_unknown(bags):
         sharding = devices.sharding(devices.split)
         arrays = tuple(jax.make_array_from_process_local_data(sharding, np.asarray(array)) for array in arrays)
     return arrays[0] if weights is None else arrays

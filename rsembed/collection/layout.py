@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from rsembed.bags import Bags
 from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.specs import MAX_ROWS
+from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import StackPlan
 
 
@@ -21,6 +21,11 @@ class Place(NamedTuple):
 
     owner: int
     first: int
+
+    def rows(self, ids: Any, *, spread: int, rows_per_shard: int) -> Any:
+        """Row of each id in an array `[num_shards * rows_per_shard, dim]`; ids must lie inside the table."""
+        owner, local = self.owner + (self.first + ids) % spread, (self.first + ids) // spread
+        return owner * rows_per_shard + local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +84,26 @@ class RowLayout:
         """Rows of the whole array, padding included."""
         return self.num_shards * self.rows_per_shard
 
+    def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, Any]:
+        """All on which the meaning of a state's arrays depends, as `EmbeddingState.layout` keeps it."""
+        optimizer = self.stack.spec.optimizer
+        slots = getattr(optimizer.slot_type, "_fields", None) or map(str, range(optimizer.slot_variables_count()))
+        return {
+            **{"num_shards": self.num_shards, "rows_per_shard": self.rows_per_shard, "spread": self.spread},
+            "slots": list(slots),
+            "tables": {
+                table.name: {"owner": place.owner, "first": place.first, **table_facts(tables[table.name])}
+                for table, place in zip(self.stack.tables, self.places, strict=True)
+            },
+        }
+
     def place(self, table_name: str) -> Place:
         """Where a table starts."""
         return dict(zip((table.name for table in self.stack.tables), self.places, strict=True))[table_name]
 
     def rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the array; ids must lie inside the table."""
-        owner, first = self.place(table_name)
-        owner, local = owner + (first + ids) % self.spread, (first + ids) // self.spread
-        return owner * self.rows_per_shard + local
+        return self.place(table_name).rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
     def ids(self, place: Any, shard: Any, local: Any) -> Any:
         """The inverse: which id of a table stands in a row of a shard; outside the table where it is none of it."""
@@ -128,6 +144,17 @@ class RowLayout:
             weights = None if own.weights is None else jnp.asarray(own.weights)
             segments.append(Segment(rows, offsets, weights, feature.combiner))
         return segments
+
+
+def table_facts(table: TableSpec) -> dict[str, Any]:
+    """What must be equal wherever rows and optimizer state of a table are used; learning rates may change."""
+    return {
+        "vocabulary_size": table.vocabulary_size,
+        "embedding_dim": table.embedding_dim,
+        "dtype": table.dtype,
+        "optimizer": table.optimizer.identity,
+        "storage": None if table.storage is None else repr(table.storage),
+    }
 
 
 def read_from(entry_of: Int[Array, " nnz"], segments: Sequence[Segment]) -> list[Segment]:

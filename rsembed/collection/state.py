@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from rsembed.fingerprint import Fingerprint
+
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, Any]
 
@@ -21,12 +23,15 @@ class EmbeddingState(NamedTuple):
       slots: optimizer state beside each table.
       step: number of updates so far.
       key: randomness of stochastic rounding; unused otherwise.
+      layout: which row of which table, with which rule, every row of the arrays is: `RowLayout.facts` by stack. Files
+        are written by it, and a collection compares it with its own. None, in a state made by hand, is not compared.
     """
 
     tables: dict[str, Any]
     slots: dict[str, Any]
     step: Int[Array, ""]
     key: PRNGKeyArray
+    layout: Fingerprint | None = None
 
 
 class Traffic(NamedTuple):
