@@ -252,7 +252,7 @@ def first_state(
         for group in cached:
             weights = state.weights[group.number].astype(dtype_of(precision, "cache_precision"))
             state = state.with_group(group.number, weights=weights)
-    return state
+    return state if host_rows is None else state._replace(generation=jnp.asarray(host_rows.generation, jnp.uint32))
 
 
 def device_of(device: Any) -> jax.Device | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
@@ -38,6 +38,7 @@ class TBEState(NamedTuple):
       learning_rates: one per group.
       max_counter: largest row counter plus 1, of counter-based regularization.
       key: where stochastic rounding starts from.
+      generation: counts the changes that it shares with tables on the host, see `HostRows`; None without such.
     """
 
     weights: tuple[Float[Array, "rows dim"], ...]
@@ -49,6 +50,7 @@ class TBEState(NamedTuple):
     learning_rates: Float[Array, " groups"]
     max_counter: Float[Array, ""]
     key: PRNGKeyArray
+    generation: UInt32[Array, ""] | None = None
 
     def with_group(self, number: int, **arrays: Any) -> TBEState:
         """The state with other arrays of one group, by the name of their field."""

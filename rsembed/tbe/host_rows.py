@@ -6,7 +6,8 @@ table. Optimizer states travel with their row. Rows go back to the host when the
 rows after every update.
 
 The policy and the stores are Python on the host. Outside of `jit` they are called directly; inside, through ordered
-callbacks with room for one row per id.
+callbacks with room for one row per id. Host and device change together: both count the *generation*, so that a state
+of another time or module, whose places hold other rows than the host believes, is noticed before it is used.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -109,6 +111,36 @@ class HostRows:
         self.prefetched: collections.deque[_Prefetched] = collections.deque()
         self.version = 0
         """Changes whenever places may have changed their rows: translations made before are void."""
+        self.generation = secrets.randbits(31)
+        """Counts with that of the state; from another start in every module, whose states are not for each other."""
+
+    def settle(self, state: TBEState) -> None:
+        """Waits until compiled programs are done here, and sees that `state` is what they left.
+
+        Raises: RuntimeError: the state is of another time, or of another module.
+        """
+        jax.effects_barrier()
+        if not is_traced(state):
+            self._check(state.generation)
+
+    def _check(self, generation: Any) -> None:
+        if int(generation) != self.generation:
+            raise RuntimeError(
+                f"the module's state is not the one that belongs to its tables on the host (generation "
+                f"{int(generation)}, not {self.generation}): nnx.state, nnx.split and nnx.clone hold the rows in the "
+                "cache and none of the others, so such a copy cannot be gone back to, nor be used beside the "
+                "original. Copy modules by state_dict and load_state_dict, also to go back; or go on from the tables "
+                "as they are on the host by reset_cache_states(discard=True)."
+            )
+
+    def _advance(self, generation: Any) -> None:
+        """Begins a change of host and device, or refuses it: compiled programs ask here in their turn."""
+        self._check(generation)
+        self.generation = (self.generation + 1) % 2**32
+
+    def _advanced(self, state: TBEState, *, is_inside: bool) -> TBEState:
+        generation = state.generation + np.uint32(1) if is_inside else jnp.asarray(self.generation, jnp.uint32)
+        return state._replace(generation=generation)
 
     # Before a lookup or an update
 
@@ -123,7 +155,8 @@ class HostRows:
         if capacity is not None:
             flat = jax.ShapeDtypeStruct((capacity,), jnp.int32)
             shapes = (flat, [[flat, flat]] * len(self.groups))
-        translated, moves = _call(plan_moves, shapes, inputs.ids, inputs.offsets)
+        translated, moves = _call(plan_moves, shapes, state.generation, inputs.ids, inputs.offsets)
+        state = self._advanced(state, is_inside=capacity is not None)
         return self._exchange_all(state, moves, capacity), jnp.asarray(translated)
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
@@ -134,6 +167,7 @@ class HostRows:
         if is_traced(row_gradients, state):
             raise NotImplementedError("row gradients of host tables cannot be applied inside jit; do it outside.")
         rows, moves = dict(row_gradients.rows), []
+        self._advance(state.generation)
         for group in self.groups:
             name = self.plan.group_name(self.plan.groups[group.number])
             own = np.asarray(rows[name]).astype(np.int64)
@@ -141,7 +175,7 @@ class HostRows:
             placed = _place(group, own, admit=True)
             rows[name] = jnp.asarray(np.where(placed.places < 0, NO_ROW, placed.places), jnp.int32)
             moves.append(placed.moves(None))
-        state = self._exchange_all(state, moves, None)
+        state = self._exchange_all(self._advanced(state, is_inside=False), moves, None)
         return state, dataclasses.replace(row_gradients, rows=rows)
 
     def prefetch(self, state: TBEState, parts: Sequence[Inputs], *, lock: bool) -> TBEState:
@@ -153,6 +187,8 @@ class HostRows:
           lock: keep the places of this batch until it is looked up.
         """
         locked: list[list[np.ndarray]] = []
+        self._advance(state.generation)
+        state = self._advanced(state, is_inside=False)
         for part in parts:
             placed = self._place_batch(part, admit=True, lock=lock, is_prefetch=True)
             state = self._exchange_all(state, [own.moves(None) for own in placed], None)
@@ -189,17 +225,17 @@ class HostRows:
             state = state.with_arrays(group.number, arrays)
         return state
 
-    def write_back(self, state: TBEState) -> None:
+    def write_back(self, state: TBEState) -> TBEState:
         """Brings the scratch rows of the last `bring` home, after an update has changed them."""
-        is_inside = is_traced(state)
+        is_inside, values = is_traced(state), []
         for group in self.groups:
             arrays = state.arrays(group.number)
-            if not is_inside and not group.scratch_rows.size:
-                continue
             num_scratch = arrays[0].shape[0] - group.num_places if is_inside else _padded(len(group.scratch_rows))
             # The area may be larger than its rows: rows behind them are read and left alone.
             places = group.num_places + jnp.arange(num_scratch, dtype=jnp.int32)
-            _call(functools.partial(_store_scratch, group), () if is_inside else None, *_gather(arrays, places))
+            values.append(_gather(arrays, places) if num_scratch else ())
+        _call(self._store_scratch, () if is_inside else None, state.generation, values)
+        return self._advanced(state, is_inside=is_inside)
 
     # Whole tables
 
@@ -214,7 +250,9 @@ class HostRows:
                 _write(group, rows[some], values)
 
     def forget(self, state: TBEState) -> TBEState:
-        """Empties the cache without writing anything back."""
+        """Empties the cache without writing anything back, whatever time the state is of."""
+        jax.effects_barrier()
+        self._advance(self.generation)
         self.version += 1
         while self.prefetched:
             self._unlock(self.prefetched.popleft())
@@ -222,7 +260,7 @@ class HostRows:
             group.cache.reset()
             nobody = jnp.full(state.weights[group.number].shape[0], NO_ROW, jnp.int32)
             state = state.with_group(group.number, resident_rows=nobody)
-        return state
+        return self._advanced(state, is_inside=False)
 
     def stores_of(self, table: int) -> tuple[RowStore, ...]:
         """The stores (weights, then states) that hold a table, and others of its group."""
@@ -243,9 +281,10 @@ class HostRows:
         return rows
 
     def _plan_moves(
-        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, ids: Any, offsets: Any
+        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Any, ids: Any, offsets: Any
     ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
         """Ids with places instead of rows, and for every group which places are left and taken."""
+        self._advance(generation)
         inputs = Inputs(np.asarray(ids), np.asarray(offsets), None, None, num_bags)
         placed = self._place_batch(inputs, admit=admit and not self._take_prefetched(inputs.ids))
         translated = inputs.ids.astype(np.int32)
@@ -265,6 +304,12 @@ class HostRows:
         if admit:
             self._record(placed, inputs.ids, starts)
         return placed
+
+    def _store_scratch(self, generation: Any, values: Sequence[Sequence[Any]]) -> tuple[()]:
+        self._advance(generation)
+        for group, own in zip(self.groups, values, strict=True):
+            _write(group, group.scratch_rows, own)
+        return ()
 
     def _record(self, placed: Sequence[_Placed], ids: np.ndarray, starts: np.ndarray) -> None:
         """Counts a batch once, however many groups its ids belong to."""
@@ -331,11 +376,6 @@ def _exchange(group: Group, in_places: Any, *evicted: Any) -> tuple[np.ndarray, 
         np.concatenate([values.astype(old.dtype), np.zeros((room, *values.shape[1:]), old.dtype)])
         for values, old in zip(loaded, evicted, strict=True)
     )
-
-
-def _store_scratch(group: Group, *values: Any) -> tuple[()]:
-    _write(group, group.scratch_rows, values)
-    return ()
 
 
 def _write(group: Group, rows: np.ndarray, values: Sequence[Any]) -> None:

@@ -16,6 +16,7 @@ from jaxtyping import Array
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import construction, functional, records, tables
+from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.inputs import Call
 from rsembed.tbe.plan import TablePasses
 from rsembed.tbe.records import BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, WeightDecayMode
@@ -186,12 +187,22 @@ class TableBatchedEmbeddingBags(nnx.Module):
         self.gather_uvm_cache_stats = bool(gather_uvm_cache_stats)
         self.reporter = None if stats_reporter_config is None else StatisticsReporter(stats_reporter_config)
         self.deterministic = False
-        self.host_rows = construction.host_rows_of(self.plan, given)
+        self._host_rows = construction.host_rows_of(self.plan, given)
         self.notes = nnx.static(Notes(arguments))
         key = (rngs or nnx.Rngs(0)).params()
         where = construction.device_of(device)
-        self.state = TBEVariable(construction.first_state(self.plan, key, self.host_rows, cache_precision, where))
+        self.state = TBEVariable(construction.first_state(self.plan, key, self._host_rows, cache_precision, where))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
+
+    @property
+    def host_rows(self) -> HostRows | None:
+        """The host side of tables that live there, or None; the one door to it for all that runs outside of `jit`.
+
+        Raises: RuntimeError: the module's state is of another time, or of another module.
+        """
+        if self._host_rows is not None:
+            self._host_rows.settle(self.state.get_value())
+        return self._host_rows
 
     def __call__(
         self,
@@ -251,13 +262,12 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned."""
-        state = self.state.get_value()
+        state, host_rows = self.state.get_value(), self.host_rows
         rates = learning_rates(self.plan, state)
-        if self.host_rows is not None:
-            state, row_gradients = self.host_rows.bring_rows(state, row_gradients)
-        self.state.set_value(_apply(self.plan, state, row_gradients, rates))
-        if self.host_rows is not None:
-            self.host_rows.write_back(self.state.get_value())
+        if host_rows is not None:
+            state, row_gradients = host_rows.bring_rows(state, row_gradients)
+        state = _apply(self.plan, state, row_gradients, rates)
+        self.state.set_value(state if host_rows is None else host_rows.write_back(state))
 
     def prefetch(
         self,
@@ -388,10 +398,10 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def reset_cache_states(self, *, discard: bool = False) -> None:
         """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
-        if self.host_rows is not None:
+        if self._host_rows is not None:
             if not discard:
                 self.flush()
-            self.state.set_value(self.host_rows.forget(self.state.get_value()))
+            self.state.set_value(self._host_rows.forget(self.state.get_value()))
 
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""

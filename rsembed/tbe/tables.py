@@ -142,7 +142,7 @@ def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any])
     for name, shape in expected.items():
         if np.shape(given[name]) != shape:
             raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {shape}.")
-    module.flush()
+    module.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
     for number, table in enumerate(plan.tables):
         for k, name in enumerate(_entries(table)):
             values = np.asarray(given[name]).reshape(table.num_rows, -1)

@@ -78,8 +78,8 @@ def _read(module: TableBatchedEmbeddingBags, call: Call) -> Inputs:
 
 def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs, *, admit: bool = True) -> JaggedBatch:
     """The batch, with places for ids of cached tables, whose rows are brought; `admit` lets them into the cache."""
-    ids, rows = inputs.ids, None
-    if module.host_rows is not None:
+    ids, rows, host_rows = inputs.ids, None, module.host_rows
+    if host_rows is not None:
         try:
             module.state.set_value(module.state.get_value())
         except TraceContextError as error:
@@ -87,7 +87,7 @@ def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs, *, admit: bool = T
                 "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
                 "transformation: nnx.jit or nnx.grad of a function of (..., module)."
             ) from error
-        state, ids = module.host_rows.bring(module.state.get_value(), inputs, admit=admit)
+        state, ids = host_rows.bring(module.state.get_value(), inputs, admit=admit)
         module.state.set_value(state)
         rows = [weights.shape[0] for weights in state.weights]
     # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
@@ -127,7 +127,8 @@ class Backward:
         self._inputs, self._batch, self._is_dict = looked_up
         # The rate of this step is the one that its lookup saw.
         self._rates = learning_rates(module.plan, module.state.get_value())
-        self._version = None if module.host_rows is None else module.host_rows.version
+        host_rows = module.host_rows
+        self._version = None if host_rows is None else host_rows.version
         self._is_used = False
 
     def __call__(self, d_output: Any, *, per_sample_weights_grad: bool = True) -> Any:
@@ -142,12 +143,12 @@ class Backward:
 
         Raises: RuntimeError: it was called before, or the module went into evaluation mode since.
         """
-        module = self._module
+        module, host_rows = self._module, self._module.host_rows
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
         gradient, mask = self._gradient(d_output), self._mask_of_ids()
         self._use()
-        if module.host_rows is not None and module.host_rows.version != self._version:
+        if host_rows is not None and host_rows.version != self._version:
             # Rows may have moved since the lookup: other batches came between.
             self._batch = _batch(module, self._inputs, admit=False)
         state, d_weights = _backward(
@@ -159,9 +160,7 @@ class Backward:
             max_gradient=module.max_gradient,
             wants_weight_gradients=per_sample_weights_grad and self._inputs.weights is not None,
         )
-        module.state.set_value(state)
-        if module.host_rows is not None:
-            module.host_rows.write_back(state)
+        module.state.set_value(state if host_rows is None else host_rows.write_back(state))
         if module.reporter is not None and not self._inputs.is_traced:
             module.reporter.step(module, self._inputs, d_output)
         return d_weights if d_weights is None or mask is None else d_weights * mask

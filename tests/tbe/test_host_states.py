@@ -1,0 +1,195 @@
+"""Host and device of cached tables stay together: with outstanding programs, and with states of other times."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rsembed import tbe as rt
+from tests.tbe.oracle import assert_same_bits, make, tables_of, train
+
+CACHED = rt.EmbeddingLocation.MANAGED_CACHING
+ROWS, OFFSETS = 400, np.array([0, 100], np.int32)
+ADAGRAD = rt.OptimType.EXACT_ROWWISE_ADAGRAD
+
+
+def batch(seed):
+    return np.random.default_rng(seed).integers(0, ROWS, 100).astype(np.int32)
+
+
+def pair(**caching):
+    """The same module on the device and behind a cache of 32 rows."""
+    plain = make(((ROWS, 4),), optimizer=ADAGRAD)
+    return plain, make(((ROWS, 4),), location=CACHED, cache_sets=1, optimizer=ADAGRAD, **caching)
+
+
+@jax.jit
+def slow_one(number):
+    """1, after a while."""
+    product = jax.lax.fori_loop(0, 40, lambda _, y: jnp.tanh(y @ y), jnp.full((400, 400), 1e-3) * number)
+    return 1.0 + 0.0 * product[0, 0]
+
+
+@nnx.jit
+def compiled_step(module, ids, d_output):
+    output, backward = module.vjp(ids, OFFSETS)
+    backward(jnp.ones_like(output) * d_output)
+    return output
+
+
+def trained_rows(module):
+    output, backward = module.vjp(batch(7), OFFSETS)
+    backward(np.ones_like(output))
+    return output
+
+
+def applied_rows(module):
+    output, backward = module.vjp(batch(7), OFFSETS)
+    return module.apply(backward.row_gradients(np.ones_like(output)))
+
+
+ENTRIES = {
+    "lookup": lambda module: module(batch(7), OFFSETS),
+    "vjp": trained_rows,
+    "apply": applied_rows,
+    "prefetch": lambda module: module.prefetch(batch(7), OFFSETS),
+    "split_embedding_weights": lambda module: [np.array(w) for w in module.split_embedding_weights()],
+    "split_optimizer_states": lambda module: np.array(module.split_optimizer_states()[0][0]),
+    "state_dict": lambda module: module.state_dict()["table_0.weight"],
+    "reset_cache_states": lambda module: module.reset_cache_states(),
+    "reset_rows": lambda module: module.reset_embedding_weight_momentum(
+        np.arange(50), np.array([0, 50]), np.array([0])
+    ),
+    "load_state_dict": lambda module: module.load_state_dict(
+        {"table_0.weight": np.ones((ROWS, 4)), "table_0.sum": SUMS}
+    ),
+    "uniform": lambda module: module.init_embedding_weights_uniform(-1, 1),
+}
+SUMS = np.ones(ROWS)
+
+
+def start_slow_step(module, seed):
+    one = slow_one(1.0)
+    compiled_step(module, batch(seed), one)
+    assert not one.is_ready(), "the step must still wait for its input, or nothing is tested"
+
+
+def test_eager_work_after_a_compiled_step_waits_for_it():
+    (plain, cached), one = pair(), slow_one(1.0)
+    for module in (plain, cached):
+        for seed in range(2):  # the first step makes room for rows without a place: then no other program is compiled
+            compiled_step(module, batch(seed), one).block_until_ready()
+    for seed, (entry, run) in enumerate(ENTRIES.items()):
+        results = []
+        for module in (plain, cached):
+            start_slow_step(module, seed) if module is cached else compiled_step(module, batch(seed), one)
+            results.append((run(module), module(batch(20), OFFSETS), tables_of(module)))
+        for mine, yours in zip(*map(jax.tree.leaves, results), strict=True):
+            np.testing.assert_array_equal(mine, yours, err_msg=entry)
+
+
+def test_updates_and_counts_after_a_compiled_step_wait_for_it():
+    plain, cached = pair(gather_uvm_cache_stats=True)
+    for module in (plain, cached):
+        for seed in range(2):
+            compiled_step(module, batch(seed), slow_one(1.0)).block_until_ready()
+        output, backward = module.vjp(batch(1), OFFSETS)
+        start_slow_step(module, 2)
+        backward(np.ones_like(output))
+    assert_same_bits(plain, cached)
+    calls = cached.get_uvm_cache_stats().calls
+    start_slow_step(cached, 3)
+    assert cached.get_uvm_cache_stats().calls == calls + 1
+
+
+# States of another time, or of another module
+
+WAY_OUT = "state is not the one that belongs to its tables on the host.*state_dict and load_state_dict"
+
+
+BETWEEN = {
+    "train": lambda module: train(module, batch(1), OFFSETS),
+    "lookup": lambda module: module(batch(1), OFFSETS),
+    "prefetch": lambda module: module.prefetch(batch(1), OFFSETS),
+    "uniform": lambda module: module.init_embedding_weights_uniform(-1, 1),
+    "compiled": lambda module: compiled_step(module, batch(1), 1.0),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_an_nnx_state_of_an_earlier_time_is_refused_until_the_way_out_is_taken(between):
+    other, module = pair()
+    train(module, batch(0), OFFSETS)
+    saved, early = module.state_dict(), jax.tree.map(jnp.copy, nnx.state(module))
+    BETWEEN[between](module)
+    nnx.update(module, early)
+    for entry in set(ENTRIES) - {"load_state_dict"}:
+        with pytest.raises(RuntimeError, match=WAY_OUT):
+            ENTRIES[entry](module)
+    for each in (module, other):
+        each.load_state_dict(saved)
+        train(each, batch(3), OFFSETS)
+    assert_same_bits(module, other)
+
+
+def test_a_compiled_step_refuses_a_state_of_an_earlier_time():
+    module = pair()[1]
+    early = jax.tree.map(jnp.copy, nnx.state(module))
+    compiled_step(module, batch(0), 1.0)
+    nnx.update(module, early)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=WAY_OUT):
+        jax.block_until_ready(compiled_step(module, batch(1), 1.0))
+        jax.effects_barrier()
+
+
+def test_a_state_between_lookup_and_update_is_not_taken_for_one_after_it():
+    module = pair()[1]
+    output, backward = module.vjp(batch(0), OFFSETS)
+    between = jax.tree.map(jnp.copy, nnx.state(module))
+    backward(output)
+    nnx.update(module, between)
+    with pytest.raises(RuntimeError, match=WAY_OUT):
+        module(batch(0), OFFSETS)
+
+
+def test_an_update_is_refused_after_the_state_was_replaced():
+    module = pair()[1]
+    early = jax.tree.map(jnp.copy, nnx.state(module))
+    output, backward = module.vjp(batch(0), OFFSETS)
+    nnx.update(module, early)
+    with pytest.raises(RuntimeError, match=WAY_OUT):
+        backward(output)
+
+
+def test_the_state_of_another_module_with_a_cache_is_refused():
+    first, second = pair()[1], pair()[1]
+    for module in (first, second):
+        train(module, batch(0), OFFSETS)
+    nnx.update(second, jax.tree.map(jnp.copy, nnx.state(first)))
+    with pytest.raises(RuntimeError, match=WAY_OUT):
+        second(batch(1), OFFSETS)
+    second.reset_cache_states(discard=True)
+    second(batch(1), OFFSETS)
+
+
+def test_a_clone_cannot_be_used_beside_its_original_but_a_deep_copy_can():
+    plain, module = pair()
+    clone, deep = nnx.clone(module), copy.deepcopy(module)
+    train(module, batch(0), OFFSETS)
+    with pytest.raises(RuntimeError, match=WAY_OUT):
+        clone(batch(0), OFFSETS)
+    for each in (plain, deep):
+        train(each, batch(1), OFFSETS)
+    assert_same_bits(plain, deep)
+
+
+def test_a_module_that_was_split_and_merged_goes_on():
+    plain, module = pair()
+    for k in range(3):
+        train(plain, batch(k), OFFSETS)
+        train(module, batch(k), OFFSETS)
+        module = nnx.merge(*nnx.split(module))
+    assert_same_bits(plain, module)
