@@ -1,5 +1,6 @@
 """Work over a mesh of devices: exchanging rows and vectors with the devices that own them."""
 
+from rsembed.parallel.agreement import Agreement as Agreement
 from rsembed.parallel.communication import Hardware as Hardware
 from rsembed.parallel.communication import IdDistribution as IdDistribution
 from rsembed.parallel.communication import Traffic as Traffic

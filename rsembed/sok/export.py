@@ -107,7 +107,7 @@ def _checked_keys(spec: DynamicTableSpec, exported: Mapping[str, Any], prefix: s
     where, name = f"table {spec.name!r}", f"{prefix}keys"
     numbers = np.asarray(_checked(spec, exported, name, (len(exported.get(name, ())),)))
     keys = split_keys(numbers, feature=f"{where}, imported {name}")
-    check_fits(numbers, spec.key_dtype, where)
+    check_fits(keys, spec.key_dtype, where)
     distinct, counts = np.unique(numbers, return_counts=True)
     if bad := [*numbers[~keys.is_key], *distinct[counts > 1]]:
         raise ValueError(

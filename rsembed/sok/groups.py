@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from rsembed.bags import as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
+from rsembed.bags import Bags, as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
 from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
-from rsembed.sok.inputs import checked_combiner, read_keys
+from rsembed.parallel import Agreement
+from rsembed.sok.inputs import checked_combiner, read_keys, shape_in_words, widened
 from rsembed.sok.sharded_table import KeyBags
 from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
 from rsembed.specs import Combiner
@@ -91,34 +93,65 @@ def _look_up_group(
     group = f"group {name or 'embedding'!r}"
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
-    weights = [None] * len(params) if sp_weights is None else list(sp_weights)
-    lengths = {"params": len(params), "sp_ids": len(sp_ids), "combiners": len(combiners), "sp_weights": len(weights)}
-    if len(set(lengths.values())) != 1 or not params:
-        raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
     known = [checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
-    outputs: dict[int, Array] = {}
+    mesh = _mesh_of(params, group)
+    plain: dict[int, Bags] = {}
     batch: dict[int, KeyBags] = {}
-    for i, (table, ids, own, combiner) in enumerate(zip(params, sp_ids, weights, known, strict=True)):
-        if not isinstance(table, EmbeddingVariable):
-            outputs[i] = _local(table, ids, own, combiner, f"{group}, params[{i}]")
-            continue
-        batch[i] = read_keys(table.table, ids, own, combiner)
-        if not isinstance(batch[i].keys.is_key, jax.Array):
-            table.table.context.check_batch(batch[i].keys.shape[0], f"{group}, {table.table.spec.name!r}")
+    with Agreement(mesh, group, (sp_ids, sp_weights)) as agreement:
+        weights = [None] * len(params) if sp_weights is None else list(sp_weights)
+        lengths = {"params": len(params), "sp_ids": len(sp_ids), "combiners": len(known), "sp_weights": len(weights)}
+        if len(set(lengths.values())) != 1 or not params:
+            raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
+        for i, (table, ids, own, combiner) in enumerate(zip(params, sp_ids, weights, known, strict=True)):
+            if not isinstance(table, EmbeddingVariable):
+                plain[i] = _read_plain(table, ids, own, f"{group}, params[{i}]")
+                continue
+            batch[i] = read_keys(table.table, ids, own, combiner)
+            if not isinstance(batch[i].keys.is_key, jax.Array):
+                table.table.context.check_batch(batch[i].keys.shape[0], f"{group}, {table.table.spec.name!r}")
+            agreement.bring(_name(i, table), shape_in_words(batch[i]), width=batch[i].keys.shape[1])
+    outputs = {i: _pool_plain(params[i], bags, known[i]) for i, bags in plain.items()}
+    for i, bags in batch.items():
+        batch[i] = widened(bags, agreement.width(_name(i, params[i])))
     found, backward = look_up_variables([params[i] for i in batch], list(batch.values()), training=training)
     outputs |= dict(zip(batch, found, strict=True))
     return [outputs[i] for i in range(len(params))], backward
 
 
-def _local(table: Any, ids: Any, weights: Any, combiner: Combiner, where: str) -> Array:
-    values = table.get_value() if isinstance(table, nnx.Variable) else jnp.asarray(table)
+def _mesh_of(params: Sequence[Any], group: str) -> Mesh | None:
+    """The devices of a group's embedding variables; None if it has none. Raises: ValueError: they differ."""
+    tables = [table.table for table in params if isinstance(table, EmbeddingVariable)]
+    for table in tables:
+        first, own = tables[0].context, table.context
+        if (own.mesh, own.axis) != (first.mesh, first.axis):
+            raise ValueError(
+                f"{group}: table {table.spec.name!r} lies on the devices {own.mesh.devices.tolist()} (axis "
+                f"{own.axis!r}), table {tables[0].spec.name!r} on {first.mesh.devices.tolist()} (axis {first.axis!r}); "
+                "make them with the same context, or look them up one after the other."
+            )
+    return tables[0].context.mesh if tables else None
+
+
+def _name(position: int, variable: EmbeddingVariable) -> str:
+    return f"params[{position}] (table {variable.table.spec.name!r})"
+
+
+def _read_plain(table: Any, ids: Any, weights: Any, where: str) -> Bags:
     bags = as_bags(ids if weights is None else (ids, weights), feature=where)
     check_ids_dtype(bags, feature=where)
     if not is_traced(bags):
-        check_values(bags, feature=where, table=where, vocabulary_size=values.shape[0])
+        check_values(bags, feature=where, table=where, vocabulary_size=_values(table).shape[0])
+    return bags
+
+
+def _pool_plain(table: Any, bags: Bags, combiner: Combiner) -> Array:
     own = None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32)
     offsets = jnp.asarray(bags.offsets).astype(jnp.int32)
-    return api.lookup(values, [Segment(jnp.asarray(narrow_ids(bags.ids)), offsets, own, combiner)])[0]
+    return api.lookup(_values(table), [Segment(jnp.asarray(narrow_ids(bags.ids)), offsets, own, combiner)])[0]
+
+
+def _values(table: Any) -> Any:
+    return table.get_value() if isinstance(table, nnx.Variable) else jnp.asarray(table)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from rsembed.bags import PAD_ID, Bags, as_bags
-from rsembed.sok.keys import Keys, check_fits, split_keys
+from rsembed.parallel.agreement import is_global
+from rsembed.sok.keys import Keys, check_fits, split_keys, without_beyond
 from rsembed.sok.sharded_table import KeyBags, ShardedTable
 from rsembed.specs import Combiner
 
@@ -49,7 +50,6 @@ def read_keys(
     else:
         numbers = value if isinstance(value, jax.Array) else np.asarray(value)
         keys = split_keys(numbers, feature=f"table {name!r}")
-        check_fits(numbers, table.spec.key_dtype, f"table {name!r}")
     if len(keys.shape) < 2:
         raise ValueError(f"table {name!r}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}.")
     if width is not None and keys.shape[-1] > width:
@@ -59,10 +59,27 @@ def read_keys(
         )
     if weights is not None and np.shape(weights) != keys.shape:
         raise ValueError(f"table {name!r}: weights have shape {np.shape(weights)}, keys {keys.shape}.")
-    if not any(isinstance(x, jax.core.Tracer) for x in (*keys, weights)):
+    if any(isinstance(x, jax.core.Tracer) or is_global(x) for x in (*keys, weights)):
+        keys = without_beyond(keys, table.spec.key_dtype)  # they cannot be seen here, only counted
+    else:
         _check_values(table, keys, weights)
     lanes = Keys(*(_flat(lane) for lane in keys))
     return KeyBags(lanes, None if weights is None else _flat(weights).astype(np.float32), combiner)
+
+
+def shape_in_words(bags: KeyBags, bags_per_sample: int = 1) -> str:
+    """What all processes must bring alike; they agree on the width."""
+    slots = f" of {bags_per_sample} slots" if bags_per_sample > 1 else ""
+    weights = "without" if bags.weights is None else "with"
+    return f"{bags.keys.shape[0] // bags_per_sample} samples{slots} {weights} weights"
+
+
+def widened(bags: KeyBags, width: int) -> KeyBags:
+    """The bags with room for `width` keys each."""
+    missing = width - bags.keys.shape[1]
+    if not missing:
+        return bags
+    return jax.tree.map(lambda lane: np.pad(lane, ((0, 0), (0, missing))), bags)
 
 
 def _from_device(array: Any, table: ShardedTable) -> Any:
@@ -114,16 +131,16 @@ def _from_bags(bags: Bags, name: str, width: int | None) -> tuple[Keys, np.ndarr
 
 def _check_values(table: ShardedTable, keys: Keys, weights: Any) -> None:
     name, limit = table.spec.name, table.spec.capacity * table.context.num_devices
-    if not all(getattr(lane, "is_fully_addressable", True) for lane in keys):
-        return  # a global array of several processes; its keys are counted, not seen
-    high, low, is_key = (np.asarray(lane) for lane in keys)
+    keys = Keys(*map(np.asarray, keys))
+    check_fits(keys, table.spec.key_dtype, f"table {name!r}")
     if not table.use_hashtable:
-        is_beyond = is_key & ((high > 0) | (low >= limit))
-        if is_beyond.any():
-            place = tuple(int(i) for i in np.argwhere(is_beyond)[0])
+        high, low, is_key = keys
+        is_outside = is_key & ((high > 0) | (low >= limit))
+        if is_outside.any():
+            place = tuple(int(i) for i in np.argwhere(is_outside)[0])
             raise ValueError(
                 f"table {name!r}: key {(int(high[place]) << 32) | int(low[place])} at {place} is not below {limit} = "
-                f"{table.spec.capacity} rows on each of {table.context.num_devices} devices ({int(is_beyond.sum())} "
+                f"{table.spec.capacity} rows on each of {table.context.num_devices} devices ({int(is_outside.sum())} "
                 f"such keys); raise max_vocabulary_size_per_gpu, pass {PAD_ID} for no key, or use_hashtable=True."
             )
     if weights is not None:

@@ -66,16 +66,29 @@ def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
     return Keys((bits >> np.uint64(32)).astype(np.uint32), (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32), is_key)
 
 
-def check_fits(keys: Any, dtype: str, feature: str) -> None:
-    """Raises: ValueError: an integer key is larger than `dtype` can hold. Values inside `jit` are not known."""
-    largest = np.iinfo(dtype).max
-    if np.iinfo(keys.dtype).max <= largest or isinstance(keys, jax.core.Tracer) or not keys.size:
-        return
-    if int(keys.max()) > largest:
+def is_beyond(keys: Keys, dtype: str) -> Any:
+    """Which keys are larger than `dtype` can hold."""
+    most = np.iinfo(dtype).max
+    high, low = np.uint32(most >> 32), np.uint32(most & 0xFFFFFFFF)
+    return keys.is_key & ((keys.high > high) | ((keys.high == high) & (keys.low > low)))
+
+
+def check_fits(keys: Keys, dtype: str, feature: str) -> None:
+    """Raises: ValueError: a key, on the host, is larger than `dtype` can hold."""
+    places = np.argwhere(is_beyond(keys, dtype))
+    if places.size:
+        place = tuple(places[0])
+        (key,) = join_keys(keys.high[place][None], keys.low[place][None])
         raise ValueError(
-            f"{feature}: key {int(keys.max())} does not fit into key_dtype={dtype!r}; choose one of "
-            f"{', '.join(KEY_DTYPES)} that holds it."
+            f"{feature}: key {key} does not fit into key_dtype={dtype!r}; choose one of {', '.join(KEY_DTYPES)} that "
+            "holds it."
         )
+
+
+def without_beyond(keys: Keys, dtype: str) -> Keys:
+    """The keys without those larger than `dtype` can hold, which `num_invalid` counts; for keys that nobody sees."""
+    lost = is_beyond(keys, dtype)
+    return Keys(jnp.where(lost, jnp.uint32(0xFFFFFFFF), keys.high), jnp.where(lost, 0, keys.low), keys.is_key & ~lost)
 
 
 def _check_not_negative(keys: Any, feature: str) -> None:
@@ -90,7 +103,7 @@ def _check_not_negative(keys: Any, feature: str) -> None:
 
 
 def num_invalid(keys: Keys) -> Int[Array, ""]:
-    """How many negative numbers other than -1 `split_keys` was given; works inside `jit`."""
+    """How many negative numbers other than -1 `split_keys` was given, and keys beyond a dtype; works inside `jit`."""
     ones = jnp.uint32(0xFFFFFFFF)
     return jnp.sum(~keys.is_key & (keys.high == ones) & (keys.low != ones), dtype=jnp.int32)
 

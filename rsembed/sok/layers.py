@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.sok.inputs import checked_combiner, read_keys
+from rsembed.parallel import Agreement
+from rsembed.sok.inputs import checked_combiner, read_keys, shape_in_words, widened
 from rsembed.sok.keys import Keys
 from rsembed.sok.sharded_table import KeyBags
 from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
@@ -56,7 +58,11 @@ class _Layer(nnx.Module):
         """The table's name."""
         return self.variable.table.spec.name
 
-    def _bags(self, value: Any, weights: Any, combiner: Combiner, *, is_batch: bool = True) -> KeyBags:
+    def _agreement(self, *given: Any) -> Agreement:
+        return Agreement(self.variable.table.context.mesh, f"layer {self.name!r}", given)
+
+    def _read(self, value: Any, weights: Any, combiner: Combiner) -> KeyBags:
+        """The batch as this process was given it."""
         bags = read_keys(self.variable.table, value, weights, combiner, width=self.max_nnz)
         num_bags = bags.keys.shape[0]
         if num_bags % self.slot_num:
@@ -65,7 +71,7 @@ class _Layer(nnx.Module):
                 "[batch, slot_num, keys] or [batch * slot_num, keys]."
             )
         # A traced or global batch has its samples in place already.
-        if is_batch and not isinstance(bags.keys.is_key, jax.Array):
+        if not isinstance(bags.keys.is_key, jax.Array):
             self.variable.table.context.check_batch(num_bags // self.slot_num, f"layer {self.name!r}")
         return bags
 
@@ -155,23 +161,30 @@ class DistributedEmbedding(_Layer):
         return self._pooled(keys, weights, True)
 
     def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, Backward]:
-        bags = self._bags(keys, weights, self.combiner)
-        is_key = bags.keys.is_key
-        if self.max_feature_num < self.slot_num * self.max_nnz and isinstance(is_key, np.ndarray):
-            used = is_key.reshape(-1, self.slot_num * is_key.shape[-1]).sum(axis=1)
-            if used.max(initial=0) > self.max_feature_num:
-                raise ValueError(
-                    f"layer {self.name!r}: sample {int(used.argmax())} has {int(used.max())} keys, but at most "
-                    f"max_feature_num={self.max_feature_num} were agreed; raise it, or cut the sample."
-                )
-        return self._look_up(bags, training, -1, self.slot_num)
+        with self._agreement(keys, weights) as agreement:
+            bags = self._read(keys, weights, self.combiner)
+            self._check_samples(bags.keys.is_key)
+            agreement.bring("keys", shape_in_words(bags, self.slot_num), width=bags.keys.shape[1])
+        return self._look_up(widened(bags, agreement.width("keys")), training, -1, self.slot_num)
+
+    def _check_samples(self, is_key: Any) -> None:
+        if self.max_feature_num == self.slot_num * self.max_nnz or not isinstance(is_key, np.ndarray):
+            return
+        used = is_key.reshape(-1, self.slot_num * is_key.shape[-1]).sum(axis=1)
+        if used.max(initial=0) > self.max_feature_num:
+            raise ValueError(
+                f"layer {self.name!r}: sample {int(used.argmax())} has {int(used.max())} keys, but at most "
+                f"max_feature_num={self.max_feature_num} were agreed; raise it, or cut the sample."
+            )
 
 
 class All2AllDenseEmbedding(_Layer):
     """One row per key, without pooling, from a table that is spread over all devices.
 
     Used like `DistributedEmbedding`. With `dynamic_input`, keys are a list of any length, such as the result of a
-    `unique`, and rows come back in its order.
+    `unique`, and rows come back in its order. Where there are several processes, each may have a list of another
+    length: all are filled up to the longest, and the result holds the rows of the first process, then its zeros, then
+    those of the second.
 
     Args:
       max_vocabulary_size_per_gpu: rows on each device.
@@ -227,6 +240,19 @@ class All2AllDenseEmbedding(_Layer):
         return self._rows(keys, True)
 
     def _rows(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
+        with self._agreement(keys) as agreement:
+            keys = self._as_array(keys)
+            if self.dynamic_input:
+                bags = read_keys(self.variable.table, jax.tree.map(lambda lane: lane[:, None], keys), None, "none")
+                agreement.bring("keys", "a list of keys", width=self._places(bags.keys.is_key))
+            else:
+                bags = self._read(keys, None, "none")
+                agreement.bring("keys", shape_in_words(bags, self.slot_num))
+        if self.dynamic_input:
+            return self._rows_of_list(bags, agreement.width("keys"), training)
+        return self._look_up(bags, training, -1, self.slot_num, self.max_nnz)
+
+    def _as_array(self, keys: Any) -> Any:
         if not isinstance(keys, (Keys, jax.Array)):
             try:
                 keys = np.asarray(keys)
@@ -235,29 +261,28 @@ class All2AllDenseEmbedding(_Layer):
                     f"layer {self.name!r}: all slots need equally many keys; fill them up with -1, or use "
                     "DistributedEmbedding for ragged ones."
                 ) from error
-        if self.dynamic_input:
-            return self._rows_of_list(keys, training)
-        if keys.shape[1:] != (self.slot_num, self.max_nnz):
+        if self.dynamic_input and len(keys.shape) != 1:
+            raise ValueError(f"layer {self.name!r}: dynamic_input takes a list of keys, got shape {keys.shape}.")
+        if not self.dynamic_input and keys.shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
                 f"layer {self.name!r}: keys have shape {keys.shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
                 "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
             )
-        return self._look_up(self._bags(keys, None, "none"), training, *keys.shape)
+        return keys
 
-    def _rows_of_list(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
-        if len(keys.shape) != 1:
-            raise ValueError(f"layer {self.name!r}: dynamic_input takes a list of keys, got shape {keys.shape}.")
-        num_keys, devices = keys.shape[0], self.variable.table.context.num_local_devices
-        missing = -num_keys % (devices * self.slot_num)
-        if missing and jax.process_count() > 1:
-            raise ValueError(
-                f"layer {self.name!r}: {num_keys} keys do not divide among the {devices} devices of this process; pad "
-                "them with -1."
-            )
-        lanes = keys if isinstance(keys, Keys) else read_keys(self.variable.table, keys[:, None], None, "none").keys
-        padded = Keys(*(_padded(lane.reshape(-1), missing)[:, None] for lane in lanes))
-        output, backward = self._look_up(self._bags(padded, None, "none", is_batch=False), training, padded.shape[0])
-        if not missing:
+    def _places(self, is_key: Any) -> int:
+        """Keys of a list, so many more that all devices get equally many: those of this process if it is its own."""
+        context = self.variable.table.context
+        devices = context.num_devices if isinstance(is_key, jax.Array) else context.num_local_devices
+        return -(-is_key.shape[0] // (devices * self.slot_num)) * devices * self.slot_num
+
+    def _rows_of_list(self, bags: KeyBags, places: int, training: bool) -> tuple[Array, Callable[[Any], None]]:
+        num_keys, context = bags.keys.shape[0], self.variable.table.context
+        is_part = isinstance(bags.keys.is_key, np.ndarray) and context.num_local_devices < context.num_devices
+        missing = places - num_keys
+        padded = dataclasses.replace(bags, keys=Keys(*(_padded(lane, missing) for lane in bags.keys)))
+        output, backward = self._look_up(padded, training, -1)
+        if is_part or not missing:
             return output, backward
         return output[:num_keys], lambda d_output: backward(_padded(jnp.asarray(d_output), missing))
 

@@ -1,0 +1,145 @@
+"""Processes tell each other what they bring to a batch, before one of them waits in a collective for the others.
+
+```
+with Agreement(mesh, "the batch", batch) as agreement:   every process, in the same order
+    ...  # all that may raise
+    agreement.bring("feature 'f'", "4 samples", width=3)  what must be equal, and a size that need not be
+agreement.width("feature 'f'")                            the largest size that any process brought
+```
+
+The devices take no part: a program whose shapes differ between processes ends them without a message, and waiting for
+the devices would stall the step that still runs. Records travel through the service that connected the processes: every
+process sends one and reads one, and the first process of the mesh compares them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import jax
+from jax._src import distributed  # the only place: JAX has no public name for the service of its own runtime
+from jax.sharding import Mesh
+
+# As long as others wait in collectives: a process may read data or write a checkpoint alone for a while.
+TIMEOUT_SECONDS = 1800
+_rounds: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+
+
+class Agreement:
+    """One round in which the processes of a mesh compare what they bring; see the module.
+
+    An error inside the `with` block reaches all processes: it is raised where it happened, and the others raise a
+    ValueError that quotes it. In a single process nothing is compared.
+
+    Args:
+      mesh: whose processes take part; None if there are no others.
+      what: the subject of messages, such as `"the batch"`.
+      given: what this process was given; there is nothing to agree on inside `jit`, nor about global arrays alone.
+    """
+
+    def __init__(self, mesh: Mesh | None, what: str, given: Any):
+        members = () if mesh is None else sorted({device.process_index for device in mesh.devices.flat})
+        self.processes = tuple(members) if len(members) > 1 and _has_own(given) else ()
+        self.what = what
+        self._brought: dict[str, tuple[str, int]] = {}
+        self._widths: dict[str, int] | None = None
+
+    def bring(self, name: str, shape: str, *, width: int = 0) -> None:
+        """Notes what this process has for `name`.
+
+        Args:
+          name: the same in all processes.
+          shape: in words, whatever must be equal.
+          width: a size that the others may have otherwise.
+        """
+        self._brought[name] = shape, width
+
+    def width(self, name: str) -> int:
+        """The largest `width` that any process brought; after the block."""
+        return self._brought[name][1] if self._widths is None else self._widths[name]
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        is_alone = jax.process_index() not in self.processes
+        if is_alone or not (error is None or isinstance(error, Exception)):  # Ctrl-C ends the run at once
+            return
+        verdict = self._exchange({"error": error and f"{type(error).__name__}: {error}", "brought": self._brought})
+        if error is None and verdict["problem"] is not None:
+            raise ValueError(f"{self.what}: {verdict['problem']}")
+        self._widths = verdict["widths"]
+
+    def _exchange(self, record: dict[str, Any]) -> Any:
+        client = distributed.global_state.client
+        if client is None:
+            raise RuntimeError("processes cannot reach each other; start each of them with rsembed.parallel.init().")
+        first, own = self.processes[0], jax.process_index()
+        group = f"rsembed/agreement/{'-'.join(map(str, self.processes))}"
+        number = next(_rounds[self.processes])
+
+        def received(key: str, sender: str) -> Any:
+            try:
+                return json.loads(client.blocking_key_value_get(f"{group}/{key}", TIMEOUT_SECONDS * 1000))
+            except jax.errors.JaxRuntimeError as failure:
+                raise RuntimeError(
+                    f"{self.what}: {sender} did not say what it brings within {TIMEOUT_SECONDS} s; every process must "
+                    f"prepare and look up equally many batches, in the same order. ({failure})"
+                ) from failure
+
+        if own != first:
+            client.key_value_set(f"{group}/{number}/{own}", json.dumps(record))
+            return received(f"{number}/verdict", f"process {first}, or one that it waits for,")
+        records = {first: json.loads(json.dumps(record))}
+        records |= {other: received(f"{number}/{other}", f"process {other}") for other in self.processes[1:]}
+        verdict = {"problem": _problem(records), "widths": _widths(records)}
+        client.key_value_set(f"{group}/{number}/verdict", json.dumps(verdict))
+        if number:  # all have read it, since they are a round further
+            client.key_value_delete(f"{group}/{number - 1}")
+        return verdict
+
+
+def is_global(leaf: Any) -> bool:
+    """Whether other processes hold some of it."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable
+
+
+def _has_own(given: Any) -> bool:
+    leaves = jax.tree.leaves(given, is_leaf=lambda value: isinstance(value, list))  # a list may hold a million ids
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) and not all(map(is_global, leaves))
+
+
+def _problem(records: dict[int, Any]) -> str | None:
+    """What is wrong, and with whom; None if all is well."""
+    for process, record in records.items():
+        if record["error"] is not None:
+            return f"process {process} refused what it was given ({record['error']}); see its own message."
+    (first, expected), *others = ((process, record["brought"]) for process, record in records.items())
+    for process, brought in others:
+        if list(brought) != list(expected):
+            return (
+                f"process {process} brings {list(brought)}, process {first} {list(expected)}; all processes must run "
+                "the same program on batches of the same features, in the same order."
+            )
+        for name, (shape, _) in brought.items():
+            if shape != expected[name][0]:
+                return (
+                    f"{name}: process {process} brings {shape}, process {first} {expected[name][0]}. All processes "
+                    "must bring equally much in the same form; fill smaller batches up with samples without ids."
+                )
+    return None
+
+
+def _widths(records: dict[int, Any]) -> dict[str, int]:
+    widths: dict[str, int] = {}
+    for record in records.values():
+        for name, (_, width) in record["brought"].items():
+            widths[name] = max(width, widths.get(name, 0))
+    return widths
