@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
+from rsembed.kernels.contract import NO_ROW
 from rsembed.tbe import records
 from rsembed.tbe.arguments import OptimizerArguments, check_arguments, states_of, unused_arguments
 from rsembed.tbe.functional import TBEState, init_state, slot_shapes
@@ -51,6 +52,11 @@ def check_specs(
     for (rows, dim, location, compute_device), name in zip(specs, names, strict=True):
         if rows < 1 or dim < 1:
             raise ValueError(f"table {name!r} has {rows} rows of {dim} numbers; both must be at least 1.")
+        if rows >= NO_ROW:
+            raise ValueError(
+                f"table {name!r} has {rows} rows, but ids are 32-bit numbers here, so that a table has {NO_ROW - 1} at "
+                "most; hash the ids into fewer rows, or split the table into several by ranges of ids."
+            )
         if location == EmbeddingLocation.MTIA or compute_device == ComputeDevice.MTIA:
             raise ValueError(f"table {name!r} is placed on MTIA, which JAX has no backend for; use DEVICE.")
     for feature, table in enumerate(features):

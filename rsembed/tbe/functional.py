@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
+from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.kernels.reference import Rounding, jagged_segment
@@ -39,6 +40,7 @@ class TBEState(NamedTuple):
       max_counter: largest row counter plus 1, of counter-based regularization.
       key: where stochastic rounding starts from.
       generation: counts the changes that it shares with tables on the host, see `HostRows`; None without such.
+      layout: of the plan that it belongs to, which compares it.
     """
 
     weights: tuple[Float[Array, "rows dim"], ...]
@@ -51,6 +53,7 @@ class TBEState(NamedTuple):
     max_counter: Float[Array, ""]
     key: PRNGKeyArray
     generation: UInt32[Array, ""] | None = None
+    layout: Fingerprint | None = None
 
     def with_group(self, number: int, **arrays: Any) -> TBEState:
         """The state with other arrays of one group, by the name of their field."""
@@ -102,7 +105,15 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None 
         jnp.asarray([0.0 if callable(rate) else rate for rate in rates], jnp.float32),
         jnp.ones((), jnp.float32),
         key,
+        layout=plan.layout,
     )
+
+
+def check_state(plan: TBEPlan, state: TBEState) -> None:
+    """Raises: ValueError: the state belongs to another plan, whatever the shapes of its arrays."""
+    if state.layout is not None:
+        way_out = "Copy modules by state_dict and load_state_dict, where they hold the same tables and optimizers."
+        check_same(state.layout, plan.layout, what="the state does not belong to this module", way_out=way_out)
 
 
 def clip(d_output: Float[Array, "*output"], max_gradient: float | None) -> Float[Array, "*output"]:
@@ -126,6 +137,7 @@ def slot_shapes(table: TablePlan, num_rows: int | None = None) -> tuple[jax.Shap
 
 def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     """The rate of every group at the step that comes next."""
+    check_state(plan, state)
     rates = []
     for group, stored in zip(plan.groups, state.learning_rates, strict=True):
         table = plan.table_of(group)
@@ -136,6 +148,7 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
 
 def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
     """Runs what the next training step does to whole tables before its lookup, once per step."""
+    check_state(plan, state)
     t = state.step + 1
     is_new = state.passed_step != t
     for number, group in enumerate(plan.groups):
@@ -212,7 +225,20 @@ def row_gradients(
         arguments = (group.num_rows, number, plan.dims(), _first_reads(plan, number, batch), _flat(d_output))
         rows[name], values[name] = api.row_gradients_jagged(*arguments)
         sizes.append((name, group.num_rows))
-    return RowGradients(rows, values, tuple(sorted(sizes)))
+    return RowGradients(rows, values, tuple(sorted(sizes)), layout=plan.row_layout)
+
+
+def check_row_gradients(plan: TBEPlan, row_gradients: RowGradients) -> None:
+    """Raises: ValueError: they count rows otherwise than this plan does."""
+    what, way_out = (
+        "the row gradients do not belong to this module",
+        "Apply them to the module whose backward made them.",
+    )
+    if row_gradients.layout is not None:
+        check_same(row_gradients.layout, plan.row_layout, what=what, way_out=way_out)
+    own = tuple(sorted((plan.group_name(group), group.num_rows) for group in plan.groups))
+    if row_gradients.num_rows != own:
+        raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, it has {own}. {way_out}")
 
 
 def update(
@@ -260,6 +286,7 @@ def _step_group(
     plan: TBEPlan, number: int, state: TBEState, rate: Array, kernel: Callable[..., Any], gradient: tuple[Any, ...]
 ) -> TBEState:
     """The state after `kernel` has stepped rows of one group."""
+    check_state(plan, state)
     table = plan.table_of(plan.groups[number])
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
     if table.passes.counter is not None:

@@ -261,7 +261,11 @@ class TableBatchedEmbeddingBags(nnx.Module):
         return output, Backward(self, looked_up, feature_requires_grad, total_unique_indices)
 
     def apply(self, row_gradients: RowGradients) -> None:
-        """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned."""
+        """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
+
+        Raises: ValueError: they are those of a module with other tables.
+        """
+        functional.check_row_gradients(self.plan, row_gradients)
         state, host_rows = self.state.get_value(), self.host_rows
         rates = learning_rates(self.plan, state)
         if host_rows is not None:

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.optimizers import LearningRate, OptimizerSpec
 from rsembed.tbe import records
@@ -68,6 +69,11 @@ class TablePlan(NamedTuple):
     def is_cached(self) -> bool:
         """Whether its rows must be brought to the device."""
         return self.placement != "device"
+
+    def contents(self) -> dict[str, Any]:
+        """What its numbers mean: hyperparameters may change from one run to the next, these facts may not."""
+        states = list(self.state_names)
+        return {"rows": self.num_rows, "dim": self.dim, "optimizer": self.optimizer.name, "states": states}
 
 
 class GroupPlan(NamedTuple):
@@ -132,9 +138,34 @@ class TBEPlan:
         """Columns of every group's array."""
         return tuple(self.table_of(group).dim for group in self.groups)
 
+    @functools.cached_property
+    def row_layout(self) -> Fingerprint:
+        """What rows are counted in: where every table lies among the groups."""
+        return Fingerprint.of({"tables": {table.name: self._place_facts(t) for t, table in enumerate(self.tables)}})
+
+    @functools.cached_property
+    def layout(self) -> Fingerprint:
+        """What a state belongs to: the same, and all that gives its arrays their meaning."""
+        stored = [
+            {"dtype": table.dtype, "placement": table.placement, **table.contents(), **self._place_facts(t)}
+            for t, table in enumerate(self.tables)
+        ]
+        return Fingerprint.of({"tables": dict(zip((table.name for table in self.tables), stored, strict=True))})
+
+    @functools.cached_property
+    def contents(self) -> Fingerprint:
+        """What a state dict belongs to, wherever the tables lie and whatever they are stored in."""
+        return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
+
+    def _place_facts(self, table: int) -> dict[str, int]:
+        group, first_row = self.place(table)
+        rows, dim = self.tables[table].num_rows, self.tables[table].dim
+        return {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
+
     def group_name(self, group: GroupPlan) -> str:
-        """The names of its tables, or of the first and how many follow."""
-        names = [self.tables[t].name for t in group.tables]
+        """The names of its tables, or of the first and how many follow; no two groups of a plan share a name."""
+        # The first name tells the group already, if it can be told where that ends.
+        names = [self.tables[t].name.replace("\\", "\\\\").replace("+", "\\+") for t in group.tables]
         return "+".join(names) if len(names) < 4 else f"{names[0]}+{len(names) - 1} more"
 
     def place(self, table: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.tbe import functional
 from rsembed.tbe.construction import per_table
 from rsembed.tbe.plan import TablePlan, TBEPlan
@@ -66,6 +67,7 @@ def write_table(
     module: TableBatchedEmbeddingBags, table: int, rows: Callable[[int, int], Any], *, array: int = 0
 ) -> None:
     """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
+    functional.check_state(module.plan, module.state.get_value())
     number, first_row = module.plan.place(table)
     num_rows = module.plan.tables[table].num_rows
     blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
@@ -83,6 +85,7 @@ def write_table(
 
 def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
     """Weights and states of one table; the module must have been flushed."""
+    functional.check_state(module.plan, module.state.get_value())
     number, first_row = module.plan.place(table)
     last_row = first_row + module.plan.tables[table].num_rows
     if module.plan.tables[table].is_cached:
@@ -125,10 +128,11 @@ def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
     found["learning_rate"] = np.asarray([rates[plan.place(t)[0]] for t in range(len(plan.tables))])
     found["max_counter"] = np.asarray(state.max_counter)
     found["key"] = np.asarray(jax.random.key_data(state.key))
+    found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)  # numbers, which any file can hold
     return found
 
 
-_OPTIONAL = {"step", "learning_rate", "max_counter", "key"}
+_OPTIONAL = {"step", "learning_rate", "max_counter", "key", "contents"}
 
 
 def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any]) -> None:
@@ -142,6 +146,10 @@ def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any])
     for name, shape in expected.items():
         if np.shape(given[name]) != shape:
             raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {shape}.")
+    if "contents" in given:
+        found = Fingerprint(np.asarray(given["contents"], np.uint8).tobytes().decode())
+        way_out = "Construct the module as the saved one was; to take the numbers all the same, leave out 'contents'."
+        check_same(found, plan.contents, what="the state dict does not belong to this module", way_out=way_out)
     module.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
     for number, table in enumerate(plan.tables):
         for k, name in enumerate(_entries(table)):

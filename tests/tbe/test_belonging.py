@@ -1,0 +1,121 @@
+"""States, state dicts and row gradients know which module they belong to, and tables what they can hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rsembed import tbe as rt
+from tests.tbe.oracle import make, tables_of, train
+
+Optim, CACHED = rt.OptimType, rt.EmbeddingLocation.MANAGED_CACHING
+DEVICE = rt.EmbeddingLocation.DEVICE
+IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])
+
+
+@pytest.mark.parametrize("location", [DEVICE, CACHED])
+def test_tables_whose_ids_do_not_fit_32_bits_are_refused_by_name(location):
+    specs = [(10, 2, location, rt.ComputeDevice.CPU), (3_000_000_000, 2, location, rt.ComputeDevice.CPU)]
+    with pytest.raises(ValueError, match=r"table 'big' has 3000000000 rows, .*a table has 2147483646 at most"):
+        rt.TableBatchedEmbeddingBags(specs, table_names=["small", "big"])
+
+
+@pytest.mark.parametrize("location", [DEVICE, CACHED])
+@pytest.mark.parametrize(
+    ("names", "dims"),
+    [
+        (("a+b", "a", "b"), (2, 3, 3)),
+        (("a\\", "b", "a\\+b"), (2, 2, 3)),
+        (("a", "b", "c", "d", "a+3 more"), (2,) * 4 + (3,)),
+    ],
+)
+def test_row_gradients_reach_their_own_rows_whatever_the_tables_are_called(location, names, dims):
+    specs = tuple((10, dim) for dim in dims)
+    module = make(specs, location=location, table_names=names, uniform=None, learning_rate=1.0)
+    offsets = np.arange(len(names) + 1)
+    output, backward = module.vjp(np.arange(len(names)), offsets)
+    module.apply(backward.row_gradients(np.ones_like(output)))
+    for table, weights in enumerate(tables_of(module)[0]):
+        wanted = np.zeros((10, dims[table]))
+        wanted[table] = -1.0
+        np.testing.assert_array_equal(weights, wanted)
+
+
+OTHERS = {
+    "other_rows": {"specs": ((20, 4), (10, 4))},
+    "other_dim": {"specs": ((10, 8), (20, 8))},
+    "other_names": {"table_names": ["x", "table_1"]},
+    "other_groups": {"learning_rate": [0.1, 0.2]},
+}
+
+
+@pytest.mark.parametrize("location", [DEVICE, CACHED])
+@pytest.mark.parametrize("other", OTHERS)
+def test_row_gradients_of_another_module_are_refused_by_name(other, location):
+    module = make(((10, 4), (20, 4)), location=location)
+    arguments = {"specs": ((10, 4), (20, 4)), **OTHERS[other]}
+    output, backward = make(arguments.pop("specs"), location=location, **arguments).vjp(IDS, OFFSETS)
+    with pytest.raises(ValueError, match=r"the row gradients do not belong to this module: .*Apply them to the module"):
+        module.apply(backward.row_gradients(jnp.ones_like(output)))
+
+
+def test_row_gradients_of_a_module_with_another_rule_may_be_applied():
+    source, module = make(((10, 4),), optimizer=Optim.NONE), make(((10, 4),), learning_rate=1.0, uniform=None)
+    output, backward = source.vjp(np.array([3]), np.array([0, 1]))
+    module.apply(backward(jnp.ones_like(output)))
+    assert tables_of(module)[0][0].sum(axis=1).tolist() == [-4.0 if row == 3 else 0.0 for row in range(10)]
+
+
+STATES = {
+    "rows": {"specs": ((20, 4), (10, 4))},
+    "optimizer": {"optimizer": Optim.LAMB},
+    "dtype": {"weights_precision": rt.SparseType.FP16},
+    "dim": {"specs": ((10, 8), (20, 8))},
+}
+ENTRIES = {
+    "lookup": lambda module: module(IDS, OFFSETS),
+    "train": lambda module: train(module, IDS, OFFSETS),
+    "compiled": lambda module: nnx.jit(lambda m: m(IDS, OFFSETS))(module),
+    "state_dict": lambda module: module.state_dict(),
+    "weights": lambda module: module.split_embedding_weights(),
+    "uniform": lambda module: module.init_embedding_weights_uniform(0, 1),
+}
+
+
+@pytest.mark.parametrize("fact", STATES)
+def test_the_nnx_state_of_another_module_is_refused_by_name(fact):
+    arguments = {"specs": ((10, 4), (20, 4)), "optimizer": Optim.ADAM, **STATES[fact]}
+    other, module = make(**arguments), make(((10, 4), (20, 4)), optimizer=Optim.ADAM)
+    nnx.update(module, jax.tree.map(jnp.copy, nnx.state(other)))
+    for run in ENTRIES.values():
+        with pytest.raises(ValueError, match=f"the state does not belong to this module: .*{fact}.*state_dict"):
+            run(module)
+
+
+def test_the_nnx_state_of_a_module_with_equal_tables_is_taken():
+    source, module = (make(((10, 4), (20, 4)), optimizer=Optim.ADAM, uniform=u) for u in ((0, 1), (1, 2)))
+    train(source, IDS, OFFSETS)
+    nnx.update(module, jax.tree.map(jnp.copy, nnx.state(source)))
+    np.testing.assert_array_equal(module(IDS, OFFSETS), source(IDS, OFFSETS))
+
+
+def test_the_state_dict_of_another_optimizer_is_refused_by_name_although_names_and_shapes_agree():
+    adam, lamb = (make(((10, 4),), optimizer=optimizer) for optimizer in (Optim.ADAM, Optim.LAMB))
+    saved = adam.state_dict()
+    assert saved.keys() == lamb.state_dict().keys()
+    with pytest.raises(ValueError, match=r'optimizer is "ADAM", expected "LAMB".*leave out .contents.'):
+        lamb.load_state_dict(saved)
+    lamb.load_state_dict({name: value for name, value in saved.items() if name != "contents"})
+    np.testing.assert_array_equal(tables_of(lamb)[0][0], tables_of(adam)[0][0])
+
+
+def test_a_state_dict_goes_on_with_other_hyperparameters_precision_and_grouping():
+    source = make(((10, 4), (20, 4)), optimizer=Optim.ADAM)
+    train(source, IDS, OFFSETS)
+    others = {"weight_decay": 0.1, "weights_precision": rt.SparseType.FP16, "learning_rate": [0.1, 0.2]}
+    module = make(((10, 4), (20, 4)), optimizer=Optim.ADAM, location=CACHED, **others)
+    module.load_state_dict(source.state_dict())
+    assert int(module.step) == 1
+    for mine, yours in zip(tables_of(module)[0], tables_of(source)[0], strict=True):
+        np.testing.assert_array_equal(mine, yours.astype(np.float16))
