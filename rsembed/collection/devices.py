@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from rsembed.kernels.contract import Segment
+from rsembed.kernels.cpu_threads import check_threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Devices:
             raise ValueError(
                 f"sharding_axis={axis!r} must name axes of the mesh once each, which has {mesh.axis_names}."
             )
+        check_threads(mesh)
         # With explicit axes, every operation of the dense layers would have to say how its result is split.
         return Devices(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim), axes)
 

@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, cast
 
+from rsembed.kernels import cpu_threads
+
 # After a failure, the others get this long to report theirs; after Ctrl-C, to clean up.
 GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
@@ -96,7 +98,7 @@ def _environment(process: int, num_processes: int, num_devices: int, address: st
         "XLA_FLAGS": _FAKE_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")).strip(),
         "PYTHONUNBUFFERED": "1",
     }
-    return os.environ | own
+    return os.environ | own | cpu_threads.settings(num_devices)
 
 
 def _free_port() -> int:

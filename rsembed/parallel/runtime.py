@@ -24,6 +24,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rsembed.kernels.cpu_threads import check_threads, provide_threads
+
 _log = logging.getLogger("rsembed")
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES")
 _terminated = threading.Event()
@@ -199,6 +201,7 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
 
     Raises: ValueError: there are not as many, or they cannot be split equally over the processes.
     """
+    provide_threads()
     devices, num_processes = jax.devices(), jax.process_count()
     if num_devices is not None:
         per_process, rest = divmod(num_devices, num_processes)
@@ -211,7 +214,9 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
             )
         own = [[d for d in devices if d.process_index == process][:per_process] for process in range(num_processes)]
         devices = [device for some in own for device in some]
-    return Mesh(np.asarray(devices), (axis,), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.asarray(devices), (axis,), axis_types=(AxisType.Auto,))
+    check_threads(mesh)
+    return mesh
 
 
 def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:

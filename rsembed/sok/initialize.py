@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rsembed.kernels.cpu_threads import check_threads
 from rsembed.parallel import runtime
 
 
@@ -97,6 +98,7 @@ def Init(
     mesh = runtime.make_mesh(axis) if mesh is None else mesh
     if mesh.axis_names != (axis,):
         raise ValueError(f"sok.Init: the mesh must have the one axis {axis!r}, got {mesh.axis_names}; pass axis=.")
+    check_threads(mesh)
     context = Context(mesh, axis, global_batch_size)
     if global_batch_size is not None and global_batch_size % context.num_devices:
         raise ValueError(

@@ -1,0 +1,101 @@
+"""XLA gets threads enough for the CPU devices, or says that it has too few."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from rsembed import EmbeddingCollection, FeatureSpec, TableSpec, sok
+from rsembed.kernels import cpu_threads
+from rsembed.parallel import make_mesh
+from rsembed.parallel.launch import _environment
+from rsembed.sparsecore.mesh_lookup import table_mesh
+
+# Programs are in flight while others are dispatched; each has a collective that waits for all devices.
+STEPS_IN_FLIGHT = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from rsembed.parallel import make_mesh
+
+jax.config.update("jax_num_cpu_devices", 4)
+mesh = make_mesh()
+
+def exchange(x):
+    x = jax.lax.all_to_all(jnp.sort(x, axis=0), "shard", split_axis=0, concat_axis=0, tiled=True)
+    return jnp.tanh(x) + jax.lax.psum(x.sum(), "shard")
+
+step = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P("shard"), out_specs=P("shard")))
+x = jax.device_put(jnp.ones((1024, 16)), NamedSharding(mesh, P("shard")))
+for _ in range(100):
+    x = step(x)
+print(x.sum() > 0)
+"""
+PLAIN = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+
+
+@pytest.fixture
+def shared_pool(monkeypatch):
+    """As until jax 0.12, whatever jax is here."""
+    monkeypatch.setattr(cpu_threads, "_SHARED_POOL", True)
+
+
+def run(program, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", program], env=PLAIN | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_many_steps_in_flight_over_more_devices_than_cores_end():
+    done = run(STEPS_IN_FLIGHT, XLA_FLAGS="--xla_cpu_collective_call_terminate_timeout_seconds=8")
+    assert done.stdout.strip() == "True", done.stderr[-2000:]
+
+
+def test_import_asks_for_threads_until_jax_has_made_its_devices():
+    show = "import os, jax; {}import rsembed; print(os.environ.get('NPROC'))"
+    early = run(show.format(""), XLA_FLAGS="--xla_force_host_platform_device_count=4000")
+    assert early.stdout.strip() == ("16000" if cpu_threads._SHARED_POOL else "None")
+    assert run(show.format("jax.devices(); ")).stdout.strip() == "None"
+
+
+def test_threads_suffice_for_devices_that_are_asked_for_later(shared_pool, monkeypatch):
+    monkeypatch.delenv("NPROC")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7), raising=False)
+    assert cpu_threads.settings(1) == cpu_threads.settings(3) == {"NPROC": "16"}
+    assert cpu_threads.settings(5) == {"NPROC": "20"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert cpu_threads.settings(4) == {}
+    monkeypatch.setenv("NPROC", "6")  # the user's own number stays where it is enough
+    assert cpu_threads.settings(3) == {} and cpu_threads.settings(4) == {"NPROC": "16"}
+
+
+@pytest.mark.parametrize("enter", ["collection", "sparsecore", "sok", "make_mesh"])
+def test_a_mesh_with_too_few_threads_says_what_to_do(enter, shared_pool, monkeypatch):
+    mesh = make_mesh()
+    monkeypatch.setattr(cpu_threads, "_num_threads", 8)
+    table = TableSpec(name="t", vocabulary_size=16, embedding_dim=4)
+    features = {"f": FeatureSpec(name="f", table_spec=table)}
+    with pytest.warns(RuntimeWarning, match="8 CPU devices .* 8 threads.*NPROC=32, or import rsembed and ask"):
+        if enter == "collection":
+            EmbeddingCollection(features, mesh=mesh)
+        elif enter == "sparsecore":
+            table_mesh(mesh, "shard")
+        elif enter == "sok":
+            sok.Init(mesh=mesh)
+        else:
+            make_mesh()
+
+
+def test_a_mesh_with_threads_enough_says_nothing(shared_pool, monkeypatch):
+    monkeypatch.setattr(cpu_threads, "_num_threads", 16)
+    make_mesh()
+    monkeypatch.setattr(cpu_threads, "_num_threads", 1)
+    make_mesh(num_devices=1)
+
+
+def test_launched_processes_get_threads_for_their_devices(shared_pool, monkeypatch):
+    monkeypatch.setenv("NPROC", "4")
+    assert int(_environment(0, 2, 12, "127.0.0.1:1")["NPROC"]) >= 24
+    assert _environment(0, 2, 2, "127.0.0.1:1")["NPROC"] == "4"
+    assert jax.device_count() == 8  # asking changed nothing here
