@@ -292,7 +292,7 @@ def _step_group(
     if table.passes.counter is not None:
         changes["max_counter"] = lambda: state.max_counter
     hyper = dataclasses.replace(table.rule, **changes).get_hyperparameters(state.step)  # type: ignore[type-var, union-attr]
-    rounding = _rounding(plan, number, state)
+    rounding = _rounding(plan, number, state, state.weights[number].dtype, use=None)
     weights, slots = kernel(state.weights[number], state.slots[number], *gradient, hyper, table.rule, rounding=rounding)
     return state.with_group(number, weights=weights, slots=slots)
 
@@ -303,11 +303,12 @@ def decayed_tables(plan: TBEPlan, state: TBEState) -> TBEState:
     for number, group in enumerate(plan.groups):
         passes = plan.table_of(group).passes
         if passes.global_decay is not None:
-            weights, (accumulator, prev_iter) = state.weights[number], state.slots[number]
+            old, (accumulator, prev_iter) = state.weights[number], state.slots[number]
             factor = global_decay_factor(
                 prev_iter, state.step + 1, rates[number], passes.weight_decay, passes.global_decay
             )
-            weights = (weights * factor.astype(weights.dtype)).astype(weights.dtype)
+            round_rows = _rounding(plan, number, state, old.dtype, use=_DECAY) or _round_to_nearest
+            weights = round_rows(old.astype(jnp.float32) * factor, old.dtype, jnp.arange(old.shape[0]))
             prev_iter = jnp.where(prev_iter > 0, state.step, prev_iter)
             state = state.with_group(number, weights=weights, slots=(accumulator, prev_iter))
     return state
@@ -330,12 +331,21 @@ def _decay_factors(
     return factors
 
 
-def _rounding(plan: TBEPlan, number: int, state: TBEState) -> Rounding | None:
+_DECAY, _STORE = 2**32 - 1, 2**32 - 2
+"""What beside steps rounds rows, with other noise: the numbers of tables that nobody has."""
+
+
+def _round_to_nearest(values: Array, dtype: Any, rows: Array) -> Array:
+    return values.astype(dtype)
+
+
+def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
+    """How rows of a group become `dtype`; None to nearest. They may be in a cache, whose dtype is not the tables'."""
     group, resident_rows = plan.groups[number], state.resident_rows[number]
-    table = plan.table_of(group)
-    if not table.rounds_stochastically or table.dtype == "float32":
+    if not plan.table_of(group).rounds_stochastically or dtype == jnp.float32:
         return None
     key = jax.random.fold_in(state.key, state.step)
+    key = key if use is None else jax.random.fold_in(key, use)
     first_rows, numbers = jnp.asarray(group.first_rows, jnp.int32), jnp.asarray(group.tables, jnp.int32)
 
     def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
@@ -345,6 +355,16 @@ def _rounding(plan: TBEPlan, number: int, state: TBEState) -> Rounding | None:
         return round_with_noise(values, noise, dtype)
 
     return round_rows
+
+
+def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]) -> tuple[Array, ...]:
+    """All arrays of a group at places of its cache, with weights in the dtype of the tables."""
+    weights, *others = api.gather_rows(state.arrays(number), places)
+    dtype = jnp.dtype(plan.table_of(plan.groups[number]).dtype)
+    if weights.dtype != dtype:
+        round_rows = _rounding(plan, number, state, dtype, use=_STORE) or _round_to_nearest
+        weights = round_rows(weights.astype(jnp.float32), dtype, places)
+    return (weights, *others)
 
 
 def _first_reads(plan: TBEPlan, number: int, batch: JaggedBatch) -> JaggedBatch:

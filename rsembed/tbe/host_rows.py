@@ -37,12 +37,13 @@ from rsembed.caching import (
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.row_gradients import RowGradients
+from rsembed.tbe import functional
 from rsembed.tbe.bounds import feature_starts
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.inputs import Inputs, is_traced
 from rsembed.tbe.plan import TBEPlan
 
-_gather = jax.jit(api.gather_rows)
+_leaving = jax.jit(functional.stored_rows, static_argnums=(0, 1))
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)
 _ROWS_PER_FLUSH = 1 << 16
 _nothing = functools.partial(np.zeros, 0, np.int64)
@@ -216,11 +217,12 @@ class HostRows:
             scratch = len(group.scratch_rows) if capacity is None else min(capacity, group.cache.num_ids)
             state = _with_scratch(state, group, scratch)
             arrays = state.arrays(group.number)
-            evicted = _gather(arrays, jnp.asarray(out_places))
+            evicted = _leaving(self.plan, group.number, state, jnp.asarray(out_places))
             shapes = None
             if capacity is not None:
                 shapes = tuple(jax.ShapeDtypeStruct((capacity, *x.shape[1:]), x.dtype) for x in arrays)
-            loaded = _call(functools.partial(_exchange, group), shapes, in_places, *evicted)
+            exchange = functools.partial(_exchange, group, [array.dtype for array in arrays])
+            loaded = _call(exchange, shapes, in_places, *evicted)
             arrays = _scatter(arrays, jnp.asarray(in_places), tuple(map(jnp.asarray, loaded)))
             state = state.with_arrays(group.number, arrays)
         return state
@@ -233,7 +235,7 @@ class HostRows:
             num_scratch = arrays[0].shape[0] - group.num_places if is_inside else _padded(len(group.scratch_rows))
             # The area may be larger than its rows: rows behind them are read and left alone.
             places = group.num_places + jnp.arange(num_scratch, dtype=jnp.int32)
-            values.append(_gather(arrays, places) if num_scratch else ())
+            values.append(_leaving(self.plan, group.number, state, places) if num_scratch else ())
         _call(self._store_scratch, () if is_inside else None, state.generation, values)
         return self._advanced(state, is_inside=is_inside)
 
@@ -246,7 +248,7 @@ class HostRows:
             for first in range(0, rows.size, _ROWS_PER_FLUSH):
                 some = slice(first, first + _ROWS_PER_FLUSH)
                 padded = _pad(places[some], _padded(places[some].size))
-                values = _gather(state.arrays(group.number), jnp.asarray(padded))
+                values = _leaving(self.plan, group.number, state, jnp.asarray(padded))
                 _write(group, rows[some], values)
 
     def forget(self, state: TBEState) -> TBEState:
@@ -367,21 +369,21 @@ def _call(function: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
     return io_callback(function, shapes, *operands, ordered=True)
 
 
-def _exchange(group: Group, in_places: Any, *evicted: Any) -> tuple[np.ndarray, ...]:
+def _exchange(group: Group, dtypes: Sequence[Any], in_places: Any, *evicted: Any) -> tuple[np.ndarray, ...]:
     """Writes evicted rows to the stores, then reads the rows that take places, padded as `in_places` is."""
     _write(group, group.out_rows, evicted)
     room = in_places.shape[0] - group.in_rows.size
     loaded = [*(store.read(group.in_rows) for store in group.stores), group.in_rows]
     return tuple(
-        np.concatenate([values.astype(old.dtype), np.zeros((room, *values.shape[1:]), old.dtype)])
-        for values, old in zip(loaded, evicted, strict=True)
+        np.concatenate([values.astype(dtype), np.zeros((room, *values.shape[1:]), dtype)])
+        for values, dtype in zip(loaded, dtypes, strict=True)
     )
 
 
 def _write(group: Group, rows: np.ndarray, values: Sequence[Any]) -> None:
     """Stores the first of the values, which may be padded, as `rows`."""
     for store, own in zip(group.stores, values, strict=False):  # the last values only say which rows these are
-        store.write(rows, np.asarray(own)[: rows.size].astype(store.dtype))
+        store.write(rows, np.asarray(own)[: rows.size])
 
 
 def _padded(count: int) -> int:

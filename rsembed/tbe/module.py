@@ -24,6 +24,7 @@ from rsembed.tbe.reporting import StatisticsReporter
 from rsembed.tbe.training import Backward, Notes, forward, learning_rates, prefetch
 
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
+_decayed_tables = jax.jit(functional.decayed_tables, static_argnums=0)
 _begin_step = jax.jit(functional.begin_step, static_argnums=0, donate_argnums=1)
 
 
@@ -55,8 +56,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
       cache_load_factor: rows of the cache as a share of all rows of the group.
       cache_sets: sets of 32 rows, instead of the load factor; 0 uses that.
       cache_reserved_memory: GiB of device memory that caches leave alone.
-      cache_precision: dtype of cached rows; None is that of the weights. With another one, rows are rounded to the
-        weights' dtype when they leave the cache, and no longer equal those of uncached training.
+      cache_precision: dtype of cached rows; None is that of the weights. With another one, training no longer equals
+        that of uncached tables: a narrower one rounds rows to nearest when they enter the cache and as steps are
+        rounded in it; a wider one rounds them as steps are rounded when they leave it.
       weights_precision: FP32, FP16 or BF16.
       output_dtype: FP32, FP16 or BF16; sums are float32.
       enforce_hbm: MANAGED_CACHING as DEVICE.
@@ -382,14 +384,17 @@ class TableBatchedEmbeddingBags(nnx.Module):
         tables.reset_rows(self, pruned_indices, pruned_indices_offsets, logical_table_ids)
 
     def apply_global_weight_decay(self) -> None:
-        """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables; lookups stay the same."""
+        """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables.
+
+        Lookups stay the same, but for the rounding of FP16 and BF16 rows, which is that of a step.
+        """
         if not any(table.passes.global_decay for table in self.plan.tables):
             raise NotImplementedError("no table of this module has WeightDecayMode.DECOUPLE_GLOBAL.")
         if self.plan.has_cache:
             raise NotImplementedError(
                 "the decay of tables on the host cannot be written out; their rows pay when read."
             )
-        self.state.set_value(functional.decayed_tables(self.plan, self.state.get_value()))
+        self.state.set_value(_decayed_tables(self.plan, self.state.get_value()))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""

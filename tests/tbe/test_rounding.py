@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsembed import tbe as rt
 from rsembed.tbe.rounding import round_with_noise, rounding_noise
+from tests.tbe.oracle import make, train
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "tbe_cases.json").read_text())["cases"]
 SIXTEEN_BITS = [np.dtype(np.float16), jnp.dtype(jnp.bfloat16)]
@@ -101,3 +103,69 @@ def test_noise_is_uniform():
     counts, _ = np.histogram(words, bins=16, range=(0, 2**32))
     expected = words.size / 16
     assert np.sum((counts - expected) ** 2 / expected) < 44  # 0.9999 quantile of chi square with 15 degrees
+
+
+# Modules
+
+
+FP16, FP32, BF16 = rt.SparseType.FP16, rt.SparseType.FP32, rt.SparseType.BF16
+NUM_ROWS, DIM = 200, 32
+
+
+def stepped(rate, *, num_steps=100, **arguments):
+    """Weights after that many steps of `-rate` from 1.0, of rows more than fit into the cache and of 20 that do."""
+    caching = {"location": rt.EmbeddingLocation.MANAGED_CACHING, "cache_sets": 1}
+    module = make(((NUM_ROWS, DIM),), learning_rate=rate, uniform=None, **caching, **arguments)
+    module.load_state_dict({"table_0.weight": np.ones((NUM_ROWS, DIM), np.float32)})
+    for few in (False, True):
+        ids = np.arange(20) if few else np.arange(20, NUM_ROWS)
+        for _ in range(num_steps):
+            train(module, ids, np.array([0, ids.size]))
+    (weights,) = module.split_embedding_weights()
+    return weights.astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("weights", "cache", "rate"), [(FP16, FP32, 1e-5), (FP32, FP16, 1e-5), (BF16, FP32, 1e-4), (FP16, BF16, 1e-4)]
+)
+def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_another_precision(weights, cache, rate):
+    values = stepped(rate, weights_precision=weights, cache_precision=cache)
+    spacing = {FP16: 2.0**-11, BF16: 2.0**-8}[cache if cache != FP32 else weights]  # below 1.0
+    for own in (values[:20], values[20:]):
+        # Each step rounds once: a random walk of at most 100 times `spacing`, of which a share moves.
+        deviation = np.sqrt(100 * spacing * rate / own.size) + 1e-9
+        np.testing.assert_allclose(own.mean(), 1 - 100 * rate, atol=5 * deviation)
+
+
+def test_without_stochastic_rounding_a_cache_of_another_precision_rounds_to_nearest():
+    values = stepped(1e-5, num_steps=5, weights_precision=FP16, cache_precision=FP32, stochastic_rounding=False)
+    np.testing.assert_array_equal(values[52:], 1.0)
+
+
+@pytest.mark.parametrize("precision", [FP16, BF16])
+@pytest.mark.parametrize("is_stochastic", [True, False])
+def test_applied_global_decay_is_not_rounded_away_in_tables_of_16_bits(precision, is_stochastic):
+    decay = {"weight_decay": 0.041, "weight_decay_mode": rt.WeightDecayMode.DECOUPLE_GLOBAL}
+    module = make(
+        ((NUM_ROWS, DIM),),
+        optimizer=rt.OptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=0.1,
+        weights_precision=precision,
+        stochastic_rounding=is_stochastic,
+        global_weight_decay=rt.GlobalWeightDecayDefinition(),
+        **decay,
+    )
+    everything, nothing = np.arange(NUM_ROWS - 1), np.zeros(0, np.int64)
+    train(module, everything, np.array([0, NUM_ROWS - 1]), d_output=np.zeros((1, DIM), np.float32))
+    state = module.state_dict()
+    module.load_state_dict(state | {"table_0.weight": np.full((NUM_ROWS, DIM), 1.5, np.float32)})
+    train(module, nothing, np.array([0, 0]))
+    before = np.asarray(module(np.arange(NUM_ROWS), np.arange(NUM_ROWS + 1)))
+    module.apply_global_weight_decay()
+    values = np.asarray(module.split_embedding_weights()[0]).astype(np.float64)
+    wanted, spacing = 1.5 * (1 - 0.1 * 0.041), {FP16: 2.0**-10, BF16: 2.0**-7}[precision]
+    assert (np.abs(values[:-1] - wanted) <= spacing).all() and (values[-1] == 1.5).all()
+    deviation = spacing / 2 / np.sqrt(values[:-1].size) if is_stochastic else spacing / 10
+    np.testing.assert_allclose(values[:-1].mean(), wanted, atol=5 * deviation)
+    after = np.asarray(module(np.arange(NUM_ROWS), np.arange(NUM_ROWS + 1)))
+    np.testing.assert_allclose(after, before, atol=spacing)
