@@ -14,6 +14,7 @@ process sends one and reads one, and the first process of the mesh compares them
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections import defaultdict
@@ -43,8 +44,7 @@ class Agreement:
     """
 
     def __init__(self, mesh: Mesh | None, what: str, given: Any):
-        members = () if mesh is None else sorted({device.process_index for device in mesh.devices.flat})
-        self.processes = tuple(members) if len(members) > 1 and _has_own(given) else ()
+        self.processes = () if mesh is None or not _has_own(given) else processes_of(mesh)
         self.what = what
         self._brought: dict[str, tuple[str, int]] = {}
         self._widths: dict[str, int] | None = None
@@ -69,10 +69,11 @@ class Agreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        is_alone = jax.process_index() not in self.processes
+        is_alone = len(self.processes) < 2 or jax.process_index() not in self.processes
         if is_alone or not (error is None or isinstance(error, Exception)):  # Ctrl-C ends the run at once
             return
-        verdict = self._exchange({"error": error and f"{type(error).__name__}: {error}", "brought": self._brought})
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        verdict = self._exchange({"what": self.what, "error": reason, "brought": self._brought})
         if error is None and verdict["problem"] is not None:
             raise ValueError(f"{self.what}: {verdict['problem']}")
         self._widths = verdict["widths"]
@@ -106,6 +107,12 @@ class Agreement:
         return verdict
 
 
+@functools.cache
+def processes_of(mesh: Mesh) -> tuple[int, ...]:
+    """Processes that have devices in the mesh, in ascending order."""
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
 def is_global(leaf: Any) -> bool:
     """Whether other processes hold some of it."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable
@@ -113,7 +120,9 @@ def is_global(leaf: Any) -> bool:
 
 def _has_own(given: Any) -> bool:
     leaves = jax.tree.leaves(given, is_leaf=lambda value: isinstance(value, list))  # a list may hold a million ids
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) and not all(map(is_global, leaves))
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) and not (
+        leaves and all(map(is_global, leaves))
+    )
 
 
 def _problem(records: dict[int, Any]) -> str | None:
@@ -121,18 +130,20 @@ def _problem(records: dict[int, Any]) -> str | None:
     for process, record in records.items():
         if record["error"] is not None:
             return f"process {process} refused what it was given ({record['error']}); see its own message."
-    (first, expected), *others = ((process, record["brought"]) for process, record in records.items())
-    for process, brought in others:
-        if list(brought) != list(expected):
+    (first, expected), *others = records.items()
+    for process, record in others:
+        here, there = (f"{own['what']} with {', '.join(own['brought'])}" for own in (record, expected))
+        if here != there:
             return (
-                f"process {process} brings {list(brought)}, process {first} {list(expected)}; all processes must run "
-                "the same program on batches of the same features, in the same order."
+                f"process {process} brings {here}, process {first} {there}; all processes must run the same program "
+                "on batches of the same features, in the same order."
             )
-        for name, (shape, _) in brought.items():
-            if shape != expected[name][0]:
+        for name, (shape, _) in record["brought"].items():
+            if shape != expected["brought"][name][0]:
                 return (
-                    f"{name}: process {process} brings {shape}, process {first} {expected[name][0]}. All processes "
-                    "must bring equally much in the same form; fill smaller batches up with samples without ids."
+                    f"{name}: process {process} brings {shape}, process {first} {expected['brought'][name][0]}. All "
+                    "processes must bring equally much in the same form; fill smaller batches up with samples without "
+                    "ids."
                 )
     return None
 

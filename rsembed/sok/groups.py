@@ -10,14 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags, as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
-from rsembed.kernels import api
-from rsembed.kernels.contract import Segment
+from rsembed.bags import Bags
 from rsembed.parallel import Agreement
+from rsembed.sok import plain_tables
+from rsembed.sok.initialize import Context
 from rsembed.sok.inputs import checked_combiner, read_keys, shape_in_words, widened
 from rsembed.sok.sharded_table import KeyBags
 from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
@@ -46,7 +44,8 @@ def group_embedding_lookup_sparse(
       name: of the group, for messages.
       training: give new keys of embedding variables rows.
 
-    Returns: `[batch, dim]` of each.
+    Returns: `[batch, dim]` of each. Where there are several processes, plain tables must be equal in all of them;
+      beside embedding variables they give the samples of all processes, as those do, and alone those of their own.
 
     Raises:
       ValueError: the lists differ in length, or an entry is wrong; naming group and position.
@@ -94,31 +93,42 @@ def _look_up_group(
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
     known = [checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
-    mesh = _mesh_of(params, group)
+    context = _context_of(params, group)
+    # Where several processes have samples, all outputs are those of the global batch.
+    shared = context if context is not None and context.num_local_devices < context.num_devices else None
     plain: dict[int, Bags] = {}
     batch: dict[int, KeyBags] = {}
-    with Agreement(mesh, group, (sp_ids, sp_weights)) as agreement:
+    with Agreement(None if shared is None else shared.mesh, group, (sp_ids, sp_weights)) as agreement:
         weights = [None] * len(params) if sp_weights is None else list(sp_weights)
         lengths = {"params": len(params), "sp_ids": len(sp_ids), "combiners": len(known), "sp_weights": len(weights)}
         if len(set(lengths.values())) != 1 or not params:
             raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
         for i, (table, ids, own, combiner) in enumerate(zip(params, sp_ids, weights, known, strict=True)):
             if not isinstance(table, EmbeddingVariable):
-                plain[i] = _read_plain(table, ids, own, f"{group}, params[{i}]")
+                plain[i] = plain_tables.read_ids(table, ids, own, f"{group}, params[{i}]")
+                if shared is not None and plain_tables.is_own(plain[i]):
+                    shared.check_batch(plain[i].num_bags, f"{group}, params[{i}]")
+                    width = plain_tables.longest(plain[i])
+                    agreement.bring(_name(i, table), f"{plain[i].num_bags} samples", width=width)
                 continue
             batch[i] = read_keys(table.table, ids, own, combiner)
             if not isinstance(batch[i].keys.is_key, jax.Array):
                 table.table.context.check_batch(batch[i].keys.shape[0], f"{group}, {table.table.spec.name!r}")
             agreement.bring(_name(i, table), shape_in_words(batch[i]), width=batch[i].keys.shape[1])
-    outputs = {i: _pool_plain(params[i], bags, known[i]) for i, bags in plain.items()}
-    for i, bags in batch.items():
-        batch[i] = widened(bags, agreement.width(_name(i, params[i])))
-    found, backward = look_up_variables([params[i] for i in batch], list(batch.values()), training=training)
+    outputs: dict[int, Array] = {}
+    for i, bags in plain.items():
+        if shared is not None and plain_tables.is_own(bags):
+            width = agreement.width(_name(i, params[i]))
+            outputs[i] = plain_tables.pool_everywhere(params[i], bags, known[i], context=shared, width=width)
+        else:
+            outputs[i] = plain_tables.pool(params[i], bags, known[i])
+    keys = [widened(bags, agreement.width(_name(i, params[i]))) for i, bags in batch.items()]
+    found, backward = look_up_variables([params[i] for i in batch], keys, training=training)
     outputs |= dict(zip(batch, found, strict=True))
     return [outputs[i] for i in range(len(params))], backward
 
 
-def _mesh_of(params: Sequence[Any], group: str) -> Mesh | None:
+def _context_of(params: Sequence[Any], group: str) -> Context | None:
     """The devices of a group's embedding variables; None if it has none. Raises: ValueError: they differ."""
     tables = [table.table for table in params if isinstance(table, EmbeddingVariable)]
     for table in tables:
@@ -129,29 +139,12 @@ def _mesh_of(params: Sequence[Any], group: str) -> Mesh | None:
                 f"{own.axis!r}), table {tables[0].spec.name!r} on {first.mesh.devices.tolist()} (axis {first.axis!r}); "
                 "make them with the same context, or look them up one after the other."
             )
-    return tables[0].context.mesh if tables else None
+    return tables[0].context if tables else None
 
 
-def _name(position: int, variable: EmbeddingVariable) -> str:
-    return f"params[{position}] (table {variable.table.spec.name!r})"
-
-
-def _read_plain(table: Any, ids: Any, weights: Any, where: str) -> Bags:
-    bags = as_bags(ids if weights is None else (ids, weights), feature=where)
-    check_ids_dtype(bags, feature=where)
-    if not is_traced(bags):
-        check_values(bags, feature=where, table=where, vocabulary_size=_values(table).shape[0])
-    return bags
-
-
-def _pool_plain(table: Any, bags: Bags, combiner: Combiner) -> Array:
-    own = None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32)
-    offsets = jnp.asarray(bags.offsets).astype(jnp.int32)
-    return api.lookup(_values(table), [Segment(jnp.asarray(narrow_ids(bags.ids)), offsets, own, combiner)])[0]
-
-
-def _values(table: Any) -> Any:
-    return table.get_value() if isinstance(table, nnx.Variable) else jnp.asarray(table)
+def _name(position: int, table: Any) -> str:
+    name = f" (table {table.table.spec.name!r})" if isinstance(table, EmbeddingVariable) else ""
+    return f"params[{position}]{name}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,20 +13,26 @@ from rsembed import checkpoint, sok
 from tests.sok import training
 
 
-def test_processes_learn_what_one_device_learns(tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+def launch(program, *arguments):
+    """What a program prints in two processes with two devices each."""
+    environment = os.environ | {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
     root = str(Path(training.__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2"]
     run = subprocess.run(
-        [*command, training.__file__, str(tmp_path / "learned")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        check=False,
+        [*command, str(program), *arguments], capture_output=True, text=True, timeout=240, env=environment, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_processes_agree_on_shapes_or_refuse_together():
+    printed = launch(Path(__file__).with_name("seams_program.py"))
+    assert "[0] all agreed" in printed and "[1] all agreed" in printed
+
+
+def test_processes_learn_what_one_device_learns(tmp_path):
+    launch(training.__file__, str(tmp_path / "learned"))
     found = checkpoint.load(tmp_path / "learned").tree
     expected = training.train(sok.Init(mesh=Mesh(np.asarray(jax.devices()[:1]), ("shard",))))
     np.testing.assert_array_equal(found["layer"]["keys"], expected["layer"]["keys"])

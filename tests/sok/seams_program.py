@@ -1,0 +1,130 @@
+"""What two processes with two devices each agree on, and what they refuse together; started by test_processes.py."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+import rsembed as rs
+from rsembed import parallel, sok
+
+SGD = rs.SGDOptimizerSpec(1.0)
+
+
+def whole(array):
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def by_key(variable):
+    rows = sok.export_rows(variable)
+    return dict(zip(rows["keys"].tolist(), rows["values"], strict=True))
+
+
+def rows_of(known, keys):
+    found = [known[key] if key >= 0 else np.zeros(3, np.float32) for key in np.ravel(keys).tolist()]
+    return np.stack(found).reshape(*np.shape(keys), 3)
+
+
+def refused(message, call):
+    """Both processes raise: process 1 its own error or, like process 0, one that names it."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        assert re.search(message, str(error)), (message, str(error))
+    else:
+        raise AssertionError(f"accepted: {message}")
+
+
+def main():
+    parallel.init(heartbeat_timeout_seconds=60)
+    process, context = jax.process_index(), sok.Init()
+
+    # One row per key, from arrays
+    layer = sok.All2AllDenseEmbedding(40, 3, 1, 2, optimizer=SGD, name="dense")
+    keys = np.asarray([[5, 2**40], [7, 5], [8, 9], [-1, 7], [1, 2], [3, 4], [9, 9], [5, 6]])[:, None]
+    out, backward = layer.vjp(np.split(keys, 2)[process])
+    known = by_key(layer.variable)
+    assert out.shape == (8, 1, 2, 3)
+    np.testing.assert_array_equal(whole(out), rows_of(known, keys))
+    backward(jnp.ones_like(out))
+    np.testing.assert_allclose(by_key(layer.variable)[5], known[5] - 3, rtol=1e-6)
+
+    # One row per key, from lists of other lengths
+    layer = sok.All2AllDenseEmbedding(40, 3, 1, 1, dynamic_input=True, optimizer=SGD, name="lists")
+    lists = [np.asarray([5, 2**40, 7]), np.asarray([9, 5, 1, 2, 3])]
+    out, backward = layer.vjp(lists[process])
+    known = by_key(layer.variable)
+    assert out.shape == (12, 3)  # both are filled up to 6, so that each of the devices has 3
+    places = np.asarray([0, 1, 2, 6, 7, 8, 9, 10])
+    expected = np.zeros((12, 3), np.float32)
+    expected[places] = rows_of(known, np.concatenate(lists))
+    np.testing.assert_array_equal(whole(out), expected)
+    backward(jnp.ones_like(out))
+    after = by_key(layer.variable)
+    for key, times in ((5, 2), (2**40, 1), (3, 1)):
+        np.testing.assert_allclose(after[key], known[key] - times, rtol=1e-6)
+
+    # Groups: bags of other lengths in each process, and a plain table beside an embedding variable
+    variable = sok.embedding_variable("hashed", 3, rows_per_device=20, optimizer=SGD)
+    plain = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
+    bags = [[[3], [2**40]], [[4, 3, 3, 8, 1], []]]
+    small = [[[1, 2, 3], [4]], [[], [5]]]
+
+    def look_up(plain, training=False):
+        tables, ids = [variable, plain], [bags[process], small[process]]
+        return sok.group_embedding_lookup_sparse(tables, ids, ["sum", "mean"], training=training)
+
+    pooled, means = look_up(jnp.asarray(plain), training=True)
+    known = by_key(variable)
+    for bag, row in zip([*bags[0], *bags[1]], whole(pooled), strict=True):
+        np.testing.assert_allclose(row, sum((known[key] for key in bag), np.zeros(3)), atol=1e-6)
+    for bag, row in zip([*small[0], *small[1]], whole(means), strict=True):
+        np.testing.assert_allclose(row, plain[bag].mean(0) if bag else np.zeros(2), atol=1e-6)
+    gradient = jax.grad(lambda plain: look_up(plain)[1].sum())(jnp.asarray(plain))
+    np.testing.assert_allclose(whole(gradient)[:, 0], [0, 1 / 3, 1 / 3, 1 / 3, 1, 1, 0, 0, 0], rtol=1e-6)
+
+    # What does not go together is refused by both, and both go on.
+    pooled_layer = sok.DistributedEmbedding("sum", 20, 3, 1, 4, optimizer=SGD, name="pooled")
+    both = "process 1 brings 8 samples .*, process 0 4 samples"
+    refused(both, lambda: pooled_layer(np.ones((8 if process else 4, 1, 2), int)))
+    refused(
+        "process 1 brings 4 samples .*, process 0 0 samples", lambda: pooled_layer(np.ones((4 * process, 1, 2), int))
+    )
+    weights = np.ones((4, 1, 2), np.float32) if process else None
+    refused(
+        "4 samples with weights, process 0 4 samples without", lambda: pooled_layer(np.ones((4, 1, 2), int), weights)
+    )
+    message = "key -7 at position" if process else r"process 1 refused what it was given \(ValueError: .*key -7"
+    refused(message, lambda: pooled_layer(np.full((4, 1, 2), -7 if process else 7)))
+    message = "process 1 brings layer 'lists' with keys, process 0 layer 'pooled' with keys; all"
+    refused(message, lambda: layer([1, 2]) if process else pooled_layer(np.ones((4, 1, 2), int)))
+    refused(
+        r"params\[0\] \(table 'hashed'\): process 1 brings 4 samples",
+        lambda: sok.group_embedding_lookup_sparse([variable], [[[1]] * (4 if process else 2)], ["sum"]),
+    )
+    out = pooled_layer(np.full((2, 1, 1 + process), 5), training=True)  # as many samples, of other widths
+    np.testing.assert_allclose(whole(out)[[0, 2], 0], [by_key(pooled_layer.variable)[5] * n for n in (1, 2)], rtol=1e-6)
+
+    # The same door of a collection
+    table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2, initializer=jax.nn.initializers.ones)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh)
+    state = collection.init(jax.random.key(0))
+    refused(f"feature 'f': {both}", lambda: collection.prepare({"f": np.ones((8 if process else 4, 2), int)}))
+    refused("process 1 brings 4 samples of an array", lambda: collection.prepare({"f": np.ones((4, 2 + process), int)}))
+    refused(
+        "4 bags .*, process 0 4 samples of",
+        lambda: collection.prepare({"f": [[1]] * 4 if process else np.ones((4, 1), int)}),
+    )
+    message = "id 9 in sample 0 is outside" if process else "process 1 refused .*id 9 in sample 0 is outside"
+    refused(message, lambda: collection.prepare({"f": [[9 * process]] * 4}))
+    refused("unknown" if process else "process 1 refused", lambda: collection.prepare({"fg"[process]: [[1]] * 4}))
+    batch = collection.prepare({"f": [[1] * (1 + 2 * process)] * 2})
+    assert batch["f"].shape == (4, 4)
+    np.testing.assert_array_equal(whole(collection.lookup(state, batch)["f"])[:, 0], [1, 1, 3, 3])
+    print("all agreed")
+
+
+if __name__ == "__main__":
+    main()
