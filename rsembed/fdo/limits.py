@@ -77,9 +77,11 @@ def limits_from_statistics(
       num_sc_per_device: cores per device.
       policy: None means `LimitsPolicy()`: headroom, never shrinking, in buckets.
 
+    Raises: ValueError: the statistics are of another layout than the stacks, or of another number of cores.
+
     Example:
       >>> from rsembed import SGDOptimizerSpec
-      >>> stack = StackedTableSpec("words", 64, 8, SGDOptimizerSpec(), "sum", 8, max_ids_per_partition=50)
+      >>> stack = StackedTableSpec("words", 64, 8, SGDOptimizerSpec(), "sum", 8, max_ids_per_partition=50, num_shards=2)
       >>> seen = SparseDenseMatmulInputStats(max_ids_per_partition={"words": [61, 70]})
       >>> limits_from_statistics([stack], seen, 2)["words"].max_ids_per_partition
       96
@@ -92,6 +94,7 @@ def _stack_limits(
     stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
 ) -> PartitionLimits:
     name, buffer = stack.stack_name, stack.suggested_coo_buffer_size_per_device
+    _check_cores(stack, statistics, num_cores)
 
     def new_limit(seen: Mapping[str, Any], current: int) -> int:
         return policy.limit(float(np.max(seen[name])), current) if name in seen else current
@@ -106,6 +109,24 @@ def _stack_limits(
         if largest is not None and buffer > largest >= observed * num_cores:
             buffer = largest
     return PartitionLimits(max_ids, max_unique, buffer)
+
+
+def _check_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int) -> None:
+    name, num_shards = stack.stack_name, stack.num_shards
+    num_values, num_sizes = (
+        np.shape(np.atleast_1d(seen.get(name, 0)))[-1]
+        for seen in (statistics.max_ids_per_partition, statistics.required_buffer_size_per_sc)
+    )
+    num_devices, rest = divmod(num_values, num_shards)
+    is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest  # others were made by hand
+    # Buffer sizes are one per core of every local device, or were set for the cores of one.
+    fits = num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
+    if num_cores < 1 or num_shards % num_cores or (is_whole and not fits):
+        raise ValueError(
+            f"stack {name!r} has {num_shards} shards, and its statistics {num_values} partitions and {num_sizes} "
+            f"buffer sizes, which does not fit num_sc_per_device={num_cores}; pass the number of cores that it was "
+            "placed for, and statistics of batches that were preprocessed for it."
+        )
 
 
 def _largest_buffer(name: str, max_ids: int, statistics: SparseDenseMatmulInputStats, num_cores: int) -> int | None:

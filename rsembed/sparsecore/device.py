@@ -143,9 +143,24 @@ def update_stack(
     return api.update(table, slots, [touched], [vectors], hyper, rule, rounding=rounding)
 
 
+def stacked_rows(layout: StackLayout, exchange: Exchange, rows: Int[Array, " capacity"]) -> Int[Array, " capacity"]:
+    """Number of this device's rows in the stack's tables laid under each other, which no sharding changes."""
+    first_shard = 0 if exchange.axis_name is None else jax.lax.axis_index(exchange.axis_name) * layout.num_cores
+    core, row_in_shard = jnp.divmod(rows, layout.rows_per_shard)
+    result, first = jnp.full(rows.shape, NO_ROW, jnp.int32), 0
+    for table in layout.tables:
+        place = table.setting_in_stack
+        row = row_in_shard - place.row_offset_in_shard
+        ids = row * layout.num_shards + (first_shard + core - place.shard_rotation) % layout.num_shards
+        is_inside = (rows != NO_ROW) & (row >= 0) & (ids < table.vocabulary_size)
+        result = jnp.where(is_inside, ids + first, result)
+        first += table.vocabulary_size
+    return result
+
+
 def unstack(layout: StackLayout, activations: Float[Array, "samples dim"]) -> dict[str, Array]:
     """The activations of every feature of a stack, by name, on one device."""
-    by_core = activations.reshape(layout.num_cores, layout.samples_per_core, -1)
+    by_core = layout.checked_activations(activations).reshape(layout.num_cores, layout.samples_per_core, -1)
     result = {}
     for feature in layout.features:
         start = feature.id_transformation.row_offset // layout.num_shards

@@ -125,11 +125,11 @@ def init_embedding_variables(
       rng: the model's key.
       table_specs: placed tables, for example of `get_table_specs`.
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`.
-      num_sparsecore_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for.
       bypass_mesh_check: ignored; rows follow the mesh, whatever the order of its devices.
 
     Raises:
-      ValueError: the sharding does not deal rows to devices.
+      ValueError: the sharding does not deal rows to devices, or the tables were placed for another number of shards.
     """
     del bypass_mesh_check
     axis = global_sharding.spec[0] if len(global_sharding.spec) else None

@@ -20,7 +20,8 @@ from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel.exchange import AxisName
-from rsembed.sparsecore.layout import placed_stack, resolve_cores
+from rsembed.sparsecore.belonging import variables_fingerprint
+from rsembed.sparsecore.layout import cores_of, placed_stack, tables_by_stack
 from rsembed.sparsecore.row_rule import rule_of_stack
 from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import TableSpec
@@ -45,12 +46,14 @@ def initialize(
       tables: placed tables.
       mesh: the devices.
       axis_name: mesh axis (or axes) over which rows are sharded.
-      num_cores: cores per device; None takes this machine's number.
+      num_cores: cores per device; None takes the number that the tables were placed for.
+
+    Raises: ValueError: a table was not placed, or for another number of shards; tables of a stack are missing.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     num_devices = math.prod(mesh.shape[axis] for axis in axes)
-    num_cores = resolve_cores(num_cores, num_devices)
     stacks = tables_by_stack(tables)
+    num_cores = cores_of(tables, num_devices, num_cores)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
 
@@ -63,28 +66,6 @@ def initialize(
 
     sharded = jax.shard_map(build, mesh=mesh, in_specs=P(), out_specs=P(axes), check_vma=False)
     return jax.jit(sharded)(key)
-
-
-def tables_by_stack(tables: Sequence[TableSpec]) -> dict[str, list[TableSpec]]:
-    """Stack name to its tables, from the first row to the last.
-
-    Raises:
-      ValueError: a table was not placed, or tables of its stack are missing.
-    """
-    stacks: dict[str, dict[str, TableSpec]] = {}
-    for table in tables:
-        stacks.setdefault(placed_stack(table).stack_name, {})[table.name] = table
-    ordered = {}
-    for name, members in stacks.items():
-        ordered[name] = sorted(members.values(), key=lambda table: table.setting_in_stack.row_offset_in_shard)
-        present = sum(table.setting_in_stack.padded_vocab_size for table in members.values())
-        expected = placed_stack(ordered[name][0]).stack_vocab_size
-        if present != expected:
-            raise ValueError(
-                f"stack {name!r} has {expected} rows, but its given tables {sorted(members)} have {present}; pass all "
-                "tables of the stack."
-            )
-    return ordered
 
 
 def _build_stack(
@@ -105,7 +86,7 @@ def _build_stack(
         groups.setdefault((table.initializer, table.vocabulary_size, table.embedding_dim), []).append(table)
     for alike in groups.values():
         filled = _fill_tables(key, alike, filled, first_shard, rule, num_cores=num_cores, num_shards=num_shards)
-    return EmbeddingVariables(filled[0], stack.optimizer.pack_slots(filled[1:]))
+    return EmbeddingVariables(filled[0], stack.optimizer.pack_slots(filled[1:]), variables_fingerprint(tables))
 
 
 def _fill_tables(

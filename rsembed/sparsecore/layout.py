@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from rsembed.specs import FeatureSpec, StackedTableSpec, TableSpec, features_of
+from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import SUBLANES, round_up
 
 MAX_MINIBATCHES = 64
@@ -91,6 +92,22 @@ class StackLayout:
         """Samples of all features together that one core serves."""
         return self.spec.total_sample_count // self.num_shards
 
+    @property
+    def tables(self) -> list[TableSpec]:
+        """The tables, from the first row to the last; each is read by one of the features."""
+        tables = tables_of(list(self.features)).values()
+        return sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
+
+    def checked_activations(self, activations: Any) -> Any:
+        """Stacked activations of one device, or gradients of them. Raises: ValueError: they have another shape."""
+        shape = (self.samples_per_core * self.num_cores, self.spec.stack_embedding_dim)
+        if activations.shape != shape:
+            raise ValueError(
+                f"stack {self.name!r}: activations (or their gradients) have shape {activations.shape}, expected "
+                f"{shape} on each of {self.num_devices} devices."
+            )
+        return activations
+
     def buffer_size_per_device(self, enable_minibatching: bool = False) -> int:
         """Places in a device's input buffer; with room for every minibatch, unless a smaller size is suggested.
 
@@ -142,13 +159,32 @@ def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minib
     return num_cores
 
 
+def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: int | None) -> int:
+    """Cores per device that placed tables were laid out for; None asks for whatever they are.
+
+    Raises: ValueError: a table has no place yet, or one for another number of shards.
+    """
+    if num_sc_per_device is None:
+        num_sc_per_device = max(1, placed_stack(tables[0]).num_shards // max(1, num_devices))
+    cores = resolve_cores(num_sc_per_device, num_devices)
+    for table in tables:
+        placed = placed_stack(table).num_shards
+        if placed != num_devices * cores:
+            raise ValueError(
+                f"table {table.name!r} was laid out for another number of shards: {placed}, not {num_devices * cores} "
+                f"({num_devices} devices x {cores} cores). Use the global_device_count and num_sc_per_device that it "
+                "was placed with (None takes the latter from the specs), or place new specs."
+            )
+    return cores
+
+
 def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None) -> dict[str, StackLayout]:
-    """The stacks that `feature_specs` read, by name, in leaf order; None takes this machine's number of cores.
+    """The stacks that `feature_specs` read, by name, in leaf order; None takes the cores that they were placed for.
 
     Raises:
-      ValueError: a table was not placed yet, or for another number of shards.
+      ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for.
     """
-    num_cores = resolve_cores(num_cores, num_devices)
+    num_cores = cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
     stacks: dict[str, StackedTableSpec] = {}
     readers: dict[str, list[FeatureSpec]] = {}
     for feature in features_of(feature_specs):
@@ -161,25 +197,20 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
         readers.setdefault(spec.stack_name, []).append(feature)
     layouts = {}
     for name, spec in stacks.items():
-        features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
-        layout = StackLayout(spec=spec, features=tuple(features), num_devices=num_devices, num_cores=num_cores)
-        _check_layout(layout)
+        features = _by_samples(readers[name])
+        layout = StackLayout(spec=spec, features=features, num_devices=num_devices, num_cores=num_cores)
+        _check_batches(layout)
+        _check_places(spec, layout.features)
         layouts[name] = layout
     return layouts
 
 
-def _check_layout(layout: StackLayout) -> None:
-    num_shards, name = layout.num_shards, layout.name
-    sizes = {name: layout.spec.stack_vocab_size} | {
-        feature.table_spec.name: feature.table_spec.setting_in_stack.padded_vocab_size for feature in layout.features
-    }
-    for table, rows in sizes.items():
-        if rows % (SUBLANES * num_shards):
-            raise ValueError(
-                f"table {table!r} was laid out for another number of shards: its {rows} padded rows are no multiple of "
-                f"8 * {num_shards} shards ({layout.num_devices} devices x {layout.num_cores} cores). Use the same "
-                "global_device_count and num_sc_per_device as in prepare_feature_specs_for_training."
-            )
+def _by_samples(features: Sequence[FeatureSpec]) -> tuple[FeatureSpec, ...]:
+    return tuple(sorted(features, key=lambda feature: feature.id_transformation.row_offset))
+
+
+def _check_batches(layout: StackLayout) -> None:
+    num_shards = layout.num_shards
     for feature in layout.features:
         if feature.num_samples is None or feature.num_samples % num_shards:
             raise ValueError(
@@ -187,6 +218,41 @@ def _check_layout(layout: StackLayout) -> None:
                 f"{num_shards} equal parts ({layout.num_devices} devices x {layout.num_cores} cores); use a "
                 f"multiple of {num_shards}, or lay tables out with a smaller num_sc_per_device."
             )
+
+
+def check_places(feature_specs: Any) -> None:
+    """Raises: ValueError: features of a stack are not, one after the other, those that it was placed for."""
+    readers: dict[str, list[FeatureSpec]] = {}
+    for feature in features_of(feature_specs):
+        readers.setdefault(placed_stack(feature.table_spec).stack_name, []).append(feature)
+    for features in readers.values():
+        _check_places(placed_stack(features[0].table_spec), _by_samples(features))
+
+
+def _check_places(stack: StackedTableSpec, features: Sequence[FeatureSpec]) -> None:
+    end = 0
+    for feature in features:
+        table, found = feature.table_spec.setting_in_stack, feature.id_transformation
+        place = FeatureIdTransformation(end, table.row_offset_in_shard * stack.num_shards, table.shard_rotation)
+        if found != place:
+            raise ValueError(
+                f"feature {feature.name!r} does not lie where stack {stack.stack_name!r} has room for it: it has "
+                f"{found}, but {place} comes next. {_PLACE_ANEW}"
+            )
+        end += feature.num_samples or 0
+    if end != stack.total_sample_count:
+        names = [feature.name for feature in features]
+        raise ValueError(
+            f"stack {stack.stack_name!r} was placed for {stack.total_sample_count} samples, but features {names} have "
+            f"{end}. {_PLACE_ANEW}"
+        )
+
+
+_PLACE_ANEW = (
+    "A stack serves just the features that it was placed with, all of them, unchanged and not copied. For other batch "
+    "sizes or more features, make new TableSpecs and FeatureSpecs of all and place them by the same calls: variables "
+    "go with both."
+)
 
 
 def placed_stack(table: TableSpec) -> StackedTableSpec:
@@ -197,3 +263,25 @@ def placed_stack(table: TableSpec) -> StackedTableSpec:
             "specs first."
         )
     return table.stacked_table_spec
+
+
+def tables_by_stack(tables: Sequence[TableSpec]) -> dict[str, list[TableSpec]]:
+    """Stack name to its tables, from the first row to the last.
+
+    Raises:
+      ValueError: a table was not placed, or tables of its stack are missing.
+    """
+    stacks: dict[str, dict[str, TableSpec]] = {}
+    for table in tables:
+        stacks.setdefault(placed_stack(table).stack_name, {})[table.name] = table
+    ordered = {}
+    for name, members in stacks.items():
+        ordered[name] = sorted(members.values(), key=lambda table: table.setting_in_stack.row_offset_in_shard)
+        present = sum(table.setting_in_stack.padded_vocab_size for table in members.values())
+        expected = placed_stack(ordered[name][0]).stack_vocab_size
+        if present != expected:
+            raise ValueError(
+                f"stack {name!r} has {expected} rows, but its given tables {sorted(members)} have {present}; pass all "
+                "tables of the stack."
+            )
+    return ordered

@@ -156,7 +156,7 @@ def create_proto_from_feature_specs(
     Args:
       feature_specs: placed specs.
       global_device_count: devices that they were placed for.
-      num_sparsecore_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      num_sparsecore_per_device: cores per device; None takes the number that they were placed for.
 
     Raises: ValueError: they were not placed, or for another number of shards.
     """
@@ -270,8 +270,14 @@ def get_row_ids_in_stacked_table(
 ) -> list[int]:
     """Rows of the flat stacked array that hold the given ids of one table.
 
-    Raises: ValueError: an id is outside the table.
+    Raises: ValueError: an id is outside the table, or the table lies in another stack.
     """
+    if table_spec not in stack_table_spec.table_specs:
+        names = [table.table_name for table in stack_table_spec.table_specs]
+        raise ValueError(
+            f"table {table_spec.table_name!r}, as it is recorded, is none of stack {stack_table_spec.stack_name!r}, "
+            f"which has {names}; take both out of one record."
+        )
     ids = np.asarray(row_ids, np.int64)
     outside = ids[(ids < 0) | (ids >= table_spec.vocab_size)]
     if outside.size:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from rsembed.sparsecore.belonging import check_logical, check_slots, check_variables
+from rsembed.sparsecore.layout import tables_by_stack
 from rsembed.sparsecore.table_stacking import stacking_plan, unshard_and_unstack_tables
 from rsembed.sparsecore.variables import EmbeddingVariables, Nested
 from rsembed.specs import FeatureSpec, tables_of
@@ -27,7 +29,7 @@ def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, A
       feature_specs: the placed specs it was made for.
 
     Raises:
-      ValueError: a stack is missing, is there twice, or has another shape than the specs say.
+      ValueError: a stack is missing, is there twice, or was made for other specs than these.
     """
     return {name: variables.table for name, variables in logical_variables(tree, feature_specs).items()}
 
@@ -35,7 +37,7 @@ def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, A
 def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, EmbeddingVariables]:
     """As `logical_tables`, with the slots: `EmbeddingVariables` of each table alone."""
     plan = stacking_plan(feature_specs)
-    found = _stacks_in(tree, plan)
+    found = _stacks_in(tree, feature_specs)
     matrices = jax.tree.map(lambda array: array.reshape(array.shape[0], -1), found)
     tables = unshard_and_unstack_tables(list(tables_of(feature_specs).values()), matrices, plan.num_shards)
 
@@ -43,7 +45,12 @@ def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str
         # Per-row state of an optax rule may have any shape behind its row axis.
         return rows if stacked.ndim == 2 else rows.reshape(rows.shape[0], *stacked.shape[1:])
 
-    return {name: jax.tree.map(shaped, table, found[plan.table(name)[0].name]) for name, table in tables.items()}
+    result = {}
+    for name, table in tables.items():
+        leaves, structure = jax.tree.flatten(table)
+        stacked = jax.tree.leaves(found[plan.table(name)[0].name])
+        result[name] = jax.tree.unflatten(structure, map(shaped, leaves, stacked))
+    return result
 
 
 def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
@@ -56,10 +63,11 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
         `logical_variables` returns them.
 
     Raises:
-      ValueError: a table is unknown, or has another shape than its spec.
+      ValueError: a table is unknown or has another shape than its spec, slots are not those of its optimizer, or the
+        stacks in `tree` were made for other specs.
     """
     plan = stacking_plan(feature_specs)
-    found = _stacks_in(tree, plan)
+    found = _stacks_in(tree, feature_specs)
     names = [table.name for stack in plan.stacks for table in stack.tables]
     unknown = sorted(set(tables) - set(names))
     if unknown:
@@ -75,13 +83,16 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
 
 
 def _with_table(plan: StackingPlan, stacked: EmbeddingVariables, name: str, given: Any) -> EmbeddingVariables:
-    _, table = plan.table(name)
+    stack, table = plan.table(name)
     old, structure = jax.tree.flatten(stacked)
     new = jax.tree.leaves(given) if isinstance(given, EmbeddingVariables) else [given]
     if isinstance(given, EmbeddingVariables) and len(new) != len(old):
         raise ValueError(f"table {name!r}: got {len(new) - 1} slots, but its optimizer has {len(old) - 1}.")
     if jnp.shape(new[0]) != (table.rows, table.dim):
         raise ValueError(f"table {name!r}: got shape {jnp.shape(new[0])}, its spec says {(table.rows, table.dim)}.")
+    if isinstance(given, EmbeddingVariables):
+        check_logical(given, stack.spec.optimizer, where=f"table {name!r}")
+        check_slots(given.slot, stack.spec.optimizer, (table.rows, table.dim), where=f"table {name!r}")
     rows = plan.flat_rows(name, jnp.arange(table.rows, dtype=jnp.int32))
     for number, values in enumerate(new):
         old[number] = _set_rows(old[number], rows, jnp.asarray(values))
@@ -102,22 +113,17 @@ def _last_name(path: Any) -> Any:
     return getattr(path[-1], "key", None) if path else None
 
 
-def _stacks_in(tree: Any, plan: StackingPlan) -> dict[str, EmbeddingVariables]:
-    """The variables of every stack of the plan, wherever they lie in `tree`."""
+def _stacks_in(tree: Any, feature_specs: Any) -> dict[str, EmbeddingVariables]:
+    """The variables of every stack, wherever they lie in `tree`."""
     found: dict[str, EmbeddingVariables] = {}
-    wanted = {stack.name: stack for stack in plan.stacks}
+    wanted = tables_by_stack(list(tables_of(feature_specs).values()))
     for path, value in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variables):
         name = _last_name(path)
         if not _is_variables(value) or name not in wanted:
             continue
         if name in found:
             raise ValueError(f"stack {name!r} is there twice; pass the part of the tree that you mean.")
-        expected = (wanted[name].spec.stack_vocab_size, wanted[name].spec.stack_embedding_dim)
-        if value.table.shape != expected:
-            raise ValueError(
-                f"stack {name!r} has shape {value.table.shape}, but the specs say {expected}; were they placed for "
-                "another number of devices or cores?"
-            )
+        check_variables(value, wanted[name])
         found[name] = value
     missing = sorted(set(wanted) - set(found))
     if missing:

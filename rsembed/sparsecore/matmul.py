@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.reference import Rounding
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore import device
+from rsembed.sparsecore.belonging import check_batch, check_variables
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
     StackLayout,
@@ -23,7 +25,7 @@ from rsembed.sparsecore.layout import (
 )
 from rsembed.sparsecore.row_rule import RowLimits, rule_of_stack
 from rsembed.sparsecore.variables import EmbeddingVariables, Nested, PreprocessedInput
-from rsembed.specs import FeatureSpec, features_of, tables_of
+from rsembed.specs import FeatureSpec, features_of
 
 
 def sparse_dense_matmul(
@@ -55,6 +57,9 @@ def sparse_dense_matmul(
 
     Returns:
       Float32 activations `[samples of this device, output dim]` in a tree like `feature_specs`.
+
+    Raises:
+      ValueError: input, variables and specs do not belong together.
     """
     del use_activation_unstack_primitive
     check_sharding_strategy(sharding_strategy)
@@ -62,8 +67,9 @@ def sparse_dense_matmul(
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
     activations = {}
     for layout, entries, exchange in _stacks(layouts, preprocessed_inputs, axis_name, enable_minibatching):
-        table = embedding_variables[layout.name][0]
-        activations[layout.name] = device.lookup_stack(table, entries, layout, exchange)
+        variables = _variables_of(layout, embedding_variables)
+        check_variables(variables, layout.tables, num_parts=layout.num_devices)
+        activations[layout.name] = device.lookup_stack(variables.table, entries, layout, exchange)
     if not perform_unstacking:
         return activations
     return unstack_embedding_activations(activations, feature_specs, global_device_count, num_cores)
@@ -105,7 +111,8 @@ def sparse_dense_matmul_grad(
       axis_name: as for `sparse_dense_matmul`.
 
     Raises:
-      ValueError: limits do not name every stack, shapes do not fit, or a step is needed and missing.
+      ValueError: limits do not name every stack, shapes do not fit, a step is needed and missing, or input, variables
+        and specs do not belong together.
     """
     del label, use_gradient_stacking_primitive
     check_sharding_strategy(sharding_strategy)
@@ -115,24 +122,34 @@ def sparse_dense_matmul_grad(
     limits = _checked_limits(embedding_var_limits, layouts)
     if perform_stacking:
         activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, num_cores, num_devices)
-    tables = tables_of(feature_specs).values()
     updated = {}
     for layout, entries, exchange in _stacks(layouts, preprocessed_inputs, axis_name, enable_minibatching):
-        variables = EmbeddingVariables(*embedding_variables[layout.name])
-        members = [table for table in tables if table.setting_in_stack.stack_name == layout.name]
+        variables, members = _variables_of(layout, embedding_variables), layout.tables
         rule = rule_of_stack(layout.spec, members, limits.get(layout.name, (None, None)))
+        check_variables(variables, members, num_parts=layout.num_devices, rule=rule)
         table, slots = device.update_stack(
             variables.table,
             variables.slots(),
             entries,
-            activation_gradients[layout.name],
+            layout.checked_activations(activation_gradients[layout.name]),
             exchange,
             layout.spec.optimizer.get_hyperparameters(step),
             rule,
-            _rounding(step, layout) if members[0].stochastic_rounding else None,
+            _rounding(step, layout, exchange) if members[0].stochastic_rounding else None,
         )
-        updated[layout.name] = EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots))
+        packed = layout.spec.optimizer.pack_slots(slots)
+        updated[layout.name] = EmbeddingVariables(table, packed, variables.layout)
     return updated
+
+
+def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -> EmbeddingVariables:
+    if layout.name not in embedding_variables:
+        raise ValueError(
+            f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "
+            "for these feature_specs?"
+        )
+    variables = embedding_variables[layout.name]
+    return variables if isinstance(variables, EmbeddingVariables) else EmbeddingVariables(*variables)
 
 
 def unstack_embedding_activations(
@@ -208,6 +225,7 @@ def _stacks(
             f"the input was preprocessed for stacks {sorted(inputs.lhs_row_pointers)}, but feature_specs have "
             f"{sorted(layouts)}; use the same specs for both."
         )
+    check_batch(inputs.layout, layouts)
     for name, layout in layouts.items():
         flat = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
         axes = device.manual_axes(layout.num_devices, axis_name)
@@ -246,11 +264,13 @@ def _checked_limits(
     return limits
 
 
-def _rounding(step: Any, layout: StackLayout) -> Rounding:
+def _rounding(step: Any, layout: StackLayout, exchange: device.Exchange) -> Rounding:
+    """Rounding whose noise belongs to the step, the stack and the row, wherever the row lies."""
     if step is None:
         raise ValueError(f"stack {layout.name!r} rounds stochastically, which needs a new key every step; pass step=.")
     key = jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32))
-    return api.stochastic_rounding(key)
+    rounding = api.stochastic_rounding(table_key(key, layout.name))
+    return lambda values, dtype, rows: rounding(values, dtype, device.stacked_rows(layout, exchange, rows))
 
 
 tpu_sparse_dense_matmul = sparse_dense_matmul

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.sparsecore.layout import resolve_cores
+from rsembed.kernels.cpu_threads import check_threads
 from rsembed.sparsecore.matmul import sparse_dense_matmul, sparse_dense_matmul_grad
 from rsembed.sparsecore.preprocessing import preprocess_sparse_dense_matmul_input
 from rsembed.sparsecore.variables import EmbeddingVariables, Nested, PreprocessedInput
@@ -32,7 +32,7 @@ class TableMesh:
     Attributes:
       mesh: all devices.
       axes: axes along which tables and batches are cut, outermost first.
-      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      num_sc_per_device: cores per device; None takes the number that tables were placed for.
     """
 
     mesh: Mesh
@@ -48,11 +48,6 @@ class TableMesh:
     def num_local_devices(self) -> int:
         """Parts that lie in this process."""
         return math.prod(self.mesh.local_mesh.shape[axis] for axis in self.axes)
-
-    @property
-    def num_cores(self) -> int:
-        """Cores per device."""
-        return resolve_cores(self.num_sc_per_device, self.num_devices)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -75,6 +70,7 @@ def table_mesh(
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing or not axes:
         raise ValueError(f"sharding_axis {missing or axes} is not in the mesh, which has the axes {mesh.axis_names}.")
+    check_threads(mesh)
     return TableMesh(mesh=mesh, axes=axes, num_sc_per_device=num_sc_per_device)
 
 
@@ -179,7 +175,7 @@ def preprocess(
         tables.feature_specs,
         local_device_count=tables.devices.num_local_devices,
         global_device_count=tables.devices.num_devices,
-        num_sc_per_device=tables.devices.num_cores,
+        num_sc_per_device=tables.devices.num_sc_per_device,
         enable_minibatching=tables.enable_minibatching,
         **options,
     )

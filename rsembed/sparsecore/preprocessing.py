@@ -11,6 +11,7 @@ import numpy as np
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore import native_partitioner, partitioner
+from rsembed.sparsecore.belonging import batch_fingerprint
 from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import (
     StackLayout,
@@ -50,7 +51,7 @@ def preprocess_sparse_dense_matmul_input(
       feature_specs: placed specs. Their shapes are those of the global batch.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
-      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
       sharding_strategy: "MOD".
       has_leading_dimension: give every array a leading axis of local devices.
       allow_id_dropping: drop and count what exceeds a limit or the buffer; by default that is an error.
@@ -170,7 +171,11 @@ def _processed(
         for name, layout in sorted(layouts.items())
     )
     processed = PreprocessedInput(
-        SparseDenseMatmulInput(*fields), num_minibatches, limits, has_minibatches=enable_minibatching
+        SparseDenseMatmulInput(*fields),
+        num_minibatches,
+        limits,
+        has_minibatches=enable_minibatching,
+        layout=batch_fingerprint(layouts),
     )
     if not has_leading_dimension:
         return processed
@@ -192,7 +197,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
       feature_specs: placed specs.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
-      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
       has_leading_dimension: as for preprocessing.
       enable_minibatching: as for preprocessing.
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -19,7 +20,8 @@ RowLimits = tuple[float | None, float | None]
 class BoundedRowRule(OptimizerSpec):
     """Another optimizer's rule on the first `num_columns` columns, with the stepped rows clipped.
 
-    The step is part of the rule, so it still happens in place and touches no other row.
+    The step is part of the rule, so it still happens in place and touches no other row. Slots as wide as what the rule
+    sees are padded like the table, so that all arrays of a stack have equal columns.
 
     Args:
       inner: the optimizer.
@@ -40,18 +42,33 @@ class BoundedRowRule(OptimizerSpec):
         return self.inner.slot_initial_values()
 
     def init_slots(self, rows: Array) -> Slots:
-        return self.inner.init_slots(rows[:, : self.num_columns])
+        slots = self.inner.init_slots(rows[:, : self.num_columns])
+        return tuple(
+            jnp.pad(slot, ((0, 0), (0, rows.shape[1] - slot.shape[1]))) if is_padded else slot
+            for slot, is_padded in zip(slots, self._padded_slots(rows), strict=True)
+        )
+
+    def _padded_slots(self, rows: Array) -> list[bool]:
+        seen = jax.ShapeDtypeStruct((rows.shape[0], self._num_seen(rows)), jnp.float32)
+        return [slot.shape == seen.shape for slot in jax.eval_shape(self.inner.init_slots, seen)]
+
+    def _num_seen(self, rows: Array) -> int:
+        return rows.shape[1] if self.num_columns is None else self.num_columns
 
     def pack_slots(self, slots: Slots) -> Any:
         return self.inner.pack_slots(slots)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        num_columns = rows.shape[1] if self.num_columns is None else self.num_columns
-        seen, hidden = rows[:, :num_columns], rows[:, num_columns:]
-        new, new_slots = self.inner.step_rows(seen, slots, gradients[:, :num_columns], hyper)
+        end, are_padded = self._num_seen(rows), self._padded_slots(rows)
+        seen = tuple(slot[:, :end] if is_padded else slot for slot, is_padded in zip(slots, are_padded, strict=True))
+        new, new_slots = self.inner.step_rows(rows[:, :end], seen, gradients[:, :end], hyper)
         if self.minimum is not None or self.maximum is not None:
             new = jnp.clip(new, self.minimum, self.maximum)
-        return jnp.concatenate([new, hidden], axis=1), new_slots
+        new_slots = tuple(
+            jnp.concatenate([new_slot, slot[:, end:]], axis=1) if is_padded else new_slot
+            for new_slot, slot, is_padded in zip(new_slots, slots, are_padded, strict=True)
+        )
+        return jnp.concatenate([new, rows[:, end:]], axis=1), new_slots
 
     def short_name(self) -> str:
         return self.inner.short_name()

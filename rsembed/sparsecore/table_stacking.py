@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsembed.sparsecore.layout import placed_stack, resolve_cores
+from rsembed.sparsecore.belonging import check_logical, check_rows, labelled, logical_of, variables_fingerprint
+from rsembed.sparsecore.layout import check_places, cores_of, placed_stack, resolve_cores, tables_by_stack
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.variables import Nested
@@ -135,11 +136,16 @@ def prepare_feature_specs_for_training(
     Args:
       feature_specs: specs of all features, with declared shapes.
       global_device_count: devices of all processes.
-      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      num_sc_per_device: cores per device; None takes the number that other tables were placed for, or
+        `utils.num_sparsecores_per_device()`.
 
     Raises:
-      ValueError: a name is used twice, a feature declares no batch, or a table's combiner is "none".
+      ValueError: a name is used twice, a feature declares no batch, a table's combiner is "none", tables were placed
+        for another number of shards, or features are new to placed tables.
     """
+    placed = [table for table in tables_of(feature_specs).values() if table.stacked_table_spec is not None]
+    if placed:
+        num_sc_per_device = cores_of(placed, global_device_count, num_sc_per_device)
     num_shards, _ = _checked_sizes(feature_specs, global_device_count, num_sc_per_device)
     stacks = tuple(
         plan_stack(
@@ -149,11 +155,23 @@ def prepare_feature_specs_for_training(
         if table.stacked_table_spec is None
     )
     attach_placement(feature_specs, StackingPlan(num_shards=num_shards, stacks=stacks))
+    check_places(feature_specs)
 
 
 def attach_placement(features: Any, plan: StackingPlan) -> None:
-    """Writes a plan into the specs, in place: the one function that changes a spec."""
+    """Writes a plan into the specs, in place: the one function that changes a spec.
+
+    Raises: ValueError: tables that the plan leaves where they are lie on another number of shards.
+    """
     tables = tables_of(features)
+    planned = {placement.name for stack in plan.stacks for placement in stack.tables}
+    for name, table in tables.items():
+        kept = table.stacked_table_spec
+        if name not in planned and kept is not None and kept.num_shards != plan.num_shards:
+            raise ValueError(
+                f"table {name!r} was laid out for another number of shards: {kept.num_shards}, not {plan.num_shards}; "
+                "pass the same global_device_count and num_sc_per_device to all functions that place tables."
+            )
     by_name = {feature.name: feature for feature in features_of(features)}
     for stack in plan.stacks:
         for placement in stack.tables:
@@ -228,47 +246,68 @@ def stack_and_shard_tables(
     """Logical tables to stacked arrays `[num_shards, rows per shard, columns]`, padding filled with `pad_value`.
 
     Args:
-      table_specs: placed tables.
+      table_specs: placed tables, all of a stack.
       tables: `[vocabulary, dim]` by table name, or trees of such arrays (a table and its slots).
       num_shards: devices times cores.
       pad_value: what padding rows and columns hold.
+
+    Raises:
+      ValueError: the tables were placed for another number of shards, some of a stack are missing, or an array has
+        another number of rows than its table.
     """
     result = {}
-    for name, plan in _plans(table_specs, num_shards).items():
-        members = [table.name for table in plan.stacks[0].tables]
+    for name, members in tables_by_stack(jax.tree.leaves(table_specs)).items():
+        plan = _plan_of(members, num_shards)
 
-        def stack(*arrays: Any, plan: StackingPlan = plan, members: list[str] = members, name: str = name) -> Any:
-            return stack_and_shard(plan, dict(zip(members, arrays, strict=True)), pad_value=pad_value)[name]
+        def stack(*arrays: Any, plan: StackingPlan = plan, members: Sequence[TableSpec] = members) -> Any:
+            for table, array in zip(members, arrays, strict=True):
+                if array.shape[0] != table.vocabulary_size:
+                    raise ValueError(
+                        f"table {table.name!r}: got {array.shape[0]} rows, but vocabulary_size={table.vocabulary_size}."
+                    )
+            by_table = dict(zip((table.name for table in members), arrays, strict=True))
+            return stack_and_shard(plan, by_table, pad_value=pad_value)[plan.stacks[0].name]
 
-        result[name] = jax.tree.map(stack, *(tables[member] for member in members))
+        for table in members:
+            check_logical(tables[table.name], table.optimizer, where=f"table {table.name!r}")
+        stacked = jax.tree.map(stack, *(labelled(tables[table.name], None) for table in members))
+        result[name] = labelled(stacked, variables_fingerprint(members))
     return result
 
 
 def unshard_and_unstack_tables(
     table_specs: Nested[TableSpec], stacked_tables: Mapping[str, Any], num_shards: int
 ) -> dict[str, Any]:
-    """The inverse of `stack_and_shard_tables`, padding removed; flat arrays `[shards * rows, columns]` work too."""
+    """The inverse of `stack_and_shard_tables`, padding removed; flat arrays `[shards * rows, columns]` work too.
+
+    Raises: ValueError: the tables were placed for another number of shards, or an array has another number of rows.
+    """
     result = {}
-    for name, plan in _plans(table_specs, num_shards).items():
+    for name, members in get_table_stacks(table_specs).items():
+        plan = _plan_of(members, num_shards)
+        check_rows(stacked_tables[name], members)
         leaves, structure = jax.tree.flatten(stacked_tables[name])
+        for leaf in leaves:
+            rows, expected = leaf.size // leaf.shape[-1], plan.stacks[0].spec.stack_vocab_size
+            if rows != expected:
+                raise ValueError(f"stack {name!r}: got {rows} rows, but its tables were placed in {expected}.")
         by_leaf = [unshard_and_unstack(plan, {name: leaf}) for leaf in leaves]
         for table in plan.stacks[0].tables:
-            result[table.name] = jax.tree.unflatten(structure, [arrays[table.name] for arrays in by_leaf])
+            logical = jax.tree.unflatten(structure, [arrays[table.name] for arrays in by_leaf])
+            result[table.name] = labelled(logical, logical_of(stacked_tables[name]))
     return result
 
 
-def _plans(table_specs: Any, num_shards: int) -> dict[str, StackingPlan]:
-    """For every stack, the plan of that stack alone, read back from its placed tables."""
-    return {
-        name: StackingPlan(num_shards=num_shards, stacks=(_placed_plan(tables, ()),))
-        for name, tables in get_table_stacks(table_specs).items()
-    }
+def _plan_of(tables: Sequence[TableSpec], num_shards: int) -> StackingPlan:
+    """The plan of one stack, read back from its placed tables."""
+    cores_of(tables, 1, num_shards)
+    return StackingPlan(num_shards=num_shards, stacks=(_placed_plan(tables, ()),))
 
 
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
     """The plan behind placed specs: print it for memory and padding, ask it for the load of the shards.
 
-    Raises: ValueError: a table has no place yet.
+    Raises: ValueError: a table has no place yet, or tables were placed for different numbers of shards.
     """
     features = features_of(feature_specs)
     stacks = get_table_stacks(list(tables_of(feature_specs).values()))
@@ -276,7 +315,7 @@ def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
         _placed_plan(tables, [f for f in features if f.table_spec.setting_in_stack.stack_name == name])
         for name, tables in stacks.items()
     )
-    return StackingPlan(num_shards=plans[0].spec.num_shards, stacks=plans)
+    return StackingPlan(num_shards=cores_of(list(tables_of(features).values()), 1, None), stacks=plans)
 
 
 def _placed_plan(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> StackPlan:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar, Union
 import jax
 import numpy as np
 
+from rsembed.fingerprint import Fingerprint
 from rsembed.optimizers import Slots
 
 T = TypeVar("T")
@@ -20,20 +21,41 @@ PADDING_VALUE = 2**31 - 1
 """Id and sample of places in a buffer that hold no entry."""
 
 
-class EmbeddingVariables(NamedTuple):
-    """One physical table and its optimizer state.
+class _TableAndSlot(NamedTuple):
+    table: Any
+    slot: Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class EmbeddingVariables(_TableAndSlot):
+    """One physical table and its optimizer state: a pair of arrays (or of whatever a tree like them holds).
 
     Attributes:
       table: rows of all shards, `[rows, columns]`, shard after shard.
       slot: named tuple of arrays with the same rows, as the optimizer names them.
+      layout: where the rows lie, by which lookups and updates know whether specs and variables belong together. It is
+        part of the tree's structure. None means that nobody told, as for variables that were put together by hand.
     """
 
-    table: Any
-    slot: Any
+    layout: Fingerprint | None = None
+
+    def __new__(cls, table: Any, slot: Any, layout: Fingerprint | None = None) -> EmbeddingVariables:
+        variables = super().__new__(cls, table, slot)
+        variables.layout = layout
+        return variables
 
     def slots(self) -> Slots:
         """The slots as a plain tuple, as kernels take them."""
-        return tuple(self.slot)
+        return tuple(jax.tree.leaves(self.slot))
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], Fingerprint | None]:
+        """The children by attribute, as for any named tuple, and the layout."""
+        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._fields), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Fingerprint | None, children: tuple[Any, Any]) -> EmbeddingVariables:
+        """The inverse."""
+        return cls(*children, layout=layout)
 
 
 class SparseDenseMatmulInput(NamedTuple):
@@ -73,12 +95,14 @@ class PreprocessedInput:
       limits: the limits of every stack, by name. They belong to the tree's structure, so a jitted step is traced anew
         when they change, whatever holds the specs. Empty means unknown: buffers are then taken as completely full.
       has_minibatches: whether the buffers are laid out for minibatches; None means that nobody told.
+      layout: the places of rows and samples that it was partitioned for, likewise.
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
     num_minibatches: Any = dataclasses.field(default_factory=lambda: np.array(1))
     limits: tuple[StackLimits, ...] = dataclasses.field(default=(), metadata={"static": True})
     has_minibatches: bool | None = dataclasses.field(default=None, metadata={"static": True})
+    layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def lhs_row_pointers(self) -> dict[str, Any]:

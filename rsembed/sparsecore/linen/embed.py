@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore import embedding, mesh_lookup
 from rsembed.sparsecore.initialization import initialize
-from rsembed.sparsecore.layout import check_sharding_strategy, cores_from_row_pointers
+from rsembed.sparsecore.layout import check_sharding_strategy
 from rsembed.specs import FeatureSpec, tables_of
 
 EMBEDDING_PARAM_NAME = "sc_embedding_variables"
@@ -40,8 +40,7 @@ class SparseCoreEmbed(nn.Module):
       frozen_step: hide the step from the optimizers: Adam corrects its bias as in the first step for ever, and
         learning rates that depend on the step fail. So does the published layer; by default a counter beside the
         tables keeps the true step (as float32, exact for 16 million steps).
-      num_sc_per_device: cores that `preprocess_inputs` and `prepare_batch` lay out; None means
-        `utils.num_sparsecores_per_device()`. The lookup reads them off its input.
+      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -62,13 +61,9 @@ class SparseCoreEmbed(nn.Module):
         lookup_tables = self._tables()
         devices = lookup_tables.devices
         embedding_lookup_inputs.check_minibatching(self.enable_minibatching)
-        pointers = next(iter(embedding_lookup_inputs.lhs_row_pointers.values()))
-        num_cores = cores_from_row_pointers(
-            pointers.size // devices.num_devices, devices.num_devices, self.enable_minibatching
-        )
 
         def init(key: jax.Array) -> dict[str, embedding.EmbeddingVariables]:
-            tables = list(tables_of(self.feature_specs).values())
+            tables, num_cores = list(tables_of(self.feature_specs).values()), self.num_sc_per_device
             return initialize(key, tables, mesh=devices.mesh, axis_name=devices.axes, num_cores=num_cores)
 
         axes: Any = (devices.axes,)  # one entry of a partition spec may be several mesh axes

@@ -51,7 +51,7 @@ class SparseCoreEmbed(nnx.Module):
       table_sharding_strategy: "MOD".
       frozen_step: hide the step from the optimizers unless a call names it: Adam corrects its bias as in the first
         step for ever. By default a counter beside the tables keeps the true step.
-      num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
+      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SparseCoreEmbed(nnx.Module):
         devices = mesh_lookup.table_mesh(mesh, sharding_axis, num_sc_per_device)
         tables = list(tables_of(feature_specs).values())
         variables = initialize(
-            rngs.params(), tables, mesh=devices.mesh, axis_name=devices.axes, num_cores=devices.num_cores
+            rngs.params(), tables, mesh=devices.mesh, axis_name=devices.axes, num_cores=num_sc_per_device
         )
         self.feature_specs = nnx.static(feature_specs)
         self.devices = nnx.static(devices)

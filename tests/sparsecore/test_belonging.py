@@ -1,0 +1,324 @@
+"""Specs, batches and variables that do not belong together are refused; what any layout can serve, it serves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed import from_optax
+from rsembed.fdo import limits_from_statistics
+from rsembed.sparsecore import embedding, embedding_pipelining_utils, embedding_spec, layout_record, table_stacking
+from rsembed.sparsecore.linen import embed as linen_embed
+from rsembed.sparsecore.nnx import embed as nnx_embed
+
+ROWS, DIM, BATCH = 64, 8, 32
+IDS = np.arange(BATCH * 2).reshape(BATCH, 2) % ROWS
+
+
+def specs_of(*features, **fields):
+    """Features `(name, table, batch)` of new tables of 64 rows."""
+    fields = {"vocabulary_size": ROWS, "embedding_dim": DIM, "max_ids_per_partition": 64} | fields
+    tables = {table: embedding_spec.TableSpec(name=table, **fields) for _, table, _ in features}
+    return [
+        embedding_spec.FeatureSpec(name=name, table_spec=tables[table], output_shape=(batch, DIM))
+        for name, table, batch in features
+    ]
+
+
+def placed(devices, cores, *features, rotation=None, **fields):
+    specs = specs_of(*(features or (("f", "t", BATCH),)), **fields)
+    if rotation is not None:
+        table_stacking.auto_stack_tables(specs, devices, cores, rotation)
+    embedding.prepare_feature_specs_for_training(specs, devices, cores)
+    return specs
+
+
+def one_device():
+    return Mesh(np.asarray(jax.devices()[:1]), ("x",))
+
+
+def init(specs, mesh=None, cores=None):
+    sharding = NamedSharding(mesh or one_device(), P("x", None))
+    return embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding, cores)
+
+
+def preprocess(specs, ids=None, devices=1, cores=None, **options):
+    ids = [IDS[: spec.num_samples] for spec in specs] if ids is None else ids
+    return embedding.preprocess_sparse_dense_matmul_input(
+        ids, None, specs, devices, devices, num_sc_per_device=cores, **options
+    )[0]
+
+
+def look_up(specs, inputs, variables, **options):
+    return embedding.sparse_dense_matmul(inputs, variables, specs, global_device_count=1, **options)
+
+
+def step(specs, inputs, variables, **options):
+    gradients = [jnp.ones(spec.output_shape) for spec in specs]
+    return embedding.sparse_dense_matmul_grad(
+        gradients, inputs, variables, specs, global_device_count=1, step=0, **options
+    )
+
+
+def rows_by_number(key, shape):
+    return jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.float32)[:, None], shape)
+
+
+def test_whoever_names_no_number_of_cores_gets_the_placed_one():
+    """The default of this machine is another one."""
+    specs = placed(1, 4, initializer=rows_by_number)
+    variables = init(specs)
+    wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
+    np.testing.assert_array_equal(look_up(specs, preprocess(specs), variables)[0], wanted)
+    np.testing.assert_array_equal(embedding.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS))
+    forward = embedding_pipelining_utils.get_default_sc_fwd_function(specs, one_device())
+    np.testing.assert_array_equal(forward(preprocess(specs), variables)[0][0], wanted)
+    linen = linen_embed.SparseCoreEmbed(specs, "x", one_device())
+    inputs, _ = linen.prepare_batch([IDS])
+    np.testing.assert_array_equal(linen.apply(linen.init(jax.random.key(0), inputs), inputs)[0], wanted)
+    layer = nnx_embed.SparseCoreEmbed(specs, "x", one_device(), nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(layer.prepare_batch([IDS])[0])[0], wanted)
+
+
+def test_tables_placed_later_take_the_cores_of_those_placed_before():
+    specs = specs_of(("f", "t", BATCH), ("g", "u", BATCH), ("h", "alone", BATCH))
+    table_stacking.stack_tables(specs, ["t", "u"], 1, 4)
+    embedding.prepare_feature_specs_for_training(specs, 1)
+    assert {stack.num_shards for stack in embedding.get_stacked_table_specs(specs).values()} == {4}
+
+
+OTHER_COUNTS = {
+    "prepare": lambda specs: embedding.prepare_feature_specs_for_training(specs, 1, 8),
+    "init": lambda specs: init(specs, cores=8),
+    "preprocess": lambda specs: preprocess(specs, cores=8),
+    "preprocess on more devices": lambda specs: preprocess(specs, devices=2, cores=4),
+    "preprocess in minibatches": lambda specs: preprocess(specs, cores=8, enable_minibatching=True),
+    "preprocess sparse tensors": lambda specs: embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
+        [np.zeros((1, 2), int)], [np.zeros(1, int)], [np.array([BATCH, 1])], specs, 1, 1, num_sc_per_device=8
+    ),
+    "shapes": lambda specs: embedding.eval_preprocess_sparse_dense_matmul_input_shape(specs, 1, 1, num_sc_per_device=8),
+    "buffers": lambda specs: embedding.compute_coo_buffer_size_per_device(specs, 2, 4),
+    "record": lambda specs: embedding.create_proto_from_feature_specs(specs, 1, 8),
+    "stack": lambda specs: table_stacking.stack_and_shard_tables(
+        embedding.get_table_specs(specs), {"t": np.zeros((ROWS, DIM), np.float32)}, 8
+    ),
+    "unstack": lambda specs: table_stacking.unshard_and_unstack_tables(
+        embedding.get_table_specs(specs), {"t": np.zeros((8, 8, DIM), np.float32)}, 8
+    ),
+    "activations": lambda specs: embedding.unstack_embedding_activations({"t": jnp.ones((BATCH, DIM))}, specs, 1, 8),
+    "gradients": lambda specs: embedding.stack_embedding_gradients([jnp.ones((BATCH, DIM))], specs, 8, 1),
+    "linen": lambda specs: linen_embed.SparseCoreEmbed(specs, "x", one_device(), num_sc_per_device=8).init(
+        jax.random.key(0), preprocess(specs)
+    ),
+    "linen input": lambda specs: linen_embed.SparseCoreEmbed(
+        specs, "x", one_device(), num_sc_per_device=8
+    ).prepare_batch([IDS]),
+    "nnx": lambda specs: nnx_embed.SparseCoreEmbed(specs, "x", one_device(), nnx.Rngs(0), num_sc_per_device=8),
+    "a larger mesh": lambda specs: init(specs, Mesh(np.asarray(jax.devices()), ("x",)), cores=4),
+    "more devices than shards": lambda specs: init(specs, Mesh(np.asarray(jax.devices()), ("x",))),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_COUNTS)
+def test_another_number_of_shards_than_the_placed_one_is_refused(name):
+    with pytest.raises(ValueError, match=r"table 't' was laid out for another number of shards: 4, not (8|32)"):
+        OTHER_COUNTS[name](placed(1, 4))
+
+
+def test_placing_tables_for_two_numbers_of_shards_is_refused():
+    for place in (
+        lambda specs: table_stacking.auto_stack_tables(specs, 1, 8),
+        lambda specs: table_stacking.stack_tables(specs, ["alone"], 1, 8),
+    ):
+        specs = specs_of(("f", "t", BATCH), ("g", "u", BATCH), ("h", "alone", BATCH))
+        table_stacking.stack_tables(specs, ["t", "u"], 1, 4)
+        with pytest.raises(ValueError, match=r"table 't' was laid out for another number of shards: 4, not 8"):
+            place(specs)
+        assert specs[2].table_spec.stacked_table_spec is None
+
+
+def test_limits_from_statistics_of_other_cores_are_refused():
+    specs = placed(1, 4)
+    _, statistics = embedding.preprocess_sparse_dense_matmul_input([IDS], None, specs, 1, 1)
+    stacks = list(embedding.get_stacked_table_specs(specs).values())
+    assert limits_from_statistics(stacks, statistics, 4)
+    for cores in (2, 8):
+        with pytest.raises(ValueError, match=r"stack 't' has 4 shards, .* does not fit num_sc_per_device="):
+            embedding.update_preprocessing_parameters(specs, statistics, cores)
+    _, others = embedding.preprocess_sparse_dense_matmul_input([IDS], None, placed(1, 8), 1, 1)
+    with pytest.raises(ValueError, match="statistics of batches that were preprocessed for it"):
+        limits_from_statistics(stacks, others, 4)
+
+
+def test_a_table_of_another_size_is_refused():
+    specs, inputs = placed(1, 4), preprocess(placed(1, 4))
+    small = {"t": embedding.EmbeddingVariables(jnp.ones((32, DIM)), ())}
+    for use in (look_up, step):
+        with pytest.raises(ValueError, match=r"stack 't' has shape \(32, 8\), but the specs say \(64, 8\)"):
+            use(specs, inputs, small)
+        with pytest.raises(ValueError, match=r"embedding_variables have no stack 't', only \['u'\]"):
+            use(specs, inputs, {"u": small["t"]})
+    with pytest.raises(ValueError, match="stack 't': got 32 rows, but its tables were placed in 64"):
+        table_stacking.unshard_and_unstack_tables(embedding.get_table_specs(specs), {"t": np.zeros((4, 8, DIM))}, 4)
+    with pytest.raises(ValueError, match="table 't': got 32 rows, but vocabulary_size=64"):
+        table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), {"t": np.zeros((32, DIM))}, 4)
+    with pytest.raises(ValueError, match=r"stack 't': activations .* have shape \(64, 8\), expected \(32, 8\)"):
+        embedding.unstack_embedding_activations({"t": jnp.ones((2 * BATCH, DIM))}, specs, 1)
+
+
+TWO = (("f", "t", BATCH), ("g", "u", BATCH))
+OTHER_LAYOUTS = {
+    "shards": (placed(1, 4), placed(1, 8), r"shards\D*4\D*8"),
+    "rotation": (placed(1, 4, *TWO, rotation=0), placed(1, 4, *TWO, rotation=1), "rotation"),
+    "order": (placed(1, 4, *TWO, rotation=0), placed(1, 4, *TWO[::-1], rotation=0), "first_row_in_shard"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_variables_and_batches_of_another_layout_are_refused_though_shapes_agree(name):
+    theirs, own, difference = OTHER_LAYOUTS[name]
+    if name == "order":  # stacks are named after their tables
+        own = specs_of(*TWO)
+        table_stacking.stack_tables(own, ["u", "t"], 1, 4, 0, stack_name="t_u")
+    variables, inputs = init(theirs), preprocess(own)
+    assert all(a.shape == b.shape for a, b in zip(*map(jax.tree.leaves, (variables, init(own))), strict=True))
+    for use in (
+        lambda: look_up(own, inputs, variables),
+        lambda: step(own, inputs, variables),
+        lambda: embedding.logical_tables(variables, own),
+        lambda: embedding.with_logical_tables(variables, own, {}),
+        lambda: embedding_pipelining_utils.get_default_sc_fwd_function(own, one_device())(inputs, variables),
+    ):
+        with pytest.raises(ValueError, match=f"variables of stack .* were made for other specs: .*{difference}"):
+            use()
+    if name != "shards":  # that shows in the number of row pointers
+        with pytest.raises(ValueError, match=f"the input was preprocessed for other specs: .*{difference}"):
+            look_up(theirs, inputs, variables)
+
+
+def test_variables_move_between_layouts_by_name():
+    for theirs, own, _ in OTHER_LAYOUTS.values():
+        tables = embedding.logical_variables(init(theirs), theirs)
+        moved = embedding.with_logical_tables(init(own), own, tables)
+        got, wanted = (embedding.logical_tables(*pair) for pair in ((moved, own), (init(theirs), theirs)))
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_batches_of_other_samples_are_refused():
+    inputs = preprocess(placed(1, 4, ("f", "t", 32), ("g", "t", 64)), [IDS, np.zeros((64, 2), int)])
+    own = placed(1, 4, ("f", "t", 64), ("g", "t", 32))
+    with pytest.raises(ValueError, match=r"the input was preprocessed for other specs: .*samples"):
+        look_up(own, inputs, init(own))
+
+
+OPTIMIZERS = {
+    "named slots": (embedding_spec.AdamOptimizerSpec(), embedding_spec.AdagradMomentumOptimizerSpec()),
+    "functions": (
+        embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, m, lr: (w - lr * g, m + g), (0.0,)),
+        embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, v, lr: (w - lr * jnp.sqrt(v), v * g), (0.0,)),
+    ),
+    "shapes": (embedding_spec.RowWiseAdagradOptimizerSpec(), embedding_spec.AdagradOptimizerSpec()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_slots_of_another_optimizer_are_looked_up_but_never_stepped(name):
+    theirs, own = (placed(1, 4, optimizer=optimizer) for optimizer in OPTIMIZERS[name])
+    variables, inputs = init(theirs), preprocess(own)
+    assert look_up(own, inputs, variables)[0].shape == (BATCH, DIM)
+    with pytest.raises(ValueError, match=r"variables of stack 't' were made for other specs: .*optimizer"):
+        step(own, inputs, variables)
+    moved = embedding.logical_variables(variables, own)
+    with pytest.raises(ValueError, match="table 't': its variables were made for another optimizer"):
+        embedding.with_logical_tables(init(own), own, moved)
+    if name != "functions":
+        unlabelled = {"t": embedding.EmbeddingVariables(*variables["t"])}
+        with pytest.raises(ValueError, match=r"stack 't': its optimizer .* keeps slots .* but got .*Slot"):
+            step(own, inputs, unlabelled)
+
+
+def test_the_same_rule_with_other_numbers_goes_on():
+    theirs, own = (placed(1, 4, optimizer=from_optax(optax.adam(rate))) for rate in (0.1, 0.2))
+    updated = step(own, preprocess(own), init(theirs))
+    assert jax.tree.structure(updated) == jax.tree.structure(init(theirs))
+
+
+def test_a_copied_feature_is_not_read_at_the_start_of_its_stack():
+    specs = placed(1, 4, *TWO, rotation=1)
+    first, second = specs
+    copies = {
+        "both features would be added": [first, dataclasses.replace(second)],
+        "it would read another table": [dataclasses.replace(second)],
+    }
+    for copied in copies.values():
+        for use in (preprocess, lambda specs: embedding.prepare_feature_specs_for_training(specs, 1, 4)):
+            with pytest.raises(ValueError, match=r"feature 'g' does not lie where stack 't_u' has room for it"):
+                use(copied)
+
+
+def test_features_that_are_new_to_placed_tables_are_refused():
+    (first,) = placed(1, 4)
+    added = embedding_spec.FeatureSpec(name="g", table_spec=first.table_spec, output_shape=(BATCH, DIM))
+    smaller = embedding_spec.FeatureSpec(name="f", table_spec=first.table_spec, output_shape=(8, DIM))
+    with pytest.raises(ValueError, match="feature 'g' does not lie where stack 't' has room for it"):
+        embedding.prepare_feature_specs_for_training([first, added], 1, 4)
+    with pytest.raises(ValueError, match=r"stack 't' was placed for 32 samples, but features \['f'\] have 8"):
+        embedding.prepare_feature_specs_for_training([smaller], 1, 4)
+    with pytest.raises(ValueError, match=r"stack 't' was placed for 32 samples, but features \['f'\] have 8"):
+        preprocess([smaller], [IDS[:8]])
+    both = placed(1, 4, ("f", "t", BATCH), ("g", "t", BATCH))
+    with pytest.raises(ValueError, match=r"placed for 64 samples, but features \['f'\] have 32"):
+        embedding.stack_embedding_gradients([jnp.ones((BATCH, DIM))], both[:1], 4, 1)
+
+
+def test_variables_serve_new_specs_with_another_batch_and_a_further_feature():
+    training = placed(1, 4, *TWO, rotation=1, initializer=rows_by_number)
+    serving = placed(1, 4, ("f", "t", 8), ("g", "u", 8), ("h", "u", 16), rotation=1, initializer=rows_by_number)
+    variables = step(training, preprocess(training), init(training))
+    ids = [IDS[:8], IDS[8:16] + 3, IDS[16:]]
+    tables = embedding.logical_tables(variables, training)
+    for got, name, rows in zip(look_up(serving, preprocess(serving, ids), variables), "tuu", ids, strict=True):
+        np.testing.assert_allclose(got, np.asarray(tables[name])[rows].sum(axis=1), rtol=1e-6)
+
+
+def test_limits_may_change_between_preprocessing_and_step():
+    specs = placed(1, 4)
+    variables, inputs, roomy = init(specs), preprocess(specs), preprocess(placed(1, 4))
+    wanted = look_up(specs, roomy, variables)[0]
+    for limit in (1, 512):
+        statistics = embedding.SparseDenseMatmulInputStats(max_ids_per_partition={"t": [limit]})
+        embedding.update_preprocessing_parameters(specs, statistics, 4)
+        np.testing.assert_array_equal(look_up(specs, inputs, variables)[0], wanted)
+
+
+def test_a_table_of_another_record_has_no_row_numbers():
+    one, other = (
+        embedding.create_proto_from_feature_specs(placed(1, 4, *TWO, rotation=rotation), 1).stacked_table_specs[0]
+        for rotation in (0, 1)
+    )
+    assert layout_record.get_row_ids_in_stacked_table(one, one.table_specs[1], [0]) == [16]
+    with pytest.raises(ValueError, match="table 'u', as it is recorded, is none of stack 't_u'"):
+        layout_record.get_row_ids_in_stacked_table(one, other.table_specs[1], [0])
+
+
+def test_variables_go_on_where_the_number_of_shards_is_the_same():
+    many, one = placed(4, 1, initializer=rows_by_number), placed(1, 4, initializer=rows_by_number)
+    variables = init(many, Mesh(np.asarray(jax.devices()[:4]), ("x",)))
+    gathered = jax.device_put(variables, jax.devices()[0])
+    np.testing.assert_array_equal(look_up(one, preprocess(one), gathered)[0][:, 0], IDS.sum(axis=1))
+
+
+def test_variables_are_pairs_that_keep_their_layout():
+    variables = init(placed(1, 4))["t"]
+    table, slot = variables
+    assert variables.layout is not None and slot == variables.slot and variables[0] is table
+    assert jax.jit(lambda tree: tree)(variables).layout == variables.layout
+    assert embedding.EmbeddingVariables(*variables).layout is None
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables)]
+    assert paths == [".table"]
