@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import Any
 
@@ -47,7 +48,7 @@ def rule_of(optimizer: Any, eps: float) -> OptimizerSpec:
     if name in ("SGD", "EXACT_SGD"):
         return SGDOptimizerSpec()
     if name == "EXACT_ADAGRAD":
-        return CustomOptimizerSpec(1.0, _adagrad(eps), (0.0,), "tt_adagrad")
+        return CustomOptimizerSpec(1.0, _Adagrad(eps), (0.0,), "tt_adagrad")
     if name == "EXACT_ROWWISE_ADAGRAD":
         return RowWiseAdagradOptimizerSpec(1.0, epsilon=eps)
     if name == "ADAM":
@@ -58,9 +59,14 @@ def rule_of(optimizer: Any, eps: float) -> OptimizerSpec:
     )
 
 
-def _adagrad(eps: float) -> Any:
-    def step(gradient: jax.Array, row: jax.Array, total: jax.Array, lr: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total = total + gradient * gradient
-        return row - lr * gradient / (jnp.sqrt(total) + eps), total
+@dataclasses.dataclass(frozen=True)
+class _Adagrad:
+    """A class and no closure, so that rules of equal numbers are equal and modules can be pickled."""
 
-    return step
+    eps: float
+
+    def __call__(
+        self, gradient: jax.Array, row: jax.Array, total: jax.Array, lr: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        total = total + gradient * gradient
+        return row - lr * gradient / (jnp.sqrt(total) + self.eps), total

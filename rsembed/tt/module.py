@@ -42,10 +42,11 @@ class TTEmbeddingBag(TTTables):
       use_cache: keep the most read rows uncompressed and train them by themselves, from the first `cache_populate` on.
         True here and False for many tables, as published.
       cache_size: rows kept at most, per group of tables of equal column factors and ranks; 0 takes a thousandth.
-      hashtbl_size: ids counted at most; 0 takes 16 per cached row.
-      max_spilled_rows: trained rows that left the cache and are still served as they are; when they are full, trained
-        rows stay in the cache. None means three times `cache_size`, or none with `sparse=False`, where the optimizer
-        state of a row belongs to its place.
+      hashtbl_size: ids counted at most; 0, or less than six per cached row, takes 16. See `read_counts.ReadCounts` for
+        what is approximated once they are full.
+      max_spilled_rows: bound of the trained rows that left the cache and are still served as they are; when they are
+        full, trained rows stay in the cache, which is logged. None keeps them all, and logs when they take more than
+        three times the cache. With `sparse=False` it is always 0, since an optimizer outside knows a row by its place.
       populate_every: populate before every so many counted lookups; 0 leaves it to you.
       halve_counts_every: halve all counts after every so many populates, so that the cache follows a drifting stream.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.

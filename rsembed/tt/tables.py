@@ -15,15 +15,18 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rsembed.bags import Bags
+from rsembed.fingerprint import Fingerprint, identity
 from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.optimizers import OptimizerSpec
 from rsembed.tt.chain import pooled_rows
+from rsembed.tt.checks import check_learning_rate, check_numbers, check_options
 from rsembed.tt.cores import digits_of, full_weight, gains_of_entries
 from rsembed.tt.fused import OptimType, rule_of
 from rsembed.tt.hot_rows import CacheReport, make_hot_rows
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.inputs import Entries, check_bounds, entries_of, table_bags
+from rsembed.tt.saved_state import load_saved_state, saved_state
 from rsembed.tt.spec import TTSpec
 
 
@@ -85,14 +88,21 @@ class TTTables(nnx.Module):
         halve_counts_every: int = 0,
         rngs: nnx.Rngs | None = None,
     ):
-        if mode not in ("sum", "mean"):
-            raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}; max is not a linear function of the cores.")
-        if bounds_check not in ("raise", "ignore"):
-            raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
-        if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype)}.")
-        if padding_idx is not None and not 0 <= padding_idx < min(spec.num_embeddings for spec in specs):
-            raise ValueError(f"padding_idx={padding_idx} is no row of every table; it must be an id that all have.")
+        check_options(specs, mode=mode, bounds_check=bounds_check, dtype=jnp.dtype(dtype), padding_idx=padding_idx)
+        check_learning_rate(learning_rate)
+        check_numbers(
+            eps=eps,
+            cache_size=cache_size,
+            hashtbl_size=hashtbl_size,
+            max_spilled_rows=max_spilled_rows or 0,
+            populate_every=populate_every,
+            halve_counts_every=halve_counts_every,
+        )
+        if max_spilled_rows and not sparse:
+            raise ValueError(
+                f"max_spilled_rows={max_spilled_rows} needs sparse=True: with sparse=False an optimizer outside knows "
+                "rows by their place, so trained rows must keep theirs; leave it out."
+            )
         by_shape: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             by_shape.setdefault((spec.tt_q_shapes, spec.tt_ranks), []).append(k)
@@ -112,13 +122,12 @@ class TTTables(nnx.Module):
         self.slots = nnx.List([FusedState(group) for group in slots])
         self.populate_every, self.halve_counts_every = populate_every, halve_counts_every
         self.deterministic = False
-        if max_spilled_rows is None and not sparse:
-            max_spilled_rows = 0  # an optimizer outside knows rows by their place, so trained rows must keep theirs
+        max_spilled_rows = max_spilled_rows if sparse else 0
         groups = [[self.specs[k] for k in group] for group in self.groups] if use_cache else []
         self.caches = nnx.List(
             [make_hot_rows(group, rule, kind, cache_size, hashtbl_size, max_spilled_rows) for group in groups]
         )
-        self.calls: Any = nnx.static(_Calls())
+        self.calls = FusedState(np.zeros(2, np.int32))
 
     def reset_parameters(self, weight_dist: str | None = None, *, rngs: nnx.Rngs) -> None:
         """Draws all cores anew, by default as the constructor did; forgets optimizer state, counts and cached rows."""
@@ -133,7 +142,8 @@ class TTTables(nnx.Module):
         self.step.set_value(jnp.zeros((), jnp.int32))
 
     def set_learning_rate(self, learning_rate: Any) -> None:
-        """Learning rate of the fused updates from now on."""
+        """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
+        check_learning_rate(learning_rate)
         self.learning_rate.set_value(jnp.asarray(learning_rate, jnp.float32))
 
     def cores_of(self, table: int = 0) -> tuple[Array, ...]:
@@ -169,8 +179,7 @@ class TTTables(nnx.Module):
         """Keeps the most read rows from now on, outside `jit`; no output changes. See `hot_rows`."""
         for g, cache in enumerate(self.caches):
             cache.populate(functools.partial(self._rows_of_group, g))
-        self.calls.populates += 1
-        if self.halve_counts_every and self.calls.populates % self.halve_counts_every == 0:
+        if self._is_turn(1, self.halve_counts_every):
             for cache in self.caches:
                 cache.halve_counts()
 
@@ -188,46 +197,25 @@ class TTTables(nnx.Module):
     def state_dict(self) -> dict[str, np.ndarray]:
         """All there is to save, as a flat dictionary of NumPy arrays: cores, optimizer state, cached rows, counts.
 
-        `nnx.state` alone lacks what the cache keeps on the host. `np.savez`, `rsembed.checkpoint` and Orbax take it.
+        It is `nnx.state` by names, and what kind of module it belongs to. `np.savez`, `rsembed.checkpoint` and Orbax
+        take it.
         """
-        variables = nnx.to_flat_state(nnx.state(self))
-        state = {"/".join(map(str, path)): jax.tree.leaves(leaf.get_value()) for path, leaf in variables}
-        arrays = {f"{name}/{k}": np.asarray(x) for name, leaves in state.items() for k, x in enumerate(leaves)}
-        for g, cache in enumerate(self.caches):
-            arrays |= {f"host/{g}/{name}": value for name, value in cache.state_dict().items()}
-        return arrays | {f"calls/{name}": np.asarray(getattr(self.calls, name)) for name in _Calls.NAMES}
+        return saved_state(self, self._fingerprint())
+
+    def _fingerprint(self) -> Fingerprint:
+        """What the arrays of a state mean."""
+        tables = {str(k): dataclasses.asdict(spec) for k, spec in enumerate(self.specs)}
+        caches = {str(g): cache.sizes() for g, cache in enumerate(self.caches)}
+        rule = identity(self.rule) if self.sparse else "outside"
+        return Fingerprint.of({"tables": tables, "dtype": str(self.dtype), "optimizer": rule, "caches": caches})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on, bit by bit, where the module of a `state_dict` stood; both were made with the same arguments.
 
-        Raises: ValueError: the names, or the shape of an array, are those of another module; then nothing changes.
+        Raises: ValueError: the names, the shape or dtype of an array, the tables, the optimizer or the sizes of the
+          cache are those of another module; then nothing changes.
         """
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            raise ValueError(
-                f"the state is that of another module: {sorted(own.keys() ^ state.keys())} are not in both."
-            )
-        for name, value in own.items():
-            found = np.shape(state[name])
-            # Spilled rows make the arrays of a cache longer.
-            shapes = (value.shape[1:], found[1:]) if name.startswith(("caches/", "host/")) else (value.shape, found)
-            if shapes[0] != shapes[1]:
-                raise ValueError(f"{name} has shape {found} in the state and {value.shape} in this module.")
-        for path, leaf in nnx.to_flat_state(nnx.state(self)):
-            name, values = "/".join(map(str, path)), leaf.get_value()
-            leaves, structure = jax.tree.flatten(values)
-            # NumPy files know bfloat16 only as two bytes.
-            saved = [np.asarray(state[f"{name}/{k}"]) for k in range(len(leaves))]
-            arrays = [jnp.asarray(x.view(old.dtype)) for x, old in zip(saved, leaves, strict=True)]
-            variable: Any = functools.reduce(_part, path, self)
-            variable.set_value(jax.tree.unflatten(structure, arrays))
-        for g, cache in enumerate(self.caches):
-            prefix = f"host/{g}/"
-            cache.load_state_dict(
-                {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-            )
-        for name in _Calls.NAMES:
-            setattr(self.calls, name, int(state[f"calls/{name}"]))
+        load_saved_state(self, state, self._fingerprint())
 
     def lookup(self, indices: Any, offsets: Any, per_sample_weights: Any) -> list[Float[Array, "batch dim"]]:
         """Pooled rows of every table."""
@@ -251,10 +239,10 @@ class TTTables(nnx.Module):
             outputs, pull = jax.vjp(lambda cores: lookup(cores, self._cached_values(), weights), cores)
         else:
             outputs, pull = jax.vjp(lookup, cores, self._cached_values(), weights)
-        versions, num_updates = [cache.host.version for cache in self.caches], 0
+        directories, num_updates = [cache.directory() for cache in self.caches], 0
 
         def backward(d_outputs: Sequence[Any]) -> TTGradients | None:
-            if versions != [cache.host.version for cache in self.caches]:
+            if not all(cache.holds(directory) for cache, directory in zip(self.caches, directories, strict=True)):
                 raise RuntimeError("the cache was populated or reset after this lookup; look the batch up again.")
             d_outputs = [jnp.asarray(d, jnp.float32) for d in d_outputs]
             if not self.sparse:
@@ -315,9 +303,17 @@ class TTTables(nnx.Module):
         if self.deterministic or not self.caches or any(isinstance(e.bags, jax.core.Tracer) for e in entries):
             return
         self._count(entries)
-        self.calls.counted += 1
-        if self.populate_every and self.calls.counted % self.populate_every == 0:
+        if self._is_turn(0, self.populate_every):
             self.cache_populate()
+
+    def _is_turn(self, which: int, every: int) -> bool:
+        """Whether one more lookup (0) or populate (1) completes a round of `every`."""
+        if not every:
+            return False
+        calls = np.array(self.calls.get_value())
+        calls[which] = (calls[which] + 1) % every
+        self.calls.set_value(calls)
+        return bool(calls[which] == 0)
 
     def _places(self, entries: list[Entries]) -> list[Array]:
         """Where the cached rows of a batch are, `NO_ROW` for all others."""
@@ -393,16 +389,3 @@ class TTTables(nnx.Module):
             d_all = [d_group.get(k, nothing) for k in range(len(self.specs))]
             cache.step(segment, jnp.concatenate(d_all) if len(d_all) > 1 else d_all[0], hyper)
         self.step.set_value(self.step.get_value() + 1)
-
-
-class _Calls:
-    """Calls of the automatic schedule, on the host."""
-
-    NAMES = ("counted", "populates")
-
-    counted = 0
-    populates = 0
-
-
-def _part(of: Any, name: Any) -> Any:
-    return of[name] if isinstance(name, int) else getattr(of, name)

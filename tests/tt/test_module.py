@@ -312,3 +312,30 @@ def test_ignored_ids_are_warned_about_and_dropped():
     with pytest.warns(UserWarning, match="2 ids outside their table contribute nothing"):
         found = emb(jnp.asarray([[3, 10, -7, -1]]))
     np.testing.assert_array_equal(found, emb(jnp.asarray([[3]])))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": -0.1}, "learning_rate=-0.1 must be a finite number"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite number"),
+        ({"eps": -1.0}, "eps=-1.0 must be a finite number"),
+        ({"eps": float("nan")}, "eps=nan must be a finite number"),
+        ({"cache_size": -1}, "cache_size=-1 must be a whole number"),
+        ({"hashtbl_size": -4}, "hashtbl_size=-4 must be a whole number"),
+        ({"max_spilled_rows": -1}, "max_spilled_rows=-1 must be a whole number"),
+        ({"max_spilled_rows": 8, "sparse": False}, "max_spilled_rows=8 needs sparse=True"),
+        ({"populate_every": -1}, "populate_every=-1 must be a whole number"),
+        ({"halve_counts_every": True}, "halve_counts_every=True must be a whole number"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        TTEmbeddingBag(10, 2, [2], [3, 4], [1, 2], **options)
+
+
+def test_a_learning_rate_without_a_meaning_is_not_set():
+    emb = TTEmbeddingBag(10, 2, [2], [3, 4], [1, 2])
+    with pytest.raises(ValueError, match="learning_rate=-1 must be a finite number"):
+        emb.set_learning_rate(-1)
+    assert float(emb.learning_rate.get_value()) == pytest.approx(0.1)

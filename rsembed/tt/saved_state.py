@@ -1,0 +1,71 @@
+"""A module's variables as a flat dictionary of NumPy arrays, and back into a module of the same kind."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rsembed.fingerprint import Fingerprint, check_same
+
+FINGERPRINT = "fingerprint"
+# Spilled rows make the arrays of a cache longer.
+_OF_ANY_LENGTH = re.compile(r"caches/\d+/(rows|state|ids|places)/.*")
+
+
+def saved_state(module: nnx.Module, fingerprint: Fingerprint) -> dict[str, np.ndarray]:
+    """All variables by path and number of leaf, and the fingerprint as bytes."""
+    state = {
+        f"{_name(path)}/{k}": np.asarray(x)
+        for path, leaf in nnx.to_flat_state(nnx.state(module))
+        for k, x in enumerate(jax.tree.leaves(leaf.get_value()))
+    }
+    return state | {FINGERPRINT: np.frombuffer(fingerprint.text.encode(), np.uint8)}
+
+
+def load_saved_state(module: nnx.Module, state: Mapping[str, Any], fingerprint: Fingerprint) -> None:
+    """Puts a `saved_state` into the variables.
+
+    Raises: ValueError: names, shapes, dtypes or the fingerprint are those of another module; then nothing changes.
+    """
+    own = saved_state(module, fingerprint)
+    if own.keys() != state.keys():
+        raise ValueError(f"the state is that of another module: {sorted(own.keys() ^ state.keys())} are not in both.")
+    saved = {name: np.asarray(state[name]) for name in own}
+    for name in [name for name in own if name != FINGERPRINT]:
+        ours, theirs, first = own[name], saved[name], int(_OF_ANY_LENGTH.fullmatch(name) is not None)
+        if ours.shape[first:] != theirs.shape[first:]:
+            raise ValueError(f"{name} has shape {theirs.shape} in the state and {ours.shape} in this module.")
+        # NumPy files know bfloat16 only as two bytes.
+        if theirs.dtype not in (ours.dtype, np.dtype(f"V{ours.dtype.itemsize}")):
+            raise ValueError(f"{name} has dtype {theirs.dtype} in the state and {ours.dtype} in this module.")
+    check_same(
+        Fingerprint(saved[FINGERPRINT].tobytes().decode()),
+        fingerprint,
+        what="the state is that of another module",
+        way_out="Make this module with the arguments of the one that was saved.",
+    )
+    for path, leaf in nnx.to_flat_state(nnx.state(module)):
+        leaves, structure = jax.tree.flatten(leaf.get_value())
+        arrays = [_like(old, saved[f"{_name(path)}/{k}"].view(old.dtype)) for k, old in enumerate(leaves)]
+        variable: Any = functools.reduce(_part, path, module)
+        variable.set_value(jax.tree.unflatten(structure, arrays))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+def _like(old: Any, values: np.ndarray) -> Any:
+    """Of the kind of array that it replaces: what the host asks for stays on the host."""
+    return values.copy() if isinstance(old, np.ndarray) else jnp.asarray(values)
+
+
+def _part(of: Any, name: Any) -> Any:
+    return of[name] if isinstance(name, int) else getattr(of, name)
