@@ -28,12 +28,12 @@ def backend_evidence() -> list[tuple[str, str]]:
     reason = native.unavailable_because()
     cpu = f"runs here, {native.instruction_set()}" if reason is None else f"does not run here: {reason}"
     if sparsecore.unavailable_because() is None:
-        tpu = f"chosen here; {SPARSECORE}; numbers on this chip unproven"
+        tpu = f"opt-in here (implementation= or RSEMBED_KERNELS); {SPARSECORE}; numbers on this chip unproven"
     else:
         compiler = "make test-tpu compiles them" if _is_installed("libtpu") else "compiling unproven here: no libtpu"
         tpu = f"{SPARSECORE}; {compiler}; running on a TPU unproven"
     if gpu.unavailable_because() is None:
-        card = f"chosen here; {GPU}; make test-gpu checks the numbers on this card"
+        card = f"opt-in here (implementation= or RSEMBED_KERNELS); {GPU}; make test-gpu checks the numbers on this card"
     else:
         has_compiler = _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin")
         compiler = "make test-gpu compiles them" if has_compiler else "compiling unproven here: no CUDA plugin"

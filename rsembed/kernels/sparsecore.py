@@ -1,8 +1,8 @@
 """Kernels for the SparseCores of TPUs: the calls of `reference.py`, brought to the sizes that tiles can take.
 
-Chosen where the computation is for a TPU that has SparseCores. Tables and slots are float32. Rows should be a multiple
-of 8 numbers long (16 on TPU7x): others are filled up, which copies the table in every call. `row_layout` is how tables
-should lie, or XLA copies them as well.
+Serve, to those who ask, where the computation is for a TPU that has SparseCores. Tables and slots are float32. Rows
+should be a multiple of 8 numbers long (16 on TPU7x): others are filled up, which copies the table in every call.
+`row_layout` is how tables should lie, or XLA copies them as well.
 
 No kernel here has run on a TPU: their bodies are simulated in the tests, and they compile for v5p, v6e and TPU7x.
 """

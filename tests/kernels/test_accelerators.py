@@ -13,6 +13,7 @@ import rsembed.optimizers as ro
 from rsembed.kernels import api, gpu, reference, sparsecore, sparsecore_calls, sparsecore_tiles
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
+from rsembed.kernels.evidence import backend_evidence
 from rsembed.kernels.traced_rules import Row, evaluate, trace_rule
 from tests import oracles
 from tests.kernels.cases import NUM_ROWS, ORACLE_STEPS, RAGGED, RULES, assert_close, draw_gradients, draw_table
@@ -210,11 +211,14 @@ def test_square_roots_without_a_square_root():
 # Who is chosen, and who refuses
 
 
-def lookup_text(target=None):
+def lookup_text(target=None, implementation=None):
     table, rows = jnp.zeros((8, 16)), jnp.zeros(3, jnp.int32)
 
+    def lookup(table, rows):
+        return api.lookup(table, [Segment(rows, None, None, "none")], implementation=implementation)
+
     def traced():
-        return str(jax.make_jaxpr(lambda t, r: api.lookup(t, [Segment(r, None, None, "none")]))(table, rows))
+        return str(jax.make_jaxpr(lookup)(table, rows))
 
     if target is None:
         return traced()
@@ -222,7 +226,18 @@ def lookup_text(target=None):
         return traced()
 
 
-def test_each_platform_gets_its_own_kernels():
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_that_no_chip_has_run_are_not_chosen_by_themselves(target, monkeypatch):
+    monkeypatch.delenv("RSEMBED_KERNELS", raising=False)
+    name = "gpu" if target.startswith("h") else "sparsecore"
+    assert not {"mpmd_map", "pallas_call"} & set(lookup_text(target).replace("[", " ").split())
+    with tracing_for(target):
+        assert f"set RSEMBED_KERNELS={name}" in dict(api.implementation_states())[name]
+        assert "opt-in here" in dict(backend_evidence())[name]
+
+
+def test_each_platform_gets_its_own_kernels_where_they_are_asked_for(monkeypatch):
+    monkeypatch.setenv("RSEMBED_KERNELS", "sparsecore, gpu")
     assert "mpmd_map" in lookup_text("v6e") and "mpmd_map" in lookup_text("tpu7x")
     assert "pallas_call" in lookup_text("h200")
     assert not {"mpmd_map", "pallas_call"} & set(lookup_text().replace("[", " ").split())
@@ -231,6 +246,18 @@ def test_each_platform_gets_its_own_kernels():
     assert states["gpu"] == "the Triton kernels run on NVIDIA GPUs, but the computation is for cpu"
     with tracing_for("v5p"):
         assert dict(api.implementation_states())["native"].endswith("the computation is for tpu")
+        assert dict(api.implementation_states())["sparsecore"] == "live"
+    monkeypatch.setenv("RSEMBED_KERNELS", "gpus")
+    with pytest.raises(ValueError, match="RSEMBED_KERNELS names gpus; it knows sparsecore, gpu"):
+        lookup_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "call"), [("v6e", "sparsecore", "mpmd_map"), ("h100", "gpu", "pallas_call")]
+)
+def test_an_implementation_that_is_named_is_taken(target, name, call, monkeypatch):
+    monkeypatch.delenv("RSEMBED_KERNELS", raising=False)
+    assert call in lookup_text(target, name)
 
 
 def test_insisting_on_an_accelerator_that_is_not_here_is_refused():

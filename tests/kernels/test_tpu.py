@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 # The compiler asks its environment for the chip it runs on; there is none, and any answer will do.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    "RSEMBED_KERNELS": "sparsecore",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
     "TPU_STDERR_LOG_LEVEL": "3",
