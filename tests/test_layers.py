@@ -113,7 +113,7 @@ def test_rooms_import_only_from_rooms_above():
         ("kernels/api.py", "from .. import sok", "lies below"),
         ("tt/cores.py", "from rsembed.tbe import x", "the wing tbe"),
         ("tbe/module.py", "from ..tt.cores import x", "the wing tt"),
-        ("checkpoint.py", "from rsembed.plot import x", "the leaf plot"),
+        ("checkpoint/files.py", "from rsembed.plot import x", "the leaf plot"),
         ("__main__.py", "from rsembed import datasets", "the leaf datasets"),
         ("collection.py", "import rsembed as rs", "the package itself"),
         ("collection.py", "from rsembed import TableSpec", "the package itself"),

@@ -45,7 +45,7 @@ for step in range(1, 10_000):
     total(batch).block_until_ready()
     if mode == "preempt" and parallel.preempted(step):
         # Chunks that cross the borders of shards and of processes.
-        checkpoint.CHUNK_BYTES = 5 * 3 * 4
+        checkpoint.arrays.CHUNK_BYTES = 5 * 3 * 4
         everywhere = parallel.put_global([own[:5] - 1000 * process, np.float32(2.5)], mesh, None)
         columns = NamedSharding(Mesh(np.asarray(jax.devices()).reshape(2, 2), ("process", "column")), P(None, "column"))
         in_both = jax.make_array_from_callback((4, 6), columns, lambda index: np.arange(24).reshape(4, 6)[index])

@@ -1,0 +1,99 @@
+"""Checkpoints of embedding collections: tables and slots by name, for any stacking and any mesh."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rsembed.checkpoint.files import check_owners, manifest, placed, restored, write
+from rsembed.checkpoint.states import logical, tables_of_layout, with_states
+from rsembed.collection import EmbeddingCollection, EmbeddingState
+
+_log = logging.getLogger("rsembed")
+
+
+def save_collection(
+    path: str | os.PathLike[str],
+    collection: EmbeddingCollection,
+    state: EmbeddingState,
+    *,
+    others: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves every table and its slots by table name, with step and key, and what else belongs to the instant.
+
+    The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`; of a table with `storage=`, what
+    it keeps instead of rows. Rows are in the order of ids, whatever mesh they lie on.
+
+    Args:
+      path: see `save`.
+      collection: whose state it is.
+      state: of one instant.
+      others: any pytree, such as dense parameters and their optimizer state.
+      metadata: what JSON can hold; `manifest(path)["metadata"]["user"]` returns it.
+
+    Raises:
+      ValueError: the state is not this collection's.
+      FileExistsError, OSError, TypeError: as `save`.
+    """
+    collection.check_state(state)
+    owners = {"tables": tables_of_layout(collection.layout)}
+    tree = _without_step(state._replace(layout=collection.layout)) | {"others": others}
+    write(Path(path), tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
+
+
+def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: Any = None) -> Any:
+    """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
+
+    Args:
+      path: see `load`.
+      collection: its tables must be those that were saved; learning rates and other hyperparameters are its own.
+      others: a template for what was saved as `others`, see `like` of `load`; None leaves that alone.
+
+    Returns: the `EmbeddingState`; with a template, the pair of it and the others.
+
+    Raises:
+      CorruptCheckpointError, FileNotFoundError: as `load`.
+      ValueError: a table is missing or too many, or has another size, dtype, storage or optimizer.
+    """
+    path = Path(path)
+    found, template = manifest(path), collection.template
+    check_owners(path, *_tables(path, found, collection))
+    implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
+    template = template._replace(key=key.update(sharding=template.key.sharding))
+    wanted = [entry for entry in found["arrays"] if others is not None or entry["path"][0] != "others"]
+    tree = restored(path, wanted, _without_step(template) | {"others": logical(others)})
+    step = placed(np.asarray(found["step"], np.int32), template.step)
+    state = with_states(template, tree | {"step": step})
+    return state if others is None else (state, with_states(others, tree["others"]))
+
+
+def _without_step(state: EmbeddingState) -> dict[str, Any]:
+    """By table name; the step of a collection is the checkpoint's own."""
+    tree = logical(state)
+    del tree["step"]
+    return tree
+
+
+def _tables(
+    path: Path, found: Mapping[str, Any], collection: EmbeddingCollection
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the tables in the file are, and what they should be."""
+    expected = tables_of_layout(collection.layout)
+    if found["layout_version"] > 1:
+        return {"tables": found["belongs_to"].get("tables", {})}, {"tables": expected}
+    _log.warning(
+        "%s has layout 1, which told optimizers by a short name and kept rows in the order of the devices that saved "
+        "them: it is read as one saved without a mesh.",
+        path,
+    )
+    for name, table in collection.table_specs.items():
+        expected[name]["optimizer"] = table.optimizer.short_name()
+    return {"tables": found["metadata"].get("tables", {})}, {"tables": expected}

@@ -1,0 +1,373 @@
+"""Checksummed checkpoints of any pytree, and of embedding collections by table name.
+
+```
+checkpoint/
+  manifest.json   names, shapes, dtypes, step, what states belong to, the CRC32 of every chunk, and its own
+  0000.bin ...    one array each: its rows in order, in chunks of about 4 MiB
+```
+
+A save goes to a hidden folder beside, reaches the disk, and takes its name in one rename: there is no half of a
+checkpoint, and none is ever replaced. A load verifies every byte and refuses, by name, what does not match. Nothing
+depends on stacking, mesh or number of processes: a state of embedding tables, wherever it stands in the tree, is kept
+by table name with its rows in the order of their ids (`states`).
+
+Orbax, which this library installs for Flax models, restores a data file with a flipped bit without noticing, and its
+arrays know nothing of tables. What tables need beyond it is small enough to stand here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import json
+import os
+import secrets
+import shutil
+import socket
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from rsembed.checkpoint.arrays import CorruptCheckpointError, as_saved, check_entry, read_array, write_array
+from rsembed.checkpoint.states import TableRows, belongings, is_state, logical, with_states
+from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.progress import progress
+
+LAYOUT_VERSION = 2
+_MANIFEST = "manifest.json"
+
+
+class Checkpoint(NamedTuple):
+    """What `load` returns.
+
+    Attributes:
+      tree: the arrays.
+      step: as given to `save`.
+      metadata: as given to `save`.
+    """
+
+    tree: Any
+    step: int
+    metadata: dict[str, Any]
+
+
+def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Mapping[str, Any] | None = None) -> None:
+    """Writes a checkpoint folder; it appears complete or not at all.
+
+    With several processes all call this with the same tree, on storage that process 0 can write: it gathers arrays
+    chunk by chunk and writes them. Of several savers of one path the first to finish has it, the others get an error.
+
+    Args:
+      path: a folder that does not exist yet, such as `runs/a/step_001000`.
+      tree: any pytree of numpy or JAX arrays, numbers and PRNG keys, of one instant. An `EmbeddingState` in it is
+        written as `tables/<table>` and `slots/<table>/<slot>`, rows in the order of ids.
+      step: number of updates behind the tree; `latest` compares it.
+      metadata: what JSON can hold.
+
+    Raises:
+      FileExistsError: `path` exists.
+      OSError: the storage cannot take it; nothing is left of it.
+      TypeError: a leaf is no array of numbers, or more than that (a mask, fields), or `metadata` no JSON.
+      ValueError: two leaves have the same name.
+    """
+    write(Path(path), tree, belongings(tree), step=step, metadata=metadata)
+
+
+def write(path: Path, tree: Any, owners: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None) -> None:
+    """As `save`, for a tree of which the caller says what it belongs to."""
+    leaves = {parts: as_saved(leaf, _name(parts)) for parts, leaf in _flatten(logical(tree)).items()}
+    body: dict[str, Any] = {
+        "layout_version": LAYOUT_VERSION,
+        "step": int(step),
+        "prng_implementation": jax.random.key_impl(jax.random.key(0)),
+        "belongs_to": dict(owners),
+        "metadata": dict(metadata or {}),
+    }
+    # As a load will see it (keys are texts); what JSON cannot hold is an error now, not after an hour of writing.
+    body = json.loads(json.dumps(body))
+    if _agreed(path.exists()):
+        raise _exists(path)
+    partial, failure, entries = None, None, []
+    with contextlib.ExitStack() as cleanup:
+        if jax.process_index() == 0:
+            partial, failure = _partial_folder(path)
+            cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
+        watched = progress(leaves.items(), description="saving", delay=1.0, leave=False)
+        for number, (parts, (array, prng)) in enumerate(watched):
+            file = f"{number:04d}.bin"
+            entry, problem = write_array(None if partial is None or failure else partial / file, array)
+            entries.append({"path": list(parts), "file": file, "prng": prng, **entry})
+            failure = failure or problem
+        if partial is not None and failure is None:
+            failure = _published(partial, path, _encode(body | {"arrays": entries}))
+    if _agreed(failure is not None):
+        raise failure or OSError(f"checkpoint {path}: process 0 could not write it; its own error says why.")
+
+
+def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
+    """Reads and verifies a checkpoint.
+
+    Args:
+      path: the folder.
+      like: a pytree of arrays or `jax.ShapeDtypeStruct`s with the wanted structure and, if they have one, sharding,
+        which may be another one than at the time of the save. An `EmbeddingState` in it, such as
+        `collection.template`, gets the rows of its tables wherever they lie with it. None returns nested dicts of numpy
+        arrays, in which positions and field names are keys.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+      CorruptCheckpointError: a byte differs from what was written; names file, chunk, array and rows.
+      ValueError: it does not match `like` (names the arrays, or what their tables differ in), or a newer version of
+        the library wrote it.
+    """
+    path = Path(path)
+    found = manifest(path)
+    if like is None:
+        return Checkpoint(_nested(_read_arrays(path, found["arrays"])), found["step"], found["metadata"])
+    template = like
+    if found["layout_version"] == 1:
+        template = jax.tree.map(functools.partial(_as_before, path), like, is_leaf=is_state)
+    else:
+        owners = belongings(like)
+        check_owners(path, {name: found["belongs_to"].get(name) for name in owners}, owners)
+    tree = with_states(template, restored(path, found["arrays"], logical(template)))
+    # What a template of an older file left out comes back with the structure.
+    tree = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
+    return Checkpoint(tree, found["step"], found["metadata"])
+
+
+def check_owners(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises: ValueError: what was saved belongs to something else than what is wanted."""
+    check_same(
+        Fingerprint.of(found),
+        Fingerprint.of(wanted),
+        what=f"checkpoint {path} does not match",
+        way_out="Load it into what it was saved from, or take over tables alone: load(path).tree has them as arrays, "
+        "and collection.with_tables takes them.",
+    )
+
+
+def _as_before(path: Path, node: Any) -> Any:
+    """A template for files of layout 1, which kept the arrays of a state as they were."""
+    if not is_state(node):
+        return node
+    if any(stack["num_shards"] > 1 for stack in node.layout.facts.values()):
+        raise ValueError(
+            f"{path} has layout 1, which kept rows in the order of the devices that saved them and does not say which; "
+            "load it with a collection without mesh on as many devices as then, or as arrays, with like=None."
+        )
+    return node._replace(layout=None)
+
+
+def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
+
+    Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
+    """
+    file = Path(path) / _MANIFEST
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} is no checkpoint: it has no {_MANIFEST}. An interrupted save leaves none.")
+    data = file.read_bytes()
+    try:
+        body = json.loads(data)["manifest"]
+        is_intact = _encode(body) == data and {"layout_version", "step", "metadata", "arrays"} <= body.keys()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_intact = False
+    if not is_intact:
+        raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
+    if body["layout_version"] not in (1, LAYOUT_VERSION):
+        raise ValueError(
+            f"{path} has layout {body['layout_version']}, but this version of rsembed reads layouts up to "
+            f"{LAYOUT_VERSION}; read it with the version that wrote it."
+        )
+    for number, entry in enumerate(body["arrays"]):
+        check_entry(entry, number)
+    return body
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint in `folder` with the highest step, or None.
+
+    Interrupted saves do not count; a checkpoint whose manifest is damaged is passed over with a warning.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     for step in (9, 10):
+      ...         save(f"{folder}/step_{step}", {"x": jnp.arange(3)}, step=step)
+      ...     latest(folder).name, load(latest(folder)).tree["x"].tolist()
+      ('step_10', [0, 1, 2])
+    """
+    steps: dict[Path, int] = {}
+    for file in sorted(Path(folder).glob(f"*/{_MANIFEST}")):
+        if file.parent.name.startswith("."):
+            continue
+        try:
+            steps[file.parent] = manifest(file.parent)["step"]
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{file.parent} is passed over: {error}", stacklevel=2)
+    return max(steps, key=lambda path: steps[path], default=None)
+
+
+# Names
+
+
+def _flatten(tree: Any) -> dict[tuple[str, ...], Any]:
+    """The leaves by their path."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = {_parts(keys): leaf for keys, leaf in found}
+    if len(leaves) < len(found):
+        names = [_name(_parts(keys)) for keys, _ in found]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"two leaves of the tree are called {repeated}; give them keys that differ as text.")
+    return leaves
+
+
+def _parts(keys: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def _name(parts: Sequence[str]) -> str:
+    return "/".join(parts) or "the array"
+
+
+def _nested(arrays: dict[tuple[str, ...], Any]) -> Any:
+    from flax.traverse_util import unflatten_dict
+
+    return arrays[()] if () in arrays else unflatten_dict(arrays)
+
+
+# Writing
+
+
+def _agreed(flag: bool) -> bool:
+    """What process 0 says."""
+    return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag))) if jax.process_count() > 1 else flag
+
+
+def _exists(path: Path) -> FileExistsError:
+    return FileExistsError(f"{path} exists; checkpoints are never replaced: give every step a folder of its own.")
+
+
+def _partial_folder(path: Path) -> tuple[Path, OSError | None]:
+    """A hidden folder of this save alone, and why it could not be made.
+
+    Those that interrupted saves of the path left behind go.
+    """
+    for torn in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        if _is_abandoned(torn):
+            shutil.rmtree(torn, ignore_errors=True)
+    partial = path.with_name(f".{path.name}.{_HOST}-{os.getpid()}-{_PROCESS}-{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        return partial, error
+    return partial, None
+
+
+_HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+_PROCESS = secrets.token_hex(4)  # process numbers come again: in a container, every time it starts
+
+
+def _is_abandoned(partial: Path) -> bool:
+    """Whether the process that wrote a partial folder is no more; of another machine's nothing is known."""
+    host, process_id, process, _ = partial.name.split(".")[-2].split("-")
+    if host != _HOST:
+        return False
+    if int(process_id) == os.getpid():
+        return process != _PROCESS
+    try:
+        os.kill(int(process_id), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _published(partial: Path, path: Path, manifest_bytes: bytes) -> OSError | None:
+    """Gives a complete folder its name; why that could not be done."""
+    try:
+        with open(partial / _MANIFEST, "wb") as file:
+            file.write(manifest_bytes)
+            os.fsync(file.fileno())
+        _sync_folder(partial)
+        partial.rename(path)  # fails where another save of the path was faster
+        _sync_folder(path.parent)
+    except OSError as error:
+        return _exists(path) if path.exists() and partial.exists() else error
+    return None
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    """The manifest with its checksum, always with the same bytes, so that a load can compare them all."""
+    checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+    return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Reading
+
+
+def _read_arrays(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+    watched = progress(entries, description="loading", delay=1.0, leave=False)
+    return {tuple(entry["path"]): read_array(path, entry, _name(entry["path"])) for entry in watched}
+
+
+def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: Any) -> Any:
+    """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`."""
+    arrays, wanted = _read_arrays(path, entries), _flatten(like)
+    problems = [f"{_name(parts)!r} is missing" for parts in wanted if parts not in arrays]
+    problems += [f"{_name(parts)!r} is not wanted" for parts in arrays if parts not in wanted]
+    for parts in wanted.keys() & arrays.keys():
+        has, wants = (f"{_native(x.dtype)}{list(x.shape)}" for x in (arrays[parts], _shaped(wanted[parts])))
+        if has != wants:
+            problems.append(f"{_name(parts)!r} is {has}, wanted {wants}")
+        elif _would_narrow(arrays[parts], wanted[parts]):
+            problems.append(
+                f"{_name(parts)!r} is {has}, which a JAX array cannot hold here: give a numpy array as its template, "
+                "or set jax_enable_x64"
+            )
+    if problems:
+        raise ValueError(f"checkpoint {path} does not match: {'; '.join(sorted(problems))}.")
+    leaves = [placed(arrays[parts], leaf) for parts, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _shaped(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+
+
+def _native(dtype: Any) -> Any:
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype  # that of a PRNG key has no byte order
+
+
+def _would_narrow(array: Any, leaf: Any) -> bool:
+    is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, TableRows))
+    return is_for_jax and isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+
+
+def placed(array: Any, leaf: Any) -> Any:
+    """The array where and as what the leaf is."""
+    if isinstance(leaf, (bool, int, float)):
+        return type(leaf)(array[()])
+    if isinstance(leaf, (np.ndarray, np.generic, TableRows)):
+        return array
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(array, jax.Array) or sharding is None:  # a PRNG key, or no wish
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

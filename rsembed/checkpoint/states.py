@@ -1,0 +1,148 @@
+"""What a file holds of an `EmbeddingState`: the rows of every table in the order of their ids, wherever they lie.
+
+A state's `layout` says which row of its arrays belongs to which table and id. Saving reads tables through it, block by
+block; loading lays the rows out for the state that is wanted. So no file depends on a mesh or a stacking.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import jax
+import numpy as np
+
+from rsembed.collection import EmbeddingState
+from rsembed.collection.layout import Place
+from rsembed.fingerprint import Fingerprint
+from rsembed.kernels import api
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRows:
+    """The rows of one table inside the array of its stack, in the order of ids: a leaf of the tree that is written."""
+
+    array: Any
+    place: Place
+    spread: int
+    rows_per_shard: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of an array of its own."""
+        return (self.count, *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Of the array."""
+        return self.array.dtype
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Where the rows of `count` neighbouring ids lie in the array."""
+        ids = np.arange(first, first + count)
+        return self.place.rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
+
+
+def is_state(node: Any) -> TypeGuard[EmbeddingState]:
+    """Whether the node is a state that knows its layout."""
+    return isinstance(node, EmbeddingState) and node.layout is not None
+
+
+def logical(tree: Any) -> Any:
+    """The tree with dicts of tables and slots by table name in place of states; nothing is copied."""
+    return jax.tree.map(lambda node: _by_table(node) if is_state(node) else node, tree, is_leaf=is_state)
+
+
+def with_states(like: Any, tree: Any) -> Any:
+    """The inverse of `logical`: the tree with states laid out as those of `like` in place of such dicts."""
+    return jax.tree.map(
+        lambda node, value: _laid_out(node, value) if is_state(node) else value, like, tree, is_leaf=is_state
+    )
+
+
+def belongings(tree: Any) -> dict[str, Any]:
+    """By path, what states and other owners of a `Fingerprint` in the tree belong to, wherever it lies."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: is_state(node) or isinstance(node, Fingerprint)
+    )
+    found = {}
+    for keys, leaf in leaves:
+        name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"
+        if is_state(leaf):
+            found[name] = tables_of_layout(leaf.layout)
+        elif isinstance(leaf, Fingerprint):
+            found[name] = leaf.facts
+    return found
+
+
+def tables_of_layout(layout: Fingerprint) -> dict[str, Any]:
+    """What a layout says of its tables, without where they lie."""
+    tables = {name: table for stack in layout.facts.values() for name, table in stack["tables"].items()}
+    return {
+        name: {key: fact for key, fact in table.items() if key not in Place._fields} for name, table in tables.items()
+    }
+
+
+def _by_table(state: EmbeddingState) -> dict[str, Any]:
+    tables, slots = {}, {}
+    for stack, facts in state.layout.facts.items():
+        for name, table in facts["tables"].items():
+            if table["storage"] is not None:
+                tables[name], slots[name] = state.tables[stack], state.slots[stack]
+                continue
+            where = Place(table["owner"], table["first"]), facts["spread"], facts["rows_per_shard"]
+            tables[name] = TableRows(state.tables[stack], *where, table["vocabulary_size"])
+            slots[name] = {
+                field: TableRows(slot, *where, table["vocabulary_size"])
+                for field, slot in zip(facts["slots"], state.slots[stack], strict=True)
+            }
+    return {"tables": tables, "slots": slots, "step": state.step, "key": state.key}
+
+
+def _laid_out(like: EmbeddingState, values: Mapping[str, Any]) -> EmbeddingState:
+    wanted, tables, slots = _by_table(like), {}, {}
+    for stack, facts in like.layout.facts.items():
+        names = list(facts["tables"])
+        if any(facts["tables"][name]["storage"] is not None for name in names):
+            tables[stack], slots[stack] = values["tables"][names[0]], values["slots"][names[0]]
+            continue
+        tables[stack] = _array([(wanted["tables"][name], values["tables"][name]) for name in names])
+        slots[stack] = tuple(
+            _array([(wanted["slots"][name][field], values["slots"][name][field]) for name in names])
+            for field in facts["slots"]
+        )
+    return EmbeddingState(tables, slots, values["step"], values["key"], like.layout)
+
+
+def _array(pieces: list[tuple[TableRows, np.ndarray]]) -> jax.Array:
+    """One array with the given rows of its tables; all others are zeros."""
+    like = pieces[0][0].array
+    sharding = getattr(like, "sharding", None)
+    places = [(table.rows(0, table.count), rows) for table, rows in pieces]
+    is_whole = pieces[0][0].spread == 1 and (sharding is None or len(sharding.device_set) == 1)
+    if is_whole:  # in memory that is laid out as that of fresh tables
+        fill = jax.jit(_filled, static_argnums=(0, 1), out_shardings=sharding)
+        firsts = tuple(int(rows[0]) for rows, _ in places)
+        return fill(like.shape, firsts, [values for _, values in places])
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(like.shape[0])
+        block = np.zeros((stop - start, *like.shape[1:]), like.dtype)
+        for rows, values in places:
+            is_inside = (rows >= start) & (rows < stop)
+            block[rows[is_inside] - start] = values[is_inside]
+        return block[(slice(None), *index[1:])]
+
+    if sharding is None:
+        return jax.device_put(shard((slice(None),) * len(like.shape)))
+    return jax.make_array_from_callback(like.shape, sharding, shard)
+
+
+def _filled(shape: tuple[int, ...], firsts: tuple[int, ...], pieces: list[jax.Array]) -> jax.Array:
+    is_padded = sum(piece.shape[0] for piece in pieces) < shape[0]
+    array = api.allocate(shape, pieces[0].dtype, 0.0 if is_padded else None)
+    for first, piece in zip(firsts, pieces, strict=True):
+        array = jax.lax.dynamic_update_slice_in_dim(array, piece, first, 0)
+    return array

@@ -1,0 +1,327 @@
+"""States on disk are tables in the order of their ids, whatever mesh, placement and stacking they had or get."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import rsembed as rs
+from rsembed import checkpoint
+from rsembed.fingerprint import Fingerprint
+from rsembed.tt import TensorTrain
+
+ROWS = {"item": 10, "user": 8, "word": 5}
+DIM = 4
+
+
+def ramp(key, shape):
+    del key
+    return jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape)
+
+
+def collection_of(num_devices=None, placement=None, *, optimizer=None, rows=ROWS, **options):
+    """Tables `item`, `user`, `word`, on one device or a mesh."""
+    rule = optimizer or rs.AdagradOptimizerSpec(0.1)
+    features = [
+        rs.FeatureSpec(
+            name=f"f_{name}",
+            table_spec=rs.TableSpec(
+                name=name, vocabulary_size=count, embedding_dim=DIM, initializer=ramp, optimizer=rule
+            ),
+        )
+        for name, count in rows.items()
+    ]
+    if num_devices is not None:
+        options |= {"mesh": jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])}
+    return rs.EmbeddingCollection(features, placement=placement, **options)
+
+
+def batch_of(step):
+    rng = np.random.default_rng(step)
+    return {f"f_{name}": rng.integers(0, rows, (8, 2)).astype(np.int32) for name, rows in ROWS.items()}
+
+
+def trained(collection, state, steps):
+    @jax.jit
+    def step(state, batch):
+        return collection.update(state, batch, collection.lookup(state, batch))
+
+    for number in range(*steps):
+        state = step(state, collection.prepare(batch_of(number)))
+    return state
+
+
+LAYOUTS = {
+    "one": (None, None),
+    "row 4": (4, "row"),
+    "row 2": (2, "row"),
+    "table": (4, "table"),
+    "column": (2, "column"),
+    "replicated": (4, "replicated"),
+    "mixed": (4, {"item": "row", "user": "table", "word": "replicated"}),
+}
+
+
+def assert_holds(collection, state, expected):
+    for found, wanted in zip((collection.tables(state), collection.slots(state)), expected, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of two steps saved from every layout; what its tables and slots are then, and a step later."""
+    folder, collection, expected = tmp_path_factory.mktemp("layouts"), collection_of(), []
+    for steps in (2, 3):
+        state = trained(collection, collection.init(jax.random.key(0)), (0, steps))
+        expected.append(jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state))))
+    for name, layout in LAYOUTS.items():
+        source = collection_of(*layout)
+        state = trained(source, source.init(jax.random.key(0)), (0, 2))
+        checkpoint.save_collection(folder / f"{name} collection", source, state)
+        checkpoint.save(folder / f"{name} tree", {"state": state, "epoch": 3})
+    return folder, *expected
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_files_hold_rows_in_the_order_of_ids_whatever_the_mesh(saved, source):
+    folder, (tables, slots), _ = saved
+    whole = checkpoint.load(folder / f"{source} collection").tree
+    inside = checkpoint.load(folder / f"{source} tree").tree["state"]
+    for found in (whole, inside):
+        for name in ROWS:
+            np.testing.assert_allclose(found["tables"][name], tables[name], rtol=1e-6)
+            np.testing.assert_allclose(found["slots"][name]["accumulator"], slots[name][0], rtol=1e-6)
+
+
+PAIRS = [
+    ("one", "row 4"),
+    ("row 2", "row 4"),
+    ("row 4", "one"),
+    ("table", "table"),
+    ("mixed", "column"),
+    ("row 4", "mixed"),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_state_comes_back_on_another_mesh(saved, source, target):
+    folder, expected, _ = saved
+    collection = collection_of(*LAYOUTS[target])
+    assert_holds(collection, checkpoint.load_collection(folder / f"{source} collection", collection), expected)
+    like = {"state": collection.init(jax.random.key(5)), "epoch": 0}
+    found = checkpoint.load(folder / f"{source} tree", like).tree
+    assert found["epoch"] == 3 and int(found["state"].step) == 2
+    assert_holds(collection, found["state"], expected)
+
+
+def test_training_goes_on_alike_on_another_mesh(saved):
+    folder, _, expected = saved
+    collection = collection_of(*LAYOUTS["row 2"])
+    state = checkpoint.load_collection(folder / "mixed collection", collection)
+    assert_holds(collection, trained(collection, state, (2, 3)), expected)
+
+
+def test_a_template_of_shapes_is_enough_and_says_where_rows_go(saved):
+    folder, (tables, _), _ = saved
+    collection = collection_of(4, "row")
+    state = checkpoint.load(folder / "one tree", {"state": collection.template, "epoch": 0}).tree["state"]
+    fresh = collection.init(jax.random.key(0))
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    for got, wanted in zip(jax.tree.leaves(state.tables), jax.tree.leaves(fresh.tables), strict=True):
+        assert got.sharding == wanted.sharding
+    np.testing.assert_allclose(collection.tables(state)["item"], tables["item"], rtol=1e-6)
+
+
+def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agree(tmp_path):
+    rows = {"user": 8}  # 8 rows on 4 and on 2 devices have one shape
+    four, two = collection_of(4, "row", rows=rows), collection_of(2, "row", rows=rows)
+    state = four.init(jax.random.key(0))
+    checkpoint.save(tmp_path / "a", state, step=7)
+    found = checkpoint.load(tmp_path / "a", like=two.init(jax.random.key(1)))
+    assert found.step == 7
+    np.testing.assert_array_equal(two.tables(found.tree)["user"], ramp(None, (8, DIM)))
+
+
+@pytest.mark.parametrize("name", ["adamax", "nadam", "rmsprop"])
+def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path, name):
+    adam, other = (collection_of(optimizer=rs.from_optax(getattr(optax, rule)(0.1))) for rule in ("adam", name))
+    state = adam.init(jax.random.key(0))
+    checkpoint.save_collection(tmp_path / "a", adam, state)
+    checkpoint.save(tmp_path / "b", state)
+    with pytest.raises(ValueError, match=r"item/optimizer is .*scale_by_adam.*, expected .*with_tables"):
+        checkpoint.load_collection(tmp_path / "a", other)
+    with pytest.raises(ValueError, match=r"item/optimizer is .*scale_by_adam"):
+        checkpoint.load(tmp_path / "b", like=other.template)
+    with pytest.raises(ValueError, match=r"item/optimizer is .*scale_by_adam"):
+        other.lookup(state, batch_of(0))
+
+
+def test_a_learning_rate_may_change_between_save_and_load(tmp_path):
+    before = collection_of(optimizer=rs.from_optax(optax.adam(0.1)))
+    after = collection_of(optimizer=rs.from_optax(optax.adam(0.2, b1=0.8), learning_rate=lambda step: 1 / (step + 1)))
+    state = trained(before, before.init(jax.random.key(0)), (0, 1))
+    checkpoint.save_collection(tmp_path / "a", before, state)
+    restored = checkpoint.load_collection(tmp_path / "a", after)
+    np.testing.assert_array_equal(after.tables(restored)["word"], before.tables(state)["word"])
+
+
+def others_of():
+    return {
+        "more rows": collection_of(rows={**ROWS, "item": 20}),
+        "fewer tables": collection_of(rows={"item": 10, "user": 8}),
+        "another rule": collection_of(optimizer=rs.AdamOptimizerSpec(0.1)),
+        "another mesh": collection_of(4, "row"),
+    }
+
+
+def test_a_state_of_another_collection_is_refused_by_every_method(tmp_path):
+    collection = collection_of()
+    own, batch = collection.init(jax.random.key(0)), batch_of(0)
+    activations, pullback = collection.lookup_vjp(own, batch)
+    for other in others_of().values():
+        check_refusals(tmp_path, collection, other.init(jax.random.key(0)), batch, activations, pullback)
+
+
+def check_refusals(tmp_path, collection, state, batch, activations, pullback):
+    calls = {
+        "lookup": lambda: collection.lookup(state, batch),
+        "jit": lambda: jax.jit(collection.lookup)(state, collection.prepare(batch)),
+        "vjp": lambda: collection.lookup_vjp(state, batch),
+        "update": lambda: collection.update(state, batch, activations),
+        "apply": lambda: collection.apply(state, pullback(activations)),
+        "tables": lambda: collection.tables(state),
+        "slots": lambda: collection.slots(state),
+        "with_tables": lambda: collection.with_tables(state, {}),
+        "save": lambda: checkpoint.save_collection(tmp_path / "a", collection, state),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match=r"the state does not belong to this collection: .* is .*load_collection"):
+            call()
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_state_made_by_hand_is_compared_by_its_shapes():
+    collection = collection_of()
+    state = collection.init(jax.random.key(0))
+    name = collection.plan.stacks[0].name
+    for wrong in (jnp.zeros((20, DIM)), jnp.zeros((23, 3)), jnp.zeros((23, DIM), jnp.bfloat16)):
+        by_hand = rs.EmbeddingState({name: wrong}, state.slots, state.step, state.key)
+        with pytest.raises(ValueError, match=rf"tables are .*{wrong.dtype}.*, expected .*float32\[23, 4\]"):
+            collection.lookup(by_hand, batch_of(0))
+    right = rs.EmbeddingState(state.tables, state.slots, state.step, state.key)
+    np.testing.assert_array_equal(collection.tables(right)["item"], ramp(None, (10, DIM)))
+
+
+def test_row_gradients_of_another_collection_are_refused():
+    rows = {"user": 8}
+    four, two = collection_of(4, "row", rows=rows), collection_of(2, "row", rows=rows)
+    batch = {"f_user": np.arange(8, dtype=np.int32)[:, None]}
+    gradients = {}
+    for name, collection in (("four", four), ("two", two)):
+        activations, pullback = collection.lookup_vjp(collection.init(jax.random.key(0)), batch)
+        gradients[name] = pullback(activations)
+    with pytest.raises(
+        ValueError, match=r"row gradients do not belong to this collection: .*num_shards is 4, expected 2"
+    ):
+        two.apply(two.init(jax.random.key(0)), gradients["four"])
+    with pytest.raises(ValueError, match="different collections cannot be combined"):
+        rs.combine(gradients["four"], gradients["two"])
+
+
+def test_two_states_of_different_layouts_do_not_mix_in_a_tree_map():
+    states = [collection_of(n, "row", rows={"user": 8}).init(jax.random.key(0)) for n in (4, 2)]
+    with pytest.raises(ValueError, match="pytree"):
+        jax.tree.map(lambda a, b: a, *states)
+
+
+def test_tables_whose_joined_names_meet_have_stacks_of_their_own():
+    def table(name, dim):
+        return rs.TableSpec(name=name, vocabulary_size=3, embedding_dim=dim, initializer=ramp)
+
+    tables = [table("user", 2), table("item", 2), table("user_item", 3)]
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=t.name, table_spec=t) for t in tables])
+    assert len({stack.name for stack in collection.plan.stacks}) == 2
+    state = collection.init(jax.random.key(0))
+    found = collection.lookup(state, {t.name: np.asarray([2]) for t in tables})
+    for t in tables:
+        np.testing.assert_array_equal(found[t.name][0], ramp(None, (3, t.embedding_dim))[2])
+
+
+def test_trains_and_rounded_tables_keep_their_layout_on_a_mesh(tmp_path):
+    train = rs.TableSpec(
+        name="train",
+        vocabulary_size=30,
+        embedding_dim=4,
+        storage=TensorTrain((2, 2)),
+        optimizer=rs.SGDOptimizerSpec(0.1),
+    )
+    half = rs.TableSpec(
+        name="half", vocabulary_size=6, embedding_dim=4, dtype="bfloat16", stochastic_rounding=True, initializer=ramp
+    )
+    features = [rs.FeatureSpec(name=t.name, table_spec=t) for t in (train, half)]
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    source, target = rs.EmbeddingCollection(features, mesh=mesh), rs.EmbeddingCollection(features)
+    state = source.init(jax.random.key(0))
+    checkpoint.save_collection(tmp_path / "a", source, state)
+    restored = checkpoint.load_collection(tmp_path / "a", target)
+    for name, table in source.tables(state).items():
+        np.testing.assert_array_equal(target.tables(restored)[name], table)
+
+
+def test_what_carries_a_fingerprint_is_compared_in_any_tree(tmp_path):
+    tree = {"rows": np.arange(4), "owner": Fingerprint.of({"shards": 4})}
+    checkpoint.save(tmp_path / "a", tree)
+    assert checkpoint.load(tmp_path / "a", tree).tree["owner"] == tree["owner"]
+    with pytest.raises(ValueError, match="owner/shards is 4, expected 2"):
+        checkpoint.load(tmp_path / "a", tree | {"owner": Fingerprint.of({"shards": 2})})
+
+
+def test_a_collection_can_be_pickled_and_prepares_alike():
+    collection = collection_of(rows={"user": 8})
+    copy = pickle.loads(pickle.dumps(collection))
+    assert copy.layout == collection.layout and copy.plan == collection.plan
+    state = collection.init(jax.random.key(0))
+    batch = {"f_user": [[1, 2], [3]]}
+    expected = collection.lookup(state, collection.prepare(batch))["f_user"]
+    np.testing.assert_array_equal(copy.lookup(state, copy.prepare(batch))["f_user"], expected)
+    assert pickle.loads(pickle.dumps(state)).layout == state.layout
+
+
+def test_a_jitted_step_is_compiled_for_few_sizes_of_ragged_batches():
+    collection = collection_of(rows={"user": 8})
+    state, rng, num_traces = collection.init(jax.random.key(0)), np.random.default_rng(0), 0
+
+    @jax.jit
+    def step(state, batch):
+        nonlocal num_traces
+        num_traces += 1
+        return collection.lookup(state, batch)["f_user"]
+
+    for _ in range(40):
+        lists = [rng.integers(0, 8, rng.integers(0, 6)).tolist() for _ in range(16)]
+        found = step(state, collection.prepare({"f_user": lists}))
+        expected = [np.sum(ramp(None, (8, DIM))[np.asarray(ids, int)], axis=0) for ids in lists]
+        np.testing.assert_array_equal(found, expected)
+    assert num_traces <= 3
+
+
+def test_a_step_that_is_traced_again_and_again_says_so_once(caplog):
+    collection = collection_of(rows={"user": 8})
+    state = collection.init(jax.random.key(0))
+    step = jax.jit(collection.lookup)
+    for size in range(1, 12):
+        step(state, {"f_user": rs.Bags.from_lists([[1] * size])})
+    assert [record.message for record in caplog.records if "traced for 8 different sizes" in record.message] != []
+    assert len([record for record in caplog.records if "traced" in record.message]) == 1
+
+
+def test_plans_of_layouts_compare_by_value():
+    first, second = (collection_of(4, "row", optimizer=rs.from_optax(optax.adam(0.1))) for _ in range(2))
+    assert first.layout == second.layout and first.layout is not second.layout
+    state = first.init(jax.random.key(0))
+    np.testing.assert_array_equal(second.tables(state)["item"], ramp(None, (10, DIM)))
+    assert dataclasses.replace(first.layout).digest == first.layout.digest
