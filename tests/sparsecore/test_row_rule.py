@@ -1,0 +1,100 @@
+"""Rules of whole rows: slots have one shape wherever they come from, and padding never counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed import from_optax
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+from tests.sparsecore import small_world
+
+
+def normed_momentum(gradient, row, momentum, lr):
+    momentum = 0.9 * momentum + gradient / (1 + jnp.linalg.norm(gradient)) + 0.1 * jnp.mean(row)
+    return row - lr * momentum, momentum
+
+
+def normed_momentum_in_numpy(row, slots, gradient):
+    slots[0][:] = 0.9 * slots[0] + gradient / (1 + np.sqrt((gradient**2).sum())) + 0.1 * row.mean()
+    row -= 0.5 * slots[0]
+
+
+RULES = {
+    "custom": embedding_spec.CustomOptimizerSpec(0.5, normed_momentum, (0.25,)),
+    "row-wise": embedding_spec.RowWiseAdagradOptimizerSpec(0.5),
+    "optax": from_optax(optax.sgd(0.5, momentum=0.9)),
+    "entries": embedding_spec.AdamOptimizerSpec(0.5),
+}
+
+
+def initial(specs):
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("x",)), P("x", None))
+    return embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+@pytest.mark.parametrize("name", RULES)
+def test_new_and_stacked_variables_have_equal_shapes(name, is_stacked):
+    """The dim, 5, is no multiple of 8."""
+    specs = small_world.placed_specs(1, 4, is_stacked=is_stacked, optimizer=RULES[name])
+    variables = initial(specs)
+    logical = embedding.logical_variables(variables, specs)
+    stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), logical, 4, 0.0)
+    flat = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), stacked)
+    assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, variables)
+    jax.tree.map(np.testing.assert_array_equal, embedding.logical_variables(flat, specs), logical)
+
+
+@pytest.mark.parametrize("is_from_logical", [True, False])
+def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
+    specs = small_world.placed_specs(1, 4, optimizer=RULES["custom"])
+    tables, slots = small_world.draw_tables(), small_world.full_slots(0.25)
+    variables = embedding.with_logical_tables(initial(specs), specs, tables)
+    if is_from_logical:
+        pairs = {name: (table, slots[name][0].astype(np.float32)) for name, table in tables.items()}
+        ((table, slot),) = table_stacking.stack_and_shard_tables(
+            embedding.get_table_specs(specs), pairs, 4
+        ).values()  # NaN everywhere else
+        flat = [jnp.asarray(array.reshape(-1, array.shape[-1])) for array in (table, slot)]
+        (name,) = variables
+        variables = {name: embedding.EmbeddingVariables(flat[0], tuple(flat[1:]))}
+    for seed in range(2):
+        ids, gradients = small_world.draw_batch(seed)
+        inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
+        variables = embedding.sparse_dense_matmul_grad(
+            {name: jnp.asarray(values) for name, values in gradients.items()},
+            inputs,
+            variables,
+            specs,
+            global_device_count=1,
+            step=seed,
+        )
+        tables, slots = small_world.dense_step(tables, slots, ids, gradients, normed_momentum_in_numpy)
+    got = embedding.logical_variables(variables, specs)
+    small_world.assert_close({name: pair.table for name, pair in got.items()}, tables)
+    small_world.assert_close(
+        {name: jax.tree.leaves(pair.slot)[0] for name, pair in got.items()}, {name: s[0] for name, s in slots.items()}
+    )
+
+
+def test_limits_of_values_go_with_slots_of_any_dim():
+    specs = small_world.placed_specs(1, 4)
+    ids, gradients = small_world.draw_batch()
+    inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
+    variables = initial(specs)
+    updated = embedding.sparse_dense_matmul_grad(
+        {name: jnp.asarray(values) for name, values in gradients.items()},
+        inputs,
+        variables,
+        specs,
+        global_device_count=1,
+        embedding_var_limits={name: (-0.1, 0.1) for name in variables},
+    )
+    touched = np.unique(np.concatenate([ids["a"].ravel(), ids["c"].ravel()]))
+    first = np.asarray(embedding.logical_tables(updated, specs)["first"])[touched]
+    assert np.abs(first).max() <= np.float32(0.1)
+    assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, variables)
