@@ -5,9 +5,12 @@ from __future__ import annotations
 import abc
 import logging
 import re
+import secrets
 import time
+import zipfile
+import zlib
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
@@ -41,10 +44,11 @@ class FDOClient(abc.ABC):
 
 
 class FileFDOClient(FDOClient):
-    """Exchanges histories through the files `fdo_stats_<process>_<time in ns>.<extension>` of a shared folder.
+    """Exchanges histories through the files `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>` of a folder.
 
-    A format is the extension of its files, without the dot, and how a history becomes the content of one. Arguments
-    are those of `NPZFileFDOClient`.
+    The CRC-32 is that of the content, so a file that was cut off or changed is told from its name. Published names lack
+    client and CRC; such files load, unchecked. A format is the extension of its files, without the dot, and how a
+    history becomes the content of one. Arguments are those of `NPZFileFDOClient`.
     """
 
     _extension: ClassVar[str]
@@ -63,6 +67,9 @@ class FileFDOClient(FDOClient):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._retain_history = retain_history
         self._history: History = {}
+        self._client, self._since = secrets.token_hex(4), time.time_ns()
+        # Files whose records this client remembers, so that its next file replaces them.
+        self._known: set[Path] = set()
 
     def record(self, stats: SparseDenseMatmulInputStats) -> None:
         """Appends one row to every statistic, or raises the running maximum."""
@@ -70,55 +77,97 @@ class FileFDOClient(FDOClient):
         self._history = history if self._retain_history else running_maximum(history)
 
     def publish(self) -> None:
-        """Writes everything in one go, and removes older files of this process, also those of an earlier run."""
-        process, now = jax.process_index(), time.time_ns()
-        path = self._folder / f"fdo_stats_{process}_{now}.{self._extension}"
+        """Writes everything in one go, and removes files that it replaces, also those of this process' earlier runs.
+
+        What another client publishes for the same process meanwhile is left alone.
+        """
+        content, process = self._encode(self._history), jax.process_index()
+        name = f"fdo_stats_{process}_{time.time_ns()}_{self._client}_{zlib.crc32(content):08x}.{self._extension}"
+        path = self._folder / name
         partial = path.with_suffix(".partial")
-        partial.write_bytes(self._encode(self._history))
-        partial.rename(path)
-        for other, (owner, written) in self._files().items():
-            if owner == process and written < now:
+        partial.write_bytes(content)
+        partial.replace(path)
+        self._known.discard(path)
+        for other, file in self._files().items():
+            is_earlier_run = file.process == process and file.time < self._since
+            if other in self._known or (is_earlier_run and other != path):
                 other.unlink(missing_ok=True)
+        self._known = {path}
         _wait_for_all_processes("rsembed.fdo.publish")
 
     def load(self) -> SparseDenseMatmulInputStats:
-        """Reads the newest file of each process; what was read replaces what this client remembers.
+        """Reads the newest file of each client of each process; what was read replaces what this client remembers.
 
         Returns:
-          All records of a single process, or the elementwise maximum of all records of several.
+          All records of a single file, or the elementwise maximum of all records of several.
 
         Raises:
           FileNotFoundError: nothing was published.
-          ValueError: a file is not of this form, or holds something that is no statistic.
+          ValueError: a file is damaged, not of this form, or holds something that is no statistic.
         """
-        histories = [self._decode(path.read_bytes()) for path in self._newest()]
+        files, histories = self._read()
         _wait_for_all_processes("rsembed.fdo.load")
         merged = merge_processes(histories)
         statistics = to_statistics(merged)
         self._history = merged
+        # Each process replaces its own files alone.
+        self._known = {path for path, file in files.items() if file.process == jax.process_index()}
         return statistics
 
-    def _files(self) -> dict[Path, tuple[int, int]]:
-        """Process and time of every file."""
-        pattern = re.compile(rf"fdo_stats_(\d+)_(\d+)\.{self._extension}")
-        matches = ((path, pattern.fullmatch(path.name)) for path in self._folder.iterdir())
-        return {path: (int(match[1]), int(match[2])) for path, match in matches if match is not None}
+    def _read(self) -> tuple[dict[Path, _File], list[History]]:
+        while True:
+            files = self._newest()
+            try:
+                return files, [self._checked(path.name, path.read_bytes(), file.crc) for path, file in files.items()]
+            except FileNotFoundError:
+                continue  # a client has just replaced it
 
-    def _newest(self) -> list[Path]:
-        """The newest file of every process of this run, by process."""
+    def _checked(self, name: str, content: bytes, crc: int | None) -> History:
+        if crc is not None and zlib.crc32(content) != crc:
+            raise ValueError(
+                f"{name} in {str(self._folder)!r} is damaged: its content has CRC-32 {zlib.crc32(content):08x}, not "
+                f"{crc:08x} as its name says. Remove it; the next publish() of its process writes a new one."
+            )
+        try:
+            return self._decode(content)
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {error}") from error
+
+    def _files(self) -> dict[Path, _File]:
+        pattern = re.compile(rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}")
+        matches = ((path, pattern.fullmatch(path.name)) for path in self._folder.iterdir())
+        return {
+            path: _File(int(match[1]), match[3] or "", int(match[2]), None if match[4] is None else int(match[4], 16))
+            for path, match in matches
+            if match is not None
+        }
+
+    def _newest(self) -> dict[Path, _File]:
+        """The newest file of every client of every process, by process."""
         files = self._files()
-        newest = {files[path][0]: path for path in sorted(files, key=files.__getitem__)}
-        strangers = [process for process in newest if process >= jax.process_count()]
+        newest = {(file.process, file.client): path for path, file in sorted(files.items(), key=lambda pair: pair[1])}
+        strangers = sorted({process for process, _ in newest if process >= jax.process_count()})
         if strangers:
             _log.warning(
-                "%s holds statistics of processes %s, which are not in this run; ignored.", self._folder, strangers
+                "%s holds statistics of processes %s, which are not in this run; they are used, too. Remove them if "
+                "they are of a run that does not matter.",
+                self._folder,
+                strangers,
             )
-        found = [path for process, path in newest.items() if process not in strangers]
-        if not found:
+        if not newest:
             raise FileNotFoundError(
-                f"no fdo_stats_<process>_<time>.{self._extension} in {str(self._folder)!r}; publish() before load()."
+                f"no fdo_stats_<process>_<time>*.{self._extension} in {str(self._folder)!r}; publish() before load()."
             )
-        return found
+        return {path: files[path] for path in newest.values()}
+
+
+class _File(NamedTuple):
+    """What a file's name tells; sorts by process, client and time. Published names have no client and no CRC."""
+
+    process: int
+    client: str
+    time: int
+    crc: int | None
 
 
 def _wait_for_all_processes(reason: str) -> None:

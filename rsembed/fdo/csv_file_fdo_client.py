@@ -34,11 +34,16 @@ class CSVFileFDOClient(FileFDOClient):
 
     @staticmethod
     def _decode(content: bytes) -> History:
+        if not content.endswith(b"\n"):
+            raise ValueError("the last line has no end; the file was cut off.")
         header, *lines = list(csv.reader(io.StringIO(content.decode(), newline=""))) or [[]]
         if header != HEADER:
             raise ValueError(f"a statistics file starts with the line {','.join(HEADER)!r}, got {','.join(header)!r}.")
         rows: dict[str, list[list[int]]] = {}
-        for key, values in lines:
+        for line in lines:
+            if len(line) != len(HEADER):
+                raise ValueError(f"a line of a statistics file is {','.join(HEADER)!r}, got {','.join(line)!r}.")
+            key, values = line
             rows.setdefault(key, []).append([int(value) for value in values.split()])
         arrays = {key: np.asarray(values, np.int64) for key, values in rows.items()}
         return {key: values[0] if len(values) == 1 else values for key, values in arrays.items()}

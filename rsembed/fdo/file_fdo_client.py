@@ -15,7 +15,7 @@ class NPZFileFDOClient(FileFDOClient):
     """Keeps one row per recorded batch and exchanges them through files in a shared folder.
 
     With several processes, `publish` and `load` wait for one another: every process must call both, in the same
-    order. A folder belongs to one run; files of processes that are not in the run are ignored.
+    order. A folder belongs to one run, but whoever reads it, one process or several, gets the maximum of all files.
 
     Args:
       base_dir: the folder; all processes must see it.

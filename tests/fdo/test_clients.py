@@ -1,5 +1,8 @@
 """Every client keeps what it is told, shares it, and says what is missing."""
 
+import concurrent.futures
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -106,17 +109,90 @@ def test_processes_with_other_layouts_are_refused():
         merge_processes([{"t_max_ids": np.asarray([1])}, {"t_max_ids": np.asarray([1, 2])}])
 
 
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["npz", "csv"])
-def test_several_processes_are_merged_and_strangers_ignored(kind, tmp_path, monkeypatch):
-    for process, values in enumerate(([3, 4], [5, 2], [99, 99])):
+def test_files_of_several_processes_give_their_maximum_to_any_number(
+    kind, num_processes, tmp_path, monkeypatch, caplog
+):
+    for process, values in enumerate(([3, 4], [5, 2], [4, 9])):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         client = CLIENTS[kind](str(tmp_path))
         client.record(stats(values))
         client.record(stats([1, 1]))
         client.publish()
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_count", lambda: num_processes)
     monkeypatch.setattr("rsembed.fdo.client.multihost_utils.sync_global_devices", lambda name: None)
-    assert client.load().max_ids_per_partition["t"].tolist() == [5, 4]
+    assert client.load().max_ids_per_partition["t"].tolist() == [5, 9]
+    strangers = [0, 1, 2][num_processes:]
+    assert [record.args[1] for record in caplog.records] == [strangers] * bool(strangers)
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_clients_that_publish_beside_each_other_lose_nothing(kind, tmp_path):
+    clients = [CLIENTS[kind](str(tmp_path)) for _ in range(3)]
+    for number, client in enumerate(clients):
+        client.record(stats([number, 5 - number]))
+
+    def publish_often(client):
+        for _ in range(5):
+            client.publish()
+
+    with concurrent.futures.ThreadPoolExecutor(len(clients)) as threads:
+        list(threads.map(publish_often, clients))
+    assert clients[0].load().max_ids_per_partition["t"].tolist() == [2, 5]
+    clients[0].publish()  # what it has loaded, it replaces
+    (path,) = tmp_path.iterdir()
+    assert CLIENTS[kind](str(tmp_path)).load().max_ids_per_partition["t"].tolist() == [2, 5], path
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(kind, tmp_path, monkeypatch):
+    client, read_bytes, reads = CLIENTS[kind](str(tmp_path)), Path.read_bytes, []
+
+    def read_too_late(path):
+        reads.append(path)
+        if len(reads) == 1:
+            client.publish()
+        return read_bytes(path)
+
+    client.record(stats([3, 4]))
+    client.publish()
+    monkeypatch.setattr(Path, "read_bytes", read_too_late)
+    assert CLIENTS[kind](str(tmp_path)).load().max_ids_per_partition["t"].tolist() == [3, 4]
+    assert len(set(reads)) == 2
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_a_file_that_was_cut_off_or_changed_is_refused_by_name(kind, tmp_path):
+    client = CLIENTS[kind](str(tmp_path))
+    client.record(stats([8780, 4]))
+    client.record(stats([826, 4], stack="other"))
+    client.publish()
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    damaged = [content[:length] for length in range(0, len(content), 7)]
+    for place in range(0, len(content), 5):
+        damaged.append(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+    for other in damaged:
+        path.write_bytes(other)
+        with pytest.raises(ValueError, match=rf"{path.name} in .* is damaged"):
+            client.load()
+    path.write_bytes(content)
+    assert client.load().max_ids_per_partition["t"].tolist() == [8780, 4]
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_files_with_published_names_load_if_they_are_whole(kind, tmp_path):
+    client = CLIENTS[kind](str(tmp_path))
+    client.record(stats([8780, 4]))
+    client.publish()
+    (path,) = tmp_path.iterdir()
+    published = path.rename(tmp_path / f"fdo_stats_0_17.{kind}")
+    published.with_stem("fdo_stats_0_9").write_bytes(b"older, and never read")
+    assert CLIENTS[kind](str(tmp_path)).load().max_ids_per_partition["t"].tolist() == [8780, 4]
+    published.write_bytes(published.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=rf"fdo_stats_0_17.{kind} in .* cannot be read"):
+        client.load()
 
 
 def test_csv_files_have_the_published_form(tmp_path):
