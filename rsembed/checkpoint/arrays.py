@@ -42,15 +42,17 @@ def as_saved(leaf: Any, name: str) -> tuple[Any, str | None]:
             f"checkpoint: leaf {name!r} is a masked array, whose mask would be lost; save .data and .mask as leaves."
         )
     array = np.asarray(leaf)
-    try:
-        if array.dtype.kind in "OUSMm" or jnp.dtype(array.dtype.name) != array.dtype.newbyteorder("="):
-            raise TypeError(array.dtype)
-    except TypeError as error:
+    if not _are_numbers(array.dtype):
         raise TypeError(
             f"checkpoint: leaf {name!r} is {array.dtype}; only arrays of numbers can be saved. Save the fields of a "
             "record as leaves of their own, and texts as metadata."
-        ) from error
+        )
     return array.astype(array.dtype.newbyteorder("="), copy=False), None
+
+
+def _are_numbers(dtype: np.dtype[Any]) -> bool:
+    is_time = dtype.kind in "mM"  # which numpy counts among the integers
+    return dtype == np.bool_ or (jnp.issubdtype(dtype, np.number) and not is_time)
 
 
 def write_array(file: Path | None, array: Any) -> tuple[dict[str, Any], OSError | None]:
@@ -164,6 +166,7 @@ def check_entry(entry: Any, number: int) -> None:
             and len(checksums) == -(-count // rows_per_chunk)
             and all(isinstance(part, str) for part in (*entry["path"], *checksums, entry["prng"] or ""))
             and jnp.dtype(entry["dtype"]).name == entry["dtype"]
+            and _are_numbers(jnp.dtype(entry["dtype"]))
         )
     except (KeyError, IndexError, TypeError, ValueError):
         is_sound = False

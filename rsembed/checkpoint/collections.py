@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rsembed.checkpoint.files import check_owners, manifest, placed, restored, write
-from rsembed.checkpoint.states import logical, tables_of_layout, with_states
+from rsembed.checkpoint.states import logical, tables_of, with_states
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 
 _log = logging.getLogger("rsembed")
@@ -43,7 +43,7 @@ def save_collection(
       FileExistsError, OSError, TypeError: as `save`.
     """
     collection.check_state(state)
-    owners = {"tables": tables_of_layout(collection.layout)}
+    owners = {"tables": tables_of(collection.template)}
     tree = _without_step(state._replace(layout=collection.layout)) | {"others": others}
     write(Path(path), tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
 
@@ -86,7 +86,7 @@ def _tables(
     path: Path, found: Mapping[str, Any], collection: EmbeddingCollection
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the tables in the file are, and what they should be."""
-    expected = tables_of_layout(collection.layout)
+    expected = tables_of(collection.template)
     if found["layout_version"] > 1:
         return {"tables": found["belongs_to"].get("tables", {})}, {"tables": expected}
     _log.warning(

@@ -36,7 +36,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rsembed.checkpoint.arrays import CorruptCheckpointError, as_saved, check_entry, read_array, write_array
-from rsembed.checkpoint.states import TableRows, belongings, is_state, logical, with_states
+from rsembed.checkpoint.states import TableRows, belongings, is_state, logical, stacks_of, with_states
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.progress import progress
 
@@ -158,7 +158,7 @@ def _as_before(path: Path, node: Any) -> Any:
     """A template for files of layout 1, which kept the arrays of a state as they were."""
     if not is_state(node):
         return node
-    if any(stack["num_shards"] > 1 for stack in node.layout.facts.values()):
+    if any(stack["num_shards"] > 1 for stack in stacks_of(node).values()):
         raise ValueError(
             f"{path} has layout 1, which kept rows in the order of the devices that saved them and does not say which; "
             "load it with a collection without mesh on as many devices as then, or as arrays, with like=None."

@@ -71,15 +71,20 @@ def belongings(tree: Any) -> dict[str, Any]:
     for keys, leaf in leaves:
         name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"
         if is_state(leaf):
-            found[name] = tables_of_layout(leaf.layout)
+            found[name] = tables_of(leaf)
         elif isinstance(leaf, Fingerprint):
             found[name] = leaf.facts
     return found
 
 
-def tables_of_layout(layout: Fingerprint) -> dict[str, Any]:
-    """What a layout says of its tables, without where they lie."""
-    tables = {name: table for stack in layout.facts.values() for name, table in stack["tables"].items()}
+def stacks_of(state: EmbeddingState) -> dict[str, Any]:
+    """What the layout of a state says, by stack."""
+    return {} if state.layout is None else state.layout.facts
+
+
+def tables_of(state: EmbeddingState) -> dict[str, Any]:
+    """What the layout of a state says of its tables, without where they lie."""
+    tables = {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
     return {
         name: {key: fact for key, fact in table.items() if key not in Place._fields} for name, table in tables.items()
     }
@@ -87,7 +92,7 @@ def tables_of_layout(layout: Fingerprint) -> dict[str, Any]:
 
 def _by_table(state: EmbeddingState) -> dict[str, Any]:
     tables, slots = {}, {}
-    for stack, facts in state.layout.facts.items():
+    for stack, facts in stacks_of(state).items():
         for name, table in facts["tables"].items():
             if table["storage"] is not None:
                 tables[name], slots[name] = state.tables[stack], state.slots[stack]
@@ -103,7 +108,7 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
 
 def _laid_out(like: EmbeddingState, values: Mapping[str, Any]) -> EmbeddingState:
     wanted, tables, slots = _by_table(like), {}, {}
-    for stack, facts in like.layout.facts.items():
+    for stack, facts in stacks_of(like).items():
         names = list(facts["tables"])
         if any(facts["tables"][name]["storage"] is not None for name in names):
             tables[stack], slots[stack] = values["tables"][names[0]], values["slots"][names[0]]
@@ -127,7 +132,7 @@ def _array(pieces: list[tuple[TableRows, np.ndarray]]) -> jax.Array:
         firsts = tuple(int(rows[0]) for rows, _ in places)
         return fill(like.shape, firsts, [values for _, values in places])
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(like.shape[0])
         block = np.zeros((stop - start, *like.shape[1:]), like.dtype)
         for rows, values in places:

@@ -148,7 +148,8 @@ class EmbeddingCollection:
         """
         tables, slots = self._init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
-        return EmbeddingState(tables, slots, *self.devices.place(rest, PartitionSpec()), self.layout)
+        step, key = self.devices.place(rest, PartitionSpec())
+        return EmbeddingState(tables, slots, step, key, self.layout)
 
     def _init_stacks(self, key: PRNGKeyArray) -> tuple[dict[str, Any], dict[str, Any]]:
         return _two_dicts({name: stack.init(key, self.table_specs) for name, stack in self._stacks.items()})
@@ -157,7 +158,7 @@ class EmbeddingCollection:
     def template(self) -> EmbeddingState:
         """A state of shapes and shardings instead of arrays, which `checkpoint.load(path, like=...)` fills."""
         tables, slots = jax.eval_shape(self._init, jax.random.key(0))
-        rest = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+        rest: Any = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
         if self.devices.mesh is not None:
             sharding = self.devices.sharding
             placed = {name: sharding(stack.partition) for name, stack in self._stacks.items()}
