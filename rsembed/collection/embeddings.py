@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -125,12 +126,46 @@ class EmbeddingCollection:
         self._apply = on_each(self._apply_stacks, (state, state, gradients, everywhere), (state, state))
         self._update = on_each(self._update_stacks, (state, state, split, split, everywhere), (state, state))
 
+    # Pickled for the workers of an input pipeline
+
     def __getstate__(self) -> dict[str, Any]:
+        for name, table in self.table_specs.items():
+            try:
+                pickle.dumps((table.optimizer, table.initializer, table.storage, self.devices))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise TypeError(
+                    f"table {name!r}: its rule, initializer or mesh cannot be pickled ({error}); give input workers "
+                    "collection.for_inputs(), or write the rule with functions of a module."
+                ) from error
         return {name: value for name, value in vars(self).items() if name not in _COMPILED}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
         self._compile()
+
+    def __deepcopy__(self, memo: Any) -> EmbeddingCollection:
+        return self  # all that changes is in the state
+
+    def for_inputs(self) -> EmbeddingCollection:
+        """A collection that prepares the same batches and can always be pickled, for the workers of an input pipeline.
+
+        It has no mesh, no declared shapes and no rules: bring what it prepared to the mesh with `prepare` of the
+        collection that trains.
+        """
+        tables = {
+            name: TableSpec(
+                name=name,
+                vocabulary_size=table.vocabulary_size,
+                embedding_dim=table.embedding_dim,
+                combiner=table.combiner,
+            )
+            for name, table in self.table_specs.items()
+        }
+        features = [
+            FeatureSpec(name=name, table_spec=tables[feature.table_spec.name])
+            for name, feature in self.features.items()
+        ]
+        return EmbeddingCollection(features, bounds_check=self.bounds_check)
 
     def __repr__(self) -> str:
         return f"EmbeddingCollection of {len(self.table_specs)} tables, {len(self.features)} features\n{self.plan}"
@@ -167,7 +202,8 @@ class EmbeddingCollection:
                 for part in (tables, slots)
             )
             rest = jax.tree.map(partial(_placed_shape, sharding(PartitionSpec())), rest)
-        return EmbeddingState(tables, slots, *rest, self.layout)
+        step, key = rest
+        return EmbeddingState(tables, slots, step, key, self.layout)
 
     def check_state(self, state: EmbeddingState) -> None:
         """Whether a state is this collection's; every method that takes one asks.

@@ -291,6 +291,20 @@ def test_a_collection_can_be_pickled_and_prepares_alike():
     assert pickle.loads(pickle.dumps(state)).layout == state.layout
 
 
+def test_what_pickle_cannot_carry_is_named_and_workers_get_what_they_need():
+    collection = collection_of(4, "row", rows={"user": 8}, optimizer=rs.from_optax(optax.adam(0.1)))
+    with pytest.raises(TypeError, match=r"table 'user': its rule.*cannot be pickled.*collection\.for_inputs\(\)"):
+        pickle.dumps(collection)
+    worker = pickle.loads(pickle.dumps(collection.for_inputs()))
+    lists = [[1, 2], [3], [], [7]]
+    prepared = pickle.loads(pickle.dumps(worker.prepare({"f_user": lists})))
+    found = collection.lookup(collection.init(jax.random.key(0)), prepared)["f_user"]
+    expected = [np.sum(ramp(None, (8, DIM))[np.asarray(ids, int)], axis=0) for ids in lists]
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(ValueError, match="id 8 in sample 0 is outside table 'user'"):
+        worker.prepare({"f_user": [[8]]})
+
+
 def test_a_jitted_step_is_compiled_for_few_sizes_of_ragged_batches():
     collection = collection_of(rows={"user": 8})
     state, rng, num_traces = collection.init(jax.random.key(0)), np.random.default_rng(0), 0
