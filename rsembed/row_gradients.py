@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from rsembed.fingerprint import Fingerprint
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.optimizers.intervals import check_within
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -63,7 +64,7 @@ def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowG
 
 
 def clip_by_global_norm(
-    row_gradients: RowGradients, max_norm: float, *, other_norm: Float[Array, ""] | float = 0.0
+    row_gradients: RowGradients, max_norm: float | Float[Array, ""], *, other_norm: Float[Array, ""] | float = 0.0
 ) -> RowGradients:
     """Scales all values down so that their global norm is at most `max_norm`.
 
@@ -71,7 +72,10 @@ def clip_by_global_norm(
       row_gradients: gradients with equal rows combined (as `pullback` returns them).
       max_norm: the largest norm allowed.
       other_norm: norm of the dense gradients (`optax.global_norm`), to clip both by their common norm.
+
+    Raises: ValueError: `max_norm` is negative, which would turn the gradients round, or NaN.
     """
+    check_within("[0, inf]", max_norm, "clip_by_global_norm: max_norm")
     norm = jnp.sqrt(jnp.square(global_norm(row_gradients)) + jnp.square(jnp.asarray(other_norm, jnp.float32)))
     return scale(row_gradients, jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0))
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rsembed.fingerprint import identity
+from rsembed.optimizers.intervals import check_fields, within
 
 LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
 Slots = tuple[Array, ...]
@@ -28,9 +29,11 @@ class OptimizerSpec(abc.ABC):
 
     Args:
       learning_rate: a number, a callable of nothing, or a callable of the 0-based step.
+
+    Raises: ValueError: a number outside the interval that its field declares, or NaN.
     """
 
-    learning_rate: LearningRate = 0.001
+    learning_rate: LearningRate = within("[0, inf)", default=0.001)
 
     slot_type: ClassVar[type] = tuple
     needs_step: ClassVar[bool] = False
@@ -56,6 +59,7 @@ class OptimizerSpec(abc.ABC):
                     f"{type(self).__name__}: {field.name} is a traced value; specs are static. Pass a callable of step."
                 )
         learning_rate_arity(self.learning_rate)
+        check_fields(self)
 
     def __repr__(self) -> str:
         """The short form that specs print; `str(optimizer)` lists the hyperparameters."""
@@ -67,7 +71,7 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def identity(self) -> str:
-        """What the rule is, whatever the values of its hyperparameters; state of rules with one identity means the same."""
+        """What the rule is, whatever its hyperparameters' values; state of rules with one identity means the same."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["learning_rate"]  # a number today may be a schedule tomorrow
         return type(self).__qualname__ + identity(fields)

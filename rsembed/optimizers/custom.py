@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array
 
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots
+from rsembed.optimizers.intervals import within
 
 _NO_TEXT = (
     "is not needed here: pass the function as custom_computation_fn, and limits as embedding_var_limits to the update."
@@ -103,9 +104,10 @@ class OptaxOptimizerSpec(OptimizerSpec):
     Args:
       transformation: anything with optax's `init` and `update`.
       learning_rate: multiplies the transformation's updates; use a callable of step for a schedule over global steps.
+        Negative for transformations that give the direction of the gradient, such as `optax.scale_by_adam`.
     """
 
-    learning_rate: LearningRate = 1.0
+    learning_rate: LearningRate = within("(-inf, inf)", default=1.0)
     transformation: Any = None
     is_row_wise: ClassVar[bool] = True
 

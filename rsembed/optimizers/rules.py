@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots, as_float32
+from rsembed.optimizers.intervals import within
 
 
 class SGDSlotVariables(NamedTuple):
@@ -92,7 +93,7 @@ class AdagradOptimizerSpec(OptimizerSpec):
     Source: Duchi, Hazan, Singer (2011).
     """
 
-    initial_accumulator_value: float = 0.1
+    initial_accumulator_value: float = within("[0, inf)", default=0.1)
     slot_type: ClassVar[type] = AdagradSlotVariables
     slot_fields = ("initial_accumulator_value",)
 
@@ -110,8 +111,8 @@ class TorchAdagradOptimizerSpec(OptimizerSpec):
     Source: `torch.optim.Adagrad` (whose epsilon is 1e-10) and FBGEMM `EXACT_ADAGRAD`.
     """
 
-    initial_accumulator_value: float = 0.0
-    epsilon: float = 1e-8
+    initial_accumulator_value: float = within("[0, inf)", default=0.0)
+    epsilon: float = within("[0, inf)", default=1e-8)
     slot_type: ClassVar[type] = AdagradSlotVariables
     rule_fields = ("epsilon",)
     slot_fields = ("initial_accumulator_value",)
@@ -138,8 +139,8 @@ class RowWiseAdagradOptimizerSpec(OptimizerSpec):
     Source: FBGEMM `EXACT_ROWWISE_ADAGRAD`.
     """
 
-    initial_accumulator_value: float = 0.0
-    epsilon: float = 1e-8
+    initial_accumulator_value: float = within("[0, inf)", default=0.0)
+    epsilon: float = within("[0, inf)", default=1e-8)
     slot_type: ClassVar[type] = AdagradSlotVariables
     rule_fields = ("epsilon",)
     slot_fields = ("initial_accumulator_value",)
@@ -166,9 +167,9 @@ class AdamOptimizerSpec(OptimizerSpec):
     Source: Kingma, Ba (2015), with the corrections folded into the learning rate and epsilon.
     """
 
-    beta_1: float = 0.9
-    beta_2: float = 0.999
-    epsilon: float = 1e-8
+    beta_1: float = within("[0, 1)", default=0.9)
+    beta_2: float = within("[0, 1)", default=0.999)
+    epsilon: float = within("[0, inf)", default=1e-8)
     slot_type: ClassVar[type] = AdamSlotVariables
     needs_step: ClassVar[bool] = True
 
@@ -199,13 +200,13 @@ class AdagradMomentumOptimizerSpec(OptimizerSpec):
     `w -= lr*m`, with Nesterov `w -= lr*(momentum*m + q)`.
     """
 
-    momentum: float = 0.9
-    beta2: float = 1.0
-    epsilon: float = 1e-10
-    exponent: float = 2.0
+    momentum: float = within("[0, 1]", default=0.9)
+    beta2: float = within("[0, 1]", default=1.0)
+    epsilon: float = within("[0, inf)", default=1e-10)
+    exponent: float = within("(0, inf)", default=2.0)
     use_nesterov: bool = False
-    initial_accumulator_value: float = 0.1
-    initial_momentum_value: float = 0.0
+    initial_accumulator_value: float = within("[0, inf)", default=0.1)
+    initial_momentum_value: float = within("(-inf, inf)", default=0.0)
     slot_type: ClassVar[type] = AdagradMomentumSlotVariables
     rule_fields = ("momentum", "beta2", "epsilon", "exponent", "use_nesterov")
     slot_fields = ("initial_accumulator_value", "initial_momentum_value")
@@ -230,17 +231,25 @@ class FTRLOptimizerSpec(OptimizerSpec):
     of TensorFlow.
     """
 
-    learning_rate: LearningRate = 0.01
-    learning_rate_power: float = -0.5
-    l1_regularization_strength: float = 0.0
-    l2_regularization_strength: float = 0.0
-    beta: float = 0.0
-    initial_accumulator_value: float = 0.1
-    initial_linear_value: float = 0.0
+    learning_rate: LearningRate = within("[0, inf)", default=0.01)
+    learning_rate_power: float = within("(-inf, 0]", default=-0.5)
+    l1_regularization_strength: float = within("[0, inf)", default=0.0)
+    l2_regularization_strength: float = within("[0, inf)", default=0.0)
+    beta: float = within("[0, inf)", default=0.0)
+    initial_accumulator_value: float = within("[0, inf)", default=0.1)
+    initial_linear_value: float = within("(-inf, inf)", default=0.0)
     multiply_linear_by_learning_rate: bool = False
     slot_type: ClassVar[type] = FTRLSlotVariables
     rule_fields = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
     slot_fields = ("initial_accumulator_value", "initial_linear_value")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learning_rate == 0 and not self.multiply_linear_by_learning_rate:
+            raise ValueError(
+                f"FTRLOptimizerSpec: learning_rate must be in (0, inf), got {self.learning_rate}: the linear term is "
+                "divided by it; use multiply_linear_by_learning_rate=True."
+            )
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, power, l1, l2, beta = hyper
@@ -267,11 +276,11 @@ class LaPropOptimizerSpec(OptimizerSpec):
     Source: Ziyin, Wang, Ueda (2020). Normalised gradients enter with weight `sqrt(1 - b1²)`.
     """
 
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-30
+    b1: float = within("[0, 1)", default=0.9)
+    b2: float = within("[0, 1)", default=0.95)
+    eps: float = within("[0, inf)", default=1e-30)
     rms_clip_threshold: float | None = None
-    initial_slot_value: float = 0.0
+    initial_slot_value: float = within("[0, inf)", default=0.0)
     slot_type: ClassVar[type] = LaPropSlotVariables
     slot_fields = ("initial_slot_value", "initial_slot_value")
     needs_step: ClassVar[bool] = True
@@ -314,13 +323,13 @@ class F2AOptimizerSpec(OptimizerSpec):
     `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`.
     """
 
-    learning_rate: LearningRate = 0.01
-    rho: float = 0.5
-    initial_accumulator_value: float = 0.1
-    initial_local_step_value: float = 0.0
-    l1_regularization_strength: float = 0.0
-    l2_regularization_strength: float = 0.0
-    max_lr_multiplier: float = 1e6
+    learning_rate: LearningRate = within("[0, inf)", default=0.01)
+    rho: float = within("[0, inf)", default=0.5)
+    initial_accumulator_value: float = within("[0, inf)", default=0.1)
+    initial_local_step_value: float = within("[0, inf)", default=0.0)
+    l1_regularization_strength: float = within("[0, inf)", default=0.0)
+    l2_regularization_strength: float = within("[0, inf)", default=0.0)
+    max_lr_multiplier: float = within("(0, inf]", default=1e6)
     slot_type: ClassVar[type] = F2ASlotVariables
     rule_fields = ("rho", "l1_regularization_strength", "l2_regularization_strength", "max_lr_multiplier")
     slot_fields = ("initial_accumulator_value", "initial_local_step_value")

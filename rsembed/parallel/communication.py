@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Num
 
+from rsembed.optimizers.intervals import check_fields, check_within, within
+
 PATHS = (
     "dedup",
     "hierarchical_dedup",
@@ -65,6 +67,7 @@ def zipf_ids(vocabulary_size: int, exponent: float) -> IdDistribution:
     """
     if vocabulary_size < 1:
         raise ValueError(f"zipf_ids: vocabulary_size must be at least 1, got {vocabulary_size}.")
+    check_within("[0, inf)", exponent, "zipf_ids: exponent")
     head = min(vocabulary_size, _HEAD_RANKS)
     edges = [float(head)]
     while edges[-1] < vocabulary_size:
@@ -165,12 +168,15 @@ class Hardware:
     """
 
     devices_per_node: int = 8
-    intra_node_bytes_per_second: float = 300e9
-    inter_node_bytes_per_second: float = 25e9
-    intra_node_latency_seconds: float = 15e-6
-    inter_node_latency_seconds: float = 30e-6
-    memory_bytes_per_second: float = 2e12
-    memory_bytes: float = 60e9
+    intra_node_bytes_per_second: float = within("(0, inf]", default=300e9)
+    inter_node_bytes_per_second: float = within("(0, inf]", default=25e9)
+    intra_node_latency_seconds: float = within("[0, inf)", default=15e-6)
+    inter_node_latency_seconds: float = within("[0, inf)", default=30e-6)
+    memory_bytes_per_second: float = within("(0, inf]", default=2e12)
+    memory_bytes: float = within("[0, inf]", default=60e9)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def split(self, num_devices: int) -> tuple[int, int]:
         """Devices of a node, and nodes. Raises: ValueError: nodes would not be full."""

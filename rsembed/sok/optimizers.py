@@ -12,6 +12,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
 from rsembed.optimizers import AdamOptimizerSpec, AdamSlotVariables, Hyperparameters, OptimizerSpec, Slots
 from rsembed.optimizers.base import as_float32
+from rsembed.optimizers.intervals import within
 from rsembed.optimizers.rules import one_minus_power
 
 _ADAM_RULE = AdamOptimizerSpec()
@@ -24,9 +25,9 @@ class _TensorFlowAdam(OptimizerSpec):
     `m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g²; w -= lr * sqrt(1-b2^t)/(1-b1^t) * m / (sqrt(v) + epsilon)`
     """
 
-    beta_1: float = 0.9
-    beta_2: float = 0.999
-    epsilon: float = 1e-7
+    beta_1: float = within("[0, 1)", default=0.9)
+    beta_2: float = within("[0, 1)", default=0.999)
+    epsilon: float = within("[0, inf)", default=1e-7)
     slot_type: ClassVar[type] = AdamSlotVariables
     needs_step: ClassVar[bool] = True
 

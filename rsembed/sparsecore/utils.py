@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from rsembed.optimizers.intervals import check_within
 from rsembed.sparsecore.layout import cores_per_device
 from rsembed.stacking import SUBLANES, round_up
 
@@ -52,6 +53,10 @@ def estimate_preprocessing_parameters(
 
     Source: `estimate_preprocessing_parameters` of jax-tpu-embedding 0.2.
     """
+    where = "estimate_preprocessing_parameters:"
+    check_within("[0, inf)", valency, f"{where} valency")
+    check_within("[0, 1]", hot_shard_fraction, f"{where} hot_shard_fraction")
+    check_within("(0, inf)", headroom_factor, f"{where} headroom_factor")
     num_shards = global_device_count * num_sc_per_device
     ids_per_device = global_batch_size / global_device_count * valency
     ids_per_core = ids_per_device / num_sc_per_device

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 from rsembed.optimizers import LearningRate
+from rsembed.optimizers.intervals import check_within, within
 from rsembed.tbe import records
 from rsembed.tbe.records import CounterWeightDecayMode, EmbOptimType, WeightDecayMode
 
@@ -21,21 +22,21 @@ class OptimizerArguments:
 
     learning_rate: LearningRate = 0.01
     eps: float = 1e-8
-    momentum: float = 0.9
-    eta: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    weight_decay: float = 0.0
+    momentum: float = within("[0, 1]", default=0.9)
+    eta: float = within("[0, inf)", default=0.001)
+    beta1: float = within("[0, 1)", default=0.9)
+    beta2: float = within("[0, 1)", default=0.999)
+    weight_decay: float = within("[0, inf)", default=0.0)
     weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE
-    max_norm: float = 0.0
+    max_norm: float = within("[0, inf]", default=0.0)
     counter_based_regularization: records.CounterBasedRegularizationDefinition | None = None
     cowclip_regularization: records.CowClipDefinition | None = None
     ensemble_mode: records.EnsembleModeDefinition | None = None
     emainplace_mode: records.EmainplaceModeDefinition | None = None
     global_weight_decay: records.GlobalWeightDecayDefinition | None = None
-    ar_alpha: float = 0.0
-    ema_beta: float = 0.99
-    min_shrinkage: float = 0.1
+    ar_alpha: float = within("[0, inf)", default=0.0)
+    ema_beta: float = within("[0, 1]", default=0.99)
+    min_shrinkage: float = within("[0, 1]", default=0.1)
     extra_optimizer_config: records.UserEnabledConfigDefinition | None = None
     optimizer_state_dtypes: Mapping[str, records.SparseType] | None = None
 
@@ -142,6 +143,20 @@ def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[
     return unused + [f"extra_optimizer_config.{name}" for name, on in options.items() if on and name not in read]
 
 
+_MODULE_NUMBERS = {
+    "max_gradient": "(0, inf]",
+    "cache_load_factor": "[0, 1]",
+    "cache_sets": "[0, inf)",
+    "cache_reserved_memory": "[0, inf)",
+}
+
+
+def check_module_numbers(given: Any) -> None:
+    """Raises: ValueError: a number of the module that concerns no optimizer is outside its interval, or NaN."""
+    for name, interval in _MODULE_NUMBERS.items():
+        check_within(interval, getattr(given, name), name)
+
+
 def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
     """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
     read = _offered(optimizer).arguments
@@ -155,9 +170,9 @@ def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> N
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
             "use a small number such as 1e-10."
         )
-    for name in sorted({"beta1", "beta2"} & read):
-        if not 0 <= getattr(arguments, name) < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {getattr(arguments, name)}.")
+    for field in dataclasses.fields(arguments):
+        if field.name in read and "interval" in field.metadata:
+            check_within(field.metadata["interval"], getattr(arguments, field.name), field.name)
     _check_state_dtypes(optimizer, arguments)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
+from rsembed.optimizers.intervals import check_fields, within
+
 
 class EmbeddingLocation(enum.IntEnum):
     """Where the rows of a table live: device, host, or host rows behind a cache on the device.
@@ -174,8 +176,11 @@ def dtype_of(sparse_type: SparseType, what: str) -> jnp.dtype:
 class TailIdThreshold:
     """A row is no tail row once its counter exceeds `val`, or `floor(val * max_counter)` if `is_ratio`."""
 
-    val: float = 0
+    val: float = within("[0, inf)", default=0)
     is_ratio: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +201,14 @@ class CounterBasedRegularizationDefinition:
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
     counter_halflife: int = -1
     adjustment_iter: int = -1
-    adjustment_ub: float = 1.0
+    adjustment_ub: float = within("[0, inf)", default=1.0)
     learning_rate_mode: LearningRateMode = LearningRateMode.EQUAL
     grad_sum_decay: GradSumDecay = GradSumDecay.NO_DECAY
     tail_id_threshold: TailIdThreshold = TailIdThreshold()
     max_counter_update_freq: int = 1000
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +221,11 @@ class CowClipDefinition:
 
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
     counter_halflife: int = -1
-    weight_norm_coefficient: float = 0.0
-    lower_bound: float = 0.0
+    weight_norm_coefficient: float = within("[0, inf)", default=0.0)
+    lower_bound: float = within("[0, inf)", default=0.0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +238,10 @@ class GlobalWeightDecayDefinition:
     """
 
     start_iter: int = 0
-    lower_bound: float = 0.0
+    lower_bound: float = within("[0, 1]", default=0.0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,11 +254,12 @@ class EnsembleModeDefinition:
     step_ema: int = 10000
     step_swap: int = 10000
     step_start: int = 0
-    step_ema_coef: float = 0.6
+    step_ema_coef: float = within("[0, 1]", default=0.6)
     step_mode: StepMode = StepMode.USE_ITER
 
     def __post_init__(self) -> None:
         _check_positive(self, "step_ema", "step_swap")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,10 +268,11 @@ class EmainplaceModeDefinition:
 
     step_ema: int = 10
     step_start: int = 0
-    step_ema_coef: float = 0.6
+    step_ema_coef: float = within("[0, 1]", default=0.6)
 
     def __post_init__(self) -> None:
         _check_positive(self, "step_ema")
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

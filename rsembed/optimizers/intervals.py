@@ -1,0 +1,52 @@
+"""Numbers that must lie in an interval, declared beside the field or argument they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def within(interval: str, *, default: Any = dataclasses.MISSING) -> Any:
+    """A dataclass field whose numbers `check_fields` holds to an interval.
+
+    Args:
+      interval: as in a textbook, such as `[0, 1)` or `(0, inf]`. NaN lies in none.
+      default: the field's default.
+    """
+    return dataclasses.field(default=default, metadata={"interval": interval})
+
+
+def check_fields(record: Any) -> None:
+    """Raises: TypeError, ValueError: a field made by `within` holds no number, or one outside its interval."""
+    for field in dataclasses.fields(record):
+        if interval := field.metadata.get("interval"):
+            check_within(interval, getattr(record, field.name), f"{type(record).__name__}: {field.name}")
+
+
+def check_within(interval: str, value: Any, name: str) -> None:
+    """Raises: TypeError, ValueError: `value` is no number, or outside `interval`.
+
+    Functions (schedules, initializers) and traced values are known only later, and pass; so does None, for a number
+    that may be left out.
+
+    Example:
+      >>> check_within("[0, 1)", 1.0, "Adam: beta_1")
+      Traceback (most recent call last):
+        ...
+      ValueError: Adam: beta_1 must be in [0, 1), got 1.0.
+    """
+    if value is None or callable(value) or isinstance(value, jax.core.Tracer):
+        return
+    if isinstance(value, (jax.Array, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number in {interval}, got {type(value).__name__}.")
+    low, high = map(float, interval[1:-1].split(","))
+    is_above = low <= value if interval[0] == "[" else low < value
+    is_below = value <= high if interval[-1] == "]" else value < high
+    if not (is_above and is_below):
+        raise ValueError(f"{name} must be in {interval}, got {value}.")
