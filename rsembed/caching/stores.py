@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Int, Shaped
 from numpy.typing import DTypeLike
 
+ROWS_PER_BLOCK = 65536
+
 
 class RowStore:
     """Rows of one shape and dtype on the host. Reads are copies; a write needs distinct rows.
@@ -22,6 +24,7 @@ class RowStore:
     Attributes:
       shape: `(rows, *shape of a row)`.
       dtype: of every value.
+      checksum: of all rows, for stores with `before_change`; 0 while all are zero.
 
     Example:
       >>> store = RowStore.in_memory((4, 2), np.float32)
@@ -31,10 +34,24 @@ class RowStore:
       [[1.0, 2.0], [0.5, 0.5]]
     """
 
-    def __init__(self, values: Shaped[np.ndarray, "rows *row"]) -> None:
-        """A store over an existing array (or `np.memmap`), which it changes in place."""
+    def __init__(
+        self, values: Shaped[np.ndarray, "rows *row"], *, before_change: Callable[[], None] | None = None
+    ) -> None:
+        """A store over an existing array (or `np.memmap`), which it changes in place.
+
+        Args:
+          values: the rows.
+          before_change: called before rows are given other values. The price of it, and of `checksum`, is one pass over
+            all rows now, and reading rows before they are replaced.
+        """
         self.shape, self.dtype = values.shape, values.dtype
         self._values: np.ndarray | None = values
+        self._before_change, self.checksum = before_change, 0
+        if before_change is not None:
+            starts = range(0, self.shape[0], ROWS_PER_BLOCK)
+            blocks = ((start, _words(values[start : start + ROWS_PER_BLOCK])) for start in starts)
+            sums = (_checksum(start + np.arange(len(block)), block) for start, block in blocks if block.any())
+            self.checksum = sum(sums) % 2**64
 
     @staticmethod
     def in_memory(shape: tuple[int, ...], dtype: DTypeLike) -> RowStore:
@@ -42,8 +59,16 @@ class RowStore:
         return RowStore(np.zeros(shape, dtype))
 
     @staticmethod
-    def in_file(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: DTypeLike) -> RowStore:
+    def in_file(
+        path: str | os.PathLike[str],
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        *,
+        before_change: Callable[[], None] | None = None,
+    ) -> RowStore:
         """A file of raw values, row after row. A new one is sparse: it takes disk space as rows are written.
+
+        Another `before_change` than None: as for the class.
 
         Raises: ValueError: the file exists with another size than `shape` and `dtype` need, or `shape` is empty.
         """
@@ -63,7 +88,7 @@ class RowStore:
         source: Any = values.base
         if isinstance(source, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
             source.madvise(mmap.MADV_RANDOM)  # rows are read here and there: nothing around them is wanted
-        return RowStore(values)
+        return RowStore(values, before_change=before_change)
 
     def read(self, rows: Int[np.ndarray, " n"]) -> Shaped[np.ndarray, "n *row"]:
         """Copies of the rows. Raises: IndexError: a row is outside the store; ValueError: it is closed."""
@@ -83,17 +108,26 @@ class RowStore:
                 f"{rows.size} rows of shape {self.shape[1:]} and dtype {self.dtype} cannot take values of shape "
                 f"{values.shape} and dtype {values.dtype}; convert them."
             )
+        if self._before_change is not None:
+            old, new = _words(stored[rows]), _words(values)
+            differs = (old != new).any(axis=1)
+            if not differs.any():
+                return
+            self._before_change()
+            rows, values = rows[differs], values[differs]
+            change = _checksum(rows, new[differs]) - _checksum(rows, old[differs])
+            self.checksum = (self.checksum + change) % 2**64
         stored[rows] = values
 
-    def fill(self, block: Callable[[int, int], np.ndarray], *, rows_per_block: int = 65536) -> None:
+    def fill(self, block: Callable[[int, int], np.ndarray], *, rows_per_block: int = ROWS_PER_BLOCK) -> None:
         """Writes all rows, `block(start, stop)` at a time, so that initial values never exist as a whole.
 
         What `block` returns may have `stop - start` rows, or be anything that broadcasts to them.
         """
-        stored = self._open()
         for start in range(0, self.shape[0], rows_per_block):
             stop = min(start + rows_per_block, self.shape[0])
-            stored[start:stop] = block(start, stop)
+            values = np.broadcast_to(np.asarray(block(start, stop), self.dtype), (stop - start, *self.shape[1:]))
+            self.write(np.arange(start, stop), values)
 
     def flush(self) -> None:
         """Brings what was written to the disk. Raises: ValueError: the store is closed."""
@@ -117,3 +151,28 @@ class RowStore:
         if rows.size and not 0 <= rows.min() <= rows.max() < self.shape[0]:
             raise IndexError(f"rows must lie in 0 to {self.shape[0] - 1}, got {rows.min()} to {rows.max()}.")
         return self._open()
+
+
+def _words(values: np.ndarray) -> np.ndarray:
+    """The bits of rows, as few wide unsigned numbers as they fill: told apart also where equal as numbers."""
+    row_bytes = math.prod(values.shape[1:]) * values.dtype.itemsize
+    size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
+    return np.ascontiguousarray(values).view(np.uint8).reshape(values.shape[0], row_bytes).view(f"u{size}")
+
+
+def _checksum(rows: np.ndarray, words: np.ndarray) -> int:
+    """A sum over all words modulo 2**64, each with an odd factor of its row and one of its column.
+
+    A sum follows replaced rows without a look at the others. Odd factors let no change of a single word go unnoticed,
+    and random ones let others go with a chance of 2**-63 or so.
+    """
+    columns = _odd_factors(np.arange(words.shape[1]))
+    return int((_odd_factors(rows) * np.einsum("rw,w->r", words, columns, dtype=np.uint64)).sum())
+
+
+def _odd_factors(numbers: np.ndarray) -> np.ndarray:
+    """Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (the finalizer of splitmix64)."""
+    z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)

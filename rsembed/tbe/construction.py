@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
+from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
 from rsembed.tbe import records
 from rsembed.tbe.arguments import OptimizerArguments, check_arguments, states_of, unused_arguments
@@ -22,6 +22,7 @@ from rsembed.tbe.host_rows import Group, HostRows
 from rsembed.tbe.plan import Placement, TablePasses, TablePlan, TBEPlan
 from rsembed.tbe.records import CacheAlgorithm, ComputeDevice, EmbeddingLocation, EmbOptimType, SparseType, dtype_of
 from rsembed.tbe.rules import make_rule
+from rsembed.tbe.storage import StorageFolder
 
 EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 
@@ -205,6 +206,7 @@ def host_rows_of(plan: TBEPlan, given: SimpleNamespace) -> HostRows | None:
     """Caches and stores of the tables that live on the host; None when there are none."""
     if not plan.has_cache:
         return None
+    storage = None if given.storage_folder is None else StorageFolder(given.storage_folder, _in_files(plan))
     memory, groups = jax.local_devices()[0].memory_stats() or {}, []
     free_bytes = memory["bytes_limit"] - memory.get("bytes_in_use", 0) if "bytes_limit" in memory else None
     for number, group in enumerate(plan.groups):
@@ -230,19 +232,31 @@ def host_rows_of(plan: TBEPlan, given: SimpleNamespace) -> HostRows | None:
         cache = SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
         shapes = [jax.ShapeDtypeStruct((group.num_rows, table.dim), dtype), *slots]
         stores = [
-            _store(given.storage_folder, f"group{number}_{label}", shape.shape, shape.dtype)
+            RowStore.in_memory(shape.shape, shape.dtype)
+            if storage is None
+            else storage.store(f"group{number}_{label}", shape.shape, shape.dtype)
             for label, shape in zip(("weights", *table.state_names), shapes, strict=True)
         ]
         groups.append(Group(number, cache, tuple(stores)))
     counts_features = bool(given.record_cache_metrics and given.record_cache_metrics.record_tablewise_cache_miss)
-    return HostRows(plan, groups, counts_features=counts_features)
+    if storage is not None and storage.is_new:
+        storage.commit(0)
+    elif storage is not None and (others := [table.name for table in plan.tables if not table.is_cached]):
+        warnings.warn(
+            f"storage_folder keeps tables behind a cache only: tables {others} begin anew, beside others at step "
+            f"{storage.step}; load their weights and states.",
+            stacklevel=4,
+        )
+    return HostRows(plan, groups, counts_features=counts_features, storage=storage)
 
 
-def _store(folder: str | Path | None, label: str, shape: tuple[int, ...], dtype: Any) -> RowStore:
-    if folder is None:
-        return RowStore.in_memory(shape, dtype)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return RowStore.in_file(Path(folder) / f"{label}.bin", shape, dtype)
+def _in_files(plan: TBEPlan) -> Fingerprint:
+    """What the files of cached tables depend on."""
+    tables = plan.layout.facts["tables"]
+    for table in plan.tables:
+        del tables[table.name]["placement"]
+        tables[table.name]["state_dtypes"] = [slot.dtype.name for slot in slot_shapes(table)]
+    return Fingerprint.of({table.name: tables[table.name] for table in plan.tables if table.is_cached})
 
 
 def first_state(
@@ -258,7 +272,12 @@ def first_state(
         for group in cached:
             weights = state.weights[group.number].astype(dtype_of(precision, "cache_precision"))
             state = state.with_group(group.number, weights=weights)
-    return state if host_rows is None else state._replace(generation=jnp.asarray(host_rows.generation, jnp.uint32))
+    if host_rows is not None:
+        state = state._replace(generation=jnp.asarray(host_rows.generation, jnp.uint32))
+        if host_rows.storage is not None:
+            step = jnp.asarray(host_rows.storage.step, jnp.int32)
+            state = state._replace(step=step, passed_step=step + 0)
+    return state
 
 
 def device_of(device: Any) -> jax.Device | None:

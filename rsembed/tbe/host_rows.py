@@ -42,6 +42,7 @@ from rsembed.tbe.bounds import feature_starts
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.inputs import Inputs, is_traced
 from rsembed.tbe.plan import TBEPlan
+from rsembed.tbe.storage import StorageFolder
 
 _leaving = jax.jit(functional.stored_rows, static_argnums=(0, 1))
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)
@@ -103,10 +104,13 @@ class HostRows:
       plan: the tables.
       groups: those of the plan that are cached.
       counts_features: also count misses by feature.
+      storage: where the stores are files.
     """
 
-    def __init__(self, plan: TBEPlan, groups: list[Group], *, counts_features: bool):
-        self.plan, self.groups = plan, groups
+    def __init__(
+        self, plan: TBEPlan, groups: list[Group], *, counts_features: bool, storage: StorageFolder | None = None
+    ):
+        self.plan, self.groups, self.storage = plan, groups, storage
         self.statistics = CacheStatistics(len(plan.features))
         self.counts_features = counts_features
         self.prefetched: collections.deque[_Prefetched] = collections.deque()
@@ -140,8 +144,8 @@ class HostRows:
         self.generation = (self.generation + 1) % 2**32
 
     def _advanced(self, state: TBEState, *, is_inside: bool) -> TBEState:
-        generation = state.generation + np.uint32(1) if is_inside else jnp.asarray(self.generation, jnp.uint32)
-        return state._replace(generation=generation)
+        generation = state.generation + 1 if is_inside else self.generation  # type: ignore[operator]
+        return state._replace(generation=jnp.asarray(generation, jnp.uint32))
 
     # Before a lookup or an update
 

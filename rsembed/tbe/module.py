@@ -98,8 +98,10 @@ class TableBatchedEmbeddingBags(nnx.Module):
       ema_beta: decay of its mean.
       min_shrinkage: its smallest factor.
       feature_names: for messages and `{feature: Bags}` input; by default the table's name, numbered if it is shared.
-      storage_folder: keep tables behind a cache in memory-mapped files there, which may be larger than memory; files
-        that exist are continued. None keeps them in host memory.
+      storage_folder: keep tables behind a cache in memory-mapped files there, which may be larger than memory. Files
+        that exist are continued from the last `flush()`, with its step, after a pass over them; files of other tables
+        or optimizers, damaged ones, and those that training has changed since a `flush()` are refused, as a process
+        that is killed leaves them. None keeps tables in host memory.
       rngs: source of the key of initial values and stochastic rounding.
 
     Source: FBGEMM, SplitTableBatchedEmbeddingBagsCodegen.
@@ -346,7 +348,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def split_embedding_weights(self) -> list[Any]:
         """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
-        self.flush()
+        tables.bring_home(self)
         return [tables.read_table(self, table)[0] for table in range(len(self.plan.tables))]
 
     def split_optimizer_states(self) -> list[list[Any]]:
@@ -401,15 +403,16 @@ class TableBatchedEmbeddingBags(nnx.Module):
         return tables.state_bytes(self)
 
     def flush(self) -> None:
-        """Writes all cached rows and states to the host; they stay cached."""
-        if self.host_rows is not None:
-            self.host_rows.flush(self.state.get_value())
+        """Writes all cached rows and states to the host, where they stay cached, and makes a `storage_folder` whole."""
+        tables.bring_home(self)
+        if (host_rows := self.host_rows) is not None and host_rows.storage is not None:
+            host_rows.storage.commit(int(self.step))
 
     def reset_cache_states(self, *, discard: bool = False) -> None:
         """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
         if self._host_rows is not None:
             if not discard:
-                self.flush()
+                tables.bring_home(self)
             self.state.set_value(self._host_rows.forget(self.state.get_value()))
 
     def get_uvm_cache_stats(self) -> CacheCounts:

@@ -63,6 +63,12 @@ def init_uniform(module: TableBatchedEmbeddingBags, low: float, high: float, key
         write_table(module, number, rows)
 
 
+def bring_home(module: TableBatchedEmbeddingBags) -> None:
+    """Writes all cached rows and states to the stores; they stay cached."""
+    if (host_rows := module.host_rows) is not None:
+        host_rows.flush(module.state.get_value())
+
+
 def write_table(
     module: TableBatchedEmbeddingBags, table: int, rows: Callable[[int, int], Any], *, array: int = 0
 ) -> None:
@@ -84,7 +90,7 @@ def write_table(
 
 
 def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
-    """Weights and states of one table; the module must have been flushed."""
+    """Weights and states of one table, after `bring_home`."""
     functional.check_state(module.plan, module.state.get_value())
     number, first_row = module.plan.place(table)
     last_row = first_row + module.plan.tables[table].num_rows
@@ -108,7 +114,7 @@ def split_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]:
     """See `TableBatchedEmbeddingBags.split_optimizer_states`."""
     if module.plan.tables[0].rule is None:
         raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
-    module.flush()
+    bring_home(module)
     found = []
     for number, table in enumerate(module.plan.tables):
         arrays = zip(read_table(module, number), _entries(table).values(), strict=True)
@@ -118,7 +124,7 @@ def split_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]:
 
 def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
     """See `TableBatchedEmbeddingBags.state_dict`."""
-    module.flush()
+    bring_home(module)
     state, plan, found = module.state.get_value(), module.plan, {}
     for number, table in enumerate(plan.tables):
         for (name, shape), array in zip(_entries(table).items(), read_table(module, number), strict=True):

@@ -104,3 +104,33 @@ def test_an_empty_file_store_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds nothing"):
         RowStore.in_file(tmp_path / "rows.bin", (0, 2), np.float32)
     assert not (tmp_path / "rows.bin").exists()
+
+
+def test_the_checksum_of_a_file_follows_every_change_and_tells_equal_numbers_of_other_bits(tmp_path):
+    path, changes = tmp_path / "rows.bin", []
+    store = RowStore.in_file(path, (100, 3), np.float16, before_change=lambda: changes.append(store.checksum))
+    assert store.checksum == 0
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        store.write(rng.permutation(100)[:20], rng.normal(size=(20, 3)).astype(np.float16))
+    store.fill(lambda start, stop: np.arange(start, stop, dtype=np.float16)[:, None], rows_per_block=30)
+    store.write(np.array([0]), np.array([[0.0, -0.0, 0.0]], np.float16))
+    assert len(changes) == len(set(changes)) == 5 + 4 + 1
+    again = RowStore.in_file(path, (100, 3), np.float16, before_change=lambda: None)
+    assert again.checksum == store.checksum
+    for first, second in ((3, 4), (98, 99)):
+        rows = np.array([first, second])
+        again.write(rows, again.read(rows[::-1]))
+        assert again.checksum != store.checksum
+
+
+def test_writing_what_is_there_changes_nothing(tmp_path):
+    def refuse():
+        raise RuntimeError("a change")
+
+    store = RowStore.in_file(tmp_path / "rows.bin", (5, 2), np.float32, before_change=refuse)
+    store.write(np.array([1, 3]), np.zeros((2, 2), np.float32))
+    store.write(np.zeros(0, np.int64), np.zeros((0, 2), np.float32))
+    with pytest.raises(RuntimeError, match="a change"):
+        store.write(np.array([1, 3]), np.ones((2, 2), np.float32))
+    np.testing.assert_array_equal(store.read(np.arange(5)), 0)
