@@ -18,7 +18,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 matplotlib.use("Agg")
 
-collect_ignore = ["parallel/runtime_program.py"]  # started by tests, with arguments
+collect_ignore = ["checkpoint/process_program.py", "parallel/runtime_program.py"]  # started by tests, with arguments
 
 # A test compiles a program to run it once or twice. With fewer passes XLA takes half the time for it. Read when the
 # first device is made, and put back for the sake of child processes.

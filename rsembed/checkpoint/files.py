@@ -368,6 +368,9 @@ def placed(array: Any, leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic, TableRows)):
         return array
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(array, jax.Array) or sharding is None:  # a PRNG key, or no wish
-        return jax.device_put(array, sharding)
+    if sharding is None:
+        return jax.device_put(array)
+    if isinstance(array, jax.Array):  # a PRNG key; device_put knows only devices of this process
+        data = placed(np.asarray(jax.random.key_data(array)), leaf)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

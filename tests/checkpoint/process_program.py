@@ -1,0 +1,47 @@
+"""What each process of test_processes.py does: one step on a mesh, a checkpoint, and the same checkpoint back.
+
+Arguments: the folder to write, and a checkpoint of one process to read.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+from rsembed import checkpoint, parallel
+
+parallel.init(heartbeat_timeout_seconds=60)
+table = rs.TableSpec(
+    name="item",
+    vocabulary_size=10,
+    embedding_dim=2,
+    initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
+    optimizer=rs.AdagradOptimizerSpec(0.1),
+)
+collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=parallel.make_mesh())
+batch = collection.prepare({"f": np.arange(4, dtype=np.int32).reshape(2, 2) + 4 * jax.process_index()})
+
+
+@jax.jit
+def step(state, batch):
+    return collection.update(state, batch, collection.lookup(state, batch))
+
+
+state = step(collection.init(jax.random.key(0)), batch)
+checkpoint.save_collection(sys.argv[1], collection, state)
+again = checkpoint.load_collection(sys.argv[1], collection)
+same = [
+    bool(jnp.all(a == b)) for a, b in zip(jax.tree.leaves(again.tables), jax.tree.leaves(state.tables), strict=True)
+]
+alone = checkpoint.load(sys.argv[2], like={"state": collection.template}).tree["state"]
+print("restored", same, "sum", float(jnp.sum(collection.tables(alone)["item"])))
+try:
+    checkpoint.save_collection(sys.argv[1], collection, state)
+except FileExistsError:
+    print("second save refused")
+try:  # a folder that only process 0 tries to make, and cannot
+    checkpoint.save("/proc/nowhere/a", state)
+except OSError as error:
+    print("impossible save refused:", error)

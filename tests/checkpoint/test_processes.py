@@ -1,0 +1,52 @@
+"""Checkpoints of collections that several processes share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+from rsembed import checkpoint
+
+PROGRAM = Path(__file__).with_name("process_program.py")
+
+
+def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
+    table = rs.TableSpec(
+        name="item",
+        vocabulary_size=10,
+        embedding_dim=2,
+        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
+        optimizer=rs.AdagradOptimizerSpec(0.1),
+    )
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    state = collection.init(jax.random.key(0))
+    checkpoint.save(tmp_path / "alone", {"state": state})
+    command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2", str(PROGRAM)]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [*command, str(tmp_path / "shared"), str(tmp_path / "alone")],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=environment,
+    )
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output
+    for process in range(2):
+        assert f"[{process}] restored [True] sum 190.0" in output, output
+        assert f"[{process}] second save refused" in output
+        assert f"[{process}] impossible save refused:" in output
+    ids = np.arange(8).reshape(4, 2)
+    state = collection.update(state, {"f": ids}, collection.lookup(state, {"f": ids}))
+    restored = checkpoint.load_collection(tmp_path / "shared", collection)
+    assert int(restored.step) == 1
+    np.testing.assert_allclose(collection.tables(restored)["item"], collection.tables(state)["item"], rtol=1e-6)
+    np.testing.assert_allclose(
+        collection.slots(restored)["item"].accumulator, collection.slots(state)["item"].accumulator, rtol=1e-6
+    )
