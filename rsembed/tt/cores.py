@@ -16,11 +16,13 @@ from jaxtyping import Array, Float, Int, Integer
 from rsembed.bags import Bags, narrow_ids
 from rsembed.kernels.contract import NO_ROW
 from rsembed.tt.chain import Cores, pooled_rows
+from rsembed.tt.meshes import as_on_automatic_axes
 from rsembed.tt.spec import TTSpec
 
 Mode = Literal["sum", "mean"]
 
 
+@as_on_automatic_axes
 def rows(
     spec: TTSpec, cores: Cores, ids: Integer[Array | np.ndarray, "*batch"], *, implementation: str | None = None
 ) -> Float[Array, "*batch dim"]:
@@ -56,6 +58,7 @@ def rows(
     return found.reshape(*ids.shape, spec.embedding_dim)
 
 
+@as_on_automatic_axes
 def bag(
     spec: TTSpec,
     cores: Cores,
@@ -90,6 +93,7 @@ def bag(
     )
 
 
+@as_on_automatic_axes
 @functools.partial(jax.jit, static_argnums=0)
 def full_weight(spec: TTSpec, cores: Cores) -> Float[Array, "vocab dim"]:
     """The whole table, written block after block of equal first digits; needs the table and one block of memory."""

@@ -9,8 +9,12 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.tt.chain import Cores
+from rsembed.tt.checks import check_learning_rate
 from rsembed.tt.cores import check_cores, rows
 from rsembed.tt.spec import TTSpec
+
+DRAWS_AT_ONCE = 2**22
+"""Rows drawn before they are trained on, which bounds the memory of long runs."""
 
 
 def fine_tune(
@@ -44,27 +48,30 @@ def fine_tune(
       The cores, in their dtype, and the loss of every step: the mean squared distance of the drawn rows, over the
       weighted mean square of the table's rows. Its root is a relative error.
 
-    Raises: ValueError: the table has another shape than the spec, or the weights are negative, not finite or all zero.
+    Raises: ValueError: the table has another shape than the spec; the weights are negative, not finite or all zero; or
+      there are no rows per step, fewer than 0 steps, or a learning rate that is negative or not finite.
     """
     check_cores(spec, cores)
     if np.shape(table) != (spec.num_embeddings, spec.embedding_dim):
         raise ValueError(
             f"the table has shape {np.shape(table)}, the spec {(spec.num_embeddings, spec.embedding_dim)}."
         )
+    if num_steps < 0 or batch_rows < 1:
+        raise ValueError(f"num_steps={num_steps} must be at least 0, and batch_rows={batch_rows} at least 1.")
+    check_learning_rate(learning_rate)
     dense = np.asarray(table, np.float32)
-    weights = np.ones(len(dense)) if row_weights is None else np.asarray(row_weights, np.float64)
-    if weights.shape != dense.shape[:1] or not np.isfinite(weights).all() or weights.min() < 0 or not weights.any():
+    weights = None if row_weights is None else np.asarray(row_weights, np.float64)
+    if weights is not None and (
+        weights.shape != dense.shape[:1] or not np.isfinite(weights).all() or weights.min() < 0 or not weights.any()
+    ):
         raise ValueError(f"row_weights must be {len(dense)} numbers, finite, not negative and not all zero.")
-    scale = float(np.average((dense.astype(np.float64) ** 2).sum(1), weights=weights)) or 1.0
-    cumulative = jnp.asarray(np.cumsum(weights) / weights.sum(), jnp.float32)
+    scale = float(np.average(np.einsum("vd,vd->v", dense, dense, dtype=np.float64), weights=weights)) or 1.0
     targets, wide = jnp.asarray(dense), tuple(jnp.asarray(core, jnp.float32) for core in cores)
     root_mean_square = float(np.sqrt(sum(float(jnp.sum(core**2)) for core in wide) / spec.num_params))
     optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate * root_mean_square, max(num_steps, 1)))
 
-    def step(state: tuple[Cores, optax.OptState], key: PRNGKeyArray) -> tuple[tuple[Cores, optax.OptState], Array]:
+    def step(state: tuple[Cores, optax.OptState], ids: Array) -> tuple[tuple[Cores, optax.OptState], Array]:
         cores, slots = state
-        ids = jnp.searchsorted(cumulative, jax.random.uniform(key, (batch_rows,)))
-        ids = jnp.minimum(ids, spec.num_embeddings - 1).astype(jnp.int32)
 
         def loss(cores: Cores) -> Array:
             return jnp.mean(jnp.sum((rows(spec, cores, ids) - targets[ids]) ** 2, axis=1)) / scale
@@ -74,6 +81,27 @@ def fine_tune(
             changes, slots = optimizer.update(gradients, slots, cores)
         return (optax.apply_updates(cores, changes), slots), value
 
-    run = jax.jit(lambda state, keys: jax.lax.scan(step, state, keys))
-    (tuned, _), losses = run((wide, optimizer.init(wide)), jax.random.split(key, num_steps))
-    return tuple(new.astype(old.dtype) for new, old in zip(tuned, cores, strict=True)), np.asarray(losses)
+    run = jax.jit(lambda state, ids: jax.lax.scan(step, state, ids))
+    generator = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
+    cumulative = None if weights is None else np.cumsum(weights)
+    state, losses, at_once = (
+        (wide, optimizer.init(wide)),
+        [np.zeros(0, np.float32)],
+        max(1, DRAWS_AT_ONCE // batch_rows),
+    )
+    for start in range(0, num_steps, at_once):
+        shape = min(at_once, num_steps - start), batch_rows
+        state, some = run(state, jnp.asarray(_draw_rows(generator, spec.num_embeddings, cumulative, shape)))
+        losses.append(np.asarray(some))
+    return tuple(new.astype(old.dtype) for new, old in zip(state[0], cores, strict=True)), np.concatenate(losses)
+
+
+def _draw_rows(
+    generator: np.random.Generator, num_rows: int, cumulative: np.ndarray | None, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Rows in proportion to their weights, on the host: float32 has too few values to name every row of a big table."""
+    if cumulative is None:
+        return generator.integers(0, num_rows, shape, dtype=np.int32)
+    last = np.searchsorted(cumulative, cumulative[-1])  # a product may round up to the total
+    rows = np.searchsorted(cumulative, generator.random(shape) * cumulative[-1], side="right")
+    return np.minimum(rows, last).astype(np.int32)

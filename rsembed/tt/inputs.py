@@ -13,6 +13,7 @@ from jaxtyping import Array
 from rsembed.bags import PAD_ID, Bags, check_ids_dtype, check_values, is_traced, narrow_ids
 from rsembed.kernels.contract import NO_ROW
 from rsembed.tt.cores import bags_of_entries, digits_of
+from rsembed.tt.meshes import on_every_device
 from rsembed.tt.spec import TTSpec
 
 
@@ -34,6 +35,9 @@ def table_bags(
       TypeError: ids or offsets are not integers.
       ValueError: the forms do not go together, or bags do not divide by tables.
     """
+    indices, offsets, per_sample_weights = (
+        on_every_device(x) if isinstance(x, (jax.Array, Bags)) else x for x in (indices, offsets, per_sample_weights)
+    )
     if isinstance(indices, Bags):
         if offsets is not None or per_sample_weights is not None:
             raise ValueError("Bags hold offsets and weights; pass neither beside them.")

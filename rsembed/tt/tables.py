@@ -26,6 +26,7 @@ from rsembed.tt.fused import OptimType, rule_of
 from rsembed.tt.hot_rows import CacheReport, make_hot_rows
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.inputs import Entries, check_bounds, entries_of, table_bags
+from rsembed.tt.meshes import as_on_automatic_axes, on_every_device
 from rsembed.tt.saved_state import load_saved_state, saved_state
 from rsembed.tt.spec import TTSpec
 
@@ -168,7 +169,7 @@ class TTTables(nnx.Module):
                 first = sum(self.specs[k].num_embeddings for k in group[: group.index(table)])
                 ids, rows = cache.learned()
                 is_ours = (ids >= first) & (ids < first + num_rows)
-                weight = weight.at[ids[is_ours] - first].set(rows[is_ours])
+                weight = _with_rows(weight, ids[is_ours] - first, rows[is_ours])
         return weight
 
     def update_cache(self, indices: Any, offsets: Any = None) -> None:
@@ -244,7 +245,7 @@ class TTTables(nnx.Module):
         def backward(d_outputs: Sequence[Any]) -> TTGradients | None:
             if not all(cache.holds(directory) for cache, directory in zip(self.caches, directories, strict=True)):
                 raise RuntimeError("the cache was populated or reset after this lookup; look the batch up again.")
-            d_outputs = [jnp.asarray(d, jnp.float32) for d in d_outputs]
+            d_outputs = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]
             if not self.sparse:
                 return TTGradients(*pull(d_outputs))
             nonlocal num_updates
@@ -270,10 +271,10 @@ class TTTables(nnx.Module):
         ]
 
     def _core_values(self) -> tuple[tuple[Array, ...], ...]:
-        return tuple(tuple(core.get_value() for core in group) for group in self.core_groups)
+        return on_every_device(tuple(tuple(core.get_value() for core in group) for group in self.core_groups))
 
     def _cached_values(self) -> tuple[Array, ...]:
-        return tuple(cache.rows.get_value() for cache in self.caches)
+        return on_every_device(tuple(cache.rows.get_value() for cache in self.caches))
 
     def _rows_of_group(self, g: int, ids: np.ndarray) -> np.ndarray:
         """Rows from the cores; ids count on from table to table of the group."""
@@ -389,3 +390,8 @@ class TTTables(nnx.Module):
             d_all = [d_group.get(k, nothing) for k in range(len(self.specs))]
             cache.step(segment, jnp.concatenate(d_all) if len(d_all) > 1 else d_all[0], hyper)
         self.step.set_value(self.step.get_value() + 1)
+
+
+@as_on_automatic_axes
+def _with_rows(table: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
+    return table.at[ids].set(rows)

@@ -1,0 +1,88 @@
+"""`jax.make_mesh` gives axes that are part of an array's type; tensor trains take such arrays like any others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rsembed import Bags
+from rsembed.tt import TableBatchedTTEmbeddingBag, TTEmbeddingBag, TTSpec, bag, full_weight, init_cores, rows
+from tests.tt.tt_oracles import dense_table
+
+SPEC = TTSpec(200, (14, 15), (2, 2), (3,))
+IDS = np.random.default_rng(0).integers(0, 200, (8, 2))
+SPLIT, WHOLE = PartitionSpec("data"), PartitionSpec()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    assert mesh.axis_types == (AxisType.Explicit,)
+    return mesh
+
+
+def placed(mesh, tree, partition=WHOLE):
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, partition)), tree)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_functions_of_cores_take_arrays_of_explicit_axes(mesh, jit):
+    cores = init_cores(jax.random.key(0), SPEC)
+    table = dense_table(SPEC, cores)
+    run = jax.jit if jit else lambda function: function
+    flat = placed(mesh, IDS.reshape(-1), SPLIT)
+    bags = Bags(flat, placed(mesh, np.arange(0, 17, 2)))
+    for on_mesh in (cores, placed(mesh, cores)):
+        np.testing.assert_allclose(run(lambda c, i: rows(SPEC, c, i))(on_mesh, flat), table[IDS.ravel()], rtol=1e-5)
+        np.testing.assert_allclose(
+            run(lambda c, b: bag(SPEC, c, b, mode="mean"))(on_mesh, bags), table[IDS].mean(1), rtol=1e-5, atol=1e-7
+        )
+        np.testing.assert_allclose(run(lambda c: full_weight(SPEC, c))(on_mesh), table, rtol=1e-5, atol=1e-7)
+
+
+def make_module(cached):
+    return TTEmbeddingBag(200, 4, [3], [14, 15], [2, 2], learning_rate=0.3, use_cache=cached, cache_size=4)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_module_trains_on_arrays_of_explicit_axes_as_on_one_device(mesh, jit, cached):
+    def step(emb, ids, d_output):
+        output, backward = emb.vjp(ids)
+        backward(d_output)
+        return output
+
+    run = nnx.jit(step) if jit else step
+    expected, emb = make_module(cached), make_module(cached)
+    nnx.update(emb, placed(mesh, nnx.state(emb)))
+    d_output = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
+    ids, gradients = placed(mesh, IDS, SPLIT), placed(mesh, d_output, SPLIT)
+    for _ in range(2):
+        np.testing.assert_allclose(
+            run(emb, ids, gradients), step(expected, IDS, jnp.asarray(d_output)), rtol=1e-5, atol=1e-7
+        )
+        for module in (emb, expected):
+            module.update_cache(IDS)
+            module.cache_populate()
+    np.testing.assert_allclose(emb.full_weight(), expected.full_weight(), rtol=1e-5, atol=1e-7)
+
+
+def test_modules_work_while_a_mesh_of_explicit_axes_is_set(mesh):
+    expected = make_module(True)
+    with jax.set_mesh(mesh):
+        emb = make_module(True)
+        np.testing.assert_allclose(emb(placed(mesh, IDS, SPLIT)), expected(IDS), rtol=1e-5, atol=1e-7)
+        emb.cache_populate()
+        np.testing.assert_allclose(emb([[1, 2], [], [199]]), expected([[1, 2], [], [199]]), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(emb.full_weight(), expected.full_weight(), rtol=1e-5, atol=1e-7)
+        gradients = nnx.grad(lambda m: jnp.sum(m(placed(mesh, IDS, SPLIT))))(
+            TTEmbeddingBag(200, 4, [3], [14, 15], [2, 2], sparse=False, use_cache=False)
+        )
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_batched_tables_take_arrays_of_explicit_axes(mesh):
+    emb = TableBatchedTTEmbeddingBag(2, [200, 50], 4, tt_ranks=[3])
+    np.testing.assert_allclose(emb(placed(mesh, IDS % 50, SPLIT)), emb(IDS % 50), rtol=1e-5, atol=1e-7)
