@@ -35,19 +35,24 @@ class RowStore:
     """
 
     def __init__(
-        self, values: Shaped[np.ndarray, "rows *row"], *, before_change: Callable[[], None] | None = None
+        self,
+        values: Shaped[np.ndarray, "rows *row"],
+        *,
+        before_change: Callable[[], None] | None = None,
+        checksum: int | None = None,
     ) -> None:
         """A store over an existing array (or `np.memmap`), which it changes in place.
 
         Args:
           values: the rows.
-          before_change: called before rows are given other values. The price of it, and of `checksum`, is one pass over
-            all rows now, and reading rows before they are replaced.
+          before_change: called before rows are given other values. The price of it, and of keeping `checksum`, is that
+            rows are read before they are replaced.
+          checksum: of the rows, where it is known; None takes one pass over all rows, if there is a `before_change`.
         """
         self.shape, self.dtype = values.shape, values.dtype
         self._values: np.ndarray | None = values
-        self._before_change, self.checksum = before_change, 0
-        if before_change is not None:
+        self._before_change, self.checksum = before_change, checksum or 0
+        if before_change is not None and checksum is None:
             starts = range(0, self.shape[0], ROWS_PER_BLOCK)
             blocks = ((start, _words(values[start : start + ROWS_PER_BLOCK])) for start in starts)
             sums = (_checksum(start + np.arange(len(block)), block) for start, block in blocks if block.any())
@@ -76,7 +81,8 @@ class RowStore:
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         if not num_bytes:
             raise ValueError(f"a store of shape {shape} holds nothing and cannot be a file; use RowStore.in_memory.")
-        if not path.exists():
+        is_new = not path.exists()
+        if is_new:
             with path.open("xb") as file:
                 file.truncate(num_bytes)
         elif path.stat().st_size != num_bytes:
@@ -85,10 +91,11 @@ class RowStore:
                 f"{num_bytes}; give the shape it was made with, or another path."
             )
         values = np.memmap(path, dtype, mode="r+", shape=shape)
+        store = RowStore(values, before_change=before_change, checksum=0 if is_new else None)
         source: Any = values.base
         if isinstance(source, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
             source.madvise(mmap.MADV_RANDOM)  # rows are read here and there: nothing around them is wanted
-        return RowStore(values, before_change=before_change)
+        return store
 
     def read(self, rows: Int[np.ndarray, " n"]) -> Shaped[np.ndarray, "n *row"]:
         """Copies of the rows. Raises: IndexError: a row is outside the store; ValueError: it is closed."""
