@@ -58,8 +58,9 @@ clean:
 	rm -rf $(VENV) .venv-ci docs/_build docs/api docs/notebooks executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find rsembed tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# Python files are used from the checkout; only these make an installation out of date.
-$(VENV)/.installed-%: pyproject.toml CMakeLists.txt $(wildcard rsembed/kernels/csrc/*) | $(BIN)/python
+# Python files are used from the checkout; only these make an installation out of date. The last are packages: an
+# installation remembers which names are packages and which are files.
+$(VENV)/.installed-%: pyproject.toml CMakeLists.txt $(wildcard rsembed/kernels/csrc/* rsembed/*/__init__.py) | $(BIN)/python
 	@echo "Installing rsembed[$*] into $(VENV); the first time takes a few minutes."
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	$(BIN)/python -m rsembed doctor
