@@ -65,7 +65,7 @@ def with_states(like: Any, tree: Any) -> Any:
 def belongings(tree: Any) -> dict[str, Any]:
     """By path, what states and other owners of a `Fingerprint` in the tree belong to, wherever it lies."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: is_state(node) or isinstance(node, Fingerprint)
+        tree, is_leaf=lambda node: isinstance(node, Fingerprint) or _layout_of(node) is not None
     )
     found = {}
     for keys, leaf in leaves:
@@ -74,7 +74,15 @@ def belongings(tree: Any) -> dict[str, Any]:
             found[name] = tables_of(leaf)
         elif isinstance(leaf, Fingerprint):
             found[name] = leaf.facts
+        elif (layout := _layout_of(leaf)) is not None:
+            found[name] = layout.facts
     return found
+
+
+def _layout_of(node: Any) -> Fingerprint | None:
+    """What a named tuple says it was laid out for: a state, or variables of a wing, which are written as they lie."""
+    layout = getattr(node, "layout", None) if isinstance(node, tuple) else None
+    return layout if isinstance(layout, Fingerprint) else None
 
 
 def stacks_of(state: EmbeddingState) -> dict[str, Any]:

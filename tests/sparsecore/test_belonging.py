@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rsembed import from_optax
+from rsembed import checkpoint, from_optax
 from rsembed.fdo import limits_from_statistics
 from rsembed.sparsecore import embedding, embedding_pipelining_utils, embedding_spec, layout_record, table_stacking
 from rsembed.sparsecore.linen import embed as linen_embed
@@ -312,6 +312,25 @@ def test_variables_go_on_where_the_number_of_shards_is_the_same():
     variables = init(many, Mesh(np.asarray(jax.devices()[:4]), ("x",)))
     gathered = jax.device_put(variables, jax.devices()[0])
     np.testing.assert_array_equal(look_up(one, preprocess(one), gathered)[0][:, 0], IDS.sum(axis=1))
+
+
+def test_checkpoints_of_variables_load_where_rows_lie_alike(tmp_path):
+    theirs, own = placed(1, 4), placed(1, 8)
+    variables = init(theirs)
+    checkpoint.save(tmp_path / "a", {"params": variables})
+    loaded = checkpoint.load(tmp_path / "a", like={"params": init(theirs)}).tree["params"]
+    jax.tree.map(np.testing.assert_array_equal, loaded, variables)
+    with pytest.raises(ValueError, match=r"checkpoint .* does not match: .*shards"):
+        checkpoint.load(tmp_path / "a", like={"params": init(own)})
+
+
+def test_variables_without_a_layout_go_on_through_flax_serialization():
+    specs = placed(1, 4, optimizer=embedding_spec.AdagradOptimizerSpec())
+    layer = linen_embed.SparseCoreEmbed(specs, "x", one_device())
+    inputs, _ = layer.prepare_batch([IDS])
+    params = layer.init(jax.random.key(0), inputs)
+    restored = serialization.from_bytes(params, serialization.to_bytes(params))
+    np.testing.assert_array_equal(layer.apply(restored, inputs)[0], layer.apply(params, inputs)[0])
 
 
 def test_variables_are_pairs_that_keep_their_layout():
