@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PRNGKeyArray
 
 from rsembed import checkpoint
-from rsembed.sok.export import export, import_rows
+from rsembed.sok import static_table
+from rsembed.sok.export import array_names, export, import_rows
 from rsembed.sok.keys import owners, split_keys
 from rsembed.sok.sharded_table import ShardedTable, TableState
 from rsembed.sok.variables import EmbeddingVariable, grown
@@ -70,23 +72,30 @@ def dump(path: str | os.PathLike[str], variables: Any) -> None:
       FileExistsError: the folder exists.
     """
     by_name = _by_name(variables)
+    tree = {name: export_rows(variable) for name, variable in by_name.items()}
     tables = {
-        name: {**_description(variable.table), "step": int(variable.get_value().step)}
+        name: {
+            **_description(variable.table),
+            "step": int(variable.get_value().step),
+            "used_rows": _num_used(variable, tree[name]),
+        }
         for name, variable in by_name.items()
     }
-    tree = {name: export_rows(variable) for name, variable in by_name.items()}
     checkpoint.save(path, tree, step=max(t["step"] for t in tables.values()), metadata={"sok_tables": tables})
 
 
 def load(path: str | os.PathLike[str], variables: Any) -> None:
     """Makes tables what they were at the time of a `dump`, on this run's devices, however many there were then.
 
+    Without hash table, the rows behind the last one that was ever trained may differ in number.
+
     Args:
       path: the folder.
       variables: as for `dump`; keys that the dump does not have are forgotten.
 
     Raises:
-      ValueError: the dump has other tables, or they have other sizes, optimizers or more keys than there is room for.
+      ValueError: the dump has other tables, or they have other dims, optimizers, a dtype that cannot hold the dumped
+        one, or more keys than there is room for.
       CorruptCheckpointError: the files were changed.
     """
     found, by_name = checkpoint.load(path), _by_name(variables)
@@ -95,11 +104,19 @@ def load(path: str | os.PathLike[str], variables: Any) -> None:
         raise ValueError(f"{path} holds the tables {sorted(tables)}, the model has {sorted(by_name)}.")
     for name, variable in by_name.items():
         then, now = tables[name], _description(variable.table)
-        if differs := {key: (then[key], value) for key, value in now.items() if then[key] != value}:
-            raise ValueError(f"table {name!r} differs from {path} in {differs} (there, here).")
+        there, here = (jnp.finfo(dtype) for dtype in (found.tree[name]["values"].dtype, variable.table.spec.dtype))
+        if there.nmant > here.nmant or there.maxexp > here.maxexp:  # a wider one holds every value as it is
+            then, now = then | {"dtype": str(there.dtype)}, now | {"dtype": str(here.dtype)}
+        # Files of earlier versions say less.
+        if differs := {key: (then[key], value) for key, value in now.items() if then.get(key, value) != value}:
+            raise ValueError(
+                f"table {name!r} differs from {path} in {differs} (there, here); make it as it was, or take over "
+                "keys and values alone, with assign_rows."
+            )
     states = []
     for name, variable in by_name.items():
-        state = _with_rows(variable.table, _without_rows(variable, found.tree[name]), found.tree[name])
+        rows = _refitted(variable, found.tree[name], tables[name].get("used_rows"))
+        state = _with_rows(variable.table, _without_rows(variable), rows)
         step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), variable.get_value().step.sharding)
         states.append(state._replace(step=step))
     for variable, state in zip(by_name.values(), states, strict=True):  # all of them, or none
@@ -109,8 +126,12 @@ def load(path: str | os.PathLike[str], variables: Any) -> None:
 def _description(table: ShardedTable) -> dict[str, Any]:
     """What a dump and the table that it goes into must agree in."""
     spec = table.spec
-    optimizer = spec.optimizer.short_name()
-    return {"use_hashtable": table.use_hashtable, "embedding_dim": spec.embedding_dim, "optimizer": optimizer}
+    return {
+        "use_hashtable": table.use_hashtable,
+        "embedding_dim": spec.embedding_dim,
+        "optimizer": spec.optimizer.short_name(),
+        "rule": spec.optimizer.identity,
+    }
 
 
 def _by_name(variables: Any) -> dict[str, EmbeddingVariable]:
@@ -127,16 +148,47 @@ def _by_name(variables: Any) -> dict[str, EmbeddingVariable]:
     return dict(zip(names, found, strict=True))
 
 
-def _without_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> TableState:
-    """What `rows` are put into: nothing, or a table all of whose rows they replace."""
+def _without_rows(variable: EmbeddingVariable) -> TableState:
+    """What rows are put into: nothing, or a table all of whose rows they replace."""
     table, state = variable.table, variable.get_value()
-    if table.use_hashtable:
-        spec = dataclasses.replace(table.spec, capacity=state.shards.rows.shape[0] // table.context.num_devices)
-        fresh = dataclasses.replace(table, spec=spec).init(jax.random.key(0))
-        return fresh._replace(shards=fresh.shards._replace(key=state.shards.key))
-    if len(rows["keys"]) != state.shards.rows.shape[0]:
+    if not table.use_hashtable:
+        return state
+    spec = dataclasses.replace(table.spec, capacity=state.shards.rows.shape[0] // table.context.num_devices)
+    fresh = dataclasses.replace(table, spec=spec).init(jax.random.key(0))
+    return fresh._replace(shards=fresh.shards._replace(key=state.shards.key))
+
+
+def _num_used(variable: EmbeddingVariable, rows: Mapping[str, np.ndarray]) -> int:
+    """How many of a dump's rows a table must have room for: those without hash table end with what none trained."""
+    if variable.table.use_hashtable:
+        return len(rows["keys"])
+    return static_table.num_used(variable.table.spec, _own_key(variable), [rows[name] for name in _names(variable)])
+
+
+def _refitted(variable: EmbeddingVariable, rows: Mapping[str, Any], num_used: int | None) -> Mapping[str, Any]:
+    """The rows of a dump as many as the table has, if it has no hash table; unused ones are left out, or are new."""
+    table, there = variable.table, len(rows["keys"])
+    here = table.spec.capacity * table.context.num_devices
+    if table.use_hashtable or there == here:
+        return rows
+    num_used = there if num_used is None else num_used
+    if num_used > here:
+        devices = table.context.num_devices
         raise ValueError(
-            f"table {table.spec.name!r} has {state.shards.rows.shape[0]} rows, the dump {len(rows['keys'])}; "
-            "without hash table they must be equal. assign_rows takes over some rows."
+            f"table {table.spec.name!r} has {here} rows, {table.spec.capacity} on each of {devices} devices, but the "
+            f"dump has used {num_used}; make max_vocabulary_size_per_gpu at least {-(-num_used // devices)}."
         )
-    return state
+    new = static_table.initial_rows(table.spec, _own_key(variable), there, here) if here > there else None
+    refitted: dict[str, Any] = {"keys": np.arange(here)}
+    for position, name in enumerate(_names(variable)):
+        array = rows[name]
+        refitted[name] = array[:here] if new is None else np.concatenate([array, new[position].astype(array.dtype)])
+    return refitted
+
+
+def _names(variable: EmbeddingVariable) -> list[str]:
+    return array_names(variable.table.spec, variable.get_value().shards)
+
+
+def _own_key(variable: EmbeddingVariable) -> PRNGKeyArray:
+    return variable.get_value().shards.key.addressable_shards[0].data[0]

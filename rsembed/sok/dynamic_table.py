@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
@@ -124,7 +124,7 @@ def _check_int(value: Any, where: str, field: str, least: int, *, optional: bool
 class Counters(NamedTuple):
     """Keys since the table was made; a key counts once for every call of `translate` that it occurs in.
 
-    Without hash table there is only `unknown`, the others are None.
+    Numbers of 64 bits, as a high and a low lane. Without hash table there is only `unknown`, the others are None.
 
     Attributes:
       inserted: keys that got a row.
@@ -134,21 +134,33 @@ class Counters(NamedTuple):
       forgotten: keys whose occurrences are no longer counted, to make room for others or in `evict_older`.
       unknown: keys of evaluation without a row.
       stale: keys whose gradients came when their row belonged to another key already, and were dropped.
-      invalid: negative numbers other than -1 among the keys of a traced batch, which cannot be refused there.
+      invalid: negative numbers other than -1, and keys beyond `key_dtype`, in a traced batch, where they cannot be
+        refused.
     """
 
-    inserted: Int[Array, "1"] | None = None
-    evicted: Int[Array, "1"] | None = None
-    failed: Int[Array, "1"] | None = None
-    not_admitted: Int[Array, "1"] | None = None
-    forgotten: Int[Array, "1"] | None = None
-    unknown: Int[Array, "1"] | None = None
-    stale: Int[Array, "1"] | None = None
-    invalid: Int[Array, "1"] | None = None
+    inserted: UInt32[Array, "1 2"] | None = None
+    evicted: UInt32[Array, "1 2"] | None = None
+    failed: UInt32[Array, "1 2"] | None = None
+    not_admitted: UInt32[Array, "1 2"] | None = None
+    forgotten: UInt32[Array, "1 2"] | None = None
+    unknown: UInt32[Array, "1 2"] | None = None
+    stale: UInt32[Array, "1 2"] | None = None
+    invalid: UInt32[Array, "1 2"] | None = None
+
+    @classmethod
+    def zeros(cls, *names: str) -> Counters:
+        """These counters at 0."""
+        return cls(**{name: jnp.zeros((1, 2), jnp.uint32) for name in names})
 
     def add(self, **numbers: Array) -> Counters:
-        """Counters with some of them raised."""
-        return self._replace(**{name: getattr(self, name) + number for name, number in numbers.items()})
+        """Counters with some of them raised, by less than 2**32."""
+        return self._replace(**{name: _sum(getattr(self, name), number) for name, number in numbers.items()})
+
+
+def _sum(lanes: UInt32[Array, "1 2"], number: Array) -> UInt32[Array, "1 2"]:
+    more = number.reshape(1).astype(jnp.uint32)
+    low = lanes[:, 1] + more
+    return jnp.stack([lanes[:, 0] + (low < more).astype(jnp.uint32), low], axis=1)
 
 
 class DynamicTable(NamedTuple):
@@ -175,7 +187,7 @@ def init(spec: DynamicTableSpec, key: PRNGKeyArray) -> DynamicTable:
     """An empty table. All shards of a table take the same PRNG key: initial values do not depend on the shard."""
     arrays = allocate(spec, spec.capacity, fill=0)
     waiting = row_map.empty(spec.admission_capacity or spec.capacity) if spec.admission_count else None
-    counters = Counters(*(jnp.zeros(1, jnp.int32) for _ in Counters._fields))
+    counters = Counters.zeros(*Counters._fields)
     return DynamicTable(
         row_map.empty(spec.capacity), arrays[0], arrays[1:], waiting, counters, table_key(key, spec.name)[None]
     )

@@ -36,14 +36,15 @@ def export(spec: DynamicTableSpec, table: DynamicTable, num_shards: int = 1) -> 
         exported = {"keys": keys.astype(spec.key_dtype)}
     else:
         places, exported = _keys_of(spec, table.keys, "")
-    for name, array in zip(_array_names(spec, table), (table.rows, *table.slots), strict=True):
+    for name, array in zip(array_names(spec, table), (table.rows, *table.slots), strict=True):
         exported[name] = on_host(array)[places]
     if table.waiting is not None:
         exported |= _keys_of(spec, table.waiting, "waiting_")[1]
     return exported
 
 
-def _array_names(spec: DynamicTableSpec, table: DynamicTable) -> list[str]:
+def array_names(spec: DynamicTableSpec, table: DynamicTable) -> list[str]:
+    """Vectors and slots, as they are called in exports, in the order of the state."""
     slots = getattr(spec.optimizer.slot_type, "_fields", range(len(table.slots)))
     return ["values", *(f"slot_{slot}" for slot in slots)]
 
@@ -73,7 +74,7 @@ def import_rows(
     Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit
       `spec.key_dtype`, or there are too few free rows.
     """
-    names, of_keys = _array_names(spec, table), ("keys", "last_step", "count")
+    names, of_keys = array_names(spec, table), ("keys", "last_step", "count")
     known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known):
         raise ValueError(f"table {spec.name!r}: cannot import {unknown}; it has {sorted(known)}.")
@@ -98,8 +99,13 @@ def import_rows(
             stacklevel=2,
         )
     arrays: list[Any] = [np.array(on_host(array)) for array in (table.rows, *table.slots)]
-    for array, part in zip(arrays, parts, strict=True):
-        array[places] = part.astype(array.dtype)
+    for array, part, name in zip(arrays, parts, names, strict=True):
+        with np.errstate(over="ignore"):
+            array[places] = fitting = np.asarray(part).astype(array.dtype)
+        if lost := int(np.sum(np.isfinite(part) & ~np.isfinite(fitting))):
+            raise ValueError(
+                f"table {spec.name!r}: {lost} numbers of imported {name!r} are too large for {array.dtype}."
+            )
     return table._replace(keys=known_keys, rows=arrays[0], slots=tuple(arrays[1:]), waiting=waiting)
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PRNGKeyArray
+import numpy as np
+from jaxtyping import Array, Int, PRNGKeyArray, UInt32
 
 from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW
-from rsembed.sok.dynamic_table import Counters, DynamicTable, DynamicTableSpec, allocate, initial_values
+from rsembed.sok.dynamic_table import (
+    INITIAL_BLOCK,
+    Counters,
+    DynamicTable,
+    DynamicTableSpec,
+    allocate,
+    initial_values,
+)
 from rsembed.sok.keys import Keys, local_rows
 
 INIT_BLOCK_VALUES = 1 << 20
@@ -23,16 +34,62 @@ def init(spec: DynamicTableSpec, key: PRNGKeyArray, shard: Int[Array, ""], num_s
         first = jnp.minimum(i * block, spec.capacity - block)
         low = (first + jnp.arange(block, dtype=jnp.int32)).astype(jnp.uint32) * jnp.uint32(num_shards)
         low = low + shard.astype(jnp.uint32)
-        values = initial_values(spec, own_key, Keys(jnp.zeros_like(low), low, jnp.ones(low.shape, bool)))
-        parts = values, *spec.optimizer.init_slots(values)
+        parts = _initial_rows(spec, own_key, low)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), first, 0)
             for array, part in zip(arrays, parts, strict=True)
         )
 
     arrays = jax.lax.fori_loop(0, -(-spec.capacity // block), fill, allocate(spec, spec.capacity, fill=None))
-    counters = Counters(unknown=jnp.zeros(1, jnp.int32))
-    return DynamicTable(None, arrays[0], arrays[1:], None, counters, own_key[None])
+    return DynamicTable(None, arrays[0], arrays[1:], None, Counters.zeros("unknown"), own_key[None])
+
+
+def _initial_rows(spec: DynamicTableSpec, own_key: PRNGKeyArray, low: UInt32[Array, " rows"]) -> tuple[Array, ...]:
+    values = initial_values(spec, own_key, Keys(jnp.zeros_like(low), low, jnp.ones(low.shape, bool)))
+    return values, *spec.optimizer.init_slots(values)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _initial_block(spec: DynamicTableSpec, own_key: PRNGKeyArray, first: Array) -> tuple[Array, ...]:
+    values, *slots = _initial_rows(spec, own_key, first + jnp.arange(INITIAL_BLOCK, dtype=jnp.uint32))
+    return values.astype(spec.dtype), *slots
+
+
+def initial_rows(spec: DynamicTableSpec, own_key: PRNGKeyArray, first: int, last: int) -> list[np.ndarray]:
+    """What the vectors and slots of keys `first : last` started from, on the host.
+
+    Args:
+      spec: of the table.
+      own_key: as the table's state has it.
+      first: the first key.
+      last: the first key behind them.
+    """
+    blocks = [
+        jax.tree.map(np.asarray, _initial_block(spec, own_key, jnp.uint32(start)))
+        for start in range(first, max(last, first + 1), INITIAL_BLOCK)
+    ]
+    return [np.concatenate(parts)[: last - first] for parts in zip(*blocks, strict=True)]
+
+
+def num_used(spec: DynamicTableSpec, own_key: PRNGKeyArray, arrays: Sequence[np.ndarray]) -> int:
+    """How many rows reach up to the last one that is no more what it started from.
+
+    Args:
+      spec: of the table.
+      own_key: as the table's state has it.
+      arrays: vectors and slots of all keys, in ascending order of the keys.
+    """
+    last = arrays[0].shape[0]
+    while last > 0:
+        first = max(0, last - INITIAL_BLOCK)
+        fresh = initial_rows(spec, own_key, first, last)
+        differs = [
+            (own[first:last] != new).reshape(last - first, -1).any(1) for own, new in zip(arrays, fresh, strict=True)
+        ]
+        if (is_used := np.logical_or.reduce(differs)).any():
+            return first + int(np.flatnonzero(is_used)[-1]) + 1
+        last = first
+    return 0
 
 
 def translate(table: DynamicTable, keys: Keys, num_shards: int) -> tuple[DynamicTable, Int[Array, " nnz"]]:

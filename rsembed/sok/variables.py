@@ -55,7 +55,7 @@ class EmbeddingVariable(nnx.Variable):
         """
         shards, num_devices = self.get_value().shards, self.table.context.num_devices
         num_free = np.zeros(num_devices, int) if shards.keys is None else on_host(shards.keys.num_free)
-        numbers = {name: on_host(number) for name, number in shards.counters._asdict().items() if number is not None}
+        numbers = {name: _numbers(lanes) for name, lanes in shards.counters._asdict().items() if lanes is not None}
         return {"rows": shards.rows.shape[0] // num_devices - num_free} | numbers
 
     def evict_older(self) -> None:
@@ -79,6 +79,12 @@ def on_host(array: Any) -> np.ndarray:
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _numbers(lanes: Array) -> np.ndarray:
+    """A counter of every device, int64."""
+    high, low = on_host(lanes).astype(np.int64).T
+    return (high << 32) + low
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -284,7 +290,7 @@ def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None
     if num_free >= sum(feature.keys.is_key.size for feature in features):
         return
     ((counters, _, _),) = _evaluate((table,), [state], [features])
-    num_new = on_host(counters.unknown) - on_host(state.shards.counters.unknown)
+    num_new = _numbers(counters.unknown) - _numbers(state.shards.counters.unknown)
     if num_new.max() > num_free:
         old = state.shards.rows.shape[0] // table.context.num_devices
         variable.grow(max(2 * old, old - num_free + int(num_new.max())))
@@ -293,7 +299,7 @@ def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None
 def _num_failed(variable: EmbeddingVariable) -> int:
     if not variable.table.use_hashtable or variable.table.spec.when_full == "zero":
         return 0  # nobody asks, so that nobody waits for the device either
-    return int(on_host(variable.get_value().shards.counters.failed).sum())
+    return int(_numbers(variable.get_value().shards.counters.failed).sum())
 
 
 def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> None:

@@ -1,11 +1,14 @@
 """Dumps come back on any number of devices, with optimizer state and step; or not at all."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
-from rsembed import sok
+import rsembed as rs
+from rsembed import checkpoint, sok
 
 DIM = 3
 
@@ -75,9 +78,6 @@ def test_a_dump_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="free rows"):
         sok.load(tmp_path / "full", small)
     assert small.variable.num_rows == 2  # what it had learned is still there
-    with pytest.raises(ValueError, match="without hash table they must be equal"):
-        sok.dump(tmp_path / "static", model(2, use_hashtable=False))
-        sok.load(tmp_path / "static", model(2, use_hashtable=False, rows=20))
     with pytest.raises(ValueError, match="does not fit into key_dtype='int32'"):
         rows = {"keys": np.asarray([2**40]), "values": np.ones((1, DIM), np.float32)}
         sok.assign_rows(model(2, key_dtype="int32").variable, rows)
@@ -85,3 +85,96 @@ def test_a_dump_that_does_not_fit_is_refused(tmp_path):
         sok.assign_rows(small.variable, {"keys": np.asarray([-1]), "values": np.ones((1, DIM), np.float32)})
     with pytest.raises(ValueError, match="there is none"):
         sok.dump(tmp_path / "more", [])
+
+
+def by_key(layer):
+    rows = sok.export_rows(layer.variable)
+    return {int(key): rows["values"][place] for place, key in enumerate(rows["keys"])}
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(1, 14), (4, 5), (4, 4)])
+def test_a_table_without_hash_table_moves_to_any_number_of_devices(tmp_path, devices, rows):
+    """Keys below 13 were trained: 2 devices of 8 rows have 16 in all, the others 14, 20 and 16."""
+    there = model(2, use_hashtable=False, rows=8)
+    train(there, range(2))
+    sok.dump(tmp_path / "dump", there)
+    here = model(devices, use_hashtable=False, rows=rows)
+    fresh = by_key(here)
+    train(here, [3])
+    sok.load(tmp_path / "dump", here)
+    found, expected = by_key(here), by_key(there)
+    for key in range(rows * devices):
+        np.testing.assert_array_equal(found[key], expected.get(key, fresh[key]), err_msg=str(key))
+    for layer in (here, there):
+        train(layer, [5])
+    for key in range(13):
+        np.testing.assert_allclose(by_key(here)[key], by_key(there)[key], rtol=1e-6)
+
+
+def test_trained_rows_are_not_left_out(tmp_path):
+    there = model(2, use_hashtable=False, rows=8)
+    train(there, range(2))
+    sok.dump(tmp_path / "dump", there)
+    with pytest.raises(ValueError, match=r"12 rows, 3 on each of 4 devices, but the dump has used 13; .* at least 4"):
+        sok.load(tmp_path / "dump", model(4, use_hashtable=False, rows=3))
+
+
+ADAM, KEYS = optax.adam(0.1), np.asarray([[[3]], [[4]]])
+RULES = {
+    "adam": rs.from_optax(ADAM),
+    "adam of another rate": rs.from_optax(optax.adam(0.2), learning_rate=0.5),
+    "adamax": rs.from_optax(optax.adamax(0.1)),
+    "nadam": rs.from_optax(optax.nadam(0.1)),
+    "amsgrad": rs.from_optax(optax.amsgrad(0.1)),
+    "momentum": rs.from_optax(optax.sgd(0.1, 0.9)),
+    "nesterov": rs.from_optax(optax.sgd(0.1, 0.9, nesterov=True)),
+    "rmsprop": rs.from_optax(optax.rmsprop(0.1)),
+    "own": rs.CustomOptimizerSpec(0.1, lambda g, w, m, lr: (w - lr * m, m + g), (0.0,)),
+    "other": rs.CustomOptimizerSpec(0.1, lambda g, w, m, lr: (w - lr * jnp.sqrt(m), m + g * g), (0.0,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [("adam", other) for other in ("adamax", "nadam", "amsgrad", "rmsprop")]
+    + [("momentum", "nesterov"), ("momentum", "rmsprop"), ("own", "other")],
+)
+def test_state_of_another_rule_is_refused(tmp_path, then, now):
+    there, here = (model(1, optimizer=RULES[rule]) for rule in (then, now))
+    there(KEYS, training=True)
+    sok.dump(tmp_path / "dump", there)
+    with pytest.raises(ValueError, match=r"differs from .* in .'rule': .* assign_rows"):
+        sok.load(tmp_path / "dump", here)
+    with_rate = model(1, optimizer=RULES["adam of another rate"] if then == "adam" else RULES[then])
+    sok.load(tmp_path / "dump", with_rate)
+    np.testing.assert_array_equal(with_rate(KEYS), there(KEYS))
+
+
+def test_a_dump_of_an_earlier_version_is_compared_as_far_as_it_says(tmp_path):
+    there = model(1, optimizer=RULES["adam"])
+    there(KEYS, training=True)
+    sok.dump(tmp_path / "dump", there)
+    found = checkpoint.load(tmp_path / "dump")
+    (table,) = found.metadata["sok_tables"].values()
+    for name in ("rule", "used_rows"):
+        del table[name]
+    checkpoint.save(tmp_path / "old", found.tree, step=found.step, metadata=found.metadata)
+    here = model(1, optimizer=RULES["adam"])
+    sok.load(tmp_path / "old", here)
+    np.testing.assert_array_equal(here(KEYS), there(KEYS))
+    with pytest.raises(ValueError, match=r"in .'optimizer': .'optax', 'tf_lazy_adam'"):
+        sok.load(tmp_path / "old", model(1))
+
+
+def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
+    wide, narrow = model(1), model(1, dtype="bfloat16")
+    for layer, name in ((wide, "wide"), (narrow, "narrow")):
+        layer(KEYS, training=True)
+        sok.dump(tmp_path / name, layer)
+    with pytest.raises(ValueError, match=r"'dtype': .'float32', 'bfloat16'"):
+        sok.load(tmp_path / "wide", narrow)
+    sok.load(tmp_path / "narrow", wide)
+    np.testing.assert_array_equal(wide(KEYS), narrow(KEYS))
+    half = model(1, dtype="float16")
+    with pytest.raises(ValueError, match="1 numbers of imported 'values' are too large for float16"):
+        sok.assign_rows(half.variable, {"keys": [3, 4], "values": np.asarray([[1e6, 1, 1], [1, np.inf, 1]])})

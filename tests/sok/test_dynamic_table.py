@@ -87,7 +87,8 @@ def contents(rows):
 
 
 def counters_of(table):
-    return {name: int(number[0]) for name, number in table.counters._asdict().items()}
+    lanes = {name: np.asarray(number)[0].tolist() for name, number in table.counters._asdict().items()}
+    return {name: (high << 32) + low for name, (high, low) in lanes.items()}
 
 
 batches = st.lists(

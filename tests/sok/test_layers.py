@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from rsembed import AdagradOptimizerSpec, SGDOptimizerSpec, sok
+from rsembed import AdagradOptimizerSpec, Bags, SGDOptimizerSpec, sok
 
 BATCH, SLOTS, NNZ, DIM, STEPS = 16, 2, 3, 5, 4
 LEARNING_RATE = 0.3
@@ -263,6 +263,45 @@ def test_rounds_of_an_exchange_evict_nothing_that_the_batch_asks_for():
     rows, _ = layer.vjp(np.asarray([4, 9]))  # key 4 takes a row in the first round; key 9 comes in the second
     np.testing.assert_array_equal(rows[1], before)
     assert sok.export_rows(layer.variable)["keys"].tolist() == [4, 9]
+
+
+@pytest.mark.parametrize(("key_dtype", "largest"), [("int32", 2**31 - 1), ("uint32", 2**32 - 1), ("int64", 2**63 - 1)])
+@pytest.mark.parametrize("use_hashtable", [True, False])
+def test_a_key_beyond_the_tables_dtype_is_refused_in_every_form(key_dtype, largest, use_hashtable):
+    variable = sok.embedding_variable(
+        "t", DIM, rows_per_device=9, key_dtype=key_dtype, use_hashtable=use_hashtable, context=context(2)
+    )
+
+    def look_up(keys):
+        return sok.group_embedding_lookup_sparse([variable], [keys], ["sum"], training=True)
+
+    beyond = np.asarray([[3], [largest + 1]], np.uint64)
+    forms = [beyond, sok.split_keys(beyond), Bags(beyond.reshape(-1), np.asarray([0, 1, 2]))]
+    for keys in forms if largest >= 2**62 else [*forms, beyond.astype(np.int64).tolist()]:
+        with pytest.raises(
+            ValueError, match=rf"table 't': key {largest + 1} does not fit into key_dtype='{key_dtype}'"
+        ):
+            look_up(keys)
+    lanes = jax.tree.map(jnp.asarray, sok.split_keys(beyond))
+    out = nnx.jit(lambda variable, keys: sok.group_embedding_lookup_sparse([variable], [keys], ["sum"])[0])(
+        variable, lanes
+    )
+    assert not np.asarray(out[1]).any()
+    assert variable.counts()["invalid" if use_hashtable else "unknown"].sum() == 1
+    if use_hashtable:
+        look_up(np.asarray([[3], [largest]], key_dtype))
+        assert sok.export_rows(variable)["keys"].tolist() == [3, largest]
+
+
+def test_counters_go_on_beyond_32_bits():
+    layer = sok.All2AllDenseEmbedding(9, DIM, 1, 1, dynamic_input=True, context=context(2))
+    layer(np.asarray([3, 4]))
+    before = layer.variable.get_value()
+    full = before.shards.counters.unknown.at[:].set(jnp.asarray([0, 2**32 - 1], jnp.uint32))
+    counters = before.shards.counters._replace(unknown=full)
+    layer.variable.set_value(before._replace(shards=before.shards._replace(counters=counters)))
+    layer(np.asarray([2, 4, 5]))
+    assert layer.variable.counts()["unknown"].tolist() == [2**32 + 1, 2**32]
 
 
 def test_negative_keys_inside_jit_are_counted():
