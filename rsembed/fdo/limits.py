@@ -7,6 +7,7 @@ small but never stay; limits in buckets that only grow settle after a few change
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ import numpy as np
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.specs import StackedTableSpec, features_of
 from rsembed.stacking import SUBLANES, round_up
+
+_log = logging.getLogger("rsembed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ def limits_from_statistics(
       num_sc_per_device: cores per device.
       policy: None means `LimitsPolicy()`: headroom, never shrinking, in buckets.
 
-    Raises: ValueError: the statistics are of another layout than the stacks, or of another number of cores.
+    Warns: statistics or number of cores are of another layout than the stacks.
 
     Example:
       >>> from rsembed import SGDOptimizerSpec
@@ -94,7 +97,7 @@ def _stack_limits(
     stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int, policy: LimitsPolicy
 ) -> PartitionLimits:
     name, buffer = stack.stack_name, stack.suggested_coo_buffer_size_per_device
-    _check_cores(stack, statistics, num_cores)
+    _warn_of_other_cores(stack, statistics, num_cores)
 
     def new_limit(seen: Mapping[str, Any], current: int) -> int:
         return policy.limit(float(np.max(seen[name])), current) if name in seen else current
@@ -111,7 +114,7 @@ def _stack_limits(
     return PartitionLimits(max_ids, max_unique, buffer)
 
 
-def _check_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int) -> None:
+def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulInputStats, num_cores: int) -> None:
     name, num_shards = stack.stack_name, stack.num_shards
     num_values, num_sizes = (
         np.shape(np.atleast_1d(seen.get(name, 0)))[-1]
@@ -122,10 +125,16 @@ def _check_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulInputStat
     # Buffer sizes are one per core of every local device, or were set for the cores of one.
     fits = num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
     if num_cores < 1 or num_shards % num_cores or (is_whole and not fits):
-        raise ValueError(
-            f"stack {name!r} has {num_shards} shards, and its statistics {num_values} partitions and {num_sizes} "
-            f"buffer sizes, which does not fit num_sc_per_device={num_cores}; pass the number of cores that it was "
-            "placed for, and statistics of batches that were preprocessed for it."
+        # The published call takes any number, and buffers that are too small are an error of their own later.
+        _log.warning(
+            "stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not fit "
+            "num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed for, "
+            "and statistics of batches that were preprocessed for it.",
+            name,
+            num_shards,
+            num_values,
+            num_sizes,
+            num_cores,
         )
 
 

@@ -140,8 +140,9 @@ def check_slots(slot: Any, rule: OptimizerSpec, shape: tuple[int, int], *, where
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     expected = jax.eval_shape(lambda rows: rule.pack_slots(rule.init_slots(rows)), rows)
     found, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (slot, expected))
+    structure: Any = jax.tree.structure(expected)
     is_named = type(slot) is not tuple  # a plain tuple tells nothing but its length
-    if found != wanted or (is_named and jax.tree.structure(slot) != jax.tree.structure(expected)):
+    if found != wanted or (is_named and structure != jax.tree.structure(slot)):
         raise ValueError(
             f"{where}: its optimizer {rule.short_name()!r} keeps slots {type(expected).__name__} of shapes {wanted}, "
             f"but got {type(slot).__name__} of shapes {found}; use variables of this optimizer, or its init_slots."

@@ -210,6 +210,8 @@ def _num_cores(
 ) -> int:
     """Cores per device, from the number of row pointers that this device has."""
     inputs.check_minibatching(enable_minibatching)
+    if enable_minibatching:
+        _num_minibatches(inputs)  # several numbers mean that these are the pointers of several devices
     size = next(iter(inputs.lhs_row_pointers.values())).size
     num_cores = cores_from_row_pointers(size, num_devices, enable_minibatching)
     if num_sc_per_device not in (None, num_cores):
