@@ -13,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
-from rsembed.bags import Bags, narrow_ids
+from rsembed.bags import Bags, is_traced, narrow_ids
 from rsembed.kernels.contract import NO_ROW
 from rsembed.tt.chain import Cores, pooled_rows
 from rsembed.tt.meshes import as_on_automatic_axes
 from rsembed.tt.spec import TTSpec
 
 Mode = Literal["sum", "mean"]
+
+SMALLEST_ROOM_BITS = 5
 
 
 @as_on_automatic_axes
@@ -78,6 +80,7 @@ def bag(
       padding_idx: an id that contributes nothing either.
       implementation: see `chain.pooled_rows`.
     """
+    bags = with_room(bags)
     digits, valid = digits_of((spec,), bags.ids)
     if padding_idx is not None:
         valid &= bags.ids != padding_idx
@@ -161,6 +164,26 @@ def digits_of(specs: Sequence[TTSpec], ids: Any, tables: Any = None) -> tuple[tu
         first = of_table([0, *itertools.accumulate(p)])
         digits.append(ids // of_table([spec.strides[t] for spec in specs]) % of_table(p) + first)
     return tuple(jnp.asarray(digit, jnp.int32) for digit in digits), valid
+
+
+def with_room(bags: Bags) -> Bags:
+    """Bags of any lengths with room for a power of two of ids, so that few programs serve all batches.
+
+    What the room holds is in no bag. Left as they are: dense arrays, bags that somebody padded, what is inside `jit`,
+    and what lies on several devices.
+    """
+    arrays = jax.tree.leaves(bags)
+    if bags.dense_shape is not None or is_traced(bags) or any(_is_spread(array) for array in arrays):
+        return bags
+    ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
+    if offsets[-1] != ids.size:
+        return bags
+    weights = None if bags.weights is None else np.asarray(bags.weights)
+    return Bags(ids, offsets, weights).pad_to(1 << max(SMALLEST_ROOM_BITS, (ids.size - 1).bit_length()))
+
+
+def _is_spread(array: Any) -> bool:
+    return isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
 
 
 def bags_of_entries(bags: Bags, valid: Any) -> Int[Array, " nnz"]:

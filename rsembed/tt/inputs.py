@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,12 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.tt.cores import bags_of_entries, digits_of
 from rsembed.tt.meshes import on_every_device
 from rsembed.tt.spec import TTSpec
+
+TRACED_SIZES_TO_LOG = 8
+"""Different numbers of ids in one kind of module, after which tracing is worth a word."""
+
+_TRACED_SIZES: dict[tuple[str, tuple[TTSpec, ...]], set[int]] = {}
+_LOG = logging.getLogger("rsembed")
 
 
 def table_bags(
@@ -88,10 +95,13 @@ def _with_last(offsets: Any, num_ids: int, num_tables: int, include_last_offset:
 def check_bounds(bags: Bags, specs: Sequence[TTSpec], name: str, *, allow_out_of_range: bool) -> int:
     """Checks concrete bags on the host; returns how many ids lie outside their table and are not -1.
 
+    Of what is inside `jit` only the size is known: a step that is traced for one size after the other is logged.
+
     Raises: ValueError: an id lies outside its table and that is not allowed, offsets fall, or a weight is not finite;
       the message names the id, the bag and the table.
     """
     if is_traced(bags):
+        _note_size(bags.ids.shape[0], name, tuple(specs))
         return 0
     ids, offsets, num_outside = np.asarray(bags.ids), np.asarray(bags.offsets), 0
     batch = bags.num_bags // len(specs)
@@ -109,6 +119,21 @@ def check_bounds(bags: Bags, specs: Sequence[TTSpec], name: str, *, allow_out_of
             allow_out_of_range=allow_out_of_range,
         )
     return num_outside
+
+
+def _note_size(num_ids: int, name: str, specs: tuple[TTSpec, ...]) -> None:
+    sizes = _TRACED_SIZES.setdefault((name, specs), set())
+    is_new = num_ids not in sizes
+    sizes.add(num_ids)
+    if is_new and len(sizes) == TRACED_SIZES_TO_LOG:
+        _LOG.warning(
+            "a step with a %s was traced for %d different numbers of ids, the last of them %d, and is compiled for "
+            "each; pad the bags outside of it, as in Bags.from_lists(ids).pad_to(%d).",
+            name,
+            len(sizes),
+            num_ids,
+            1 << (max(sizes) - 1).bit_length(),
+        )
 
 
 class Entries(NamedTuple):

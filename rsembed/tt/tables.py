@@ -21,7 +21,7 @@ from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.optimizers import OptimizerSpec
 from rsembed.tt.chain import pooled_rows
 from rsembed.tt.checks import check_learning_rate, check_numbers, check_options
-from rsembed.tt.cores import digits_of, full_weight, gains_of_entries
+from rsembed.tt.cores import digits_of, full_weight, gains_of_entries, with_room
 from rsembed.tt.fused import OptimType, rule_of
 from rsembed.tt.hot_rows import CacheReport, make_hot_rows
 from rsembed.tt.initial_cores import init_cores
@@ -174,7 +174,7 @@ class TTTables(nnx.Module):
 
     def update_cache(self, indices: Any, offsets: Any = None) -> None:
         """Counts reads without a lookup. A lookup counts as well, except inside `jit` and after `eval()`."""
-        self._count(self._entries(self._checked_bags(indices, offsets, None)))
+        self._count(self._entries(with_room(self._checked_bags(indices, offsets, None))))
 
     def cache_populate(self) -> None:
         """Keeps the most read rows from now on, outside `jit`; no output changes. See `hot_rows`."""
@@ -220,7 +220,7 @@ class TTTables(nnx.Module):
 
     def lookup(self, indices: Any, offsets: Any, per_sample_weights: Any) -> list[Float[Array, "batch dim"]]:
         """Pooled rows of every table."""
-        bags = self._checked_bags(indices, offsets, per_sample_weights)
+        bags = with_room(self._checked_bags(indices, offsets, per_sample_weights))
         entries = self._entries(bags)
         self._count_and_populate(entries)
         places = self._places(entries)
@@ -230,7 +230,8 @@ class TTTables(nnx.Module):
         self, indices: Any, offsets: Any, per_sample_weights: Any
     ) -> tuple[list[Float[Array, "batch dim"]], Callable[[Sequence[Any]], TTGradients | None]]:
         """Pooled rows of every table, and the function that takes their gradients."""
-        bags = self._checked_bags(indices, offsets, per_sample_weights)
+        given = self._checked_bags(indices, offsets, per_sample_weights)
+        bags = with_room(given)
         entries = self._entries(bags)
         self._count_and_populate(entries)
         places = self._places(entries)
@@ -247,7 +248,8 @@ class TTTables(nnx.Module):
                 raise RuntimeError("the cache was populated or reset after this lookup; look the batch up again.")
             d_outputs = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]
             if not self.sparse:
-                return TTGradients(*pull(d_outputs))
+                d_cores, d_rows, d_weights = pull(d_outputs)
+                return TTGradients(d_cores, d_rows, None if d_weights is None else d_weights[: given.ids.shape[0]])
             nonlocal num_updates
             num_updates += 1
             if num_updates > 1:
