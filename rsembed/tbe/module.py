@@ -44,7 +44,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
     be lists with one entry per table, the learning rate a schedule (of the 0-based step), any dim is allowed.
 
     An eager training step takes over the module's arrays: copies that share them (`nnx.clone`, `nnx.split`) end there.
-    `state_dict` and `load_state_dict` copy a module.
+    With tables behind a cache `nnx.state` holds the cache alone; one that is not of this moment and module is refused.
+    `state_dict` and `load_state_dict` copy a module, and take it back to another time.
 
     Args:
       embedding_specs: `(rows, dim, location, compute device)` of every table. Tables live on `device` whatever their
@@ -364,11 +365,17 @@ class TableBatchedEmbeddingBags(nnx.Module):
         return [dict(zip(table.torch_state_names, states, strict=True)) for table, states in by_table]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`."""
+        """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`.
+
+        `contents` tells what it belongs to, for `load_state_dict` to compare.
+        """
         return tables.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over a `state_dict`. Raises: ValueError: an entry is missing, unknown or of another shape."""
+        """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
+
+        Raises: ValueError: an entry is missing, unknown or of another shape, or `contents` has other optimizers.
+        """
         tables.load_state_dict(self, state_dict)
 
     def reset_embedding_weight_momentum(
