@@ -16,7 +16,13 @@ from rsembed.caching import RowStore, SetAssociativeCache, num_sets_for
 from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
 from rsembed.tbe import records
-from rsembed.tbe.arguments import OptimizerArguments, check_arguments, states_of, unused_arguments
+from rsembed.tbe.arguments import (
+    OptimizerArguments,
+    check_arguments,
+    check_module_numbers,
+    states_of,
+    unused_arguments,
+)
 from rsembed.tbe.functional import TBEState, init_state, slot_shapes
 from rsembed.tbe.host_rows import Group, HostRows
 from rsembed.tbe.plan import Placement, TablePasses, TablePlan, TBEPlan
@@ -97,6 +103,7 @@ def plan_of(
 
     Raises: ValueError: arguments do not go together.
     """
+    check_module_numbers(given)
     optimizers = per_table(given.optimizer, len(names), "optimizer")
     rates = per_table(given.learning_rate, len(names), "learning_rate")
     dtype = dtype_of(given.weights_precision, "weights_precision").name

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.optimizers.intervals import check_within
 from rsembed.tbe import functional
 from rsembed.tbe.construction import per_table
 from rsembed.tbe.plan import TablePlan, TBEPlan
@@ -25,6 +26,8 @@ ROWS_PER_BLOCK = 1 << 16
 def rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> Float[Array, " groups"]:
     """One rate per group. Raises: ValueError: tables of a group differ, or a schedule would be overruled."""
     by_table = per_table(learning_rate, len(plan.tables), "learning_rate")
+    for rate in by_table:
+        check_within("[0, inf)", rate, "learning_rate")
     rates = []
     for group in plan.groups:
         if callable(plan.table_of(group).learning_rate):
@@ -53,6 +56,8 @@ def _put_block(array: Array, block: Array, first_row: Any) -> Array:
 
 def init_uniform(module: TableBatchedEmbeddingBags, low: float, high: float, key: PRNGKeyArray) -> None:
     """Draws every row from its own key, block by block: no second table is ever needed."""
+    check_within("(-inf, inf)", high, "init_embedding_weights_uniform: max_val")
+    check_within(f"(-inf, {high}]", low, "init_embedding_weights_uniform: min_val")
     bounds = jnp.float32(low), jnp.float32(high)
     for number, table in enumerate(module.plan.tables):
         own_key = jax.random.fold_in(key, number)
