@@ -28,7 +28,8 @@ def provide_threads() -> None:
     """Sets `NPROC` unless it is set high enough, or JAX has made its devices already; then `check_threads` says so."""
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
-    num_devices = max(jax.config.jax_num_cpu_devices, int(fake[-1]) if fake else 1, 1)
+    asked = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    num_devices = max(asked, int(fake[-1]) if fake else 1, 1)
     if not backends_are_initialized():
         os.environ.update(settings(num_devices))
     elif _num_threads is not None:

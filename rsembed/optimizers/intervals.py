@@ -45,8 +45,8 @@ def check_within(interval: str, value: Any, name: str) -> None:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number in {interval}, got {type(value).__name__}.")
-    low, high = map(float, interval[1:-1].split(","))
-    is_above = low <= value if interval[0] == "[" else low < value
-    is_below = value <= high if interval[-1] == "]" else value < high
+    number, (low, high) = float(value), map(float, interval[1:-1].split(","))
+    is_above = low <= number if interval[0] == "[" else low < number
+    is_below = number <= high if interval[-1] == "]" else number < high
     if not (is_above and is_below):
         raise ValueError(f"{name} must be in {interval}, got {value}.")
