@@ -28,14 +28,20 @@ def check_options(
 
 def check_numbers(*, eps: float, **whole_numbers: Any) -> None:
     """Raises: ValueError: `eps` is negative or not finite, or one of the others is no whole number of at least 0."""
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps={eps} must be a finite number of at least 0; it keeps a denominator from being zero.")
+    check_not_negative(eps=eps)
     for name, value in whole_numbers.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 0.")
 
 
+def check_not_negative(**numbers: float | None) -> None:
+    """Raises: ValueError: one of the numbers is given, and negative or not finite."""
+    for name, value in numbers.items():
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value} must be a finite number of at least 0.")
+
+
 def check_learning_rate(learning_rate: Any) -> None:
     """Raises: ValueError: it is known, and negative or not finite."""
-    if not isinstance(learning_rate, jax.core.Tracer) and not 0 <= float(learning_rate) < float("inf"):
-        raise ValueError(f"learning_rate={learning_rate} must be a finite number of at least 0.")
+    if not isinstance(learning_rate, jax.core.Tracer):
+        check_not_negative(learning_rate=learning_rate)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.progress import progress
+from rsembed.tt.checks import check_not_negative
 from rsembed.tt.cores import full_weight
 from rsembed.tt.decomposition import from_dense
 from rsembed.tt.spec import TTSpec
@@ -108,15 +109,19 @@ def compress(
       row_weights: how hot a row is, such as its access count; None takes its norm.
       seed: of the rows that product quantisation is fitted to.
 
-    Raises: ValueError: not exactly one of `bytes` and `max_relative_error`, or the table is empty or not finite.
+    Raises: ValueError: not exactly one of `bytes` and `max_relative_error`, or it is negative or not finite; the table
+      is empty or not finite; or the weights are not one finite number per row.
     """
     if (bytes is None) == (max_relative_error is None):
         raise ValueError(f"compress needs exactly one of bytes= and max_relative_error=, got {bytes}.")
+    check_not_negative(bytes=bytes, max_relative_error=max_relative_error)
     dense = np.asarray(table, np.float32)
     if not dense.size or not np.isfinite(dense).all():
         raise ValueError(f"the table of shape {dense.shape} must hold numbers, all of them finite.")
     task = _Task(dense, bytes, max_relative_error, seed)
     weights = np.linalg.norm(dense, axis=1) if row_weights is None else np.asarray(row_weights)
+    if weights.shape != dense.shape[:1] or not np.isfinite(weights).all():
+        raise ValueError(f"row_weights must be {len(dense)} finite numbers, one per row.")
     methods: dict[str, Callable[[], Answer | None]] = {
         "tt": lambda: _train(task, dense),
         "reordered tt": lambda: _reordered_train(task),

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from rsembed.progress import progress
 from rsembed.tt.chain import Cores
+from rsembed.tt.checks import check_not_negative
 from rsembed.tt.cores import check_cores
 from rsembed.tt.shapes import suggested_tt_shapes
 from rsembed.tt.spec import TTSpec
@@ -50,7 +51,8 @@ def from_dense(
       tt_q_shapes: column factors; None takes `suggested_tt_shapes`.
       dtype: of the cores.
 
-    Raises: ValueError: not exactly one of `ranks`, `max_relative_error` and `bytes`, or the table is not finite.
+    Raises: ValueError: not exactly one of `ranks`, `max_relative_error` and `bytes`, or the error is negative or not
+      finite, or the table is not finite.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
     if sum(x is not None for x in (ranks, max_relative_error, bytes)) != 1:
@@ -58,6 +60,7 @@ def from_dense(
             f"from_dense needs exactly one of ranks=, max_relative_error= and bytes=, got {ranks}, "
             f"{max_relative_error}, {bytes}."
         )
+    check_not_negative(max_relative_error=max_relative_error)
     dense = np.asarray(table, np.float32)
     if not np.isfinite(dense).all():
         raise ValueError("the table holds numbers that are not finite; clean it before it is decomposed.")
@@ -97,11 +100,12 @@ def round_cores(
       ranks: inner ranks at most, or one for all boundaries.
       max_relative_error: or: what the padded table may lose, relative to its norm.
 
-    Raises: ValueError: not exactly one of `ranks` and `max_relative_error`.
+    Raises: ValueError: not exactly one of `ranks` and `max_relative_error`, or the error is negative or not finite.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
     """
     if (ranks is None) == (max_relative_error is None):
         raise ValueError(f"round_cores needs exactly one of ranks= and max_relative_error=, got {ranks}.")
+    check_not_negative(max_relative_error=max_relative_error)
     caps = [ranks] * (spec.num_cores - 1) if isinstance(ranks, int) else ranks
     parts = [core.astype(np.float64) for core in _unstored(spec, cores)]
     for t in range(spec.num_cores - 1, 0, -1):  # rows of every core but the first become orthonormal

@@ -116,6 +116,8 @@ class TTSpec:
         """
         if (bytes is None) == (ratio is None):
             raise ValueError(f"for_budget needs exactly one of bytes= and ratio=, got bytes={bytes}, ratio={ratio}.")
+        if ratio is not None and not 0 < ratio < float("inf"):
+            raise ValueError(f"ratio={ratio} must be a positive, finite number.")
         item_bytes = jnp.dtype(dtype).itemsize
         num_numbers = int(rows * dim / ratio) if ratio is not None else int(bytes or 0) // item_bytes
         choices = (2, 3, 4) if num_cores == "auto" else (num_cores,)

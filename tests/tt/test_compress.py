@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.tt import TTEmbeddingBag, compress, fine_tune, from_dense, full_weight
+from rsembed.tt import TTEmbeddingBag, TTSpec, compress, fine_tune, from_dense, full_weight, round_cores
 
 METHODS = {"tt", "reordered tt", "hot rows + tt", "low rank", "int8", "int4", "product codes"}
 
@@ -165,3 +165,22 @@ def test_wrong_arguments_are_refused():
         compress(TABLE)
     with pytest.raises(ValueError, match="all of them finite"):
         compress(np.full((3, 2), np.inf, np.float32), bytes=100)
+
+
+@pytest.mark.parametrize("bound", [-0.1, float("nan"), float("inf")])
+def test_error_bounds_without_a_meaning_are_refused(bound):
+    spec, cores = from_dense(TABLE, bytes=2_000)
+    for call in (
+        lambda: compress(TABLE, max_relative_error=bound),
+        lambda: from_dense(TABLE, max_relative_error=bound),
+        lambda: round_cores(spec, cores, max_relative_error=bound),
+    ):
+        with pytest.raises(ValueError, match=f"max_relative_error={bound} must be a finite number"):
+            call()
+    with pytest.raises(ValueError, match=r"ratio=.* must be a positive, finite number"):
+        TTSpec.for_budget(100, 4, ratio=bound)
+
+
+def test_row_weights_of_compress_without_a_meaning_are_refused():
+    with pytest.raises(ValueError, match="row_weights must be 1500 finite numbers"):
+        compress(TABLE, bytes=3_000, row_weights=np.full(1500, np.nan))
