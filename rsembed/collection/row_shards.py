@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -18,7 +19,7 @@ from rsembed.collection.layout import RowLayout, read_from
 from rsembed.collection.state import Traffic
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
-from rsembed.optimizers import Slots
+from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.parallel import Wanted, ask, default_capacity, distinct
 from rsembed.specs import TableSpec
 
@@ -145,20 +146,22 @@ class RowShards:
         local = rows - self.devices.index() * self.layout.rows_per_shard
         is_own = (rows != NO_ROW) & (local >= 0) & (local < self.layout.rows_per_shard)
         rows, rounding = jnp.where(is_own, local, NO_ROW), self._rounding(step)
-        return api.apply_rows(
-            table, slots, rows, values, step.hyper, step.rule, rounding=rounding, implementation=self.implementation
-        )
+        how = (step.hyper, self._rule(step))
+        return api.apply_rows(table, slots, rows, values, *how, rounding=rounding, implementation=self.implementation)
 
     def update(
         self, table: Array, slots: Slots, bags: Mapping[str, Bags], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Array, Slots]:
         """Owners step their rows as gradients arrive."""
-        how, rounding = (step.hyper, step.rule), self._rounding(step)
+        how, rounding = (step.hyper, self._rule(step)), self._rounding(step)
 
         def step_rows(state: tuple[Array, Slots], segments: Sequence[Segment], gradients: Sequence[Array]) -> Any:
             return api.update(*state, segments, gradients, *how, rounding=rounding, implementation=self.implementation)
 
         return self._send_gradients(step_rows, (table, slots), bags, d_outputs)
+
+    def _rule(self, step: Step) -> OptimizerSpec:
+        return _InBlocks(rule=step.rule) if self.is_reproducible and step.rule.is_row_wise else step.rule
 
     def _rounding(self, step: Step) -> Rounding | None:
         """Rounding that draws the same numbers for a row, whoever owns it."""
@@ -167,6 +170,41 @@ class RowShards:
             return None
         shard = self.devices.index()
         return lambda values, dtype, rows: rounding(values, dtype, self.layout.stacked_rows(shard, rows))
+
+
+# A multiple of all vector widths, so that no row of a block is computed otherwise than the others.
+ROWS_PER_BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _InBlocks(OptimizerSpec):
+    """A rule that is applied to blocks of one size.
+
+    What a compiler makes of sums over a row depends on how many rows there are, and so on the number of devices.
+    """
+
+    rule: Any = None
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        num_rows = rows.shape[0]
+        num_blocks = -(-num_rows // ROWS_PER_BLOCK)
+
+        def cut(array: Array) -> Array:
+            missing = num_blocks * ROWS_PER_BLOCK - num_rows
+            padded = jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
+            return padded.reshape(num_blocks, ROWS_PER_BLOCK, *array.shape[1:])
+
+        def step_block(block: Any) -> Any:
+            # Barriers keep a block's program apart from what is around it.
+            stepped = self.rule.step_rows(*jax.lax.optimization_barrier(block), hyper)
+            return jax.lax.optimization_barrier(stepped)
+
+        stepped = jax.lax.map(step_block, jax.tree.map(cut, (rows, slots, gradients)))
+        result: tuple[Array, Slots] = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], stepped)
+        return result
+
+    def short_name(self) -> str:
+        return self.rule.short_name()
 
 
 def _occurrence_numbers(layout: RowLayout, bags: Mapping[str, Bags]) -> Int[Array, " nnz"]:

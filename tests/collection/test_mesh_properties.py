@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
@@ -66,6 +67,31 @@ def test_tables_have_equal_bits_on_any_number_of_devices_if_asked():
     usual = trained(rs.EmbeddingCollection(features_of(), mesh=mesh_of(8)))
     assert not np.array_equal(alone[0]["t"], usual[0]["t"])
     np.testing.assert_allclose(alone[0]["t"], usual[0]["t"], rtol=1e-5, atol=1e-6)
+
+
+def _unit_gradient(gradient, row, learning_rate):
+    return row - learning_rate * gradient / (jnp.linalg.norm(gradient) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "rule", [rs.CustomOptimizerSpec(0.1, _unit_gradient), rs.from_optax(optax.lamb(0.1))], ids=["custom", "optax"]
+)
+def test_rules_that_sum_over_a_row_have_equal_bits_on_any_number_of_devices(rule):
+    dim = 33  # no multiple of a vector register
+    table = rs.TableSpec(name="t", vocabulary_size=200, embedding_dim=dim, optimizer=rule)
+    rng = np.random.default_rng(0)
+    batch = {"f": rng.integers(0, 200, (64, 4)).astype(np.int32)}
+    gradient = {"f": rng.normal(size=(64, dim)).astype(np.float32)}
+
+    def stepped(num_devices):
+        features = [rs.FeatureSpec(name="f", table_spec=table)]
+        collection = rs.EmbeddingCollection(features, mesh=mesh_of(num_devices), reproducible="world_size")
+        state = collection.init(jax.random.key(0))
+        return collection.tables(jax.jit(collection.update)(state, collection.prepare(batch), gradient))
+
+    expected = stepped(1)
+    for num_devices in (2, 8):
+        assert_equal_bits(expected, stepped(num_devices))
 
 
 def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
