@@ -40,8 +40,8 @@ def provide_threads() -> None:
 def settings(num_devices: int) -> dict[str, str]:
     """What the environment of a process with so many CPU devices needs; empty where it has enough."""
     given = os.environ.get("NPROC", "")
-    fewest = FEWEST_PER_DEVICE * (num_devices if given.isdecimal() else max(num_devices, _LIKELY_DEVICES))
-    if not _SHARED_POOL or _pool_size() >= fewest:
+    expected = num_devices if given.isdecimal() else max(num_devices, _LIKELY_DEVICES)
+    if not _SHARED_POOL or expected == 1 or _pool_size() >= FEWEST_PER_DEVICE * expected:
         return {}
     return {"NPROC": str(_PER_DEVICE * max(num_devices, _LIKELY_DEVICES))}
 

@@ -66,6 +66,8 @@ def test_threads_suffice_for_devices_that_are_asked_for_later(shared_pool, monke
     assert cpu_threads.settings(5) == {"NPROC": "20"}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     assert cpu_threads.settings(4) == {}
+    monkeypatch.setenv("NPROC", "1")
+    assert cpu_threads.settings(1) == {}  # one device waits for nobody
     monkeypatch.setenv("NPROC", "6")  # the user's own number stays where it is enough
     assert cpu_threads.settings(3) == {} and cpu_threads.settings(4) == {"NPROC": "16"}
 
