@@ -125,7 +125,7 @@ class HostRows:
         Raises: RuntimeError: the state is of another time, or of another module.
         """
         jax.effects_barrier()
-        if not is_traced(state):
+        if not is_traced(state.generation):
             self._check(state.generation)
 
     def _check(self, generation: Any) -> None:
