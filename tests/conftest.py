@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import jax
@@ -17,6 +18,13 @@ os.environ.setdefault("NPROC", "32")  # as `import rsembed` would, but the devic
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 matplotlib.use("Agg")
+
+# Tests make the same small programs again and again. This process keeps what it compiled, in a folder of its own: shared
+# by processes, an entry could be read half written.
+compiled = tempfile.TemporaryDirectory(prefix="rsembed-compiled-")
+jax.config.update("jax_compilation_cache_dir", compiled.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 collect_ignore = ["checkpoint/process_program.py", "parallel/runtime_program.py"]  # started by tests, with arguments
 
