@@ -12,6 +12,7 @@ from jaxtyping import Array
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.reference import Rounding
+from rsembed.optimizers.intervals import check_within
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore import device
 from rsembed.sparsecore.belonging import check_batch, check_variables
@@ -261,6 +262,8 @@ def _checked_limits(
             "sets no limit."
         )
     for name, (minimum, maximum) in limits.items():
+        for which, limit in (("minimum", minimum), ("maximum", maximum)):
+            check_within("[-inf, inf]", limit, f"embedding_var_limits of stack {name!r}: {which}")
         if minimum is not None and maximum is not None and minimum > maximum:
             raise ValueError(f"embedding_var_limits of stack {name!r}: minimum {minimum} is above maximum {maximum}.")
     return limits

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
+from rsembed.optimizers.intervals import check_within
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import construction, functional, records, tables
 from rsembed.tbe.host_rows import HostRows
@@ -315,6 +316,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     def set_optimizer_step(self, step: int) -> None:
         """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
+        check_within("[0, inf)", step, "set_optimizer_step: step")
         done = jnp.asarray(step, jnp.int32)
         self.state.set_value(self.state.get_value()._replace(step=done, passed_step=done + 0))
 

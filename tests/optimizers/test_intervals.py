@@ -120,6 +120,7 @@ DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode":
         ("cache_reserved_memory", lambda: tables(cache_reserved_memory=NAN)),
         ("learning_rate", lambda: tables(learning_rate=-0.1)),
         ("learning_rate", lambda: tables().set_learning_rate(NAN)),
+        ("set_optimizer_step: step", lambda: tables().set_optimizer_step(-1)),
         ("max_norm", lambda: tables(**DECAYED, max_norm=-1.0)),
         ("weight_decay", lambda: tables(**DECAYED, weight_decay=-0.1)),
         ("momentum", lambda: tables(optimizer=LARS, momentum=1.1)),

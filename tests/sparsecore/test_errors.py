@@ -157,6 +157,8 @@ def test_update_checks_gradients_and_limits():
     good = [jnp.ones((8, 8))]
     with pytest.raises(ValueError, match=r"must name every stack: got .*, need .*words"):
         update(good, processed, variables, specs, embedding_var_limits={})
+    with pytest.raises(ValueError, match=r"minimum must be in \[-inf, inf\], got nan"):
+        update(good, processed, variables, specs, embedding_var_limits={"words": (float("nan"), None)})
     with pytest.raises(ValueError, match="minimum 2 is above maximum 1"):
         update(good, processed, variables, specs, embedding_var_limits={"words": (2, 1)})
     with pytest.raises(ValueError, match=r"feature 'history': activation gradients have shape \(4, 8\)"):
