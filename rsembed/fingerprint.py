@@ -22,6 +22,8 @@ import numpy as np
 import optax
 
 MAX_DIFFERENCES_SHOWN = 6
+ELSEWHERE = "elsewhere"
+"""The fact that the arrays beside a fingerprint are not all there is, and what to save instead; files refuse those."""
 
 
 @jax.tree_util.register_static

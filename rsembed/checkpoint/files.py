@@ -37,7 +37,7 @@ from jax.experimental import multihost_utils
 
 from rsembed.checkpoint.arrays import CorruptCheckpointError, as_saved, check_entry, read_array, write_array
 from rsembed.checkpoint.states import TableRows, belongings, is_state, logical, stacks_of, with_states
-from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.fingerprint import ELSEWHERE, Fingerprint, check_same
 from rsembed.progress import progress
 
 LAYOUT_VERSION = 2
@@ -75,13 +75,16 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
       FileExistsError: `path` exists.
       OSError: the storage cannot take it; nothing is left of it.
       TypeError: a leaf is no array of numbers, or more than that (a mask, fields), or `metadata` no JSON.
-      ValueError: two leaves have the same name.
+      ValueError: two leaves have the same name, or part of the state in the tree is elsewhere.
     """
     write(Path(path), tree, belongings(tree), step=step, metadata=metadata)
 
 
 def write(path: Path, tree: Any, owners: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None) -> None:
     """As `save`, for a tree of which the caller says what it belongs to."""
+    for name, facts in owners.items():
+        if ELSEWHERE in facts:
+            raise ValueError(f"checkpoint: {name!r} is not whole: {facts[ELSEWHERE]}")
     leaves = {parts: as_saved(leaf, _name(parts)) for parts, leaf in _flatten(logical(tree)).items()}
     body: dict[str, Any] = {
         "layout_version": LAYOUT_VERSION,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rsembed.fingerprint import Fingerprint
+from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.optimizers import LearningRate, OptimizerSpec
 from rsembed.tbe import records
@@ -150,7 +150,11 @@ class TBEPlan:
             {"dtype": table.dtype, "placement": table.placement, **table.contents(), **self._place_facts(t)}
             for t, table in enumerate(self.tables)
         ]
-        return Fingerprint.of({"tables": dict(zip((table.name for table in self.tables), stored, strict=True))})
+        facts: dict[str, Any] = {"tables": dict(zip((table.name for table in self.tables), stored, strict=True))}
+        if self.has_cache:
+            names = [table.name for table in self.tables if table.is_cached]
+            facts[ELSEWHERE] = f"rows of tables {names} are on the host, beside their cache; save module.state_dict()."
+        return Fingerprint.of(facts)
 
     @functools.cached_property
     def contents(self) -> Fingerprint:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rsembed import checkpoint
 from rsembed import tbe as rt
 from tests.tbe.oracle import make, tables_of, train
 
@@ -119,3 +120,17 @@ def test_a_state_dict_goes_on_with_other_hyperparameters_precision_and_grouping(
     assert int(module.step) == 1
     for mine, yours in zip(tables_of(module)[0], tables_of(source)[0], strict=True):
         np.testing.assert_array_equal(mine, yours.astype(np.float16))
+
+
+def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tmp_path):
+    whole, cached = make(((10, 4), (20, 4))), make(((10, 4), (20, 4)), location=CACHED)
+    checkpoint.save(tmp_path / "whole", {"model": nnx.state(whole)})
+    with pytest.raises(
+        ValueError, match=r"not whole: rows of tables \['table_0', 'table_1'\] are on the host.*state_dict"
+    ):
+        checkpoint.save(tmp_path / "cached", {"model": nnx.state(cached)})
+    checkpoint.save(tmp_path / "cached", cached.state_dict())
+    module = make(((10, 4), (20, 4)), location=CACHED, uniform=(2.0, 3.0))
+    module.load_state_dict(checkpoint.load(tmp_path / "cached").tree)
+    for found, wanted in zip(tables_of(module)[0], tables_of(cached)[0], strict=True):
+        np.testing.assert_array_equal(found, wanted)
