@@ -288,9 +288,12 @@ def unshard_and_unstack_tables(
         check_rows(stacked_tables[name], members)
         leaves, structure = jax.tree.flatten(stacked_tables[name])
         for leaf in leaves:
-            rows, expected = leaf.size // leaf.shape[-1], plan.stacks[0].spec.stack_vocab_size
-            if rows != expected:
-                raise ValueError(f"stack {name!r}: got {rows} rows, but its tables were placed in {expected}.")
+            rows, columns = plan.stacks[0].spec.stack_vocab_size, leaf.shape[-1]
+            if leaf.shape not in ((rows, columns), (num_shards, rows // num_shards, columns)):
+                raise ValueError(
+                    f"stack {name!r}: got shape {leaf.shape}, but its tables were placed in {rows} rows on "
+                    f"{num_shards} shards."
+                )
         by_leaf = [unshard_and_unstack(plan, {name: leaf}) for leaf in leaves]
         for table in plan.stacks[0].tables:
             logical = jax.tree.unflatten(structure, [arrays[table.name] for arrays in by_leaf])

@@ -98,7 +98,16 @@ def shard_emb_table(
 def unshard_emb_table(
     sharded: Float[Array | np.ndarray, "devices rows dim"], num_devices: int, num_sc_per_device: int
 ) -> Float[Array | np.ndarray, "vocab dim"]:
-    """The inverse of `shard_emb_table`; also takes the flat `[devices * rows, dim]`."""
-    dim = sharded.shape[-1]
+    """The inverse of `shard_emb_table`; also takes the flat `[devices * rows, dim]`.
+
+    Raises:
+      ValueError: the table was cut for another number of devices, or the rows cannot have been dealt evenly.
+    """
+    *first, rows, dim = sharded.shape
+    if first not in ([], [num_devices]) or rows * math.prod(first) % (num_devices * num_sc_per_device):
+        raise ValueError(
+            f"a table of shape {sharded.shape} was not cut for {num_devices} devices with {num_sc_per_device} cores each; "
+            "pass the numbers that shard_emb_table was given."
+        )
     shards = sharded.reshape(num_devices * num_sc_per_device, -1, dim)
     return shards.swapaxes(0, 1).reshape(-1, dim)

@@ -13,7 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed import checkpoint, from_optax
 from rsembed.fdo import limits_from_statistics
-from rsembed.sparsecore import embedding, embedding_pipelining_utils, embedding_spec, layout_record, table_stacking
+from rsembed.sparsecore import (
+    embedding,
+    embedding_pipelining_utils,
+    embedding_spec,
+    layout_record,
+    table_stacking,
+    utils,
+)
 from rsembed.sparsecore.linen import embed as linen_embed
 from rsembed.sparsecore.nnx import embed as nnx_embed
 
@@ -157,6 +164,15 @@ def test_limits_from_statistics_of_other_cores_are_told(caplog):
         assert "stack 't' has 4 shards" in caplog.text and f"num_sc_per_device={cores}" in caplog.text
 
 
+def test_one_table_is_put_together_from_as_many_devices_as_it_was_cut_for():
+    table = np.arange(64 * 2, dtype=np.float32).reshape(64, 2)
+    cut = utils.shard_emb_table(table, 4, 2)
+    np.testing.assert_array_equal(utils.unshard_emb_table(cut, 4, 2), table)
+    for devices, cores in ((2, 4), (8, 1), (4, 3)):
+        with pytest.raises(ValueError, match=rf"was not cut for {devices} devices with {cores} cores each"):
+            utils.unshard_emb_table(cut, devices, cores)
+
+
 def test_a_table_of_another_size_is_refused():
     specs, inputs = placed(1, 4), preprocess(placed(1, 4))
     small = {"t": embedding.EmbeddingVariables(jnp.ones((32, DIM)), ())}
@@ -165,8 +181,9 @@ def test_a_table_of_another_size_is_refused():
             use(specs, inputs, small)
         with pytest.raises(ValueError, match=r"embedding_variables have no stack 't', only \['u'\]"):
             use(specs, inputs, {"u": small["t"]})
-    with pytest.raises(ValueError, match="stack 't': got 32 rows, but its tables were placed in 64"):
-        table_stacking.unshard_and_unstack_tables(embedding.get_table_specs(specs), {"t": np.zeros((4, 8, DIM))}, 4)
+    for shape in ((4, 8, DIM), (8, 8, DIM), (32, DIM)):
+        with pytest.raises(ValueError, match=r"stack 't': got shape .*, but .* placed in 64 rows on 4 shards"):
+            table_stacking.unshard_and_unstack_tables(embedding.get_table_specs(specs), {"t": np.zeros(shape)}, 4)
     with pytest.raises(ValueError, match="table 't': got 32 rows, but vocabulary_size=64"):
         table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), {"t": np.zeros((32, DIM))}, 4)
     with pytest.raises(ValueError, match=r"stack 't': activations .* have shape \(64, 8\), expected \(32, 8\)"):
