@@ -132,7 +132,7 @@ def _problem(records: dict[int, Any]) -> str | None:
             return f"process {process} refused what it was given ({record['error']}); see its own message."
     (first, expected), *others = records.items()
     for process, record in others:
-        here, there = (f"{own['what']} with {', '.join(own['brought'])}" for own in (record, expected))
+        here, there = (f"{own['what']} with {', '.join(own['brought']) or 'nothing'}" for own in (record, expected))
         if here != there:
             return (
                 f"process {process} brings {here}, process {first} {there}; all processes must run the same program "

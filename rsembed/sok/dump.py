@@ -18,7 +18,7 @@ from rsembed.sok import static_table
 from rsembed.sok.export import array_names, export, import_rows
 from rsembed.sok.keys import owners, split_keys
 from rsembed.sok.sharded_table import ShardedTable, TableState
-from rsembed.sok.variables import EmbeddingVariable, grown
+from rsembed.sok.variables import EmbeddingVariable, grown, state_of
 
 
 def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
@@ -28,7 +28,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
       admission `waiting_keys`, `waiting_last_step` and `waiting_count`. Equal tables give equal arrays, whatever the
       number of devices.
     """
-    return export(variable.table.spec, variable.get_value().shards, variable.table.context.num_devices)
+    return export(variable.table.spec, state_of(variable).shards, variable.table.context.num_devices)
 
 
 def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
 
     Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
     """
-    variable.set_value(_with_rows(variable.table, variable.get_value(), rows))
+    variable.set_value(_with_rows(variable.table, state_of(variable), rows))
 
 
 def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) -> TableState:
@@ -150,7 +150,7 @@ def _by_name(variables: Any) -> dict[str, EmbeddingVariable]:
 
 def _without_rows(variable: EmbeddingVariable) -> TableState:
     """What rows are put into: nothing, or a table all of whose rows they replace."""
-    table, state = variable.table, variable.get_value()
+    table, state = variable.table, state_of(variable)
     if not table.use_hashtable:
         return state
     spec = dataclasses.replace(table.spec, capacity=state.shards.rows.shape[0] // table.context.num_devices)

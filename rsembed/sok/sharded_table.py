@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from rsembed.fingerprint import Fingerprint
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.parallel import Wanted, ask, default_capacity, distinct
@@ -57,12 +58,27 @@ class ShardedTable:
                 return dynamic_table.init(self.spec, key)
             return static_table.init(self.spec, key, jax.lax.axis_index(context.axis), context.num_devices)
 
-        return TableState(context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32))
+        return TableState(context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32), self.layout)
+
+    @functools.cached_property
+    def layout(self) -> Fingerprint:
+        """What a state means: it makes sense with an equal table only. Room for rows shows in the arrays."""
+        spec = self.spec
+        facts = {
+            "name": spec.name,
+            "embedding_dim": spec.embedding_dim,
+            "dtype": spec.dtype,
+            "key_dtype": spec.key_dtype,
+            "rule": spec.optimizer.identity,
+            "use_hashtable": self.use_hashtable,
+            "devices": self.context.num_devices,
+        }
+        return Fingerprint.of(facts)
 
     def on_shards(self, function: Callable[[Any, Array], Any], state: TableState) -> TableState:
         """The state after `(shard, step) -> shard` on every device."""
-        (shards,) = _on_devices(lambda table, own: function(*own), [self], [state])
-        return TableState(shards, state.step)
+        (shards,) = _on_devices(lambda table, own: function(own.shards, own.step), [self], [state])
+        return state._replace(shards=shards)
 
 
 class TableState(NamedTuple):
@@ -71,10 +87,12 @@ class TableState(NamedTuple):
     Attributes:
       shards: `DynamicTable`; the shares of the devices lie side by side along the leading axis.
       step: updates so far.
+      layout: `ShardedTable.layout` of the table that it belongs to.
     """
 
     shards: Any
     step: Int[Array, ""]
+    layout: Fingerprint
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -126,7 +144,7 @@ def look_up(
     Returns: for each table its new state, its outputs, and its trip.
     """
     results = _on_devices(functools.partial(_look_up, train=train), tables, states, batch)
-    return [(TableState(shard, state.step), *rest) for state, (shard, *rest) in zip(states, results, strict=True)]
+    return [(state._replace(shards=shard), *rest) for state, (shard, *rest) in zip(states, results, strict=True)]
 
 
 def evaluate(
@@ -152,7 +170,7 @@ def update(
       d_outputs: gradients of its outputs: of the mean over all samples if the loss is one.
     """
     shards = _on_devices(_step, tables, states, trips, d_outputs)
-    return [TableState(shard, state.step + 1) for shard, state in zip(shards, states, strict=True)]
+    return [state._replace(shards=shard, step=state.step + 1) for shard, state in zip(shards, states, strict=True)]
 
 
 def _on_devices(
@@ -171,7 +189,7 @@ def _on_devices(
         return [function(*of_table) for of_table in zip(tables, *own, strict=True)]
 
     part = P(context.axis)
-    in_specs = ([TableState(part, cast(Any, P()))] * len(tables), *[part] * len(args))
+    in_specs = ([TableState(part, cast(Any, P()), state.layout) for state in states], *[part] * len(args))
     results: list[Any] = context.on_each(on_device, in_specs)(list(states), *map(list, args))
     return results
 
@@ -179,7 +197,7 @@ def _on_devices(
 def _look_up(
     table: ShardedTable, state: TableState, features: Sequence[KeyBags], *, train: bool
 ) -> tuple[DynamicTable, Outputs, Trip]:
-    num_devices, (shard, step) = table.context.num_devices, state
+    num_devices, shard, step = table.context.num_devices, state.shards, state.step
     keys = jax.tree.map(
         lambda *lanes: jnp.concatenate([lane.reshape(-1) for lane in lanes]), *[f.keys for f in features]
     )

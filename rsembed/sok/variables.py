@@ -16,6 +16,7 @@ from flax.errors import TraceContextError
 from jax.experimental import multihost_utils
 from jaxtyping import Array
 
+from rsembed.fingerprint import check_same
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
 from rsembed.sok import dynamic_table, sharded_table
@@ -60,7 +61,7 @@ class EmbeddingVariable(nnx.Variable):
 
     def evict_older(self) -> None:
         """Frees the rows of keys that were not trained for `steps_to_live` steps; see `dynamic_table.evict_older`."""
-        self.set_value(_evict_older(self.table, self.get_value()))
+        self.set_value(_evict_older(self.table, state_of(self)))
 
     def grow(self, rows_per_device: int) -> None:
         """Makes room for more rows; programs that use the variable are compiled anew.
@@ -71,7 +72,19 @@ class EmbeddingVariable(nnx.Variable):
         """
         if not self.table.use_hashtable:
             raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
-        self.set_value(grown(self.table, self.get_value(), rows_per_device))
+        self.set_value(grown(self.table, state_of(self), rows_per_device))
+
+
+def state_of(variable: EmbeddingVariable) -> TableState:
+    """The variable's value. Raises: ValueError: it is the state of another table."""
+    state: TableState = variable.get_value()
+    check_same(
+        state.layout,
+        variable.table.layout,
+        what=f"table {variable.table.spec.name!r} was given a state that is not its own",
+        way_out="Take rows over by key, with export_rows and assign_rows, or with dump and load.",
+    )
+    return state
 
 
 def on_host(array: Any) -> np.ndarray:
@@ -269,7 +282,7 @@ def look_up_variables(
 
 
 def _tables_and_states(variables: Sequence[EmbeddingVariable]) -> tuple[tuple[ShardedTable, ...], list[TableState]]:
-    return tuple(variable.table for variable in variables), [variable.get_value() for variable in variables]
+    return tuple(variable.table for variable in variables), [state_of(variable) for variable in variables]
 
 
 def _placed(bags: KeyBags, context: Context) -> KeyBags:

@@ -178,3 +178,13 @@ def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
     half = model(1, dtype="float16")
     with pytest.raises(ValueError, match="1 numbers of imported 'values' are too large for float16"):
         sok.assign_rows(half.variable, {"keys": [3, 4], "values": np.asarray([[1e6, 1, 1], [1, np.inf, 1]])})
+
+
+@pytest.mark.parametrize("changes", [{"optimizer": rs.from_optax(optax.adamax(0.1))}, {"num_devices": 1, "rows": 32}])
+def test_a_checkpoint_of_a_models_state_does_not_become_the_state_of_another(tmp_path, changes):
+    options = {"num_devices": 2, "rows": 16, "use_hashtable": False, "optimizer": RULES["adam"]}
+    there, here = model(**options), model(**options | changes)
+    checkpoint.save(tmp_path / "state", there.variable.get_value())
+    checkpoint.load(tmp_path / "state", like=model(**options).variable.get_value())
+    with pytest.raises(ValueError, match=r"devices|rule|rows"):
+        checkpoint.load(tmp_path / "state", like=here.variable.get_value())

@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from rsembed import SGDOptimizerSpec, sok
+from rsembed import SGDOptimizerSpec, from_optax, sok
+from rsembed.sok.initialize import Context
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +70,37 @@ def test_columns_of_a_scope_are_one_lookup():
     np.testing.assert_array_equal(out[:, :2], parts[0][0])
     backward(jnp.zeros_like(out).at[:, 2:5].set(1.0))
     np.testing.assert_allclose(sok.input_layer(batch, [*columns, alone])[:, 2:5], out[:, 2:5] - 4.0, atol=1e-6)
+
+
+def other_context():
+    return Context(Mesh(np.asarray(jax.devices()[2:4]), ("shard",)), "shard")
+
+
+def test_tables_of_other_devices_make_no_group():
+    own, other = variable("own", 3), variable("other", 3, context=other_context())
+    with pytest.raises(ValueError, match=r"group 'g': table 'other' lies on the devices .*, table 'own' on .* context"):
+        sok.group_embedding_lookup_sparse([own, other], [IDS, IDS], ["sum", "sum"], name="g")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "difference"),
+    [
+        ("own", {"optimizer": from_optax(optax.adamax(0.1))}, "rule is .*scale_by_adamax.*, expected .*scale_by_adam"),
+        ("other", {}, 'name is "other", expected "own"'),
+        ("own", {"dtype": "bfloat16"}, 'dtype is "bfloat16", expected "float32"'),
+        ("own", {"rows_per_device": 40, "use_hashtable": False, "context": None}, "devices is 1, expected 2"),
+    ],
+)
+def test_the_state_of_another_table_is_refused(name, options, difference):
+    own = variable("own", 3, optimizer=from_optax(optax.adam(0.1)))
+    if "context" in options:
+        options = options | {"context": Context(Mesh(np.asarray(jax.devices()[:1]), ("shard",)), "shard")}
+    other = variable(name, 3, **{"optimizer": from_optax(optax.adam(0.1))} | options)
+    own.set_value(other.get_value())
+    with pytest.raises(ValueError, match=f"table 'own' was given a state that is not its own: .*({difference})"):
+        sok.group_embedding_lookup_sparse([own], [IDS], ["sum"])
+    with pytest.raises(ValueError, match="not its own"):
+        sok.export_rows(own)
 
 
 def test_embedding_variables_are_told_from_others():
