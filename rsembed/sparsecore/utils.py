@@ -106,8 +106,8 @@ def unshard_emb_table(
     *first, rows, dim = sharded.shape
     if first not in ([], [num_devices]) or rows * math.prod(first) % (num_devices * num_sc_per_device):
         raise ValueError(
-            f"a table of shape {sharded.shape} was not cut for {num_devices} devices with {num_sc_per_device} cores each; "
-            "pass the numbers that shard_emb_table was given."
+            f"a table of shape {sharded.shape} was not cut for {num_devices} devices with {num_sc_per_device} cores "
+            "each; pass the numbers that shard_emb_table was given."
         )
     shards = sharded.reshape(num_devices * num_sc_per_device, -1, dim)
     return shards.swapaxes(0, 1).reshape(-1, dim)

@@ -111,9 +111,7 @@ def test_processes_with_other_layouts_are_refused():
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["npz", "csv"])
-def test_files_of_several_processes_give_their_maximum_to_any_number(
-    kind, num_processes, tmp_path, monkeypatch, caplog
-):
+def test_any_number_of_processes_gets_the_maximum_of_all(kind, num_processes, tmp_path, monkeypatch, caplog):
     for process, values in enumerate(([3, 4], [5, 2], [4, 9])):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         client = CLIENTS[kind](str(tmp_path))
