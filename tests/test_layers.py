@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = [
     "progress",
     "fingerprint",
+    "jax_internals",
     "optimizers",
     "specs",
     "initial_values",

@@ -14,8 +14,9 @@ import re
 import warnings
 
 import jax
-from jax._src.xla_bridge import backends_are_initialized  # no public name says it; this file alone reaches in
 from jax.sharding import Mesh
+
+from rsembed.jax_internals import has_devices
 
 FEWEST_PER_DEVICE = 2
 _PER_DEVICE, _LIKELY_DEVICES = 4, 4  # scripts may ask for their devices after `import rsembed`
@@ -30,7 +31,7 @@ def provide_threads() -> None:
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     asked = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     num_devices = max(asked, int(fake[-1]) if fake else 1, 1)
-    if not backends_are_initialized():
+    if not has_devices():
         os.environ.update(settings(num_devices))
     elif _num_threads is not None:
         return

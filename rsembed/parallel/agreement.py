@@ -23,8 +23,9 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jax._src import distributed  # the only place: JAX has no public name for the service of its own runtime
 from jax.sharding import Mesh
+
+from rsembed.jax_internals import service_of_processes
 
 # As long as others wait in collectives: a process may read data or write a checkpoint alone for a while.
 TIMEOUT_SECONDS = 1800
@@ -79,7 +80,7 @@ class Agreement:
         self._widths = verdict["widths"]
 
     def _exchange(self, record: dict[str, Any]) -> Any:
-        client = distributed.global_state.client
+        client = service_of_processes()
         if client is None:
             raise RuntimeError("processes cannot reach each other; start each of them with rsembed.parallel.init().")
         first, own = self.processes[0], jax.process_index()

@@ -43,7 +43,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch):
     service, rounds = Service(), threading.local()
-    monkeypatch.setattr(agreement.distributed.global_state, "client", service)
+    monkeypatch.setattr(agreement, "service_of_processes", lambda: service)
     monkeypatch.setattr(jax, "process_index", lambda: own_process.number)
 
     class Rounds:  # each process counts for itself
