@@ -48,7 +48,7 @@ def _tiles() -> Any:
 def row_layout(sharding: Sharding) -> Any:
     """How tables and slots `[rows, dim]` must lie for tiles to read them without a copy of the whole table.
 
-    Give it to `jax.jit` in `in_shardings` and `out_shardings`; other backends accept it too.
+    Give it to `jax.jit` in `in_shardings` and `out_shardings`. On other devices rows lie one after another.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -58,7 +58,8 @@ def row_layout(sharding: Sharding) -> Any:
     """
     from jax.experimental.layout import Format, Layout
 
-    return Format(Layout(major_to_minor=(0, 1), tiling=((8,),)), sharding)
+    is_tpu = any(device.platform == "tpu" for device in sharding.device_set)
+    return Format(Layout(major_to_minor=(0, 1), tiling=((8,),) if is_tpu else None), sharding)
 
 
 def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
