@@ -201,7 +201,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Interrupted saves do not count; a checkpoint whose manifest is damaged is passed over with a warning.
 
     Example:
-      >>> import tempfile
+      >>> import tempfile, jax.numpy as jnp
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     for step in (9, 10):
       ...         save(f"{folder}/step_{step}", {"x": jnp.arange(3)}, step=step)
