@@ -102,12 +102,12 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
         raise ValueError(
             f"row gradients of different collections cannot be combined: {[r.num_rows for r in row_gradients]}."
         )
+    if any(other.shardings != first.shardings for other in row_gradients):
+        raise ValueError("row gradients of different meshes cannot be combined.")
     if any(other.layout != first.layout for other in row_gradients):
         raise ValueError(
             "row gradients of different collections cannot be combined, although their tables have equal sizes."
         )
-    if any(other.shardings != first.shardings for other in row_gradients):
-        raise ValueError("row gradients of different meshes cannot be combined.")
     shardings = {name: split for name, *split in first.shardings or ()}
     rows, values = {}, {}
     for name, num_rows in first.num_rows:

@@ -158,3 +158,12 @@ def test_the_programs_of_the_page_on_optimizers_run_as_printed():
     for program in programs:
         exec(compile(program, "docs/optimizers.md", "exec"), names)
     assert np.isfinite(names["two_steps"](names["quick"])).all()
+
+
+def test_every_test_that_the_page_of_checks_names_exists():
+    page, file = (ROOT / "docs" / "checks.md").read_text(), None
+    named = re.findall(r"`(tests/[\w/]+\.py|…)(?:::(\w+))?`", page)
+    assert len(named) > 60 and page.count("`…") + page.count("`tests/") == len(named)
+    for path, test in named:
+        file = file if path == "…" else (ROOT / path).read_text()
+        assert not test or f"def {test}(" in file, f"{path}::{test}"

@@ -228,7 +228,7 @@ def test_row_gradients_of_another_collection_are_refused():
         ValueError, match=r"row gradients do not belong to this collection: .*num_shards is 4, expected 2"
     ):
         two.apply(two.init(jax.random.key(0)), gradients["four"])
-    with pytest.raises(ValueError, match="different collections cannot be combined"):
+    with pytest.raises(ValueError, match="different meshes cannot be combined"):
         rs.combine(gradients["four"], gradients["two"])
 
 
