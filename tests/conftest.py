@@ -19,8 +19,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 matplotlib.use("Agg")
 
-# Tests make the same small programs again and again. This process keeps what it compiled, in a folder of its own: shared
-# by processes, an entry could be read half written.
+# Tests make the same small programs again and again. This process keeps what it compiled, in a folder of its own: of a
+# shared one, an entry could be read half written.
 compiled = tempfile.TemporaryDirectory(prefix="rsembed-compiled-")
 jax.config.update("jax_compilation_cache_dir", compiled.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
