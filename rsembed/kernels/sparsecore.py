@@ -58,7 +58,8 @@ def row_layout(sharding: Sharding) -> Any:
     """
     from jax.experimental.layout import Format, Layout
 
-    is_tpu = any(device.platform == "tpu" for device in sharding.device_set)
+    devices: Any = sharding.device_set  # whose type the stubs of some versions do not know
+    is_tpu = any(device.platform == "tpu" for device in devices)
     return Format(Layout(major_to_minor=(0, 1), tiling=((8,),) if is_tpu else None), sharding)
 
 
