@@ -281,9 +281,10 @@ _PROCESS = secrets.token_hex(4)  # process numbers come again: in a container, e
 
 def _is_abandoned(partial: Path) -> bool:
     """Whether the process that wrote a partial folder is no more; of another machine's nothing is known."""
-    host, process_id, process, _ = partial.name.split(".")[-2].split("-")
-    if host != _HOST:
+    host, *rest = partial.name.split(".")[-2].split("-")
+    if host != _HOST or len(rest) != 3:
         return False
+    process_id, process, _ = rest
     if int(process_id) == os.getpid():
         return process != _PROCESS
     try:

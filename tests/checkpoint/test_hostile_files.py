@@ -154,8 +154,10 @@ def test_a_save_that_fails_leaves_nothing_and_frees_what_it_took(tmp_path, monke
         checkpoint.save(tmp_path / "a", {"x": np.arange(3), "y": np.arange(3)})
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
+    (tmp_path / ".a.of-somebody.partial").mkdir()
     checkpoint.save(tmp_path / "a", {"x": np.arange(3), "y": np.arange(3)})
     assert checkpoint.load(tmp_path / "a").tree["y"].tolist() == [0, 1, 2]
+    assert (tmp_path / ".a.of-somebody.partial").exists()
 
 
 # Files of the layout before
