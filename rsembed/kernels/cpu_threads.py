@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -29,8 +30,8 @@ def provide_threads() -> None:
     """Sets `NPROC` unless it is set high enough, or JAX has made its devices already; then `check_threads` says so."""
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
-    asked = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    num_devices = max(asked, int(fake[-1]) if fake else 1, 1)
+    config: Any = jax.config  # whose settings the stubs of some versions do not know
+    num_devices = max(config.jax_num_cpu_devices, int(fake[-1]) if fake else 1, 1)
     if not has_devices():
         os.environ.update(settings(num_devices))
     elif _num_threads is not None:

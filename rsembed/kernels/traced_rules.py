@@ -78,9 +78,10 @@ def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[st
     yield from (("constant array", {}) for const in closed.consts if np.size(const) != 1)
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
+        result: Any = eqn.outvars[0].aval
         if name in _CALLS:
             yield from _primitives(_body(eqn), dim)
-        elif name not in _RESHAPES or math.prod(eqn.outvars[0].aval.shape) not in (1, dim):
+        elif name not in _RESHAPES or math.prod(result.shape) not in (1, dim):
             yield name, eqn.params
 
 

@@ -155,7 +155,8 @@ def _truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.nd
         with tensorly.backend_context("numpy"):
             basis = randomized_svd(matrix, n_eigenvecs=rank, n_iter=4, random_state=0)[0]
         return basis, basis.T @ matrix
-    wide = matrix.astype(np.float64)
+    wide: np.ndarray = matrix.astype(np.float64)
+    squares: np.ndarray
     if matrix.shape[0] <= matrix.shape[1]:
         squares, basis = np.linalg.eigh(wide @ wide.T)
     else:
