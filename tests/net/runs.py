@@ -1,0 +1,243 @@
+"""Short seeded runs of every wing through public names: what they give must outlive any rebuilding inside.
+
+`RUNS` maps a name to a function that trains two steps and returns arrays by name: outputs, gradients, tables, slots,
+counts. `test_net.py` compares them with a record, and their bits where this jax and this instruction set were
+recorded. Record anew, with `RSEMBED_RECORD_NET=1 pytest tests/net`, only in a commit that says why numbers changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+import rsembed as rs
+from rsembed import sok, tbe, tt
+from rsembed.kernels import native
+from rsembed.sparsecore import embedding
+from rsembed.sparsecore.nnx import embed
+from tests.sparsecore.small_world import draw_batch, placed_specs, squared_error
+
+RECORD = Path(__file__).parents[1] / "data" / "net.npz"
+STEPS, BATCH, DIM = 2, 8, 4
+
+
+def platform() -> str:
+    """What bits may depend on."""
+    return f"jax {jax.__version__}, {native.instruction_set() or 'no native kernels'}"
+
+
+def digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+def named(tree, prefix="") -> dict[str, np.ndarray]:
+    """Leaves as numpy arrays by path; bfloat16 as the float32 that it is."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.asarray(leaf)
+        name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
+        found[name] = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+    return found
+
+
+def loss_gradient(outputs):
+    """Of half the squared distance to one."""
+    return jax.tree.map(lambda output: output - 1.0, outputs)
+
+
+# The core
+
+ROWS = {"item": 23, "user": 17, "word": 40}
+RULES = {
+    "sgd": rs.SGDOptimizerSpec(0.1),
+    "adagrad": rs.AdagradOptimizerSpec(0.1),
+    "torch_adagrad": rs.TorchAdagradOptimizerSpec(0.1),
+    "row_wise_adagrad": rs.RowWiseAdagradOptimizerSpec(0.1),
+    "adagrad_momentum": rs.AdagradMomentumOptimizerSpec(0.1),
+    "adam": rs.AdamOptimizerSpec(lambda step: 0.1 / (1.0 + jnp.float32(step))),
+    "ftrl": rs.FTRLOptimizerSpec(0.1, l1_regularization_strength=0.01),
+    "laprop": rs.LaPropOptimizerSpec(0.1),
+    "f2a": rs.F2AOptimizerSpec(0.1),
+    "custom": rs.CustomOptimizerSpec(0.1, lambda g, w, m, lr: (w - lr * (m + g), 0.9 * m + g), (0.0,)),
+    "optax_adam": rs.from_optax(optax.adam(0.1)),
+}
+
+
+def core(rule, *, mesh=None, placement=None, combiner="sum", weighted=False, is_ragged=False, **table_options):
+    tables = {
+        name: rs.TableSpec(
+            name=name,
+            vocabulary_size=rows,
+            embedding_dim=DIM,
+            combiner=combiner,
+            optimizer=RULES[rule],
+            **table_options,
+        )
+        for name, rows in ROWS.items()
+    }
+    features = [rs.FeatureSpec(name=f"f_{name}", table_spec=table) for name, table in tables.items()]
+    features.append(rs.FeatureSpec(name="again", table_spec=tables["item"]))
+    devices = None if mesh is None else jax.make_mesh((mesh,), ("x",), devices=jax.devices()[:mesh])
+    collection = rs.EmbeddingCollection(features, mesh=devices, placement=placement)
+    state, rng, found = collection.init(jax.random.key(7)), np.random.default_rng(0), {}
+
+    @jax.jit
+    def step(state, batch):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        gradients = pullback(loss_gradient(activations))
+        fused = collection.update(state, batch, loss_gradient(activations))
+        return activations, gradients.to_dense(), collection.apply(state, gradients), fused
+
+    for number in range(STEPS):
+        batch = {}
+        for feature in features:
+            ids = rng.integers(-1, feature.table_spec.vocabulary_size, (BATCH, 3)).astype(np.int32)
+            lists = [row[:length].clip(0).tolist() for row, length in zip(ids, rng.integers(1, 4, BATCH), strict=True)]
+            weights = rng.uniform(0.5, 2.0, ids.shape).astype(np.float32)
+            batch[feature.name] = (ids, weights) if weighted else lists if is_ragged else ids
+        activations, gradients, applied, fused = step(state, collection.prepare(batch))
+        found |= named(activations, f"outputs {number}/") | named(gradients, f"gradients {number}/")
+        state = (applied, fused)[number]
+    tables, slots = jax.jit(lambda state: (collection.tables(state), collection.slots(state)))(state)
+    return found | named(tables, "tables/") | named(slots, "slots/")
+
+
+# Wings
+
+
+def sparsecore(*, devices, cores, rule="adagrad", **options):
+    specs = placed_specs(devices, cores, optimizer=RULES[rule], **options)
+    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("x",))
+    layer = embed.SparseCoreEmbed(specs, "x", mesh, nnx.Rngs(3), num_sc_per_device=cores)
+    found = named(embedding.logical_tables(nnx.state(layer), specs), "before/")
+
+    @nnx.jit
+    def train(layer, inputs):
+        activations = layer(inputs)
+        grads = nnx.grad(lambda layer: squared_error(layer(inputs)))(layer)
+        nnx.update(layer, nnx.state(grads, embed.is_embedding_variables))
+        return activations
+
+    for step in range(STEPS):
+        inputs, _ = layer.prepare_batch(draw_batch(step)[0])
+        if step == 0:
+            found |= named(inputs, "inputs/")
+        found |= named(train(layer, inputs), f"outputs {step}/")
+    variables = embedding.logical_variables(nnx.state(layer), specs)
+    return found | named({name: tuple(own) for name, own in variables.items()}, "after/")
+
+
+def table_batched(
+    optimizer, *, location=tbe.EmbeddingLocation.DEVICE, pooling=tbe.PoolingMode.SUM, dims=(4, 8, 4), **options
+):
+    sizes = (23, 17, 40)
+    specs = [(rows, dim, location, tbe.ComputeDevice.CPU) for rows, dim in zip(sizes, dims, strict=True)]
+    readers = [0, 1, 1, 2]
+    module = tbe.TableBatchedEmbeddingBags(
+        specs, feature_table_map=readers, optimizer=optimizer, pooling_mode=pooling, learning_rate=0.1, **options
+    )
+    module.init_embedding_weights_uniform(-1.0, 1.0)
+    rng, found = np.random.default_rng(0), {}
+    for step in range(STEPS):
+        lengths = rng.integers(0, 4, 4 * BATCH)
+        ids = np.concatenate([rng.integers(0, sizes[readers[bag // BATCH]], n) for bag, n in enumerate(lengths)])
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        weights = None if pooling is tbe.PoolingMode.NONE else rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
+        output, backward = module.vjp(ids, offsets, weights)
+        found |= named({"output": output, "backward": backward(output - 1.0)}, f"{step}/")
+    return found | named([module.split_embedding_weights(), module.split_optimizer_states()], "state/")
+
+
+def tensor_train(**options):
+    module = tt.TTEmbeddingBag(60, 8, tt_ranks=[3, 4], learning_rate=0.1, use_cache="cache_size" in options, **options)
+    rng, found = np.random.default_rng(0), {}
+    module.set_cores([jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in module.spec.core_shapes])
+    for step in range(STEPS):
+        lengths = rng.integers(1, 4, BATCH)
+        ids, offsets = rng.integers(0, 60, lengths.sum()), np.concatenate([[0], np.cumsum(lengths)])
+        output, backward = module.vjp(jnp.asarray(ids), jnp.asarray(offsets))
+        backward(output - 1.0)
+        found[f"{step}/output"] = np.asarray(output)
+        if step == 0 and "cache_size" in options:
+            module.cache_populate()
+    return found | named(module.get_params(), "cores/") | {"table": np.asarray(module.full_weight())}
+
+
+def model_parallel(*, devices, use_hashtable=True, optimizer=None, combiner="mean", **options):
+    context = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:devices]), ("shard",)), global_batch_size=BATCH)
+    variable = sok.embedding_variable(
+        "net", DIM, rows_per_device=32, use_hashtable=use_hashtable, optimizer=optimizer, context=context, **options
+    )
+    rng, found = np.random.default_rng(0), {}
+    known = rng.integers(0, 2**62, 30) if use_hashtable else np.arange(32)
+    for step in range(STEPS):
+        keys = np.where(rng.random((BATCH, 3)) < 0.2, -1, rng.choice(known, (BATCH, 3)))
+        (output,), backward = sok.group_embedding_lookup_vjp([variable], [keys], [combiner])
+        backward([output - 1.0])
+        found[f"{step}/output"] = np.asarray(output)
+    return found | named(sok.export_rows(variable), "rows/") | named(variable.counts(), "counts/")
+
+
+RUNS = {
+    **{f"core {rule}": functools.partial(core, rule) for rule in RULES},
+    **{
+        f"core {placement} {devices}": functools.partial(core, "adagrad", mesh=devices, placement=placement)
+        for placement, devices in (("row", 4), ("table", 4), ("column", 2), ("replicated", 2))
+    },
+    "core row 4 adam": functools.partial(core, "adam", mesh=4, placement="row"),
+    "core ragged": functools.partial(core, "adagrad", is_ragged=True),
+    "core weighted mean": functools.partial(core, "sgd", weighted=True, combiner="mean"),
+    "core weighted sqrtn": functools.partial(core, "adam", weighted=True, combiner="sqrtn", is_ragged=False),
+    "core bfloat16": functools.partial(core, "adagrad", dtype="bfloat16", stochastic_rounding=True),
+    "core train": functools.partial(core, "adagrad", storage=tt.TensorTrain((2, 2))),
+    "sparsecore 1x1": functools.partial(sparsecore, devices=1, cores=1),
+    "sparsecore 4x1 adam": functools.partial(sparsecore, devices=4, cores=1, rule="adam"),
+    "sparsecore 1x4 custom": functools.partial(sparsecore, devices=1, cores=4, rule="custom"),
+    "sparsecore 2x2 bfloat16": functools.partial(
+        sparsecore, devices=2, cores=2, dtype="bfloat16", stochastic_rounding=True
+    ),
+    **{
+        f"table-batched {optimizer.name.lower()}": functools.partial(table_batched, optimizer)
+        for optimizer in (
+            tbe.OptimType.EXACT_SGD,
+            tbe.OptimType.EXACT_ROWWISE_ADAGRAD,
+            tbe.OptimType.EXACT_ADAGRAD,
+            tbe.OptimType.ADAM,
+            tbe.OptimType.PARTIAL_ROWWISE_ADAM,
+            tbe.OptimType.LAMB,
+            tbe.OptimType.PARTIAL_ROWWISE_LAMB,
+            tbe.OptimType.LARS_SGD,
+        )
+    },
+    "table-batched cached": functools.partial(
+        table_batched, tbe.OptimType.ADAM, location=tbe.EmbeddingLocation.MANAGED_CACHING, cache_load_factor=0.5
+    ),
+    "table-batched mean fp16": functools.partial(
+        table_batched,
+        tbe.OptimType.EXACT_ROWWISE_ADAGRAD,
+        pooling=tbe.PoolingMode.MEAN,
+        weights_precision=tbe.SparseType.FP16,
+    ),
+    "table-batched unpooled": functools.partial(
+        table_batched, tbe.OptimType.EXACT_SGD, pooling=tbe.PoolingMode.NONE, dims=(4, 4, 4)
+    ),
+    "tensor train sgd": functools.partial(tensor_train, optimizer=tt.OptimType.SGD),
+    "tensor train adagrad": functools.partial(tensor_train, optimizer=tt.OptimType.EXACT_ADAGRAD),
+    "tensor train adam": functools.partial(tensor_train, optimizer=tt.OptimType.ADAM),
+    "tensor train cached": functools.partial(tensor_train, optimizer=tt.OptimType.EXACT_ADAGRAD, cache_size=8),
+    "model-parallel 1": functools.partial(model_parallel, devices=1),
+    "model-parallel 4": functools.partial(model_parallel, devices=4),
+    "model-parallel 4 lazy adam": functools.partial(
+        model_parallel, devices=4, optimizer=sok.optimizers.LazyAdam(0.1), combiner="sum"
+    ),
+    "model-parallel 2 indexed": functools.partial(model_parallel, devices=2, use_hashtable=False),
+    "model-parallel 2 admission": functools.partial(model_parallel, devices=2, admission_count=1),
+}

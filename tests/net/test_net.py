@@ -1,0 +1,43 @@
+"""Short runs of every wing give the numbers that they gave before, and on a platform that was recorded their bits."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from tests.net import runs
+
+IS_RECORDING = os.environ.get("RSEMBED_RECORD_NET") == "1"
+EXPECTED, BITS = {}, {}
+if runs.RECORD.exists():
+    with np.load(runs.RECORD) as record:
+        EXPECTED = {name: record[name] for name in record.files if name != "bits"}
+        BITS = json.loads(str(record["bits"]))
+found_now = {}
+
+
+@pytest.mark.parametrize("name", runs.RUNS)
+def test_numbers_are_those_of_before(name):
+    found = {f"{name}|{key}": array for key, array in runs.RUNS[name]().items()}
+    found_now.update(found)
+    if IS_RECORDING:
+        return
+    assert sorted(found) == sorted(key for key in EXPECTED if key.split("|")[0] == name)
+    bits = BITS.get(runs.platform())
+    for key, array in found.items():
+        assert array.dtype == EXPECTED[key].dtype
+        np.testing.assert_allclose(array, EXPECTED[key], rtol=2e-5, atol=2e-6, err_msg=key)
+        assert bits is None or runs.digest(array) == bits[key], f"{key}: other bits"
+
+
+def test_every_record_has_its_run():
+    if IS_RECORDING and len({key.split("|")[0] for key in found_now}) == len(runs.RUNS):
+        # Bits of other platforms belong to the numbers that they were recorded with.
+        is_same = sorted(EXPECTED) == sorted(found_now) and all(
+            np.allclose(EXPECTED[key], array, rtol=2e-5, atol=2e-6) for key, array in found_now.items()
+        )
+        bits = (BITS if is_same else {}) | {runs.platform(): {key: runs.digest(a) for key, a in found_now.items()}}
+        np.savez_compressed(runs.RECORD, bits=json.dumps(bits), **(EXPECTED if is_same else found_now))
+        return
+    assert {key.split("|")[0] for key in EXPECTED} == set(runs.RUNS)
