@@ -48,13 +48,17 @@ def save_collection(
     write(Path(path), tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
 
 
-def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: Any = None) -> Any:
+def load_collection(
+    path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: Any = None, same_rules: bool = True
+) -> Any:
     """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
 
     Args:
       path: see `load`.
       collection: its tables must be those that were saved; learning rates and other hyperparameters are its own.
       others: a template for what was saved as `others`, see `like` of `load`; None leaves that alone.
+      same_rules: False takes slots over wherever their names and shapes fit. For rules that are the same under another
+        name: a function that you renamed, a transformation that optax wrote anew.
 
     Returns: the `EmbeddingState`; with a template, the pair of it and the others.
 
@@ -64,7 +68,7 @@ def load_collection(path: str | os.PathLike[str], collection: EmbeddingCollectio
     """
     path = Path(path)
     found, template = manifest(path), collection.template
-    check_owners(path, *_tables(path, found, collection))
+    check_owners(path, *_tables(path, found, collection, same_rules=same_rules))
     implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
     key = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
     template = template._replace(key=key.update(sharding=template.key.sharding))
@@ -83,17 +87,20 @@ def _without_step(state: EmbeddingState) -> dict[str, Any]:
 
 
 def _tables(
-    path: Path, found: Mapping[str, Any], collection: EmbeddingCollection
+    path: Path, found: Mapping[str, Any], collection: EmbeddingCollection, *, same_rules: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the tables in the file are, and what they should be."""
-    expected = tables_of(collection.template)
-    if found["layout_version"] > 1:
-        return {"tables": found["belongs_to"].get("tables", {})}, {"tables": expected}
-    _log.warning(
-        "%s has layout 1, which told optimizers by a short name and kept rows in the order of the devices that saved "
-        "them: it is read as one saved without a mesh.",
-        path,
-    )
-    for name, table in collection.table_specs.items():
-        expected[name]["optimizer"] = table.optimizer.short_name()
-    return {"tables": found["metadata"].get("tables", {})}, {"tables": expected}
+    saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(collection.template)
+    if found["layout_version"] == 1:
+        _log.warning(
+            "%s has layout 1, which told optimizers by a short name and kept rows in the order of the devices that "
+            "saved them: it is read as one saved without a mesh.",
+            path,
+        )
+        saved = found["metadata"].get("tables", {})
+        for name, table in collection.table_specs.items():
+            expected[name]["optimizer"] = table.optimizer.short_name()
+    if not same_rules:
+        for name in saved.keys() & expected.keys():
+            expected[name]["optimizer"] = saved[name]["optimizer"]
+    return {"tables": saved}, {"tables": expected}
