@@ -1,7 +1,7 @@
 """Short seeded runs of every wing through public names: what they give must outlive any rebuilding inside.
 
 `RUNS` maps a name to a function that trains two steps and returns arrays by name: outputs, gradients, tables, slots,
-counts. `test_net.py` compares them with a record, and their bits where this jax and this instruction set were
+counts. `test_net.py` compares them with a record, and their bits where this jax and this processor were
 recorded. Record anew, with `RSEMBED_RECORD_NET=1 pytest tests/net`, only in a commit that says why numbers changed.
 """
 
@@ -30,8 +30,12 @@ STEPS, BATCH, DIM = 2, 8, 4
 
 
 def platform() -> str:
-    """What bits may depend on."""
-    return f"jax {jax.__version__}, {native.instruction_set() or 'no native kernels'}"
+    """What bits may depend on: XLA compiles for the very processor that it finds."""
+    info = Path("/proc/cpuinfo")
+    lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line) if info.exists() else {}
+    fields = {key.strip(): value.strip() for key, value in lines.items()}
+    processor = " ".join(fields.get(key, "unknown") for key in ("vendor_id", "cpu family", "model"))
+    return f"jax {jax.__version__}, {native.instruction_set() or 'no native kernels'}, {processor}"
 
 
 def digest(array: np.ndarray) -> str:
