@@ -36,9 +36,9 @@ class QuantizationConfig:
     num_buckets: int
 
     def __post_init__(self) -> None:
-        if not self.min_value < self.max_value:
+        if not -math.inf < self.min_value < self.max_value < math.inf:
             raise ValueError(
-                f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}."
+                f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}, both finite."
             )
         if self.num_buckets < 2:
             raise ValueError(f"QuantizationConfig: num_buckets must be at least 2, got {self.num_buckets}.")

@@ -2,6 +2,7 @@ from pprint import pformat
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import rsembed as rs
@@ -62,7 +63,9 @@ def test_wrong_kinds_get_the_way_out():
         rs.FeatureSpec(name="f", table_spec=table(), output_shape=(8, 5))
 
 
-@pytest.mark.parametrize("bounds", [(1.0, 1.0, 4), (0.0, 1.0, 1)])
+@pytest.mark.parametrize(
+    "bounds", [(1.0, 1.0, 4), (0.0, 1.0, 1), (-np.inf, np.inf, 4), (0.0, np.inf, 4), (np.nan, 1.0, 4)]
+)
 def test_bad_quantization_is_refused(bounds):
     with pytest.raises(ValueError, match="QuantizationConfig"):
         rs.QuantizationConfig(*bounds)

@@ -205,8 +205,12 @@ class EmbeddingCollection:
         step, key = rest
         return EmbeddingState(tables, slots, step, key, self.layout)
 
-    def check_state(self, state: EmbeddingState) -> None:
+    def check_state(self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots")) -> None:
         """Whether a state is this collection's; every method that takes one asks.
+
+        Args:
+          state: whatever is used as one.
+          parts: what is going to be used of it. A lookup needs no slots, which a state for serving may leave out.
 
         Raises: ValueError: its tables, their rules or the place of their rows differ (names what differs), or an array
           has another shape or dtype.
@@ -219,7 +223,7 @@ class EmbeddingCollection:
                 way_out="Save it with the collection that made it and load it with load_collection, or take over "
                 "tables alone with collection.with_tables(collection.init(key), tables).",
             )
-        for part in ("tables", "slots"):
+        for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
             shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(found)]
             if shapes == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(expected)]:
@@ -232,7 +236,7 @@ class EmbeddingCollection:
 
     def tables(self, state: EmbeddingState) -> dict[str, Float[Array, "vocabulary dim"]]:
         """The logical tables by name (copies; on a mesh, every device gets one)."""
-        self.check_state(state)
+        self.check_state(state, parts=["tables"])
         result = {}
         for name, stack in self._stacks.items():
             dense = self.devices.place(stack.dense(state.tables[name]), PartitionSpec())
@@ -308,7 +312,7 @@ class EmbeddingCollection:
 
         Returns: `{feature: [batch, dim]}`; for combiner `none` one vector per id, shaped as the ids were.
         """
-        self.check_state(state)
+        self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
         self._note_sizes(batch)
         activations, statistics = self._lookup(state.tables, batch)
@@ -319,7 +323,10 @@ class EmbeddingCollection:
         leaves = jax.tree.leaves(batch)
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return
-        self._traced_sizes.add(tuple(leaf.shape for leaf in leaves))
+        sizes = tuple(leaf.shape for leaf in leaves)
+        if sizes in self._traced_sizes:
+            return
+        self._traced_sizes.add(sizes)
         if len(self._traced_sizes) == MANY_SIZES:
             logging.getLogger("rsembed").warning(
                 "a step was traced for %d different sizes of a batch, and compiled for each; call collection.prepare "

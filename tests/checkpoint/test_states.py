@@ -237,6 +237,17 @@ def test_a_state_made_by_hand_is_compared_by_its_shapes():
     np.testing.assert_array_equal(collection.tables(right)["item"], ramp(None, (10, DIM)))
 
 
+def test_a_state_for_serving_needs_no_slots():
+    collection = collection_of()
+    state = collection.init(jax.random.key(0))
+    serving, batch = state._replace(slots={}), batch_of(0)
+    expected = collection.lookup(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, collection.lookup(serving, batch), expected)
+    np.testing.assert_array_equal(collection.tables(serving)["item"], ramp(None, (10, DIM)))
+    with pytest.raises(ValueError, match=r"slots are \{\}, expected"):
+        collection.update(serving, batch, expected)
+
+
 def test_row_gradients_of_another_collection_are_refused():
     rows = {"user": 8}
     four, two = collection_of(4, "row", rows=rows), collection_of(2, "row", rows=rows)
@@ -347,8 +358,8 @@ def test_a_jitted_step_is_compiled_for_few_sizes_of_ragged_batches():
 def test_a_step_that_is_traced_again_and_again_says_so_once(caplog):
     collection = collection_of(rows={"user": 8})
     state = collection.init(jax.random.key(0))
-    step = jax.jit(collection.lookup)
-    for size in range(1, 12):
+    for size in (*range(1, 9), 3, 4, *range(9, 12)):
+        step = jax.jit(lambda state, batch: collection.lookup(state, batch))  # traced again, also for a known size
         step(state, {"f_user": rs.Bags.from_lists([[1] * size])})
     assert [record.message for record in caplog.records if "traced for 8 different sizes" in record.message] != []
     assert len([record for record in caplog.records if "traced" in record.message]) == 1
