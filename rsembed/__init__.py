@@ -5,13 +5,17 @@ from rsembed.collection import EmbeddingCollection as EmbeddingCollection
 from rsembed.collection import EmbeddingState as EmbeddingState
 from rsembed.collection import LookupStatistics as LookupStatistics
 from rsembed.collection import value_and_grad as value_and_grad
+from rsembed.homes import Hashed as Hashed
 from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
 from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
 from rsembed.optimizers import AdamOptimizerSpec as AdamOptimizerSpec
+from rsembed.optimizers import AdamWOptimizerSpec as AdamWOptimizerSpec
 from rsembed.optimizers import CustomOptimizerSpec as CustomOptimizerSpec
 from rsembed.optimizers import F2AOptimizerSpec as F2AOptimizerSpec
 from rsembed.optimizers import FTRLOptimizerSpec as FTRLOptimizerSpec
+from rsembed.optimizers import LAMBOptimizerSpec as LAMBOptimizerSpec
 from rsembed.optimizers import LaPropOptimizerSpec as LaPropOptimizerSpec
+from rsembed.optimizers import LARSOptimizerSpec as LARSOptimizerSpec
 from rsembed.optimizers import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
 from rsembed.optimizers import SGDOptimizerSpec as SGDOptimizerSpec

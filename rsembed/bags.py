@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rsembed.keys import Keys, join_keys
+
 PAD_ID = -1
 """Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
 
@@ -82,7 +84,7 @@ class Bags:
     @staticmethod
     def from_dense(ids: Any, weights: Any = None) -> Bags:
         """From an array `[bags]` or `[bags, ids per bag]`, in which `-1` stands for no id. Works inside `jit`."""
-        xp: Any = np if isinstance(ids, np.ndarray) else jnp
+        xp = _module_of(ids)
         if ids.ndim not in (1, 2):
             raise ValueError(f"dense ids must have one or two axes, got shape {tuple(ids.shape)}.")
         num_bags, length = ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1]
@@ -122,8 +124,11 @@ class Bags:
         missing = num_ids - self.ids.shape[0]
         if missing < 0:
             raise ValueError(f"the bags hold {self.ids.shape[0]} ids and cannot be padded to {num_ids}; raise num_ids.")
-        xp: Any = np if isinstance(self.ids, np.ndarray) else jnp
-        ids = xp.concatenate([self.ids, xp.full(missing, PAD_ID, self.ids.dtype)])
+        xp = _module_of(self.ids)
+        if isinstance(self.ids, Keys):
+            ids: Any = Keys(*(xp.concatenate([lane, xp.zeros(missing, lane.dtype)]) for lane in self.ids))
+        else:
+            ids = xp.concatenate([self.ids, xp.full(missing, PAD_ID, self.ids.dtype)])
         weights = None
         if self.weights is not None:
             weights = xp.concatenate([self.weights, xp.zeros(missing, self.weights.dtype)])
@@ -131,8 +136,15 @@ class Bags:
 
     def to_lists(self) -> list[list[int]]:
         """The ids of every bag, without padding."""
-        ids, offsets = np.asarray(self.ids), np.asarray(self.offsets)
-        return [[int(i) for i in ids[a:b] if i != PAD_ID] for a, b in itertools.pairwise(offsets)]
+        ids, offsets = self.ids, np.asarray(self.offsets)
+        is_id = np.asarray(ids.is_key if isinstance(ids, Keys) else ids != PAD_ID)
+        numbers = join_keys(ids.high, ids.low) if isinstance(ids, Keys) else np.asarray(ids)
+        return [[int(i) for i in numbers[a:b][is_id[a:b]]] for a, b in itertools.pairwise(offsets)]
+
+
+def _module_of(ids: Any) -> Any:
+    """numpy, or jax.numpy."""
+    return np if isinstance(jax.tree.leaves(ids)[0], np.ndarray) else jnp
 
 
 def _flat_ids(row: Any, position: int) -> np.ndarray:
@@ -154,7 +166,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
             return value
         ids, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         _check_weights_are_floats(weights)
-        if isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object:
+        if isinstance(ids, Keys) or (isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object):
             weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
         if isinstance(ids, (list, tuple, np.ndarray)):
@@ -179,7 +191,9 @@ def _check_weights_are_floats(weights: Any) -> None:
 
 
 def narrow_ids(ids: Any) -> Any:
-    """Ids as int32; an id that int32 cannot hold becomes one that no table has, never another valid one."""
+    """Ids as int32; an id that int32 cannot hold becomes one that no table has, never another valid one. Keys stay."""
+    if isinstance(ids, Keys):
+        return ids
     xp: Any = np if isinstance(ids, np.ndarray) else jnp
     if ids.dtype.itemsize > 2 and ids.dtype != np.int32:
         lowest = 0 if xp.issubdtype(ids.dtype, xp.unsignedinteger) else PAD_ID - 1
@@ -194,6 +208,8 @@ def is_traced(bags: Bags) -> bool:
 
 def check_ids_dtype(bags: Bags, *, feature: str) -> None:
     """Raises: TypeError: ids are not integers."""
+    if isinstance(bags.ids, Keys):
+        raise TypeError(f"feature {feature!r}: its table has no storage that takes Keys; give it rsembed.Hashed.")
     if not jnp.issubdtype(bags.ids.dtype, jnp.integer):
         raise TypeError(
             f"feature {feature!r}: ids must be integers, got {bags.ids.dtype}; convert them, or hash strings."
@@ -208,11 +224,8 @@ def check_values(
     Raises: ValueError: an id lies outside the table, offsets are not increasing, or a weight is not finite. The
       message names the feature, the bag, the value, the table and the way out.
     """
+    check_bags(bags, feature=feature)
     ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
-    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {offsets[:8].tolist()}...")
-    if offsets[-1] > ids.size:
-        raise ValueError(f"feature {feature!r}: the last offset is {int(offsets[-1])}, but there are {ids.size} ids.")
     used = ids[: offsets[-1]]
     bad = (used != PAD_ID) & ((used < 0) | (used >= vocabulary_size))
     if bad.any() and not allow_out_of_range:
@@ -223,10 +236,19 @@ def check_values(
             f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); enlarge the table, hash the "
             f"ids first, use {PAD_ID} for missing ids, or pass bounds_check='ignore' to drop and count them."
         )
+
+
+def check_bags(bags: Bags, *, feature: str) -> None:
+    """Checks all of concrete bags but their ids. Raises: ValueError: as `check_values`."""
+    offsets, num_ids = np.asarray(bags.offsets), bags.ids.shape[0]
+    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {offsets[:8].tolist()}...")
+    if offsets[-1] > num_ids:
+        raise ValueError(f"feature {feature!r}: the last offset is {int(offsets[-1])}, but there are {num_ids} ids.")
     if bags.weights is not None:
         weights = np.asarray(bags.weights)
-        if weights.shape != ids.shape:
-            raise ValueError(f"feature {feature!r}: {weights.size} weights for {ids.size} ids; give one per id.")
+        if weights.shape != (num_ids,):
+            raise ValueError(f"feature {feature!r}: {weights.size} weights for {num_ids} ids; give one per id.")
         finite = np.isfinite(weights[: offsets[-1]].astype(np.float32))
         if not finite.all():
             place = int(finite.argmin())

@@ -12,9 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rsembed.fingerprint import Fingerprint
+from rsembed.homes.hash_table import combine as combine_by_key
+from rsembed.intervals import check_within
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.optimizers.intervals import check_within
+from rsembed.keys import Keys
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -25,7 +27,8 @@ class RowGradients:
 
     Args:
       rows: distinct row numbers in ascending order; `NO_ROW` marks unused places at the end. On a mesh, this is true of
-        the part of every device.
+        the part of every device. Of a table with keys uint32 `[capacity, 3]`: the upper and lower half of each key, and
+        how often it occurred, 0 in unused places.
       values: float32 gradient of each row; zeros in unused places.
       num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
       shardings: on a mesh, how rows and values of each stack are split, as sorted `(stack, rows, values)`.
@@ -42,10 +45,19 @@ class RowGradients:
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
         """Number of distinct rows with a gradient, per stack."""
-        return {name: jnp.sum(rows != NO_ROW) for name, rows in self.rows.items()}
+        return {
+            name: jnp.sum(rows != NO_ROW) if rows.ndim == 1 else jnp.sum(rows[:, 2] > 0)
+            for name, rows in self.rows.items()
+        }
 
     def to_dense(self) -> dict[str, Float[Array, "rows dim"]]:
-        """Gradients as large as the tables, in the order of the state's arrays; for tests and small models."""
+        """Gradients as large as the tables, in the order of the state's arrays; for tests and small models.
+
+        Raises: NotImplementedError: a table has keys, whose number is not known.
+        """
+        keyed = [name for name, rows in self.rows.items() if rows.ndim > 1]
+        if keyed:
+            raise NotImplementedError(f"gradients of tables {keyed} belong to keys of 64 bits; read rows and values.")
         return {
             name: jnp.zeros((rows, self.values[name].shape[-1])).at[self.rows[name]].add(self.values[name], mode="drop")
             for name, rows in self.num_rows
@@ -123,7 +135,7 @@ def _combine_stack(
         return _combined(num_rows, num_rows, parts)
     bound = split[0].shard_shape((num_rows,))[0]  # rows of one device
     specs = tuple(sharding.spec for sharding in split)
-    behind = [tuple(PartitionSpec(*[None] * (rows.ndim - 1), *spec) for spec in specs) for rows, _ in parts]
+    behind = [tuple(PartitionSpec(*[None] * (values.ndim - 2), *spec) for spec in specs) for _, values in parts]
     combine_share = jax.shard_map(
         partial(_combined, num_rows, bound), mesh=split[0].mesh, in_specs=(behind,), out_specs=specs, check_vma=False
     )
@@ -131,7 +143,11 @@ def _combine_stack(
 
 
 def _combined(num_rows: int, bound: int, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
     flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
+    if parts[0][0].dtype == jnp.uint32:
+        lanes = jnp.concatenate([rows.reshape(-1, 3) for rows, _ in parts])
+        keys, occurrences = Keys(lanes[:, 0], lanes[:, 1], lanes[:, 2] > 0), lanes[:, 2]
+        return combine_by_key(keys, occurrences, jnp.concatenate(flat_values))
+    segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
     rows, values = api.row_gradients(num_rows, segments, flat_values)
     return rows[:bound], values[:bound]

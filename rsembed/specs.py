@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, no_type_check
+from typing import Any, ClassVar, Literal, Protocol, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec
+from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec
 
 DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
 Combiner = Literal["sum", "mean", "sqrtn", "none"]
@@ -102,37 +101,24 @@ class StackedTableSpec:
         return dataclasses.replace(self, **changes)
 
 
-class RowStorage(Protocol):
-    """What a table is made of, where it is not an array of rows: hashable, and found in `TableSpec(storage=...)`.
+class Storage(Protocol):
+    """What declares how the rows of a table are kept, where that is no array of them: `TableSpec(storage=...)`.
 
-    `params` is any pytree; all functions are traced. Rows outside the table read as zeros and are not stepped.
+    Frozen and hashable. `rsembed.homes.Home` says what the engine asks of it beside this.
+
+    Attributes:
+      placements: how a mesh may place it, the first being the default: `row`, each key with one owner, or `replicated`.
+      takes_keys: ids are keys of 64 bits, and `vocabulary_size` says how many of them there is room for.
     """
+
+    placements: ClassVar[tuple[str, ...]]
+    takes_keys: ClassVar[bool]
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
 
-    def init(self, key: PRNGKeyArray, table: TableSpec) -> Any:
-        """The initial `params`."""
-
-    def init_slots(self, params: Any, table: TableSpec) -> Any:
-        """The optimizer's state beside them."""
-
-    def fetch(self, params: Any, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        """Rows, float32."""
-
-    def step(
-        self,
-        params: Any,
-        slots: Any,
-        rows: Int[Array, " capacity"],
-        gradients: Float[Array, "capacity dim"],
-        hyper: Hyperparameters,
-        table: TableSpec,
-    ) -> tuple[Any, Any]:
-        """One step of the table's optimizer with the gradients of distinct rows: new `params` and slots."""
-
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Numbers kept in `params` and in the slots."""
+        """Numbers kept in place of rows, and beside them for the optimizer."""
 
 
 @no_type_check  # wrong values are refused by name in __post_init__
@@ -154,7 +140,7 @@ class TableSpec:
       quantization_config: rounds rows at lookup.
       dtype: `float32`, `bfloat16` or `float16`; sums and optimizers compute in float32 all the same.
       stochastic_rounding: round updated rows of a 16-bit table up or down at random, without bias.
-      storage: what the table is made of, such as `rsembed.tt.TensorTrain`; None keeps an array of rows.
+      storage: what keeps the rows, such as `rsembed.Hashed` or `rsembed.tt.TensorTrain`; None is an array of them.
 
     Once a stacking function has placed the table, its public fields can no longer be set.
     """
@@ -172,7 +158,7 @@ class TableSpec:
     # The plan's printout shows these two; the spec prints as the published system's does.
     dtype: str = dataclasses.field(default="float32", repr=False)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False)
-    storage: RowStorage | None = dataclasses.field(default=None, repr=False)
+    storage: Storage | None = dataclasses.field(default=None, repr=False)
     _stacked_table_spec: StackedTableSpec | None = dataclasses.field(default=None, init=False)
     _setting_in_stack: TableSettingInStack = dataclasses.field(init=False)
 

@@ -70,6 +70,19 @@ class Devices:
         # Not device_put, which knows only devices of this process.
         return jax.jit(_same, out_shardings=self.sharding(partition))(tree)
 
+    def place_from_host(self, tree: Any, partition: PartitionSpec) -> Any:
+        """Whole arrays of numpy, equal in every process, laid out as `partition` says; JAX's stay where they are."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, tree)
+        sharding = self.sharding(partition)
+
+        def placed(leaf: Any) -> jax.Array:
+            if isinstance(leaf, jax.Array):
+                return leaf
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+        return jax.tree.map(placed, tree)
+
     def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` of what one device holds, as a function of global arrays."""
         if self.mesh is None:

@@ -20,10 +20,12 @@ from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, EmbeddingState, LookupStatistics, Traffic
+from rsembed.collection.stored_rows import StoredRows
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
+from rsembed.keys import as_keys, num_invalid
 from rsembed.row_gradients import RowGradients
 from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
@@ -119,12 +121,24 @@ class EmbeddingCollection:
         everywhere, split = PartitionSpec(), self.devices.split
         state = {name: stack.partition for name, stack in self._stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in self._stacks.items()}
-        on_each = self.devices.on_each
+        # Homes other than arrays of rows work in loops, which must be one program.
+        on_each = self._in_one_program if self._has_storages else self.devices.on_each
         self._init = jax.jit(on_each(self._init_stacks, everywhere, (state, state)))
-        self._lookup = on_each(self._lookup_stacks, (state, split), (split, everywhere))
+        lookup, look_ahead = (partial(self._lookup_stacks, train=train) for train in (False, True))
+        self._lookup = on_each(lookup, (state, split), (split, everywhere))
+        self._look_ahead = (
+            on_each(look_ahead, (state, split), (split, everywhere)) if self._has_storages else self._lookup
+        )
         self._row_gradients = on_each(self._row_gradients_of_stacks, (split, split), gradients)
         self._apply = on_each(self._apply_stacks, (state, state, gradients, everywhere), (state, state))
         self._update = on_each(self._update_stacks, (state, state, split, split, everywhere), (state, state))
+
+    @property
+    def _has_storages(self) -> bool:
+        return any(table.storage is not None for table in self.table_specs.values())
+
+    def _in_one_program(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.jit(self.devices.on_each(function, in_specs, out_specs))
 
     # Pickled for the workers of an input pipeline
 
@@ -235,14 +249,28 @@ class EmbeddingCollection:
             )
 
     def tables(self, state: EmbeddingState) -> dict[str, Float[Array, "vocabulary dim"]]:
-        """The logical tables by name (copies; on a mesh, every device gets one)."""
+        """The logical tables by name (copies; on a mesh, every device gets one).
+
+        Of a table with keys, a dictionary of numpy arrays: `keys` in ascending order, their `values`, one `slot_<name>`
+        per slot, `last_step`, `count`, and what else belongs to them.
+        """
         self.check_state(state, parts=["tables"])
         result = {}
         for name, stack in self._stacks.items():
+            if isinstance(stack, StoredRows) and stack.home.takes_keys:
+                result[name] = stack.home.rows(state.tables[name], state.slots[name], stack.table, stack.num_shards)
+                continue
             dense = self.devices.place(stack.dense(state.tables[name]), PartitionSpec())
             for table in stack.layout.stack.tables:
                 result[table.name] = dense[stack.layout.all_rows(table.name, table.rows)]
         return result
+
+    def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
+        """By table with a storage that counts: what happened on each device so far, such as new keys and failures."""
+        self.check_state(state, parts=["tables"])
+        stored = {name: stack for name, stack in self._stacks.items() if isinstance(stack, StoredRows)}
+        found = {name: stack.home.counts(state.tables[name], stack.num_shards) for name, stack in stored.items()}
+        return {name: counts for name, counts in found.items() if counts}
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:
         """The optimizer state of every logical table (copies), in the named tuple of its optimizer."""
@@ -261,28 +289,29 @@ class EmbeddingCollection:
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 
-        Raises: ValueError: a table is unknown or has another shape. NotImplementedError: it has a storage.
+        A table with keys takes what `tables` returns of it, of which only `keys` and `values` are needed; rows of other
+        keys stay, and slots that are left out start anew.
+
+        Raises: ValueError: a table is unknown or has another shape. NotImplementedError: its storage takes no rows.
         """
         self.check_state(state)
-        replaced = dict(state.tables)
+        replaced, slots = dict(state.tables), dict(state.slots)
         for table_name, values in tables.items():
             if table_name not in self.table_specs:
                 raise ValueError(f"unknown table {table_name!r}; the collection has {list(self.table_specs)}.")
-            spec = self.table_specs[table_name]
-            if spec.storage is not None:
-                raise NotImplementedError(
-                    f"table {table_name!r} is kept as {spec.storage}, which cannot take any rows; replace what "
-                    "state.tables holds for it."
-                )
+            spec, stack = self.table_specs[table_name], self._stacks[self.plan.table(table_name)[0].name]
+            if isinstance(stack, StoredRows):
+                params = stack.with_rows(state.tables[table_name], state.slots[table_name], values)
+                replaced[table_name], slots[table_name] = params
+                continue
             shape = (spec.vocabulary_size, spec.embedding_dim)
             if np.shape(values) != shape:
                 raise ValueError(f"table {table_name!r} has shape {shape}, the new values {np.shape(values)}.")
-            stack = self._stacks[self.plan.table(table_name)[0].name]
             name, rows = stack.layout.stack.name, stack.layout.all_rows(table_name, spec.vocabulary_size)
             whole = self.devices.place(replaced[name], PartitionSpec())
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
             replaced[name] = self.devices.place(whole, stack.partition)
-        return state._replace(tables=replaced)
+        return state._replace(tables=replaced, slots=slots)
 
     # Forward
 
@@ -321,7 +350,7 @@ class EmbeddingCollection:
     def _note_sizes(self, batch: Batch) -> None:
         """Says once that a step is compiled again and again."""
         leaves = jax.tree.leaves(batch)
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if not _is_traced(leaves):
             return
         sizes = tuple(leaf.shape for leaf in leaves)
         if sizes in self._traced_sizes:
@@ -334,12 +363,12 @@ class EmbeddingCollection:
                 MANY_SIZES,
             )
 
-    def _lookup_stacks(self, tables: Any, batch: Batch) -> tuple[Activations, LookupStatistics]:
+    def _lookup_stacks(self, tables: Any, batch: Batch, *, train: bool) -> tuple[Activations, LookupStatistics]:
         bags = _as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
         for name, stack in self._stacks.items():
-            outputs, traffic[name] = stack.lookup(tables[name], bags)
+            outputs, traffic[name] = stack.lookup(tables[name], bags, train=train)
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
         activations = {name: activations[name] for name in self.features}
@@ -349,8 +378,13 @@ class EmbeddingCollection:
     def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
         num_ids, num_out_of_range = {}, {}
         for name, own in bags.items():
+            table = self.features[name].table_spec
             used = jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1]
-            inside = (own.ids >= 0) & (own.ids < self.features[name].table_spec.vocabulary_size)
+            if table.storage is not None and table.storage.takes_keys:
+                keys = as_keys(own.ids)
+                num_ids[name], num_out_of_range[name] = jnp.sum(used & keys.is_key), num_invalid(keys)
+                continue
+            inside = (own.ids >= 0) & (own.ids < table.vocabulary_size)
             num_ids[name] = jnp.sum(used & inside)
             num_out_of_range[name] = jnp.sum(used & ~inside & (own.ids != PAD_ID))
         return num_ids, num_out_of_range
@@ -375,7 +409,9 @@ class EmbeddingCollection:
             num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
             return RowGradients(rows, values, num_rows, self._gradient_shardings(), self.layout)
 
-        return self.lookup(state, batch), pullback
+        self.check_state(state, parts=["tables"])
+        self._note_sizes(batch)
+        return self._look_ahead(state.tables, batch)[0], pullback
 
     def _gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
         if self.devices.mesh is None:
@@ -440,17 +476,24 @@ class EmbeddingCollection:
             rule, rounding = stack.spec.optimizer, None
             if stack.tables[0].stochastic_rounding:
                 rounding = api.stochastic_rounding(table_key(jax.random.fold_in(state.key, state.step), stack.name))
-            steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding)
+            steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding, state.step)
         tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
+        for name, stack in self._stacks.items():
+            if isinstance(stack, StoredRows) and not _is_traced(tables[name]):
+                stack.home.check_step(state.tables[name], tables[name], stack.table)
         return EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
 
 
 # Made by `_compile` from all else, and nothing that pickle knows.
-_COMPILED = ("_init", "_lookup", "_row_gradients", "_apply", "_update", "template")
+_COMPILED = ("_init", "_lookup", "_look_ahead", "_row_gradients", "_apply", "_update", "template")
 
 
 def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def _as_bags(batch: Batch) -> dict[str, Bags]:

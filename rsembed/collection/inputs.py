@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from rsembed.bags import PAD_ID, Bags, as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
+from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_values, is_traced, narrow_ids
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
+from rsembed.keys import Keys, checked_keys
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.specs import FeatureSpec
 
@@ -50,7 +51,13 @@ def prepare(
 
 
 def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
-    bags = as_bags(value, feature=feature.name)
+    bags, storage = as_bags(value, feature=feature.name), feature.table_spec.storage
+    if storage is not None and storage.takes_keys:
+        if not _is_unknown(bags):
+            check_bags(bags, feature=feature.name)
+        return dataclasses.replace(
+            bags, ids=checked_keys(bags.ids, storage.key_dtype, feature=f"feature {feature.name!r}")
+        )
     check_ids_dtype(bags, feature=feature.name)
     if not _is_unknown(bags):
         check_values(
@@ -89,7 +96,7 @@ def _power_of_two(count: int) -> int:
 def _as_arrays(bags: Bags) -> Bags:
     return dataclasses.replace(
         bags,
-        ids=jnp.asarray(narrow_ids(bags.ids)),
+        ids=jax.tree.map(jnp.asarray, narrow_ids(bags.ids)),
         offsets=jnp.asarray(bags.offsets).astype(jnp.int32),
         weights=None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32),
     )
@@ -142,11 +149,11 @@ def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
 def _split(bags: Bags, width: int, devices: Devices) -> Any:
     """The padded array (and weights) of a feature, split by sample."""
     ids, weights = padded(bags, width)
-    arrays = (ids,) if weights is None else (ids, weights)
-    if not _is_unknown(bags):
-        sharding = devices.sharding(devices.split)
-        arrays = tuple(jax.make_array_from_process_local_data(sharding, np.asarray(array)) for array in arrays)
-    return arrays[0] if weights is None else arrays
+    arrays = ids if weights is None else (ids, weights)
+    if _is_unknown(bags):
+        return arrays
+    sharding = devices.sharding(devices.split)
+    return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, np.asarray(array)), arrays)
 
 
 def padded(bags: Bags, width: int) -> tuple[Any, Any]:
@@ -166,7 +173,8 @@ def padded(bags: Bags, width: int) -> tuple[Any, Any]:
         dense[is_used] = np.asarray(values)[: offsets[-1]]
         return dense
 
-    return spread(ids, PAD_ID), None if weights is None else spread(weights, 0.0)
+    spread_ids = Keys(*(spread(lane, 0) for lane in ids)) if isinstance(ids, Keys) else spread(ids, PAD_ID)
+    return spread_ids, None if weights is None else spread(weights, 0.0)
 
 
 def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -> None:

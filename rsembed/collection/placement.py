@@ -8,25 +8,32 @@ from typing import Any, Literal
 from rsembed.collection.devices import Devices
 from rsembed.collection.layout import RowLayout
 from rsembed.collection.row_shards import RowShards
-from rsembed.collection.whole_rows import StoredTable, WholeRows
+from rsembed.collection.stored_rows import StoredRows
+from rsembed.collection.whole_rows import WholeRows
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 
 Placement = Literal["row", "table", "column", "replicated"]
 PLACEMENTS: tuple[Placement, ...] = ("row", "table", "column", "replicated")
-Stack = WholeRows | RowShards | StoredTable
+Stack = WholeRows | RowShards | StoredRows
 
 
 def placement_of_tables(
     tables: Mapping[str, TableSpec], devices: Devices, placement: str | Mapping[str, str] | None
 ) -> dict[str, str]:
-    """The placement of every table; a table with a storage is always replicated.
+    """The placement of every table; one with a storage has the first that this knows, unless another is asked for.
 
-    Raises: ValueError: a placement or table is unknown, a storage is to be split, or there is no mesh.
+    Raises: ValueError: a placement or table is unknown, a storage does not know its own, or there is no mesh.
     """
     if placement is not None and devices.mesh is None:
         raise ValueError(f"placement={placement!r} needs a mesh; pass mesh=jax.make_mesh(...).")
-    given = dict.fromkeys(tables, placement or "row") if not isinstance(placement, Mapping) else dict(placement)
+    given = dict(placement) if isinstance(placement, Mapping) else {}
+    if isinstance(placement, str):  # what a storage cannot do is an error only where its table is named
+        known = {
+            name: PLACEMENTS if table.storage is None else table.storage.placements for name, table in tables.items()
+        }
+        is_known = placement.removesuffix("_wise") in PLACEMENTS
+        given = {name: placement for name in tables if not is_known or placement.removesuffix("_wise") in known[name]}
     unknown = sorted(set(given) - set(tables))
     if unknown:
         raise ValueError(f"placement names unknown tables {unknown}; the collection has {sorted(tables)}.")
@@ -34,15 +41,14 @@ def placement_of_tables(
     for name, kind in given.items():
         if kind not in PLACEMENTS:
             raise ValueError(f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}.")
-        if isinstance(placement, Mapping) and tables[name].storage is not None and kind != "replicated":
+        storage = tables[name].storage
+        if storage is not None and kind not in storage.placements:
             raise ValueError(
-                f"table {name!r} is kept as {tables[name].storage}, which cannot be placed {kind!r}; every device has "
-                "a copy: leave it out of placement."
+                f"table {name!r} is kept as {storage}, which cannot be placed {kind!r}, only "
+                f"{' or '.join(map(repr, storage.placements))}; leave it out of placement."
             )
-    return {
-        name: "replicated" if table.storage is not None or devices.mesh is None else given.get(name, "row")
-        for name, table in tables.items()
-    }
+    default = {name: "row" if table.storage is None else table.storage.placements[0] for name, table in tables.items()}
+    return {name: "replicated" if devices.mesh is None else given.get(name, default[name]) for name in tables}
 
 
 def plan_placed(features: Any, placements: Mapping[str, str]) -> StackingPlan:
@@ -71,7 +77,9 @@ def make_stacks(
         table = tables[stack.tables[0].name]
         placement, whole = placements[table.name], RowLayout.whole(stack)
         if table.storage is not None:
-            return StoredTable(whole, devices, table, table.storage, implementation)
+            is_split = placement == "row" and devices.num_devices > 1
+            layout = RowLayout.row_wise(stack, devices.num_devices) if is_split else whole
+            return StoredRows(layout, devices, table, is_split, exchange_capacity, implementation)
         if placement in ("column", "replicated"):
             return WholeRows(whole, devices, placement == "column", implementation)
         layout = (

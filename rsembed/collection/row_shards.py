@@ -64,8 +64,9 @@ class RowShards:
         """The table as an array of rows."""
         return table
 
-    def lookup(self, table: Array, bags: Mapping[str, Bags]) -> tuple[Sequence[Array], Traffic]:
+    def lookup(self, table: Array, bags: Mapping[str, Bags], *, train: bool) -> tuple[Sequence[Array], Traffic]:
         """Pooled rows of this device's samples, one array per feature of the stack."""
+        del train
         segments = self.layout.segments(bags)
         wanted = self._distinct(segments)
         capacity = self._capacity(wanted)

@@ -1,10 +1,9 @@
-"""Stacks that lie whole on every device: on one device, replicated over a mesh, or split by column; storages, too."""
+"""Stacks that lie whole on every device: on one device, replicated over a mesh, or split by column."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -13,11 +12,10 @@ from jaxtyping import Array, PRNGKeyArray
 from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.initial_state import initial_shard
-from rsembed.collection.layout import RowLayout, read_from
+from rsembed.collection.layout import RowLayout
 from rsembed.collection.state import Traffic
-from rsembed.initial_values import table_key
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import Segment, Step
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 
@@ -73,8 +71,9 @@ class WholeRows:
         """The table as an array of rows."""
         return table
 
-    def lookup(self, table: Array, bags: Mapping[str, Bags]) -> tuple[Sequence[Array], Traffic]:
+    def lookup(self, table: Array, bags: Mapping[str, Bags], *, train: bool) -> tuple[Sequence[Array], Traffic]:
         """Pooled rows of this device's samples, one array per feature of the stack."""
+        del train
         segments = self.layout.segments(bags)
         if self.splits_columns:
             num_values = sum(s.rows.size * (1 if s.weights is None else 2) for s in segments)
@@ -111,62 +110,3 @@ class WholeRows:
         return api.update(
             table, slots, *batch, step.hyper, step.rule, rounding=step.rounding, implementation=self.implementation
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTable:
-    """A table that is no array of rows, such as a tensor train: rows are made for a batch and pooled from there.
-
-    On a mesh, every device has a copy, and steps it with the gradients of the global batch.
-    """
-
-    layout: RowLayout
-    devices: Devices
-    table: TableSpec
-    storage: Any  # a RowStorage, which is a protocol and cannot be checked
-    implementation: str | None = None
-
-    @property
-    def partition(self) -> PartitionSpec:
-        """How parameters and slots are split: not at all."""
-        return PartitionSpec()
-
-    @property
-    def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """How rows and values of `RowGradients` are split: not at all."""
-        return PartitionSpec(), PartitionSpec()
-
-    def init(self, key: PRNGKeyArray, specs: Mapping[str, TableSpec]) -> tuple[Any, Any]:
-        """Parameters and slots."""
-        del specs
-        params = self.storage.init(table_key(key, self.table.name), self.table)
-        return params, self.storage.init_slots(params, self.table)
-
-    def dense(self, params: Any) -> Array:
-        """The table as an array of rows."""
-        return self.storage.fetch(params, jnp.arange(self.table.vocabulary_size, dtype=jnp.int32), self.table)
-
-    def lookup(self, params: Any, bags: Mapping[str, Bags]) -> tuple[Sequence[Array], Traffic]:
-        """Pooled rows of this device's samples, one array per feature."""
-        segments, quantization = self.layout.segments(bags), self.table.quantization_config
-        rows = jnp.concatenate([segment.rows for segment in segments])
-        entries = read_from(jnp.where(rows == NO_ROW, NO_ROW, jnp.arange(rows.shape[0], dtype=jnp.int32)), segments)
-        vectors = self.storage.fetch(params, rows, self.table)
-        outputs = api.lookup(vectors, entries, quantization=quantization, implementation=self.implementation)
-        return outputs, Traffic.of(0, 0)
-
-    def row_gradients(self, bags: Mapping[str, Bags], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
-        """Distinct rows of the global batch and their gradients."""
-        segments = self.devices.gather_segments(self.layout.segments(bags))
-        d_outputs = [self.devices.gather(d_output) for d_output in d_outputs]
-        return api.row_gradients(self.table.vocabulary_size, segments, d_outputs, implementation=self.implementation)
-
-    def apply(self, params: Any, slots: Any, rows: Array, values: Array, step: Step) -> tuple[Any, Any]:
-        """One step with the gradients of distinct rows."""
-        return self.storage.step(params, slots, rows, values, step.hyper, self.table)
-
-    def update(
-        self, params: Any, slots: Any, bags: Mapping[str, Bags], d_outputs: Sequence[Array], step: Step
-    ) -> tuple[Any, Any]:
-        """Row gradients, then the step."""
-        return self.apply(params, slots, *self.row_gradients(bags, d_outputs), step)

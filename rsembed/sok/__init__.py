@@ -1,11 +1,13 @@
 """Model-parallel and dynamic tables: the Sparse Operation Kit, on JAX's own distributed runtime."""
 
+from rsembed.homes.hashed_rows import DynamicTableSpec as DynamicTableSpec
+from rsembed.keys import Keys as Keys
+from rsembed.keys import split_keys as split_keys
 from rsembed.sok import optimizers as optimizers
 from rsembed.sok.dump import assign_rows as assign_rows
 from rsembed.sok.dump import dump as dump
 from rsembed.sok.dump import export_rows as export_rows
 from rsembed.sok.dump import load as load
-from rsembed.sok.dynamic_table import DynamicTableSpec as DynamicTableSpec
 from rsembed.sok.groups import EmbeddingColumn as EmbeddingColumn
 from rsembed.sok.groups import embedding_column as embedding_column
 from rsembed.sok.groups import group_embedding_column_scope as group_embedding_column_scope
@@ -15,8 +17,6 @@ from rsembed.sok.groups import input_layer as input_layer
 from rsembed.sok.groups import input_layer_vjp as input_layer_vjp
 from rsembed.sok.initialize import Context as Context
 from rsembed.sok.initialize import Init as Init
-from rsembed.sok.keys import Keys as Keys
-from rsembed.sok.keys import split_keys as split_keys
 from rsembed.sok.layers import All2AllDenseEmbedding as All2AllDenseEmbedding
 from rsembed.sok.layers import DistributedEmbedding as DistributedEmbedding
 from rsembed.sok.variables import Backward as Backward

@@ -14,9 +14,9 @@ from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from rsembed import checkpoint
+from rsembed.homes.logical_rows import array_names, export, import_rows
+from rsembed.keys import owners, split_keys
 from rsembed.sok import static_table
-from rsembed.sok.export import array_names, export, import_rows
-from rsembed.sok.keys import owners, split_keys
 from rsembed.sok.sharded_table import ShardedTable, TableState
 from rsembed.sok.variables import EmbeddingVariable, grown, state_of
 

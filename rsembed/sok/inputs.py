@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from rsembed.bags import PAD_ID, Bags, as_bags
+from rsembed.keys import Keys, check_fits, split_keys, without_beyond
 from rsembed.parallel.agreement import is_global
-from rsembed.sok.keys import Keys, check_fits, split_keys, without_beyond
 from rsembed.sok.sharded_table import KeyBags, ShardedTable
 from rsembed.specs import Combiner
 

@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rsembed.keys import Keys
 from rsembed.parallel import Agreement
 from rsembed.sok.inputs import checked_combiner, read_keys, shape_in_words, widened
-from rsembed.sok.keys import Keys
 from rsembed.sok.sharded_table import KeyBags
 from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
 from rsembed.specs import Combiner

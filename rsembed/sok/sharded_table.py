@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.fingerprint import Fingerprint
+from rsembed.homes import hashed_rows
+from rsembed.homes.hashed_rows import Counters, DynamicTable, DynamicTableSpec
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.keys import Keys, num_invalid, owners
 from rsembed.parallel import Wanted, ask, default_capacity, distinct
-from rsembed.sok import dynamic_table, static_table
-from rsembed.sok.dynamic_table import Counters, DynamicTable, DynamicTableSpec
+from rsembed.sok import static_table
 from rsembed.sok.initialize import Context
-from rsembed.sok.keys import Keys, num_invalid, owners
 from rsembed.sok.optimizers import Adam
 from rsembed.specs import Combiner
 
@@ -55,7 +56,7 @@ class ShardedTable:
 
         def on_device(key: PRNGKeyArray) -> DynamicTable:
             if self.use_hashtable:
-                return dynamic_table.init(self.spec, key)
+                return hashed_rows.init(self.spec, key)
             return static_table.init(self.spec, key, jax.lax.axis_index(context.axis), context.num_devices)
 
         return TableState(context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32), self.layout)
@@ -212,16 +213,16 @@ def _look_up(
         if table.use_hashtable:
             order = _in_order_of_occurrence(first_of, num_devices)
             asked, counts = jax.tree.map(lambda x: x[order], (asked, counts))
-            shard, rows = dynamic_table.translate(table.spec, shard, asked, step, train=train, occurrences=counts)
+            shard, rows = hashed_rows.translate(table.spec, shard, asked, step, train=train, occurrences=counts)
             rows = jnp.zeros_like(rows).at[order].set(rows)
         else:
             shard, rows = static_table.translate(shard, asked, num_devices)
-        return shard, (rows, dynamic_table.read(shard, rows))
+        return shard, (rows, hashed_rows.read(shard, rows))
 
     own_keys, exchange = Keys(wanted.lanes[0], wanted.lanes[1], exists), _exchange(table, wanted)
     if train and table.use_hashtable and table.spec.when_full == "evict":
         # What a later round asks for must not make room in an earlier one.
-        shard, _, _ = exchange(own_keys, lambda shard, asked: (dynamic_table.hold(shard, asked, step), None), shard)
+        shard, _, _ = exchange(own_keys, lambda shard, asked: (hashed_rows.hold(shard, asked, step), None), shard)
     shard, (rows, vectors), _ = exchange((own_keys, wanted.first_of, counts), answer, shard)
     outputs = api.lookup(vectors, _segments(wanted, features))
     return shard, outputs, Trip(wanted, jnp.where(exists, rows, NO_ROW), features)
@@ -243,12 +244,12 @@ def _step(table: ShardedTable, state: TableState, trip: Trip, d_outputs: Sequenc
 
     def step_rows(shard: DynamicTable, arrived: tuple[Array, Keys, Array]) -> tuple[DynamicTable, None]:
         rows, keys, gradients = arrived
-        shard, rows = dynamic_table.still_theirs(shard, rows, keys)
-        return dynamic_table.step(spec, shard, rows, gradients, hyper), None
+        shard, rows = hashed_rows.still_theirs(shard, rows, keys)
+        return hashed_rows.step(spec, shard, rows, gradients, hyper), None
 
     def add_up(state: tuple[DynamicTable, Array], arrived: tuple[Array, Keys, Array]) -> tuple[Any, None]:
         (shard, sums), (rows, keys, gradients) = state, arrived
-        shard, rows = dynamic_table.still_theirs(shard, rows, keys)
+        shard, rows = hashed_rows.still_theirs(shard, rows, keys)
         return (shard, sums.at[rows].add(gradients, mode="drop")), None
 
     exchange, shard = _exchange(table, wanted), state.shards
@@ -257,7 +258,7 @@ def _step(table: ShardedTable, state: TableState, trip: Trip, d_outputs: Sequenc
         return exchange(payload, step_rows, shard)[0]
     # A rule that moves all rows must run once, not once a round: first everything is brought together.
     shard, sums = exchange(payload, add_up, (shard, jnp.zeros(shard.rows.shape, jnp.float32)))[0]
-    return dynamic_table.step(spec, shard, jnp.arange(sums.shape[0], dtype=jnp.int32), sums, hyper)
+    return hashed_rows.step(spec, shard, jnp.arange(sums.shape[0], dtype=jnp.int32), sums, hyper)
 
 
 def _exchange(table: ShardedTable, wanted: Wanted) -> Callable[..., Any]:

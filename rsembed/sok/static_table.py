@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray, UInt32
 
-from rsembed.initial_values import table_key
-from rsembed.kernels.contract import NO_ROW
-from rsembed.sok.dynamic_table import (
+from rsembed.homes.hashed_rows import (
     INITIAL_BLOCK,
     Counters,
     DynamicTable,
@@ -20,7 +18,9 @@ from rsembed.sok.dynamic_table import (
     allocate,
     initial_values,
 )
-from rsembed.sok.keys import Keys, local_rows
+from rsembed.initial_values import table_key
+from rsembed.kernels.contract import NO_ROW
+from rsembed.keys import Keys, local_rows
 
 INIT_BLOCK_VALUES = 1 << 20
 

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 from rsembed.fingerprint import check_same
+from rsembed.homes import hashed_rows
+from rsembed.homes.hashed_rows import DynamicTableSpec, numbers_of
+from rsembed.homes.home import on_host
 from rsembed.kernels.contract import NO_ROW
+from rsembed.keys import join_keys
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
-from rsembed.sok import dynamic_table, sharded_table
-from rsembed.sok.dynamic_table import DynamicTableSpec
+from rsembed.sok import sharded_table
 from rsembed.sok.initialize import Context, current_context
-from rsembed.sok.keys import join_keys
 from rsembed.sok.sharded_table import KeyBags, ShardedTable, TableState, Trip
 
 _look_up = jax.jit(sharded_table.look_up, static_argnums=0, static_argnames="train", donate_argnums=1)
@@ -30,7 +31,7 @@ _evaluate = jax.jit(sharded_table.evaluate, static_argnums=0)
 _update = jax.jit(sharded_table.update, static_argnums=0, donate_argnums=1)
 
 NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
-    "uniform": dynamic_table.uniform_initializer,
+    "uniform": hashed_rows.uniform_initializer,
     "normal": lambda key, shape: 0.05 * jax.random.normal(key, shape, jnp.float32),
     "zeros": jax.nn.initializers.zeros,
     "ones": jax.nn.initializers.ones,
@@ -54,13 +55,10 @@ class EmbeddingVariable(nnx.Variable):
 
         Evaluation under a transformation that the variable is not an argument of counts nothing.
         """
-        shards, num_devices = self.get_value().shards, self.table.context.num_devices
-        num_free = np.zeros(num_devices, int) if shards.keys is None else on_host(shards.keys.num_free)
-        numbers = {name: _numbers(lanes) for name, lanes in shards.counters._asdict().items() if lanes is not None}
-        return {"rows": shards.rows.shape[0] // num_devices - num_free} | numbers
+        return hashed_rows.counts(self.get_value().shards, self.table.context.num_devices)
 
     def evict_older(self) -> None:
-        """Frees the rows of keys that were not trained for `steps_to_live` steps; see `dynamic_table.evict_older`."""
+        """Frees the rows of keys that were not trained for `steps_to_live` steps; see `hashed_rows.evict_older`."""
         self.set_value(_evict_older(self.table, state_of(self)))
 
     def grow(self, rows_per_device: int) -> None:
@@ -87,28 +85,15 @@ def state_of(variable: EmbeddingVariable) -> TableState:
     return state
 
 
-def on_host(array: Any) -> np.ndarray:
-    """A global array as one of numpy, in every process."""
-    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-def _numbers(lanes: Array) -> np.ndarray:
-    """A counter of every device, int64."""
-    high, low = on_host(lanes).astype(np.int64).T
-    return (high << 32) + low
-
-
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _evict_older(table: ShardedTable, state: TableState) -> TableState:
-    return table.on_shards(lambda shard, step: dynamic_table.evict_older(table.spec, shard, step), state)
+    return table.on_shards(lambda shard, step: hashed_rows.evict_older(table.spec, shard, step), state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def grown(table: ShardedTable, state: TableState, capacity: int) -> TableState:
     """The state with room for `capacity` rows on every device."""
-    return table.on_shards(lambda shard, step: dynamic_table.grow(table.spec, shard, capacity), state)
+    return table.on_shards(lambda shard, step: hashed_rows.grow(table.spec, shard, capacity), state)
 
 
 def embedding_variable(
@@ -303,7 +288,7 @@ def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None
     if num_free >= sum(feature.keys.is_key.size for feature in features):
         return
     ((counters, _, _),) = _evaluate((table,), [state], [features])
-    num_new = _numbers(counters.unknown) - _numbers(state.shards.counters.unknown)
+    num_new = numbers_of(counters.unknown) - numbers_of(state.shards.counters.unknown)
     if num_new.max() > num_free:
         old = state.shards.rows.shape[0] // table.context.num_devices
         variable.grow(max(2 * old, old - num_free + int(num_new.max())))
@@ -312,7 +297,7 @@ def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None
 def _num_failed(variable: EmbeddingVariable) -> int:
     if not variable.table.use_hashtable or variable.table.spec.when_full == "zero":
         return 0  # nobody asks, so that nobody waits for the device either
-    return int(_numbers(variable.get_value().shards.counters.failed).sum())
+    return int(numbers_of(variable.get_value().shards.counters.failed).sum())
 
 
 def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.optimizers import Hyperparameters
+from rsembed.homes.home import Home
+from rsembed.initial_values import table_key
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.keys import Keys
 from rsembed.specs import TableSpec
 from rsembed.tt.chain import Cores
 from rsembed.tt.cores import rows as rows_of
@@ -19,7 +24,7 @@ from rsembed.tt.spec import TTSpec
 
 @no_type_check  # sequences become tuples in __post_init__
 @dataclasses.dataclass(frozen=True)
-class TensorTrain:
+class TensorTrain(Home):
     """Keeps a table as tensor-train cores, at a small part of its bytes.
 
     A row is made when it is looked up. Its gradient is spread over one slice per core, and the table's optimizer steps
@@ -79,34 +84,47 @@ class TensorTrain:
             )
         self.spec_of(table)
 
-    def init(self, key: PRNGKeyArray, table: TableSpec) -> Cores:
-        """Random cores."""
-        return init_cores(key, self.spec_of(table), self.weight_dist, dtype=table.dtype)
+    def init(self, key: PRNGKeyArray, table: TableSpec, *, num_shards: int) -> tuple[Cores, tuple[Any, ...]]:
+        """Random cores, and the slots of each."""
+        del num_shards
+        cores = init_cores(table_key(key, table.name), self.spec_of(table), self.weight_dist, dtype=table.dtype)
+        return cores, self._init_slots(cores, table)
 
-    def init_slots(self, params: Cores, table: TableSpec) -> tuple[Any, ...]:
-        """The slots of every core."""
-        return tuple(table.optimizer.init_slots(core.astype(jnp.float32)) for core in params)
+    def _init_slots(self, cores: Sequence[Any], table: TableSpec) -> tuple[Any, ...]:
+        return tuple(table.optimizer.init_slots(core.astype(jnp.float32)) for core in cores)
 
-    def fetch(self, params: Cores, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        """Rows, float32; zeros outside the table."""
-        return rows_of(self.spec_of(table), params, rows)
+    def read(
+        self, params: Cores, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+    ) -> Float[Array, "nnz dim"]:
+        """Rows, float32, made of their slices."""
+        del occurrences
+        return rows_of(self.spec_of(table), params, _rows(keys))
+
+    def find(
+        self, params: Any, slots: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
+    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
+        """Every row is there."""
+        del table, occurrences, step
+        return params, slots, _rows(keys)
 
     def step(
         self,
         params: Cores,
         slots: tuple[Any, ...],
-        rows: Int[Array, " capacity"],
-        gradients: Float[Array, "capacity dim"],
-        hyper: Hyperparameters,
+        segments: Sequence[Segment],
+        d_outputs: Sequence[Float[Array, "_ dim"]],
         table: TableSpec,
+        *,
+        step: Step,
     ) -> tuple[Cores, tuple[Any, ...]]:
         """One step of all cores with the gradients of rows, pulled back."""
-        _, pull = jax.vjp(lambda cores: self.fetch(cores, rows, table), params)
+        rows, gradients = api.row_gradients(table.vocabulary_size, segments, d_outputs)
+        _, pull = jax.vjp(lambda cores: rows_of(self.spec_of(table), cores, rows), params)
         (d_cores,) = pull(gradients)
         new_cores, new_slots = [], []
         for core, own_slots, d_core in zip(params, slots, d_cores, strict=True):
             values = core.astype(jnp.float32), own_slots, d_core.astype(jnp.float32)
-            stepped, kept = table.optimizer.step_rows(*values, hyper)
+            stepped, kept = table.optimizer.step_rows(*values, step.hyper)
             new_cores.append(stepped.astype(core.dtype))
             new_slots.append(kept)
         return tuple(new_cores), tuple(new_slots)
@@ -115,5 +133,9 @@ class TensorTrain:
         """Numbers in the cores, and in their slots."""
         spec = self.spec_of(table)
         cores = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
-        slots = jax.eval_shape(lambda c: self.init_slots(c, table), cores)
+        slots = jax.eval_shape(lambda c: self._init_slots(c, table), cores)
         return spec.num_params, sum(leaf.size for leaf in jax.tree.leaves(slots))
+
+
+def _rows(keys: Keys) -> Int[Array, " nnz"]:
+    return jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from rsembed.homes import hashed_rows as dynamic_table
+from rsembed.homes import row_map
+from rsembed.homes.hashed_rows import DynamicTableSpec
 from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW
+from rsembed.keys import Keys, join_keys, split_keys
 from rsembed.optimizers import AdagradOptimizerSpec, SGDOptimizerSpec
-from rsembed.sok import dynamic_table, row_map
-from rsembed.sok.dynamic_table import DynamicTableSpec
-from rsembed.sok.keys import Keys, join_keys, split_keys
 from tests.sok.model import Table
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "sok_cases.json").read_text())

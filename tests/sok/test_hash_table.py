@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from rsembed.homes import hash_table
 from rsembed.kernels.contract import NO_ROW
-from rsembed.sok import hash_table
-from rsembed.sok.keys import Keys, join_keys, split_keys
+from rsembed.keys import Keys, join_keys, split_keys
 
 MAX_KEYS, NUM_SLOTS = 8, 16
 CALL = 6  # keys per call

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from rsembed.homes import row_map
+from rsembed.homes.hashed_rows import DynamicTable, DynamicTableSpec
+from rsembed.homes.home import on_host
+from rsembed.homes.row_map import RowMap
 from rsembed.kernels.contract import NO_ROW
-from rsembed.sok import row_map
-from rsembed.sok.dynamic_table import DynamicTable, DynamicTableSpec
-from rsembed.sok.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
-from rsembed.sok.row_map import RowMap
-from rsembed.sok.variables import on_host
+from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 
 
 def export(spec: DynamicTableSpec, table: DynamicTable, num_shards: int = 1) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from rsembed.kernels.contract import NO_ROW
+from rsembed.specs import MAX_ROWS as NO_ROW
 
 MAX_SHARDS = 65_536
 KEY_DTYPES = ("int32", "int64", "uint32", "uint64")
@@ -32,6 +32,19 @@ class Keys(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The axes of all lanes."""
         return self.is_key.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def reshape(self, *shape: int) -> Keys:
+        """The same keys along other axes."""
+        return Keys(*(lane.reshape(*shape) for lane in self))
+
+    def only(self, mask: Any) -> Keys:
+        """The same keys, of which only those that `mask` marks count."""
+        return self._replace(is_key=self.is_key & mask)
 
 
 def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
@@ -64,6 +77,23 @@ def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
         return Keys(xp.where(is_key, np.uint32(0), np.uint32(0xFFFFFFFF)), low, is_key)
     bits = keys.astype(np.uint64)
     return Keys((bits >> np.uint64(32)).astype(np.uint32), (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32), is_key)
+
+
+def checked_keys(keys: Any, dtype: str, *, feature: str) -> Keys:
+    """Keys that fit into `dtype`, from whatever they come as; those that cannot be seen here lose what does not.
+
+    Raises: TypeError or ValueError: they are no integers, negative (but for -1), or too large.
+    """
+    found = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
+    if any(isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True) for lane in found):
+        return without_beyond(found, dtype)
+    check_fits(Keys(*map(np.asarray, found)), dtype, feature)
+    return found
+
+
+def as_keys(ids: Any) -> Keys:
+    """Ids inside a compiled program as keys, whatever they came as."""
+    return ids if isinstance(ids, Keys) else split_keys(jnp.asarray(ids))
 
 
 def is_beyond(keys: Keys, dtype: str) -> Any:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
-from rsembed.sok.keys import Keys
+from rsembed.keys import Keys
 
 EMPTY, DELETED = -1, -2
 # A claim in flight is one of the lowest int32 values, plus the position of the claimant: the first one is the least.
@@ -138,6 +138,23 @@ def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
 
     lane = jnp.full(num_slots, NO_ROW, jnp.int32) + varying_zero(keys.low, keys.is_key)
     return _probe_all(probe, lane, keys, num_slots)[1]
+
+
+def combine(
+    keys: Keys, occurrences: Int[Array, " nnz"], values: Float[Array, "nnz dim"]
+) -> tuple[UInt32[Array, "nnz 3"], Float[Array, "nnz dim"]]:
+    """Distinct keys as `(high, low, occurrences)`, in the order of their first occurrence, and sums of their values.
+
+    Behind the last one there are zeros.
+    """
+    first, position = first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
+    is_first = first == position
+    number = jnp.where(is_first, jnp.cumsum(is_first, dtype=jnp.int32) - 1, NO_ROW)
+    place = number.at[first].get(mode="fill", fill_value=NO_ROW)
+    lanes = jnp.zeros((position.size, 3), jnp.uint32)
+    lanes = lanes.at[number, :2].set(jnp.stack([keys.high, keys.low], axis=1), mode="drop")
+    lanes = lanes.at[place, 2].add(occurrences.astype(jnp.uint32), mode="drop")
+    return lanes, jnp.zeros_like(values).at[place].add(values, mode="drop")
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
+from rsembed.homes import row_map
+from rsembed.homes.hash_table import compact, first_occurrences
+from rsembed.homes.home import on_host
+from rsembed.homes.row_map import EVICTIONS, Eviction, RowMap
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec, Slots
-from rsembed.sok import row_map
-from rsembed.sok.hash_table import compact, first_occurrences
-from rsembed.sok.keys import KEY_DTYPES, Keys
-from rsembed.sok.optimizers import update_rows
-from rsembed.sok.row_map import EVICTIONS, Eviction, RowMap
 from rsembed.specs import TABLE_DTYPES
 
 WhenFull = Literal["error", "grow", "evict", "zero"]
@@ -263,7 +263,7 @@ def _train(
         strangers = keys._replace(is_key=is_left & (waiting_rows == NO_ROW))
         waiting, stranger_rows, forgotten = row_map.assign(waiting, strangers, step, totals, evict=evict)
         failed = failed | (strangers.is_key & (stranger_rows == NO_ROW))
-    arrays = _fill(spec, table, keys, new_rows)
+    arrays = _in_blocks(spec, table.key[0], keys, new_rows, (table.rows, *table.slots))
     counters = table.counters.add(
         inserted=jnp.sum(new_rows != NO_ROW, dtype=jnp.int32),
         evicted=evicted,
@@ -285,8 +285,16 @@ def initial_values(spec: DynamicTableSpec, key: PRNGKeyArray, keys: Keys) -> Flo
     return jax.vmap(one_row)(keys.high, keys.low)
 
 
-def _fill(spec: DynamicTableSpec, table: DynamicTable, keys: Keys, rows: Int[Array, " nnz"]) -> tuple[Array, ...]:
-    """The table's arrays with initial values and slots in `rows`."""
+def _in_blocks(
+    spec: DynamicTableSpec,
+    key: PRNGKeyArray,
+    keys: Keys,
+    rows: Int[Array, " nnz"],
+    arrays: tuple[Array, ...],
+    *,
+    slots: bool = True,
+) -> tuple[Array, ...]:
+    """The arrays with the initial values (and slots) of `keys` in `rows`."""
     num_blocks = -(-rows.shape[0] // INITIAL_BLOCK)
     order = compact(rows != NO_ROW, num_blocks * INITIAL_BLOCK)
     num_used = -(-jnp.sum(rows != NO_ROW, dtype=jnp.int32) // INITIAL_BLOCK)
@@ -294,16 +302,36 @@ def _fill(spec: DynamicTableSpec, table: DynamicTable, keys: Keys, rows: Int[Arr
     def fill_block(i: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
         high, low = (lane.at[entries].get(mode="fill", fill_value=0) for lane in (keys.high, keys.low))
-        values = initial_values(spec, table.key[0], Keys(high, low, entries != NO_ROW))
-        parts = (values, *spec.optimizer.init_slots(values))
+        values = initial_values(spec, key, Keys(high, low, entries != NO_ROW))
+        parts = (values, *(spec.optimizer.init_slots(values) if slots else ()))
         return api.scatter_rows(arrays, rows.at[entries].get(mode="fill", fill_value=NO_ROW), parts)
 
-    return jax.lax.fori_loop(0, num_used, fill_block, (table.rows, *table.slots))
+    return jax.lax.fori_loop(0, num_used, fill_block, arrays)
 
 
 def read(table: DynamicTable, rows: Int[Array, " nnz"]) -> Float[Array, "nnz dim"]:
     """Rows, float32; zeros for `NO_ROW`."""
     return api.lookup(table.rows, [Segment(rows, None, None, "none")])[0]
+
+
+def read_ahead(
+    spec: DynamicTableSpec, table: DynamicTable, keys: Keys, occurrences: Int[Array, " nnz"]
+) -> Float[Array, "nnz dim"]:
+    """What rows are going to hold when `translate` has given the keys theirs; changes nothing.
+
+    A key that will find the table full reads as what it would have started from.
+    """
+    rows, position = row_map.find(table.keys, keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
+    vectors, strangers = read(table, rows), keys.only(rows == NO_ROW)
+    first = first_occurrences(strangers)
+    starts = first == position
+    if spec.admission_count:
+        assert table.waiting is not None
+        totals = jnp.zeros(position.shape, jnp.int32).at[first].add(occurrences, mode="drop")
+        seen = row_map.count_of(table.waiting, row_map.find(table.waiting, strangers))
+        starts &= row_map.add_counts(totals, seen) > spec.admission_count
+    (fresh,) = _in_blocks(spec, table.key[0], keys, jnp.where(starts, position, NO_ROW), (vectors,), slots=False)
+    return jnp.where((first == NO_ROW)[:, None], vectors, fresh.at[first].get(mode="fill", fill_value=0))
 
 
 def step(
@@ -317,7 +345,8 @@ def step(
 
     `hyper` is `spec.optimizer.get_hyperparameters(step)`.
     """
-    stepped, slots = update_rows(table.rows, table.slots, rows, gradients, hyper, spec.optimizer)
+    segment = Segment(rows, None, None, "none")
+    stepped, slots = api.update(table.rows, table.slots, [segment], [gradients], hyper, spec.optimizer)
     return table._replace(rows=stepped, slots=slots)
 
 
@@ -357,6 +386,22 @@ def grow(spec: DynamicTableSpec, table: DynamicTable, capacity: int) -> DynamicT
     if waiting is not None and waiting.last_step.shape[0] < capacity:
         waiting = row_map.grow(waiting, capacity)
     return table._replace(keys=row_map.grow(table.keys, capacity), rows=arrays[0], slots=arrays[1:], waiting=waiting)
+
+
+def counts(table: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
+    """Rows in use and all counters of each shard, int64, on the host."""
+    num_free = np.zeros(num_shards, int) if table.keys is None else on_host(table.keys.num_free)
+    found = {"rows": table.rows.shape[0] // num_shards - num_free}
+    for name, lanes in table.counters._asdict().items():
+        if lanes is not None:
+            found[name] = numbers_of(lanes)
+    return found
+
+
+def numbers_of(lanes: Array) -> np.ndarray:
+    """A counter of each shard, int64, on the host."""
+    high, low = on_host(lanes).astype(np.int64).T
+    return (high << 32) + low
 
 
 def hold(table: DynamicTable, keys: Keys, step: Int[Array, ""]) -> DynamicTable:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
+from rsembed.homes import hash_table
+from rsembed.homes.hash_table import HashTable, compact
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
-from rsembed.sok import hash_table
-from rsembed.sok.hash_table import HashTable, compact
-from rsembed.sok.keys import Keys
+from rsembed.keys import Keys
 
 Eviction = Literal["lru", "lfu"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu")

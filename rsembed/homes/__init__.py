@@ -1,0 +1,15 @@
+"""What the rows of a table are kept in, where that is no array of them.
+
+A *home* holds the rows of one device and knows nothing of others; `TableSpec(storage=...)` names it, and the engine in
+`collection/stored_rows.py` brings ids to it and vectors back, on one device or a mesh.
+
+    home.py          what every home must be able to do
+    hashed.py        rows for keys of 64 bits, handed out as keys appear
+    hashed_rows.py   their state on one device: from keys to rows, from rows to vectors, and steps
+    logical_rows.py  rows out of such a table and into one, by key
+    row_map.py       which key has which row: handed out, taken back, counted
+    hash_table.py    from keys to numbers by open addressing, inside `jit`
+"""
+
+from rsembed.homes.hashed import Hashed as Hashed
+from rsembed.homes.home import Home as Home

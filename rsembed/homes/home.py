@@ -1,0 +1,105 @@
+"""What the engine asks of whatever keeps the rows of a table."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Float, Int, PRNGKeyArray
+
+from rsembed.kernels.contract import Segment, Step
+from rsembed.keys import Keys
+from rsembed.specs import TableSpec
+
+
+class Home(abc.ABC):
+    """What keeps those rows of a table that one device owns, where that is no array of them.
+
+    `params` and `slots` are any pytrees, and all functions of them are pure and traced. On a mesh over which a table is
+    split, every leaf has a leading axis, along which the shares of the devices lie side by side. A home knows nothing
+    of meshes, bags or other tables. Ids come as `Keys`, which may repeat. Frozen and hashable, as it is part of a spec.
+
+    Arguments that all functions share: `table` is whose rows these are, and `step` the optimizer step that is being
+    made: its number, rule and hyperparameters.
+    """
+
+    placements: ClassVar[tuple[str, ...]] = ("replicated",)
+    takes_keys: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def check(self, table: TableSpec) -> None:
+        """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
+
+    @abc.abstractmethod
+    def num_values(self, table: TableSpec) -> tuple[int, int]:
+        """Numbers kept in place of rows, and beside them for the optimizer, over all devices."""
+
+    @abc.abstractmethod
+    def init(self, key: PRNGKeyArray, table: TableSpec, *, num_shards: int) -> tuple[Any, Any]:
+        """Initial `params` and slots of one of the shards. `key` is the model's, equal for all of them."""
+
+    @abc.abstractmethod
+    def read(
+        self, params: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+    ) -> Float[Array, "nnz dim"]:
+        """Rows, float32; zeros for what is no key or has no row.
+
+        `occurrences` says how often each key occurred in the batch, for a lookup whose gradients will be stepped: keys
+        without a row then read as what `find` is going to give them. None only looks.
+        """
+
+    @abc.abstractmethod
+    def find(
+        self, params: Any, slots: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
+    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
+        """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
+
+    def hold(self, params: Any, keys: Keys, step: Step) -> Any:
+        """`params`, in which the rows of these keys stay where they are until the step is done."""
+        del keys, step
+        return params
+
+    @abc.abstractmethod
+    def step(
+        self,
+        params: Any,
+        slots: Any,
+        segments: Sequence[Segment],
+        d_outputs: Sequence[Float[Array, "_ dim"]],
+        table: TableSpec,
+        *,
+        step: Step,
+    ) -> tuple[Any, Any]:
+        """One optimizer step of the rows that segments read, as `find` gave them, with gradients of their outputs."""
+
+    def rows(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+        """All rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""
+        raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
+
+    def with_rows(
+        self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int
+    ) -> tuple[Any, Any]:
+        """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
+        raise NotImplementedError(
+            f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."
+        )
+
+    def check_step(self, before: Any, after: Any, table: TableSpec) -> None:
+        """Raises: RuntimeError: between two states of a step outside `jit`, something was lost that must not be."""
+        del before, after, table
+
+    def counts(self, params: Any, num_shards: int) -> dict[str, np.ndarray]:
+        """What happened so far on each of the shards, on the host; nothing where nothing is counted."""
+        del params, num_shards
+        return {}
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A global array as one of numpy, in every process."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
