@@ -20,7 +20,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from rsembed.kernels import gpu, native, reference, sparsecore
-from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
+from rsembed.kernels.contract import (
+    NO_ROW,
+    JaggedBatch,
+    JaggedGradients,
+    OutputGradients,
+    Segment,
+    SegmentGradients,
+    Step,
+)
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.specs import QuantizationConfig
 
@@ -160,7 +168,10 @@ def apply_rows(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """One optimizer step of distinct rows, in place when the arrays are donated."""
-    return _dispatch("apply_rows", implementation, table, slots, rows, gradients, Step(hyper, rule, rounding))
+    step = Step(hyper, rule, rounding)
+    if rule.moves_all_rows:  # one pass over whole arrays, entry by entry: no kernel could be faster than XLA
+        return reference.apply_rows(table, slots, rows, gradients, step)
+    return _dispatch("apply_rows", implementation, table, slots, rows, gradients, step)
 
 
 def update(
@@ -175,8 +186,16 @@ def update(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "num_rows dim"], Slots]:
     """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
-    gradients = SegmentGradients(segments, d_outputs)
-    return _dispatch("update", implementation, table, slots, gradients, Step(hyper, rule, rounding))
+    return _update(implementation, table, slots, SegmentGradients(segments, d_outputs), Step(hyper, rule, rounding))
+
+
+def _update(
+    implementation: str | None, table: Array, slots: Slots, gradients: OutputGradients, step: Step
+) -> tuple[Array, Slots]:
+    if not step.rule.moves_all_rows:
+        return _dispatch("update", implementation, table, slots, gradients, step)
+    rows, sums = _dispatch("row_gradients", implementation, table.shape[0], gradients)
+    return reference.apply_rows(table, slots, rows, sums, step)
 
 
 def lookup_jagged(
@@ -227,7 +246,7 @@ def update_jagged(
       implementation: see `implementation_states`.
     """
     gradients = JaggedGradients(batch, d_output, number, dims)
-    return _dispatch("update", implementation, table, slots, gradients, Step(hyper, rule, rounding))
+    return _update(implementation, table, slots, gradients, Step(hyper, rule, rounding))
 
 
 def weight_gradients(

@@ -34,15 +34,7 @@ from rsembed.kernels.contract import (
     as_rows,
 )
 from rsembed.kernels.devices import target_device
-from rsembed.optimizers import (
-    AdagradOptimizerSpec,
-    AdamOptimizerSpec,
-    OptimizerSpec,
-    RowWiseAdagradOptimizerSpec,
-    SGDOptimizerSpec,
-    Slots,
-    TorchAdagradOptimizerSpec,
-)
+from rsembed.optimizers import Slots
 
 NAME = "native"
 LIBRARY = "librsembed_kernels.so"
@@ -60,13 +52,7 @@ _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "none": 0}
 _JAGGED_COMBINER_CODES = {"sum": 0, "mean": 3, "none": -1}
 _HAS_OFFSETS, _HAS_WEIGHTS = 4, 8
-_FUSED_RULES: dict[type[OptimizerSpec], int] = {
-    SGDOptimizerSpec: 0,
-    AdagradOptimizerSpec: 1,
-    TorchAdagradOptimizerSpec: 1,
-    RowWiseAdagradOptimizerSpec: 2,
-    AdamOptimizerSpec: 3,
-}
+_FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _NUM_SLOTS = (0, 1, 1, 2)
 _MAX_HYPERPARAMETERS = 4  # others are 0, such as the epsilon of an Adagrad that has none
 # Below this a table fits the second-level TLB on ordinary pages, and collapsing it costs more than it gains.
@@ -314,11 +300,12 @@ def _jagged_operands(
 
 def _fused_code(table: Array, slots: Slots, step: Step) -> int | None:
     """Number of the rule in the library, or None when the step must be traced instead."""
-    # A subclass may have another rule, so only the classes themselves count.
-    code = _FUSED_RULES.get(type(step.rule))
+    # A subclass may have another rule, so only what the class itself says counts.
+    formula = vars(type(step.rule)).get("fused_as")
+    code = None if formula is None else _FUSED_RULES[formula]
     if code is None or len(slots) != _NUM_SLOTS[code] or step.rounds(table):
         return None
-    width = 1 if isinstance(step.rule, RowWiseAdagradOptimizerSpec) else table.shape[1]
+    width = 1 if formula == "rowwise_adagrad" else table.shape[1]
     fits = all(slot.dtype == jnp.float32 and slot.shape == (table.shape[0], width) for slot in slots)
     return code if fits else None
 

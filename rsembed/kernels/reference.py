@@ -174,13 +174,23 @@ def apply_rows(
     gather: Callable[..., Any] = gather_rows,
     scatter: Callable[..., Any] = scatter_rows,
 ) -> tuple[Table, Slots]:
-    """One optimizer step of distinct `rows`; rows outside the table are padding."""
+    """One optimizer step of distinct `rows`, others with zeros if the rule moves them; rows outside are padding."""
+    if step.rule.moves_all_rows:
+        return _step_all_rows(table, slots, rows, gradients, step)
     old, *old_slots = gather((table, *slots), rows)
     new, new_slots = step.rule.step_rows(old.astype(jnp.float32), tuple(old_slots), gradients, step.hyper)
     if step.rounding is not None:
         new = step.rounding(new, table.dtype, rows)
     new_table, *stepped_slots = scatter((table, *slots), rows, (new, *new_slots))
     return new_table, tuple(stepped_slots)
+
+
+def _step_all_rows(table: Table, slots: Slots, rows: Array, gradients: Array, step: Step) -> tuple[Table, Slots]:
+    (of_all,) = scatter_rows((jnp.zeros(table.shape, jnp.float32),), rows, (gradients,))
+    new, new_slots = step.rule.step_rows(table.astype(jnp.float32), slots, of_all, step.hyper)
+    if step.rounding is not None:
+        new = step.rounding(new, table.dtype, jnp.arange(table.shape[0], dtype=jnp.int32))
+    return new.astype(table.dtype), tuple(own.astype(old.dtype) for own, old in zip(new_slots, slots, strict=True))
 
 
 def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rsembed.fingerprint import identity
-from rsembed.optimizers.intervals import check_fields, within
+from rsembed.intervals import check_fields, within
 
 LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
 Slots = tuple[Array, ...]
@@ -35,15 +35,34 @@ class OptimizerSpec(abc.ABC):
 
     learning_rate: LearningRate = within("[0, inf)", default=0.001)
 
-    slot_type: ClassVar[type] = tuple
-    needs_step: ClassVar[bool] = False
-    """True when the rule itself (not only a learning-rate callable) depends on the step."""
-    is_row_wise: ClassVar[bool] = False
-    """True when a row's entries share state, so that padding columns would change the numbers."""
     rule_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that the rule receives behind the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()
     """Fields with the initial value of each slot."""
+    fused_as: ClassVar[str | None] = None
+    """Name of the formula in the native kernels that takes these hyperparameters; a subclass does not inherit it."""
+    saved_as: ClassVar[str | None] = None
+    """The name in files of a class that was renamed; a subclass does not inherit it."""
+
+    @property
+    def slot_type(self) -> type:
+        """Named tuple of the slots."""
+        return tuple
+
+    @property
+    def needs_step(self) -> bool:
+        """True when the rule itself (not only a learning-rate callable) depends on the step."""
+        return False
+
+    @property
+    def is_row_wise(self) -> bool:
+        """True when a row's entries share state, so that padding columns would change the numbers."""
+        return False
+
+    @property
+    def moves_all_rows(self) -> bool:
+        """True when a step moves rows without a gradient, too: they get zeros, and one step is made a batch."""
+        return False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -74,7 +93,7 @@ class OptimizerSpec(abc.ABC):
         """What the rule is, whatever its hyperparameters' values; state of rules with one identity means the same."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["learning_rate"]  # a number today may be a schedule tomorrow
-        return type(self).__qualname__ + identity(fields)
+        return (vars(type(self)).get("saved_as") or type(self).__qualname__) + identity(fields)
 
     def get_learning_rate(self, step: Any = None) -> Any:
         """Learning rate at `step` (0-based).

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from rsembed.intervals import within
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots
-from rsembed.optimizers.intervals import within
 
 _NO_TEXT = (
     "is not needed here: pass the function as custom_computation_fn, and limits as embedding_var_limits to the update."
@@ -42,7 +42,7 @@ class CustomOptimizerSpec(OptimizerSpec):
     slot_variable_initializers_tuple: tuple[Any, ...] = ()
     short_name_str: str = "custom"
     stablehlo: Any = None
-    is_row_wise: ClassVar[bool] = True  # nothing is known of the function, so padding must not reach it
+    is_row_wise = True  # nothing is known of the function, so padding must not reach it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +109,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
     learning_rate: LearningRate = within("(-inf, inf)", default=1.0)
     transformation: Any = None
-    is_row_wise: ClassVar[bool] = True
+    is_row_wise = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from rsembed.intervals import within
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots, as_float32
-from rsembed.optimizers.intervals import within
 
 
 class SGDSlotVariables(NamedTuple):
@@ -71,7 +71,8 @@ class SGDOptimizerSpec(OptimizerSpec):
     batch size, although a row sees few samples of a batch: such models want learning rates far above one.
     """
 
-    slot_type: ClassVar[type] = SGDSlotVariables
+    fused_as: ClassVar[str] = "sgd"
+    slot_type = SGDSlotVariables
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         (lr,) = hyper
@@ -94,7 +95,8 @@ class AdagradOptimizerSpec(OptimizerSpec):
     """
 
     initial_accumulator_value: float = within("[0, inf)", default=0.1)
-    slot_type: ClassVar[type] = AdagradSlotVariables
+    fused_as: ClassVar[str] = "adagrad"
+    slot_type = AdagradSlotVariables
     slot_fields = ("initial_accumulator_value",)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
@@ -113,7 +115,8 @@ class TorchAdagradOptimizerSpec(OptimizerSpec):
 
     initial_accumulator_value: float = within("[0, inf)", default=0.0)
     epsilon: float = within("[0, inf)", default=1e-8)
-    slot_type: ClassVar[type] = AdagradSlotVariables
+    fused_as: ClassVar[str] = "adagrad"
+    slot_type = AdagradSlotVariables
     rule_fields = ("epsilon",)
     slot_fields = ("initial_accumulator_value",)
 
@@ -141,10 +144,11 @@ class RowWiseAdagradOptimizerSpec(OptimizerSpec):
 
     initial_accumulator_value: float = within("[0, inf)", default=0.0)
     epsilon: float = within("[0, inf)", default=1e-8)
-    slot_type: ClassVar[type] = AdagradSlotVariables
+    fused_as: ClassVar[str] = "rowwise_adagrad"
+    slot_type = AdagradSlotVariables
     rule_fields = ("epsilon",)
     slot_fields = ("initial_accumulator_value",)
-    is_row_wise: ClassVar[bool] = True
+    is_row_wise = True
 
     def init_slots(self, rows: Array) -> Slots:
         return (jnp.full((rows.shape[0], 1), self.initial_accumulator_value, jnp.float32),)
@@ -170,8 +174,9 @@ class AdamOptimizerSpec(OptimizerSpec):
     beta_1: float = within("[0, 1)", default=0.9)
     beta_2: float = within("[0, 1)", default=0.999)
     epsilon: float = within("[0, inf)", default=1e-8)
-    slot_type: ClassVar[type] = AdamSlotVariables
-    needs_step: ClassVar[bool] = True
+    fused_as: ClassVar[str] = "adam"
+    slot_type = AdamSlotVariables
+    needs_step = True
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         t = as_float32(0 if step is None else step) + 1.0
@@ -183,13 +188,18 @@ class AdamOptimizerSpec(OptimizerSpec):
         return (0.0, 0.0)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
-        lr, beta_1, beta_2, epsilon = hyper
-        momentum = slots[0] + (1.0 - beta_1) * (gradients - slots[0])
-        velocity = slots[1] + (1.0 - beta_2) * (gradients * gradients - slots[1])
-        return rows - lr * momentum / (jnp.sqrt(velocity) + epsilon), (momentum, velocity)
+        return adam_step(rows, slots, gradients, hyper)
 
     def short_name(self) -> str:
         return "adam"
+
+
+def adam_step(rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    """Adam of touched rows, whose hyperparameters hold the bias corrections."""
+    lr, beta_1, beta_2, epsilon = hyper
+    momentum = slots[0] + (1.0 - beta_1) * (gradients - slots[0])
+    velocity = slots[1] + (1.0 - beta_2) * (gradients * gradients - slots[1])
+    return rows - lr * momentum / (jnp.sqrt(velocity) + epsilon), (momentum, velocity)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -207,7 +217,7 @@ class AdagradMomentumOptimizerSpec(OptimizerSpec):
     use_nesterov: bool = False
     initial_accumulator_value: float = within("[0, inf)", default=0.1)
     initial_momentum_value: float = within("(-inf, inf)", default=0.0)
-    slot_type: ClassVar[type] = AdagradMomentumSlotVariables
+    slot_type = AdagradMomentumSlotVariables
     rule_fields = ("momentum", "beta2", "epsilon", "exponent", "use_nesterov")
     slot_fields = ("initial_accumulator_value", "initial_momentum_value")
 
@@ -239,7 +249,7 @@ class FTRLOptimizerSpec(OptimizerSpec):
     initial_accumulator_value: float = within("[0, inf)", default=0.1)
     initial_linear_value: float = within("(-inf, inf)", default=0.0)
     multiply_linear_by_learning_rate: bool = False
-    slot_type: ClassVar[type] = FTRLSlotVariables
+    slot_type = FTRLSlotVariables
     rule_fields = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
     slot_fields = ("initial_accumulator_value", "initial_linear_value")
 
@@ -281,9 +291,9 @@ class LaPropOptimizerSpec(OptimizerSpec):
     eps: float = within("[0, inf)", default=1e-30)
     rms_clip_threshold: float | None = None
     initial_slot_value: float = within("[0, inf)", default=0.0)
-    slot_type: ClassVar[type] = LaPropSlotVariables
+    slot_type = LaPropSlotVariables
     slot_fields = ("initial_slot_value", "initial_slot_value")
-    needs_step: ClassVar[bool] = True
+    needs_step = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -330,10 +340,10 @@ class F2AOptimizerSpec(OptimizerSpec):
     l1_regularization_strength: float = within("[0, inf)", default=0.0)
     l2_regularization_strength: float = within("[0, inf)", default=0.0)
     max_lr_multiplier: float = within("(0, inf]", default=1e6)
-    slot_type: ClassVar[type] = F2ASlotVariables
+    slot_type = F2ASlotVariables
     rule_fields = ("rho", "l1_regularization_strength", "l2_regularization_strength", "max_lr_multiplier")
     slot_fields = ("initial_accumulator_value", "initial_local_step_value")
-    needs_step: ClassVar[bool] = True
+    needs_step = True
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         return (*super().get_hyperparameters(step), as_float32(0.0 if step is None else step))

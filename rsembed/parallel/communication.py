@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Num
 
-from rsembed.optimizers.intervals import check_fields, check_within, within
+from rsembed.intervals import check_fields, check_within, within
 
 PATHS = (
     "dedup",

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from rsembed.initial_values import table_key
+from rsembed.intervals import check_within
 from rsembed.kernels import api
 from rsembed.kernels.reference import Rounding
-from rsembed.optimizers.intervals import check_within
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore import device
 from rsembed.sparsecore.belonging import check_batch, check_variables

@@ -35,6 +35,10 @@ class BoundedRowRule(OptimizerSpec):
     minimum: float | None = None
     maximum: float | None = None
 
+    @property
+    def moves_all_rows(self) -> bool:
+        return self.inner.moves_all_rows
+
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         return self.inner.get_hyperparameters(step)
 

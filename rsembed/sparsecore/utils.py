@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from rsembed.optimizers.intervals import check_within
+from rsembed.intervals import check_within
 from rsembed.sparsecore.layout import cores_per_device
 from rsembed.stacking import SUBLANES, round_up
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
+from rsembed.intervals import check_within, within
 from rsembed.optimizers import LearningRate
-from rsembed.optimizers.intervals import check_within, within
 from rsembed.tbe import records
-from rsembed.tbe.records import CounterWeightDecayMode, EmbOptimType, WeightDecayMode
+from rsembed.tbe.records import EmbOptimType, WeightDecayMode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,10 +161,6 @@ def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> N
     """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
     read = _offered(optimizer).arguments
     _check_decay_mode(optimizer, arguments)
-    if arguments.counter_based_regularization is not None:
-        _check_counter(arguments.counter_based_regularization)
-    if arguments.cowclip_regularization is not None:
-        _check_cowclip(arguments.cowclip_regularization)
     if "eps" in read and not 0 < arguments.eps < math.inf:
         raise ValueError(
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
@@ -190,34 +186,6 @@ def _check_decay_mode(optimizer: EmbOptimType, arguments: OptimizerArguments) ->
                 f"{record} and weight_decay_mode=WeightDecayMode.{own_mode.name} need each other, but the mode is "
                 f"{mode.name} and {record} is {'given' if is_given else 'None'}; set both or neither."
             )
-
-
-def _check_counter(config: records.CounterBasedRegularizationDefinition) -> None:
-    mode = config.counter_weight_decay_mode
-    if mode in (CounterWeightDecayMode.L2, CounterWeightDecayMode.DECOUPLE) and config.counter_halflife <= 0:
-        raise ValueError(
-            f"counter_based_regularization: counter_weight_decay_mode {mode.name} multiplies the decay by "
-            f"counter_halflife / row_counter, so counter_halflife {config.counter_halflife} would make rows grow or "
-            "not decay; set a positive counter_halflife."
-        )
-    if config.grad_sum_decay != records.GradSumDecay.NO_DECAY:
-        raise ValueError(
-            f"counter_based_regularization: grad_sum_decay {config.grad_sum_decay.name} is not offered (the original "
-            "accepts it and does nothing); use GradSumDecay.NO_DECAY."
-        )
-
-
-def _check_cowclip(config: records.CowClipDefinition) -> None:
-    if config.weight_norm_coefficient <= 0 and config.lower_bound <= 0:
-        raise ValueError(
-            "cowclip_regularization: with weight_norm_coefficient and lower_bound both zero, every update is clipped "
-            "to nothing; set lower_bound, or both, above zero."
-        )
-    if config.counter_weight_decay_mode == CounterWeightDecayMode.ADAGRADW:
-        raise ValueError(
-            "cowclip_regularization: counter_weight_decay_mode ADAGRADW has no meaning here; choose NONE, L2 or "
-            "DECOUPLE, or use WeightDecayMode.COUNTER."
-        )
 
 
 def _check_state_dtypes(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:

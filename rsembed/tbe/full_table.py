@@ -1,8 +1,8 @@
-"""What table-batched optimizers do to rows that nobody looked up: lazy global decay and passes over whole tables.
+"""What table-batched optimizers do to rows that nobody looked up: passes over whole tables.
 
 Everything here is pure and traceable; `t` is the step whose lookup comes next, 1 for the first.
 
-Source: FBGEMM, DECOUPLE_GLOBAL, ENSEMBLE_ROWWISE_ADAGRAD, EMAINPLACE_ROWWISE_ADAGRAD and COUNTER.
+Source: FBGEMM, ENSEMBLE_ROWWISE_ADAGRAD, EMAINPLACE_ROWWISE_ADAGRAD and COUNTER.
 """
 
 from __future__ import annotations
@@ -12,34 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from rsembed.tbe import records
 from rsembed.tbe.records import EnsembleModeDefinition, StepMode
-
-
-def global_decay_factor(
-    prev_iter: Int[Array, "*rows"],
-    t: Any,
-    learning_rate: Any,
-    weight_decay: Any,
-    config: records.GlobalWeightDecayDefinition,
-) -> Float[Array, "*rows"]:
-    """What a row must be multiplied by at step `t` to make up for the decay of the steps that did not touch it.
-
-    Args:
-      prev_iter: step of each row's last update, 0 if there was none.
-      t: current step. One before `start_iter` decays nothing.
-      learning_rate: the current one covers the whole gap.
-      weight_decay: 0 decays nothing.
-      config: first step and smallest factor.
-    """
-    t = jnp.asarray(t, jnp.int32)
-    weight_decay = jnp.asarray(weight_decay, jnp.float32)
-    missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
-    kept = jnp.power(1.0 - jnp.asarray(learning_rate, jnp.float32) * weight_decay, missed)
-    decays = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)
-    return jnp.where(decays, jnp.maximum(kept, config.lower_bound), 1.0)
 
 
 def ensemble_pass(

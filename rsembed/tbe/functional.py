@@ -19,9 +19,9 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import Slots
+from rsembed.optimizers import Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.full_table import emainplace_pass, ensemble_pass, global_decay_factor, refreshed_max_counter
+from rsembed.tbe.full_table import emainplace_pass, ensemble_pass, refreshed_max_counter
 from rsembed.tbe.plan import TablePlan, TBEPlan
 from rsembed.tbe.rounding import round_with_noise, rounding_noise
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
-from rsembed.optimizers.intervals import check_within
+from rsembed.intervals import check_within
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import construction, functional, records, tables
 from rsembed.tbe.host_rows import HostRows

@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
-from rsembed.optimizers.intervals import check_fields, within
+from rsembed.intervals import check_fields, within
+from rsembed.optimizers import CounterBasedRegularizationDefinition as CounterBasedRegularizationDefinition
+from rsembed.optimizers import CounterWeightDecayMode as CounterWeightDecayMode
+from rsembed.optimizers import CowClipDefinition as CowClipDefinition
+from rsembed.optimizers import GlobalWeightDecayDefinition as GlobalWeightDecayDefinition
+from rsembed.optimizers import GradSumDecay as GradSumDecay
+from rsembed.optimizers import LearningRateMode as LearningRateMode
+from rsembed.optimizers import TailIdThreshold as TailIdThreshold
+from rsembed.optimizers import WeightDecayMode as WeightDecayMode
 
 
 class EmbeddingLocation(enum.IntEnum):
@@ -96,48 +104,12 @@ class EmbOptimType(enum.Enum):
 OptimType = EmbOptimType
 
 
-class WeightDecayMode(enum.IntEnum):
-    """How row-wise Adagrad uses `weight_decay`; the other optimizers have one fixed kind of decay or none."""
-
-    NONE = 0
-    L2 = 1
-    DECOUPLE = 2
-    COUNTER = 3
-    COWCLIP = 4
-    DECOUPLE_GLOBAL = 5
-
-
-class CounterWeightDecayMode(enum.IntEnum):
-    """Weight decay inside the COUNTER and COWCLIP modes."""
-
-    NONE = 0
-    L2 = 1
-    DECOUPLE = 2
-    ADAGRADW = 3
-
-
-class LearningRateMode(enum.IntEnum):
-    """How COUNTER changes the learning rate of rows seen more often than the tail threshold."""
-
-    EQUAL = -1
-    TAIL_ID_LR_INCREASE = 0
-    TAIL_ID_LR_DECREASE = 1
-    COUNTER_SGD = 2
-
-
 class StepMode(enum.IntEnum):
     """NONE starts the moving average of the ensemble at zero after each pass; the other two keep it."""
 
     NONE = 0
     USE_COUNTER = 1
     USE_ITER = 2
-
-
-class GradSumDecay(enum.IntEnum):
-    """Decay of the gradient sum; the original accepts CTR_DECAY without any effect, so it is refused."""
-
-    NO_DECAY = -1
-    CTR_DECAY = 0
 
 
 class SparseType(enum.Enum):
@@ -170,78 +142,6 @@ def dtype_of(sparse_type: SparseType, what: str) -> jnp.dtype:
         offered = ", ".join(member.name for member in _DTYPES)
         raise ValueError(f"{what}: {sparse_type.name} cannot be stored or trained; choose one of {offered}.")
     return jnp.dtype(_DTYPES[sparse_type])
-
-
-@dataclasses.dataclass(frozen=True)
-class TailIdThreshold:
-    """A row is no tail row once its counter exceeds `val`, or `floor(val * max_counter)` if `is_ratio`."""
-
-    val: float = within("[0, inf)", default=0)
-    is_ratio: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class CounterBasedRegularizationDefinition:
-    """Row-wise Adagrad whose rates depend on how often a row was seen (`WeightDecayMode.COUNTER`).
-
-    Args:
-      counter_weight_decay_mode: L2 and DECOUPLE need a positive `counter_halflife`.
-      counter_halflife: steps after which an untouched row's counter has halved; -1 (and -2, for ADAGRADW) never.
-      adjustment_iter: the adjustments begin after this step.
-      adjustment_ub: exponent, factor or bound of the adjustment, see the rule.
-      learning_rate_mode: for rows above the tail threshold.
-      grad_sum_decay: only NO_DECAY.
-      tail_id_threshold: where the tail ends.
-      max_counter_update_freq: steps between two refreshes of the largest counter; never if it is not positive.
-    """
-
-    counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
-    counter_halflife: int = -1
-    adjustment_iter: int = -1
-    adjustment_ub: float = within("[0, inf)", default=1.0)
-    learning_rate_mode: LearningRateMode = LearningRateMode.EQUAL
-    grad_sum_decay: GradSumDecay = GradSumDecay.NO_DECAY
-    tail_id_threshold: TailIdThreshold = TailIdThreshold()
-    max_counter_update_freq: int = 1000
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class CowClipDefinition:
-    """Row-wise Adagrad with gradients clipped by row norm and counter (`WeightDecayMode.COWCLIP`).
-
-    A row's gradient is clipped to `row_counter * max(weight_norm_coefficient * norm(row), lower_bound)`. With both
-    zero, the defaults, no row could ever move. A positive `lower_bound` is what lets rows that start at zero move.
-    """
-
-    counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
-    counter_halflife: int = -1
-    weight_norm_coefficient: float = within("[0, inf)", default=0.0)
-    lower_bound: float = within("[0, inf)", default=0.0)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class GlobalWeightDecayDefinition:
-    """Decay that reaches untouched rows, made up for when they are read (`WeightDecayMode.DECOUPLE_GLOBAL`).
-
-    Args:
-      start_iter: first step with decay.
-      lower_bound: the smallest factor that a single gap may cause.
-    """
-
-    start_iter: int = 0
-    lower_bound: float = within("[0, 1]", default=0.0)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

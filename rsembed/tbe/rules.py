@@ -6,28 +6,30 @@ from typing import Any
 
 from rsembed.optimizers import (
     AdamOptimizerSpec,
+    AdamWOptimizerSpec,
+    CounterAdagradOptimizerSpec,
+    CowClipAdagradOptimizerSpec,
+    DecayedAdagradOptimizerSpec,
     FTRLOptimizerSpec,
+    LAMBOptimizerSpec,
+    LARSOptimizerSpec,
     OptimizerSpec,
     RowWiseAdagradOptimizerSpec,
+    RowWiseRMSPropOptimizerSpec,
     SGDOptimizerSpec,
     TorchAdagradOptimizerSpec,
 )
 from rsembed.tbe.arguments import OptimizerArguments, check_arguments, read_arguments, states_of
 from rsembed.tbe.records import EmbOptimType, WeightDecayMode, dtype_of
-from rsembed.tbe.row_rules import (
-    AdamFamilySpec,
-    CounterAdagradSpec,
-    CowClipAdagradSpec,
-    DecayedAdagradSpec,
-    LARSSpec,
-    RowWiseRMSPropSpec,
-)
+
+_FIELDS = {"eps": "epsilon", "beta1": "beta_1", "beta2": "beta_2"}
+"""Arguments that rules call otherwise."""
 
 
 def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None:
     """The row rule of `optimizer`; None for `EmbOptimType.NONE`.
 
-    Where the numbers are the same it is a rule of `rsembed.optimizers`, because those have fused native kernels. What
+    Where the numbers are the same it is a rule that has a fused native kernel. What
     ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is left to `rsembed.tbe.full_table`.
 
     Arguments that `optimizer` does not read are skipped; `unused_arguments` lists them for a warning.
@@ -40,7 +42,8 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
     """
     given = OptimizerArguments(**arguments)
     check_arguments(optimizer, given)
-    rate, dtypes, read = given.learning_rate, _slot_dtypes(optimizer, given), read_arguments(optimizer, given)
+    rate, dtypes = given.learning_rate, _slot_dtypes(optimizer, given)
+    read = {_FIELDS.get(name, name): value for name, value in read_arguments(optimizer, given).items()}
     match optimizer:
         case EmbOptimType.NONE:
             return None
@@ -49,25 +52,27 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
         case EmbOptimType.FTRL:
             return FTRLOptimizerSpec(rate)
         case EmbOptimType.LARS_SGD:
-            return LARSSpec(rate, slot_dtypes=dtypes, **read)
+            return LARSOptimizerSpec(rate, slot_dtypes=dtypes, **read)
         case EmbOptimType.ROWWISE_RMSPROP_AR:
-            return RowWiseRMSPropSpec(rate, slot_dtypes=dtypes, **read)
+            return RowWiseRMSPropOptimizerSpec(rate, slot_dtypes=dtypes, **read)
     if optimizer.name.endswith(("ADAM", "LAMB")):
-        return _adam_family(optimizer, given, dtypes)
+        return _adam_family(optimizer, given, dtypes, read)
     return _adagrad_family(optimizer, given, dtypes)
 
 
-def _adam_family(optimizer: EmbOptimType, given: OptimizerArguments, dtypes: tuple[str | None, ...]) -> OptimizerSpec:
+def _adam_family(
+    optimizer: EmbOptimType, given: OptimizerArguments, dtypes: tuple[str | None, ...], read: dict[str, Any]
+) -> OptimizerSpec:
     is_corrected_by_row = optimizer == EmbOptimType.ADAM and given.options.use_rowwise_bias_correction
     if optimizer == EmbOptimType.ADAM and not (given.weight_decay or is_corrected_by_row or dtypes):
         return AdamOptimizerSpec(given.learning_rate, beta_1=given.beta1, beta_2=given.beta2, epsilon=given.eps)
-    return AdamFamilySpec(
+    rule = LAMBOptimizerSpec if optimizer.name.endswith("LAMB") else AdamWOptimizerSpec
+    return rule(
         given.learning_rate,
         has_row_wise_second_moment=optimizer.name.startswith("PARTIAL_ROWWISE"),
-        has_trust_ratio=optimizer.name.endswith("LAMB"),
         has_row_wise_bias_correction=is_corrected_by_row,
         slot_dtypes=dtypes,
-        **read_arguments(optimizer, given),
+        **read,
     )
 
 
@@ -76,15 +81,17 @@ def _adagrad_family(
 ) -> OptimizerSpec:
     is_per_row = optimizer != EmbOptimType.EXACT_ADAGRAD
     mode = given.weight_decay_mode if is_per_row else WeightDecayMode.NONE
-    common: dict[str, Any] = {"eps": given.eps, "weight_decay": given.weight_decay, "slot_dtypes": dtypes}
+    common: dict[str, Any] = {"epsilon": given.eps, "weight_decay": given.weight_decay, "slot_dtypes": dtypes}
     if given.counter_based_regularization is not None:
-        return CounterAdagradSpec(given.learning_rate, regularization=given.counter_based_regularization, **common)
+        return CounterAdagradOptimizerSpec(
+            given.learning_rate, regularization=given.counter_based_regularization, **common
+        )
     if given.cowclip_regularization is not None:
-        return CowClipAdagradSpec(given.learning_rate, regularization=given.cowclip_regularization, **common)
+        return CowClipAdagradOptimizerSpec(given.learning_rate, regularization=given.cowclip_regularization, **common)
     has_decay = given.global_weight_decay is not None or (mode != WeightDecayMode.NONE and given.weight_decay != 0)
     max_norm = given.max_norm if is_per_row else 0.0
     if has_decay or max_norm > 0 or dtypes:
-        return DecayedAdagradSpec(
+        return DecayedAdagradOptimizerSpec(
             given.learning_rate,
             weight_decay_mode=mode,
             max_norm=max_norm,

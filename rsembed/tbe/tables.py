@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.optimizers.intervals import check_within
+from rsembed.intervals import check_within
 from rsembed.tbe import functional
 from rsembed.tbe.construction import per_table
 from rsembed.tbe.plan import TablePlan, TBEPlan

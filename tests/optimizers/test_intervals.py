@@ -12,9 +12,8 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.optimizers.intervals import check_within, within
+from rsembed.intervals import check_within, within
 from rsembed.parallel import Hardware, zipf_ids
-from rsembed.sok.optimizers import Adam, LazyAdam
 from rsembed.sparsecore.utils import estimate_preprocessing_parameters
 from rsembed.tbe import records
 from rsembed.tbe.module import TableBatchedEmbeddingBags
@@ -23,17 +22,14 @@ from rsembed.tbe.records import EmbOptimType, WeightDecayMode
 NAN, INF = math.nan, math.inf
 RATES, POSITIVE_OR_ZERO = (-0.1, NAN, INF), (-1e-3, NAN, INF)
 DECAYS = (-0.1, 1.0, 1.1, NAN)
-FAMILIES = (
-    *(getattr(ro, name) for name in dir(ro) if name.endswith("OptimizerSpec") and name != "OptimizerSpec"),
-    Adam,
-    LazyAdam,
-)
+FAMILIES = tuple(getattr(ro, name) for name in dir(ro) if name.endswith("OptimizerSpec") and name != "OptimizerSpec")
+ADAMS = (rs.AdamOptimizerSpec, ro.TensorFlowAdamOptimizerSpec, ro.LazyAdamOptimizerSpec)
+ADAMS += (rs.AdamWOptimizerSpec, rs.LAMBOptimizerSpec)
 FREE = (rs.CustomOptimizerSpec, ro.OptaxOptimizerSpec)  # need a function or a transformation
 
 REFUSED = [
     *((family, "learning_rate", value) for family in FAMILIES if family not in FREE for value in RATES),
-    *((rs.AdamOptimizerSpec, name, value) for name in ("beta_1", "beta_2") for value in DECAYS),
-    *((Adam, name, value) for name in ("beta_1", "beta_2") for value in DECAYS),
+    *((family, name, value) for family in ADAMS for name in ("beta_1", "beta_2") for value in DECAYS),
     *((rs.LaPropOptimizerSpec, name, value) for name in ("b1", "b2") for value in DECAYS),
     *((rs.AdagradMomentumOptimizerSpec, name, value) for name in ("momentum", "beta2") for value in (-0.1, 1.1, NAN)),
     *((rs.AdagradMomentumOptimizerSpec, "exponent", value) for value in (0.0, -2.0, NAN)),
@@ -45,7 +41,8 @@ REFUSED = [
         (family, field.name, value)
         for family in FAMILIES
         for field in dataclasses.fields(family)
-        if field.name.startswith(("initial_acc", "initial_slot", "initial_local", "eps", "l1_", "l2_"))
+        if field.name.startswith(("initial_acc", "initial_slot", "initial_local", "eps", "l1_", "l2_", "weight_decay"))
+        and field.name != "weight_decay_mode"
         for value in POSITIVE_OR_ZERO
     ),
 ]

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsembed.homes import hashed_rows as dynamic_table
+from rsembed.homes.hashed_rows import DynamicTableSpec
+from rsembed.homes.logical_rows import export, import_rows
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import RowWiseAdagradOptimizerSpec
-from rsembed.sok import dynamic_table
-from rsembed.sok.dynamic_table import DynamicTableSpec
-from rsembed.sok.export import export, import_rows
-from rsembed.sok.optimizers import Adam, LazyAdam, adam_all_rows
+from rsembed.sok.optimizers import Adam, LazyAdam
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "sok_cases.json").read_text())
 CASES = {case["kind"]: case for case in DATA["optimizer"]}
@@ -91,18 +92,12 @@ def test_steps_follow_the_formula_and_epsilon_stands_outside_the_correction(ever
     expected = generator.normal(size=(6, 3))
     m, v = np.zeros((6, 3)), np.zeros((6, 3))
     table, slots = jnp.asarray(expected, jnp.float32), (jnp.zeros((6, 3)), jnp.zeros((6, 3)))
-    step_of_rows = jax.jit(adam_all_rows)
+    step_of_rows = jax.jit(lambda *arguments: api.apply_rows(*arguments, optimizer))
     for step in range(5):
         rows = generator.choice(6, 2, replace=False).astype(np.int32)
         gradients = generator.normal(size=(3, 3)).astype(np.float32)
         hyper = optimizer.get_hyperparameters(step)
-        if every_row:
-            table, slots = step_of_rows(table, slots, np.array([*rows, NO_ROW], np.int32), gradients, hyper)
-        else:
-            old = tuple(slot[rows] for slot in slots)
-            new, stepped = optimizer.step_rows(table[rows], old, jnp.asarray(gradients[:2]), hyper)
-            table = table.at[rows].set(new)
-            slots = tuple(slot.at[rows].set(part) for slot, part in zip(slots, stepped, strict=True))
+        table, slots = step_of_rows(table, slots, np.array([*rows, NO_ROW], np.int32), gradients, hyper)
         loop_over_rows(
             *(expected, m, v, dict(zip(rows.tolist(), gradients, strict=False))),
             **{"lr": 0.1 / (step + 1), "b1": 0.8, "b2": 0.95, "epsilon": 0.3, "t": step + 1, "every_row": every_row},
@@ -126,6 +121,7 @@ def test_a_table_of_16_bits_keeps_its_dtype():
     adam = dataclasses.replace(Adam(), learning_rate=0.5)
     slots = (jnp.zeros((2, 3)), jnp.zeros((2, 3)))
     rows, gradients = jnp.asarray([1], jnp.int32), jnp.ones((1, 3))
-    table, _ = adam_all_rows(jnp.ones((2, 3), jnp.bfloat16), slots, rows, gradients, adam.get_hyperparameters(0))
+    table = jnp.ones((2, 3), jnp.bfloat16)
+    table, _ = api.apply_rows(table, slots, rows, gradients, adam.get_hyperparameters(0), adam)
     assert table.dtype == jnp.bfloat16
     np.testing.assert_allclose(table.astype(jnp.float32), [[1.0] * 3, [0.5] * 3], atol=1e-2)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsembed.optimizers import global_decay_factor
 from rsembed.tbe import records
-from rsembed.tbe.full_table import emainplace_pass, ensemble_pass, global_decay_factor, refreshed_max_counter
+from rsembed.tbe.full_table import emainplace_pass, ensemble_pass, refreshed_max_counter
 
 ROWS, DIM = 3, 4
 steps = st.integers(1, 24)

@@ -178,7 +178,7 @@ def test_the_largest_counter_is_the_last_hyperparameter_and_may_be_traced():
 
 
 def test_a_rule_that_counts_updates_asks_for_the_step():
-    with pytest.raises(ValueError, match="RowWiseRMSPropSpec counts updates; pass step="):
+    with pytest.raises(ValueError, match="RowWiseRMSPropOptimizerSpec counts updates; pass step="):
         make_rule(Optim.ROWWISE_RMSPROP_AR).get_hyperparameters()
 
 
