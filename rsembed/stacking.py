@@ -1,9 +1,9 @@
 """From specs to a plan: which tables share a physical table, and where every row of every table lies.
 
 A plan is pure data: frozen, hashable by value (limits included), printable. It is computed here and nowhere else; the
-published in-place functions attach it to specs. Two layouts are made of the same arithmetic:
+published in-place functions attach it to specs. Two layouts are settings of one planner and one place law:
 
-* SparseCore's: dims padded to 8, rows padded to `8 * num_shards`, row `id` in shard `(id + rotation) % num_shards`;
+* SparseCore's: dims padded to 8, rows padded to `8 * num_shards`, dealt to all shards and rotated;
 * the core's own (`num_shards=1`, no padding): tables of equal dim, dtype and optimizer under each other.
 """
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from rsembed.places import Place
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     MAX_ROWS,
@@ -34,6 +35,7 @@ from rsembed.specs import (
 
 LimitsCallable = Callable[[str, int], int]
 Size = TypeVar("Size", int, np.ndarray, jax.Array)
+Name = TypeVar("Name", str, int)
 SUBLANES = 8
 """Rows and columns are moved in tiles of this size on a TPU."""
 MAX_STACK_NAME_LENGTH = 50
@@ -158,10 +160,11 @@ class StackingPlan:
         return found[name]
 
     def flat_rows(self, table_name: str, ids: Any) -> Any:
-        """Row of each id in the stacked array; see `compute_physical_row_ids`."""
+        """Row of each id in the flat stacked array."""
         stack, table = self.table(table_name)
-        place = (table.setting.shard_rotation, table.setting.row_offset_in_shard)
-        return compute_physical_row_ids(self.num_shards, stack.spec.stack_vocab_size, *place, ids)
+        rows_per_shard = stack.spec.stack_vocab_size // self.num_shards
+        place = place_of(table.setting, self.num_shards)
+        return place.rows(ids, spread=self.num_shards, rows_per_shard=rows_per_shard)
 
     def shard_load(self, ids_by_feature: Mapping[str, Any]) -> dict[str, Int[np.ndarray, " shard"]]:
         """Ids that each shard has to look up, per stack.
@@ -181,10 +184,11 @@ class StackingPlan:
         loads = {}
         for stack in self.stacks:
             load = np.zeros(self.num_shards, np.int64)
+            places = {table.name: place_of(table.setting, self.num_shards) for table in stack.tables}
             for feature in stack.features:
                 # Laying rows side by side flattens dense, ragged and single ids alike.
                 ids = np.hstack([np.zeros(0, np.int64), *ids_by_feature.get(feature.name, ())]).astype(np.int64)
-                shards = (ids + feature.transformation.col_shift) % self.num_shards
+                shards = places[feature.table_name].shards(ids, spread=self.num_shards)
                 load += np.bincount(shards, minlength=self.num_shards)
             loads[stack.name] = load
         return loads
@@ -231,12 +235,9 @@ class StackingPlan:
         return [(*stack_columns, "padding", "table MB/shard", "slots MB/shard"), *rows]
 
 
-def compute_physical_row_ids(
-    num_sparse_cores: int, stack_vocab_size: int, shard_rotation: int, row_offset_in_shard: int, row_ids: Any
-) -> Any:
-    """Row of each id in the flat stacked array, `shard * rows per shard + local row`, for a number or an array."""
-    shard = (row_ids % num_sparse_cores + shard_rotation) % num_sparse_cores
-    return shard * (stack_vocab_size // num_sparse_cores) + row_offset_in_shard + row_ids // num_sparse_cores
+def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
+    """Where the rows of a table with this setting lie: dealt to all shards."""
+    return Place(0, setting.row_offset_in_shard * num_shards, setting.shard_rotation)
 
 
 def plan_stacking(
@@ -281,17 +282,24 @@ def plan_stacking(
     named = [name for group in groups for name in group]
     if sorted(named) != sorted(tables):
         raise ValueError(f"groups must name every table once: tables {sorted(tables)}, groups {sorted(named)}.")
+    return plan_groups(
+        features, groups, num_shards=num_shards, pad=pad, rotation=rotation, use_short_stack_names=use_short_stack_names
+    )
+
+
+def plan_groups(
+    features: Any, groups: Sequence[Sequence[str]], *, num_shards: int, use_short_stack_names: bool = True, **how: Any
+) -> StackingPlan:
+    """A stack for each group of table names, with what else `plan_stack` takes; other tables have no place."""
     names = [stack_name_of(group, use_short_stack_names=use_short_stack_names) for group in groups]
+    taken = {name for name in names if names.count(name) > 1}
     stacks = tuple(
         plan_stack(
             features,
             group,
-            stack_name=stack_name_of(
-                group, is_taken=names.count(name) > 1, use_short_stack_names=use_short_stack_names
-            ),
+            stack_name=stack_name_of(group, is_taken=True) if name in taken else name,
             num_shards=num_shards,
-            pad=pad,
-            rotation=rotation,
+            **how,
         )
         for name, group in zip(names, groups, strict=True)
     )
@@ -343,11 +351,11 @@ def group_tables(
     return split_by_memory(groups.values(), num_bytes, activation_mem_bytes_limit)
 
 
-def split_by_memory(groups: Iterable[Sequence[str]], num_bytes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """First-fit split of every group; a table above the limit stands alone."""
-    result: list[list[str]] = []
+def split_by_memory(groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int) -> list[list[Name]]:
+    """First-fit split of every group by bytes, or by what else is limited; a table above the limit stands alone."""
+    result: list[list[Name]] = []
     for group in groups:
-        subgroups: list[list[str]] = []
+        subgroups: list[list[Name]] = []
         for name in group:
             for subgroup in subgroups:
                 if sum(num_bytes[other] for other in subgroup) + num_bytes[name] <= limit:
@@ -449,50 +457,11 @@ def _checked_tables(
 def _place_features(
     readers: Sequence[FeatureSpec], tables: Sequence[TablePlacement], num_shards: int
 ) -> tuple[tuple[FeaturePlacement, ...], int]:
-    settings = {table.name: table.setting for table in tables}
+    places = {table.name: place_of(table.setting, num_shards) for table in tables}
     placements, row_offset = [], 0
     for feature in readers:
-        setting = settings[feature.table_spec.name]
-        first_column = setting.row_offset_in_shard * num_shards
-        transformation = FeatureIdTransformation(row_offset, first_column, setting.shard_rotation)
+        place = places[feature.table_spec.name]
+        transformation = FeatureIdTransformation(row_offset, place.first, place.rotation)
         placements.append(FeaturePlacement.of(feature, transformation))
         row_offset += feature.num_samples or 0
     return tuple(placements), row_offset
-
-
-def stack_and_shard(plan: StackingPlan, tables: Mapping[str, Any], *, pad_value: float = 0.0) -> dict[str, Any]:
-    """Logical tables `[rows, columns]` to stacked arrays `[num_shards, rows_per_shard, columns]`.
-
-    Works for tables and for slots (whose columns may be 1); padding rows and columns hold `pad_value`.
-    """
-    return {stack.name: _stack_one(stack, plan.num_shards, tables, pad_value) for stack in plan.stacks}
-
-
-def _stack_one(stack: StackPlan, num_shards: int, tables: Mapping[str, Any], pad_value: float) -> Any:
-    pieces = []
-    for table in stack.tables:
-        array = tables[table.name]
-        xp = np if isinstance(array, np.ndarray) else jnp
-        is_full_width = array.shape[1] == table.dim
-        columns = stack.spec.stack_embedding_dim - table.dim if is_full_width else 0
-        rows = table.setting.padded_vocab_size - table.rows
-        padded = xp.pad(array, ((0, rows), (0, columns)), constant_values=pad_value)
-        shards = xp.swapaxes(padded.reshape(-1, num_shards, padded.shape[1]), 0, 1)
-        pieces.append(xp.roll(shards, table.setting.shard_rotation, axis=0))
-    return (np if isinstance(pieces[0], np.ndarray) else jnp).concatenate(pieces, axis=1)
-
-
-def unshard_and_unstack(plan: StackingPlan, stacked: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `stack_and_shard`; accepts `[shards, rows, columns]` or the flat `[shards * rows, columns]`."""
-    tables = {}
-    for stack in plan.stacks:
-        array = stacked[stack.name]
-        shards = array.reshape(plan.num_shards, -1, array.shape[-1])
-        xp = np if isinstance(array, np.ndarray) else jnp
-        for table in stack.tables:
-            start = table.setting.row_offset_in_shard
-            piece = shards[:, start : start + table.setting.padded_vocab_size // plan.num_shards]
-            piece = xp.swapaxes(xp.roll(piece, -table.setting.shard_rotation, axis=0), 0, 1)
-            columns = table.dim if array.shape[-1] == stack.spec.stack_embedding_dim else array.shape[-1]
-            tables[table.name] = piece.reshape(-1, array.shape[-1])[: table.rows, :columns]
-    return tables

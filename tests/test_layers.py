@@ -15,6 +15,7 @@ ROOMS = [
     "jax_internals",
     "intervals",
     "optimizers",
+    "places",
     "specs",
     "initial_values",
     "stacking",

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.sparsecore.table_stacking import attach_placement
-from rsembed.stacking import plan_stack, stack_and_shard, stack_name_of, unshard_and_unstack
+from rsembed.sparsecore.table_stacking import attach_placement, stack_and_shard_tables, unshard_and_unstack_tables
+from rsembed.stacking import plan_stack, stack_name_of
 
 
 def tables_and_features(*sizes, **changes):
@@ -126,19 +126,25 @@ def test_attached_specs_are_frozen_and_show_their_place():
 def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(sizes, num_shards, rotation, seed):
     _, features = tables_and_features(*[(size, 3 + i % 2) for i, size in enumerate(sizes)])
     plan = rs.plan_stacking(features, num_shards=num_shards, rotation=rotation)
+    attach_placement(features, plan)
+    specs = [feature.table_spec for feature in features]
     rng = np.random.default_rng(seed)
     tables = {f"t{i}": rng.normal(size=(size, 3 + i % 2)).astype(np.float32) for i, size in enumerate(sizes)}
-    stacked = stack_and_shard(plan, tables, pad_value=np.nan)
-    for name, values in unshard_and_unstack(plan, stacked).items():
+    stacked = stack_and_shard_tables(specs, tables, num_shards)
+    back = unshard_and_unstack_tables(specs, stacked, num_shards)
+    assert back.keys() == tables.keys()
+    for name, values in back.items():
         np.testing.assert_array_equal(values, tables[name])
     for name, table in tables.items():
         stack, _ = plan.table(name)
         flat = stacked[stack.name].reshape(-1, stack.spec.stack_embedding_dim)
         rows = plan.flat_rows(name, np.arange(len(table)))
         np.testing.assert_array_equal(flat[rows, : table.shape[1]], table)
-        assert np.isnan(flat[rows, table.shape[1] :]).all()
-    on_device = unshard_and_unstack(plan, stack_and_shard(plan, {n: jnp.asarray(t) for n, t in tables.items()}))
-    np.testing.assert_array_equal(on_device["t0"], tables["t0"])
+        flat[rows, : table.shape[1]] = np.nan
+    assert all(np.isnan(array).all() for array in stacked.values())
+    on_device = stack_and_shard_tables(specs, {name: jnp.asarray(table) for name, table in tables.items()}, num_shards)
+    for name, values in unshard_and_unstack_tables(specs, on_device, num_shards).items():
+        np.testing.assert_array_equal(values, tables[name])
 
 
 def test_bad_groups_and_huge_stacks_are_refused():

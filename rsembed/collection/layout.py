@@ -1,39 +1,29 @@
-"""Where the rows of every table of a stack lie: the only thing that sharding rows changes."""
+"""The place law for the stacks of a collection: the only thing that sharding rows changes."""
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from rsembed.bags import Bags
 from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.places import Place as Place
+from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import StackPlan
-
-
-class Place(NamedTuple):
-    """Where the ids of a table start: with shard `owner`, `first` rows into the shards over which it is spread."""
-
-    owner: int
-    first: int
-
-    def rows(self, ids: Any, *, spread: int, rows_per_shard: int) -> Any:
-        """Row of each id in an array `[num_shards * rows_per_shard, dim]`; ids must lie inside the table."""
-        owner, local = self.owner + (self.first + ids) % spread, (self.first + ids) // spread
-        return owner * rows_per_shard + local
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
     """The rows of a stack in one array `[num_shards * rows_per_shard, dim]`, shard after shard.
 
-    Id `i` of a table is row `(first + i) // spread` of shard `owner + (first + i) % spread`. Spread over one shard,
-    tables lie whole; spread over all, neighbouring ids have different owners.
+    Spread over one shard, tables lie whole; spread over all, neighbouring ids have different owners.
     """
 
     stack: StackPlan
@@ -107,30 +97,37 @@ class RowLayout:
 
     def ids(self, place: Any, shard: Any, local: Any) -> Any:
         """The inverse: which id of a table stands in a row of a shard; outside the table where it is none of it."""
-        owner, first = place
-        phase = shard - owner
-        return jnp.where((phase >= 0) & (phase < self.spread), local * self.spread + phase - first, -1)
+        return Place(*place).ids(shard, local, spread=self.spread)
 
     def first_row(self, place: Any, shard: Any) -> Any:
         """The first row of a shard that may belong to a table."""
-        owner, first = place
-        return jnp.where(self.spread > 1, -((shard - owner - first) // self.spread), first)
+        return Place(*place).first_row(shard, spread=self.spread)
 
     def all_rows(self, table_name: str, vocabulary_size: int) -> slice | Int[np.ndarray, " vocab"]:
         """Index of a whole table in the array."""
-        if self.spread > 1:
-            return self.rows(table_name, np.arange(vocabulary_size))
-        first = self.rows(table_name, 0)
-        return slice(first, first + vocabulary_size)
+        place = self.place(table_name)
+        return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
     def stacked_rows(self, shard: Any, local: Int[Array, " capacity"]) -> Int[Array, " capacity"]:
         """Number of a shard's rows in the unsharded stack, which does not depend on the number of devices."""
-        result = jnp.full(local.shape, NO_ROW, jnp.int32)
-        for table, place in zip(self.stack.tables, self.places, strict=True):
-            ids = self.ids(place, shard, local)
-            is_inside = (local != NO_ROW) & (ids >= 0) & (ids < table.rows)
-            result = jnp.where(is_inside, ids + table.setting.row_offset_in_shard, result)
-        return result
+        tables, ids = self._tables_and_ids(shard, local)
+        firsts = np.asarray([table.setting.row_offset_in_shard for table in self.stack.tables], np.int32)
+        return jnp.where((local == NO_ROW) | (tables < 0), NO_ROW, jnp.asarray(firsts)[tables] + ids)
+
+    def names_and_ids(
+        self, shard: Any, local: Int[Array, " capacity"]
+    ) -> tuple[UInt32[Array, " capacity"], UInt32[Array, " capacity"]]:
+        """What tells rows apart, wherever they lie: a number that stands for the table's name, and the id.
+
+        Noise that is drawn from these belongs to the row, and no stack, placement or mesh changes it.
+        """
+        tables, ids = self._tables_and_ids(shard, local)
+        names = np.asarray([zlib.crc32(table.name.encode()) for table in self.stack.tables], np.uint32)
+        return jnp.asarray(names)[tables], ids.astype(jnp.uint32)
+
+    def _tables_and_ids(self, shard: Any, local: Array) -> tuple[Array, Array]:
+        sizes = [table.rows for table in self.stack.tables]
+        return tables_and_ids(self.places, sizes, shard, local, spread=self.spread)
 
     def segments(self, bags: Mapping[str, Bags]) -> list[Segment]:
         """Ids of the stack's features as rows of the array; ids outside their table become `NO_ROW`."""

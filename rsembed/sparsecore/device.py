@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.kernels import api
@@ -22,8 +23,9 @@ from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.kernels.reference import Rounding
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.parallel.exchange import AxisName, Routes, plan_routes, send, send_back
+from rsembed.places import tables_and_ids
 from rsembed.sparsecore.layout import StackLayout
-from rsembed.stacking import SUBLANES, round_up
+from rsembed.stacking import SUBLANES, place_of, round_up
 
 
 class Entries(NamedTuple):
@@ -147,15 +149,11 @@ def stacked_rows(layout: StackLayout, exchange: Exchange, rows: Int[Array, " cap
     """Number of this device's rows in the stack's tables laid under each other, which no sharding changes."""
     first_shard = 0 if exchange.axis_name is None else jax.lax.axis_index(exchange.axis_name) * layout.num_cores
     core, row_in_shard = jnp.divmod(rows, layout.rows_per_shard)
-    result, first = jnp.full(rows.shape, NO_ROW, jnp.int32), 0
-    for table in layout.tables:
-        place = table.setting_in_stack
-        row = row_in_shard - place.row_offset_in_shard
-        ids = row * layout.num_shards + (first_shard + core - place.shard_rotation) % layout.num_shards
-        is_inside = (rows != NO_ROW) & (row >= 0) & (ids < table.vocabulary_size)
-        result = jnp.where(is_inside, ids + first, result)
-        first += table.vocabulary_size
-    return result
+    places = [place_of(table.setting_in_stack, layout.num_shards) for table in layout.tables]
+    sizes = [table.vocabulary_size for table in layout.tables]
+    tables, ids = tables_and_ids(places, sizes, first_shard + core, row_in_shard, spread=layout.num_shards)
+    firsts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
+    return jnp.where((rows == NO_ROW) | (tables < 0), NO_ROW, jnp.asarray(firsts)[tables] + ids)
 
 
 def unstack(layout: StackLayout, activations: Float[Array, "samples dim"]) -> dict[str, Array]:

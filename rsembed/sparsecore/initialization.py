@@ -20,12 +20,13 @@ from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel.exchange import AxisName
+from rsembed.places import Place
 from rsembed.sparsecore.belonging import variables_fingerprint
 from rsembed.sparsecore.layout import cores_of, placed_stack, tables_by_stack
 from rsembed.sparsecore.row_rule import rule_of_stack
 from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import TableSpec
-from rsembed.stacking import SUBLANES
+from rsembed.stacking import SUBLANES, place_of
 
 BLOCK_VALUES = 1 << 18
 """Values built at a time: what initialisation needs beside the table itself."""
@@ -104,22 +105,22 @@ def _fill_tables(
     block_rows = min(table_rows, max(SUBLANES, BLOCK_VALUES // dim))
     blocks_per_core = -(-table_rows // block_rows)
     keys = jnp.stack([table_key(key, table.name) for table in tables])
-    rotations = jnp.asarray([table.setting_in_stack.shard_rotation for table in tables], jnp.int32)
-    offsets = jnp.asarray([table.setting_in_stack.row_offset_in_shard for table in tables], jnp.int32)
+    places = Place(*jnp.asarray([place_of(t.setting_in_stack, num_shards) for t in tables], jnp.int32).T)
 
     def fill_block(number: Int[Array, ""], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         table, rest = number // (num_cores * blocks_per_core), number % (num_cores * blocks_per_core)
         core, block = rest // blocks_per_core, rest % blocks_per_core
         # The last block overlaps the one before it and writes the same values again.
-        first_row = jnp.minimum(block * block_rows, table_rows - block_rows)
-        shard = (first_shard + core - rotations[table]) % num_shards
-        ids = (first_row + jnp.arange(block_rows, dtype=jnp.int32)) * num_shards + shard
+        place = jax.tree.map(lambda field: field[table], places)
+        shard = first_shard + core
+        first_row = place.first // num_shards + jnp.minimum(block * block_rows, table_rows - block_rows)
+        ids = place.ids(shard, first_row + jnp.arange(block_rows, dtype=jnp.int32), spread=num_shards)
         values = initial_rows(keys[table], tables[0], jnp.minimum(ids, vocabulary_size - 1))
         values = jnp.where((ids < vocabulary_size)[:, None], values, 0.0)
         values = jnp.pad(values, ((0, 0), (0, dim - tables[0].embedding_dim)))
-        place = core * (num_rows // num_cores) + offsets[table] + first_row
+        start = core * (num_rows // num_cores) + first_row
         return tuple(
-            jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), place, axis=0)
+            jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, axis=0)
             for array, part in zip(arrays, (values, *rule.init_slots(values)), strict=True)
         )
 

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
-from rsembed.stacking import SUBLANES, round_up
+from rsembed.stacking import SUBLANES, place_of, round_up
 
 MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
@@ -95,8 +96,7 @@ class StackLayout:
     @property
     def tables(self) -> list[TableSpec]:
         """The tables, from the first row to the last; each is read by one of the features."""
-        tables = tables_of(list(self.features)).values()
-        return sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
+        return first_row_first(tables_of(list(self.features)).values())
 
     def checked_activations(self, activations: Any) -> Any:
         """Stacked activations of one device, or gradients of them. Raises: ValueError: they have another shape."""
@@ -185,28 +185,33 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
       ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for.
     """
     num_cores = cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
-    stacks: dict[str, StackedTableSpec] = {}
-    readers: dict[str, list[FeatureSpec]] = {}
-    for feature in features_of(feature_specs):
-        spec = placed_stack(feature.table_spec)
-        if stacks.setdefault(spec.stack_name, spec) != spec:
+    layouts = {}
+    for name, features in readers_by_stack(feature_specs).items():
+        specs = [placed_stack(feature.table_spec) for feature in features]
+        if any(spec != specs[0] for spec in specs):
             raise ValueError(
-                f"stack {spec.stack_name!r} has different settings in the tables that form it; change limits with "
+                f"stack {name!r} has different settings in the tables that form it; change limits with "
                 "update_preprocessing_parameters, which changes all of them."
             )
-        readers.setdefault(spec.stack_name, []).append(feature)
-    layouts = {}
-    for name, spec in stacks.items():
-        features = _by_samples(readers[name])
-        layout = StackLayout(spec=spec, features=features, num_devices=num_devices, num_cores=num_cores)
+        layout = StackLayout(spec=specs[0], features=features, num_devices=num_devices, num_cores=num_cores)
         _check_batches(layout)
-        _check_places(spec, layout.features)
+        _check_places(layout.features)
         layouts[name] = layout
     return layouts
 
 
-def _by_samples(features: Sequence[FeatureSpec]) -> tuple[FeatureSpec, ...]:
-    return tuple(sorted(features, key=lambda feature: feature.id_transformation.row_offset))
+def readers_by_stack(feature_specs: Any) -> dict[str, tuple[FeatureSpec, ...]]:
+    """Stack name to the features that read it, in the order of their samples."""
+    readers: dict[str, list[FeatureSpec]] = {}
+    for feature in features_of(feature_specs):
+        readers.setdefault(placed_stack(feature.table_spec).stack_name, []).append(feature)
+    by_samples = functools.partial(sorted, key=lambda feature: feature.id_transformation.row_offset)
+    return {name: tuple(by_samples(features)) for name, features in readers.items()}
+
+
+def first_row_first(tables: Iterable[TableSpec]) -> list[TableSpec]:
+    """The tables of a stack in the order of their rows."""
+    return sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
 
 
 def _check_batches(layout: StackLayout) -> None:
@@ -222,18 +227,15 @@ def _check_batches(layout: StackLayout) -> None:
 
 def check_places(feature_specs: Any) -> None:
     """Raises: ValueError: features of a stack are not, one after the other, those that it was placed for."""
-    readers: dict[str, list[FeatureSpec]] = {}
-    for feature in features_of(feature_specs):
-        readers.setdefault(placed_stack(feature.table_spec).stack_name, []).append(feature)
-    for features in readers.values():
-        _check_places(placed_stack(features[0].table_spec), _by_samples(features))
+    for features in readers_by_stack(feature_specs).values():
+        _check_places(features)
 
 
-def _check_places(stack: StackedTableSpec, features: Sequence[FeatureSpec]) -> None:
-    end = 0
+def _check_places(features: Sequence[FeatureSpec]) -> None:
+    stack, end = placed_stack(features[0].table_spec), 0
     for feature in features:
-        table, found = feature.table_spec.setting_in_stack, feature.id_transformation
-        place = FeatureIdTransformation(end, table.row_offset_in_shard * stack.num_shards, table.shard_rotation)
+        found, table = feature.id_transformation, place_of(feature.table_spec.setting_in_stack, stack.num_shards)
+        place = FeatureIdTransformation(end, table.first, table.rotation)
         if found != place:
             raise ValueError(
                 f"feature {feature.name!r} does not lie where stack {stack.stack_name!r} has room for it: it has "
@@ -276,7 +278,7 @@ def tables_by_stack(tables: Sequence[TableSpec]) -> dict[str, list[TableSpec]]:
         stacks.setdefault(placed_stack(table).stack_name, {})[table.name] = table
     ordered = {}
     for name, members in stacks.items():
-        ordered[name] = sorted(members.values(), key=lambda table: table.setting_in_stack.row_offset_in_shard)
+        ordered[name] = first_row_first(members.values())
         present = sum(table.setting_in_stack.padded_vocab_size for table in members.values())
         expected = placed_stack(ordered[name][0]).stack_vocab_size
         if present != expected:

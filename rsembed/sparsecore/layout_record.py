@@ -16,10 +16,10 @@ import numpy as np
 
 from rsembed import optimizers
 from rsembed.optimizers import OptimizerSpec
+from rsembed.places import Place
 from rsembed.sparsecore.layout import stack_layouts
 from rsembed.sparsecore.variables import Nested
-from rsembed.specs import FeatureSpec, TableSpec, tables_of
-from rsembed.stacking import compute_physical_row_ids
+from rsembed.specs import FeatureSpec, TableSpec
 
 _CODES: dict[type[OptimizerSpec], int] = {
     optimizers.SGDOptimizerSpec: 1,
@@ -161,17 +161,14 @@ def create_proto_from_feature_specs(
     Raises: ValueError: they were not placed, or for another number of shards.
     """
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device)
-    tables = sorted(tables_of(feature_specs).values(), key=lambda table: table.setting_in_stack.row_offset_in_shard)
-    stacks = []
-    for name, layout in layouts.items():
-        members = [table for table in tables if table.setting_in_stack.stack_name == name]
-        stacks.append(
-            StackRecord(
-                **_shared_fields(StackRecord, layout.spec),
-                num_sparsecores=layout.num_shards,
-                table_specs=tuple(_table_record(table, layout.features) for table in members),
-            )
+    stacks = (
+        StackRecord(
+            **_shared_fields(StackRecord, layout.spec),
+            num_sparsecores=layout.num_shards,
+            table_specs=tuple(_table_record(table, layout.features) for table in layout.tables),
         )
+        for layout in layouts.values()
+    )
     return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
 
 
@@ -263,6 +260,14 @@ def proto_to_optimizer_spec(
         learning_rate = CallablePlaceholder(record.learning_rate_tag or "function")
     parameters: dict[str, Any] = {**record.float_params, **record.bool_params}
     return get_optimizer_class(record.type_enum)(learning_rate, **parameters)
+
+
+def compute_physical_row_ids(
+    num_sparse_cores: int, stack_vocab_size: int, shard_rotation: int, row_offset_in_shard: int, row_ids: Any
+) -> Any:
+    """Row of each id in the flat stacked array, `shard * rows per shard + local row`, for a number or an array."""
+    place = Place(0, row_offset_in_shard * num_sparse_cores, shard_rotation)
+    return place.rows(row_ids, spread=num_sparse_cores, rows_per_shard=stack_vocab_size // num_sparse_cores)
 
 
 def get_row_ids_in_stacked_table(

@@ -5,19 +5,20 @@ Stacking, sharding, rotation and padding are matters of the physical layout; a l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
-from rsembed.sparsecore.belonging import check_logical, check_slots, check_variables
-from rsembed.sparsecore.layout import tables_by_stack
-from rsembed.sparsecore.table_stacking import stacking_plan, unshard_and_unstack_tables
+from rsembed.sparsecore.belonging import check_logical, check_slots, check_variables, labelled, logical_of
+from rsembed.sparsecore.layout import placed_stack, tables_by_stack
 from rsembed.sparsecore.variables import EmbeddingVariables, Nested
-from rsembed.specs import FeatureSpec, tables_of
-from rsembed.stacking import StackingPlan
+from rsembed.specs import FeatureSpec, TableSpec, tables_of
+from rsembed.stacking import place_of
 
 
 def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, Array]:
@@ -36,21 +37,27 @@ def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, A
 
 def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, EmbeddingVariables]:
     """As `logical_tables`, with the slots: `EmbeddingVariables` of each table alone."""
-    plan = stacking_plan(feature_specs)
-    found = _stacks_in(tree, feature_specs)
-    matrices = jax.tree.map(lambda array: array.reshape(array.shape[0], -1), found)
-    tables = unshard_and_unstack_tables(list(tables_of(feature_specs).values()), matrices, plan.num_shards)
+    stacks = tables_by_stack(list(tables_of(feature_specs).values()))
+    found = _stacks_in(tree, stacks)
+    return {
+        table.name: labelled(jax.tree.map(functools.partial(logical_rows, table), found[name]), logical_of(found[name]))
+        for name, tables in stacks.items()
+        for table in tables
+    }
 
-    def shaped(rows: Array, stacked: Array) -> Array:
-        # Per-row state of an optax rule may have any shape behind its row axis.
-        return rows if stacked.ndim == 2 else rows.reshape(rows.shape[0], *stacked.shape[1:])
 
-    result = {}
-    for name, table in tables.items():
-        leaves, structure = jax.tree.flatten(table)
-        stacked = jax.tree.leaves(found[plan.table(name)[0].name])
-        result[name] = jax.tree.unflatten(structure, map(shaped, leaves, stacked))
-    return result
+def logical_rows(table: TableSpec, stacked: Any) -> Any:
+    """Rows of a table in the order of ids, without padding, from the array of its stack, `[rows, ...]`."""
+    rows = stacked[physical_rows(table, stacked)]
+    is_full_width = stacked.ndim == 2 and stacked.shape[1] == placed_stack(table).stack_embedding_dim
+    return rows[:, : table.embedding_dim] if is_full_width else rows
+
+
+def physical_rows(table: TableSpec, like: Any) -> Any:
+    """Where the rows of a table lie in the array of its stack, in the order of ids; in numpy if `like` is."""
+    stack, xp = placed_stack(table), np if isinstance(like, np.ndarray) else jnp
+    place, ids = place_of(table.setting_in_stack, stack.num_shards), xp.arange(table.vocabulary_size, dtype=np.int32)
+    return place.rows(ids, spread=stack.num_shards, rows_per_shard=stack.stack_vocab_size // stack.num_shards)
 
 
 def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
@@ -66,15 +73,14 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
       ValueError: a table is unknown or has another shape than its spec, slots are not those of its optimizer, or the
         stacks in `tree` were made for other specs.
     """
-    plan = stacking_plan(feature_specs)
-    found = _stacks_in(tree, feature_specs)
-    names = [table.name for stack in plan.stacks for table in stack.tables]
-    unknown = sorted(set(tables) - set(names))
+    specs = tables_of(feature_specs)
+    found = _stacks_in(tree, tables_by_stack(list(specs.values())))
+    unknown = sorted(set(tables) - set(specs))
     if unknown:
-        raise ValueError(f"the specs have no tables {unknown}; they have {sorted(names)}.")
+        raise ValueError(f"the specs have no tables {unknown}; they have {sorted(specs)}.")
     for name, given in tables.items():
-        stack = plan.table(name)[0].name
-        found[stack] = _with_table(plan, found[stack], name, given)
+        stack = placed_stack(specs[name]).stack_name
+        found[stack] = _with_table(specs[name], found[stack], given)
 
     def replaced(path: Any, value: Any) -> Any:
         return found.get(_last_name(path), value) if isinstance(value, EmbeddingVariables) else value
@@ -82,18 +88,18 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
     return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=_is_variables)
 
 
-def _with_table(plan: StackingPlan, stacked: EmbeddingVariables, name: str, given: Any) -> EmbeddingVariables:
-    stack, table = plan.table(name)
+def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> EmbeddingVariables:
+    where, shape = f"table {table.name!r}", (table.vocabulary_size, table.embedding_dim)
     old, structure = jax.tree.flatten(stacked)
     new = jax.tree.leaves(given) if isinstance(given, EmbeddingVariables) else [given]
     if isinstance(given, EmbeddingVariables) and len(new) != len(old):
-        raise ValueError(f"table {name!r}: got {len(new) - 1} slots, but its optimizer has {len(old) - 1}.")
-    if jnp.shape(new[0]) != (table.rows, table.dim):
-        raise ValueError(f"table {name!r}: got shape {jnp.shape(new[0])}, its spec says {(table.rows, table.dim)}.")
+        raise ValueError(f"{where}: got {len(new) - 1} slots, but its optimizer has {len(old) - 1}.")
+    if jnp.shape(new[0]) != shape:
+        raise ValueError(f"{where}: got shape {jnp.shape(new[0])}, its spec says {shape}.")
     if isinstance(given, EmbeddingVariables):
-        check_logical(given, stack.spec.optimizer, where=f"table {name!r}")
-        check_slots(given.slot, stack.spec.optimizer, (table.rows, table.dim), where=f"table {name!r}")
-    rows = plan.flat_rows(name, jnp.arange(table.rows, dtype=jnp.int32))
+        check_logical(given, table.optimizer, where=where)
+        check_slots(given.slot, table.optimizer, shape, where=where)
+    rows = physical_rows(table, old[0])
     for number, values in enumerate(new):
         old[number] = _set_rows(old[number], rows, jnp.asarray(values))
     return jax.tree.unflatten(structure, old)
@@ -113,10 +119,9 @@ def _last_name(path: Any) -> Any:
     return getattr(path[-1], "key", None) if path else None
 
 
-def _stacks_in(tree: Any, feature_specs: Any) -> dict[str, EmbeddingVariables]:
+def _stacks_in(tree: Any, wanted: Mapping[str, Sequence[TableSpec]]) -> dict[str, EmbeddingVariables]:
     """The variables of every stack, wherever they lie in `tree`."""
     found: dict[str, EmbeddingVariables] = {}
-    wanted = tables_by_stack(list(tables_of(feature_specs).values()))
     for path, value in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variables):
         name = _last_name(path)
         if not _is_variables(value) or name not in wanted:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.places import Place
 from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
@@ -186,12 +187,11 @@ def _sorted_entries(
     partitions, keys, gains = [], [], []
     for feature in features:
         placement = feature.spec.id_transformation
+        place = Place(0, placement.col_offset, placement.col_shift)
         samples_here = (feature.spec.num_samples or 0) // num_shards
         core, sample = np.divmod(feature.samples, samples_here)
-        quotient, remainder = np.divmod(feature.ids, num_shards)
-        shard = (remainder + placement.col_shift) % num_shards
-        row = quotient + placement.col_offset // num_shards
-        partitions.append(core * num_shards + shard)
+        row = place.rows_in_shard(feature.ids, spread=num_shards)
+        partitions.append(core * num_shards + place.shards(feature.ids, spread=num_shards))
         keys.append(row * layout.samples_per_core + (sample + placement.row_offset // num_shards))
         gains.append(feature.gains)
     partition, key, gain = (np.concatenate(arrays) for arrays in (partitions, keys, gains))

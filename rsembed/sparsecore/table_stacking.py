@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rsembed.sparsecore.belonging import check_logical, check_rows, labelled, logical_of, variables_fingerprint
-from rsembed.sparsecore.layout import check_places, cores_of, placed_stack, resolve_cores, tables_by_stack
+from rsembed.sparsecore.layout import (
+    check_places,
+    cores_of,
+    first_row_first,
+    placed_stack,
+    readers_by_stack,
+    resolve_cores,
+    tables_by_stack,
+)
+from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
+from rsembed.sparsecore.logical_tables import logical_rows, physical_rows
 from rsembed.sparsecore.variables import Nested
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import (
@@ -23,13 +35,11 @@ from rsembed.stacking import (
     TablePlacement,
     get_default_limits,
     group_tables,
+    plan_groups,
     plan_stack,
     round_up,
-    stack_and_shard,
     stack_name_of,
-    unshard_and_unstack,
 )
-from rsembed.stacking import compute_physical_row_ids as compute_physical_row_ids
 
 
 def auto_stack_tables(
@@ -62,21 +72,17 @@ def auto_stack_tables(
     tables = tables_of(features)
     groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=activation_mem_bytes_limit)
     free = [[name for name in group if not tables[name].is_stacked()] for group in groups]
-    stacks = tuple(
-        plan_stack(
-            features,
-            group,
-            stack_name=stack_name_of(group, use_short_stack_names=use_short_stack_names),
-            num_shards=num_shards,
-            rotation=rotation,
-            max_ids_per_partition=stack_to_max_ids_per_partition,
-            max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
-            activation_mem_bytes_limit=activation_mem_bytes_limit,
-        )
-        for group in free
-        if group
+    plan = plan_groups(
+        features,
+        [group for group in free if group],
+        num_shards=num_shards,
+        rotation=rotation,
+        use_short_stack_names=use_short_stack_names,
+        max_ids_per_partition=stack_to_max_ids_per_partition,
+        max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
+        activation_mem_bytes_limit=activation_mem_bytes_limit,
     )
-    attach_placement(features, StackingPlan(num_shards=num_shards, stacks=stacks))
+    attach_placement(features, plan)
 
 
 def stack_tables(
@@ -143,18 +149,14 @@ def prepare_feature_specs_for_training(
       ValueError: a name is used twice, a feature declares no batch, a table's combiner is "none", tables were placed
         for another number of shards, or features are new to placed tables.
     """
-    placed = [table for table in tables_of(feature_specs).values() if table.stacked_table_spec is not None]
+    tables = tables_of(feature_specs).values()
+    placed = [table for table in tables if table.stacked_table_spec is not None]
     if placed:
         num_sc_per_device = cores_of(placed, global_device_count, num_sc_per_device)
     num_shards, _ = _checked_sizes(feature_specs, global_device_count, num_sc_per_device)
-    stacks = tuple(
-        plan_stack(
-            feature_specs, [table.name], stack_name=table.name, num_shards=num_shards, sort_features_by_name=True
-        )
-        for table in tables_of(feature_specs).values()
-        if table.stacked_table_spec is None
-    )
-    attach_placement(feature_specs, StackingPlan(num_shards=num_shards, stacks=stacks))
+    alone = [[table.name] for table in tables if table.stacked_table_spec is None]
+    how = {"use_short_stack_names": False, "sort_features_by_name": True}
+    attach_placement(feature_specs, plan_groups(feature_specs, alone, num_shards=num_shards, **how))
     check_places(feature_specs)
 
 
@@ -257,22 +259,33 @@ def stack_and_shard_tables(
     """
     result = {}
     for name, members in tables_by_stack(jax.tree.leaves(table_specs)).items():
-        plan = _plan_of(members, num_shards)
-
-        def stack(*arrays: Any, plan: StackingPlan = plan, members: Sequence[TableSpec] = members) -> Any:
-            for table, array in zip(members, arrays, strict=True):
-                if array.shape[0] != table.vocabulary_size:
-                    raise ValueError(
-                        f"table {table.name!r}: got {array.shape[0]} rows, but vocabulary_size={table.vocabulary_size}."
-                    )
-            by_table = dict(zip((table.name for table in members), arrays, strict=True))
-            return stack_and_shard(plan, by_table, pad_value=pad_value)[plan.stacks[0].name]
-
+        cores_of(members, 1, num_shards)
+        stack = functools.partial(_stacked, members, pad_value)
         for table in members:
             check_logical(tables[table.name], table.optimizer, where=f"table {table.name!r}")
         stacked = jax.tree.map(stack, *(labelled(tables[table.name], None) for table in members))
         result[name] = labelled(stacked, variables_fingerprint(members))
     return result
+
+
+def _stacked(tables: Sequence[TableSpec], pad_value: float, *arrays: Any) -> Any:
+    for table, array in zip(tables, arrays, strict=True):
+        if array.shape[0] != table.vocabulary_size:
+            raise ValueError(
+                f"table {table.name!r}: got {array.shape[0]} rows, but vocabulary_size={table.vocabulary_size}."
+            )
+    stack, xp = placed_stack(tables[0]), np if isinstance(arrays[0], np.ndarray) else jnp
+    # State that is shared along a row has columns of its own.
+    is_full_width = all(array.shape[1] == table.embedding_dim for table, array in zip(tables, arrays, strict=True))
+    columns = stack.stack_embedding_dim if is_full_width else arrays[0].shape[1]
+    values = [xp.pad(array, ((0, 0), (0, columns - array.shape[1])), constant_values=pad_value) for array in arrays]
+    rows = xp.concatenate([physical_rows(table, arrays[0]) for table in tables])
+    flat: Any = xp.full((stack.stack_vocab_size, columns), pad_value, values[0].dtype)
+    if xp is jnp:
+        flat = flat.at[rows].set(jnp.concatenate(values))
+    else:
+        flat[rows] = np.concatenate(values)
+    return flat.reshape(stack.num_shards, -1, columns)
 
 
 def unshard_and_unstack_tables(
@@ -284,27 +297,21 @@ def unshard_and_unstack_tables(
     """
     result = {}
     for name, members in get_table_stacks(table_specs).items():
-        plan = _plan_of(members, num_shards)
+        cores_of(members, 1, num_shards)
         check_rows(stacked_tables[name], members)
-        leaves, structure = jax.tree.flatten(stacked_tables[name])
-        for leaf in leaves:
-            rows, columns = plan.stacks[0].spec.stack_vocab_size, leaf.shape[-1]
+        rows = placed_stack(members[0]).stack_vocab_size
+        for leaf in jax.tree.leaves(stacked_tables[name]):
+            columns = leaf.shape[-1]
             if leaf.shape not in ((rows, columns), (num_shards, rows // num_shards, columns)):
                 raise ValueError(
                     f"stack {name!r}: got shape {leaf.shape}, but its tables were placed in {rows} rows on "
                     f"{num_shards} shards."
                 )
-        by_leaf = [unshard_and_unstack(plan, {name: leaf}) for leaf in leaves]
-        for table in plan.stacks[0].tables:
-            logical = jax.tree.unflatten(structure, [arrays[table.name] for arrays in by_leaf])
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked_tables[name])
+        for table in first_row_first(members):
+            logical = jax.tree.map(functools.partial(logical_rows, table), flat)
             result[table.name] = labelled(logical, logical_of(stacked_tables[name]))
     return result
-
-
-def _plan_of(tables: Sequence[TableSpec], num_shards: int) -> StackingPlan:
-    """The plan of one stack, read back from its placed tables."""
-    cores_of(tables, 1, num_shards)
-    return StackingPlan(num_shards=num_shards, stacks=(_placed_plan(tables, ()),))
 
 
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
@@ -312,21 +319,15 @@ def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
 
     Raises: ValueError: a table has no place yet, or tables were placed for different numbers of shards.
     """
-    features = features_of(feature_specs)
-    stacks = get_table_stacks(list(tables_of(feature_specs).values()))
-    plans = tuple(
-        _placed_plan(tables, [f for f in features if f.table_spec.setting_in_stack.stack_name == name])
-        for name, tables in stacks.items()
-    )
-    return StackingPlan(num_shards=cores_of(list(tables_of(features).values()), 1, None), stacks=plans)
+    stacks = tuple(map(_placed_plan, readers_by_stack(feature_specs).values()))
+    return StackingPlan(num_shards=cores_of(list(tables_of(feature_specs).values()), 1, None), stacks=stacks)
 
 
-def _placed_plan(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> StackPlan:
-    rows_first = sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
-    samples_first = sorted(features, key=lambda feature: feature.id_transformation.row_offset)
+def _placed_plan(features: Sequence[FeatureSpec]) -> StackPlan:
+    tables = first_row_first(tables_of(features).values())
     return StackPlan(
         spec=placed_stack(tables[0]),
         dtype=tables[0].dtype,
-        tables=tuple(TablePlacement.of(table, table.setting_in_stack) for table in rows_first),
-        features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in samples_first),
+        tables=tuple(TablePlacement.of(table, table.setting_in_stack) for table in tables),
+        features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in features),
     )

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.optimizers import LearningRate, OptimizerSpec
+from rsembed.stacking import split_by_memory
 from rsembed.tbe import records
 
 Placement = Literal["device", "cached", "host"]
@@ -103,18 +104,13 @@ class TBEPlan:
     @staticmethod
     def of(tables: Sequence[TablePlan], features: Sequence[int], pooling: str) -> TBEPlan:
         """Groups tables that have everything but name and size in common; an array holds less than 2**31 - 1 rows."""
-        members: list[tuple[TablePlan, list[int]]] = []
+        alike: dict[TablePlan, list[int]] = {}
         for number, table in enumerate(tables):
-            alike = table._replace(name="", num_rows=0)
-            for kind, own in members:
-                if kind == alike and sum(tables[t].num_rows for t in own) + table.num_rows < NO_ROW:
-                    own.append(number)
-                    break
-            else:
-                members.append((alike, [number]))
+            alike.setdefault(table._replace(name="", num_rows=0), []).append(number)
+        num_rows = {number: table.num_rows for number, table in enumerate(tables)}
         groups = []
-        for _, own in members:
-            ends = list(itertools.accumulate((tables[t].num_rows for t in own), initial=0))
+        for own in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
+            ends = list(itertools.accumulate((num_rows[t] for t in own), initial=0))
             groups.append(GroupPlan(tuple(own), tuple(ends[:-1]), ends[-1]))
         return TBEPlan(tuple(tables), tuple(features), pooling, tuple(groups))
 
