@@ -36,7 +36,7 @@ class CompactOptimizerSpec(OptimizerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = [dtype for _, dtype in self.slot_kinds()]
+        own = [dtype for _, dtype in self.slot_kinds]
         is_possible = len(self.slot_dtypes) in (0, len(own)) and all(
             asked in (_SLOT_DTYPES if dtype == "float32" else (None, dtype))
             for asked, dtype in zip(self.slot_dtypes, own, strict=False)
@@ -47,19 +47,23 @@ class CompactOptimizerSpec(OptimizerSpec):
                 "one entry each: None for its own, or float32, bfloat16 or float16 for a float32 one."
             )
 
+    @property
     @abc.abstractmethod
     def slot_kinds(self) -> tuple[SlotKind, ...]:
         """FULL, PER_ROW or ITERATION for each slot."""
 
+    @property
+    def is_row_wise(self) -> bool:
+        return any(per_row for per_row, _ in self.slot_kinds)
+
     def slot_initial_values(self) -> tuple[Any, ...]:
-        return (0.0,) * len(self.slot_kinds())
+        return (0.0,) * len(self.slot_kinds)
 
     def init_slots(self, rows: Array) -> Slots:
-        kinds = self.slot_kinds()
-        asked = self.slot_dtypes or (None,) * len(kinds)
+        asked = self.slot_dtypes or (None,) * len(self.slot_kinds)
         return tuple(
             jnp.zeros((rows.shape[0], 1 if per_row else rows.shape[1]), dtype or own)
-            for (per_row, own), dtype in zip(kinds, asked, strict=True)
+            for (per_row, own), dtype in zip(self.slot_kinds, asked, strict=True)
         )
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:

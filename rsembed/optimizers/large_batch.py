@@ -47,8 +47,9 @@ class _DecayingAdam(CompactOptimizerSpec):
 
     @property
     def is_row_wise(self) -> bool:
-        return self.has_trust_ratio or self.has_row_wise_second_moment or self.has_row_wise_bias_correction
+        return self.has_trust_ratio or super().is_row_wise
 
+    @property
     def slot_kinds(self) -> tuple[SlotKind, ...]:
         moments = (FULL, PER_ROW if self.has_row_wise_second_moment else FULL)
         return (*moments, PER_ROW) if self.has_row_wise_bias_correction else moments
@@ -123,10 +124,8 @@ class LARSOptimizerSpec(CompactOptimizerSpec):
     eta: float = within("[0, inf)", default=0.001)
     weight_decay: float = within("[0, inf)", default=0.0)
     slot_type = LARSSlotVariables
-    is_row_wise = True
-
-    def slot_kinds(self) -> tuple[SlotKind, ...]:
-        return (FULL,)
+    slot_kinds = (FULL,)
+    is_row_wise = True  # norms
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         (lr,) = hyper

@@ -96,8 +96,9 @@ class DecayedAdagradOptimizerSpec(CompactOptimizerSpec):
 
     @property
     def is_row_wise(self) -> bool:
-        return self.is_per_row or self.max_norm > 0 or self.global_weight_decay is not None
+        return self.max_norm > 0 or super().is_row_wise
 
+    @property
     def slot_kinds(self) -> tuple[SlotKind, ...]:
         accumulator = PER_ROW if self.is_per_row else FULL
         return (accumulator,) if self.global_weight_decay is None else (accumulator, ITERATION)
@@ -138,11 +139,8 @@ class RowWiseRMSPropOptimizerSpec(CompactOptimizerSpec):
     ema_beta: float = within("[0, 1]", default=0.99)
     min_shrinkage: float = within("[0, 1]", default=0.1)
     slot_type = TimedSlotVariables
+    slot_kinds = (PER_ROW, ITERATION)
     needs_step = True
-    is_row_wise = True
-
-    def slot_kinds(self) -> tuple[SlotKind, ...]:
-        return (PER_ROW, ITERATION)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, t = hyper
@@ -179,8 +177,8 @@ class CounterAdagradOptimizerSpec(CompactOptimizerSpec):
     )
     max_counter: float | Callable[[], Any] = within("[0, inf)", default=1.0)
     slot_type = CountedSlotVariables
+    slot_kinds = (PER_ROW, ITERATION, PER_ROW)
     needs_step = True
-    is_row_wise = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,9 +194,6 @@ class CounterAdagradOptimizerSpec(CompactOptimizerSpec):
                 f"counter-based regularization: grad_sum_decay {config.grad_sum_decay.name} is not offered (the "
                 "original accepts it and does nothing); use GradSumDecay.NO_DECAY."
             )
-
-    def slot_kinds(self) -> tuple[SlotKind, ...]:
-        return (PER_ROW, ITERATION, PER_ROW)
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         largest = self.max_counter() if callable(self.max_counter) else self.max_counter
@@ -270,8 +265,8 @@ class CowClipAdagradOptimizerSpec(CompactOptimizerSpec):
         default_factory=lambda: CowClipDefinition(weight_norm_coefficient=1.0, lower_bound=1e-5)
     )
     slot_type = CountedSlotVariables
+    slot_kinds = (PER_ROW, ITERATION, PER_ROW)
     needs_step = True
-    is_row_wise = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -286,9 +281,6 @@ class CowClipAdagradOptimizerSpec(CompactOptimizerSpec):
                 "CowClip regularization: counter_weight_decay_mode ADAGRADW has no meaning here; choose NONE, L2 or "
                 "DECOUPLE, or use WeightDecayMode.COUNTER."
             )
-
-    def slot_kinds(self) -> tuple[SlotKind, ...]:
-        return (PER_ROW, ITERATION, PER_ROW)
 
     def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, t = hyper

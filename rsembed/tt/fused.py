@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from rsembed.optimizers import (
     AdamOptimizerSpec,
-    CustomOptimizerSpec,
     OptimizerSpec,
     RowWiseAdagradOptimizerSpec,
     SGDOptimizerSpec,
+    TorchAdagradOptimizerSpec,
 )
 
 
@@ -48,7 +44,7 @@ def rule_of(optimizer: Any, eps: float) -> OptimizerSpec:
     if name in ("SGD", "EXACT_SGD"):
         return SGDOptimizerSpec()
     if name == "EXACT_ADAGRAD":
-        return CustomOptimizerSpec(1.0, _Adagrad(eps), (0.0,), "tt_adagrad")
+        return TorchAdagradOptimizerSpec(1.0, epsilon=eps)
     if name == "EXACT_ROWWISE_ADAGRAD":
         return RowWiseAdagradOptimizerSpec(1.0, epsilon=eps)
     if name == "ADAM":
@@ -57,16 +53,3 @@ def rule_of(optimizer: Any, eps: float) -> OptimizerSpec:
         f"OptimType.{name} has no fused update; use SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD or ADAM, or take "
         "sparse=False and any optax rule."
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Adagrad:
-    """A class and no closure, so that rules of equal numbers are equal and modules can be pickled."""
-
-    eps: float
-
-    def __call__(
-        self, gradient: jax.Array, row: jax.Array, total: jax.Array, lr: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        total = total + gradient * gradient
-        return row - lr * gradient / (jnp.sqrt(total) + self.eps), total

@@ -5,6 +5,7 @@ import optax
 import pytest
 
 import rsembed as rs
+import rsembed.optimizers as ro
 from rsembed.optimizers import AdamSlotVariables
 
 ROWS, DIM = 5, 4
@@ -222,3 +223,66 @@ def test_bad_optimizers_are_refused(make, error, message):
 def test_from_optax_refuses_what_is_no_transformation():
     with pytest.raises(TypeError, match="GradientTransformation"):
         rs.from_optax(lambda g: g)
+
+
+def test_a_renamed_class_keeps_the_name_that_files_know_and_a_subclass_has_its_own():
+    assert ro.LazyAdamOptimizerSpec(0.1).identity == "LazyAdam"
+    assert ro.TensorFlowAdamOptimizerSpec(0.1).identity == "Adam"
+
+    class Another(ro.LazyAdamOptimizerSpec):
+        pass
+
+    assert Another().identity.endswith("Another")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: rs.LAMBOptimizerSpec(slot_dtypes=("bfloat16",)),
+            r"slot_dtypes=\('bfloat16',\) does not fit its slots",
+        ),
+        (lambda: rs.LARSOptimizerSpec(slot_dtypes=("int8",)), r"which are \['float32'\]; give one entry each"),
+        (
+            lambda: ro.RowWiseRMSPropOptimizerSpec(slot_dtypes=(None, "float32")),
+            r"RowWiseRMSPropOptimizerSpec: slot_dtypes=.*'int32'\]",
+        ),
+        (
+            lambda: ro.DecayedAdagradOptimizerSpec(weight_decay_mode=ro.WeightDecayMode.COUNTER),
+            "COUNTER is a rule of its own; use CounterAdagradOptimizerSpec",
+        ),
+        (
+            lambda: ro.DecayedAdagradOptimizerSpec(global_weight_decay=ro.GlobalWeightDecayDefinition()),
+            "weight_decay_mode NONE and global_weight_decay=.* do not go together; set WeightDecayMode.DECOUPLE_GLOBAL",
+        ),
+        (lambda: rs.AdamWOptimizerSpec().get_hyperparameters(), "AdamWOptimizerSpec counts updates; pass step="),
+    ],
+)
+def test_settings_of_a_rule_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_row_wise"),
+    [
+        (rs.AdamWOptimizerSpec(), False),
+        (rs.AdamWOptimizerSpec(has_row_wise_second_moment=True), True),
+        (rs.AdamWOptimizerSpec(has_row_wise_bias_correction=True), True),
+        (rs.LAMBOptimizerSpec(), True),
+        (rs.LARSOptimizerSpec(), True),
+        (ro.DecayedAdagradOptimizerSpec(is_per_row=False), False),
+        (ro.DecayedAdagradOptimizerSpec(is_per_row=False, max_norm=1.0), True),
+        (ro.CounterAdagradOptimizerSpec(), True),
+        (ro.LazyAdamOptimizerSpec(), False),
+    ],
+)
+def test_a_rule_is_row_wise_where_padding_columns_would_change_its_numbers(rule, is_row_wise):
+    assert rule.is_row_wise == is_row_wise
+    rows = jax.random.normal(jax.random.key(0), (3, 4))
+
+    def stepped(rows):
+        return rule.step_rows(rows, rule.init_slots(rows), 2.0 * rows, rule.get_hyperparameters(0))[0][:, :4]
+
+    padded = stepped(jnp.pad(rows, ((0, 0), (0, 4))))
+    assert is_row_wise or jnp.allclose(stepped(rows), padded, rtol=1e-6)
