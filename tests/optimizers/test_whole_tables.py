@@ -1,0 +1,104 @@
+"""Rules that move all rows do so once a step, whichever kernel is asked; rules with a native formula get it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rsembed as rs
+import rsembed.optimizers as ro
+from rsembed.kernels import api, native, reference
+from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, Segment, Step
+from rsembed.sparsecore.row_rule import BoundedRowRule
+
+RULE = ro.TensorFlowAdamOptimizerSpec(0.1, epsilon=0.3)
+HYPER = RULE.get_hyperparameters(4)
+NUM_ROWS, DIM = 5, 4
+
+
+def stepped_in_float64(table, slots, gradients):
+    """Every entry by itself, with the corrections of the fifth step."""
+    table, (m, v) = np.array(table, np.float64), np.array(slots, np.float64)
+    for row in range(NUM_ROWS):
+        for k in range(DIM):
+            g = float(gradients[row][k]) if row in gradients else 0.0
+            m[row, k], v[row, k] = 0.9 * m[row, k] + 0.1 * g, 0.999 * v[row, k] + 0.001 * g * g
+            table[row, k] -= 0.1 * (1 - 0.999**5) ** 0.5 / (1 - 0.9**5) * m[row, k] / (v[row, k] ** 0.5 + 0.3)
+    return table, (m, v)
+
+
+def drawn(dtype="float32"):
+    rng = np.random.default_rng(0)
+    table, m, v = (jnp.asarray(rng.uniform(0.1, 1.0, (NUM_ROWS, DIM)), jnp.float32) for _ in range(3))
+    return table.astype(dtype), (m, v), jnp.asarray(rng.normal(size=(4, DIM)), jnp.float32)
+
+
+def as_rows(table, slots, d, **options):
+    return api.apply_rows(table, slots, jnp.asarray([3, -1, NO_ROW, 0]), d, HYPER, RULE, **options)
+
+
+def as_segments(table, slots, d, **options):
+    segments = [Segment(jnp.asarray([3, NUM_ROWS]), None, None, "none"), Segment(jnp.asarray([0]), None, None, "none")]
+    return api.update(table, slots, segments, [d[:2], d[3:]], HYPER, RULE, **options)
+
+
+def as_jagged(table, slots, d, **options):
+    batch = JaggedBatch(jnp.asarray([3, 0]), jnp.arange(3), None, "sum", (Block(0, 2, 0, 0, NUM_ROWS),))
+    d_output = jnp.concatenate([d[0], d[3]])
+    return api.update_jagged(table, slots, 0, [DIM], batch, d_output, HYPER, RULE, **options)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("ask", [as_rows, as_segments, as_jagged])
+def test_every_kernel_steps_all_rows_once_and_padding_none(ask, implementation):
+    table, slots, d = drawn()
+    found = ask(table, slots, d, implementation=implementation)
+    wanted = stepped_in_float64(table, slots, {3: d[0], 0: d[3]})
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6), found, wanted)
+
+
+def test_all_rows_are_rounded_as_asked_each_with_its_own_number():
+    table, slots, d = drawn("bfloat16")
+    rounded = []
+
+    def down(values, dtype, rows):
+        rounded.append((values.shape, rows.tolist()))
+        return jnp.zeros(values.shape, dtype)
+
+    table, _ = as_rows(table, slots, d, rounding=down)
+    assert rounded == [((NUM_ROWS, DIM), list(range(NUM_ROWS)))] and not table.any()
+
+
+def test_limits_of_a_stack_hold_for_rows_that_were_not_looked_up():
+    rule = BoundedRowRule(0.1, dataclasses.replace(RULE, learning_rate=0.1), 3, 0.4, 0.5)
+    table, slots, d = drawn()
+    new, _ = api.apply_rows(table, slots, jnp.asarray([1]), d[:1], HYPER, rule)
+    assert rule.moves_all_rows and float(new[:, :3].min()) >= 0.4 and float(new[:, :3].max()) <= 0.5
+    np.testing.assert_array_equal(new[:, 3], table[:, 3])
+
+
+class MyAdam(rs.AdamOptimizerSpec):
+    """A subclass may compute something else."""
+
+
+@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
+@pytest.mark.parametrize(
+    ("rule", "is_fused"),
+    [(ro.LazyAdamOptimizerSpec(), True), (rs.AdamOptimizerSpec(), True), (MyAdam(), False), (RULE, False)],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fused):
+    table, slots, d = drawn()
+
+    def step(table, slots, d):
+        segment = Segment(jnp.asarray([1, 2, 1, 0]), None, None, "none")
+        return api.update(table, slots, [segment], [d], rule.get_hyperparameters(2), rule)
+
+    assert ("rsembed_update" in str(jax.make_jaxpr(step)(table, slots, d))) == is_fused
+    if is_fused:
+        steps = Step(rule.get_hyperparameters(2), rule)
+        rows, sums = jnp.asarray([0, 1, 2]), jnp.stack([d[3], d[0] + d[2], d[1]])
+        wanted = reference.apply_rows(table, slots, rows, sums, steps)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), step(table, slots, d), wanted)
