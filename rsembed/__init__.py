@@ -6,6 +6,7 @@ from rsembed.collection import EmbeddingState as EmbeddingState
 from rsembed.collection import LookupStatistics as LookupStatistics
 from rsembed.collection import value_and_grad as value_and_grad
 from rsembed.homes import Hashed as Hashed
+from rsembed.homes import HostCached as HostCached
 from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
 from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
 from rsembed.optimizers import AdamOptimizerSpec as AdamOptimizerSpec

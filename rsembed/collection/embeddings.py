@@ -15,17 +15,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from rsembed.bags import PAD_ID, Bags, as_bags
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
+from rsembed.collection.engine import Engine, all_as_bags, two_dicts
+from rsembed.collection.fetching import Fetching
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
-from rsembed.collection.state import Activations, Batch, EmbeddingState, LookupStatistics, Traffic
+from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.collection.stored_rows import StoredRows
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.homes import HostCached
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
-from rsembed.keys import as_keys, num_invalid
 from rsembed.row_gradients import RowGradients
 from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
@@ -114,31 +115,12 @@ class EmbeddingCollection:
         inputs.check_output_shapes(self.features, self.devices)
         self.layout = Fingerprint.of({n: stack.layout.facts(self.table_specs) for n, stack in self._stacks.items()})
         self._traced_sizes: set[Any] = set()
-        self._compile()
+        self._build()
 
-    def _compile(self) -> None:
-        """The functions of one device's share, as functions of everything."""
-        everywhere, split = PartitionSpec(), self.devices.split
-        state = {name: stack.partition for name, stack in self._stacks.items()}
-        gradients = {name: stack.gradient_partitions for name, stack in self._stacks.items()}
-        # Homes other than arrays of rows work in loops, which must be one program.
-        on_each = self._in_one_program if self._has_storages else self.devices.on_each
-        self._init = jax.jit(on_each(self._init_stacks, everywhere, (state, state)))
-        lookup, look_ahead = (partial(self._lookup_stacks, train=train) for train in (False, True))
-        self._lookup = on_each(lookup, (state, split), (split, everywhere))
-        self._look_ahead = (
-            on_each(look_ahead, (state, split), (split, everywhere)) if self._has_storages else self._lookup
-        )
-        self._row_gradients = on_each(self._row_gradients_of_stacks, (split, split), gradients)
-        self._apply = on_each(self._apply_stacks, (state, state, gradients, everywhere), (state, state))
-        self._update = on_each(self._update_stacks, (state, state, split, split, everywhere), (state, state))
-
-    @property
-    def _has_storages(self) -> bool:
-        return any(table.storage is not None for table in self.table_specs.values())
-
-    def _in_one_program(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.jit(self.devices.on_each(function, in_specs, out_specs))
+    def _build(self) -> None:
+        self._engine = Engine(self.features, self._stacks, self.devices)
+        kept = {name: stack for name, stack in self._stacks.items() if isinstance(stack, StoredRows)}
+        self._on_host = {n: Fetching(stack) for n, stack in kept.items() if isinstance(stack.home, HostCached)}
 
     # Pickled for the workers of an input pipeline
 
@@ -151,11 +133,11 @@ class EmbeddingCollection:
                     f"table {name!r}: its rule, initializer or mesh cannot be pickled ({error}); give input workers "
                     "collection.for_inputs(), or write the rule with functions of a module."
                 ) from error
-        return {name: value for name, value in vars(self).items() if name not in _COMPILED}
+        return {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
-        self._compile()
+        self._build()
 
     def __deepcopy__(self, memo: Any) -> EmbeddingCollection:
         return self  # all that changes is in the state
@@ -195,18 +177,40 @@ class EmbeddingCollection:
         A table's values depend on `key`, the table's name and its initializer alone, not on the other tables, nor on
         the number of devices.
         """
-        tables, slots = self._init(key)
+        tables, slots = self._engine.init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
+        tables |= {name: fetching.begin(tables[name]) for name, fetching in self._on_host.items()}
         return EmbeddingState(tables, slots, step, key, self.layout)
 
-    def _init_stacks(self, key: PRNGKeyArray) -> tuple[dict[str, Any], dict[str, Any]]:
-        return _two_dicts({name: stack.init(key, self.table_specs) for name, stack in self._stacks.items()})
+    def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
+        """The state with the rows of a batch near, where tables are on the host; not inside `jit`.
+
+        Call it before a compiled step, with the batch that the step will read; other batches may be fetched before it,
+        while the device still works on the last one. The state is given away, as to a step that donates it. Without
+        tables on the host, nothing happens.
+
+        Raises: RuntimeError: more rows are wanted than there are places, or the state is of an earlier time.
+        """
+        self.check_state(state)
+        return self._fetched(state, dict.fromkeys(self._on_host, self.prepare(batch)), is_for_good=True, donates=True)
+
+    def _fetched(
+        self, state: EmbeddingState, wanted: Mapping[str, Any], *, is_for_good: bool, donates: bool = False
+    ) -> EmbeddingState:
+        """With the rows near that a batch, or lanes of row gradients, wants by stack; inside `jit` as it is."""
+        if not self._on_host or _is_traced((state, wanted)):
+            return state
+        tables, slots = dict(state.tables), dict(state.slots)
+        for name, fetching in self._on_host.items():
+            how = {"is_for_good": is_for_good, "donates": donates}
+            tables[name], slots[name] = fetching.fetched(tables[name], slots[name], wanted[name], state.step, **how)
+        return state._replace(tables=tables, slots=slots)
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
         """A state of shapes and shardings instead of arrays, which `checkpoint.load(path, like=...)` fills."""
-        tables, slots = jax.eval_shape(self._init, jax.random.key(0))
+        tables, slots = jax.eval_shape(self._engine.init, jax.random.key(0))
         rest: Any = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
         if self.devices.mesh is not None:
             sharding = self.devices.sharding
@@ -257,6 +261,9 @@ class EmbeddingCollection:
         self.check_state(state, parts=["tables"])
         result = {}
         for name, stack in self._stacks.items():
+            if name in self._on_host:
+                result[name] = self._on_host[name].arrays(state.tables[name], state.slots[name])[0]
+                continue
             if isinstance(stack, StoredRows) and stack.home.takes_keys:
                 result[name] = stack.home.rows(state.tables[name], state.slots[name], stack.table, stack.num_shards)
                 continue
@@ -277,6 +284,10 @@ class EmbeddingCollection:
         self.check_state(state)
         result = {}
         for name, stack in self._stacks.items():
+            if name in self._on_host:
+                arrays = self._on_host[name].arrays(state.tables[name], state.slots[name])
+                result[name] = stack.layout.stack.spec.optimizer.pack_slots(tuple(arrays[1:]))
+                continue
             slots = self.devices.place(state.slots[name], PartitionSpec())
             for table in stack.layout.stack.tables:
                 if self.table_specs[table.name].storage is not None:
@@ -300,13 +311,19 @@ class EmbeddingCollection:
             if table_name not in self.table_specs:
                 raise ValueError(f"unknown table {table_name!r}; the collection has {list(self.table_specs)}.")
             spec, stack = self.table_specs[table_name], self._stacks[self.plan.table(table_name)[0].name]
-            if isinstance(stack, StoredRows):
+            if isinstance(stack, StoredRows) and table_name not in self._on_host:
                 params = stack.with_rows(state.tables[table_name], state.slots[table_name], values)
                 replaced[table_name], slots[table_name] = params
                 continue
             shape = (spec.vocabulary_size, spec.embedding_dim)
             if np.shape(values) != shape:
                 raise ValueError(f"table {table_name!r} has shape {shape}, the new values {np.shape(values)}.")
+            if table_name in self._on_host:
+                given, fetching = state.tables[table_name], self._on_host[table_name]
+                _, *kept = fetching.arrays(given, state.slots[table_name])
+                values = np.asarray(values).astype(spec.dtype)
+                replaced[table_name], _ = fetching.with_arrays(given, slots[table_name], [values, *kept])
+                continue
             name, rows = stack.layout.stack.name, stack.layout.all_rows(table_name, spec.vocabulary_size)
             whole = self.devices.place(replaced[name], PartitionSpec())
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
@@ -344,7 +361,8 @@ class EmbeddingCollection:
         self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
         self._note_sizes(batch)
-        activations, statistics = self._lookup(state.tables, batch)
+        state = self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=False)
+        activations, statistics = self._engine.lookup(state.tables, batch)
         return (activations, statistics) if return_statistics else activations
 
     def _note_sizes(self, batch: Batch) -> None:
@@ -363,32 +381,6 @@ class EmbeddingCollection:
                 MANY_SIZES,
             )
 
-    def _lookup_stacks(self, tables: Any, batch: Batch, *, train: bool) -> tuple[Activations, LookupStatistics]:
-        bags = _as_bags(batch)
-        activations: Activations = {}
-        traffic: dict[str, Traffic] = {}
-        for name, stack in self._stacks.items():
-            outputs, traffic[name] = stack.lookup(tables[name], bags, train=train)
-            for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
-                activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
-        activations = {name: activations[name] for name in self.features}
-        num_ids, num_out_of_range = self.devices.total(self._counts(bags))
-        return activations, LookupStatistics(num_ids, num_out_of_range, traffic)
-
-    def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
-        num_ids, num_out_of_range = {}, {}
-        for name, own in bags.items():
-            table = self.features[name].table_spec
-            used = jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1]
-            if table.storage is not None and table.storage.takes_keys:
-                keys = as_keys(own.ids)
-                num_ids[name], num_out_of_range[name] = jnp.sum(used & keys.is_key), num_invalid(keys)
-                continue
-            inside = (own.ids >= 0) & (own.ids < table.vocabulary_size)
-            num_ids[name] = jnp.sum(used & inside)
-            num_out_of_range[name] = jnp.sum(used & ~inside & (own.ids != PAD_ID))
-        return num_ids, num_out_of_range
-
     # Backward
 
     def lookup_vjp(self, state: EmbeddingState, batch: Batch) -> tuple[Activations, Callable[[Any], RowGradients]]:
@@ -405,24 +397,14 @@ class EmbeddingCollection:
         batch = self.prepare(batch)
 
         def pullback(d_activations: Mapping[str, Any]) -> RowGradients:
-            rows, values = _two_dicts(self._row_gradients(batch, self._d_outputs(batch, d_activations)))
+            rows, values = two_dicts(self._engine.row_gradients(batch, self._d_outputs(batch, d_activations)))
             num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
-            return RowGradients(rows, values, num_rows, self._gradient_shardings(), self.layout)
+            return RowGradients(rows, values, num_rows, self._engine.gradient_shardings(), self.layout)
 
         self.check_state(state, parts=["tables"])
         self._note_sizes(batch)
-        return self._look_ahead(state.tables, batch)[0], pullback
-
-    def _gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
-        if self.devices.mesh is None:
-            return None
-        partitions = sorted((name, *stack.gradient_partitions) for name, stack in self._stacks.items())
-        sharding = self.devices.sharding
-        return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
-
-    def _row_gradients_of_stacks(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        bags = _as_bags(batch)
-        return {n: stack.row_gradients(bags, _of_features(stack, d_outputs)) for n, stack in self._stacks.items()}
+        state = self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=False)
+        return self._engine.look_ahead(state.tables, batch)[0], pullback
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """One optimizer step for every row in `row_gradients`, and only for those.
@@ -437,40 +419,27 @@ class EmbeddingCollection:
                 way_out="Take them from lookup_vjp of the collection that applies them.",
             )
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
-        return self._stepped(state, self._apply, gradients)
-
-    def _apply_stacks(
-        self, tables: Any, slots: Any, gradients: Mapping[str, tuple[Array, Array]], steps: Any
-    ) -> tuple[Any, Any]:
-        stepped = {
-            name: stack.apply(tables[name], slots[name], *gradients[name], steps[name])
-            for name, stack in self._stacks.items()
-        }
-        return _two_dicts(stepped)
+        self.check_state(state)
+        state = self._fetched(state, row_gradients.rows, is_for_good=True)
+        return self._stepped(state, self._engine.apply, gradients)
 
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, Any]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
         batch = self.prepare(batch)
-        return self._stepped(state, self._update, batch, self._d_outputs(batch, d_activations))
-
-    def _update_stacks(self, tables: Any, slots: Any, batch: Batch, d_outputs: Any, steps: Any) -> tuple[Any, Any]:
-        bags = _as_bags(batch)
-        stepped = {
-            name: stack.update(tables[name], slots[name], bags, _of_features(stack, d_outputs), steps[name])
-            for name, stack in self._stacks.items()
-        }
-        return _two_dicts(stepped)
+        d_outputs = self._d_outputs(batch, d_activations)
+        self.check_state(state)
+        state = self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=True)
+        return self._stepped(state, self._engine.update, batch, d_outputs)
 
     def _d_outputs(self, batch: Batch, d_activations: Mapping[str, Any]) -> dict[str, Array]:
         inputs.check_names(self.features, d_activations, "the activation gradients")
-        bags = _as_bags(batch)
+        bags = all_as_bags(batch)
         return {
             name: inputs.as_d_output(feature, bags[name], d_activations[name])
             for name, feature in self.features.items()
         }
 
     def _stepped(self, state: EmbeddingState, step_stacks: Callable[..., Any], *gradients: Any) -> EmbeddingState:
-        self.check_state(state)
         steps = {}
         for stack in self.plan.stacks:
             rule, rounding = stack.spec.optimizer, None
@@ -484,8 +453,8 @@ class EmbeddingCollection:
         return EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
 
 
-# Made by `_compile` from all else, and nothing that pickle knows.
-_COMPILED = ("_init", "_lookup", "_look_ahead", "_row_gradients", "_apply", "_update", "template")
+# Made from all else, and nothing that pickle knows; rows on the host belong to this process.
+_OF_THIS_PROCESS = ("_engine", "_on_host", "template")
 
 
 def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -494,24 +463,3 @@ def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.Sh
 
 def _is_traced(tree: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
-def _as_bags(batch: Batch) -> dict[str, Bags]:
-    return {name: as_bags(value, feature=name) for name, value in batch.items()}
-
-
-def _two_dicts(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
-
-
-def _of_features(stack: Any, d_outputs: Mapping[str, Array]) -> list[Array]:
-    return [d_outputs[feature.name] for feature in stack.layout.stack.features]
-
-
-def _to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:
-    output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
-    if feature.output_shape is not None:
-        return output.reshape(-1, *feature.output_shape[1:])
-    if feature.table_spec.combiner == "none" and bags.dense_shape is not None:
-        return output.reshape(*bags.dense_shape, output.shape[1])
-    return output

@@ -201,18 +201,33 @@ class StoredRows:
             first += own.ids.shape[0]
         return Occurrences(_joined(lanes), segments)
 
+    @property
+    def feature_names(self) -> list[str]:
+        """The features that read the table."""
+        return [feature.name for feature in self.layout.stack.features]
+
+    def own_keys(self, bags: Mapping[str, Bags]) -> Keys:
+        """The keys of the global batch whose rows are here."""
+        keys = _joined(self._keys_of_all(self._occurrences(bags)))
+        return keys.only(owners(keys, self.num_shards) == self.devices.index()) if self.is_split else keys
+
+    def _keys_of_all(self, own: Occurrences) -> list[Keys]:
+        """The keys of every segment, those of all devices in their order."""
+        lanes, first = [], 0
+        for segment in own.segments:
+            last = first + segment.rows.shape[0]
+            lanes.append(Keys(*(self.devices.gather(lane[first:last]) for lane in own.keys)))
+            first = last
+        return lanes
+
     def _global_batch(self, bags: Mapping[str, Bags], d_outputs: Sequence[Array]) -> tuple[Occurrences, list[Array]]:
         """The samples of all devices, in order."""
-        own, lanes, first = self._occurrences(bags), [], 0
-        segments = []
-        for segment in own.segments:
-            part = jax.tree.map(lambda lane, n=segment.rows.shape[0], at=first: lane[at : at + n], own.keys)
-            lanes.append(jax.tree.map(self.devices.gather, part))
-            first += segment.rows.shape[0]
+        own, segments, first = self._occurrences(bags), [], 0
+        lanes = self._keys_of_all(own)
         for keys, segment in zip(lanes, self.devices.gather_segments(own.segments), strict=True):
-            start = sum(s.rows.shape[0] for s in segments)
-            position = start + jnp.arange(keys.shape[0], dtype=jnp.int32)
+            position = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
             segments.append(dataclasses.replace(segment, rows=jnp.where(keys.is_key, position, NO_ROW)))
+            first += keys.shape[0]
         return Occurrences(_joined(lanes), segments), [self.devices.gather(d_output) for d_output in d_outputs]
 
     def _distinct(self, batch: Occurrences) -> Wanted:

@@ -80,9 +80,7 @@ class Home(abc.ABC):
         """All rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
-    def with_rows(
-        self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int
-    ) -> tuple[Any, Any]:
+    def with_rows(self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int) -> tuple[Any, Any]:
         """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."

@@ -1,0 +1,143 @@
+"""The engine of a collection: what a single device does with its share, as functions of everything.
+
+The collection checks what users give and hands canonical batches over; stacks do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PRNGKeyArray
+
+from rsembed.bags import PAD_ID, Bags, as_bags
+from rsembed.collection.devices import Devices
+from rsembed.collection.placement import Stack
+from rsembed.collection.state import Activations, Batch, LookupStatistics, Traffic
+from rsembed.collection.stored_rows import StoredRows
+from rsembed.keys import as_keys, num_invalid
+from rsembed.specs import FeatureSpec
+
+ByStack = dict[str, Any]
+
+
+class Engine:
+    """Init, lookup, row gradients and steps of all stacks, each one function on every device of a mesh.
+
+    Args:
+      features: by name.
+      stacks: by name.
+      devices: the mesh.
+    """
+
+    def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
+        self.features, self.stacks, self.devices = features, stacks, devices
+        everywhere, split = PartitionSpec(), devices.split
+        state = {name: stack.partition for name, stack in stacks.items()}
+        gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
+        has_homes = any(isinstance(stack, StoredRows) for stack in stacks.values())
+
+        def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+            # Homes other than arrays of rows work in loops, which must be one program.
+            mapped = devices.on_each(function, in_specs, out_specs)
+            return jax.jit(mapped) if has_homes else mapped
+
+        self.init = jax.jit(devices.on_each(self._init, everywhere, (state, state)))
+        self.lookup = on_each(partial(self._lookup, train=False), (state, split), (split, everywhere))
+        self.look_ahead = self.lookup
+        """A lookup whose gradients will be stepped."""
+        if has_homes:
+            self.look_ahead = on_each(partial(self._lookup, train=True), (state, split), (split, everywhere))
+        self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
+        self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
+        self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
+
+    def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
+        """How rows and values of `RowGradients` are split, by stack; None on one device."""
+        if self.devices.mesh is None:
+            return None
+        partitions = sorted((name, *stack.gradient_partitions) for name, stack in self.stacks.items())
+        sharding = self.devices.sharding
+        return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
+
+    # On one device
+
+    def _init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
+        specs = {feature.table_spec.name: feature.table_spec for feature in self.features.values()}
+        return two_dicts({name: stack.init(key, specs) for name, stack in self.stacks.items()})
+
+    def _lookup(self, tables: ByStack, batch: Batch, *, train: bool) -> tuple[Activations, LookupStatistics]:
+        bags = all_as_bags(batch)
+        activations: Activations = {}
+        traffic: dict[str, Traffic] = {}
+        for name, stack in self.stacks.items():
+            outputs, traffic[name] = stack.lookup(tables[name], bags, train=train)
+            for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
+                activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
+        activations = {name: activations[name] for name in self.features}
+        num_ids, num_out_of_range = self.devices.total(self._counts(bags))
+        return activations, LookupStatistics(num_ids, num_out_of_range, traffic)
+
+    def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
+        num_ids, num_out_of_range = {}, {}
+        for name, own in bags.items():
+            table = self.features[name].table_spec
+            used = jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1]
+            if table.storage is not None and table.storage.takes_keys:
+                keys = as_keys(own.ids).only(used)
+                num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key), num_invalid(keys)
+                continue
+            inside = (own.ids >= 0) & (own.ids < table.vocabulary_size)
+            num_ids[name] = jnp.sum(used & inside)
+            num_out_of_range[name] = jnp.sum(used & ~inside & (own.ids != PAD_ID))
+        return num_ids, num_out_of_range
+
+    def _row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
+        bags = all_as_bags(batch)
+        return {n: stack.row_gradients(bags, _of_features(stack, d_outputs)) for n, stack in self.stacks.items()}
+
+    def _apply(
+        self, tables: ByStack, slots: ByStack, gradients: Mapping[str, tuple[Array, Array]], steps: ByStack
+    ) -> tuple[ByStack, ByStack]:
+        stepped = {
+            name: stack.apply(tables[name], slots[name], *gradients[name], steps[name])
+            for name, stack in self.stacks.items()
+        }
+        return two_dicts(stepped)
+
+    def _update(
+        self, tables: ByStack, slots: ByStack, batch: Batch, d_outputs: Mapping[str, Array], steps: ByStack
+    ) -> tuple[ByStack, ByStack]:
+        bags = all_as_bags(batch)
+        stepped = {
+            name: stack.update(tables[name], slots[name], bags, _of_features(stack, d_outputs), steps[name])
+            for name, stack in self.stacks.items()
+        }
+        return two_dicts(stepped)
+
+
+def all_as_bags(batch: Batch) -> dict[str, Bags]:
+    """A batch of any form as bags."""
+    return {name: as_bags(value, feature=name) for name, value in batch.items()}
+
+
+def two_dicts(pairs: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A dictionary of pairs as a pair of dictionaries."""
+    return {name: first for name, (first, _) in pairs.items()}, {name: second for name, (_, second) in pairs.items()}
+
+
+def _of_features(stack: Stack, d_outputs: Mapping[str, Array]) -> list[Array]:
+    return [d_outputs[feature.name] for feature in stack.layout.stack.features]
+
+
+def _to_activation(feature: FeatureSpec, bags: Bags, output: Array) -> Array:
+    output = output[:, : feature.output_dim] if feature.output_dim < output.shape[1] else output
+    if feature.output_shape is not None:
+        return output.reshape(-1, *feature.output_shape[1:])
+    if feature.table_spec.combiner == "none" and bags.dense_shape is not None:
+        return output.reshape(*bags.dense_shape, output.shape[1])
+    return output

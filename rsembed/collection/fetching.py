@@ -1,0 +1,145 @@
+"""Rows of a batch from the host to the devices, and those that make room for them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from rsembed.bags import as_bags
+from rsembed.collection.stored_rows import StoredRows
+from rsembed.homes.home import on_host
+from rsembed.homes.host_cached import CachedRows, HostCached, HostStore, Moves
+from rsembed.kernels import api
+from rsembed.keys import Keys
+
+ROWS_PER_BLOCK = 1 << 16
+
+
+class Fetching:
+    """A stack whose rows are on the host, and its store there.
+
+    Raises: NotImplementedError: several processes would share the rows.
+    """
+
+    def __init__(self, stack: StoredRows):
+        self.stack, self.home, self.table = stack, cast(HostCached, stack.home), stack.table
+        self.store: HostStore | None = None
+        if stack.devices.num_processes > 1:
+            raise NotImplementedError(
+                f"table {self.table.name!r} is kept as {self.home}, whose rows one process must hold; make the mesh of "
+                "one process' devices, or give the table another storage."
+            )
+        part, everywhere, on_each = stack.partition, PartitionSpec(), stack.devices.on_each
+        moves = Moves(part, part, part, part, part)
+        self._of_batch = jax.jit(on_each(self._make_room, (part, stack.devices.split, everywhere), (part, moves)))
+        self._of_lanes = jax.jit(on_each(self._make_room, (part, part, everywhere), (part, moves)))
+        self._gather = jax.jit(on_each(_gather, (part, part, part), part))
+        scatter = on_each(_scatter, (part, part, part, part), (part, part))
+        self._scatter, self._scatter_in_place = jax.jit(scatter), jax.jit(scatter, donate_argnums=(0, 1))
+
+    def begin(self, params: CachedRows) -> CachedRows:
+        """The parameters of a fresh state, to which a fresh store belongs."""
+        data, kind = jax.random.key_data(params.near.key), jax.random.key_impl(params.near.key)
+        self.store = HostStore(self.home, self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
+        return self._of_this_time(params, self.store)
+
+    def check(self, params: CachedRows) -> HostStore:
+        """The store. Raises: RuntimeError: the state is of another time than it, or of another collection."""
+        if self.store is None or (on_host(params.generation) != self.store.generation).any():
+            raise RuntimeError(
+                f"table {self.table.name!r}: the host no longer holds the rows for which this state has no place: rows "
+                "were exchanged since for another state, or the state is another collection's. Go on from the newest "
+                "state, or from a checkpoint."
+            )
+        return self.store
+
+    def fetched(
+        self,
+        params: CachedRows,
+        slots: Any,
+        batch: Mapping[str, Any] | Array,
+        step: Any,
+        *,
+        is_for_good: bool,
+        donates: bool,
+    ) -> tuple[CachedRows, Any]:
+        """Parameters and slots with the rows of a batch near, or with those of the lanes of row gradients.
+
+        With `is_for_good` the store goes on with the result alone. Without, the given ones stay valid, too: rows that
+        leave are written as they stand in them, and nothing else changes. `donates` gives their arrays away.
+        """
+        store = self.check(params)
+        make_room = self._of_batch if isinstance(batch, Mapping) else self._of_lanes
+        params, moves = make_room(params, batch, step)
+        rows, ids, left, counts, num_failed = map(on_host, moves)
+        if num_failed.any():
+            raise RuntimeError(
+                f"table {self.table.name!r}: {int(num_failed.sum())} ids of the batch find no place among cache_rows="
+                f"{self.home.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
+            )
+        if most := int(counts.max()):
+            size = 1 << (most - 1).bit_length()  # few sizes, few programs
+            rows, ids, left = (lane.reshape(counts.size, -1)[:, :size].reshape(-1) for lane in (rows, ids, left))
+            (rows,) = self._placed([rows])
+            leaves = left >= 0
+            store.write(left[leaves], [on_host(array)[leaves] for array in self._gather(params, slots, rows)])
+            scatter = self._scatter_in_place if donates else self._scatter
+            params, slots = scatter(params, slots, rows, tuple(self._placed(store.read(np.maximum(ids, 0)))))
+        if is_for_good:
+            store.generation = (store.generation + 1) % 2**32
+            params = self._of_this_time(params, store)
+        return params, slots
+
+    def arrays(self, params: CachedRows, slots: Any) -> list[np.ndarray]:
+        """All rows and slots of the table, in the order of ids, on the host."""
+        store = self.check(params)
+        starts = range(0, self.table.vocabulary_size, ROWS_PER_BLOCK)
+        blocks = [store.read(np.arange(i, min(i + ROWS_PER_BLOCK, self.table.vocabulary_size))) for i in starts]
+        found = [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
+        places, ids = self.home.residents(params)
+        for array, near in zip(found, (params.near.rows, *slots), strict=True):
+            array[ids] = on_host(near)[places]
+        return found
+
+    def with_arrays(self, params: CachedRows, slots: Any, arrays: Sequence[Any]) -> tuple[CachedRows, Any]:
+        """Parameters and slots of a fresh store with these rows and slots, none of which is near."""
+        store = self.check(params)
+        self.store = HostStore(self.home, self.table, store.key)
+        self.store.write(np.arange(self.table.vocabulary_size), [np.asarray(array) for array in arrays])
+        empty = self.stack.devices.on_each(self._emptied, (self.stack.partition,), self.stack.partition)
+        return self._of_this_time(jax.jit(empty)(params), self.store), slots
+
+    def _placed(self, arrays: Sequence[np.ndarray]) -> list[Any]:
+        placed: list[Any] = self.stack.devices.place_from_host(list(arrays), self.stack.partition)
+        return placed
+
+    def _of_this_time(self, params: CachedRows, store: HostStore) -> CachedRows:
+        (generation,) = self._placed([np.full(params.generation.shape, store.generation, np.uint32)])
+        return params._replace(generation=generation)
+
+    # On one device
+
+    def _make_room(self, params: CachedRows, batch: Any, step: Array) -> tuple[CachedRows, Moves]:
+        if isinstance(batch, Mapping):
+            bags = {name: as_bags(batch[name], feature=name) for name in self.stack.feature_names}
+            keys = self.stack.own_keys(bags)
+        else:
+            keys = Keys(batch[:, 0], batch[:, 1], batch[:, 2] > 0)
+        return self.home.make_room(params, keys, step=step)
+
+    def _emptied(self, params: CachedRows) -> CachedRows:
+        return self.home.emptied(params, self.table)
+
+
+def _gather(params: CachedRows, slots: Any, rows: Array) -> tuple[Array, ...]:
+    return api.gather_rows((params.near.rows, *slots), rows)
+
+
+def _scatter(params: CachedRows, slots: Any, rows: Array, values: tuple[Array, ...]) -> tuple[CachedRows, Any]:
+    table, *kept = api.scatter_rows((params.near.rows, *slots), rows, values)
+    return params._replace(near=params.near._replace(rows=table)), tuple(kept)

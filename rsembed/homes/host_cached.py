@@ -1,0 +1,292 @@
+"""Tables larger than the device: rows on the host or on disk, and those of late batches near."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+
+from rsembed.caching import RowStore
+from rsembed.homes import hashed_rows, row_map
+from rsembed.homes.hash_table import compact, first_occurrences
+from rsembed.homes.hashed_rows import DynamicTable, DynamicTableSpec
+from rsembed.homes.home import Home, on_host
+from rsembed.homes.row_map import EVICTIONS, Eviction
+from rsembed.initial_values import initial_rows
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.keys import Keys
+from rsembed.optimizers import Slots
+from rsembed.specs import TableSpec
+
+INITIAL_BLOCK = 4096
+
+
+class CachedRows(NamedTuple):
+    """What a device has of a table on the host.
+
+    Attributes:
+      near: the rows that are here, by id.
+      generation: how often rows were exchanged with the host, from a random number on.
+    """
+
+    near: DynamicTable
+    generation: UInt32[Array, "1"]
+
+
+class Moves(NamedTuple):
+    """Which rows of a cache change their owners, the first `count` of each shard.
+
+    Attributes:
+      rows: places of the cache.
+      ids: who comes.
+      left: who leaves, -1 where the place was free.
+      count: how many.
+      num_failed: ids of the batch for which there was no place.
+    """
+
+    rows: Int[Array, " batch"]
+    ids: Int[Array, " batch"]
+    left: Int[Array, " batch"]
+    count: Int[Array, "1"]
+    num_failed: Int[Array, "1"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCached(Home):
+    """Rows stay on the host or on disk; the device has those that the last batches read, and their optimizer state.
+
+    Numbers are those of a table on the device: the same initial rows, the same steps. `prefetch` of the
+    collection brings the rows of a batch near; call it before a compiled step, which cannot reach the host and stops
+    with an error where a row is missing. Outside `jit`, lookups and steps call it themselves.
+
+    The store belongs to the collection, which has one at a time: `init` and `load_collection` begin a new one. States
+    from before an exchange are refused, since the host does not hold their rows any more; go back with a checkpoint.
+
+    Args:
+      cache_rows: rows near, over all devices; at least those of a batch. On a mesh, id `k` belongs to device
+        `k % num_devices`.
+      eviction: who leaves for new rows: those used longest ago ("lru"), or least often ("lfu"); never rows of the
+        batch itself, nor of others that were fetched since the last step.
+      folder: where the rows are kept in files of this run, which must be empty; None keeps them in memory. Either takes
+        space only for rows that were trained or evicted.
+
+    Raises: ValueError: an argument is out of range, once a table uses it.
+
+    Example:
+      >>> import jax, rsembed as rs
+      >>> table = rs.TableSpec(
+      ...     name="item", vocabulary_size=1_000_000, embedding_dim=8, storage=rs.HostCached(cache_rows=1_000)
+      ... )
+      >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="history", table_spec=table)])
+      >>> state, batch = collection.init(jax.random.key(0)), collection.prepare({"history": [[999_999, 5], [7]]})
+      >>> state = collection.prefetch(state, batch)
+      >>> jax.jit(collection.lookup)(state, batch)["history"].shape
+      (2, 8)
+    """
+
+    cache_rows: int
+    eviction: Eviction = "lru"
+    folder: str | None = None
+    placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
+
+    def rows_of(self, table: TableSpec, capacity: int | None = None) -> DynamicTableSpec:
+        """What `hashed_rows` is told about one device's share of the cache."""
+        return _spec_of(self, table, self.cache_rows if capacity is None else capacity)
+
+    def check(self, table: TableSpec) -> None:
+        if isinstance(self.cache_rows, bool) or not isinstance(self.cache_rows, int) or self.cache_rows < 1:
+            raise ValueError(
+                f"table {table.name!r}: cache_rows must be an integer of at least 1, got {self.cache_rows}."
+            )
+        if self.eviction not in EVICTIONS:
+            raise ValueError(f"table {table.name!r}: eviction {self.eviction!r} is not one of {', '.join(EVICTIONS)}.")
+        if table.optimizer.moves_all_rows:
+            raise ValueError(
+                f"table {table.name!r}: {type(table.optimizer).__name__} moves all rows in every step, also those on "
+                "the host; take a rule of the rows of a batch."
+            )
+
+    def init(self, key: PRNGKeyArray, table: TableSpec, *, num_shards: int) -> tuple[CachedRows, Slots]:
+        near = hashed_rows.init(self.rows_of(table, -(-self.cache_rows // num_shards)), key)
+        return CachedRows(near._replace(slots=()), jnp.zeros(1, jnp.uint32)), near.slots
+
+    def read(
+        self, params: CachedRows, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+    ) -> Float[Array, "nnz dim"]:
+        del occurrences
+        return hashed_rows.read(params.near, _found(params, keys, table.name))
+
+    def find(
+        self,
+        params: CachedRows,
+        slots: Slots,
+        keys: Keys,
+        table: TableSpec,
+        *,
+        occurrences: Int[Array, " nnz"],
+        step: Step,
+    ) -> tuple[CachedRows, Slots, Int[Array, " nnz"]]:
+        del occurrences, step  # uses were counted when the rows came
+        return params, slots, _found(params, keys, table.name)
+
+    def step(
+        self,
+        params: CachedRows,
+        slots: Slots,
+        segments: Sequence[Segment],
+        d_outputs: Sequence[Float[Array, "_ dim"]],
+        table: TableSpec,
+        *,
+        step: Step,
+    ) -> tuple[CachedRows, Slots]:
+        near, rounding = params.near, None
+        if step.rounding is not None:
+            rounding = functools.partial(_round_by_id, step.rounding, near)
+        how = step.hyper, step.rule
+        rows, slots = api.update(near.rows, slots, segments, d_outputs, *how, rounding=rounding)
+        return params._replace(near=near._replace(rows=rows)), slots
+
+    def num_values(self, table: TableSpec) -> tuple[int, int]:
+        row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
+        slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
+        return self.cache_rows * table.embedding_dim, self.cache_rows * slots
+
+    def counts(self, params: CachedRows, num_shards: int) -> dict[str, np.ndarray]:
+        counts = hashed_rows.counts(params.near, num_shards)
+        return {"rows": counts["rows"], "fetched": counts["inserted"], "evicted": counts["evicted"]}
+
+    def residents(self, params: CachedRows) -> tuple[np.ndarray, np.ndarray]:
+        """Places in use, over all shards, and whose they are."""
+        places = np.flatnonzero(on_host(params.near.keys.last_step) != row_map.FREE)
+        return places, on_host(params.near.keys.low)[places]
+
+    def emptied(self, params: CachedRows, table: TableSpec) -> CachedRows:
+        """The parameters with no row near."""
+        del table
+        return params._replace(near=params.near._replace(keys=row_map.empty(params.near.rows.shape[0])))
+
+    def make_room(self, params: CachedRows, keys: Keys, *, step: Int[Array, ""]) -> tuple[CachedRows, Moves]:
+        """Places for those of the keys that have none; their rows must follow before anything else."""
+        near = params.near
+        known = near.keys
+        first, position = first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
+        distinct = keys.only(first == position)
+        rows = row_map.find(known, distinct)
+        uses = jnp.zeros(position.shape, jnp.int32).at[first].add(1, mode="drop")
+        touched = row_map.touch(known, rows, step, row_map.add_counts(row_map.count_of(known, rows), uses))
+        strangers = distinct.only(rows == NO_ROW)
+        filled, new_rows, evicted = row_map.assign(touched, strangers, step, uses, evict=self.eviction)
+        had_key = touched.last_step.at[new_rows].get(mode="fill", fill_value=row_map.FREE) != row_map.FREE
+        left = jnp.where(had_key, touched.low.at[new_rows].get(mode="fill", fill_value=0).astype(jnp.int32), -1)
+        moved = compact(new_rows != NO_ROW, position.shape[0])
+
+        def first_ones(lane: Array, fill: int) -> Array:
+            return lane.at[moved].get(mode="fill", fill_value=fill)
+
+        count = jnp.sum(new_rows != NO_ROW, dtype=jnp.int32)
+        counters = near.counters.add(inserted=count, evicted=evicted)
+        moves = Moves(
+            first_ones(new_rows, NO_ROW),
+            first_ones(keys.low.astype(jnp.int32), -1),
+            first_ones(left, -1),
+            count.reshape(1),
+            jnp.sum(strangers.is_key & (new_rows == NO_ROW), dtype=jnp.int32).reshape(1),
+        )
+        return params._replace(near=near._replace(keys=filled, counters=counters)), moves
+
+
+class HostStore:
+    """The rows and slots of a table that are not near, or were not when they were last written.
+
+    A row that was never written has its initial values, which are made when it is read.
+    """
+
+    def __init__(self, home: HostCached, table: TableSpec, key: PRNGKeyArray):
+        """A store without rows; `key` is the table's, from which its initial rows follow."""
+        self.table, self.key, self.generation = table, key, secrets.randbits(32)
+        one_row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
+        shapes = [jax.ShapeDtypeStruct(one_row.shape, jnp.dtype(table.dtype))]
+        shapes += jax.eval_shape(table.optimizer.init_slots, one_row)
+        self._is_stored = np.zeros(table.vocabulary_size, bool)
+        self._stores = [
+            self._store(home.folder, number, (table.vocabulary_size, *shape.shape[1:]), shape.dtype)
+            for number, shape in enumerate(shapes)
+        ]
+        self._initial = jax.jit(functools.partial(_initial_rows_and_slots, table))
+
+    def _store(self, folder: str | None, number: int, shape: tuple[int, ...], dtype: Any) -> RowStore:
+        if folder is None:
+            return RowStore.in_memory(shape, dtype)
+        path = Path(folder) / f"{self.table.name}.{number}.rows"
+        if path.exists():
+            raise FileExistsError(
+                f"table {self.table.name!r}: {path} exists; its rows belong to another run. Take an empty folder, and "
+                "go on from a checkpoint."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return RowStore.in_file(path, shape, dtype)
+
+    def write(self, ids: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        """Keeps rows and slots of distinct ids."""
+        for store, values in zip(self._stores, arrays, strict=True):
+            store.write(ids, np.ascontiguousarray(values))
+        self._is_stored[ids] = True
+
+    def read(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Rows and slots of ids."""
+        arrays = [store.read(ids) for store in self._stores]
+        fresh = np.flatnonzero(~self._is_stored[ids])
+        for start in range(0, fresh.size, INITIAL_BLOCK):
+            some = fresh[start : start + INITIAL_BLOCK]
+            padded = np.zeros(1 << (some.size - 1).bit_length(), np.int32)
+            padded[: some.size] = ids[some]
+            for array, values in zip(arrays, self._initial(self.key, padded), strict=True):
+                array[some] = np.asarray(values)[: some.size]
+        return arrays
+
+
+def _initial_rows_and_slots(table: TableSpec, key: PRNGKeyArray, ids: Int[Array, " ids"]) -> tuple[Array, ...]:
+    values = initial_rows(key, table, ids)
+    return values.astype(table.dtype), *table.optimizer.init_slots(values)
+
+
+def _found(params: CachedRows, keys: Keys, table_name: str) -> Int[Array, " nnz"]:
+    """The rows of keys, all of which must be near."""
+    rows = row_map.find(params.near.keys, keys)
+    num_missing = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
+
+    def stop(num_missing: Any) -> None:
+        raise RuntimeError(
+            f"{int(num_missing)} ids of the batch have no row of table {table_name!r} on the device; call "
+            "collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
+        )
+
+    jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)
+    return rows
+
+
+def _round_by_id(rounding: Any, near: DynamicTable, values: Array, dtype: Any, rows: Int[Array, " rows"]) -> Array:
+    return rounding(values, dtype, near.keys.low.at[rows].get(mode="fill", fill_value=0).astype(jnp.int32))
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec_of(home: HostCached, table: TableSpec, capacity: int) -> DynamicTableSpec:
+    return DynamicTableSpec(
+        name=table.name,
+        embedding_dim=table.embedding_dim,
+        capacity=capacity,
+        optimizer=table.optimizer,
+        dtype=table.dtype,
+        when_full="evict",
+        eviction=home.eviction,
+    )
