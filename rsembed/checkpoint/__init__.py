@@ -1,6 +1,5 @@
 """Checkpoints: any pytree in checksummed files, and states of embedding tables in the order of their ids."""
 
-from rsembed.checkpoint.arrays import CorruptCheckpointError as CorruptCheckpointError
 from rsembed.checkpoint.collections import load_collection as load_collection
 from rsembed.checkpoint.collections import save_collection as save_collection
 from rsembed.checkpoint.files import Checkpoint as Checkpoint
@@ -8,3 +7,4 @@ from rsembed.checkpoint.files import latest as latest
 from rsembed.checkpoint.files import load as load
 from rsembed.checkpoint.files import manifest as manifest
 from rsembed.checkpoint.files import save as save
+from rsembed.checkpoint.saved import CorruptCheckpointError as CorruptCheckpointError

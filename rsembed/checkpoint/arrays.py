@@ -1,26 +1,48 @@
-"""One array as one file: its rows in order, in chunks with a checksum each."""
+"""One array as one zarr array: its rows in order, in chunks with a CRC32C each; TensorStore carries the bytes.
+
+```
+0000/
+  zarr.json        shape, dtype, shape of the chunks
+  c.0.0, c.1.0 ... a chunk each: its rows, the last one filled up, and the CRC32C of all that
+```
+
+Zarr takes a missing chunk for one of zeros, and knows nothing of chunks that changed places. So the manifest has the
+checksums too, and all files are compared with it before the first is read.
+"""
 
 from __future__ import annotations
 
+import collections
+import errno
+import functools
+import itertools
 import math
 import os
+import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 from jax.experimental import multihost_utils
 
+from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, SavedArray
 from rsembed.checkpoint.states import TableRows
+from rsembed.progress import progress
 
 CHUNK_BYTES = 1 << 22
-
-
-class CorruptCheckpointError(ValueError):
-    """The files are not what was written."""
+_BYTES_IN_FLIGHT = 1 << 24  # what a save needs of memory beside the arrays
+_CHUNKS_IN_FLIGHT = 4  # and a load
+_CHECKSUM_BYTES = 4
+_METADATA = "zarr.json"
+_ZARR_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+)
 
 
 # Writing
@@ -55,58 +77,114 @@ def _are_numbers(dtype: np.dtype[Any]) -> bool:
     return dtype == np.bool_ or (jnp.issubdtype(dtype, np.number) and not is_time)
 
 
-def write_array(file: Path | None, array: Any) -> tuple[dict[str, Any], OSError | None]:
-    """Writes an array, and returns its description and why it could not be written.
+def write_arrays(path: Path | None, arrays: Sequence[Any]) -> tuple[list[dict[str, Any]], OSError | None]:
+    """Writes arrays into folders of their own, and returns their entries and why they could not be written.
 
     With several processes all gather the rows to the end, whatever the disk of the one that writes them says, so that
     nobody is left waiting.
 
     Args:
-      file: None in processes that do not write.
-      array: from `as_saved`.
-
-    Raises: OSError: it could not be written, and there are no other processes.
+      path: where the folders come; None in processes that do not write.
+      arrays: from `as_saved`.
     """
+    entries = [_described(number, array) for number, array in enumerate(arrays)]
+    with _Output(path, entries) as output:
+        watched = progress(entries, description="saving", delay=1.0, leave=False)
+        for number, (entry, array) in enumerate(zip(watched, arrays, strict=True)):
+            for _, first, last in _chunks(entry):
+                output.write(number, first, _rows(array, first, last - first))
+                if output.failure is not None and jax.process_count() == 1:
+                    return entries, output.failure
+    return entries, output.failure
+
+
+def _described(number: int, array: Any) -> dict[str, Any]:
     row_bytes = max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
-    count, rows_per_chunk = (array.shape[0] if array.shape else 1), max(1, CHUNK_BYTES // row_bytes)
-    checksums = []
-    with _Output(file) as output:
-        for first in range(0, count, rows_per_chunk):
-            rows = _rows(array, first, min(rows_per_chunk, count - first))
-            chunk = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-            checksums.append(f"{zlib.crc32(chunk):08x}")
-            output.write(chunk)
-    described = {"shape": list(array.shape), "dtype": array.dtype.name, "rows_per_chunk": rows_per_chunk}
-    return {**described, "crc32": checksums}, output.failure
+    count = array.shape[0] if array.shape else 1
+    num_chunks = max(1, -(-count // max(1, CHUNK_BYTES // row_bytes)))
+    return {
+        "folder": f"{number:04d}",
+        "shape": list(array.shape),
+        "dtype": array.dtype.name,
+        "rows_per_chunk": max(1, -(-count // num_chunks)),  # chunks of like size, so that little is filled up
+    }
 
 
 class _Output:
-    """A file, or nothing, that remembers its first failure."""
+    """Zarr arrays that are being written, or nothing, with the first failure; checksums join the entries at the end.
 
-    def __init__(self, file: Path | None):
+    Everything is under way at once, as far as memory allows: most of the time goes into waiting for the disk.
+
+    Attributes:
+      failure: why something could not be written.
+    """
+
+    def __init__(self, path: Path | None, entries: Sequence[dict[str, Any]]):
         self.failure: OSError | None = None
-        self._file = None if file is None else self._tried(open, file, "wb")
+        self._path, self._entries = path, entries
+        self._stores = [] if path is None else [_store(path, entry, create=True) for entry in entries]
+        self._writes: collections.deque[tuple[int, Any]] = collections.deque()
+        self._num_bytes = 0
 
-    def write(self, chunk: memoryview) -> None:
-        if self._file is not None and self.failure is None:
-            self._tried(self._file.write, chunk)
+    def write(self, number: int, first: int, rows: np.ndarray) -> None:
+        """Begins to write rows, which nobody may change until the end."""
+        if self._path is None or self.failure is not None:
+            return
+        store = self._tried(_by_row, self._stores[number], self._entries[number])
+        if store is not None:
+            target = store[first : first + len(rows)]
+            write = target.write(_stored(rows), can_reference_source_data_indefinitely=True)
+            self._writes.append((rows.nbytes, write))
+            self._num_bytes += rows.nbytes
+            self._wait(until=_BYTES_IN_FLIGHT)
+
+    def _wait(self, *, until: int) -> None:
+        while self._writes and self._num_bytes > until:
+            num_bytes, write = self._writes.popleft()
+            self._num_bytes -= num_bytes
+            self._tried(write.result)
 
     def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._tried(self._file.flush)
-            self._tried(os.fsync, self._file.fileno())
-            self._tried(self._file.close)
+        # After a failure too: no file may come into a folder that is being removed.
+        for store in self._stores:
+            self._tried(store.result)
+        self._wait(until=-1)
+        for entry in self._entries:
+            if self._path is not None and self.failure is None:
+                entry.update(self._tried(_checksums, self._path / entry["folder"], entry) or {})
 
     def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
         except OSError as error:
             self.failure = self.failure or error
-            if jax.process_count() == 1:
-                raise
+        except ValueError as error:  # as which TensorStore says all that the system refuses
+            self.failure = self.failure or _system_error(error) or OSError(errno.EIO, str(error))
+
+
+def _system_error(error: ValueError) -> OSError | None:
+    """What the system refused, if an error of TensorStore says that it did."""
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    return None if number is None else OSError(int(number[1]), f"{os.strerror(int(number[1]))} ({error})")
+
+
+def _checksums(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    chunks = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
+    return {"metadata_crc32": _file_checksum(folder / _METADATA), "crc32c": chunks}
+
+
+def _file_checksum(file: Path) -> str:
+    return f"{zlib.crc32(file.read_bytes()):08x}"
+
+
+def _chunk_checksum(file: Path) -> str:
+    """The one that the codec put at the end."""
+    with open(file, "rb") as data:
+        data.seek(-_CHECKSUM_BYTES, os.SEEK_END)
+        return data.read().hex()
 
 
 def _rows(array: Any, first: int, count: int) -> np.ndarray:
@@ -149,26 +227,95 @@ def _index(rows: np.ndarray) -> np.ndarray | slice:
     return slice(int(rows[0]), int(rows[-1]) + 1) if is_run else rows
 
 
+# The zarr array
+
+
+class _Chunk(NamedTuple):
+    """Rows `first` to `last - 1`, and the file that they are in."""
+
+    file: str
+    first: int
+    last: int
+
+
+def _chunks(entry: Mapping[str, Any]) -> list[_Chunk]:
+    """In the order of their rows; a number alone is one row, and an array without numbers has no chunk."""
+    shape, step, rank = entry["shape"] or [1], entry["rows_per_chunk"], len(entry["shape"]) + _has_bytes(entry["dtype"])
+    keys = ([number, *[0] * rank][:rank] for number in itertools.count())
+    firsts = () if 0 in shape else range(0, shape[0], step)
+    return [
+        _Chunk(".".join(map(str, ["c", *key])), first, min(first + step, shape[0]))
+        for key, first in zip(keys, firsts, strict=False)
+    ]
+
+
+def _has_bytes(dtype: str) -> bool:
+    """Whether zarr has no name for such numbers, and gets their bytes, along one more dimension."""
+    return dtype not in _ZARR_DTYPES
+
+
+def _stored(rows: np.ndarray) -> np.ndarray:
+    """The rows as the zarr array has them, in the same memory."""
+    return rows[..., None].view(np.uint8) if _has_bytes(rows.dtype.name) else rows
+
+
+def _store(path: Path, entry: Mapping[str, Any], *, create: bool = False) -> Any:
+    """The future of the zarr array of an entry."""
+    name, shape = entry["dtype"], entry["shape"]
+    chunk = [entry["rows_per_chunk"], *shape[1:]] if shape else []
+    byte = [jnp.dtype(name).itemsize] if _has_bytes(name) else []
+    metadata = {
+        "shape": [*shape, *byte],
+        "data_type": "uint8" if byte else name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in (*chunk, *byte)]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+    }
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": str(path / entry["folder"])},
+        "metadata": metadata,
+        "store_data_equal_to_fill_value": True,  # a chunk of zeros is a file as well, so that none may be missing
+    }
+    # A folder of one save alone needs no locks; with sync, what was written is on the disk.
+    context = tensorstore.Context({"file_io_locking": {"mode": "none"}, "file_io_sync": True})
+    return tensorstore.open(spec, context=context, create=create, open=not create)
+
+
+def _by_row(store: Any, entry: Mapping[str, Any]) -> Any:
+    """The zarr array of a future; of a number alone, an array of one row.
+
+    Raises: ValueError: it cannot be made, or is not there, or another one.
+    """
+    return store.result() if entry["shape"] else store.result()[tensorstore.newaxis]
+
+
 # Reading
 
 
-def check_entry(entry: Any, number: int) -> None:
+def check_entry(entry: Any, number: int, *, is_zarr: bool) -> None:
     """Whether a manifest's entry describes one array of the checkpoint's own folder, and a checksum for all of it.
+
+    Args:
+      entry: of the manifest.
+      number: its position.
+      is_zarr: not so in layouts 1 and 2.
 
     Raises: CorruptCheckpointError: it does not.
     """
+    place = {"folder": f"{number:04d}"} if is_zarr else {"file": f"{number:04d}.bin"}
     try:
-        shape, rows_per_chunk, checksums = entry["shape"], entry["rows_per_chunk"], entry["crc32"]
-        count = shape[0] if shape else 1
+        shape, checksums = entry["shape"], entry["crc32c" if is_zarr else "crc32"]
+        count = 0 if is_zarr and 0 in shape else [*shape, 1][0]
         is_sound = (
-            entry["file"] == f"{number:04d}.bin"
-            and all(isinstance(size, int) and size >= 0 for size in (*shape, rows_per_chunk - 1))
-            and len(checksums) == -(-count // rows_per_chunk)
+            place.items() <= entry.items()
+            and all(isinstance(size, int) and size >= 0 for size in (*shape, entry["rows_per_chunk"] - 1))
+            and len(checksums) == -(-count // entry["rows_per_chunk"])
             and all(isinstance(part, str) for part in (*entry["path"], *checksums, entry["prng"] or ""))
             and jnp.dtype(entry["dtype"]).name == entry["dtype"]
             and _are_numbers(jnp.dtype(entry["dtype"]))
         )
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         is_sound = False
     if not is_sound:
         raise CorruptCheckpointError(
@@ -177,28 +324,66 @@ def check_entry(entry: Any, number: int) -> None:
         )
 
 
-def read_array(folder: Path, entry: Mapping[str, Any], name: str) -> Any:
-    """The verified array of a checked entry.
+def open_array(path: Path, entry: Mapping[str, Any], name: str) -> SavedArray:
+    """The array of a checked entry, of which all files are there, with the sizes and checksums of what was written.
 
-    Raises: CorruptCheckpointError: the file is missing or not what was written.
+    Raises: CorruptCheckpointError: they are not.
     """
-    file, dtype, shape = folder / entry["file"], jnp.dtype(entry["dtype"]), entry["shape"]
-    num_bytes, size = math.prod(shape) * dtype.itemsize, file.stat().st_size if file.is_file() else None
-    if size != num_bytes:
-        was = "missing" if size is None else f"{size} bytes long"
-        raise CorruptCheckpointError(f"{file} is {was}, but {name!r} has {num_bytes} bytes; take an older checkpoint.")
-    array = np.empty(shape, dtype)
-    flat = array.reshape(-1).view(np.uint8)
-    count, rows_per_chunk = (shape[0] if shape else 1), entry["rows_per_chunk"]
-    row_bytes = num_bytes // max(count, 1)
-    with open(file, "rb") as data:
-        for number, checksum in enumerate(entry["crc32"]):
-            first, last = number * rows_per_chunk, min((number + 1) * rows_per_chunk, count)
-            chunk = flat[first * row_bytes : last * row_bytes].data
-            data.readinto(chunk)
-            if f"{zlib.crc32(chunk):08x}" != checksum:
-                raise CorruptCheckpointError(
-                    f"{file}: chunk {number}, rows {first} to {last - 1} of {name!r}, is not what was written (CRC32 "
-                    "differs); take an older checkpoint, and have the storage looked at."
-                )
-    return array if entry["prng"] is None else jax.random.wrap_key_data(jnp.asarray(array), impl=entry["prng"])
+    folder, shape, dtype = path / entry["folder"], tuple(entry["shape"]), jnp.dtype(entry["dtype"])
+    metadata, chunks = folder / _METADATA, _chunks(entry)
+    if not metadata.is_file() or _file_checksum(metadata) != entry["metadata_crc32"]:
+        raise CorruptCheckpointError(
+            f"{metadata} of {name!r} is missing or not what was written (CRC32 differs); take an older checkpoint."
+        )
+    num_bytes = entry["rows_per_chunk"] * math.prod(shape[1:]) * dtype.itemsize + _CHECKSUM_BYTES
+    for number, (chunk, checksum) in enumerate(zip(chunks, entry["crc32c"], strict=True)):
+        file = folder / chunk.file
+        size = file.stat().st_size if file.is_file() else None
+        if size != num_bytes:
+            was = "missing" if size is None else f"{size} bytes long"
+            raise CorruptCheckpointError(
+                f"{file} is {was}, but chunk {number} of {name!r} has {num_bytes} bytes; take an older checkpoint."
+            )
+        if _chunk_checksum(file) != checksum:
+            raise _corrupt(file, number, chunk, name)
+    if strange := {file.name for file in folder.iterdir()} - {_METADATA, *(chunk.file for chunk in chunks)}:
+        raise CorruptCheckpointError(
+            f"{folder / min(strange)} is no part of {name!r}; something else wrote here, so take an older checkpoint."
+        )
+    return SavedArray(shape, dtype, functools.partial(_read, _store(path, entry), folder, entry, name))
+
+
+def _read(future: Any, folder: Path, entry: Mapping[str, Any], name: str, into: np.ndarray | None) -> Blocks:
+    """The rows in order, of which some more are on their way."""
+    try:
+        store = _by_row(future, entry)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{folder} does not hold {name!r}: {error}; take an older checkpoint.") from error
+    dtype, columns = jnp.dtype(entry["dtype"]), entry["shape"][1:]
+    reads: collections.deque[tuple[int, _Chunk, np.ndarray, Any]] = collections.deque()
+    for number, chunk in enumerate(progress(_chunks(entry), description=f"loading {name}", delay=1.0, leave=False)):
+        first, last = chunk.first, chunk.last
+        rows = np.empty((last - first, *columns), dtype) if into is None else into[first:last]
+        target = tensorstore.array(_stored(rows), copy=False)
+        reads.append((number, chunk, rows, target.write(store[first:last])))
+        if len(reads) == _CHUNKS_IN_FLIGHT:
+            yield _arrived(folder, name, *reads.popleft())
+    while reads:
+        yield _arrived(folder, name, *reads.popleft())
+
+
+def _arrived(
+    folder: Path, name: str, number: int, chunk: _Chunk, rows: np.ndarray, read: Any
+) -> tuple[int, np.ndarray]:
+    try:
+        read.result()
+    except ValueError as error:
+        raise _system_error(error) or _corrupt(folder / chunk.file, number, chunk, name) from error
+    return chunk.first, rows
+
+
+def _corrupt(file: Path, number: int, chunk: _Chunk, name: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{file}: chunk {number}, rows {chunk.first} to {chunk.last - 1} of {name!r}, is not what was written (CRC32C "
+        "differs); take an older checkpoint, and have the storage looked at."
+    )

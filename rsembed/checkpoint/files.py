@@ -2,8 +2,8 @@
 
 ```
 checkpoint/
-  manifest.json   names, shapes, dtypes, step, what states belong to, the CRC32 of every chunk, and its own
-  0000.bin ...    one array each: its rows in order, in chunks of about 4 MiB
+  manifest.json   names, shapes, dtypes, step, what states belong to, the checksums of all files, and its own
+  0000/ ...       one array each, of the zarr format: its rows in order, in chunks of about 4 MiB
 ```
 
 A save goes to a hidden folder beside, reaches the disk, and takes its name in one rename: there is no half of a
@@ -11,8 +11,8 @@ checkpoint, and none is ever replaced. A load verifies every byte and refuses, b
 depends on stacking, mesh or number of processes: a state of embedding tables, wherever it stands in the tree, is kept
 by table name with its rows in the order of their ids (`states`).
 
-Orbax, which this library installs for Flax models, restores a data file with a flipped bit without noticing, and its
-arrays know nothing of tables. What tables need beyond it is small enough to stand here.
+TensorStore carries the arrays, and whatever else knows zarr can read them. What it does not do stands here: states by
+table name, all arrays of an instant or none, and a refusal of files that are missing or in each other's place.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rsembed.checkpoint.arrays import CorruptCheckpointError, as_saved, check_entry, read_array, write_array
+from rsembed.checkpoint import old_layouts
+from rsembed.checkpoint.arrays import as_saved, check_entry, open_array, write_arrays
+from rsembed.checkpoint.saved import CorruptCheckpointError, SavedArray, sharded
 from rsembed.checkpoint.states import TableRows, belongings, is_state, logical, stacks_of, with_states
 from rsembed.fingerprint import ELSEWHERE, Fingerprint, check_same
-from rsembed.progress import progress
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 _MANIFEST = "manifest.json"
 
 
@@ -97,18 +99,16 @@ def write(path: Path, tree: Any, owners: Mapping[str, Any], *, step: int, metada
     body = json.loads(json.dumps(body))
     if _agreed(path.exists()):
         raise _exists(path)
-    partial, failure, entries = None, None, []
+    partial, failure = None, None
     with contextlib.ExitStack() as cleanup:
         if jax.process_index() == 0:
             partial, failure = _partial_folder(path)
             cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
-        watched = progress(leaves.items(), description="saving", delay=1.0, leave=False)
-        for number, (parts, (array, prng)) in enumerate(watched):
-            file = f"{number:04d}.bin"
-            entry, problem = write_array(None if partial is None or failure else partial / file, array)
-            entries.append({"path": list(parts), "file": file, "prng": prng, **entry})
-            failure = failure or problem
+        entries, problem = write_arrays(None if failure else partial, [array for array, _ in leaves.values()])
+        failure = failure or problem
         if partial is not None and failure is None:
+            for entry, (parts, (_, prng)) in zip(entries, leaves.items(), strict=True):
+                entry |= {"path": list(parts), "prng": prng}
             failure = _published(partial, path, _encode(body | {"arrays": entries}))
     if _agreed(failure is not None):
         raise failure or OSError(f"checkpoint {path}: process 0 could not write it; its own error says why.")
@@ -133,7 +133,8 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     path = Path(path)
     found = manifest(path)
     if like is None:
-        return Checkpoint(_nested(_read_arrays(path, found["arrays"])), found["step"], found["metadata"])
+        arrays = {parts: _in_memory(array) for parts, array in _opened(path, found["arrays"]).items()}
+        return Checkpoint(_nested(arrays), found["step"], found["metadata"])
     template = like
     if found["layout_version"] == 1:
         template = jax.tree.map(functools.partial(_as_before, path), like, is_leaf=is_state)
@@ -185,13 +186,13 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
         is_intact = False
     if not is_intact:
         raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
-    if body["layout_version"] not in (1, LAYOUT_VERSION):
+    if body["layout_version"] not in range(1, LAYOUT_VERSION + 1):
         raise ValueError(
             f"{path} has layout {body['layout_version']}, but this version of rsembed reads layouts up to "
             f"{LAYOUT_VERSION}; read it with the version that wrote it."
         )
     for number, entry in enumerate(body["arrays"]):
-        check_entry(entry, number)
+        check_entry(entry, number, is_zarr=body["layout_version"] > 2)
     return body
 
 
@@ -327,14 +328,28 @@ def _sync_folder(folder: Path) -> None:
 # Reading
 
 
-def _read_arrays(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
-    watched = progress(entries, description="loading", delay=1.0, leave=False)
-    return {tuple(entry["path"]): read_array(path, entry, _name(entry["path"])) for entry in watched}
+def _opened(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+    """The arrays of entries, still on the disk but for PRNG keys."""
+    found = {}
+    for entry in entries:
+        array = (open_array if "folder" in entry else old_layouts.open_array)(path, entry, _name(entry["path"]))
+        is_key = entry["prng"] is not None
+        found[tuple(entry["path"])] = (
+            jax.random.wrap_key_data(jnp.asarray(array.whole()), impl=entry["prng"]) if is_key else array
+        )
+    return found
+
+
+def _in_memory(array: Any) -> Any:
+    return array.whole() if isinstance(array, SavedArray) else array
 
 
 def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: Any) -> Any:
-    """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`."""
-    arrays, wanted = _read_arrays(path, entries), _flatten(like)
+    """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`.
+
+    In place of the rows of tables stand those on the disk, for `with_states`.
+    """
+    arrays, wanted = _opened(path, entries), _flatten(like)
     problems = [f"{_name(parts)!r} is missing" for parts in wanted if parts not in arrays]
     problems += [f"{_name(parts)!r} is not wanted" for parts in arrays if parts not in wanted]
     for parts in wanted.keys() & arrays.keys():
@@ -348,7 +363,7 @@ def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: Any) -> Any
             )
     if problems:
         raise ValueError(f"checkpoint {path} does not match: {'; '.join(sorted(problems))}.")
-    leaves = [placed(arrays[parts], leaf) for parts, leaf in wanted.items()]
+    leaves = [_from_disk(arrays[parts], leaf) for parts, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -362,14 +377,25 @@ def _native(dtype: Any) -> Any:
 
 def _would_narrow(array: Any, leaf: Any) -> bool:
     is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, TableRows))
-    return is_for_jax and isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+    return is_for_jax and isinstance(array, SavedArray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+
+
+def _from_disk(array: Any, leaf: Any) -> Any:
+    """The array where and as what the leaf is; on several devices, without the whole of it in memory of the host."""
+    if isinstance(leaf, TableRows):
+        return array
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or len(sharding.device_set) == 1 or not isinstance(array, SavedArray) or not array.shape:
+        return placed(_in_memory(array), leaf)
+    pieces = ((np.arange(first, first + len(rows)), rows) for first, rows in array.blocks())
+    return sharded(array.shape, array.dtype, sharding, pieces)
 
 
 def placed(array: Any, leaf: Any) -> Any:
     """The array where and as what the leaf is."""
     if isinstance(leaf, (bool, int, float)):
         return type(leaf)(array[()])
-    if isinstance(leaf, (np.ndarray, np.generic, TableRows)):
+    if isinstance(leaf, (np.ndarray, np.generic)):
         return array
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:

@@ -7,12 +7,14 @@ block; loading lays the rows out for the state that is wanted. So no file depend
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 
+from rsembed.checkpoint.saved import SavedArray, sharded
 from rsembed.collection import EmbeddingState
 from rsembed.collection.layout import Place
 from rsembed.fingerprint import Fingerprint
@@ -129,33 +131,22 @@ def _laid_out(like: EmbeddingState, values: Mapping[str, Any]) -> EmbeddingState
     return EmbeddingState(tables, slots, values["step"], values["key"], like.layout)
 
 
-def _array(pieces: list[tuple[TableRows, np.ndarray]]) -> jax.Array:
+def _array(pieces: list[tuple[TableRows, SavedArray]]) -> jax.Array:
     """One array with the given rows of its tables; all others are zeros."""
     like = pieces[0][0].array
     sharding = getattr(like, "sharding", None)
-    places = [(table.rows(0, table.count), rows) for table, rows in pieces]
-    is_whole = pieces[0][0].spread == 1 and (sharding is None or len(sharding.device_set) == 1)
-    if is_whole:  # in memory that is laid out as that of fresh tables
-        fill = jax.jit(_filled, static_argnums=(0, 1), out_shardings=sharding)
-        firsts = tuple(int(rows[0]) for rows, _ in places)
-        return fill(like.shape, firsts, [values for _, values in places])
-
-    def shard(index: Any) -> np.ndarray:
-        start, stop, _ = index[0].indices(like.shape[0])
-        block = np.zeros((stop - start, *like.shape[1:]), like.dtype)
-        for rows, values in places:
-            is_inside = (rows >= start) & (rows < stop)
-            block[rows[is_inside] - start] = values[is_inside]
-        return block[(slice(None), *index[1:])]
-
-    if sharding is None:
-        return jax.device_put(shard((slice(None),) * len(like.shape)))
-    return jax.make_array_from_callback(like.shape, sharding, shard)
-
-
-def _filled(shape: tuple[int, ...], firsts: tuple[int, ...], pieces: list[jax.Array]) -> jax.Array:
-    is_padded = sum(piece.shape[0] for piece in pieces) < shape[0]
-    array = api.allocate(shape, pieces[0].dtype, 0.0 if is_padded else None)
-    for first, piece in zip(firsts, pieces, strict=True):
-        array = jax.lax.dynamic_update_slice_in_dim(array, piece, first, 0)
+    blocks = ((table.rows(first, len(rows)), rows) for table, saved in pieces for first, rows in saved.blocks())
+    if pieces[0][0].spread > 1 or (sharding is not None and len(sharding.device_set) > 1):
+        return sharded(like.shape, like.dtype, sharding, blocks)
+    # In memory that is laid out as that of fresh tables.
+    is_padded = sum(table.count for table, _ in pieces) < like.shape[0]
+    allocate = jax.jit(api.allocate, static_argnums=(0, 1, 2), out_shardings=sharding)
+    array = allocate(like.shape, like.dtype, 0.0 if is_padded else None)
+    for numbers, rows in blocks:
+        array = _with_rows(array, rows, np.int32(numbers[0]))
     return array
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_rows(array: jax.Array, rows: jax.Array, first: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, rows, first, 0)

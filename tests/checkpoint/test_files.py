@@ -80,40 +80,46 @@ def test_sharded_arrays_come_back_on_another_mesh(tmp_path, monkeypatch):
         np.testing.assert_array_equal(np.asarray(array), values)
 
 
+def flip(file, bit):
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << (bit % 8)
+    file.write_bytes(data)
+
+
 def test_any_flipped_bit_is_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 64)
     tree = {"item": np.arange(60, dtype=np.float32).reshape(20, 3), "user": jax.random.key(0)}
     checkpoint.save(tmp_path / "a", tree, step=2, metadata={"note": "α"})
-    files = sorted((tmp_path / "a").iterdir())
-    assert [file.name for file in files] == ["0000.bin", "0001.bin", "manifest.json"]
+    files = sorted(file for file in (tmp_path / "a").rglob("*") if file.is_file())
+    names = [file.relative_to(tmp_path / "a").as_posix() for file in files]
+    chunks = [f"0000/c.{number}.0" for number in range(4)]
+    assert names == [*chunks, "0000/zarr.json", "0001/c.0", "0001/zarr.json", "manifest.json"]
     rng = np.random.default_rng(0)
-    for file in files:
-        data = file.read_bytes()
-        for bit in rng.choice(8 * len(data), min(8 * len(data), 300), replace=False):
-            flipped = bytearray(data)
-            flipped[bit // 8] ^= 1 << (bit % 8)
-            file.write_bytes(flipped)
-            with pytest.raises(checkpoint.CorruptCheckpointError, match=file.name):
+    for name, file in zip(names, files, strict=True):
+        num_bytes = len(data := file.read_bytes())
+        for byte in rng.permutation(num_bytes)[:70]:  # of a chunk, every one
+            flip(file, 8 * int(byte) + int(rng.integers(8)))
+            with pytest.raises(checkpoint.CorruptCheckpointError, match=name):
                 checkpoint.load(tmp_path / "a")
-        file.write_bytes(data)
+            file.write_bytes(data)
     assert_equal_trees(checkpoint.load(tmp_path / "a", tree).tree, tree)
 
 
 def test_the_error_names_file_chunk_array_and_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 48)
     checkpoint.save(tmp_path / "a", {"tables": {"item": np.zeros((20, 3), np.float32)}})
-    file = tmp_path / "a" / "0000.bin"
-    data = bytearray(file.read_bytes())
-    data[100] ^= 4
-    file.write_bytes(data)
-    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"0000.bin: chunk 2, rows 8 to 11 of 'tables/item'"):
-        checkpoint.load(tmp_path / "a")
-    file.write_bytes(data[:-1])
-    with pytest.raises(checkpoint.CorruptCheckpointError, match="is 239 bytes long, but 'tables/item' has 240 bytes"):
-        checkpoint.load(tmp_path / "a")
-    file.unlink()
-    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"0000.bin is missing"):
-        checkpoint.load(tmp_path / "a")
+    file = tmp_path / "a" / "0000" / "c.2.0"
+    data = file.read_bytes()
+    for bit in (0, 8 * len(data) - 1):  # in the rows, and in their checksum
+        flip(file, bit)
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=r"c\.2\.0: chunk 2, rows 8 to 11 of 'tables/item'"):
+            checkpoint.load(tmp_path / "a")
+        file.write_bytes(data)
+    for size in (0, 3, 51, 53):
+        file.write_bytes((data + b"x")[:size])
+        message = rf"c\.2\.0 is {size} bytes long, but chunk 2 of 'tables/item' has 52 bytes"
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=message):
+            checkpoint.load(tmp_path / "a")
 
 
 SAVE_FOR_EVER = """
@@ -131,7 +137,7 @@ def test_a_killed_save_leaves_the_checkpoints_before_it(tmp_path):
     with writer:
         writer.stdout.readline()
         deadline = time.monotonic() + 20
-        while not list(tmp_path.glob(".*.partial/0000.bin")) and time.monotonic() < deadline:
+        while not list(tmp_path.glob(".*.partial/0000/c.*")) and time.monotonic() < deadline:
             pass
         os.kill(writer.pid, signal.SIGKILL)
     (torn,) = tmp_path.glob(".*.partial")
@@ -180,10 +186,10 @@ def test_a_template_that_differs_is_refused_by_name(tmp_path):
 
 
 def test_another_layout_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.files, "LAYOUT_VERSION", 3)
+    monkeypatch.setattr(checkpoint.files, "LAYOUT_VERSION", 4)
     checkpoint.save(tmp_path / "a", {"x": np.zeros(1)})
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="has layout 3, but this version of rsembed reads layouts up to 2"):
+    with pytest.raises(ValueError, match="has layout 4, but this version of rsembed reads layouts up to 3"):
         checkpoint.load(tmp_path / "a")
     assert (
         json.loads((tmp_path / "a" / "manifest.json").read_text())["manifest"]["prng_implementation"] == "threefry2x32"

@@ -1,7 +1,10 @@
 """Files that somebody damaged, forged or raced for, and leaves that are more than numbers."""
 
+import errno
 import json
 import os
+import resource
+import shutil
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import rsembed as rs
 from rsembed import checkpoint
 
 
@@ -90,36 +92,78 @@ def set_entry(**changes):
 @pytest.mark.parametrize(
     "change",
     [
-        set_entry(file="../secret.bin"),
-        set_entry(file="/etc/hostname"),
-        set_entry(file="0001.bin"),
-        set_entry(crc32=[]),
-        set_entry(crc32=["00000000"] * 3),
+        set_entry(folder="../secret"),
+        set_entry(folder="/etc"),
+        set_entry(folder="0001"),
+        set_entry(crc32c=[]),
+        set_entry(crc32c=["00000000"] * 3),
+        set_entry(crc32c=["00000000"]),
+        set_entry(crc32c=[0]),
+        set_entry(metadata_crc32="00000000"),
+        set_entry(metadata_crc32=None),
         set_entry(rows_per_chunk=0),
         set_entry(rows_per_chunk=-1),
         set_entry(shape=[-3]),
         set_entry(shape=[3.0]),
         set_entry(shape="3"),
+        set_entry(shape=[0], crc32c=[]),
+        set_entry(shape=[3, 1]),
         set_entry(dtype="object"),
         set_entry(dtype="V8"),
+        set_entry(dtype="float64"),
         set_entry(path=[3]),
+        lambda body: body.update(layout_version=2),
         lambda body: body.update(arrays=[{}]),
         lambda body: body.update(arrays=["x"]),
     ],
 )
 def test_a_forged_manifest_reads_nothing_outside_its_folder_and_skips_no_check(tmp_path, change):
-    (tmp_path / "secret.bin").write_bytes(np.arange(3).tobytes())
     checkpoint.save(tmp_path / "a", {"x": np.arange(3)})
+    shutil.copytree(tmp_path / "a" / "0000", tmp_path / "secret")
     forge(tmp_path / "a", change)
-    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"entry 0 of the manifest|is not what was written"):
+    message = (
+        r"entry 0 of the manifest|is not what was written|not what was written|does not hold 'x'|is (missing|no part)"
+    )
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=message):
         checkpoint.load(tmp_path / "a")
 
 
 def test_a_forged_size_is_refused_before_memory_is_asked_for(tmp_path):
     checkpoint.save(tmp_path / "a", {"x": np.arange(3)})
     forge(tmp_path / "a", set_entry(shape=[2**50], rows_per_chunk=2**50))
-    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"0000\.bin is 24 bytes long, but 'x' has"):
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"c\.0 is 28 bytes long, but chunk 0 of 'x' has"):
         checkpoint.load(tmp_path / "a")
+
+
+# Files of arrays
+
+
+def test_files_that_are_missing_strange_or_in_each_others_place_are_refused(tmp_path, monkeypatch):
+    """What a reader of zarr would take for zeros, or for the rows themselves."""
+    monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 48)
+    tree = {"a": np.zeros((12, 3), np.float32), "b": np.arange(36, dtype=np.float32).reshape(12, 3)}
+    first, second = "0001/c.0.0", "0001/c.1.0"
+
+    def swap(path, *names):
+        contents = [(path / name).read_bytes() for name in names]
+        for name, content in zip(names, contents[::-1], strict=True):
+            (path / name).write_bytes(content)
+
+    damages = {
+        r"0000/c\.1\.0 is missing, but chunk 1 of 'a'": lambda path: (path / "0000/c.1.0").unlink(),
+        r"0001/c\.0\.0 is missing": lambda path: (path / first).rename(path / "0001/c.0"),
+        r"0001/c\.0\.0: chunk 0, rows 0 to 3 of 'b'": lambda path: swap(path, first, second),
+        r"0000/c\.0\.0: chunk 0, rows 0 to 3 of 'a'": lambda path: swap(path, "0000/c.0.0", first),
+        r"0001/c\.3\.0 is no part of 'b'": lambda path: shutil.copy(path / first, path / "0001/c.3.0"),
+        r"0001/zarr\.json of 'b' is missing": lambda path: (path / "0001/zarr.json").unlink(),
+        r"0000/zarr\.json of 'a' is missing": lambda path: shutil.rmtree(path / "0000"),
+    }
+    for number, (message, damage) in enumerate(damages.items()):
+        path = tmp_path / str(number)
+        checkpoint.save(path, tree)
+        damage(path)
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=message):
+            checkpoint.load(path, tree)
 
 
 # Savers
@@ -143,51 +187,19 @@ def test_of_several_savers_of_one_path_exactly_one_succeeds_and_what_it_wrote_ca
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
-def test_a_save_that_fails_leaves_nothing_and_frees_what_it_took(tmp_path, monkeypatch):
-    def full(file, mode="r", *args):
-        if "w" in mode and "0001" in str(file):
-            raise OSError(28, "No space left on device")
-        return open(file, mode, *args)
-
-    monkeypatch.setattr(checkpoint.arrays, "open", full, raising=False)
-    with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path / "a", {"x": np.arange(3), "y": np.arange(3)})
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
+@pytest.mark.parametrize("too_large", ["an array", "the manifest"])
+def test_a_save_that_fails_leaves_nothing_and_frees_what_it_took(tmp_path, too_large):
+    tree = {"x": np.arange(3), "y": np.arange(100_000 if too_large == "an array" else 3), "z": np.arange(3)}
+    metadata = {"note": "" if too_large == "an array" else "long" * 20_000}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            checkpoint.save(tmp_path / "a", tree, metadata=metadata)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG and list(tmp_path.iterdir()) == []
     (tmp_path / ".a.of-somebody.partial").mkdir()
-    checkpoint.save(tmp_path / "a", {"x": np.arange(3), "y": np.arange(3)})
-    assert checkpoint.load(tmp_path / "a").tree["y"].tolist() == [0, 1, 2]
+    checkpoint.save(tmp_path / "a", tree)
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "a").tree["y"], tree["y"])
     assert (tmp_path / ".a.of-somebody.partial").exists()
-
-
-# Files of the layout before
-
-
-def small_collection(**options):
-    table = rs.TableSpec(name="t", vocabulary_size=8, embedding_dim=2, optimizer=rs.AdagradOptimizerSpec(0.1))
-    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], **options)
-
-
-def make_old(body):
-    body["layout_version"] = 1
-    (table,) = body.pop("belongs_to").get("tables", {"t": {}}).values()
-    body["metadata"]["tables"] = {"t": {**table, "optimizer": "adagrad"}}
-
-
-def test_files_of_the_layout_before_are_read_and_said_to_be_old(tmp_path, caplog):
-    collection = small_collection()
-    state = collection.init(jax.random.key(3))
-    checkpoint.save_collection(tmp_path / "collection", collection, state)
-    checkpoint.save(tmp_path / "tree", {"state": state._replace(layout=None)})
-    for name in ("collection", "tree"):
-        forge(tmp_path / name, make_old)
-    for found in (
-        checkpoint.load_collection(tmp_path / "collection", collection),
-        checkpoint.load(tmp_path / "tree", {"state": collection.init(jax.random.key(0))}).tree["state"],
-    ):
-        assert found.layout == collection.layout
-        np.testing.assert_array_equal(collection.tables(found)["t"], collection.tables(state)["t"])
-    assert "has layout 1" in caplog.text
-    on_mesh = small_collection(mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
-    with pytest.raises(ValueError, match="has layout 1, which kept rows in the order of the devices"):
-        checkpoint.load(tmp_path / "tree", {"state": on_mesh.template})

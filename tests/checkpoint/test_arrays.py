@@ -1,0 +1,94 @@
+"""Arrays of a checkpoint are zarr arrays: of any numbers, for any reader, and never whole in memory of the host."""
+
+import json
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+
+import rsembed as rs
+from rsembed import checkpoint
+
+DTYPES = [
+    *("bool", "int4", "int8", "uint16", "int32", "uint64", "float8_e4m3fn", "float16", "bfloat16", "float32"),
+    *("float64", "longdouble", "complex64", "complex128"),
+]
+SHAPES = [(), (1,), (7,), (0,), (5, 0), (0, 3), (7, 3), (3, 2, 5), (2, 1, 1, 2)]
+
+
+def numbers(shape, dtype):
+    values = np.random.default_rng(0).integers(0, 255, (*shape, 16), np.uint8)
+    # As integers, those of longdouble have no padding that could differ.
+    return values[..., 0].astype(np.int8).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 1 << 22])
+def test_any_numbers_of_any_shape_come_back_to_the_bit(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", chunk_bytes)
+    tree = {f"{dtype}{shape}": numbers(shape, dtype) for dtype in DTYPES for shape in SHAPES}
+    tree |= {
+        "signs": np.asarray([0.0, -0.0, np.nan, -np.inf], np.float32),
+        "columns first": np.asfortranarray(numbers((7, 3), "float32")),
+        "every other": numbers((9, 4), "longdouble")[::2, 1::2],
+    }
+    checkpoint.save(tmp_path / "a", tree)
+    for found in (checkpoint.load(tmp_path / "a").tree, checkpoint.load(tmp_path / "a", tree).tree):
+        for name, array in tree.items():
+            assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
+            assert found[name].tobytes() == array.tobytes(), name
+
+
+def table_of(rows, dim):
+    return rs.TableSpec(
+        name="item",
+        vocabulary_size=rows,
+        embedding_dim=dim,
+        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
+        optimizer=rs.SGDOptimizerSpec(0.1),
+    )
+
+
+def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of_its_ids(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 100)
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    feature = rs.FeatureSpec(name="f", table_spec=table_of(50, 4))
+    collection = rs.EmbeddingCollection([feature], mesh=mesh, placement="row")
+    state = collection.init(jax.random.key(0))
+    state = collection.update(state, {"f": np.full((4, 1), 7)}, {"f": jnp.ones((4, 4))})
+    checkpoint.save_collection(tmp_path / "a", collection, state)
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())["manifest"]
+    (folder,) = (entry["folder"] for entry in manifest["arrays"] if entry["path"] == ["tables", "item"])
+    store = {"driver": "file", "path": str(tmp_path / "a" / folder)}
+    zarr = tensorstore.open({"driver": "zarr3", "kvstore": store}).result()
+    expected = np.asarray(collection.tables(state)["item"])
+    np.testing.assert_array_equal(zarr.read().result(), expected)
+    np.testing.assert_array_equal(zarr[6:9, 1].read().result(), expected[6:9, 1])
+    assert zarr.codec.to_json()["codecs"][-1] == {"name": "crc32c"}
+
+
+@pytest.mark.parametrize("num_devices", [None, 4])
+def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypatch, num_devices):
+    monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(checkpoint.arrays, "_BYTES_IN_FLIGHT", 1 << 18)
+    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    table = table_of(60_000, 32)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
+    table_bytes, peaks = 60_000 * 32 * 4, []
+    state = collection.init(jax.random.key(0))
+    for call in (
+        lambda: checkpoint.save_collection(tmp_path / "a", collection, state),
+        lambda: checkpoint.load_collection(tmp_path / "a", collection),
+    ):
+        tracemalloc.start()  # knows what numpy asks for, and nothing of the devices' memory
+        try:
+            found = call()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    np.testing.assert_array_equal(collection.tables(found)["item"], collection.tables(state)["item"])
+    # Onto a mesh, rows are put together for the devices of this process, here all of them.
+    limits = (table_bytes / 4, table_bytes / 4 if num_devices is None else 1.3 * table_bytes)
+    assert all(peak < limit for peak, limit in zip(peaks, limits, strict=True)), (peaks, table_bytes)
