@@ -66,6 +66,15 @@ class CompactOptimizerSpec(OptimizerSpec):
             for (per_row, own), dtype in zip(self.slot_kinds, asked, strict=True)
         )
 
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        read = tuple(slot if slot.dtype == jnp.int32 else slot.astype(jnp.float32) for slot in slots)
+        rows, stepped = self._step(rows, read, gradients, hyper)
+        return rows, tuple(new.astype(old.dtype) for new, old in zip(stepped, slots, strict=True))
+
+    @abc.abstractmethod
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        """`step_rows` of slots that have float32 entries, or int32 ones that count steps."""
+
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         """The learning rate and, for a rule that needs the step, `t = step + 1` as an int32.
 

@@ -54,9 +54,9 @@ class _DecayingAdam(CompactOptimizerSpec):
         moments = (FULL, PER_ROW if self.has_row_wise_second_moment else FULL)
         return (*moments, PER_ROW) if self.has_row_wise_bias_correction else moments
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, t = hyper
-        first, second, *counters = (slot.astype(jnp.float32) for slot in slots)
+        first, second, *counters = slots
         counters = [counter + 1.0 for counter in counters]
         updates = counters[0] if counters else t.astype(jnp.float32)
         squares = gradients * gradients
@@ -127,12 +127,12 @@ class LARSOptimizerSpec(CompactOptimizerSpec):
     slot_kinds = (FULL,)
     is_row_wise = True  # norms
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         (lr,) = hyper
         length, slope = row_norm(rows), row_norm(gradients)
         ratio = self.eta * length / jnp.where(slope > 0, slope + self.weight_decay * length, 1.0)
         rate = lr * jnp.where((length > 0) & (slope > 0), ratio, 1.0)
-        momentum = self.momentum * slots[0].astype(jnp.float32) + rate * (gradients + self.weight_decay * rows)
+        momentum = self.momentum * slots[0] + rate * (gradients + self.weight_decay * rows)
         return rows - momentum, (momentum,)
 
     def short_name(self) -> str:

@@ -103,7 +103,7 @@ class DecayedAdagradOptimizerSpec(CompactOptimizerSpec):
         accumulator = PER_ROW if self.is_per_row else FULL
         return (accumulator,) if self.global_weight_decay is None else (accumulator, ITERATION)
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, mode, decay, config = hyper[0], self.weight_decay_mode, self.weight_decay, self.global_weight_decay
         later_slots: Slots = ()
         if config is not None:
@@ -112,7 +112,7 @@ class DecayedAdagradOptimizerSpec(CompactOptimizerSpec):
             later_slots = (jnp.where((t >= config.start_iter) & (decay > 0), t, slots[1]),)
         effective = gradients + decay * rows if mode == WeightDecayMode.L2 else gradients
         squares = effective * effective
-        accumulator = slots[0].astype(jnp.float32) + (row_mean(squares) if self.is_per_row else squares)
+        accumulator = slots[0] + (row_mean(squares) if self.is_per_row else squares)
         if mode in (WeightDecayMode.DECOUPLE, WeightDecayMode.DECOUPLE_GLOBAL):
             rows = (1.0 - lr * decay) * rows
         rows = rows - lr / (jnp.sqrt(accumulator) + self.epsilon) * effective
@@ -142,10 +142,10 @@ class RowWiseRMSPropOptimizerSpec(CompactOptimizerSpec):
     slot_kinds = (PER_ROW, ITERATION)
     needs_step = True
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, t = hyper
         squares = row_mean(gradients * gradients)
-        mean = self.ema_beta * slots[0].astype(jnp.float32) + (1.0 - self.ema_beta) * squares
+        mean = self.ema_beta * slots[0] + (1.0 - self.ema_beta) * squares
         shrinkage = 1.0 - jnp.clip(lr * self.ar_alpha * _gap_of(slots[1], t), 0.0, 1.0)
         rows = jnp.maximum(shrinkage, self.min_shrinkage) * rows - lr / (jnp.sqrt(mean) + self.epsilon) * gradients
         return rows, (mean, jnp.full_like(slots[1], t))
@@ -199,13 +199,13 @@ class CounterAdagradOptimizerSpec(CompactOptimizerSpec):
         largest = self.max_counter() if callable(self.max_counter) else self.max_counter
         return (*super().get_hyperparameters(step), as_float32(largest))
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, t, max_counter = hyper
         config, decay = self.regularization, self.weight_decay
         mode, halflife, bound = config.counter_weight_decay_mode, config.counter_halflife, config.adjustment_ub
         gap, counter = _count(slots[1], slots[2], t, halflife)
         effective = gradients + decay * rows if mode == CounterWeightDecayMode.L2 else gradients
-        accumulator = slots[0].astype(jnp.float32) + row_mean(effective * effective)
+        accumulator = slots[0] + row_mean(effective * effective)
         root = jnp.sqrt(accumulator) + self.epsilon
         plain = lr / root
         tail = config.tail_id_threshold
@@ -282,13 +282,13 @@ class CowClipAdagradOptimizerSpec(CompactOptimizerSpec):
                 "DECOUPLE, or use WeightDecayMode.COUNTER."
             )
 
-    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
         lr, t = hyper
         config, decay = self.regularization, self.weight_decay
         mode = config.counter_weight_decay_mode
         _, counter = _count(slots[1], slots[2], t, config.counter_halflife)
         effective = gradients + decay * rows if mode == CounterWeightDecayMode.L2 else gradients
-        accumulator = slots[0].astype(jnp.float32) + row_mean(effective * effective)
+        accumulator = slots[0] + row_mean(effective * effective)
         limit = counter * jnp.maximum(config.weight_norm_coefficient * row_norm(rows), config.lower_bound)
         norm = row_norm(effective)
         clip = jnp.where(norm > 0, jnp.minimum(1.0, limit / jnp.where(norm > 0, norm, 1.0)), 1.0)
@@ -311,7 +311,6 @@ def _gap_of(prev_iter: Array, t: Array) -> Array:
 def _count(prev_iter: Array, counter: Array, t: Array, halflife: int) -> tuple[Array, Array]:
     """The gap, and how often the row was seen, this time included; earlier times fade if `halflife > 0`."""
     gap = _gap_of(prev_iter, t)
-    counter = counter.astype(jnp.float32)
     if halflife > 0:
         return gap, 1.0 + jnp.exp2(-gap / halflife) * counter
     return gap, jnp.ones_like(counter) if halflife == 0 else counter + 1.0

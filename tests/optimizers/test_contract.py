@@ -24,7 +24,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-8}
 
 def by_entry(rule, row, slots, gradient, step):
     """Rules whose entries know nothing of each other, entry by entry."""
-    for k in range(DIM):
+    for k in range(len(row)):
         row[k], new = step_in_float64(rule, row[k], [slot[k] for slot in slots], gradient[k], step)
         for slot, value in zip(slots, new, strict=True):
             slot[k] = value

@@ -286,3 +286,14 @@ def test_a_rule_is_row_wise_where_padding_columns_would_change_its_numbers(rule,
 
     padded = stepped(jnp.pad(rows, ((0, 0), (0, 4))))
     assert is_row_wise or jnp.allclose(stepped(rows), padded, rtol=1e-6)
+
+
+def test_slots_that_are_stored_in_16_bits_stay_so_whoever_steps_them():
+    rule = rs.LAMBOptimizerSpec(0.1, slot_dtypes=("bfloat16", "float16"), has_row_wise_second_moment=True)
+    rows = jnp.ones((3, 4))
+    slots = rule.init_slots(rows)
+    _, stepped = rule.step_rows(rows, slots, 2.0 * rows, rule.get_hyperparameters(0))
+    assert [(s.dtype.name, s.shape) for s in stepped] == [("bfloat16", (3, 4)), ("float16", (3, 1))]
+    assert [s.dtype for s in stepped] == [s.dtype for s in slots]
+    np.testing.assert_allclose(stepped[0].astype(jnp.float32), 0.2, rtol=2**-8)
+    np.testing.assert_allclose(stepped[1].astype(jnp.float32), 0.004, rtol=2**-9)
