@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import errno
 import functools
-import itertools
 import math
 import os
 import re
@@ -241,11 +240,11 @@ class _Chunk(NamedTuple):
 def _chunks(entry: Mapping[str, Any]) -> list[_Chunk]:
     """In the order of their rows; a number alone is one row, and an array without numbers has no chunk."""
     shape, step, rank = entry["shape"] or [1], entry["rows_per_chunk"], len(entry["shape"]) + _has_bytes(entry["dtype"])
-    keys = ([number, *[0] * rank][:rank] for number in itertools.count())
     firsts = () if 0 in shape else range(0, shape[0], step)
+    keys = [[number, *[0] * rank][:rank] for number in range(len(firsts))]
     return [
         _Chunk(".".join(map(str, ["c", *key])), first, min(first + step, shape[0]))
-        for key, first in zip(keys, firsts, strict=False)
+        for key, first in zip(keys, firsts, strict=True)
     ]
 
 
@@ -275,7 +274,8 @@ def _store(path: Path, entry: Mapping[str, Any], *, create: bool = False) -> Any
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(path / entry["folder"])},
         "metadata": metadata,
-        "store_data_equal_to_fill_value": True,  # a chunk of zeros is a file as well, so that none may be missing
+        "store_data_equal_to_fill_value": True,  # a chunk of zeros is a file as well, and none may be missing,
+        "fill_missing_data_reads": False,  # nor be deleted between the comparison with the manifest and its reading
     }
     # A folder of one save alone needs no locks; with sync, what was written is on the disk.
     context = tensorstore.Context({"file_io_locking": {"mode": "none"}, "file_io_sync": True})
@@ -346,7 +346,8 @@ def open_array(path: Path, entry: Mapping[str, Any], name: str) -> SavedArray:
             )
         if _chunk_checksum(file) != checksum:
             raise _corrupt(file, number, chunk, name)
-    if strange := {file.name for file in folder.iterdir()} - {_METADATA, *(chunk.file for chunk in chunks)}:
+    seen = {file.name for file in folder.iterdir() if not file.name.startswith(".")}  # a desktop's notes do no harm
+    if strange := seen - {_METADATA, *(chunk.file for chunk in chunks)}:
         raise CorruptCheckpointError(
             f"{folder / min(strange)} is no part of {name!r}; something else wrote here, so take an older checkpoint."
         )
@@ -383,7 +384,8 @@ def _arrived(
 
 
 def _corrupt(file: Path, number: int, chunk: _Chunk, name: str) -> CorruptCheckpointError:
+    why = "CRC32C differs" if file.is_file() else "something removed it meanwhile"
     return CorruptCheckpointError(
-        f"{file}: chunk {number}, rows {chunk.first} to {chunk.last - 1} of {name!r}, is not what was written (CRC32C "
-        "differs); take an older checkpoint, and have the storage looked at."
+        f"{file}: chunk {number}, rows {chunk.first} to {chunk.last - 1} of {name!r}, is not what was written ({why}); "
+        "take an older checkpoint, and have the storage looked at."
     )

@@ -7,7 +7,6 @@ block; loading lays the rows out for the state that is wanted. So no file depend
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -141,12 +140,12 @@ def _array(pieces: list[tuple[TableRows, SavedArray]]) -> jax.Array:
     # In memory that is laid out as that of fresh tables.
     is_padded = sum(table.count for table, _ in pieces) < like.shape[0]
     allocate = jax.jit(api.allocate, static_argnums=(0, 1, 2), out_shardings=sharding)
+    write = jax.jit(_with_rows, donate_argnums=0, out_shardings=sharding)
     array = allocate(like.shape, like.dtype, 0.0 if is_padded else None)
     for numbers, rows in blocks:
-        array = _with_rows(array, rows, np.int32(numbers[0]))
+        array = write(array, rows, np.int32(numbers[0]))
     return array
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def _with_rows(array: jax.Array, rows: jax.Array, first: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(array, rows, first, 0)
