@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from rsembed.sparsecore.variables import Nested
 from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import SUBLANES, place_of, round_up
 
@@ -195,8 +196,8 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
             )
         layout = StackLayout(spec=specs[0], features=features, num_devices=num_devices, num_cores=num_cores)
         _check_batches(layout)
-        _check_places(layout.features)
         layouts[name] = layout
+    check_places(feature_specs)
     return layouts
 
 
@@ -207,6 +208,14 @@ def readers_by_stack(feature_specs: Any) -> dict[str, tuple[FeatureSpec, ...]]:
         readers.setdefault(placed_stack(feature.table_spec).stack_name, []).append(feature)
     by_samples = functools.partial(sorted, key=lambda feature: feature.id_transformation.row_offset)
     return {name: tuple(by_samples(features)) for name, features in readers.items()}
+
+
+def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec]]:
+    """Stack name to its tables, in the order of the given specs."""
+    stacks: dict[str, list[TableSpec]] = {}
+    for table in jax.tree.leaves(table_specs):
+        stacks.setdefault(table.setting_in_stack.stack_name, []).append(table)
+    return stacks
 
 
 def first_row_first(tables: Iterable[TableSpec]) -> list[TableSpec]:
@@ -227,27 +236,22 @@ def _check_batches(layout: StackLayout) -> None:
 
 def check_places(feature_specs: Any) -> None:
     """Raises: ValueError: features of a stack are not, one after the other, those that it was placed for."""
-    for features in readers_by_stack(feature_specs).values():
-        _check_places(features)
-
-
-def _check_places(features: Sequence[FeatureSpec]) -> None:
-    stack, end = placed_stack(features[0].table_spec), 0
-    for feature in features:
-        found, table = feature.id_transformation, place_of(feature.table_spec.setting_in_stack, stack.num_shards)
-        place = FeatureIdTransformation(end, table.first, table.rotation)
-        if found != place:
+    for name, features in readers_by_stack(feature_specs).items():
+        stack, end = placed_stack(features[0].table_spec), 0
+        for feature in features:
+            found, table = feature.id_transformation, place_of(feature.table_spec.setting_in_stack, stack.num_shards)
+            place = FeatureIdTransformation(end, table.first, table.rotation)
+            if found != place:
+                raise ValueError(
+                    f"feature {feature.name!r} does not lie where stack {name!r} has room for it: it has {found}, but "
+                    f"{place} comes next. {_PLACE_ANEW}"
+                )
+            end += feature.num_samples or 0
+        if end != stack.total_sample_count:
             raise ValueError(
-                f"feature {feature.name!r} does not lie where stack {stack.stack_name!r} has room for it: it has "
-                f"{found}, but {place} comes next. {_PLACE_ANEW}"
+                f"stack {name!r} was placed for {stack.total_sample_count} samples, but features "
+                f"{[feature.name for feature in features]} have {end}. {_PLACE_ANEW}"
             )
-        end += feature.num_samples or 0
-    if end != stack.total_sample_count:
-        names = [feature.name for feature in features]
-        raise ValueError(
-            f"stack {stack.stack_name!r} was placed for {stack.total_sample_count} samples, but features {names} have "
-            f"{end}. {_PLACE_ANEW}"
-        )
 
 
 _PLACE_ANEW = (
@@ -273,17 +277,14 @@ def tables_by_stack(tables: Sequence[TableSpec]) -> dict[str, list[TableSpec]]:
     Raises:
       ValueError: a table was not placed, or tables of its stack are missing.
     """
-    stacks: dict[str, dict[str, TableSpec]] = {}
-    for table in tables:
-        stacks.setdefault(placed_stack(table).stack_name, {})[table.name] = table
-    ordered = {}
+    stacks = get_table_stacks(list({table.name: table for table in tables}.values()))
     for name, members in stacks.items():
-        ordered[name] = first_row_first(members.values())
-        present = sum(table.setting_in_stack.padded_vocab_size for table in members.values())
-        expected = placed_stack(ordered[name][0]).stack_vocab_size
+        members[:] = first_row_first(members)
+        present = sum(table.setting_in_stack.padded_vocab_size for table in members)
+        expected = placed_stack(members[0]).stack_vocab_size
         if present != expected:
             raise ValueError(
-                f"stack {name!r} has {expected} rows, but its given tables {sorted(members)} have {present}; pass all "
-                "tables of the stack."
+                f"stack {name!r} has {expected} rows, but its given tables {sorted(table.name for table in members)} "
+                f"have {present}; pass all tables of the stack."
             )
-    return ordered
+    return stacks

@@ -172,10 +172,10 @@ def create_proto_from_feature_specs(
     return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
 
 
-def _shared_fields(record: type, source: Any) -> dict[str, Any]:
-    """What a spec has under the names of a record's fields."""
+def _shared_fields(record: type, source: Any, **recorded: Any) -> dict[str, Any]:
+    """What a spec has under the names of a record's fields, and its form there where that is another."""
     names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
-    return {name: getattr(source, name) for name in names}
+    return {name: getattr(source, name) for name in names} | recorded
 
 
 def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
@@ -183,20 +183,15 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
     readers = [feature for feature in features if feature.table_spec.name == table.name]
     return TableRecord(
         **_shared_fields(TableRecord, table.setting_in_stack),
+        **_shared_fields(TableRecord, table, optimizer=optimizer_spec_to_proto(table.optimizer)),
         table_name=table.name,
         vocab_size=table.vocabulary_size,
-        embedding_dim=table.embedding_dim,
-        combiner=table.combiner,
-        dtype=table.dtype,
-        stochastic_rounding=table.stochastic_rounding,
-        optimizer=optimizer_spec_to_proto(table.optimizer),
         quantization=None if config is None else config.as_tuple(),
         feature_specs=tuple(
             FeatureRecord(
                 feature_name=feature.name,
-                input_shape=feature.input_shape,
-                output_shape=feature.output_shape,
-                **dataclasses.asdict(feature.id_transformation),
+                **_shared_fields(FeatureRecord, feature),
+                **_shared_fields(FeatureRecord, feature.id_transformation),
             )
             for feature in readers
         ),

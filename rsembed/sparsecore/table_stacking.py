@@ -20,6 +20,7 @@ from rsembed.sparsecore.layout import (
     resolve_cores,
     tables_by_stack,
 )
+from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
 from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
@@ -232,14 +233,6 @@ def _check_excess_padding(stack: StackPlan) -> None:
             f"stack {stack.name!r}: padding to {stack.spec.stack_embedding_dim} columns adds {sum(excess.values())} "
             f"values ({excess}); stack tables of equal dim, or pass fail_on_excess_padding=False."
         )
-
-
-def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec]]:
-    """Stack name to its tables, in the order of the given specs."""
-    stacks: dict[str, list[TableSpec]] = {}
-    for table in jax.tree.leaves(table_specs):
-        stacks.setdefault(table.setting_in_stack.stack_name, []).append(table)
-    return stacks
 
 
 def stack_and_shard_tables(
