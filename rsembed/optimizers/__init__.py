@@ -8,10 +8,8 @@ from rsembed.optimizers.custom import CustomOptimizerSpec as CustomOptimizerSpec
 from rsembed.optimizers.custom import OptaxOptimizerSpec as OptaxOptimizerSpec
 from rsembed.optimizers.custom import from_optax as from_optax
 from rsembed.optimizers.large_batch import AdamWOptimizerSpec as AdamWOptimizerSpec
-from rsembed.optimizers.large_batch import CountedAdamSlotVariables as CountedAdamSlotVariables
 from rsembed.optimizers.large_batch import LAMBOptimizerSpec as LAMBOptimizerSpec
 from rsembed.optimizers.large_batch import LARSOptimizerSpec as LARSOptimizerSpec
-from rsembed.optimizers.large_batch import LARSSlotVariables as LARSSlotVariables
 from rsembed.optimizers.regularization import (
     CounterBasedRegularizationDefinition as CounterBasedRegularizationDefinition,
 )
@@ -23,12 +21,10 @@ from rsembed.optimizers.regularization import LearningRateMode as LearningRateMo
 from rsembed.optimizers.regularization import TailIdThreshold as TailIdThreshold
 from rsembed.optimizers.regularization import WeightDecayMode as WeightDecayMode
 from rsembed.optimizers.regularization import global_decay_factor as global_decay_factor
-from rsembed.optimizers.regularized import CountedSlotVariables as CountedSlotVariables
 from rsembed.optimizers.regularized import CounterAdagradOptimizerSpec as CounterAdagradOptimizerSpec
 from rsembed.optimizers.regularized import CowClipAdagradOptimizerSpec as CowClipAdagradOptimizerSpec
 from rsembed.optimizers.regularized import DecayedAdagradOptimizerSpec as DecayedAdagradOptimizerSpec
 from rsembed.optimizers.regularized import RowWiseRMSPropOptimizerSpec as RowWiseRMSPropOptimizerSpec
-from rsembed.optimizers.regularized import TimedSlotVariables as TimedSlotVariables
 from rsembed.optimizers.rules import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
 from rsembed.optimizers.rules import AdagradMomentumSlotVariables as AdagradMomentumSlotVariables
 from rsembed.optimizers.rules import AdagradOptimizerSpec as AdagradOptimizerSpec

@@ -44,6 +44,7 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
     check_arguments(optimizer, given)
     rate, dtypes = given.learning_rate, _slot_dtypes(optimizer, given)
     read = {_FIELDS.get(name, name): value for name, value in read_arguments(optimizer, given).items()}
+    is_corrected_by_row = optimizer == EmbOptimType.ADAM and given.options.use_rowwise_bias_correction
     match optimizer:
         case EmbOptimType.NONE:
             return None
@@ -55,20 +56,13 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
             return LARSOptimizerSpec(rate, slot_dtypes=dtypes, **read)
         case EmbOptimType.ROWWISE_RMSPROP_AR:
             return RowWiseRMSPropOptimizerSpec(rate, slot_dtypes=dtypes, **read)
-    if optimizer.name.endswith(("ADAM", "LAMB")):
-        return _adam_family(optimizer, given, dtypes, read)
-    return _adagrad_family(optimizer, given, dtypes)
-
-
-def _adam_family(
-    optimizer: EmbOptimType, given: OptimizerArguments, dtypes: tuple[str | None, ...], read: dict[str, Any]
-) -> OptimizerSpec:
-    is_corrected_by_row = optimizer == EmbOptimType.ADAM and given.options.use_rowwise_bias_correction
-    if optimizer == EmbOptimType.ADAM and not (given.weight_decay or is_corrected_by_row or dtypes):
-        return AdamOptimizerSpec(given.learning_rate, beta_1=given.beta1, beta_2=given.beta2, epsilon=given.eps)
-    rule = LAMBOptimizerSpec if optimizer.name.endswith("LAMB") else AdamWOptimizerSpec
-    return rule(
-        given.learning_rate,
+        case EmbOptimType.ADAM if not (given.weight_decay or is_corrected_by_row or dtypes):
+            return AdamOptimizerSpec(rate, given.beta1, given.beta2, given.eps)
+    if not optimizer.name.endswith(("ADAM", "LAMB")):
+        return _adagrad_family(optimizer, given, dtypes)
+    family = LAMBOptimizerSpec if optimizer.name.endswith("LAMB") else AdamWOptimizerSpec
+    return family(
+        rate,
         has_row_wise_second_moment=optimizer.name.startswith("PARTIAL_ROWWISE"),
         has_row_wise_bias_correction=is_corrected_by_row,
         slot_dtypes=dtypes,
