@@ -9,10 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Int
 
 from rsembed.bags import Bags
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.homes.hash_table import mix
+from rsembed.kernels.contract import NO_ROW, Rounding, Segment
 from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, TableSpec
@@ -114,16 +115,20 @@ class RowLayout:
         firsts = np.asarray([table.setting.row_offset_in_shard for table in self.stack.tables], np.int32)
         return jnp.where((local == NO_ROW) | (tables < 0), NO_ROW, jnp.asarray(firsts)[tables] + ids)
 
-    def names_and_ids(
-        self, shard: Any, local: Int[Array, " capacity"]
-    ) -> tuple[UInt32[Array, " capacity"], UInt32[Array, " capacity"]]:
-        """What tells rows apart, wherever they lie: a number that stands for the table's name, and the id.
+    def rounding(self, rounding: Rounding | None, shard: Any) -> Rounding | None:
+        """The rounding of a shard's rows, with noise that no stack, placement or mesh changes.
 
-        Noise that is drawn from these belongs to the row, and no stack, placement or mesh changes it.
+        Rows are told apart by a number for the table's name and the id, wherever they lie.
         """
-        tables, ids = self._tables_and_ids(shard, local)
+        if rounding is None:
+            return None
         names = np.asarray([zlib.crc32(table.name.encode()) for table in self.stack.tables], np.uint32)
-        return jnp.asarray(names)[tables], ids.astype(jnp.uint32)
+
+        def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
+            tables, ids = self._tables_and_ids(shard, rows)
+            return rounding(values, dtype, mix(ids.astype(jnp.uint32), jnp.asarray(names)[tables]).astype(jnp.int32))
+
+        return round_rows
 
     def _tables_and_ids(self, shard: Any, local: Array) -> tuple[Array, Array]:
         sizes = [table.rows for table in self.stack.tables]
