@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from rsembed.parallel import agreement
-from rsembed.parallel.agreement import Agreement
+from rsembed.parallel import Agreement, agreement
 
 OWN = np.arange(3)
 own_process = threading.local()

@@ -2,9 +2,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from rsembed import plot
-from rsembed.specs import FeatureSpec, TableSpec
-from rsembed.stacking import plan_stacking
+from rsembed import FeatureSpec, TableSpec, plan_stacking, plot
 
 LOADS = {"together": np.array([6, 2, 2, 2]), "apart": np.array([3, 3, 4, 2])}
 SHAPES = {"a": 10, "b": 16, "c": 32}

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from rsembed import AdagradOptimizerSpec
 from rsembed.homes import hashed_rows as dynamic_table
-from rsembed.homes.hashed_rows import DynamicTableSpec
 from rsembed.homes.logical_rows import export, import_rows
-from rsembed.keys import join_keys, owners, split_keys
-from rsembed.optimizers import AdagradOptimizerSpec
+from rsembed.keys import join_keys, owners
+from rsembed.sok import DynamicTableSpec, split_keys
 
 SPEC = DynamicTableSpec(
     name="users",

@@ -9,7 +9,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rsembed import SGDOptimizerSpec, from_optax, sok
-from rsembed.sok.initialize import Context
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +72,7 @@ def test_columns_of_a_scope_are_one_lookup():
 
 
 def other_context():
-    return Context(Mesh(np.asarray(jax.devices()[2:4]), ("shard",)), "shard")
+    return sok.Context(Mesh(np.asarray(jax.devices()[2:4]), ("shard",)), "shard")
 
 
 def test_tables_of_other_devices_make_no_group():
@@ -94,7 +93,7 @@ def test_tables_of_other_devices_make_no_group():
 def test_the_state_of_another_table_is_refused(name, options, difference):
     own = variable("own", 3, optimizer=from_optax(optax.adam(0.1)))
     if "context" in options:
-        options = options | {"context": Context(Mesh(np.asarray(jax.devices()[:1]), ("shard",)), "shard")}
+        options = options | {"context": sok.Context(Mesh(np.asarray(jax.devices()[:1]), ("shard",)), "shard")}
     other = variable(name, 3, **{"optimizer": from_optax(optax.adam(0.1))} | options)
     own.set_value(other.get_value())
     with pytest.raises(ValueError, match=f"table 'own' was given a state that is not its own: .*({difference})"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.fdo import SparseDenseMatmulInputStats
 from rsembed.sparsecore import embedding, embedding_spec, native_partitioner, partitioner, table_stacking
 from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import stack_layouts

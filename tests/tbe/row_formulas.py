@@ -9,11 +9,10 @@ import numpy as np
 
 from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW, Step
-from rsembed.tbe import records
-from rsembed.tbe.records import CounterWeightDecayMode as Decay
-from rsembed.tbe.records import EmbOptimType as Optim
-from rsembed.tbe.records import LearningRateMode as Rate
-from rsembed.tbe.records import TailIdThreshold, WeightDecayMode
+from rsembed.tbe import CounterWeightDecayMode as Decay
+from rsembed.tbe import EmbOptimType as Optim
+from rsembed.tbe import LearningRateMode as Rate
+from rsembed.tbe import TailIdThreshold, WeightDecayMode, records
 
 LR, MAX_COUNTER = 0.1, 5.0
 FIRST_STEP = 7

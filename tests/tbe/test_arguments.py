@@ -3,11 +3,10 @@ import functools
 
 import pytest
 
-from rsembed.tbe import records
+from rsembed.tbe import CounterWeightDecayMode as Decay
+from rsembed.tbe import EmbOptimType as Optim
+from rsembed.tbe import SparseType, WeightDecayMode, records
 from rsembed.tbe.arguments import OptimizerArguments, states_of, unused_arguments
-from rsembed.tbe.records import CounterWeightDecayMode as Decay
-from rsembed.tbe.records import EmbOptimType as Optim
-from rsembed.tbe.records import SparseType, WeightDecayMode
 from rsembed.tbe.rules import make_rule
 
 ROWWISE = Optim.EXACT_ROWWISE_ADAGRAD

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rsembed import clip_by_global_norm, combine
 from rsembed import tbe as rt
-from rsembed.row_gradients import clip_by_global_norm, combine
 from rsembed.tbe import functional
 from tests.tbe.oracle import Oracle, assert_same_bits, make, tables_of, train
 from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, sgd

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rsembed.bags import Bags
+from rsembed import Bags
 from rsembed.tt import OptimType, TableBatchedTTEmbeddingBag
 from rsembed.tt.initial_cores import target_std
 from tests.tt.tt_oracles import CASES, core_gradients, dense_row, dense_table, pooled

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from rsembed.bags import Bags
+from rsembed import Bags
 from rsembed.tt import TTSpec, bag, chain, full_weight, native, rows
 from rsembed.tt.cores import digits_of, gains_of_entries
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, pooled

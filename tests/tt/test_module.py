@@ -5,7 +5,7 @@ import optax
 import pytest
 from flax import nnx
 
-from rsembed.bags import Bags
+from rsembed import Bags
 from rsembed.tt import FusedParam, OptimType, TTEmbeddingBag
 from tests.tt.tt_oracles import CASES, dense_table, pooled
 
