@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.sparsecore.table_stacking import attach_placement, stack_and_shard_tables, unshard_and_unstack_tables
+from rsembed.sparsecore.table_stacking import (
+    attach_placement,
+    auto_stack_tables,
+    stack_and_shard_tables,
+    unshard_and_unstack_tables,
+)
 from rsembed.stacking import plan_stack, stack_name_of
 
 
@@ -107,6 +112,19 @@ def test_shard_load_equals_the_shards_of_the_rows():
     (stack,) = plan.stacks
     shards = plan.flat_rows("t1", ids) // (stack.spec.stack_vocab_size // 6)
     np.testing.assert_array_equal(plan.shard_load({"f1": ids})["t0_t1"], np.bincount(shards.ravel(), minlength=6))
+
+
+def test_stacks_whose_tables_join_to_one_name_are_told_apart():
+    tables = [
+        rs.TableSpec(name=name, vocabulary_size=5, embedding_dim=dim)
+        for name, dim in (("user", 8), ("item", 8), ("user_item", 16))
+    ]
+    features = [rs.FeatureSpec(name=table.name, table_spec=table, input_shape=(16, 1)) for table in tables]
+    auto_stack_tables(features, 1, 2)
+    first, second, alone = (table.stacked_table_spec for table in tables)
+    assert first == second
+    assert first.stack_name != alone.stack_name
+    assert (first.stack_vocab_size, alone.stack_vocab_size) == (32, 16)
 
 
 def test_attached_specs_are_frozen_and_show_their_place():

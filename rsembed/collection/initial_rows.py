@@ -59,14 +59,10 @@ def initial_shards(
       implementation: who allocates and writes.
     """
     rows = jax.ShapeDtypeStruct((shards.num_own * shards.rows_per_shard, columns[1]), jnp.float32)
-    dtypes = [jnp.dtype(tables[0].spec.dtype)]
-    parts = (rows, *jax.eval_shape(rule.init_slots, rows))
-    dtypes += [slot.dtype for slot in parts[1:]]
+    parts = [(rows.shape, jnp.dtype(tables[0].spec.dtype))]
+    parts += [(slot.shape, slot.dtype) for slot in jax.eval_shape(rule.init_slots, rows)]
     fill = None if is_full else 0.0
-    arrays = tuple(
-        api.allocate(part.shape, dtype, fill, implementation=implementation)
-        for part, dtype in zip(parts, dtypes, strict=True)
-    )
+    arrays = tuple(api.allocate(*part, fill, implementation=implementation) for part in parts)
 
     def write(arrays: tuple[Array, ...], rows: Array, values: Array) -> tuple[Array, ...]:
         return api.scatter_rows(arrays, rows, (values, *rule.init_slots(values)), implementation=implementation)
