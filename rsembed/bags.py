@@ -25,7 +25,7 @@ class Bags:
     """Bags of ids: bag `b` holds `ids[offsets[b] : offsets[b + 1]]`.
 
     Args:
-      ids: all ids, bag after bag; places behind the last offset are ignored.
+      ids: all ids, bag after bag, an integer array or `Keys`; places behind the last offset are ignored.
       offsets: starts at 0 and never falls.
       weights: one per id; None means ones.
       dense_shape: shape of the array that the ids came from, which activations without a combiner take over.
@@ -36,7 +36,7 @@ class Bags:
       [0, 2, 2, 3]
     """
 
-    ids: Int[Array | np.ndarray, " nnz"]
+    ids: Any
     offsets: Int[Array | np.ndarray, " bags_plus_1"]
     weights: Float[Array | np.ndarray, " nnz"] | None = None
     dense_shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})

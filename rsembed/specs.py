@@ -108,11 +108,19 @@ class Storage(Protocol):
 
     Attributes:
       placements: how a mesh may place it, the first being the default: `row`, each key with one owner, or `replicated`.
-      takes_keys: ids are keys of 64 bits, and `vocabulary_size` says how many of them there is room for.
+      key_dtype: what ids must fit into that are keys, `vocabulary_size` being how many there is room for; None where
+        ids are row numbers below it.
     """
 
     placements: ClassVar[tuple[str, ...]]
-    takes_keys: ClassVar[bool]
+
+    @property
+    def key_dtype(self) -> str | None:
+        """See there."""
+
+    @property
+    def in_files(self) -> str | None:
+        """What a file of the table and the table must agree in; None where the file has a row for every id."""
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""

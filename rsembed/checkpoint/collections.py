@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsembed.checkpoint.files import check_owners, manifest, placed, restored, write
+from rsembed.checkpoint.files import check_owners, manifest, nested, placed, restored, write
 from rsembed.checkpoint.states import logical, tables_of, with_states
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 
@@ -28,8 +28,9 @@ def save_collection(
 ) -> None:
     """Saves every table and its slots by table name, with step and key, and what else belongs to the instant.
 
-    The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`; of a table with `storage=`, what
-    it keeps instead of rows. Rows are in the order of ids, whatever mesh they lie on.
+    The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in the order of ids,
+    whatever mesh they lie on, and whether on the device or on the host. A table with keys has `tables/<table>/keys`,
+    `.../values` and what else belongs to each key; a tensor train its cores.
 
     Args:
       path: see `save`.
@@ -44,7 +45,10 @@ def save_collection(
     """
     collection.check_state(state)
     owners = {"tables": tables_of(collection.template)}
-    tree = _without_step(state._replace(layout=collection.layout)) | {"others": others}
+    arrays, tables, slots = collection.logical.parted(state._replace(layout=collection.layout))
+    tree = _without_step(arrays) | {"others": others}
+    tree["tables"] |= tables
+    tree["slots"] |= slots
     write(Path(path), tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
 
 
@@ -72,10 +76,21 @@ def load_collection(
     implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
     key = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
     template = template._replace(key=key.update(sharding=template.key.sharding))
-    wanted = [entry for entry in found["arrays"] if others is not None or entry["path"][0] != "others"]
-    tree = restored(path, wanted, _without_step(template) | {"others": logical(others)})
+    arrays, (tables, slots) = collection.logical.without_apart(template), collection.logical.templates()
+    like = _without_step(arrays) | {"others": logical(others)}
+    like["tables"] |= tables
+    like["slots"] |= slots
+    by_key = [name for name in collection.logical.apart() if name not in tables]
+    entries: dict[bool, list[Any]] = {True: [], False: []}  # how many keys a table has, its file alone knows
+    for entry in found["arrays"]:
+        if others is not None or entry["path"][0] != "others":
+            entries[entry["path"][0] == "tables" and entry["path"][1] in by_key].append(entry)
+    tree = restored(path, entries[False], like)
     step = placed(np.asarray(found["step"], np.int32), template.step)
-    state = with_states(template, tree | {"step": step})
+    state = with_states(arrays, tree | {"step": step})
+    if collection.logical.apart():
+        keyed = nested(path, entries[True]).get("tables", {}) if by_key else {}
+        state = collection.logical.whole(state, tree["tables"] | keyed, tree["slots"], collection.layout)
     return state if others is None else (state, with_states(others, tree["others"]))
 
 

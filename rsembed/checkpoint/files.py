@@ -133,8 +133,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     path = Path(path)
     found = manifest(path)
     if like is None:
-        arrays = {parts: _in_memory(array) for parts, array in _opened(path, found["arrays"]).items()}
-        return Checkpoint(_nested(arrays), found["step"], found["metadata"])
+        return Checkpoint(nested(path, found["arrays"]), found["step"], found["metadata"])
     template = like
     if found["layout_version"] == 1:
         template = jax.tree.map(functools.partial(_as_before, path), like, is_leaf=is_state)
@@ -242,12 +241,6 @@ def _name(parts: Sequence[str]) -> str:
     return "/".join(parts) or "the array"
 
 
-def _nested(arrays: dict[tuple[str, ...], Any]) -> Any:
-    from flax.traverse_util import unflatten_dict
-
-    return arrays[()] if () in arrays else unflatten_dict(arrays)
-
-
 # Writing
 
 
@@ -342,6 +335,14 @@ def _opened(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str,
 
 def _in_memory(array: Any) -> Any:
     return array.whole() if isinstance(array, SavedArray) else array
+
+
+def nested(path: Path, entries: Sequence[Mapping[str, Any]]) -> Any:
+    """The arrays of entries, in memory, in dictionaries by the parts of their names."""
+    from flax.traverse_util import unflatten_dict
+
+    arrays = {parts: _in_memory(array) for parts, array in _opened(path, entries).items()}
+    return arrays[()] if () in arrays else unflatten_dict(arrays)
 
 
 def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: Any) -> Any:

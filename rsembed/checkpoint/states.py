@@ -16,7 +16,8 @@ import numpy as np
 from rsembed.checkpoint.saved import SavedArray, sharded
 from rsembed.collection import EmbeddingState
 from rsembed.collection.layout import Place
-from rsembed.fingerprint import Fingerprint
+from rsembed.fingerprint import ELSEWHERE, Fingerprint
+from rsembed.homes import ROWS_BY_KEY
 from rsembed.kernels import api
 
 
@@ -73,6 +74,9 @@ def belongings(tree: Any) -> dict[str, Any]:
         name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"
         if is_state(leaf):
             found[name] = tables_of(leaf)
+            tables = {name: table for stack in stacks_of(leaf).values() for name, table in stack["tables"].items()}
+            if apart := [n for n, t in tables.items() if t["storage"] is not None and t["in_files"] != t["storage"]]:
+                found[name][ELSEWHERE] = f"tables {apart} keep rows by key or on the host; use save_collection."
         elif isinstance(leaf, Fingerprint):
             found[name] = leaf.facts
         elif (layout := _layout_of(leaf)) is not None:
@@ -94,9 +98,13 @@ def stacks_of(state: EmbeddingState) -> dict[str, Any]:
 def tables_of(state: EmbeddingState) -> dict[str, Any]:
     """What the layout of a state says of its tables, without where they lie."""
     tables = {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
-    return {
-        name: {key: fact for key, fact in table.items() if key not in Place._fields} for name, table in tables.items()
-    }
+    return {name: _in_files(table) for name, table in tables.items()}
+
+
+def _in_files(table: Mapping[str, Any]) -> dict[str, Any]:
+    facts = {key: fact for key, fact in table.items() if key not in (*Place._fields, "in_files")}
+    facts["storage"] = table["in_files"]
+    return facts | {"vocabulary_size": None} if table["in_files"] == ROWS_BY_KEY else facts
 
 
 def _by_table(state: EmbeddingState) -> dict[str, Any]:

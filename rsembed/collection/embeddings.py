@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
 from rsembed.collection.fetching import Fetching
+from rsembed.collection.logical_tables import LogicalTables
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.collection.stored_rows import StoredRows
@@ -121,6 +122,7 @@ class EmbeddingCollection:
         self._engine = Engine(self.features, self._stacks, self.devices)
         kept = {name: stack for name, stack in self._stacks.items() if isinstance(stack, StoredRows)}
         self._on_host = {n: Fetching(stack) for n, stack in kept.items() if isinstance(stack.home, HostCached)}
+        self.logical = LogicalTables(self.table_specs, self._stacks, self._on_host, self.devices)
 
     # Pickled for the workers of an input pipeline
 
@@ -252,50 +254,29 @@ class EmbeddingCollection:
                 "a state of collection.init, or load one with load_collection."
             )
 
-    def tables(self, state: EmbeddingState) -> dict[str, Float[Array, "vocabulary dim"]]:
+    def tables(self, state: EmbeddingState) -> dict[str, Any]:
         """The logical tables by name (copies; on a mesh, every device gets one).
 
         Of a table with keys, a dictionary of numpy arrays: `keys` in ascending order, their `values`, one `slot_<name>`
         per slot, `last_step`, `count`, and what else belongs to them.
         """
         self.check_state(state, parts=["tables"])
-        result = {}
-        for name, stack in self._stacks.items():
-            if name in self._on_host:
-                result[name] = self._on_host[name].arrays(state.tables[name], state.slots[name])[0]
-                continue
-            if isinstance(stack, StoredRows) and stack.home.takes_keys:
-                result[name] = stack.home.rows(state.tables[name], state.slots[name], stack.table, stack.num_shards)
-                continue
-            dense = self.devices.place(stack.dense(state.tables[name]), PartitionSpec())
-            for table in stack.layout.stack.tables:
-                result[table.name] = dense[stack.layout.all_rows(table.name, table.rows)]
-        return result
+        return self.logical.tables(state)
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """By table with a storage that counts: what happened on each device so far, such as new keys and failures."""
         self.check_state(state, parts=["tables"])
         stored = {name: stack for name, stack in self._stacks.items() if isinstance(stack, StoredRows)}
-        found = {name: stack.home.counts(state.tables[name], stack.num_shards) for name, stack in stored.items()}
+        found = {name: stack.home.counts(state.tables[name], stack.engine.num_shards) for name, stack in stored.items()}
         return {name: counts for name, counts in found.items() if counts}
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:
-        """The optimizer state of every logical table (copies), in the named tuple of its optimizer."""
+        """The optimizer state of every logical table (copies), in the named tuple of its optimizer.
+
+        Of a table with keys, in the order of `tables(state)[name]["keys"]`; of other storages, as these have it.
+        """
         self.check_state(state)
-        result = {}
-        for name, stack in self._stacks.items():
-            if name in self._on_host:
-                arrays = self._on_host[name].arrays(state.tables[name], state.slots[name])
-                result[name] = stack.layout.stack.spec.optimizer.pack_slots(tuple(arrays[1:]))
-                continue
-            slots = self.devices.place(state.slots[name], PartitionSpec())
-            for table in stack.layout.stack.tables:
-                if self.table_specs[table.name].storage is not None:
-                    result[table.name] = slots
-                    continue
-                rows = stack.layout.all_rows(table.name, table.rows)
-                result[table.name] = stack.layout.stack.spec.optimizer.pack_slots(tuple(slot[rows] for slot in slots))
-        return result
+        return self.logical.slots(state)
 
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
@@ -306,29 +287,7 @@ class EmbeddingCollection:
         Raises: ValueError: a table is unknown or has another shape. NotImplementedError: its storage takes no rows.
         """
         self.check_state(state)
-        replaced, slots = dict(state.tables), dict(state.slots)
-        for table_name, values in tables.items():
-            if table_name not in self.table_specs:
-                raise ValueError(f"unknown table {table_name!r}; the collection has {list(self.table_specs)}.")
-            spec, stack = self.table_specs[table_name], self._stacks[self.plan.table(table_name)[0].name]
-            if isinstance(stack, StoredRows) and table_name not in self._on_host:
-                params = stack.with_rows(state.tables[table_name], state.slots[table_name], values)
-                replaced[table_name], slots[table_name] = params
-                continue
-            shape = (spec.vocabulary_size, spec.embedding_dim)
-            if np.shape(values) != shape:
-                raise ValueError(f"table {table_name!r} has shape {shape}, the new values {np.shape(values)}.")
-            if table_name in self._on_host:
-                given, fetching = state.tables[table_name], self._on_host[table_name]
-                _, *kept = fetching.arrays(given, state.slots[table_name])
-                values = np.asarray(values).astype(spec.dtype)
-                replaced[table_name], _ = fetching.with_arrays(given, slots[table_name], [values, *kept])
-                continue
-            name, rows = stack.layout.stack.name, stack.layout.all_rows(table_name, spec.vocabulary_size)
-            whole = self.devices.place(replaced[name], PartitionSpec())
-            whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
-            replaced[name] = self.devices.place(whole, stack.partition)
-        return state._replace(tables=replaced, slots=slots)
+        return self.logical.with_tables(state, tables)
 
     # Forward
 
@@ -444,17 +403,20 @@ class EmbeddingCollection:
         for stack in self.plan.stacks:
             rule, rounding = stack.spec.optimizer, None
             if stack.tables[0].stochastic_rounding:
-                rounding = api.stochastic_rounding(table_key(jax.random.fold_in(state.key, state.step), stack.name))
+                key = jax.random.fold_in(state.key, state.step)
+                # A layout tells rows of all tables apart; a storage those of its own.
+                stored = self.table_specs[stack.tables[0].name].storage is not None
+                rounding = api.stochastic_rounding(table_key(key, stack.name) if stored else key)
             steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding, state.step)
         tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
-        for name, stack in self._stacks.items():
-            if isinstance(stack, StoredRows) and not _is_traced(tables[name]):
-                stack.home.check_step(state.tables[name], tables[name], stack.table)
+        for name, kept in self._stacks.items():
+            if isinstance(kept, StoredRows) and not _is_traced(tables[name]):
+                kept.home.check_step(state.tables[name], tables[name], kept.table)
         return EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
 
 
 # Made from all else, and nothing that pickle knows; rows on the host belong to this process.
-_OF_THIS_PROCESS = ("_engine", "_on_host", "template")
+_OF_THIS_PROCESS = ("_engine", "_on_host", "logical", "template")
 
 
 def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -87,7 +87,7 @@ class Engine:
         for name, own in bags.items():
             table = self.features[name].table_spec
             used = jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1]
-            if table.storage is not None and table.storage.takes_keys:
+            if table.storage is not None and table.storage.key_dtype is not None:
                 keys = as_keys(own.ids).only(used)
                 num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key), num_invalid(keys)
                 continue

@@ -12,10 +12,10 @@ from jaxtyping import Array
 
 from rsembed.bags import as_bags
 from rsembed.collection.stored_rows import StoredRows
+from rsembed.collection.stored_table import keys_of_gradients
 from rsembed.homes.home import on_host
 from rsembed.homes.host_cached import CachedRows, HostCached, HostStore, Moves
 from rsembed.kernels import api
-from rsembed.keys import Keys
 
 ROWS_PER_BLOCK = 1 << 16
 
@@ -29,15 +29,15 @@ class Fetching:
     def __init__(self, stack: StoredRows):
         self.stack, self.home, self.table = stack, cast(HostCached, stack.home), stack.table
         self.store: HostStore | None = None
-        if stack.devices.num_processes > 1:
+        if stack.engine.devices.num_processes > 1:
             raise NotImplementedError(
                 f"table {self.table.name!r} is kept as {self.home}, whose rows one process must hold; make the mesh of "
                 "one process' devices, or give the table another storage."
             )
-        part, everywhere, on_each = stack.partition, PartitionSpec(), stack.devices.on_each
-        moves = Moves(part, part, part, part, part)
-        self._of_batch = jax.jit(on_each(self._make_room, (part, stack.devices.split, everywhere), (part, moves)))
-        self._of_lanes = jax.jit(on_each(self._make_room, (part, part, everywhere), (part, moves)))
+        part, split, everywhere = stack.partition, stack.engine.devices.split, PartitionSpec()
+        on_each = stack.engine.devices.on_each
+        self._of_batch = jax.jit(on_each(self._make_room, (part, split, everywhere), (part, part)))
+        self._of_rows = jax.jit(on_each(self._make_room, (part, part, everywhere), (part, part)))
         self._gather = jax.jit(on_each(_gather, (part, part, part), part))
         scatter = on_each(_scatter, (part, part, part, part), (part, part))
         self._scatter, self._scatter_in_place = jax.jit(scatter), jax.jit(scatter, donate_argnums=(0, 1))
@@ -68,13 +68,13 @@ class Fetching:
         is_for_good: bool,
         donates: bool,
     ) -> tuple[CachedRows, Any]:
-        """Parameters and slots with the rows of a batch near, or with those of the lanes of row gradients.
+        """Parameters and slots with the rows of a batch near, or with those that row gradients are of.
 
         With `is_for_good` the store goes on with the result alone. Without, the given ones stay valid, too: rows that
         leave are written as they stand in them, and nothing else changes. `donates` gives their arrays away.
         """
         store = self.check(params)
-        make_room = self._of_batch if isinstance(batch, Mapping) else self._of_lanes
+        make_room = self._of_batch if isinstance(batch, Mapping) else self._of_rows
         params, moves = make_room(params, batch, step)
         rows, ids, left, counts, num_failed = map(on_host, moves)
         if num_failed.any():
@@ -106,16 +106,15 @@ class Fetching:
             array[ids] = on_host(near)[places]
         return found
 
-    def with_arrays(self, params: CachedRows, slots: Any, arrays: Sequence[Any]) -> tuple[CachedRows, Any]:
-        """Parameters and slots of a fresh store with these rows and slots, none of which is near."""
-        store = self.check(params)
-        self.store = HostStore(self.home, self.table, store.key)
-        self.store.write(np.arange(self.table.vocabulary_size), [np.asarray(array) for array in arrays])
-        empty = self.stack.devices.on_each(self._emptied, (self.stack.partition,), self.stack.partition)
-        return self._of_this_time(jax.jit(empty)(params), self.store), slots
+    def with_arrays(self, params: CachedRows, arrays: Sequence[Any]) -> CachedRows:
+        """The parameters of a fresh store with these rows and slots, none of which is near."""
+        empty = self.stack.engine.devices.on_each(self.home.emptied, (self.stack.partition,), self.stack.partition)
+        params = self.begin(jax.jit(empty)(params))
+        self.check(params).write(np.arange(self.table.vocabulary_size), [np.asarray(array) for array in arrays])
+        return params
 
     def _placed(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        placed: list[Any] = self.stack.devices.place_from_host(list(arrays), self.stack.partition)
+        placed: list[Any] = self.stack.engine.devices.place_from_host(list(arrays), self.stack.partition)
         return placed
 
     def _of_this_time(self, params: CachedRows, store: HostStore) -> CachedRows:
@@ -126,14 +125,11 @@ class Fetching:
 
     def _make_room(self, params: CachedRows, batch: Any, step: Array) -> tuple[CachedRows, Moves]:
         if isinstance(batch, Mapping):
-            bags = {name: as_bags(batch[name], feature=name) for name in self.stack.feature_names}
-            keys = self.stack.own_keys(bags)
+            bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
+            keys = self.stack.engine.own_keys(self.stack.occurrences(bags))
         else:
-            keys = Keys(batch[:, 0], batch[:, 1], batch[:, 2] > 0)
+            keys, _ = keys_of_gradients(batch)
         return self.home.make_room(params, keys, step=step)
-
-    def _emptied(self, params: CachedRows) -> CachedRows:
-        return self.home.emptied(params, self.table)
 
 
 def _gather(params: CachedRows, slots: Any, rows: Array) -> tuple[Array, ...]:

@@ -52,12 +52,11 @@ def prepare(
 
 def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     bags, storage = as_bags(value, feature=feature.name), feature.table_spec.storage
-    if storage is not None and storage.takes_keys:
+    if storage is not None and storage.key_dtype is not None:
         if not _is_unknown(bags):
             check_bags(bags, feature=feature.name)
-        return dataclasses.replace(
-            bags, ids=checked_keys(bags.ids, storage.key_dtype, feature=f"feature {feature.name!r}")
-        )
+        keys: Any = checked_keys(bags.ids, storage.key_dtype, feature=f"feature {feature.name!r}")
+        return dataclasses.replace(bags, ids=keys)
     check_ids_dtype(bags, feature=feature.name)
     if not _is_unknown(bags):
         check_values(
@@ -161,7 +160,7 @@ def padded(bags: Bags, width: int) -> tuple[Any, Any]:
     ids = narrow_ids(bags.ids)
     weights = None if bags.weights is None else bags.weights.astype(np.float32)
     if bags.dense_shape is not None:
-        return ids.reshape(bags.dense_shape), None if weights is None else weights.reshape(bags.dense_shape)
+        return ids.reshape(*bags.dense_shape), None if weights is None else weights.reshape(bags.dense_shape)
     offsets = np.asarray(bags.offsets)
     lengths = np.diff(offsets)
     if lengths.max(initial=0) > width:

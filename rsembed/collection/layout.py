@@ -96,24 +96,10 @@ class RowLayout:
         """Row of each id in the array; ids must lie inside the table."""
         return self.place(table_name).rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
-    def ids(self, place: Any, shard: Any, local: Any) -> Any:
-        """The inverse: which id of a table stands in a row of a shard; outside the table where it is none of it."""
-        return Place(*place).ids(shard, local, spread=self.spread)
-
-    def first_row(self, place: Any, shard: Any) -> Any:
-        """The first row of a shard that may belong to a table."""
-        return Place(*place).first_row(shard, spread=self.spread)
-
     def all_rows(self, table_name: str, vocabulary_size: int) -> slice | Int[np.ndarray, " vocab"]:
         """Index of a whole table in the array."""
         place = self.place(table_name)
         return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
-
-    def stacked_rows(self, shard: Any, local: Int[Array, " capacity"]) -> Int[Array, " capacity"]:
-        """Number of a shard's rows in the unsharded stack, which does not depend on the number of devices."""
-        tables, ids = self._tables_and_ids(shard, local)
-        firsts = np.asarray([table.setting.row_offset_in_shard for table in self.stack.tables], np.int32)
-        return jnp.where((local == NO_ROW) | (tables < 0), NO_ROW, jnp.asarray(firsts)[tables] + ids)
 
     def rounding(self, rounding: Rounding | None, shard: Any) -> Rounding | None:
         """The rounding of a shard's rows, with noise that no stack, placement or mesh changes.
@@ -125,14 +111,11 @@ class RowLayout:
         names = np.asarray([zlib.crc32(table.name.encode()) for table in self.stack.tables], np.uint32)
 
         def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
-            tables, ids = self._tables_and_ids(shard, rows)
+            sizes = [table.rows for table in self.stack.tables]
+            tables, ids = tables_and_ids(self.places, sizes, shard, rows, spread=self.spread)
             return rounding(values, dtype, mix(ids.astype(jnp.uint32), jnp.asarray(names)[tables]).astype(jnp.int32))
 
         return round_rows
-
-    def _tables_and_ids(self, shard: Any, local: Array) -> tuple[Array, Array]:
-        sizes = [table.rows for table in self.stack.tables]
-        return tables_and_ids(self.places, sizes, shard, local, spread=self.spread)
 
     def segments(self, bags: Mapping[str, Bags]) -> list[Segment]:
         """Ids of the stack's features as rows of the array; ids outside their table become `NO_ROW`."""
@@ -156,6 +139,7 @@ def table_facts(table: TableSpec) -> dict[str, Any]:
         "dtype": table.dtype,
         "optimizer": table.optimizer.identity,
         "storage": None if table.storage is None else repr(table.storage),
+        "in_files": None if table.storage is None else table.storage.in_files,
     }
 
 

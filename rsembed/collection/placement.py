@@ -9,6 +9,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.layout import RowLayout
 from rsembed.collection.row_shards import RowShards
 from rsembed.collection.stored_rows import StoredRows
+from rsembed.collection.stored_table import StoredTable
 from rsembed.collection.whole_rows import WholeRows
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
@@ -79,7 +80,7 @@ def make_stacks(
         if table.storage is not None:
             is_split = placement == "row" and devices.num_devices > 1
             layout = RowLayout.row_wise(stack, devices.num_devices) if is_split else whole
-            return StoredRows(layout, devices, table, is_split, exchange_capacity, implementation)
+            return StoredRows(layout, StoredTable(devices, table, is_split, exchange_capacity, implementation))
         if placement in ("column", "replicated"):
             return WholeRows(whole, devices, placement == "column", implementation)
         layout = (

@@ -96,8 +96,8 @@ class RowShards:
 
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
-        if self.is_reproducible:
-            return num_entries  # one round, so that the owner sees all gradients of a row in their order
+        if self.is_reproducible or self.layout.stack.spec.optimizer.moves_all_rows:
+            return num_entries  # one round: the owner sees all gradients of a row in their order, and moves others once
         capacity = self.capacity or default_capacity(num_entries, self.devices.num_devices)
         return min(capacity, num_entries)
 
@@ -166,11 +166,7 @@ class RowShards:
 
     def _rounding(self, step: Step) -> Rounding | None:
         """Rounding that draws the same numbers for a row, whoever owns it."""
-        rounding = step.rounding
-        if rounding is None:
-            return None
-        shard = self.devices.index()
-        return lambda values, dtype, rows: rounding(values, dtype, self.layout.stacked_rows(shard, rows))
+        return self.layout.rounding(step.rounding, self.devices.index())
 
 
 # A multiple of all vector widths, so that no row of a block is computed otherwise than the others.

@@ -97,16 +97,14 @@ class WholeRows:
 
     def apply(self, table: Array, slots: Slots, rows: Array, values: Array, step: Step) -> tuple[Array, Slots]:
         """One step of distinct rows."""
-        how = (step.hyper, step.rule)
-        return api.apply_rows(
-            table, slots, rows, values, *how, rounding=step.rounding, implementation=self.implementation
-        )
+        how, rounding = (step.hyper, step.rule), self.layout.rounding(step.rounding, 0)
+        return api.apply_rows(table, slots, rows, values, *how, rounding=rounding, implementation=self.implementation)
 
     def update(
         self, table: Array, slots: Slots, bags: Mapping[str, Bags], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Array, Slots]:
         """Row gradients and step in one kernel."""
-        batch = self._global_batch(bags, d_outputs)
+        batch, rounding = self._global_batch(bags, d_outputs), self.layout.rounding(step.rounding, 0)
         return api.update(
-            table, slots, *batch, step.hyper, step.rule, rounding=step.rounding, implementation=self.implementation
+            table, slots, *batch, step.hyper, step.rule, rounding=rounding, implementation=self.implementation
         )

@@ -12,6 +12,7 @@ A *home* holds the rows of one device and knows nothing of others; `TableSpec(st
     hash_table.py    from keys to numbers by open addressing, inside `jit`
 """
 
+from rsembed.homes.hashed import ROWS_BY_KEY as ROWS_BY_KEY
 from rsembed.homes.hashed import Hashed as Hashed
 from rsembed.homes.home import Home as Home
 from rsembed.homes.host_cached import HostCached as HostCached

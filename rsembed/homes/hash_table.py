@@ -157,6 +157,11 @@ def combine(
     return lanes, jnp.zeros_like(values).at[place].add(values, mode="drop")
 
 
+def num_distinct(keys: Keys) -> Int[Array, ""]:
+    """How many different keys there are."""
+    return jnp.sum(first_occurrences(keys) == jnp.arange(keys.low.shape[0], dtype=jnp.int32), dtype=jnp.int32)
+
+
 def compact(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
     """Positions of the first `size` True entries, and `NO_ROW` behind them."""
     counts = jnp.cumsum(mask, dtype=jnp.int32)

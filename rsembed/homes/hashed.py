@@ -13,15 +13,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.homes import hashed_rows, logical_rows, row_map
-from rsembed.homes.hash_table import mix
+from rsembed.homes.hash_table import mix, num_distinct
 from rsembed.homes.hashed_rows import DynamicTable, DynamicTableSpec, WhenFull, numbers_of
 from rsembed.homes.home import Home
 from rsembed.homes.row_map import Eviction
 from rsembed.kernels import api
-from rsembed.kernels.contract import Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
+
+ROWS_BY_KEY = "rows by key"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,11 @@ class Hashed(Home):
     admission_capacity: int | None = None
     key_dtype: str = "int64"
     placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
-    takes_keys: ClassVar[bool] = True
+
+    @property
+    def in_files(self) -> str:
+        """Rows by key, however many there is room for."""
+        return ROWS_BY_KEY
 
     def rows_of(self, table: TableSpec, capacity: int | None = None) -> DynamicTableSpec:
         """What `hashed_rows` is told about one device's share of `capacity` rows."""
@@ -77,16 +83,23 @@ class Hashed(Home):
             )
         self.rows_of(table)
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, *, num_shards: int) -> tuple[DynamicTable, Slots]:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
+    ) -> tuple[DynamicTable, Slots]:
+        del shard  # all begin empty
         state = hashed_rows.init(self.rows_of(table, -(-table.vocabulary_size // num_shards)), key)
         return state._replace(slots=()), state.slots
 
     def read(
         self, params: DynamicTable, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
-    ) -> Float[Array, "nnz dim"]:
-        if occurrences is None:
-            return hashed_rows.read(params, row_map.find(params.keys, keys))
-        return hashed_rows.read_ahead(self.rows_of(table), params, keys, occurrences)
+    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+        if occurrences is not None:
+            return hashed_rows.read_ahead(self.rows_of(table), params, keys, occurrences)
+        rows = row_map.find(params.keys, keys)
+        return hashed_rows.read(params, rows), num_distinct(keys.only(rows == NO_ROW))
+
+    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        return hashed_rows.read(params, rows)
 
     def find(
         self,
@@ -107,6 +120,11 @@ class Hashed(Home):
             occurrences=occurrences,
         )
         return state._replace(slots=()), state.slots, rows
+
+    def still_theirs(
+        self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys
+    ) -> tuple[DynamicTable, Int[Array, " nnz"]]:
+        return hashed_rows.still_theirs(params, rows, keys)
 
     def hold(self, params: DynamicTable, keys: Keys, step: Step) -> DynamicTable:
         return hashed_rows.hold(params, keys, _number(step)) if self.when_full == "evict" else params
@@ -142,7 +160,7 @@ class Hashed(Home):
     def check_step(self, before: DynamicTable, after: DynamicTable, table: TableSpec) -> None:
         if self.when_full != "error":
             return
-        num_failed = int((numbers_of(after.counters.failed) - numbers_of(before.counters.failed)).sum())
+        num_failed = int((_failed(after) - _failed(before)).sum())
         if num_failed:
             raise RuntimeError(
                 f"table {table.name!r} is full: {num_failed} new keys found no room in {table.vocabulary_size} rows. "
@@ -169,6 +187,11 @@ def _spec_of(home: Hashed, table: TableSpec, capacity: int) -> DynamicTableSpec:
         admission_count=home.admission_count,
         admission_capacity=home.admission_capacity,
     )
+
+
+def _failed(params: DynamicTable) -> Any:
+    assert params.counters.failed is not None
+    return numbers_of(params.counters.failed)
 
 
 def _number(step: Step) -> Int[Array, ""]:

@@ -316,8 +316,8 @@ def read(table: DynamicTable, rows: Int[Array, " nnz"]) -> Float[Array, "nnz dim
 
 def read_ahead(
     spec: DynamicTableSpec, table: DynamicTable, keys: Keys, occurrences: Int[Array, " nnz"]
-) -> Float[Array, "nnz dim"]:
-    """What rows are going to hold when `translate` has given the keys theirs; changes nothing.
+) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+    """What rows are going to hold when `translate` has given the keys theirs, and how many keys have none yet.
 
     A key that will find the table full reads as what it would have started from.
     """
@@ -331,7 +331,8 @@ def read_ahead(
         seen = row_map.count_of(table.waiting, row_map.find(table.waiting, strangers))
         starts &= row_map.add_counts(totals, seen) > spec.admission_count
     (fresh,) = _in_blocks(spec, table.key[0], keys, jnp.where(starts, position, NO_ROW), (vectors,), slots=False)
-    return jnp.where((first == NO_ROW)[:, None], vectors, fresh.at[first].get(mode="fill", fill_value=0))
+    vectors = jnp.where((first == NO_ROW)[:, None], vectors, fresh.at[first].get(mode="fill", fill_value=0))
+    return vectors, jnp.sum(first == position, dtype=jnp.int32)
 
 
 def step(

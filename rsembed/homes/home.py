@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.kernels.contract import Segment, Step
 from rsembed.keys import Keys
@@ -28,7 +28,17 @@ class Home(abc.ABC):
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
-    takes_keys: ClassVar[bool] = False
+    key_dtype: Any = None  # of ids that are keys; a homes' own field where it has some
+
+    @property
+    def takes_keys(self) -> bool:
+        """Whether ids are keys of 64 bits, not row numbers below `vocabulary_size`."""
+        return self.key_dtype is not None
+
+    @property
+    def in_files(self) -> str | None:
+        """What a file of the table and the table must agree in; None where the file has a row for every id."""
+        return repr(self)
 
     @abc.abstractmethod
     def check(self, table: TableSpec) -> None:
@@ -39,18 +49,22 @@ class Home(abc.ABC):
         """Numbers kept in place of rows, and beside them for the optimizer, over all devices."""
 
     @abc.abstractmethod
-    def init(self, key: PRNGKeyArray, table: TableSpec, *, num_shards: int) -> tuple[Any, Any]:
+    def init(self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int) -> tuple[Any, Any]:
         """Initial `params` and slots of one of the shards. `key` is the model's, equal for all of them."""
 
     @abc.abstractmethod
     def read(
         self, params: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
-    ) -> Float[Array, "nnz dim"]:
-        """Rows, float32; zeros for what is no key or has no row.
+    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+        """Rows, float32, zeros for what is no key or has no row; and how many distinct keys have none.
 
         `occurrences` says how often each key occurred in the batch, for a lookup whose gradients will be stepped: keys
         without a row then read as what `find` is going to give them. None only looks.
         """
+
+    @abc.abstractmethod
+    def vectors(self, params: Any, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        """The rows that `find` gave, float32; zeros for `NO_ROW`."""
 
     @abc.abstractmethod
     def find(
@@ -62,6 +76,11 @@ class Home(abc.ABC):
         """`params`, in which the rows of these keys stay where they are until the step is done."""
         del keys, step
         return params
+
+    def still_theirs(self, params: Any, rows: Int[Array, " nnz"], keys: Keys) -> tuple[Any, Int[Array, " nnz"]]:
+        """`rows` that `find` gave to keys some time ago, `NO_ROW` in place of those that others have now."""
+        del keys
+        return params, rows
 
     @abc.abstractmethod
     def step(

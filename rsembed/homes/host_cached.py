@@ -50,14 +50,14 @@ class Moves(NamedTuple):
       rows: places of the cache.
       ids: who comes.
       left: who leaves, -1 where the place was free.
-      count: how many.
+      num_moved: how many.
       num_failed: ids of the batch for which there was no place.
     """
 
     rows: Int[Array, " batch"]
     ids: Int[Array, " batch"]
     left: Int[Array, " batch"]
-    count: Int[Array, "1"]
+    num_moved: Int[Array, "1"]
     num_failed: Int[Array, "1"]
 
 
@@ -99,6 +99,11 @@ class HostCached(Home):
     folder: str | None = None
     placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
 
+    @property
+    def in_files(self) -> None:
+        """A row for every id."""
+        return None
+
     def rows_of(self, table: TableSpec, capacity: int | None = None) -> DynamicTableSpec:
         """What `hashed_rows` is told about one device's share of the cache."""
         return _spec_of(self, table, self.cache_rows if capacity is None else capacity)
@@ -116,15 +121,21 @@ class HostCached(Home):
                 "the host; take a rule of the rows of a batch."
             )
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, *, num_shards: int) -> tuple[CachedRows, Slots]:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
+    ) -> tuple[CachedRows, Slots]:
+        del shard  # all begin empty
         near = hashed_rows.init(self.rows_of(table, -(-self.cache_rows // num_shards)), key)
         return CachedRows(near._replace(slots=()), jnp.zeros(1, jnp.uint32)), near.slots
 
     def read(
         self, params: CachedRows, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
-    ) -> Float[Array, "nnz dim"]:
+    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         del occurrences
-        return hashed_rows.read(params.near, _found(params, keys, table.name))
+        return hashed_rows.read(params.near, _found(params, keys, table.name)), jnp.zeros((), jnp.int32)
+
+    def vectors(self, params: CachedRows, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        return hashed_rows.read(params.near, rows)
 
     def find(
         self,
@@ -170,9 +181,8 @@ class HostCached(Home):
         places = np.flatnonzero(on_host(params.near.keys.last_step) != row_map.FREE)
         return places, on_host(params.near.keys.low)[places]
 
-    def emptied(self, params: CachedRows, table: TableSpec) -> CachedRows:
+    def emptied(self, params: CachedRows) -> CachedRows:
         """The parameters with no row near."""
-        del table
         return params._replace(near=params.near._replace(keys=row_map.empty(params.near.rows.shape[0])))
 
     def make_room(self, params: CachedRows, keys: Keys, *, step: Int[Array, ""]) -> tuple[CachedRows, Moves]:

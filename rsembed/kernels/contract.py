@@ -167,11 +167,13 @@ class Step:
       hyper: from `rule.get_hyperparameters`.
       rule: the optimizer.
       rounding: how stepped rows are brought to the table's dtype.
+      number: of the step, from 0; for homes that note when a row was used.
     """
 
     hyper: Hyperparameters
     rule: OptimizerSpec = dataclasses.field(metadata={"static": True})
     rounding: Rounding | None = None
+    number: Int[Array, ""] | None = None
 
     def rounds(self, table: Table) -> bool:
         """Whether rows of this table need the rounding."""

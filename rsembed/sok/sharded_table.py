@@ -1,11 +1,7 @@
 """Tables over the devices of a mesh: the row of key `k` lies on device `k % n`, whatever else changes.
 
-```
-keys ──distinct──▶ owner: key -> row (and a new row, in training), read ──▶ vectors ──pool──▶ output
-table ◀──step── owner: sum of equal rows ◀────── gradients of distinct keys ◀──spread── d(output)
-```
-
-Lookups and steps of several tables are one compiled program. Everything is exact at any exchange capacity.
+What a device does is the engine of the core (`collection/stored_table.py`). Here are the published ways to call it:
+tables of several variables in one program, keys that get rows in the lookup, and a backward pass that trains them.
 """
 
 from __future__ import annotations
@@ -20,17 +16,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from rsembed.collection.devices import Devices
+from rsembed.collection.stored_table import Occurrences, StoredTable, Trip
 from rsembed.fingerprint import Fingerprint
-from rsembed.homes import hashed_rows
+from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import Counters, DynamicTable, DynamicTableSpec
-from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.keys import Keys, num_invalid, owners
-from rsembed.parallel import Wanted, ask, default_capacity, distinct
-from rsembed.sok import static_table
+from rsembed.kernels.contract import Segment, Step
+from rsembed.keys import Keys, num_invalid
+from rsembed.optimizers import Slots
 from rsembed.sok.initialize import Context
-from rsembed.sok.optimizers import Adam
-from rsembed.specs import Combiner
+from rsembed.sok.static_table import Direct
+from rsembed.specs import MAX_ROWS, Combiner, TableSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +45,38 @@ class ShardedTable:
     use_hashtable: bool = True
     exchange_capacity: int | None = None
 
+    @functools.cached_property
+    def engine(self) -> StoredTable:
+        """What a device does."""
+        spec, num_devices = self.spec, self.context.num_devices
+        policies = ("eviction", "admission_count", "admission_capacity", "key_dtype")
+        storage = Hashed(
+            # Growing is the caller's part: until then a table is full.
+            when_full="error" if spec.when_full == "grow" else spec.when_full,
+            **{name: getattr(spec, name) for name in policies},
+        )
+        table = TableSpec(
+            name=spec.name,
+            vocabulary_size=min(spec.capacity * num_devices, MAX_ROWS),
+            embedding_dim=spec.embedding_dim,
+            initializer=spec.initializer,
+            optimizer=spec.optimizer,
+            dtype=spec.dtype,
+            storage=storage if self.use_hashtable else Direct(spec, num_devices),
+        )
+        devices = Devices(self.context.mesh, (self.context.axis,))
+        return StoredTable(devices, table, is_split=num_devices > 1, capacity=self.exchange_capacity)
+
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: PRNGKeyArray) -> TableState:
         """An empty table, or a full one without hash table."""
-        context = self.context
 
         def on_device(key: PRNGKeyArray) -> DynamicTable:
-            if self.use_hashtable:
-                return hashed_rows.init(self.spec, key)
-            return static_table.init(self.spec, key, jax.lax.axis_index(context.axis), context.num_devices)
+            params, slots = self.engine.init(key)
+            shard: DynamicTable = params._replace(slots=slots)
+            return shard
 
-        return TableState(context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32), self.layout)
+        return TableState(self.context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32), self.layout)
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
@@ -113,47 +130,31 @@ class KeyBags:
     combiner: Combiner = dataclasses.field(metadata={"static": True})
 
 
-class Trip(NamedTuple):
-    """Where the keys of a lookup went: what its backward pass needs.
-
-    Attributes:
-      wanted: distinct keys of every device.
-      rows: row of each at its owner, `NO_ROW` for a key without one.
-      features: the batch.
-    """
-
-    wanted: Wanted
-    rows: Int[Array, " nnz"]
-    features: Sequence[KeyBags]
-
-
 Outputs = tuple[Float[Array, "_ _"], ...]
 """Of each feature `[bags, dim]`, or `[bags * width, dim]` for combiner "none"."""
 
 
 def look_up(
-    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]], *, train: bool
+    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
 ) -> list[tuple[TableState, Outputs, Trip]]:
-    """Pooled rows of every feature of every table.
+    """Pooled rows of every feature of every table, for training: new keys get rows.
 
     Args:
       tables: what the states belong to; all over the same devices.
-      states: see `ShardedTable.init`; unchanged but for counters unless `train`.
+      states: see `ShardedTable.init`.
       batch: keys of every feature of every table.
-      train: new keys get rows.
 
     Returns: for each table its new state, its outputs, and its trip.
     """
-    results = _on_devices(functools.partial(_look_up, train=train), tables, states, batch)
+    results = _on_devices(_look_up, tables, states, batch)
     return [(state._replace(shards=shard), *rest) for state, (shard, *rest) in zip(states, results, strict=True)]
 
 
 def evaluate(
     tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
-) -> list[tuple[Counters, Outputs, Trip]]:
-    """A lookup that changes nothing: new counters instead of states."""
-    results = look_up(tables, states, batch, train=False)
-    return [(state.shards.counters, outputs, trip) for state, outputs, trip in results]
+) -> list[tuple[Counters, Outputs]]:
+    """A lookup that changes nothing but counters, which it returns."""
+    return _on_devices(_evaluate, tables, states, batch)
 
 
 def update(
@@ -195,88 +196,45 @@ def _on_devices(
     return results
 
 
-def _look_up(
-    table: ShardedTable, state: TableState, features: Sequence[KeyBags], *, train: bool
-) -> tuple[DynamicTable, Outputs, Trip]:
-    num_devices, shard, step = table.context.num_devices, state.shards, state.step
-    keys = jax.tree.map(
-        lambda *lanes: jnp.concatenate([lane.reshape(-1) for lane in lanes]), *[f.keys for f in features]
-    )
-    wanted = distinct(owners(keys, num_devices), (keys.high, keys.low), num_devices=num_devices)
-    counter = "invalid" if table.use_hashtable else "unknown"
-    shard = shard._replace(counters=shard.counters.add(**{counter: num_invalid(keys)}))
-    exists = wanted.first_of != NO_ROW
-    counts = jnp.zeros(keys.low.shape, jnp.int32).at[wanted.entry_of].add(1, mode="drop")
-
-    def answer(shard: DynamicTable, arrived: tuple[Keys, Array, Array]) -> tuple[DynamicTable, Any]:
-        asked, first_of, counts = arrived
-        if table.use_hashtable:
-            order = _in_order_of_occurrence(first_of, num_devices)
-            asked, counts = jax.tree.map(lambda x: x[order], (asked, counts))
-            shard, rows = hashed_rows.translate(table.spec, shard, asked, step, train=train, occurrences=counts)
-            rows = jnp.zeros_like(rows).at[order].set(rows)
-        else:
-            shard, rows = static_table.translate(shard, asked, num_devices)
-        return shard, (rows, hashed_rows.read(shard, rows))
-
-    own_keys, exchange = Keys(wanted.lanes[0], wanted.lanes[1], exists), _exchange(table, wanted)
-    if train and table.use_hashtable and table.spec.when_full == "evict":
-        # What a later round asks for must not make room in an earlier one.
-        shard, _, _ = exchange(own_keys, lambda shard, asked: (hashed_rows.hold(shard, asked, step), None), shard)
-    shard, (rows, vectors), _ = exchange((own_keys, wanted.first_of, counts), answer, shard)
-    outputs = api.lookup(vectors, _segments(wanted, features))
-    return shard, outputs, Trip(wanted, jnp.where(exists, rows, NO_ROW), features)
+def _look_up(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[DynamicTable, Outputs, Trip]:
+    batch, shard = _occurrences(features), _with_invalid(table, state.shards, features)
+    params, slots, outputs, trip = table.engine.admit(*_parted(shard), batch, _how(table, state))
+    return params._replace(slots=slots), tuple(outputs), trip
 
 
-def _in_order_of_occurrence(first_of: Array, num_devices: int) -> Int[Array, " nnz"]:
-    """What puts arrived keys into the order in which the devices, one after the other, met them."""
-    place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
-    device = place // max(first_of.shape[0] // num_devices, 1)
-    order: Array = jax.lax.sort((device, first_of, place), num_keys=2, is_stable=True)[2]
-    return order
+def _evaluate(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[Counters, Outputs]:
+    outputs, num_unknown, _ = table.engine.look_up(state.shards, _occurrences(features), train=False)
+    counters = _with_invalid(table, state.shards, features).counters
+    return counters.add(unknown=num_unknown), tuple(outputs)
 
 
 def _step(table: ShardedTable, state: TableState, trip: Trip, d_outputs: Sequence[Array]) -> DynamicTable:
-    spec, wanted, num_entries = table.spec, trip.wanted, trip.rows.shape[0]
-    hyper = spec.optimizer.get_hyperparameters(state.step)
-    entries, values = api.row_gradients(num_entries, _segments(wanted, trip.features), d_outputs)
-    gradients = jnp.zeros((num_entries, spec.embedding_dim), jnp.float32).at[entries].set(values, mode="drop")
-
-    def step_rows(shard: DynamicTable, arrived: tuple[Array, Keys, Array]) -> tuple[DynamicTable, None]:
-        rows, keys, gradients = arrived
-        shard, rows = hashed_rows.still_theirs(shard, rows, keys)
-        return hashed_rows.step(spec, shard, rows, gradients, hyper), None
-
-    def add_up(state: tuple[DynamicTable, Array], arrived: tuple[Array, Keys, Array]) -> tuple[Any, None]:
-        (shard, sums), (rows, keys, gradients) = state, arrived
-        shard, rows = hashed_rows.still_theirs(shard, rows, keys)
-        return (shard, sums.at[rows].add(gradients, mode="drop")), None
-
-    exchange, shard = _exchange(table, wanted), state.shards
-    payload = (trip.rows, Keys(wanted.lanes[0], wanted.lanes[1], trip.rows != NO_ROW), gradients)
-    if not isinstance(spec.optimizer, Adam):
-        return exchange(payload, step_rows, shard)[0]
-    # A rule that moves all rows must run once, not once a round: first everything is brought together.
-    shard, sums = exchange(payload, add_up, (shard, jnp.zeros(shard.rows.shape, jnp.float32)))[0]
-    return hashed_rows.step(spec, shard, jnp.arange(sums.shape[0], dtype=jnp.int32), sums, hyper)
+    params, slots = table.engine.step_found(*_parted(state.shards), trip, d_outputs, _how(table, state))
+    shard: DynamicTable = params._replace(slots=slots)
+    return shard
 
 
-def _exchange(table: ShardedTable, wanted: Wanted) -> Callable[..., Any]:
-    """`ask` about these keys, as the table wants it."""
-    context, capacity = table.context, table.exchange_capacity
-    if capacity is None:
-        capacity = default_capacity(wanted.entry_of.shape[0], context.num_devices)
-    return functools.partial(ask, wanted, capacity=capacity, axis_name=context.axis)
+def _how(table: ShardedTable, state: TableState) -> Step:
+    rule = table.spec.optimizer
+    return Step(rule.get_hyperparameters(state.step), rule, None, state.step)
 
 
-def _segments(wanted: Wanted, features: Sequence[KeyBags]) -> list[Segment]:
-    """The features' keys as places in the list of distinct ones."""
-    segments, first = [], 0
+def _parted(shard: DynamicTable) -> tuple[DynamicTable, Slots]:
+    return shard._replace(slots=()), shard.slots
+
+
+def _with_invalid(table: ShardedTable, shard: DynamicTable, features: Sequence[KeyBags]) -> DynamicTable:
+    """The shard after counting what was no key although it looks like one."""
+    number = sum((num_invalid(feature.keys) for feature in features), start=jnp.zeros((), jnp.int32))
+    return shard._replace(counters=shard.counters.add(**{"invalid" if table.use_hashtable else "unknown": number}))
+
+
+def _occurrences(features: Sequence[KeyBags]) -> Occurrences:
+    found = []
     for feature in features:
         num_bags, width = feature.keys.shape
         weights = None if feature.weights is None else feature.weights.reshape(-1)
         offsets = None if feature.combiner == "none" else jnp.arange(num_bags + 1, dtype=jnp.int32) * width
-        entries = wanted.entry_of[first : first + num_bags * width]
-        segments.append(Segment(entries, offsets, weights, feature.combiner))
-        first += num_bags * width
-    return segments
+        keys = feature.keys.reshape(-1)
+        found.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
+    return Occurrences.of(found)

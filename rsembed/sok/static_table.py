@@ -1,15 +1,18 @@
-"""A shard without hash table: key `k` has row `k // n` of device `k % n`, and all rows are there from the start."""
+"""Rows without hash table: key `k` has row `k // n` of device `k % n`, and all rows are there from the start."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
+from rsembed.homes import hashed_rows
 from rsembed.homes.hashed_rows import (
     INITIAL_BLOCK,
     Counters,
@@ -18,9 +21,13 @@ from rsembed.homes.hashed_rows import (
     allocate,
     initial_values,
 )
+from rsembed.homes.home import Home
 from rsembed.initial_values import table_key
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys, local_rows
+from rsembed.optimizers import Slots
+from rsembed.specs import TableSpec
 
 INIT_BLOCK_VALUES = 1 << 20
 
@@ -92,8 +99,72 @@ def num_used(spec: DynamicTableSpec, own_key: PRNGKeyArray, arrays: Sequence[np.
     return 0
 
 
-def translate(table: DynamicTable, keys: Keys, num_shards: int) -> tuple[DynamicTable, Int[Array, " nnz"]]:
-    """The row of every key; `NO_ROW` for padding and keys beyond the table, which are counted."""
-    rows = local_rows(keys, num_shards, table.rows.shape[0])
-    unknown = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
-    return table._replace(counters=table.counters.add(unknown=unknown)), rows
+@dataclasses.dataclass(frozen=True)
+class Direct(Home):
+    """The home of keys that are row numbers.
+
+    Args:
+      spec: of one device's share.
+      num_shards: how many devices share the keys.
+    """
+
+    spec: DynamicTableSpec
+    num_shards: int
+    key_dtype: str = "int64"
+    placements: ClassVar[tuple[str, ...]] = ("row",)
+
+    def check(self, table: TableSpec) -> None:
+        """Every table can be kept like this."""
+
+    def num_values(self, table: TableSpec) -> tuple[int, int]:
+        """As of any array of rows."""
+        row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
+        slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
+        return table.vocabulary_size * table.embedding_dim, table.vocabulary_size * slots
+
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
+    ) -> tuple[DynamicTable, Slots]:
+        """All rows."""
+        del table
+        state = init(self.spec, key, shard, num_shards)
+        return state._replace(slots=()), state.slots
+
+    def read(
+        self, params: DynamicTable, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
+        """Rows, float32; keys beyond the table are unknown."""
+        del occurrences
+        rows = self._rows(params, keys)
+        return self.vectors(params, rows, table), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
+
+    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        """Rows, float32."""
+        return hashed_rows.read(params, rows)
+
+    def find(
+        self, params: Any, slots: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
+    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
+        """Every row is there; keys beyond the table are counted."""
+        del table, occurrences, step
+        rows = self._rows(params, keys)
+        unknown = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
+        return params._replace(counters=params.counters.add(unknown=unknown)), slots, rows
+
+    def step(
+        self,
+        params: DynamicTable,
+        slots: Slots,
+        segments: Sequence[Segment],
+        d_outputs: Sequence[Float[Array, "_ dim"]],
+        table: TableSpec,
+        *,
+        step: Step,
+    ) -> tuple[DynamicTable, Slots]:
+        """As of any array of rows."""
+        rows, slots = api.update(params.rows, slots, segments, d_outputs, step.hyper, step.rule)
+        return params._replace(rows=rows), slots
+
+    def _rows(self, params: DynamicTable, keys: Keys) -> Int[Array, " nnz"]:
+        rows: Int[Array, " nnz"] = local_rows(keys, self.num_shards, params.rows.shape[0])
+        return rows

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jaxtyping import Array
 
+from rsembed.collection.stored_table import Trip, keys_of
 from rsembed.fingerprint import check_same
 from rsembed.homes import hashed_rows
 from rsembed.homes.hashed_rows import DynamicTableSpec, numbers_of
@@ -24,9 +25,9 @@ from rsembed.keys import join_keys
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
 from rsembed.sok import sharded_table
 from rsembed.sok.initialize import Context, current_context
-from rsembed.sok.sharded_table import KeyBags, ShardedTable, TableState, Trip
+from rsembed.sok.sharded_table import KeyBags, ShardedTable, TableState
 
-_look_up = jax.jit(sharded_table.look_up, static_argnums=0, static_argnames="train", donate_argnums=1)
+_look_up = jax.jit(sharded_table.look_up, static_argnums=0, donate_argnums=1)
 _evaluate = jax.jit(sharded_table.evaluate, static_argnums=0)
 _update = jax.jit(sharded_table.update, static_argnums=0, donate_argnums=1)
 
@@ -248,22 +249,24 @@ def look_up_variables(
             _make_room(variable, features)
         failed = [_num_failed(variable) for variable in own_variables]
         states = [variable.get_value() for variable in own_variables]
+    trips: list[Trip] = []
     if training:
-        results = _look_up(tables, states, own_batch, train=True)
-        for variable, (state, _, _) in zip(own_variables, results, strict=True):
+        results = _look_up(tables, states, own_batch)
+        for variable, (state, _, trip) in zip(own_variables, results, strict=True):
             variable.set_value(state)
+            trips.append(trip)
+        found_by_table = [iter(own) for _, own, _ in results]
     else:
-        results = _evaluate(tables, states, own_batch)
-        for variable, state, (counters, _, _) in zip(own_variables, states, results, strict=True):
+        looked_at = _evaluate(tables, states, own_batch)
+        for variable, state, (counters, _) in zip(own_variables, states, looked_at, strict=True):
             with contextlib.suppress(TraceContextError):
                 variable.set_value(state._replace(shards=state.shards._replace(counters=counters)))
-    trips = [trip for _, _, trip in results]
+        found_by_table = [iter(own) for _, own in looked_at]
     if training and is_eager:
         for variable, before, trip in zip(own_variables, failed, trips, strict=True):
             _check_room(variable, before, trip)
-    outputs = [iter(own) for _, own, _ in results]
-    found = [next(outputs[number]) for number in order]
-    return found, Backward(own_variables, trips, order, [output.shape for output in found])
+    outputs = [next(found_by_table[number]) for number in order]
+    return outputs, Backward(own_variables, trips, order, [output.shape for output in outputs])
 
 
 def _tables_and_states(variables: Sequence[EmbeddingVariable]) -> tuple[tuple[ShardedTable, ...], list[TableState]]:
@@ -287,7 +290,7 @@ def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None
     num_free = min(int(on_host(rows.num_free).min()) for rows in maps)
     if num_free >= sum(feature.keys.is_key.size for feature in features):
         return
-    ((counters, _, _),) = _evaluate((table,), [state], [features])
+    ((counters, _),) = _evaluate((table,), [state], [features])
     num_new = numbers_of(counters.unknown) - numbers_of(state.shards.counters.unknown)
     if num_new.max() > num_free:
         old = state.shards.rows.shape[0] // table.context.num_devices
@@ -304,9 +307,10 @@ def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> 
     spec, num_failed = variable.table.spec, _num_failed(variable) - failed_before
     if not num_failed:
         return
-    lost = on_host((trip.wanted.first_of != NO_ROW) & (trip.rows == NO_ROW))
+    keys = trip.batch.keys if trip.wanted is None else keys_of(trip.wanted)
+    lost = on_host(keys.is_key & (trip.rows == NO_ROW))
     place = int(lost.argmax())
-    (key,) = join_keys(*(on_host(lane)[place : place + 1] for lane in trip.wanted.lanes))
+    (key,) = join_keys(*(on_host(lane)[place : place + 1] for lane in (keys.high, keys.low)))
     raise RuntimeError(
         f"table {spec.name!r} is full: {num_failed} new keys found no room, among them {key}; the devices use "
         f"{variable.counts()['rows'].tolist()} rows. They read as zeros and are not trained; nothing else was lost. "

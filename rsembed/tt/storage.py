@@ -84,9 +84,11 @@ class TensorTrain(Home):
             )
         self.spec_of(table)
 
-    def init(self, key: PRNGKeyArray, table: TableSpec, *, num_shards: int) -> tuple[Cores, tuple[Any, ...]]:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
+    ) -> tuple[Cores, tuple[Any, ...]]:
         """Random cores, and the slots of each."""
-        del num_shards
+        del shard, num_shards
         cores = init_cores(table_key(key, table.name), self.spec_of(table), self.weight_dist, dtype=table.dtype)
         return cores, self._init_slots(cores, table)
 
@@ -95,10 +97,14 @@ class TensorTrain(Home):
 
     def read(
         self, params: Cores, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
-    ) -> Float[Array, "nnz dim"]:
+    ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows, float32, made of their slices."""
         del occurrences
-        return rows_of(self.spec_of(table), params, _rows(keys))
+        return self.vectors(params, _rows(keys), table), jnp.zeros((), jnp.int32)
+
+    def vectors(self, params: Cores, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        """Rows, float32, made of their slices."""
+        return rows_of(self.spec_of(table), params, rows)
 
     def find(
         self, params: Any, slots: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step

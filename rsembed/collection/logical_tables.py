@@ -1,0 +1,185 @@
+"""Tables of a state by name, with rows in the order of ids or keys: out of the arrays that keep them, and in again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import PRNGKeyArray
+
+from rsembed.collection.devices import Devices
+from rsembed.collection.fetching import Fetching
+from rsembed.collection.placement import Stack
+from rsembed.collection.state import EmbeddingState
+from rsembed.collection.stored_rows import StoredRows
+from rsembed.fingerprint import Fingerprint
+from rsembed.homes.home import on_host
+from rsembed.specs import TableSpec
+
+FIRST_KEY = "initial_key"
+"""What new keys of a table start from, beside the rows of those it has."""
+
+
+class LogicalTables:
+    """The tables of a collection, whatever keeps them.
+
+    Args:
+      specs: tables by name.
+      stacks: what keeps them, by name.
+      on_host: those stacks whose rows are on the host.
+      devices: the mesh.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TableSpec],
+        stacks: Mapping[str, Stack],
+        on_host: Mapping[str, Fetching],
+        devices: Devices,
+    ):
+        self.specs, self.stacks, self.on_host, self.devices = specs, stacks, on_host, devices
+
+    def tables(self, state: EmbeddingState) -> dict[str, Any]:
+        """See `EmbeddingCollection.tables`."""
+        result: dict[str, Any] = {}
+        for name, stack in self.stacks.items():
+            if name in self.on_host:
+                result[name] = self.on_host[name].arrays(state.tables[name], state.slots[name])[0]
+            elif isinstance(stack, StoredRows) and stack.home.takes_keys:
+                result[name] = self._rows(stack, state)
+            else:
+                dense = self.devices.place(stack.dense(state.tables[name]), PartitionSpec())
+                for table in stack.layout.stack.tables:
+                    result[table.name] = dense[stack.layout.all_rows(table.name, table.rows)]
+        return result
+
+    def slots(self, state: EmbeddingState) -> dict[str, Any]:
+        """See `EmbeddingCollection.slots`."""
+        result: dict[str, Any] = {}
+        for name, stack in self.stacks.items():
+            rule = stack.layout.stack.spec.optimizer
+            if name in self.on_host:
+                _, *arrays = self.on_host[name].arrays(state.tables[name], state.slots[name])
+                result[name] = rule.pack_slots(tuple(map(jnp.asarray, arrays)))
+            elif isinstance(stack, StoredRows) and stack.home.takes_keys:
+                rows = self._rows(stack, state)
+                result[name] = rule.pack_slots(tuple(jnp.asarray(rows[key]) for key in rows if key.startswith("slot_")))
+            elif isinstance(stack, StoredRows):
+                result[name] = self.devices.place(state.slots[name], PartitionSpec())
+            else:
+                slots = self.devices.place(state.slots[name], PartitionSpec())
+                for table in stack.layout.stack.tables:
+                    own = stack.layout.all_rows(table.name, table.rows)
+                    result[table.name] = rule.pack_slots(tuple(slot[own] for slot in slots))
+        return result
+
+    def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
+        """See `EmbeddingCollection.with_tables`."""
+        replaced, slots = dict(state.tables), dict(state.slots)
+        for name, values in tables.items():
+            if name not in self.specs:
+                raise ValueError(f"unknown table {name!r}; the collection has {list(self.specs)}.")
+            spec, stack = self.specs[name], self._stack_of(name)
+            if isinstance(stack, StoredRows) and name not in self.on_host:
+                replaced[name], slots[name] = stack.with_rows(state.tables[name], state.slots[name], values)
+                continue
+            shape = (spec.vocabulary_size, spec.embedding_dim)
+            if np.shape(values) != shape:
+                raise ValueError(f"table {name!r} has shape {shape}, the new values {np.shape(values)}.")
+            if name in self.on_host:
+                given, fetching = (state.tables[name], state.slots[name]), self.on_host[name]
+                _, *kept = fetching.arrays(*given)
+                replaced[name] = fetching.with_arrays(given[0], [np.asarray(values).astype(spec.dtype), *kept])
+                continue
+            stack_name, rows = stack.layout.stack.name, stack.layout.all_rows(name, spec.vocabulary_size)
+            whole = self.devices.place(replaced[stack_name], PartitionSpec())
+            whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
+            replaced[stack_name] = self.devices.place(whole, stack.partition)
+        return state._replace(tables=replaced, slots=slots)
+
+    # For files
+
+    def apart(self) -> dict[str, StoredRows]:
+        """Tables whose arrays mean nothing to a file: rows found by key, or on the host."""
+        stored = {name: stack for name, stack in self.stacks.items() if isinstance(stack, StoredRows)}
+        return {name: stack for name, stack in stored.items() if name in self.on_host or stack.home.takes_keys}
+
+    def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, dict[str, Any], dict[str, Any]]:
+        """The state without tables that are `apart`, and these as files have them: rows, and slots by name."""
+        tables: dict[str, Any] = {}
+        slots: dict[str, Any] = {}
+        for name, stack in self.apart().items():
+            given = state.tables[name], state.slots[name]
+            if name in self.on_host:
+                tables[name], *arrays = self.on_host[name].arrays(*given)
+                slots[name] = dict(zip(self._slot_names(stack), arrays, strict=True))
+            else:
+                tables[name] = self._rows(stack, state) | {FIRST_KEY: _first(given[0].key)}
+                slots[name] = {}
+        return self.without_apart(state), tables, slots
+
+    def without_apart(self, state: EmbeddingState) -> EmbeddingState:
+        """The state, or a template of one, without tables that are `apart`."""
+        apart = self.apart()
+        tables, slots = ({n: v for n, v in part.items() if n not in apart} for part in (state.tables, state.slots))
+        facts = {} if state.layout is None else state.layout.facts
+        layout = Fingerprint.of({name: stack for name, stack in facts.items() if name not in apart})
+        return EmbeddingState(tables, slots, state.step, state.key, layout)
+
+    def templates(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Shapes of those tables in `parted` of which a file has as many rows as there are ids."""
+        tables, slots = {}, {}
+        for name in self.on_host:
+            spec = self.specs[name]
+            row = jax.ShapeDtypeStruct((1, spec.embedding_dim), jnp.float32)
+            shapes = [(row.shape, jnp.dtype(spec.dtype))]
+            shapes += [(slot.shape, slot.dtype) for slot in jax.eval_shape(spec.optimizer.init_slots, row)]
+            tables[name], *own = (
+                np.broadcast_to(np.zeros((), dtype), (spec.vocabulary_size, *shape[1:])) for shape, dtype in shapes
+            )
+            slots[name] = dict(zip(self._slot_names(self.apart()[name]), own, strict=True))
+        return tables, slots
+
+    def whole(
+        self, state: EmbeddingState, tables: Mapping[str, Any], slots: Mapping[str, Any], layout: Fingerprint
+    ) -> EmbeddingState:
+        """The inverse of `parted`."""
+        all_tables, all_slots = dict(state.tables), dict(state.slots)
+        for name, stack in self.apart().items():
+            rows, part = tables[name], stack.partition
+            fresh = jax.jit(self.devices.on_each(stack.engine.init, PartitionSpec(), (part, part)))
+            params, own_slots = fresh(jax.random.key(0))
+            if name in self.on_host:
+                arrays = [rows, *(slots[name][slot] for slot in self._slot_names(stack))]
+                params = self.on_host[name].with_arrays(params, arrays)
+            else:
+                data = np.asarray(jax.random.key_data(rows[FIRST_KEY]))
+                (data,) = self.devices.place_from_host([np.stack([data] * stack.engine.num_shards)], part)
+                key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(rows[FIRST_KEY]))
+                given = {key: array for key, array in rows.items() if key != FIRST_KEY}
+                params, own_slots = stack.with_rows(params._replace(key=key), own_slots, given)
+            all_tables[name], all_slots[name] = params, own_slots
+        return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
+
+    def _stack_of(self, table_name: str) -> Stack:
+        for stack in self.stacks.values():
+            if any(table.name == table_name for table in stack.layout.stack.tables):
+                return stack
+        raise KeyError(table_name)
+
+    def _rows(self, stack: StoredRows, state: EmbeddingState) -> dict[str, np.ndarray]:
+        name = stack.table.name
+        return stack.home.rows(state.tables[name], state.slots[name], stack.table, stack.engine.num_shards)
+
+    def _slot_names(self, stack: StoredRows) -> list[str]:
+        rule = stack.layout.stack.spec.optimizer
+        return list(getattr(rule.slot_type, "_fields", map(str, range(rule.slot_variables_count()))))
+
+
+def _first(keys: PRNGKeyArray) -> PRNGKeyArray:
+    """The PRNG key that all shards share."""
+    return jax.random.wrap_key_data(jnp.asarray(on_host(jax.random.key_data(keys))[0]), impl=jax.random.key_impl(keys))
