@@ -1,13 +1,17 @@
 """What every test runs under: eight CPU devices, strict dtypes and ranks, no figure left open."""
 
+import gc
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import matplotlib
+import numpy as np
 import pytest
 
 # Settings go through jax and matplotlib, not the environment: notebooks run in child processes of the
@@ -28,11 +32,19 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 collect_ignore = ["checkpoint/process_program.py", "parallel/runtime_program.py"]  # started by tests, with arguments
 
-# A test compiles a program to run it once or twice. With fewer passes XLA takes half the time for it. Read when the
-# first device is made, and put back for the sake of child processes.
+# A test compiles a program to run it once or twice, so XLA does least for it, in child processes and notebooks too, but
+# not where compilers of accelerators are tried. `tests/net` turns this off: its bits were recorded under the flags
+# alone, which are read when the first device is made, and then put back for the sake of child processes.
+IS_LEAST = not {"RSEMBED_TEST_TPU", "RSEMBED_TEST_GPU"} & set(os.environ)
+if IS_LEAST:
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 QUICK_COMPILES = (
     "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
+
+# Compiled programs are many small objects that live on; looking for garbage among them took a sixth of a collection.
+gc.set_threshold(50_000, 20, 20)
 
 
 def flags_known(flags: str) -> str:
@@ -65,6 +77,31 @@ def pytest_sessionstart() -> None:
     reason = native.unavailable_because()
     if reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
         raise pytest.UsageError(f"RSEMBED_REQUIRE_NATIVE=1, but {reason}")
+
+
+def sine_waves(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Initial values that are cheap to compile: others for other entries, and for tables of other names and keys."""
+    phase = jax.random.key_data(key)[-1] % 6283
+    entries = np.sin(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
+    return jnp.asarray(entries, dtype) * jnp.cos(phase.astype(dtype) / 1000)
+
+
+@pytest.fixture(autouse=True)
+def quick_initial_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tables that name no initializer: random numbers were more than half of what a small collection compiles.
+
+    Where the library's own values are the claim, a fixture of this name that does nothing stands in the way.
+    """
+    monkeypatch.setattr("rsembed.specs.default_initializer", sine_waves)
+
+
+@pytest.fixture(scope="module")
+def more_optimizations() -> Iterator[None]:
+    """Programs as the flags alone have them, for bits that were recorded so or that only they keep on any shapes."""
+    jax.clear_caches()  # of programs that were compiled without
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", IS_LEAST)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,8 @@ def train(context):
     keys[generator.random(keys.shape) < 0.3] = -1
     targets = generator.normal(size=(STEPS, BATCH, 2, DIM)).astype(np.float32)
     layer = sok.DistributedEmbedding("mean", 32, DIM, 2, 3, optimizer=sok.optimizers.LazyAdam(0.1), context=context)
-    table = rs.TableSpec(name="t", vocabulary_size=30, embedding_dim=DIM, optimizer=rs.AdagradOptimizerSpec(0.1))
+    normal, adagrad = jax.nn.initializers.normal(), rs.AdagradOptimizerSpec(0.1)
+    table = rs.TableSpec(name="t", vocabulary_size=30, embedding_dim=DIM, initializer=normal, optimizer=adagrad)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh)
     state = collection.init(jax.random.key(0))
     losses = []

@@ -23,6 +23,7 @@ def specs_for(devices, cores=1, **limits):
         name="words",
         vocabulary_size=ROWS,
         embedding_dim=DIM,
+        initializer=jax.nn.initializers.normal(),
         combiner="mean",
         optimizer=embedding_spec.AdagradOptimizerSpec(0.5),
         **limits,

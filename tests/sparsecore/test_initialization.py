@@ -113,7 +113,8 @@ def test_raw_keys_work_like_typed_ones():
 
 
 def test_building_needs_little_beside_the_table():
-    table = embedding_spec.TableSpec(name="large", vocabulary_size=2_000_000, embedding_dim=16)
+    normal = jax.nn.initializers.normal()
+    table = embedding_spec.TableSpec(name="large", vocabulary_size=2_000_000, embedding_dim=16, initializer=normal)
     spec = embedding_spec.FeatureSpec(name="f", table_spec=table, input_shape=(8, 1))
     embedding.prepare_feature_specs_for_training(spec, 1, 2)
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("x",))
