@@ -11,7 +11,7 @@ import pytest
 import rsembed as rs
 from rsembed.kernels import native
 
-ROWS, DIM, BATCH, LENGTH = 500_000, 64, 512, 4
+ROWS, DIM, BATCH, LENGTH = 1_000_000, 64, 512, 4
 
 PROGRAM = """
 import re, sys
