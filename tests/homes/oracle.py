@@ -1,0 +1,267 @@
+"""What a table of every home should hold and read, in numpy float64 and loops, keyed by id."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+
+StepRow = Callable[..., None]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SideBySide(rs.OptimizerSpec):
+    """Many rules in one table: of `n` rules, rule `k` steps columns `k, k + n, k + 2n, ...`.
+
+    Every rule sees rows, gradients and slots as if the table were its own, and a program for all of them is compiled in
+    the time of one. If a table is split by column into multiples of `n`, every part has all rules.
+    """
+
+    rules: tuple[rs.OptimizerSpec, ...] = ()
+    needs_step = True
+
+    @property
+    def is_row_wise(self):
+        return any(rule.is_row_wise for rule in self.rules)
+
+    def slot_variables_count(self):
+        return sum(rule.slot_variables_count() for rule in self.rules)
+
+    def get_hyperparameters(self, step=None):
+        return tuple(value for rule in self.rules for value in rule.get_hyperparameters(step))
+
+    def columns(self, array):
+        return [array[:, k :: len(self.rules)] for k in range(len(self.rules))]
+
+    def init_slots(self, rows):
+        return tuple(slot for rule, own in self._rules_and(rows) for slot in rule.init_slots(own))
+
+    def step_rows(self, rows, slots, gradients, hyper):
+        slots, hyper, stepped, kept = iter(slots), iter(hyper), rows, []
+        for k, (rule, own) in enumerate(self._rules_and(rows)):
+            own_slots = tuple(next(slots) for _ in range(rule.slot_variables_count()))
+            own_hyper = tuple(next(hyper) for _ in rule.get_hyperparameters(0))
+            new, new_slots = rule.step_rows(own, own_slots, self.columns(gradients)[k], own_hyper)
+            stepped = stepped.at[:, k :: len(self.rules)].set(new)
+            kept += new_slots
+        return stepped, tuple(kept)
+
+    def _rules_and(self, rows):
+        return zip(self.rules, self.columns(rows), strict=True)
+
+    def short_name(self):
+        return "side_by_side"
+
+
+class Steps(NamedTuple):
+    """The rules of a table, side by side, and the formula of each: `formula(rule, row, slots, gradient, number)`."""
+
+    rules: tuple[rs.OptimizerSpec, ...]
+    formulas: tuple[StepRow, ...]
+
+    @property
+    def moves_all_rows(self):
+        return any(rule.moves_all_rows for rule in self.rules)
+
+    def fresh_slots(self, dim):
+        """Slots of one row, as every rule begins them."""
+        row = jnp.zeros((1, dim))
+        slots = [rule.init_slots(row[:, k :: len(self.rules)]) for k, rule in enumerate(self.rules)]
+        return [[np.array(slot, np.float64).reshape(-1) for slot in own] for own in slots]
+
+    def step(self, row, slots, gradient, number):
+        """One step of one row, in place."""
+        for k, (rule, formula) in enumerate(zip(self.rules, self.formulas, strict=True)):
+            formula(rule, row[k :: len(self.rules)], slots[k], gradient[k :: len(self.rules)], number)
+
+
+class Read(NamedTuple):
+    """Ids `[samples, ids]`, -1 for none, and their weights, if any."""
+
+    ids: np.ndarray
+    weights: np.ndarray | None
+
+
+class Entry(NamedTuple):
+    """One id of a batch: the output it goes to, and with which gain."""
+
+    id: int
+    output: int
+    gain: float
+
+
+def entries_of(read: Read, combiner: str, counts: Callable[[int], bool]) -> list[Entry]:
+    """The entries of a feature whose ids count."""
+    samples, width = read.ids.shape
+    found = []
+    for b in range(samples):
+        own = []
+        for j in range(width):
+            if counts(int(read.ids[b, j])):
+                weight = 1.0 if read.weights is None else float(read.weights[b, j])
+                own.append((int(read.ids[b, j]), b * width + j if combiner == "none" else b, weight))
+        divisor = {"mean": sum(w for *_, w in own), "sqrtn": sum(w * w for *_, w in own) ** 0.5}.get(combiner, 1.0)
+        found += [Entry(key, output, weight / divisor if divisor else 0.0) for key, output, weight in own]
+    return found
+
+
+class Table:
+    """Rows by id, each with its slots; subclasses say which ids have one."""
+
+    def __init__(self, dim: int, combiner: str, steps: Steps):
+        self.dim, self.combiner, self.steps, self.number = dim, combiner, steps, 0
+        self.rows: dict[int, tuple[np.ndarray, list[list[np.ndarray]]]] = {}
+
+    def counts(self, key: int) -> bool:
+        """Whether an id contributes, if only to divisors."""
+        return key in self.rows
+
+    def vector(self, key: int) -> np.ndarray:
+        return self.rows[key][0] if key in self.rows else np.zeros(self.dim)
+
+    def find(self, keys: Sequence[int]) -> None:
+        """Gives rows to the ids of a training batch, in the order of the batch."""
+
+    def lookup(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
+        found = {}
+        for name, read in reads.items():
+            outputs = read.ids.size if self.combiner == "none" else len(read.ids)
+            pooled = np.zeros((outputs, self.dim))
+            for entry in entries_of(read, self.combiner, self.counts):
+                pooled[entry.output] += entry.gain * self.vector(entry.id)
+            found[name] = pooled.reshape(*(read.ids.shape if self.combiner == "none" else (outputs,)), self.dim)
+        return found
+
+    def lookup_ahead(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
+        """What a lookup reads whose gradients will be stepped."""
+        ahead = copy.deepcopy(self)
+        ahead.find(self._keys(reads))
+        return ahead.lookup(reads)
+
+    def update(self, reads: Mapping[str, Read], d_outputs: Mapping[str, np.ndarray]) -> None:
+        keys = self._keys(reads)
+        gradients: dict[int, np.ndarray] = {}
+        for name, read in reads.items():
+            d_output = np.float64(d_outputs[name]).reshape(-1, self.dim)
+            for entry in entries_of(read, self.combiner, self.counts):
+                gradients[entry.id] = gradients.get(entry.id, 0.0) + entry.gain * d_output[entry.output]
+        self.find(keys)
+        self.step(gradients)
+        self.number += 1
+
+    def step(self, gradients: Mapping[int, np.ndarray]) -> None:
+        if self.steps.moves_all_rows:
+            gradients = dict.fromkeys(self.rows, np.zeros(self.dim)) | dict(gradients)
+        for key, gradient in gradients.items():
+            if key in self.rows:
+                self.steps.step(*self.rows[key], gradient, self.number)
+
+    def _keys(self, reads: Mapping[str, Read]) -> list[int]:
+        return [e.id for read in reads.values() for e in entries_of(read, self.combiner, self.counts)]
+
+
+class DenseTable(Table):
+    """Every id below the number of rows has one."""
+
+    def __init__(self, values: np.ndarray, combiner: str, steps: Steps):
+        super().__init__(values.shape[1], combiner, steps)
+        self.rows = {k: (np.array(row, np.float64), steps.fresh_slots(self.dim)) for k, row in enumerate(values)}
+
+
+class KeyedTable(Table):
+    """A key has a row from the batch on in which it has occurred more than `admission_count` times.
+
+    Args:
+      initial: what the row of a key starts from.
+      capacity: rows of each shard; the keys used longest ago make room for others. None is room for all.
+      num_shards: key `k` lies in shard `k % num_shards`.
+    """
+
+    def __init__(
+        self,
+        initial: Mapping[int, np.ndarray],
+        combiner: str,
+        steps: Steps,
+        *,
+        admission_count: int = 0,
+        capacity: int | None = None,
+        num_shards: int = 1,
+    ):
+        super().__init__(len(next(iter(initial.values()))), combiner, steps)
+        self.initial, self.admission_count = initial, admission_count
+        self.capacity, self.num_shards = capacity, num_shards
+        self.last_step: dict[int, int] = {}
+        self.occurrences: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}
+        self.num_inserted = self.num_evicted = 0
+
+    def counts(self, key: int) -> bool:
+        return key >= 0
+
+    def find(self, keys: Sequence[int]) -> None:
+        for key in dict.fromkeys(keys):
+            if key in self.rows:
+                self.last_step[key] = self.number
+                self.occurrences[key] += keys.count(key)
+        new = []
+        for key in dict.fromkeys(keys):
+            if key not in self.rows:
+                self.waiting[key] = self.waiting.get(key, 0) + keys.count(key)
+                if self.waiting[key] > self.admission_count:
+                    new.append(key)
+        self._make_room(new)
+        for key in new:
+            self.rows[key] = np.array(self.initial[key], np.float64), self.steps.fresh_slots(self.dim)
+            self.last_step[key], self.occurrences[key] = self.number, self.waiting.pop(key)
+            self.num_inserted += 1
+
+    def _make_room(self, new: Sequence[int]) -> None:
+        if self.capacity is None:
+            return
+        for shard in range(self.num_shards):
+            held = [key for key in self.rows if key % self.num_shards == shard]
+            num_wanted = sum(key % self.num_shards == shard for key in new) + len(held) - self.capacity
+            oldest = sorted((self.last_step[key], key) for key in held if self.last_step[key] < self.number)
+            gone = oldest[: max(num_wanted, 0)]
+            assert len(gone) == max(num_wanted, 0), "the batch has more keys than the shard has rows"
+            assert {t for t, _ in oldest[len(gone) :]}.isdisjoint({t for t, _ in gone}), "the order of rows decides"
+            for _, key in gone:
+                del self.rows[key], self.last_step[key], self.occurrences[key]
+                self.num_evicted += 1
+
+
+class TrainTable(Table):
+    """A table that is the product of two cores, whose slices are what rows are elsewhere; all of them are stepped."""
+
+    def __init__(self, cores: Sequence[np.ndarray], rows: int, q_shapes: tuple[int, int], combiner: str, steps: Steps):
+        super().__init__(q_shapes[0] * q_shapes[1], combiner, steps)
+        self.cores = [np.array(core, np.float64) for core in cores]
+        self.q_shapes, self.num_rows = q_shapes, rows
+        self.slots = [[steps.fresh_slots(core.shape[1]) for _ in core] for core in self.cores]
+        self._expand()
+
+    def _slices(self) -> tuple[np.ndarray, np.ndarray]:
+        first, second = self.cores
+        return first.reshape(len(first), self.q_shapes[0], -1), second.reshape(len(second), -1, self.q_shapes[1])
+
+    def _expand(self) -> None:
+        whole = np.einsum("aqr,brs->abqs", *self._slices()).reshape(-1, self.dim)[: self.num_rows]
+        self.rows = {k: (row, []) for k, row in enumerate(whole)}
+
+    def step(self, gradients: Mapping[int, np.ndarray]) -> None:
+        first, second = self._slices()
+        whole = np.zeros((len(first) * len(second), self.dim))
+        for key, gradient in gradients.items():
+            whole[key] = gradient
+        whole = whole.reshape(len(first), len(second), *self.q_shapes)
+        d_cores = np.einsum("abqs,brs->aqr", whole, second), np.einsum("abqs,aqr->brs", whole, first)
+        for core, slots, d_core in zip(self.cores, self.slots, d_cores, strict=True):
+            for i in range(len(core)):
+                self.steps.step(core[i], slots[i], d_core[i].reshape(-1), self.number)
+        self._expand()

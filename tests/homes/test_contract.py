@@ -1,0 +1,388 @@
+"""One contract for tables of every home, on every way to them, with every rule and combiner: the numbers of loops.
+
+A home is an entry of `HOMES`. Each of its cells with a way is run or refused by name; the table in the docs is made
+of the same lists.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import rsembed as rs
+from rsembed.specs import COMBINERS
+from rsembed.tt import TensorTrain
+from tests.homes.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps, TrainTable
+from tests.optimizers import test_contract as rules
+
+ROWS, SAMPLES, WIDTH, NUM_DEVICES, NUM_STEPS = 10, 8, 3, 4, 3
+# Ids of the homes with keys; below, groups of four, one for each device. Keys of a group differ in their upper half.
+KEYS = np.arange(12) % 4 + np.repeat(np.array([5 * 2**38, 2**40, 2**62 + 2**33], np.int64), 4)
+# Which groups each step reads, and how often each id occurs in it at least: a table of eight rows must give up those
+# that the step before did not read, and gets them back.
+GROUPS = ((0, 1), (0, 2), (0, 1))
+
+
+class Home(NamedTuple):
+    """A home, the ways on which it works, and how its oracle begins."""
+
+    storage: Any
+    ways: tuple[str, ...]
+    takes_keys: bool = False
+    keyed: Mapping[str, int] = MappingProxyType({})  # arguments of its oracle
+    refuses_rules_that_move_all_rows: bool = False
+
+
+class Way(NamedTuple):
+    """A mesh or one device, and how tables lie on it."""
+
+    placement: str | None
+    capacity: int | None = None
+    is_split: bool = False
+
+
+WAYS = {
+    "one device": Way(None),
+    "row": Way("row", is_split=True),
+    "row, many rounds": Way("row", capacity=2, is_split=True),
+    "table": Way("table"),
+    "column": Way("column"),
+    "replicated": Way("replicated"),
+}
+HERE, ASKED = ("one device", "replicated"), ("row", "row, many rounds")
+HOMES = {
+    "dense": Home(None, tuple(WAYS)),
+    "hashed": Home(rs.Hashed(), (*HERE, *ASKED), True),
+    "hashed, evicting": Home(rs.Hashed(when_full="evict"), (*HERE, *ASKED), True, {"capacity": 8}),
+    "hashed, admitting": Home(rs.Hashed(admission_count=4), (*HERE, *ASKED), True, {"admission_count": 4}),
+    "host-cached": Home(rs.HostCached(cache_rows=8), (*HERE, *ASKED), refuses_rules_that_move_all_rows=True),
+    "train": Home(TensorTrain((11,)), HERE),
+}
+RUNS = [(home, way) for home in HOMES for way in HOMES[home].ways]
+REFUSED = [(home, way) for home in HOMES for way in WAYS if way not in HOMES[home].ways]
+
+
+def adamw_of_optax(rule, row, slots, gradient, number):
+    slots[0] += 1
+    slots[1][:] = 0.9 * slots[1] + 0.1 * gradient
+    slots[2][:] = 0.999 * slots[2] + 0.001 * gradient**2
+    t = slots[0][0]
+    direction = slots[1] / (1 - 0.9**t) / (np.sqrt(slots[2] / (1 - 0.999**t)) + 1e-8)
+    row -= rules.LR * (direction + 0.3 * row)
+
+
+CONTRACT = rules.CONTRACT | {"optax adamw": (rs.from_optax(optax.adamw(rules.LR, weight_decay=0.3)), adamw_of_optax)}
+MOVING_ALL = [name for name, (rule, _) in CONTRACT.items() if rule.moves_all_rows]
+ROW_WISE = [name for name, (rule, _) in CONTRACT.items() if rule.is_row_wise]
+LAZY = [name for name in CONTRACT if name not in MOVING_ALL]
+
+
+class Cell(NamedTuple):
+    """One table: its home, the way to it, the rules that step it, and its combiner. Weights come with every cell."""
+
+    home: str
+    way: str
+    rules: tuple[str, ...]
+    combiner: str
+
+    @property
+    def table(self):
+        return " ".join((self.home, self.way, self.rules[0][:5], self.combiner))
+
+    @property
+    def features(self):
+        return f"{self.table} plain", f"{self.table} weighted"
+
+
+def rules_of(home, way):
+    """Rules that one table may have: several side by side, or one alone, as whoever moves all rows must be."""
+    lazy = [name for name in LAZY if way != "column" or name not in ROW_WISE]
+    parts = 1 if way in ("table", "column") else 3  # where many homes can be, each brings some of the rules
+    alone = ["adam", *MOVING_ALL] if not HOMES[home].refuses_rules_that_move_all_rows else ["adam"]
+    return [*(tuple(lazy[k::parts]) for k in range(parts)), *((name,) for name in alone)]
+
+
+def pairs_of(cell):
+    named = [(axis, value) for axis, value in cell._asdict().items() if axis != "rules"]
+    named += [("rule", name) for name in cell.rules]
+    return {frozenset(pair) for pair in itertools.combinations(named, 2) if pair[0][0] != pair[1][0]}
+
+
+def cost_of(cell):
+    """What a table costs to compile, in rules; finding rows by key costs most."""
+    return len(cell.rules) + (4 if cell.home in ("dense", "train") else 15)
+
+
+@functools.cache
+def cells():
+    """As few tables as a greedy choice needs for every pair of values of two axes that can be had."""
+    possible = [
+        Cell(home, way, names, combiner)
+        for home, way in RUNS
+        for names in rules_of(home, way)
+        for combiner in COMBINERS
+    ]
+    missing, chosen = set().union(*map(pairs_of, possible)), []
+    while missing:
+        best = max(possible, key=lambda cell: len(pairs_of(cell) & missing) / cost_of(cell))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return chosen
+
+
+def steps_of(cell):
+    return Steps(*zip(*(CONTRACT[name] for name in cell.rules), strict=True))
+
+
+def spec_of(cell):
+    steps, home = steps_of(cell), HOMES[cell.home]
+    dim = NUM_DEVICES * max(len(steps.rules), 2)
+    storage = home.storage
+    if isinstance(storage, TensorTrain):
+        storage = dataclasses.replace(storage, tt_p_shapes=(3, 4), tt_q_shapes=(dim // 4, 4))
+    return rs.TableSpec(
+        name=cell.table,
+        vocabulary_size=home.keyed.get("capacity", 12) if home.takes_keys else ROWS,
+        embedding_dim=dim,
+        initializer=from_key,
+        optimizer=steps.rules[0] if len(steps.rules) == 1 else SideBySide(rules=steps.rules),
+        combiner=cell.combiner,
+        storage=storage,
+    )
+
+
+def from_key(key, shape):
+    """Numbers in [-0.5, 0.5) that depend on the key, and compile in no time."""
+    places = jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape)
+    scattered = (jax.random.key_data(key)[1] + places) * jnp.uint32(0x9E3779B1)
+    return (scattered >> 8).astype(jnp.float32) / 2**24 - 0.5
+
+
+def mesh_of(num_devices):
+    return Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
+
+
+def collection_of(way, own):
+    placed = WAYS[way]
+    on_mesh = {}
+    if placed.placement is not None:
+        on_mesh = {"mesh": mesh_of(NUM_DEVICES), "placement": {cell.table: placed.placement for cell in own}}
+    features = []
+    for cell in own:
+        table = spec_of(cell)
+        features += [rs.FeatureSpec(name=name, table_spec=table) for name in cell.features]
+    return rs.EmbeddingCollection(features, exchange_capacity=placed.capacity, bounds_check="ignore", **on_mesh)
+
+
+def reads_of(home, number):
+    """Ids of both features in a step: repeated in a sample and across, padding, and a device without ids."""
+    generator = np.random.default_rng(number)
+    letters = np.concatenate([np.arange(4) + 4 * group for group in GROUPS[number]])
+    empty = SAMPLES // NUM_DEVICES
+    ids = generator.choice(letters, (2, SAMPLES, WIDTH))
+    for own in ids:
+        places = generator.permutation((SAMPLES - empty) * WIDTH)
+        own.reshape(-1)[places[: letters.size]] = letters
+        own.reshape(-1)[places[letters.size :][: 2 * WIDTH]] = -1
+    if number == 1:
+        ids[:, SAMPLES - empty :] = -1
+    weights = generator.uniform(0.2, 2.0, (SAMPLES, WIDTH)).astype(np.float32)
+    weights[generator.random(weights.shape) < 0.2] = 0.0
+    weights[number] = 0.0
+    ids = np.where(ids < 0, -1, KEYS[ids]) if home.takes_keys else ids.astype(np.int32)
+    return Read(ids[0], None), Read(ids[1], weights)
+
+
+def batch_of(own, number):
+    batch = {}
+    for cell in own:
+        for name, read in zip(cell.features, reads_of(HOMES[cell.home], number), strict=True):
+            batch[name] = read.ids if read.weights is None else (read.ids, read.weights)
+    return batch
+
+
+def initial_vectors(collection, state, look_ahead, own):
+    """What keys start from, read one by one: three of a kind in a sample, so that they are admitted."""
+    found = {cell.table: {} for cell in own}
+    for first in range(0, KEYS.size, 4):
+        some = KEYS[first : first + 4]
+        ids = np.where(np.arange(SAMPLES)[:, None] < 4, np.resize(some, SAMPLES)[:, None], -1).repeat(WIDTH, axis=1)
+        batch = {name: ids for cell in own for name in cell.features}
+        batch |= {cell.features[1]: (ids, np.ones(ids.shape, np.float32)) for cell in own}
+        activations = look_ahead(state, collection.prepare(batch))
+        for cell in own:
+            gain = {"sum": 3.0, "sqrtn": 3.0**0.5}.get(cell.combiner, 1.0)
+            vectors = np.float64(activations[cell.features[0]]).reshape(SAMPLES, -1, spec_of(cell).embedding_dim)
+            found[cell.table] |= {int(key): vector[0] / gain for key, vector in zip(some, vectors, strict=False)}
+    return found
+
+
+def oracle_of(cell, collection, state, initial):
+    home, steps = HOMES[cell.home], steps_of(cell)
+    if home.takes_keys:
+        num_shards = NUM_DEVICES if WAYS[cell.way].is_split else 1
+        made_of = dict(home.keyed, num_shards=num_shards)
+        if "capacity" in made_of:
+            made_of["capacity"] //= num_shards
+        return KeyedTable(initial[cell.table], cell.combiner, steps, **made_of)
+    if isinstance(home.storage, TensorTrain):
+        q_shapes = spec_of(cell).storage.tt_q_shapes
+        return TrainTable([np.asarray(core) for core in state.tables[cell.table]], ROWS, q_shapes, cell.combiner, steps)
+    return DenseTable(np.asarray(collection.tables(state)[cell.table]), cell.combiner, steps)
+
+
+def assert_close(found, expected, what):
+    expected = np.asarray(expected, np.float64)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64).reshape(expected.shape), expected, rtol=2e-4, atol=2e-5, err_msg=what
+    )
+
+
+def slots_of(pairs):
+    """The slots of many rows, one array each."""
+    flat = [[slot for own in slots for slot in own] for slots in pairs]
+    return [np.stack(column) for column in zip(*flat, strict=True)]
+
+
+def assert_holds(collection, state, cell, oracle, what):
+    """Rows, slots and bookkeeping of a table."""
+    table, home = collection.tables(state)[cell.table], HOMES[cell.home]
+    if home.takes_keys:
+        keys = sorted(oracle.rows)
+        assert table["keys"].tolist() == keys, what
+        assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys], what
+        assert table["count"].tolist() == [oracle.occurrences[key] for key in keys], what
+        if oracle.admission_count:
+            waiting = dict(zip(table["waiting_keys"].tolist(), table["waiting_count"].tolist(), strict=True))
+            assert waiting == oracle.waiting, what
+        counts = collection.counts(state)[cell.table]
+        assert (counts["inserted"].sum(), counts["evicted"].sum()) == (oracle.num_inserted, oracle.num_evicted), what
+        assert counts["failed"].sum() == 0, what
+        values, slots = table["values"], [array for name, array in table.items() if name.startswith("slot_")]
+        expected = [oracle.rows[key] for key in keys]
+    elif isinstance(home.storage, TensorTrain):
+        for core, own, wanted, wanted_slots in zip(
+            state.tables[cell.table], collection.slots(state)[cell.table], oracle.cores, oracle.slots, strict=True
+        ):
+            assert_close(core, wanted, what)
+            for slot, column in zip(own, slots_of(wanted_slots), strict=True):
+                assert_close(slot, column, what)
+        values, slots, expected = table, [], [(row, []) for row, _ in oracle.rows.values()]
+    else:
+        values, slots = table, jax.tree.leaves(collection.slots(state)[cell.table])
+        expected = list(oracle.rows.values())
+    assert_close(values, np.stack([row for row, _ in expected]), what)
+    for slot, column in zip(slots, slots_of([slots for _, slots in expected]), strict=True):
+        assert_close(slot, column, f"{what}: slots")
+
+
+@pytest.mark.parametrize(("home", "way"), RUNS)
+def test_a_home_on_a_way_gives_the_numbers_of_loops(home, way):
+    own = [cell for cell in cells() if (cell.home, cell.way) == (home, way)]
+    collection = collection_of(way, own)
+
+    def step(state, batch, d_activations):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        applied = collection.apply(state, pullback(d_activations))
+        return collection.lookup(state, batch), activations, applied, collection.update(state, batch, d_activations)
+
+    step = jax.jit(step)
+    state = collection.init(jax.random.key(0))
+    shapes = {name: (SAMPLES, *([WIDTH] * (c.combiner == "none"))) for c in own for name in c.features}
+    dims = {name: spec_of(cell).embedding_dim for cell in own for name in cell.features}
+    initial = {}
+    if HOMES[home].takes_keys:
+        zeros = {name: np.zeros((*shapes[name], dims[name]), np.float32) for name in shapes}
+        initial = initial_vectors(collection, state, lambda *batch: step(*batch, zeros)[1], own)
+    oracles = {cell: oracle_of(cell, collection, state, initial) for cell in own}
+    for number in range(NUM_STEPS):
+        generator = np.random.default_rng(100 + number)
+        d_activations = {n: generator.normal(size=(*shapes[n], dims[n])).astype(np.float32) for n in shapes}
+        batch = collection.prepare(batch_of(own, number))
+        state = collection.prefetch(state, batch)
+        looked, activations, applied, state = step(state, batch, d_activations)
+        for cell in own:
+            reads = dict(zip(cell.features, reads_of(HOMES[home], number), strict=True))
+            for found, expected in (
+                (looked, oracles[cell].lookup(reads)),
+                (activations, oracles[cell].lookup_ahead(reads)),
+            ):
+                for name in cell.features:
+                    what = f"{name}, step {number}, {'lookup' if found is looked else 'lookup_vjp'}"
+                    assert_close(found[name], expected[name], what)
+            oracles[cell].update(reads, {name: d_activations[name] for name in cell.features})
+            for after, by in ((state, "update"), (applied, "apply")):
+                assert_holds(collection, after, cell, oracles[cell], f"{cell.table}, step {number}, {by}")
+
+
+def test_cells_cover_every_pair_of_home_way_rule_and_combiner_that_is_not_refused():
+    covered = set().union(*map(pairs_of, cells()))
+    refused = [{("home", home), ("way", way)} for home, way in REFUSED]
+    refused += [{("way", "column"), ("rule", name)} for name in ROW_WISE]
+    refused += [
+        {("home", home), ("rule", name)}
+        for home, name in itertools.product(HOMES, MOVING_ALL)
+        if HOMES[home].refuses_rules_that_move_all_rows
+    ]
+    values = {"home": HOMES, "way": WAYS, "rule": CONTRACT, "combiner": COMBINERS}
+    for one, other in itertools.combinations(values, 2):
+        for pair in itertools.product(values[one], values[other]):
+            named = frozenset(zip((one, other), pair, strict=True))
+            assert (named in covered) != (named in refused), sorted(named)
+
+
+@pytest.mark.parametrize(("home", "way"), REFUSED)
+def test_what_a_home_cannot_do_is_refused_by_name(home, way):
+    cell = Cell(home, way, ("sgd",), "sum")
+    with pytest.raises(
+        ValueError, match=f"table '{cell.table}' is kept as .* cannot be placed '{WAYS[way].placement}'"
+    ):
+        collection_of(way, [cell])
+
+
+@pytest.mark.parametrize("name", ROW_WISE)
+def test_rules_of_whole_rows_are_refused_on_columns_by_name(name):
+    cell = Cell("dense", "column", (name,), "sum")
+    reason = (
+        rf"tables \['{cell.table}'\] cannot be placed 'column': {type(CONTRACT[name][0]).__name__} steps whole rows"
+    )
+    with pytest.raises(ValueError, match=reason):
+        collection_of("column", [cell])
+
+
+@pytest.mark.parametrize("name", MOVING_ALL)
+@pytest.mark.parametrize("home", [home for home in HOMES if HOMES[home].refuses_rules_that_move_all_rows])
+def test_rules_that_move_all_rows_are_refused_by_name_where_rows_are_elsewhere(home, name):
+    cell = Cell(home, "one device", (name,), "sum")
+    with pytest.raises(ValueError, match=f"table '{cell.table}': {type(CONTRACT[name][0]).__name__} moves all rows"):
+        collection_of("one device", [cell])
+
+
+def contract_table():
+    """The cells as a table of Markdown."""
+    ways = [way for way in WAYS if way != "row, many rounds"]  # the same way, more often
+    lines = [["", *ways, "rules"], ["---"] * (len(ways) + 2)]
+    for name, home in HOMES.items():
+        cells_of_home = ["yes" if way in home.ways else "refused" for way in ways]
+        if "column" in home.ways:
+            cells_of_home[ways.index("column")] = "yes, with rules of single entries"
+        rules_of_home = "those that move rows of the batch" if home.refuses_rules_that_move_all_rows else "all"
+        lines.append([name, *cells_of_home, rules_of_home])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def test_the_table_in_the_docs_is_what_is_run_here():
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    _, begun, rest = page.partition("<!-- contract table: begin -->\n")
+    table, ended, _ = rest.partition("\n<!-- contract table: end -->")
+    assert begun and ended and table.strip() == contract_table()

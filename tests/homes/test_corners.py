@@ -1,0 +1,188 @@
+"""Batches and uses that break what works on ordinary ones, for tables of keys above all."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import rsembed as rs
+from rsembed.tt import TensorTrain
+
+DIM, LR = 4, 0.5
+ONE, OTHER, THIRD = 2**40 + 1, 2**40 + 2**33 + 1, 2**62 + 3
+
+
+def mesh_of(num_devices):
+    return Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
+
+
+def keyed(mesh=None, *, optimizer=None, combiner="sum", dtype="float32", beside=(), **storage):
+    """One table of keys read by one feature, and other features."""
+    optimizer = rs.SGDOptimizerSpec(LR) if optimizer is None else optimizer
+    size = {"vocabulary_size": 8, "embedding_dim": DIM}
+    size |= {"vocabulary_size": storage.pop("rows")} if "rows" in storage else {}
+    table = rs.TableSpec(
+        name="t", **size, optimizer=optimizer, combiner=combiner, dtype=dtype, storage=rs.Hashed(**storage),
+        stochastic_rounding=dtype != "float32",
+    )  # fmt: skip
+    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table), *beside], mesh=mesh)
+
+
+@functools.cache
+def on_mesh():
+    """Keys, rows and a train on four devices, with a state and a compiled step that updates, and one that applies."""
+    sgd = rs.SGDOptimizerSpec(LR)
+    others = {"d": None, "w": TensorTrain((2,), (2, 4), (2, 2))}
+    beside = [
+        rs.FeatureSpec(
+            name=name,
+            table_spec=rs.TableSpec(name=name, vocabulary_size=8, embedding_dim=DIM, optimizer=sgd, storage=storage),
+        )
+        for name, storage in others.items()
+    ]
+    collection = keyed(mesh_of(4), beside=beside)
+
+    @jax.jit
+    def gradients(state, batch, d_activations):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        return activations, pullback(d_activations)
+
+    return collection, collection.init(jax.random.key(0)), gradients, jax.jit(collection.update)
+
+
+def batch_of(keys):
+    """The keys for one feature, and no ids for the others."""
+    keys = np.asarray(keys, np.int64)
+    return {"f": keys} | dict.fromkeys("dw", np.full(keys.shape, -1, np.int32))
+
+
+def ones_for(batch):
+    return {name: np.ones((len(ids), DIM), np.float32) for name, ids in batch.items()}
+
+
+def test_one_key_in_every_sample_of_every_device_is_one_row_that_is_stepped_once():
+    collection, state, gradients, update = on_mesh()
+    batch = batch_of(np.full((8, 3), ONE))
+    activations, row_gradients = gradients(state, collection.prepare(batch), ones_for(batch))
+    initial = np.asarray(activations["f"])[0] / 3
+    assert int(row_gradients.num_touched()["t"]) == 1
+    table = collection.tables(update(state, collection.prepare(batch), ones_for(batch)))["t"]
+    assert (table["keys"].tolist(), table["count"].tolist()) == ([ONE], [24])
+    np.testing.assert_allclose(table["values"][0], initial - LR * 24, rtol=1e-6)
+
+
+@pytest.mark.parametrize("samples", [8, 0], ids=["all padding", "no samples"])
+def test_a_batch_without_ids_changes_nothing_but_the_step(samples):
+    collection, state, gradients, update = on_mesh()
+    batch = batch_of(np.full((samples, 3), -1))
+    activations, row_gradients = gradients(state, collection.prepare(batch), ones_for(batch))
+    assert {name: values.shape for name, values in activations.items()} == dict.fromkeys("fdw", (samples, DIM))
+    assert all(not np.asarray(values).any() for values in activations.values())
+    assert int(row_gradients.num_touched()["t"]) == int(row_gradients.num_touched()["d"]) == 0
+    after = update(state, collection.prepare(batch), ones_for(batch))
+    jax.tree.map(np.testing.assert_array_equal, after.tables["d"], state.tables["d"])
+    jax.tree.map(np.testing.assert_array_equal, after.tables["w"], state.tables["w"])
+    assert collection.tables(after)["t"]["keys"].size == 0 and int(after.step) == 1
+
+
+def test_a_key_that_is_not_admitted_reads_zeros_that_count_in_the_mean():
+    collection = keyed(combiner="mean", admission_count=1)
+    state, batch = collection.init(jax.random.key(0)), {"f": np.array([[ONE, ONE, OTHER], [-1, -1, -1]])}
+
+    @jax.jit
+    def step(state, batch):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        return activations, collection.apply(state, pullback({"f": jnp.ones((2, DIM))}))
+
+    activations, after = step(state, collection.prepare(batch))
+    table = collection.tables(after)["t"]
+    assert (table["keys"].tolist(), table["waiting_keys"].tolist()) == ([ONE], [OTHER])
+    # Each of three has a third of the gradient, whoever has a row.
+    initial = table["values"][0] + LR * 2 / 3
+    np.testing.assert_allclose(activations["f"], [initial * 2 / 3, np.zeros(DIM)], rtol=1e-5)
+    assert collection.tables(step(after, collection.prepare(batch))[1])["t"]["keys"].tolist() == [ONE, OTHER]
+
+
+def test_a_full_table_raises_outside_jit_and_counts_inside():
+    collection = keyed(rows=2)
+    state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": np.array([[ONE, OTHER], [THIRD, ONE]])})
+    d_activations = {"f": np.ones((2, DIM), np.float32)}
+    with pytest.raises(RuntimeError, match="table 't' is full: 1 new keys found no room in 2 rows"):
+        collection.update(state, batch, d_activations)
+    after = jax.jit(collection.update)(state, batch, d_activations)
+    assert collection.counts(after)["t"]["failed"].tolist() == [1]
+    assert collection.tables(after)["t"]["keys"].tolist() == [ONE, OTHER]
+
+
+def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
+    collection = keyed()
+    state = collection.init(jax.random.key(0))
+    batches = [collection.prepare({"f": np.array(keys)}) for keys in ([[ONE, OTHER]], [[THIRD, ONE]], [[ONE, ONE]])]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    value_and_grad = rs.value_and_grad(lambda weight, found: jnp.sum(found["f"] @ weight), collection, has_aux=False)
+
+    def step(state, batch):
+        loss, (d_weight, row_gradients) = value_and_grad(jnp.full(DIM, 2.0), state, batch)
+        return collection.apply(state, row_gradients), (loss, d_weight)
+
+    after, (losses, d_weights) = jax.jit(lambda s, b: jax.lax.scan(step, s, b), donate_argnums=0)(state, stacked)
+    table = collection.tables(after)["t"]
+    assert (table["keys"].tolist(), table["count"].tolist()) == ([ONE, OTHER, THIRD], [4, 1, 1])
+    one, other, third = table["values"] + LR * 2 * np.array([[4], [1], [1]])  # what they started from
+    moved = LR * 2
+    read = [one + other, third + one - moved, 2 * (one - 2 * moved)]
+    np.testing.assert_allclose(np.stack(d_weights).reshape(3, DIM), read, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(losses, 2 * np.sum(read, axis=1), rtol=1e-5, atol=1e-5)
+    assert jax.tree.leaves(state.tables)[0].is_deleted()
+
+
+def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bits():
+    keys = np.array([ONE, OTHER, THIRD, 5, 2**41, -1])
+    tables = []
+    for mesh in (None, mesh_of(4)):
+        collection = keyed(mesh, dtype="bfloat16", optimizer=rs.SGDOptimizerSpec(0.3), rows=32)
+        state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
+        generator = np.random.default_rng(0)
+        for _ in range(3):
+            batch = collection.prepare({"f": generator.choice(keys, (8, 2))})
+            # Sums of such gradients are exact, in any order.
+            state = update(state, batch, {"f": generator.integers(-8, 8, (8, DIM)).astype(np.float32) / 64})
+        tables.append(collection.tables(state)["t"])
+    assert tables[0]["keys"].tolist() == sorted(keys[keys >= 0].tolist())
+    assert tables[0]["values"].tobytes() == tables[1]["values"].tobytes()
+
+
+def test_a_pickled_collection_reads_and_trains_the_same_keys():
+    collection = keyed()
+    state, batch = collection.init(jax.random.key(0)), {"f": np.array([[ONE, OTHER], [THIRD, -1]])}
+    d_activations = {"f": np.ones((2, DIM), np.float32)}
+    found = []
+    for own in (collection, pickle.loads(pickle.dumps(collection))):
+
+        @jax.jit
+        def step(state, batch, own=own):
+            return own.lookup_vjp(state, batch)[0]["f"], own.update(state, batch, d_activations)
+
+        activations, after = step(state, own.prepare(batch))
+        found.append([activations, *own.tables(after)["t"].values()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("storage", [rs.Hashed(), rs.HostCached(cache_rows=4), TensorTrain((2,))], ids=repr)
+def test_a_table_is_found_by_its_name_although_the_state_cuts_long_ones(storage):
+    table = rs.TableSpec(name="a" * 70, vocabulary_size=8, embedding_dim=DIM, storage=storage)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    state = collection.init(jax.random.key(0))
+    assert list(collection.tables(state)) == list(collection.slots(state)) == [table.name]
+    assert list(collection.counts(state)) == [table.name] * (not isinstance(storage, TensorTrain))
+    if isinstance(storage, TensorTrain):
+        return  # takes no rows
+    values = np.ones((8, DIM), np.float32)
+    rows = {"keys": np.arange(8), "values": values} if storage.takes_keys else values
+    found = collection.tables(collection.with_tables(state, {table.name: rows}))[table.name]
+    np.testing.assert_array_equal(found["values"] if storage.takes_keys else found, values)
