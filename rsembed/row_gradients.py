@@ -146,7 +146,7 @@ def _combined(num_rows: int, bound: int, parts: list[tuple[Array, Array]]) -> tu
     flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
     if parts[0][0].dtype == jnp.uint32:
         lanes = jnp.concatenate([rows.reshape(-1, 3) for rows, _ in parts])
-        keys, occurrences = Keys(lanes[:, 0], lanes[:, 1], lanes[:, 2] > 0), lanes[:, 2]
+        keys, occurrences = Keys(lanes[:, 0], lanes[:, 1], lanes[:, 2] > 0), lanes[:, 2].astype(jnp.int32)
         return combine_by_key(keys, occurrences, jnp.concatenate(flat_values))
     segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
     rows, values = api.row_gradients(num_rows, segments, flat_values)

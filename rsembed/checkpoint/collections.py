@@ -80,7 +80,8 @@ def load_collection(
     like = _without_step(arrays) | {"others": logical(others)}
     like["tables"] |= tables
     like["slots"] |= slots
-    by_key = [name for name in collection.logical.apart() if name not in tables]
+    apart = [stack.table.name for stack in collection.logical.apart().values()]
+    by_key = [name for name in apart if name not in tables]
     entries: dict[bool, list[Any]] = {True: [], False: []}  # how many keys a table has, its file alone knows
     for entry in found["arrays"]:
         if others is not None or entry["path"][0] != "others":
@@ -88,7 +89,7 @@ def load_collection(
     tree = restored(path, entries[False], like)
     step = placed(np.asarray(found["step"], np.int32), template.step)
     state = with_states(arrays, tree | {"step": step})
-    if collection.logical.apart():
+    if apart:
         keyed = nested(path, entries[True]).get("tables", {}) if by_key else {}
         state = collection.logical.whole(state, tree["tables"] | keyed, tree["slots"], collection.layout)
     return state if others is None else (state, with_states(others, tree["others"]))

@@ -266,8 +266,8 @@ class EmbeddingCollection:
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """By table with a storage that counts: what happened on each device so far, such as new keys and failures."""
         self.check_state(state, parts=["tables"])
-        stored = {name: stack for name, stack in self._stacks.items() if isinstance(stack, StoredRows)}
-        found = {name: stack.home.counts(state.tables[name], stack.engine.num_shards) for name, stack in stored.items()}
+        stored = [(state.tables[n], stack) for n, stack in self._stacks.items() if isinstance(stack, StoredRows)]
+        found = {s.table.name: s.home.counts(params, s.engine.num_shards) for params, s in stored}
         return {name: counts for name, counts in found.items() if counts}
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:

@@ -48,9 +48,10 @@ class LogicalTables:
         result: dict[str, Any] = {}
         for name, stack in self.stacks.items():
             if name in self.on_host:
-                result[name] = self.on_host[name].arrays(state.tables[name], state.slots[name])[0]
+                fetching = self.on_host[name]
+                result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots[name])[0]
             elif isinstance(stack, StoredRows) and stack.home.takes_keys:
-                result[name] = self._rows(stack, state)
+                result[stack.table.name] = self._rows(stack, state)
             else:
                 dense = self.devices.place(stack.dense(state.tables[name]), PartitionSpec())
                 for table in stack.layout.stack.tables:
@@ -63,13 +64,16 @@ class LogicalTables:
         for name, stack in self.stacks.items():
             rule = stack.layout.stack.spec.optimizer
             if name in self.on_host:
-                _, *arrays = self.on_host[name].arrays(state.tables[name], state.slots[name])
-                result[name] = rule.pack_slots(tuple(map(jnp.asarray, arrays)))
+                fetching = self.on_host[name]
+                _, *arrays = fetching.arrays(state.tables[name], state.slots[name])
+                result[fetching.table.name] = rule.pack_slots(tuple(map(jnp.asarray, arrays)))
             elif isinstance(stack, StoredRows) and stack.home.takes_keys:
                 rows = self._rows(stack, state)
-                result[name] = rule.pack_slots(tuple(jnp.asarray(rows[key]) for key in rows if key.startswith("slot_")))
+                result[stack.table.name] = rule.pack_slots(
+                    tuple(jnp.asarray(rows[key]) for key in rows if key.startswith("slot_"))
+                )
             elif isinstance(stack, StoredRows):
-                result[name] = self.devices.place(state.slots[name], PartitionSpec())
+                result[stack.table.name] = self.devices.place(state.slots[name], PartitionSpec())
             else:
                 slots = self.devices.place(state.slots[name], PartitionSpec())
                 for table in stack.layout.stack.tables:
@@ -80,50 +84,51 @@ class LogicalTables:
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
         replaced, slots = dict(state.tables), dict(state.slots)
-        for name, values in tables.items():
-            if name not in self.specs:
-                raise ValueError(f"unknown table {name!r}; the collection has {list(self.specs)}.")
-            spec, stack = self.specs[name], self._stack_of(name)
+        for table_name, values in tables.items():
+            if table_name not in self.specs:
+                raise ValueError(f"unknown table {table_name!r}; the collection has {list(self.specs)}.")
+            spec, stack = self.specs[table_name], self._stack_of(table_name)
+            name = stack.layout.stack.name
             if isinstance(stack, StoredRows) and name not in self.on_host:
                 replaced[name], slots[name] = stack.with_rows(state.tables[name], state.slots[name], values)
                 continue
             shape = (spec.vocabulary_size, spec.embedding_dim)
             if np.shape(values) != shape:
-                raise ValueError(f"table {name!r} has shape {shape}, the new values {np.shape(values)}.")
+                raise ValueError(f"table {table_name!r} has shape {shape}, the new values {np.shape(values)}.")
             if name in self.on_host:
                 given, fetching = (state.tables[name], state.slots[name]), self.on_host[name]
                 _, *kept = fetching.arrays(*given)
                 replaced[name] = fetching.with_arrays(given[0], [np.asarray(values).astype(spec.dtype), *kept])
                 continue
-            stack_name, rows = stack.layout.stack.name, stack.layout.all_rows(name, spec.vocabulary_size)
-            whole = self.devices.place(replaced[stack_name], PartitionSpec())
+            rows = stack.layout.all_rows(table_name, spec.vocabulary_size)
+            whole = self.devices.place(replaced[name], PartitionSpec())
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
-            replaced[stack_name] = self.devices.place(whole, stack.partition)
+            replaced[name] = self.devices.place(whole, stack.partition)
         return state._replace(tables=replaced, slots=slots)
 
     # For files
 
     def apart(self) -> dict[str, StoredRows]:
-        """Tables whose arrays mean nothing to a file: rows found by key, or on the host."""
+        """Stacks whose arrays mean nothing to a file: rows found by key, or on the host."""
         stored = {name: stack for name, stack in self.stacks.items() if isinstance(stack, StoredRows)}
         return {name: stack for name, stack in stored.items() if name in self.on_host or stack.home.takes_keys}
 
     def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, dict[str, Any], dict[str, Any]]:
-        """The state without tables that are `apart`, and these as files have them: rows, and slots by name."""
+        """The state without stacks that are `apart`, and their tables as files have them: rows, and slots by name."""
         tables: dict[str, Any] = {}
         slots: dict[str, Any] = {}
         for name, stack in self.apart().items():
-            given = state.tables[name], state.slots[name]
+            given, table = (state.tables[name], state.slots[name]), stack.table.name
             if name in self.on_host:
-                tables[name], *arrays = self.on_host[name].arrays(*given)
-                slots[name] = dict(zip(self._slot_names(stack), arrays, strict=True))
+                tables[table], *arrays = self.on_host[name].arrays(*given)
+                slots[table] = dict(zip(self._slot_names(stack), arrays, strict=True))
             else:
-                tables[name] = self._rows(stack, state) | {FIRST_KEY: _first(given[0].key)}
-                slots[name] = {}
+                tables[table] = self._rows(stack, state) | {FIRST_KEY: _first(given[0].key)}
+                slots[table] = {}
         return self.without_apart(state), tables, slots
 
     def without_apart(self, state: EmbeddingState) -> EmbeddingState:
-        """The state, or a template of one, without tables that are `apart`."""
+        """The state, or a template of one, without stacks that are `apart`."""
         apart = self.apart()
         tables, slots = ({n: v for n, v in part.items() if n not in apart} for part in (state.tables, state.slots))
         facts = {} if state.layout is None else state.layout.facts
@@ -133,15 +138,15 @@ class LogicalTables:
     def templates(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes of those tables in `parted` of which a file has as many rows as there are ids."""
         tables, slots = {}, {}
-        for name in self.on_host:
-            spec = self.specs[name]
+        for fetching in self.on_host.values():
+            spec = fetching.table
             row = jax.ShapeDtypeStruct((1, spec.embedding_dim), jnp.float32)
             shapes = [(row.shape, jnp.dtype(spec.dtype))]
             shapes += [(slot.shape, slot.dtype) for slot in jax.eval_shape(spec.optimizer.init_slots, row)]
-            tables[name], *own = (
+            tables[spec.name], *own = (
                 np.broadcast_to(np.zeros((), dtype), (spec.vocabulary_size, *shape[1:])) for shape, dtype in shapes
             )
-            slots[name] = dict(zip(self._slot_names(self.apart()[name]), own, strict=True))
+            slots[spec.name] = dict(zip(self._slot_names(fetching.stack), own, strict=True))
         return tables, slots
 
     def whole(
@@ -150,11 +155,11 @@ class LogicalTables:
         """The inverse of `parted`."""
         all_tables, all_slots = dict(state.tables), dict(state.slots)
         for name, stack in self.apart().items():
-            rows, part = tables[name], stack.partition
+            rows, part = tables[stack.table.name], stack.partition
             fresh = jax.jit(self.devices.on_each(stack.engine.init, PartitionSpec(), (part, part)))
             params, own_slots = fresh(jax.random.key(0))
             if name in self.on_host:
-                arrays = [rows, *(slots[name][slot] for slot in self._slot_names(stack))]
+                arrays = [rows, *(slots[stack.table.name][slot] for slot in self._slot_names(stack))]
                 params = self.on_host[name].with_arrays(params, arrays)
             else:
                 data = np.asarray(jax.random.key_data(rows[FIRST_KEY]))
@@ -172,7 +177,7 @@ class LogicalTables:
         raise KeyError(table_name)
 
     def _rows(self, stack: StoredRows, state: EmbeddingState) -> dict[str, np.ndarray]:
-        name = stack.table.name
+        name = stack.layout.stack.name
         return stack.home.rows(state.tables[name], state.slots[name], stack.table, stack.engine.num_shards)
 
     def _slot_names(self, stack: StoredRows) -> list[str]:

@@ -250,7 +250,9 @@ class StoredTable:
             return jnp.ones(num_own, jnp.int32)
         keys = Keys(*map(_joined, batch.keys, self.of_all_devices(batch).keys))
         first, position = first_occurrences(keys), jnp.arange(keys.shape[0], dtype=jnp.int32)
-        counts = jnp.zeros(position.shape, jnp.int32).at[first].add(position >= num_own, mode="drop")
+        counts = (
+            jnp.zeros(position.shape, jnp.int32).at[first].add((position >= num_own).astype(jnp.int32), mode="drop")
+        )
         return jnp.where(first == position, counts, 0)[:num_own]
 
     def _find(
