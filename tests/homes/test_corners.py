@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,28 @@ def test_a_batch_without_ids_changes_nothing_but_the_step(samples):
     jax.tree.map(np.testing.assert_array_equal, after.tables["d"], state.tables["d"])
     jax.tree.map(np.testing.assert_array_equal, after.tables["w"], state.tables["w"])
     assert collection.tables(after)["t"]["keys"].size == 0 and int(after.step) == 1
+
+
+def test_gradients_of_micro_batches_on_a_mesh_combine_by_key():
+    collection, state, gradients, _ = on_mesh()
+    generator, keys, sums, initial = np.random.default_rng(0), np.array([ONE, OTHER, THIRD, 0, -1]), Counter(), {}
+    parts, counts = [], Counter()
+    for number in range(2):
+        batch = batch_of(generator.choice(keys[number : number + 4], (8, 3)))
+        d_activations = {name: generator.normal(size=(8, DIM)).astype(np.float32) for name in batch}
+        parts.append(gradients(state, collection.prepare(batch), d_activations)[1])
+        for sample, own in enumerate(batch["f"]):
+            for key in own[own >= 0].tolist():
+                counts[key] += 1
+                sums[key] = sums[key] + np.float64(d_activations["f"][sample])
+    for key in counts:
+        alone = batch_of(np.where(np.arange(24) == 0, key, -1).reshape(8, 3))
+        initial[key] = np.asarray(gradients(state, collection.prepare(alone), ones_for(alone))[0]["f"])[0]
+    applied = jax.jit(lambda state, *parts: collection.apply(state, rs.combine(*parts)))(state, *parts)
+    table = collection.tables(applied)["t"]
+    assert dict(zip(table["keys"].tolist(), table["count"].tolist(), strict=True)) == counts
+    for key, vector in zip(table["keys"].tolist(), table["values"], strict=True):
+        np.testing.assert_allclose(vector, initial[key] - LR * sums[key], rtol=1e-5, atol=1e-5)
 
 
 def test_a_key_that_is_not_admitted_reads_zeros_that_count_in_the_mean():
