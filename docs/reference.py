@@ -21,6 +21,7 @@ TITLES = {
     "optimizers": "Optimizers",
     "kernels": "Kernels",
     "parallel": "Devices",
+    "homes": "Where rows are kept",
     "caching": "Caches",
     "fdo": "Statistics and limits",
     "checkpoint": "Checkpoints",

@@ -156,6 +156,7 @@ class EmbeddingCollection:
                 vocabulary_size=table.vocabulary_size,
                 embedding_dim=table.embedding_dim,
                 combiner=table.combiner,
+                storage=None if table.storage is None or table.storage.key_dtype is None else table.storage,
             )
             for name, table in self.table_specs.items()
         }
@@ -192,10 +193,14 @@ class EmbeddingCollection:
         while the device still works on the last one. The state is given away, as to a step that donates it. Without
         tables on the host, nothing happens.
 
-        Raises: RuntimeError: more rows are wanted than there are places, or the state is of an earlier time.
+        Raises: RuntimeError: more rows are wanted than there are places, the state is of an earlier time, or this is
+          inside `jit`.
         """
         self.check_state(state)
-        return self._fetched(state, dict.fromkeys(self._on_host, self.prepare(batch)), is_for_good=True, donates=True)
+        batch = self.prepare(batch)
+        if self._on_host and _is_traced((state, batch)):
+            raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
+        return self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=True, donates=True)
 
     def _fetched(
         self, state: EmbeddingState, wanted: Mapping[str, Any], *, is_for_good: bool, donates: bool = False

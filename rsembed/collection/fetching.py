@@ -75,7 +75,10 @@ class Fetching:
         """
         store = self.check(params)
         make_room = self._of_batch if isinstance(batch, Mapping) else self._of_rows
-        params, moves = make_room(params, batch, step)
+        # Places are made without the rows, which a program on a mesh would copy.
+        without: Any = ()
+        found, moves = make_room(params._replace(near=params.near._replace(rows=without)), batch, step)
+        params = found._replace(near=found.near._replace(rows=params.near.rows))
         rows, ids, left, counts, num_failed = map(on_host, moves)
         if num_failed.any():
             raise RuntimeError(

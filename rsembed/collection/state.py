@@ -35,15 +35,17 @@ class EmbeddingState(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a lookup of one stack sent to other devices.
+    """What a lookup of one stack asked for, and sent to other devices.
 
     Args:
       num_rounds: rounds of `all_to_all`; 0 where nothing is asked.
       num_bytes: bytes that every device sent, padding included.
+      num_unknown: of a table with keys, distinct ones without a row, by device that looked for them; else None.
     """
 
     num_rounds: Int[Array, ""]
     num_bytes: Float[Array, ""]
+    num_unknown: Int[Array, ""] | None = None
 
     @staticmethod
     def of(num_rounds: int | Int[Array, ""], bytes_per_round: int) -> Traffic:

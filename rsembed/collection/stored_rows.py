@@ -82,7 +82,9 @@ class StoredRows:
 
     def lookup(self, params: Any, bags: Mapping[str, Bags], *, train: bool) -> tuple[Sequence[Array], Traffic]:
         """Pooled rows of this device's samples, one array per feature; `train` reads ahead of the step that follows."""
-        outputs, _, traffic = self.engine.look_up(params, self.occurrences(bags), train=train)
+        outputs, num_unknown, traffic = self.engine.look_up(params, self.occurrences(bags), train=train)
+        if self.home.takes_keys:
+            traffic = traffic._replace(num_unknown=self.engine.devices.total(num_unknown))
         return outputs, traffic
 
     def row_gradients(self, bags: Mapping[str, Bags], d_outputs: Sequence[Array]) -> tuple[Array, Array]:

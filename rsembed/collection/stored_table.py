@@ -208,6 +208,7 @@ class StoredTable:
         self, params: Any, slots: Any, keys: Keys, occurrences: Array, values: Array, step: Step
     ) -> tuple[Any, Any]:
         """One step with the gradients of distinct keys."""
+        keys = _after(keys, [values])
         params, slots, found = self._find(params, slots, keys, occurrences, step)
         return self._step(params, slots, [_each(found)], [values], step)
 
@@ -215,6 +216,7 @@ class StoredTable:
         self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
         """Keys without a row get one, and all rows are stepped."""
+        batch = batch._replace(keys=_after(batch.keys, d_outputs))
         if not self.is_split:
             batch, d_outputs = self.of_all_devices(batch), [self.devices.gather(d_output) for d_output in d_outputs]
             params, slots, rows = self._find(params, slots, batch.keys, jnp.ones(batch.keys.shape, jnp.int32), step)
@@ -319,6 +321,16 @@ class StoredTable:
 
 def _joined(one: Array, other: Array) -> Array:
     return jnp.concatenate([one, other])
+
+
+def _after(keys: Keys, gradients: Sequence[Array]) -> Keys:
+    """The same keys, for which rows are only made once the gradients are there.
+
+    Else a compiled step would make them beside the lookup that the gradients follow from, and copy the table for it.
+    XLA takes barriers away before it decides that, so the keys depend on a number that is never both infinities.
+    """
+    first = sum((gradient.reshape(-1)[:1].sum() for gradient in gradients), start=jnp.zeros(()))
+    return keys.only(~((first == jnp.inf) & (first == -jnp.inf)))
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:

@@ -158,8 +158,12 @@ def combine(
 
 
 def num_distinct(keys: Keys) -> Int[Array, ""]:
-    """How many different keys there are."""
-    return jnp.sum(first_occurrences(keys) == jnp.arange(keys.low.shape[0], dtype=jnp.int32), dtype=jnp.int32)
+    """How many different keys there are; costs next to nothing where there is none."""
+
+    def count(keys: Keys) -> Int[Array, ""]:
+        return jnp.sum(first_occurrences(keys) == jnp.arange(keys.low.shape[0], dtype=jnp.int32), dtype=jnp.int32)
+
+    return jax.lax.cond(jnp.any(keys.is_key), count, lambda keys: varying_zero(keys.is_key), keys)
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:

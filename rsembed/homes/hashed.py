@@ -7,18 +7,15 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.homes import hashed_rows, logical_rows, row_map
-from rsembed.homes.hash_table import mix, num_distinct
+from rsembed.homes.hash_table import num_distinct
 from rsembed.homes.hashed_rows import DynamicTable, DynamicTableSpec, WhenFull, numbers_of
 from rsembed.homes.home import Home
 from rsembed.homes.row_map import Eviction
-from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
@@ -55,7 +52,7 @@ class Hashed(Home):
       >>> state, batch = collection.init(jax.random.key(0)), {"who": np.array([2**40, 7, 2**40])}
       >>> activations, pullback = collection.lookup_vjp(state, batch)
       >>> state = collection.apply(state, pullback(activations))
-      >>> int(collection.counts(state)["user"]["inserted"])
+      >>> int(collection.counts(state)["user"]["inserted"].sum())
       2
     """
 
@@ -139,14 +136,7 @@ class Hashed(Home):
         *,
         step: Step,
     ) -> tuple[DynamicTable, Slots]:
-        rounding = None if step.rounding is None else _by_key(params, step.rounding)
-        stepped, slots = api.update(params.rows, slots, segments, d_outputs, step.hyper, step.rule, rounding=rounding)
-        return params._replace(rows=stepped), slots
-
-    def num_values(self, table: TableSpec) -> tuple[int, int]:
-        row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
-        slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
-        return table.vocabulary_size * table.embedding_dim, table.vocabulary_size * slots
+        return hashed_rows.step(params, slots, segments, d_outputs, step)
 
     def rows(self, params: DynamicTable, slots: Slots, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         return logical_rows.export(self.rows_of(table), params._replace(slots=slots), num_shards)
@@ -198,13 +188,3 @@ def _number(step: Step) -> Int[Array, ""]:
     if step.number is None:
         raise ValueError("a hashed table notes when a row was used: the step needs its number.")
     return step.number
-
-
-def _by_key(params: DynamicTable, rounding: Rounding) -> Rounding:
-    """Rounding that draws by key, whichever row it has."""
-
-    def rounded(values: Array, dtype: Any, rows: Array) -> Array:
-        lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (params.keys.high, params.keys.low))
-        return rounding(values, dtype, mix(*lanes).astype(jnp.int32))
-
-    return rounded

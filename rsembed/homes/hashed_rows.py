@@ -12,7 +12,7 @@ All functions are pure and run inside `jit` and `shard_map`; with the table dona
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from rsembed.homes import row_map
-from rsembed.homes.hash_table import compact, first_occurrences
+from rsembed.homes import hash_table, row_map
+from rsembed.homes.hash_table import compact, first_occurrences, mix
 from rsembed.homes.home import on_host
 from rsembed.homes.row_map import EVICTIONS, Eviction, RowMap
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import KEY_DTYPES, Keys
-from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec, Slots
+from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec, Slots
 from rsembed.specs import TABLE_DTYPES
 
 WhenFull = Literal["error", "grow", "evict", "zero"]
@@ -322,33 +322,49 @@ def read_ahead(
     A key that will find the table full reads as what it would have started from.
     """
     rows, position = row_map.find(table.keys, keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
-    vectors, strangers = read(table, rows), keys.only(rows == NO_ROW)
-    first = first_occurrences(strangers)
-    starts = first == position
-    if spec.admission_count:
-        assert table.waiting is not None
-        totals = jnp.zeros(position.shape, jnp.int32).at[first].add(occurrences, mode="drop")
-        seen = row_map.count_of(table.waiting, row_map.find(table.waiting, strangers))
-        starts &= row_map.add_counts(totals, seen) > spec.admission_count
-    (fresh,) = _in_blocks(spec, table.key[0], keys, jnp.where(starts, position, NO_ROW), (vectors,), slots=False)
-    vectors = jnp.where((first == NO_ROW)[:, None], vectors, fresh.at[first].get(mode="fill", fill_value=0))
-    return vectors, jnp.sum(first == position, dtype=jnp.int32)
+    strangers = keys.only(rows == NO_ROW)
+
+    def with_strangers(vectors: Array) -> tuple[Array, Array]:
+        first = first_occurrences(strangers)
+        starts = first == position
+        if spec.admission_count:
+            assert table.waiting is not None
+            totals = jnp.zeros(position.shape, jnp.int32).at[first].add(occurrences, mode="drop")
+            seen = row_map.count_of(table.waiting, row_map.find(table.waiting, strangers))
+            starts &= row_map.add_counts(totals, seen) > spec.admission_count
+        entries = jnp.where(starts, position, NO_ROW)
+        (fresh,) = _in_blocks(spec, table.key[0], keys, entries, (vectors,), slots=False)
+        ahead = fresh.at[first].get(mode="fill", fill_value=0)
+        return jnp.where((first == NO_ROW)[:, None], vectors, ahead), jnp.sum(first == position, dtype=jnp.int32)
+
+    def without(vectors: Array) -> tuple[Array, Array]:
+        return vectors, hash_table.varying_zero(strangers.is_key)
+
+    # Late in training most batches have no strangers, and need none of their work.
+    return jax.lax.cond(jnp.any(strangers.is_key), with_strangers, without, read(table, rows))
 
 
 def step(
-    spec: DynamicTableSpec,
     table: DynamicTable,
-    rows: Int[Array, " nnz"],
-    gradients: Float[Array, "nnz dim"],
-    hyper: Hyperparameters,
-) -> DynamicTable:
-    """One optimizer step of rows that `translate` returned; gradients of equal rows are summed first.
+    slots: Slots,
+    segments: Sequence[Segment],
+    d_outputs: Sequence[Float[Array, "_ dim"]],
+    step: Step,
+) -> tuple[DynamicTable, Slots]:
+    """One optimizer step of the rows that segments read, as `translate` gave them.
 
-    `hyper` is `spec.optimizer.get_hyperparameters(step)`.
+    16-bit rows are rounded with noise that belongs to the key, whichever row it has.
     """
-    segment = Segment(rows, None, None, "none")
-    stepped, slots = api.update(table.rows, table.slots, [segment], [gradients], hyper, spec.optimizer)
-    return table._replace(rows=stepped, slots=slots)
+
+    def rounding(values: Array, dtype: Any, rows: Array) -> Array:
+        lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (table.keys.high, table.keys.low))
+        rounded: Array = step.rounding(values, dtype, mix(*lanes).astype(jnp.int32))  # type: ignore[misc]
+        return rounded
+
+    how = step.hyper, step.rule
+    by_key = None if step.rounding is None else rounding
+    rows, slots = api.update(table.rows, slots, segments, d_outputs, *how, rounding=by_key)
+    return table._replace(rows=rows), slots
 
 
 def evict_older(spec: DynamicTableSpec, table: DynamicTable, step: int | Int[Array, ""]) -> DynamicTable:

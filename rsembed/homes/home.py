@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -44,9 +45,15 @@ class Home(abc.ABC):
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
 
-    @abc.abstractmethod
+    def num_rows(self, table: TableSpec) -> int:
+        """Rows that the devices have room for, all together."""
+        return table.vocabulary_size
+
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers kept in place of rows, and beside them for the optimizer, over all devices."""
+        row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
+        slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
+        return self.num_rows(table) * table.embedding_dim, self.num_rows(table) * slots
 
     @abc.abstractmethod
     def init(self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int) -> tuple[Any, Any]:

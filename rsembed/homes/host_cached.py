@@ -22,7 +22,6 @@ from rsembed.homes.hashed_rows import DynamicTable, DynamicTableSpec
 from rsembed.homes.home import Home, on_host
 from rsembed.homes.row_map import EVICTIONS, Eviction
 from rsembed.initial_values import initial_rows
-from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
@@ -108,6 +107,9 @@ class HostCached(Home):
         """What `hashed_rows` is told about one device's share of the cache."""
         return _spec_of(self, table, self.cache_rows if capacity is None else capacity)
 
+    def num_rows(self, table: TableSpec) -> int:
+        return self.cache_rows
+
     def check(self, table: TableSpec) -> None:
         if isinstance(self.cache_rows, bool) or not isinstance(self.cache_rows, int) or self.cache_rows < 1:
             raise ValueError(
@@ -160,17 +162,8 @@ class HostCached(Home):
         *,
         step: Step,
     ) -> tuple[CachedRows, Slots]:
-        near, rounding = params.near, None
-        if step.rounding is not None:
-            rounding = functools.partial(_round_by_id, step.rounding, near)
-        how = step.hyper, step.rule
-        rows, slots = api.update(near.rows, slots, segments, d_outputs, *how, rounding=rounding)
-        return params._replace(near=near._replace(rows=rows)), slots
-
-    def num_values(self, table: TableSpec) -> tuple[int, int]:
-        row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
-        slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
-        return self.cache_rows * table.embedding_dim, self.cache_rows * slots
+        near, slots = hashed_rows.step(params.near, slots, segments, d_outputs, step)
+        return params._replace(near=near), slots
 
     def counts(self, params: CachedRows, num_shards: int) -> dict[str, np.ndarray]:
         counts = hashed_rows.counts(params.near, num_shards)
@@ -283,10 +276,6 @@ def _found(params: CachedRows, keys: Keys, table_name: str) -> Int[Array, " nnz"
 
     jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)
     return rows
-
-
-def _round_by_id(rounding: Any, near: DynamicTable, values: Array, dtype: Any, rows: Int[Array, " rows"]) -> Array:
-    return rounding(values, dtype, near.keys.low.at[rows].get(mode="fill", fill_value=0).astype(jnp.int32))
 
 
 @functools.lru_cache(maxsize=1024)

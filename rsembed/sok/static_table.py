@@ -23,7 +23,6 @@ from rsembed.homes.hashed_rows import (
 )
 from rsembed.homes.home import Home
 from rsembed.initial_values import table_key
-from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys, local_rows
 from rsembed.optimizers import Slots
@@ -116,12 +115,6 @@ class Direct(Home):
     def check(self, table: TableSpec) -> None:
         """Every table can be kept like this."""
 
-    def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """As of any array of rows."""
-        row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
-        slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
-        return table.vocabulary_size * table.embedding_dim, table.vocabulary_size * slots
-
     def init(
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
     ) -> tuple[DynamicTable, Slots]:
@@ -162,8 +155,7 @@ class Direct(Home):
         step: Step,
     ) -> tuple[DynamicTable, Slots]:
         """As of any array of rows."""
-        rows, slots = api.update(params.rows, slots, segments, d_outputs, step.hyper, step.rule)
-        return params._replace(rows=rows), slots
+        return hashed_rows.step(params, slots, segments, d_outputs, step)
 
     def _rows(self, params: DynamicTable, keys: Keys) -> Int[Array, " nnz"]:
         rows: Int[Array, " nnz"] = local_rows(keys, self.num_shards, params.rows.shape[0])

@@ -209,3 +209,58 @@ def test_a_table_is_found_by_its_name_although_the_state_cuts_long_ones(storage)
     rows = {"keys": np.arange(8), "values": values} if storage.takes_keys else values
     found = collection.tables(collection.with_tables(state, {table.name: rows}))[table.name]
     np.testing.assert_array_equal(found["values"] if storage.takes_keys else found, values)
+
+
+def test_input_workers_bring_keys_of_64_bits():
+    collection = keyed()
+    worker = pickle.loads(pickle.dumps(collection.for_inputs()))
+    assert worker.prepare({"f": [[ONE, OTHER], []]})["f"].to_lists() == [[ONE, OTHER], []]
+
+
+def test_keys_without_a_row_are_counted():
+    collection = keyed()
+    state = collection.init(jax.random.key(0))
+    state = collection.update(state, {"f": [[ONE]]}, {"f": jnp.ones((1, DIM))})
+    _, statistics = collection.lookup(state, {"f": [[ONE, OTHER, OTHER, THIRD]]}, return_statistics=True)
+    assert int(statistics.traffic["t"].num_unknown) == 2 and int(statistics.num_ids["f"]) == 4
+
+
+def on_host(cache_rows):
+    table = rs.TableSpec(name="t", vocabulary_size=100, embedding_dim=DIM, storage=rs.HostCached(cache_rows=cache_rows))
+    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+
+
+def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
+    collection = on_host(4)
+    state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": np.array([3, 99])})
+    with pytest.raises(Exception, match="2 ids of the batch have no row of table 't' on the device"):
+        jax.block_until_ready(jax.jit(collection.lookup)(state, batch))
+    with pytest.raises(RuntimeError, match="call it outside of jit"):
+        jax.jit(collection.prefetch)(state, batch)
+    expected = collection.lookup(state, batch)  # outside of jit it fetches by itself, and the state stays good
+    near = collection.prefetch(state, batch)
+    np.testing.assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
+
+
+def test_a_state_from_before_an_exchange_with_the_host_is_refused():
+    collection = on_host(2)
+    old = collection.init(jax.random.key(0))
+    new = collection.update(old, {"f": np.array([3, 99])}, {"f": jnp.ones((2, DIM))})
+    with pytest.raises(RuntimeError, match=r"table 't': the host no longer holds the rows.*checkpoint"):
+        collection.lookup(old, {"f": np.array([3])})
+    with pytest.raises(RuntimeError, match="1 ids of the batch find no place among cache_rows=2"):
+        collection.lookup(new, {"f": np.array([1, 2, 3])})
+
+
+def test_a_compiled_step_holds_one_copy_of_a_hashed_table():
+    table = rs.TableSpec(name="t", vocabulary_size=40_000, embedding_dim=32, storage=rs.Hashed())
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    batch = collection.prepare({"f": np.arange(64)})
+
+    def step(state, batch):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        return collection.apply(state, pullback(activations))
+
+    state = jax.eval_shape(collection.init, jax.random.key(0))
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 40_000 * 32 * 4 / 2

@@ -18,7 +18,7 @@ from rsembed.homes import hashed_rows as dynamic_table
 from rsembed.homes import row_map
 from rsembed.homes.hashed_rows import DynamicTableSpec
 from rsembed.initial_values import table_key
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys, join_keys, split_keys
 from rsembed.optimizers import AdagradOptimizerSpec, SGDOptimizerSpec
 from tests.sok.model import Table
@@ -42,8 +42,9 @@ def programs(spec):
     def train(table, keys, step, gradients, occurrences):
         table, rows = dynamic_table.translate(spec, table, keys, step, train=True, occurrences=occurrences)
         vectors = dynamic_table.read(table, rows)
-        hyper = spec.optimizer.get_hyperparameters(step)
-        return dynamic_table.step(spec, table, rows, gradients + vectors, hyper), rows, vectors
+        how, segment = Step(spec.optimizer.get_hyperparameters(step), spec.optimizer), Segment(rows, None, None, "none")
+        table, slots = dynamic_table.step(table, table.slots, [segment], [gradients + vectors], how)
+        return table._replace(slots=slots), rows, vectors
 
     def evaluate(table, keys):
         table, rows = dynamic_table.translate(spec, table, keys, 0, train=False)

@@ -14,7 +14,7 @@ from rsembed.homes import hashed_rows as dynamic_table
 from rsembed.homes.hashed_rows import DynamicTableSpec
 from rsembed.homes.logical_rows import export, import_rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.optimizers import RowWiseAdagradOptimizerSpec
 from rsembed.sok.optimizers import Adam, LazyAdam
 
@@ -38,7 +38,9 @@ def key_of(row):
 @functools.cache
 def stepped(spec):
     def program(table, rows, step, gradients):
-        return dynamic_table.step(spec, table, rows, gradients, spec.optimizer.get_hyperparameters(step))
+        how, segment = Step(spec.optimizer.get_hyperparameters(step), spec.optimizer), Segment(rows, None, None, "none")
+        table, slots = dynamic_table.step(table, table.slots, [segment], [gradients], how)
+        return table._replace(slots=slots)
 
     return jax.jit(program)
 
