@@ -185,6 +185,6 @@ class LogicalTables:
         return list(getattr(rule.slot_type, "_fields", map(str, range(rule.slot_variables_count()))))
 
 
-def _first(keys: PRNGKeyArray) -> PRNGKeyArray:
+def _first(keys: Any) -> PRNGKeyArray:
     """The PRNG key that all shards share."""
     return jax.random.wrap_key_data(jnp.asarray(on_host(jax.random.key_data(keys))[0]), impl=jax.random.key_impl(keys))

@@ -143,7 +143,7 @@ class Hashed(Home):
 
     def with_rows(
         self, params: DynamicTable, slots: Slots, rows: Mapping[str, Any], table: TableSpec, num_shards: int
-    ) -> tuple[DynamicTable, Slots]:
+    ) -> tuple[Any, Any]:
         state = logical_rows.import_rows(self.rows_of(table), params._replace(slots=slots), rows, num_shards)
         return state._replace(slots=()), state.slots
 

@@ -102,3 +102,19 @@ def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fus
         rows, sums = jnp.asarray([0, 1, 2]), jnp.stack([d[3], d[0] + d[2], d[1]])
         wanted = reference.apply_rows(table, slots, rows, sums, steps)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), step(table, slots, d), wanted)
+
+
+@pytest.mark.parametrize("storage", [None, rs.Hashed()])
+def test_all_rows_move_once_a_step_however_many_rounds_an_exchange_takes(storage):
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("device",))
+    table = rs.TableSpec(name="t", vocabulary_size=16, embedding_dim=DIM, optimizer=RULE, storage=storage)
+    found = []
+    for how in ({}, {"mesh": mesh, "exchange_capacity": 1}):
+        collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], **how)
+        state = collection.init(jax.random.key(0))
+        for first in (0, 5):
+            batch = {"f": (first + np.arange(16).reshape(4, 4)) % 16}
+            state = collection.update(state, batch, {"f": jnp.ones((4, DIM))})
+        rows = collection.tables(state)["t"]
+        found.append(rows if storage is None else rows["values"])
+    np.testing.assert_allclose(*found, atol=1e-6)

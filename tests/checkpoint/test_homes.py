@@ -1,0 +1,97 @@
+"""What keeps the rows of a table is no part of a file: hashed rows go by key, rows on the host by id."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import rsembed as rs
+from rsembed import checkpoint
+
+DIM, ITEMS, LR = 4, 60, 0.5
+KEYS = 2**40 + (2**33 + 1) * np.arange(12)
+BATCHES = [
+    {"user": KEYS[(5 * step + np.arange(24) ** 2) % 12].reshape(8, 3), "item": (7 * step + np.arange(8)) % ITEMS}
+    for step in range(4)
+]
+
+
+def collection_of(user_rows, item_storage, **options):
+    how = {"embedding_dim": DIM, "optimizer": rs.AdagradOptimizerSpec(LR), "initializer": jax.nn.initializers.normal()}
+    user = rs.TableSpec(name="user", vocabulary_size=user_rows, storage=rs.Hashed(), **how)
+    item = rs.TableSpec(name="item", vocabulary_size=ITEMS, storage=item_storage, **how)
+    return rs.EmbeddingCollection(
+        [rs.FeatureSpec(name="user", table_spec=user), rs.FeatureSpec(name="item", table_spec=item)], **options
+    )
+
+
+def trained(collection, state, batches):
+    for batch in batches:
+        state = collection.update(state, batch, {"user": jnp.ones((8, DIM)), "item": -jnp.ones((8, DIM))})
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint after two batches, the state and the items of that time, and all tables after four."""
+    collection = collection_of(12, rs.HostCached(cache_rows=8))
+    state = trained(collection, collection.init(jax.random.key(0)), BATCHES[:2])
+    path = tmp_path_factory.mktemp("homes") / "saved"
+    checkpoint.save_collection(path, collection, state)
+    items = collection.tables(state)["item"]
+    return path, state, items, collection.tables(trained(collection, state, BATCHES[2:]))
+
+
+def mesh():
+    return Mesh(np.asarray(jax.devices()[:4]), ("device",))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: collection_of(12, rs.HostCached(cache_rows=8)),
+        lambda: collection_of(100, None, mesh=mesh()),
+        lambda: collection_of(40, rs.HostCached(cache_rows=32), mesh=mesh()),
+    ],
+    ids=["as it was", "dense on a mesh, more room for keys", "both on a mesh"],
+)
+def test_training_goes_on_wherever_rows_are_kept_then(saved, make):
+    path, _, _, expected = saved
+    collection = make()
+    state = checkpoint.load_collection(path, collection)
+    assert int(state.step) == 2
+    found = collection.tables(trained(collection, state, BATCHES[2:]))
+    np.testing.assert_allclose(found["item"], expected["item"], atol=1e-6)
+    for name in ("keys", "count", "last_step"):
+        np.testing.assert_array_equal(found["user"][name], expected["user"][name])
+    for name in ("values", "slot_accumulator"):
+        np.testing.assert_allclose(found["user"][name], expected["user"][name], atol=1e-6)
+
+
+def test_a_file_holds_rows_by_key_and_by_id(saved):
+    path, _, items, _ = saved
+    tree = checkpoint.load(path).tree
+    seen = np.unique(np.concatenate([batch["user"].ravel() for batch in BATCHES[:2]]))
+    np.testing.assert_array_equal(tree["tables"]["user"]["keys"], seen)
+    counts = [sum((batch["user"] == key).sum() for batch in BATCHES[:2]) for key in seen]
+    np.testing.assert_array_equal(tree["tables"]["user"]["count"], counts)
+    assert tree["tables"]["item"].shape == (ITEMS, DIM)
+    np.testing.assert_array_equal(tree["tables"]["item"], items)
+    # Every item of the two batches was stepped once, by a gradient of -1 in every entry.
+    stepped = np.unique(np.concatenate([batch["item"] for batch in BATCHES[:2]]))
+    twice = np.intersect1d(BATCHES[0]["item"], BATCHES[1]["item"])
+    expected = np.full((ITEMS, DIM), 0.1, np.float32)
+    expected[stepped] += 1.0
+    expected[twice] += 1.0
+    np.testing.assert_allclose(tree["slots"]["item"]["accumulator"], expected, rtol=1e-6)
+
+
+def test_a_plain_save_of_such_a_state_is_refused_by_name(saved, tmp_path):
+    with pytest.raises(ValueError, match=r"tables \['item', 'user'\] keep rows by key or on the host; use save_coll"):
+        checkpoint.save(tmp_path / "plain", {"state": saved[1]})
+
+
+def test_too_few_rows_for_the_keys_of_a_file_are_refused(saved):
+    with pytest.raises(ValueError, match=r"table 'user': .* keys need .* free rows"):
+        checkpoint.load_collection(saved[0], collection_of(3, None))
