@@ -199,6 +199,8 @@ class TableSpec:
             raise ValueError(f"{where}: dtype {self.dtype!r} is not one of {', '.join(TABLE_DTYPES)}.")
         self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
         if self.storage is not None:
+            if isinstance(self.storage, type):
+                raise TypeError(f"{where}: storage must be made first, as in {self.storage.__name__}(...).")
             self.storage.check(self)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -58,7 +58,8 @@ class EmbeddingCollection:
       reproducible: `world_size` sums gradients in the order of the global batch, so that tables have equal bits on any
         number of devices (one included), as far as the gradients of the activations do. Gradients then travel one per
         id, not one per distinct row.
-      implementation: name of a kernel implementation to insist on; None takes the fastest that can serve.
+      implementation: name of a kernel implementation to insist on; None takes the fastest that can serve. What a
+        storage does by itself (finding, reading and stepping its rows) takes the fastest.
       bounds_check: outside `jit`, `raise` turns an id outside its table into an error, `ignore` lets it contribute
         nothing, as it does inside `jit`; `lookup(..., return_statistics=True)` counts such ids.
 
@@ -211,7 +212,7 @@ class EmbeddingCollection:
         tables, slots = dict(state.tables), dict(state.slots)
         for name, fetching in self._on_host.items():
             how = {"is_for_good": is_for_good, "donates": donates}
-            tables[name], slots[name] = fetching.fetched(tables[name], slots[name], wanted[name], state.step, **how)
+            tables[name], slots[name] = fetching.fetched(tables[name], slots.get(name), wanted[name], **how)
         return state._replace(tables=tables, slots=slots)
 
     @functools.cached_property

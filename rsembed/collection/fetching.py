@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from rsembed.bags import as_bags
@@ -34,10 +33,10 @@ class Fetching:
                 f"table {self.table.name!r} is kept as {self.home}, whose rows one process must hold; make the mesh of "
                 "one process' devices, or give the table another storage."
             )
-        part, split, everywhere = stack.partition, stack.engine.devices.split, PartitionSpec()
+        part, split = stack.partition, stack.engine.devices.split
         on_each = stack.engine.devices.on_each
-        self._of_batch = jax.jit(on_each(self._make_room, (part, split, everywhere), (part, part)))
-        self._of_rows = jax.jit(on_each(self._make_room, (part, part, everywhere), (part, part)))
+        self._of_batch = jax.jit(on_each(self._make_room, (part, split), (part, part)))
+        self._of_rows = jax.jit(on_each(self._make_room, (part, part), (part, part)))
         self._gather = jax.jit(on_each(_gather, (part, part, part), part))
         scatter = on_each(_scatter, (part, part, part, part), (part, part))
         self._scatter, self._scatter_in_place = jax.jit(scatter), jax.jit(scatter, donate_argnums=(0, 1))
@@ -48,8 +47,18 @@ class Fetching:
         self.store = HostStore(self.home, self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
         return self._of_this_time(params, self.store)
 
-    def check(self, params: CachedRows) -> HostStore:
-        """The store. Raises: RuntimeError: the state is of another time than it, or of another collection."""
+    def check(self, params: CachedRows, slots: Any = ()) -> HostStore:
+        """The store.
+
+        Raises:
+          RuntimeError: the state is of another time than it, or of another collection.
+          ValueError: the state has no slots, which move with their rows.
+        """
+        if slots is None:
+            raise ValueError(
+                f"table {self.table.name!r} is on the host, where optimizer state moves with its row: keep the slots "
+                "in the state, or serve from a checkpoint that a collection without storage= loaded."
+            )
         if self.store is None or (on_host(params.generation) != self.store.generation).any():
             raise RuntimeError(
                 f"table {self.table.name!r}: the host no longer holds the rows for which this state has no place: rows "
@@ -63,7 +72,6 @@ class Fetching:
         params: CachedRows,
         slots: Any,
         batch: Mapping[str, Any] | Array,
-        step: Any,
         *,
         is_for_good: bool,
         donates: bool,
@@ -73,11 +81,11 @@ class Fetching:
         With `is_for_good` the store goes on with the result alone. Without, the given ones stay valid, too: rows that
         leave are written as they stand in them, and nothing else changes. `donates` gives their arrays away.
         """
-        store = self.check(params)
+        store = self.check(params, slots)
         make_room = self._of_batch if isinstance(batch, Mapping) else self._of_rows
         # Places are made without the rows, which a program on a mesh would copy.
         without: Any = ()
-        found, moves = make_room(params._replace(near=params.near._replace(rows=without)), batch, step)
+        found, moves = make_room(params._replace(near=params.near._replace(rows=without)), batch)
         params = found._replace(near=found.near._replace(rows=params.near.rows))
         rows, ids, left, counts, num_failed = map(on_host, moves)
         if num_failed.any():
@@ -100,7 +108,7 @@ class Fetching:
 
     def arrays(self, params: CachedRows, slots: Any) -> list[np.ndarray]:
         """All rows and slots of the table, in the order of ids, on the host."""
-        store = self.check(params)
+        store = self.check(params, slots)
         starts = range(0, self.table.vocabulary_size, ROWS_PER_BLOCK)
         blocks = [store.read(np.arange(i, min(i + ROWS_PER_BLOCK, self.table.vocabulary_size))) for i in starts]
         found = [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
@@ -126,13 +134,13 @@ class Fetching:
 
     # On one device
 
-    def _make_room(self, params: CachedRows, batch: Any, step: Array) -> tuple[CachedRows, Moves]:
+    def _make_room(self, params: CachedRows, batch: Any) -> tuple[CachedRows, Moves]:
         if isinstance(batch, Mapping):
             bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
             keys = self.stack.engine.own_keys(self.stack.occurrences(bags))
         else:
             keys, _ = keys_of_gradients(batch)
-        return self.home.make_room(params, keys, step=step)
+        return self.home.make_room(params, keys)
 
 
 def _gather(params: CachedRows, slots: Any, rows: Array) -> tuple[Array, ...]:

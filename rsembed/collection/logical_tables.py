@@ -49,7 +49,7 @@ class LogicalTables:
         for name, stack in self.stacks.items():
             if name in self.on_host:
                 fetching = self.on_host[name]
-                result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots[name])[0]
+                result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots.get(name))[0]
             elif isinstance(stack, StoredRows) and stack.home.takes_keys:
                 result[stack.table.name] = self._rows(stack, state)
             else:
@@ -178,7 +178,7 @@ class LogicalTables:
 
     def _rows(self, stack: StoredRows, state: EmbeddingState) -> dict[str, np.ndarray]:
         name = stack.layout.stack.name
-        return stack.home.rows(state.tables[name], state.slots[name], stack.table, stack.engine.num_shards)
+        return stack.home.rows(state.tables[name], state.slots.get(name, ()), stack.table, stack.engine.num_shards)
 
     def _slot_names(self, stack: StoredRows) -> list[str]:
         rule = stack.layout.stack.spec.optimizer

@@ -79,6 +79,11 @@ def make_stacks(
         placement, whole = placements[table.name], RowLayout.whole(stack)
         if table.storage is not None:
             is_split = placement == "row" and devices.num_devices > 1
+            if is_split and is_reproducible:
+                raise ValueError(
+                    f"table {table.name!r} is kept as {table.storage}, whose owners do not sum gradients in the order "
+                    "of the global batch, as reproducible= asks for; place it 'replicated', or leave that out."
+                )
             layout = RowLayout.row_wise(stack, devices.num_devices) if is_split else whole
             return StoredRows(layout, StoredTable(devices, table, is_split, exchange_capacity, implementation))
         if placement in ("column", "replicated"):

@@ -142,8 +142,13 @@ class Hashed(Home):
         return logical_rows.export(self.rows_of(table), params._replace(slots=slots), num_shards)
 
     def with_rows(
-        self, params: DynamicTable, slots: Slots, rows: Mapping[str, Any], table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: Slots, rows: Any, table: TableSpec, num_shards: int
     ) -> tuple[Any, Any]:
+        if not isinstance(rows, Mapping):
+            raise ValueError(
+                f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
+                f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
+            )
         state = logical_rows.import_rows(self.rows_of(table), params._replace(slots=slots), rows, num_shards)
         return state._replace(slots=()), state.slots
 

@@ -74,10 +74,10 @@ class HostCached(Home):
     Args:
       cache_rows: rows near, over all devices; at least those of a batch. On a mesh, id `k` belongs to device
         `k % num_devices`.
-      eviction: who leaves for new rows: those used longest ago ("lru"), or least often ("lfu"); never rows of the
-        batch itself, nor of others that were fetched since the last step.
-      folder: where the rows are kept in files of this run, which must be empty; None keeps them in memory. Either takes
-        space only for rows that were trained or evicted.
+      eviction: who leaves for new rows: those fetched longest ago ("lru"), or least often ("lfu"); never rows of the
+        batch itself.
+      folder: where the rows are kept, in files without a name that last as long as the collection; None keeps them in
+        memory. Either takes space only for rows that were trained or evicted. To go on another day, save a checkpoint.
 
     Raises: ValueError: an argument is out of range, once a table uses it.
 
@@ -178,17 +178,21 @@ class HostCached(Home):
         """The parameters with no row near."""
         return params._replace(near=params.near._replace(keys=row_map.empty(params.near.rows.shape[0])))
 
-    def make_room(self, params: CachedRows, keys: Keys, *, step: Int[Array, ""]) -> tuple[CachedRows, Moves]:
-        """Places for those of the keys that have none; their rows must follow before anything else."""
+    def make_room(self, params: CachedRows, keys: Keys) -> tuple[CachedRows, Moves]:
+        """Places for those of the keys that have none; their rows must follow before anything else.
+
+        Time is counted in calls, not in training steps: between two steps many batches may be looked up.
+        """
         near = params.near
         known = near.keys
+        now = jnp.max(known.last_step) + 1
         first, position = first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
         distinct = keys.only(first == position)
         rows = row_map.find(known, distinct)
         uses = jnp.zeros(position.shape, jnp.int32).at[first].add(1, mode="drop")
-        touched = row_map.touch(known, rows, step, row_map.add_counts(row_map.count_of(known, rows), uses))
+        touched = row_map.touch(known, rows, now, row_map.add_counts(row_map.count_of(known, rows), uses))
         strangers = distinct.only(rows == NO_ROW)
-        filled, new_rows, evicted = row_map.assign(touched, strangers, step, uses, evict=self.eviction)
+        filled, new_rows, evicted = row_map.assign(touched, strangers, now, uses, evict=self.eviction)
         had_key = touched.last_step.at[new_rows].get(mode="fill", fill_value=row_map.FREE) != row_map.FREE
         left = jnp.where(had_key, touched.low.at[new_rows].get(mode="fill", fill_value=0).astype(jnp.int32), -1)
         moved = compact(new_rows != NO_ROW, position.shape[0])
@@ -230,14 +234,12 @@ class HostStore:
     def _store(self, folder: str | None, number: int, shape: tuple[int, ...], dtype: Any) -> RowStore:
         if folder is None:
             return RowStore.in_memory(shape, dtype)
-        path = Path(folder) / f"{self.table.name}.{number}.rows"
-        if path.exists():
-            raise FileExistsError(
-                f"table {self.table.name!r}: {path} exists; its rows belong to another run. Take an empty folder, and "
-                "go on from a checkpoint."
-            )
+        # A mapped file needs no name: without one it goes when the store does, however the process ends.
+        path = Path(folder) / f"{secrets.token_hex(8)}.{number}.rows"
         path.parent.mkdir(parents=True, exist_ok=True)
-        return RowStore.in_file(path, shape, dtype)
+        store = RowStore.in_file(path, shape, dtype)
+        path.unlink()
+        return store
 
     def write(self, ids: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
         """Keeps rows and slots of distinct ids."""

@@ -46,7 +46,7 @@ def export(spec: DynamicTableSpec, table: DynamicTable, num_shards: int = 1) -> 
 def array_names(spec: DynamicTableSpec, table: DynamicTable) -> list[str]:
     """Vectors and slots, as they are called in exports, in the order of the state."""
     slots = getattr(spec.optimizer.slot_type, "_fields", range(len(table.slots)))
-    return ["values", *(f"slot_{slot}" for slot in slots)]
+    return ["values", *(f"slot_{slot}" for slot in slots)][: 1 + len(table.slots)]  # a state for serving has none
 
 
 def _keys_of(spec: DynamicTableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -242,6 +242,43 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     np.testing.assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
 
 
+def test_files_of_rows_belong_to_the_newest_state_and_leave_nothing(tmp_path):
+    table = rs.TableSpec(
+        name="a/b", vocabulary_size=9, embedding_dim=DIM, storage=rs.HostCached(cache_rows=2, folder=str(tmp_path))
+    )
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    collection.init(jax.random.key(0))
+    rows = np.arange(9 * DIM, dtype=np.float32).reshape(9, DIM)
+    state = collection.with_tables(collection.init(jax.random.key(1)), {"a/b": rows})
+    for first in range(0, 8, 2):  # through the cache and back
+        ids = np.array([first, first + 1])
+        state = collection.prefetch(state, {"f": ids})
+        np.testing.assert_array_equal(collection.lookup(state, {"f": ids})["f"], rows[ids])
+    np.testing.assert_array_equal(collection.tables(state)["a/b"], rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_for_serving_has_keys_and_rows_and_names_what_needs_more():
+    collection = keyed(optimizer=rs.AdagradOptimizerSpec(LR))
+    state = collection.init(jax.random.key(0))
+    state = collection.update(state, {"f": [[ONE]]}, {"f": jnp.ones((1, DIM))})._replace(slots={})
+    assert list(collection.tables(state)["t"]) == ["keys", "last_step", "count", "values"]
+    with pytest.raises(ValueError, match=r"'keys' \[n\] and 'values' \[n, 4\], as collection.tables returns it"):
+        collection.with_tables(collection.init(jax.random.key(0)), {"t": np.ones((8, DIM))})
+    cached = on_host(2)
+    with pytest.raises(ValueError, match="keep the slots in the state"):
+        cached.lookup(cached.init(jax.random.key(0))._replace(slots={}), {"f": np.array([3])})
+
+
+def test_what_a_storage_cannot_promise_is_refused():
+    how = {"name": "t", "vocabulary_size": 8, "embedding_dim": DIM}
+    feature = rs.FeatureSpec(name="f", table_spec=rs.TableSpec(**how, storage=rs.Hashed()))
+    with pytest.raises(ValueError, match=r"table 't' is kept as Hashed.*reproducible=.*'replicated'"):
+        rs.EmbeddingCollection([feature], mesh=mesh_of(4), reproducible="world_size")
+    with pytest.raises(TypeError, match=r"table 't': storage must be made first, as in Hashed\(...\)"):
+        rs.TableSpec(**how, storage=rs.Hashed)
+
+
 def test_a_state_from_before_an_exchange_with_the_host_is_refused():
     collection = on_host(2)
     old = collection.init(jax.random.key(0))
