@@ -10,8 +10,10 @@ With one device the exchange falls away. All arithmetic on tables is done by `rs
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,54 +21,99 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.kernels.reference import Rounding
-from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
+from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.optimizers import Slots
 from rsembed.parallel.exchange import AxisName, Routes, plan_routes, send, send_back
 from rsembed.places import tables_and_ids
 from rsembed.sparsecore.layout import StackLayout
-from rsembed.stacking import SUBLANES, place_of, round_up
+from rsembed.stacking import SUBLANES, round_up
 
 
-class Entries(NamedTuple):
-    """The buffer of one device, place by place; empty places have `NO_ROW` in every integer field and gain 0.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackEntries:
+    """What one device looks up in a stack: its buffer place by place, empty ones with `NO_ROW` and gain 0.
 
     Attributes:
+      layout: the stack's.
       owners: device that holds the row.
       rows: row of the owner's part of the physical table.
       samples: sample of this device.
       gains: factor of the row in the sample's activation.
+      axes: mesh axes along which devices share the stack; None for one device.
+      capacity: most entries that go to one of them.
     """
 
+    layout: StackLayout
     owners: Int[Array, " nnz"]
     rows: Int[Array, " nnz"]
     samples: Int[Array, " nnz"]
     gains: Float[Array, " nnz"]
-
-
-class Exchange(NamedTuple):
-    """How entries reach their owners: mesh axis, devices along it, places per block."""
-
-    axis_name: AxisName | None
-    num_devices: int
+    axes: AxisName | None
     capacity: int
+
+    def _routes(self) -> Routes:
+        return plan_routes(self.owners, num_devices=self.layout.num_devices, capacity=self.capacity)
+
+    def lookup(self, table: Float[Array, "rows dim"]) -> Float[Array, "samples dim"]:
+        """Activations of all samples of this device, float32, in the stacked order (cores, then features)."""
+        vectors, places = table, self.rows
+        if self.axes is not None:
+            routes = self._routes()
+            wanted = send(self.rows, routes.entries, self.axes, fill_value=NO_ROW)
+            (found,) = api.lookup(table, [Segment(wanted.reshape(-1), None, None, "none")])
+            vectors, places = send_back(found.reshape(*wanted.shape, -1), self.axes), routes.places
+        offsets, order = api.rows_by_bag(self.samples, self.layout.samples_per_core * self.layout.num_cores)
+        segment = Segment(places[order], offsets, self.gains[order], "sum")
+        return api.lookup(vectors, [segment], quantization=self.layout.spec.quantization_config)[0]
+
+    def update(
+        self, table: Float[Array, "rows dim"], slots: Slots, d_activations: Float[Array, "samples dim"], step: Step
+    ) -> tuple[Float[Array, "rows dim"], Slots]:
+        """One optimizer step of every row that any device looked up, with the gradients of all of them added."""
+        (vectors,) = api.lookup(d_activations, [Segment(self.samples, None, self.gains, "none")])
+        rows = self.rows
+        if self.axes is not None:
+            routes = self._routes()
+            rows = send(rows, routes.entries, self.axes, fill_value=NO_ROW).reshape(-1)
+            vectors = send(vectors, routes.entries, self.axes, fill_value=0.0).reshape(rows.shape[0], -1)
+        touched = Segment(rows, None, None, "none")
+        return api.update(table, slots, [touched], [vectors], step.hyper, step.rule, rounding=step.rounding)
+
+    def stacked_rows(self, rows: Int[Array, " capacity"]) -> Int[Array, " capacity"]:
+        """Number of this device's rows in the stack's tables laid under each other, which no sharding changes."""
+        layout = self.layout
+        first_shard = 0 if self.axes is None else jax.lax.axis_index(self.axes) * layout.num_cores
+        core, row_in_shard = jnp.divmod(rows, layout.rows_per_shard)
+        sizes = [table.vocabulary_size for table in layout.tables]
+        shard = first_shard + core
+        tables, ids = tables_and_ids(layout.places, sizes, shard, row_in_shard, spread=layout.num_shards)
+        firsts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
+        return jnp.where((rows == NO_ROW) | (tables < 0), NO_ROW, jnp.asarray(firsts)[tables] + ids)
 
 
 def read_entries(
     layout: StackLayout,
+    buffers: Sequence[Array],
     num_minibatches: Int[Array, ""] | None,
-    row_pointers: Int[Array, " pointers"],
-    embedding_ids: Int[Array, " nnz"],
-    sample_ids: Int[Array, " nnz"],
-    gains: Float[Array, " nnz"],
-) -> Entries:
+    *,
+    axes: AxisName | None,
+    capacity: int,
+) -> StackEntries:
     """The entries that the row pointers delimit; what lies in gaps and behind the last partition is never used.
 
     Without minibatches (None), row pointers count from the first place of their core. With them, blocks of row
     pointers belong to (core, minibatch) and count from the first place of all. All minibatches are read together: a
     minibatch exists so that a SparseCore can hold it, and other machines need not. Entries are put into the order of
     a batch without minibatches, so that sums come out bit by bit the same.
+
+    Args:
+      layout: the stack's.
+      buffers: row pointers, embedding ids, sample ids and gains of this device.
+      num_minibatches: how many there are.
+      axes: as `StackEntries` has them.
+      capacity: likewise.
     """
+    row_pointers, embedding_ids, sample_ids, gains = buffers
     num_cores, num_shards = layout.num_cores, layout.num_shards
     num_parts = num_cores if num_minibatches is None else 1
     places_per_part = embedding_ids.size // num_parts
@@ -90,70 +137,14 @@ def read_entries(
     def used(values: Array) -> Array:
         return jnp.where(is_entry, values, NO_ROW)
 
-    entries = Entries(
-        owners=used(shards // num_cores),
-        rows=used(shards % num_cores * layout.rows_per_shard + embedding_ids),
-        samples=used(cores * layout.samples_per_core + sample_ids),
-        gains=jnp.where(is_entry, gains, 0.0),
+    owners, rows = used(shards // num_cores), used(shards % num_cores * layout.rows_per_shard + embedding_ids)
+    samples, gains = used(cores * layout.samples_per_core + sample_ids), jnp.where(is_entry, gains, 0.0)
+    if num_minibatches is not None:
+        order = jnp.lexsort((samples, rows, owners, jnp.where(is_entry, cores, num_cores)))
+        owners, rows, samples, gains = (field[order] for field in (owners, rows, samples, gains))
+    return StackEntries(
+        layout=layout, owners=owners, rows=rows, samples=samples, gains=gains, axes=axes, capacity=capacity
     )
-    if num_minibatches is None:
-        return entries
-    order = jnp.lexsort((entries.samples, entries.rows, entries.owners, jnp.where(is_entry, cores, num_cores)))
-    return Entries(*(field[order] for field in entries))
-
-
-def _routes(entries: Entries, exchange: Exchange) -> Routes:
-    return plan_routes(entries.owners, num_devices=exchange.num_devices, capacity=exchange.capacity)
-
-
-def lookup_stack(
-    table: Float[Array, "rows dim"], entries: Entries, layout: StackLayout, exchange: Exchange
-) -> Float[Array, "samples dim"]:
-    """Activations of all samples of this device, float32, in the stacked order (cores, then features)."""
-    offsets, order = api.rows_by_bag(entries.samples, layout.samples_per_core * layout.num_cores)
-    if exchange.axis_name is None:
-        vectors, places = table, entries.rows
-    else:
-        routes = _routes(entries, exchange)
-        wanted = send(entries.rows, routes.entries, exchange.axis_name, fill_value=NO_ROW)
-        (found,) = api.lookup(table, [Segment(wanted.reshape(-1), None, None, "none")])
-        vectors = send_back(found.reshape(*wanted.shape, -1), exchange.axis_name)
-        places = routes.places
-    segment = Segment(places[order], offsets, entries.gains[order], "sum")
-    return api.lookup(vectors, [segment], quantization=layout.spec.quantization_config)[0]
-
-
-def update_stack(
-    table: Float[Array, "rows dim"],
-    slots: Slots,
-    entries: Entries,
-    d_activations: Float[Array, "samples dim"],
-    exchange: Exchange,
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    rounding: Rounding | None = None,
-) -> tuple[Float[Array, "rows dim"], Slots]:
-    """One optimizer step of every row that any device looked up, with the gradients of all of them added."""
-    spread = Segment(entries.samples, None, entries.gains, "none")
-    (vectors,) = api.lookup(d_activations, [spread])
-    rows = entries.rows
-    if exchange.axis_name is not None:
-        routes = _routes(entries, exchange)
-        rows = send(rows, routes.entries, exchange.axis_name, fill_value=NO_ROW).reshape(-1)
-        vectors = send(vectors, routes.entries, exchange.axis_name, fill_value=0.0).reshape(rows.shape[0], -1)
-    touched = Segment(rows, None, None, "none")
-    return api.update(table, slots, [touched], [vectors], hyper, rule, rounding=rounding)
-
-
-def stacked_rows(layout: StackLayout, exchange: Exchange, rows: Int[Array, " capacity"]) -> Int[Array, " capacity"]:
-    """Number of this device's rows in the stack's tables laid under each other, which no sharding changes."""
-    first_shard = 0 if exchange.axis_name is None else jax.lax.axis_index(exchange.axis_name) * layout.num_cores
-    core, row_in_shard = jnp.divmod(rows, layout.rows_per_shard)
-    places = [place_of(table.setting_in_stack, layout.num_shards) for table in layout.tables]
-    sizes = [table.vocabulary_size for table in layout.tables]
-    tables, ids = tables_and_ids(places, sizes, first_shard + core, row_in_shard, spread=layout.num_shards)
-    firsts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
-    return jnp.where((rows == NO_ROW) | (tables < 0), NO_ROW, jnp.asarray(firsts)[tables] + ids)
 
 
 def unstack(layout: StackLayout, activations: Float[Array, "samples dim"]) -> dict[str, Array]:
@@ -170,20 +161,19 @@ def unstack(layout: StackLayout, activations: Float[Array, "samples dim"]) -> di
 
 def stack(layout: StackLayout, by_feature: dict[str, Any]) -> Float[Array, "samples dim"]:
     """The inverse of `unstack`: zeros in the columns that a feature does not have."""
-    pieces = []
+    pieces, width = [], layout.spec.stack_embedding_dim
     for feature in layout.features:
         gradient = by_feature[feature.name]
         expected = (feature.num_samples or 0) // layout.num_devices
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        if gradient.shape[0] != expected or gradient.shape[1] > layout.spec.stack_embedding_dim:
+        if gradient.shape[0] != expected or gradient.shape[1] > width:
             raise ValueError(
                 f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, expected "
                 f"({expected}, {feature.output_dim}) on each of {layout.num_devices} devices."
             )
-        columns = layout.spec.stack_embedding_dim - gradient.shape[1]
-        padded = jnp.pad(gradient, ((0, 0), (0, columns)))
-        pieces.append(padded.reshape(layout.num_cores, -1, padded.shape[1]))
-    return jnp.concatenate(pieces, axis=1).reshape(-1, layout.spec.stack_embedding_dim)
+        padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
+        pieces.append(padded.reshape(layout.num_cores, -1, width))
+    return jnp.concatenate(pieces, axis=1).reshape(-1, width)
 
 
 def manual_axes(num_devices: int, axis_name: AxisName | None = None) -> AxisName | None:
@@ -203,14 +193,12 @@ def manual_axes(num_devices: int, axis_name: AxisName | None = None) -> AxisName
     sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
     if axis_name is not None:
         wanted = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        if math.prod(sizes.get(name, 0) for name in wanted) == num_devices:
-            return wanted
-    elif sizes and math.prod(sizes.values()) == num_devices:
-        return tuple(sizes)
+    elif math.prod(sizes.values()) == num_devices:
+        wanted = tuple(sizes)
     else:
-        fitting = [name for name, size in sizes.items() if size == num_devices]
-        if len(fitting) == 1:
-            return fitting[0]
+        wanted = tuple(name for name, size in sizes.items() if size == num_devices)
+    if wanted and math.prod(sizes.get(name, 0) for name in wanted) == num_devices:
+        return wanted
     raise ValueError(
         f"global_device_count={num_devices}, but the surrounding shard_map has the axes {sizes}; call this inside "
         "jax.shard_map over the axis that shards the tables, and name it with axis_name= if several fit."

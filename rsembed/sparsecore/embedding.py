@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import enum
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 from jaxtyping import PRNGKeyArray
 
+from rsembed.collection.devices import Devices
 from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
-from rsembed.sparsecore.initialization import initialize
-from rsembed.sparsecore.layout import (
-    check_sharding_strategy,
-    coo_buffer_size,
-    placed_stack,
-    resolve_cores,
-    row_pointers_size,
-    stack_layouts,
-)
+from rsembed.sparsecore.layout import Nested as Nested
+from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
+from rsembed.sparsecore.layout import coo_buffer_size, placed_stack, resolve_cores, row_pointers_size, stack_layouts
+from rsembed.sparsecore.layout import sharding_strategy_to_enum as sharding_strategy_to_enum
 from rsembed.sparsecore.layout_record import create_proto_from_feature_specs as create_proto_from_feature_specs
 from rsembed.sparsecore.layout_record import get_optimizer_class as get_optimizer_class
 from rsembed.sparsecore.layout_record import get_optimizer_type as get_optimizer_type
 from rsembed.sparsecore.layout_record import optimizer_spec_to_proto as optimizer_spec_to_proto
 from rsembed.sparsecore.layout_record import proto_to_optimizer_spec as proto_to_optimizer_spec
-from rsembed.sparsecore.logical_tables import logical_tables as logical_tables
-from rsembed.sparsecore.logical_tables import logical_variables as logical_variables
-from rsembed.sparsecore.logical_tables import with_logical_tables as with_logical_tables
 from rsembed.sparsecore.matmul import sparse_dense_matmul as sparse_dense_matmul
 from rsembed.sparsecore.matmul import sparse_dense_matmul_grad as sparse_dense_matmul_grad
 from rsembed.sparsecore.matmul import stack_embedding_gradients as stack_embedding_gradients
@@ -34,6 +27,8 @@ from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul as tpu_sparse_dens
 from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul_grad as tpu_sparse_dense_matmul_grad
 from rsembed.sparsecore.matmul import unstack_embedding_activations as unstack_embedding_activations
 from rsembed.sparsecore.minibatching import get_all_reduce_interface as get_all_reduce_interface
+from rsembed.sparsecore.preprocessing import PreprocessedInput as PreprocessedInput
+from rsembed.sparsecore.preprocessing import SparseDenseMatmulInput as SparseDenseMatmulInput
 from rsembed.sparsecore.preprocessing import (
     eval_preprocess_sparse_dense_matmul_input_shape as eval_preprocess_sparse_dense_matmul_input_shape,
 )
@@ -48,24 +43,13 @@ from rsembed.sparsecore.table_stacking import prepare_feature_specs_for_training
 from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
 from rsembed.sparsecore.variables import ArrayLike as ArrayLike
 from rsembed.sparsecore.variables import EmbeddingVariables as EmbeddingVariables
-from rsembed.sparsecore.variables import Nested as Nested
-from rsembed.sparsecore.variables import PreprocessedInput as PreprocessedInput
-from rsembed.sparsecore.variables import SparseDenseMatmulInput as SparseDenseMatmulInput
+from rsembed.sparsecore.variables import initialize
+from rsembed.sparsecore.variables import logical_tables as logical_tables
+from rsembed.sparsecore.variables import logical_variables as logical_variables
+from rsembed.sparsecore.variables import with_logical_tables as with_logical_tables
 from rsembed.specs import FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import LimitsCallable as LimitsCallable
 from rsembed.stacking import get_default_limits as get_default_limits
-
-
-class ShardingStrategy(enum.Enum):
-    """How rows are dealt to shards."""
-
-    MOD = "MOD"
-
-
-def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
-    """The strategy of that name, in any case. Raises: ValueError: there is none."""
-    check_sharding_strategy(sharding_strategy)
-    return ShardingStrategy.MOD
 
 
 def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
@@ -137,8 +121,9 @@ def init_embedding_variables(
         raise ValueError(
             f"global_sharding must shard rows, as in PartitionSpec('x', None); got {global_sharding.spec}."
         )
-    tables, mesh = jax.tree.leaves(table_specs), global_sharding.mesh
-    return initialize(rng, tables, mesh=mesh, axis_name=axis, num_cores=num_sparsecore_per_device)
+    mesh: Any = global_sharding.mesh  # an abstract one serves as well
+    devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
+    return initialize(rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device)
 
 
 def update_preprocessing_parameters(

@@ -7,15 +7,20 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, Union
 
 import jax
 
-from rsembed.sparsecore.variables import Nested
+from rsembed.places import Place
 from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import SUBLANES, place_of, round_up
+
+T = TypeVar("T")
+# A tree: `Nested[FeatureSpec]` is a FeatureSpec, or (lists or dicts of) lists or dicts of them.
+Nested = Union[T, Sequence[T], Mapping[str, T]]  # noqa: UP007  (X | Y cannot be subscripted)
 
 MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
@@ -25,8 +30,8 @@ EMULATED_SHARDS = 32
 _CORES_BY_DEVICE_KIND = {"TPU v5": 4, "TPU v5p": 4, "TPU v6 lite": 2, "TPU v6e": 2, "TPU7x": 2}
 
 
-def cores_per_device(device: jax.Device | None = None, *, global_device_count: int | None = None) -> int:
-    """SparseCores of a device; elsewhere, the number that is laid out as if.
+def num_sparsecores_per_device(device: jax.Device | None = None, *, global_device_count: int | None = None) -> int:
+    """SparseCores of a device: 4 on TPU v5p, 2 on v6e and TPU7x; elsewhere, the number that is laid out as if.
 
     Limits such as `max_ids_per_partition` count the entries between one core and one shard, so a layout of few shards
     would exceed limits that were written for a pod. Machines without SparseCores therefore lay out 32 shards in
@@ -36,6 +41,8 @@ def cores_per_device(device: jax.Device | None = None, *, global_device_count: i
     Args:
       device: None means the first device.
       global_device_count: devices that share the tables; None means all of the device's platform.
+
+    Raises: ValueError: a TPU of unknown kind.
     """
     device = jax.devices()[0] if device is None else device
     if device.platform == "tpu":
@@ -53,26 +60,36 @@ def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> in
     if global_device_count < 1:
         raise ValueError(f"global_device_count must be at least 1, got {global_device_count}.")
     if num_sc_per_device is None:
-        return cores_per_device(global_device_count=global_device_count)
+        return num_sparsecores_per_device(global_device_count=global_device_count)
     if num_sc_per_device < 1:
         raise ValueError(f"num_sc_per_device must be at least 1, got {num_sc_per_device}.")
     return num_sc_per_device
 
 
-def check_sharding_strategy(sharding_strategy: str) -> None:
-    """Raises: ValueError: it is not "MOD", in any case."""
+class ShardingStrategy(enum.Enum):
+    """How rows are dealt to shards."""
+
+    MOD = "MOD"
+
+
+def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
+    """The strategy of that name, in any case. Raises: ValueError: there is none."""
     if not isinstance(sharding_strategy, str) or sharding_strategy.upper() != "MOD":
         raise ValueError(f"unknown sharding strategy {sharding_strategy!r}; the only one is 'MOD'.")
+    return ShardingStrategy.MOD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLayout:
-    """One stack with the features that read it, in the order of their samples, and its sizes for `S` shards."""
+    """One stack: its tables, first row first, and the features that read them, first sample first, cut for devices.
+
+    Where nothing but rows matters there are no features, and all shards count as those of one device.
+    """
 
     spec: StackedTableSpec
-    features: tuple[FeatureSpec, ...]
-    num_devices: int
-    num_cores: int
+    tables: tuple[TableSpec, ...]
+    features: tuple[FeatureSpec, ...] = ()
+    num_devices: int = 1
 
     @property
     def name(self) -> str:
@@ -82,7 +99,12 @@ class StackLayout:
     @property
     def num_shards(self) -> int:
         """Shards over all devices."""
-        return self.num_devices * self.num_cores
+        return self.spec.num_shards
+
+    @property
+    def num_cores(self) -> int:
+        """Shards of a device."""
+        return self.num_shards // self.num_devices
 
     @property
     def rows_per_shard(self) -> int:
@@ -95,9 +117,23 @@ class StackLayout:
         return self.spec.total_sample_count // self.num_shards
 
     @property
-    def tables(self) -> list[TableSpec]:
-        """The tables, from the first row to the last; each is read by one of the features."""
-        return first_row_first(tables_of(list(self.features)).values())
+    def places(self) -> list[Place]:
+        """Where each of the tables lies."""
+        return [place_of(table.setting_in_stack, self.num_shards) for table in self.tables]
+
+    def facts(self) -> dict[str, Any]:
+        """Where the rows lie, as fingerprints have it."""
+        tables = {
+            table.name: {
+                "rows": table.vocabulary_size,
+                "dim": table.embedding_dim,
+                "first_row_in_shard": table.setting_in_stack.row_offset_in_shard,
+                "rotation": table.setting_in_stack.shard_rotation,
+            }
+            for table in self.tables
+        }
+        columns = self.spec.stack_embedding_dim
+        return {"shards": self.num_shards, "rows": self.spec.stack_vocab_size, "columns": columns, "tables": tables}
 
     def checked_activations(self, activations: Any) -> Any:
         """Stacked activations of one device, or gradients of them. Raises: ValueError: they have another shape."""
@@ -120,7 +156,7 @@ class StackLayout:
         if suggested is None:
             return largest
         size = round_up(suggested, SUBLANES * self.num_cores)
-        if size > largest and len({feature.table_spec.name for feature in self.features}) > 1:
+        if size > largest and len(self.tables) > 1:
             return largest  # the sizes of several tables were added, their limits were not
         if size > largest:
             raise ValueError(
@@ -185,19 +221,37 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
     Raises:
       ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for.
     """
-    num_cores = cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
+    cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
     layouts = {}
     for name, features in readers_by_stack(feature_specs).items():
-        specs = [placed_stack(feature.table_spec) for feature in features]
-        if any(spec != specs[0] for spec in specs):
+        tables = first_row_first(tables_of(list(features)).values())
+        spec = placed_stack(tables[0])
+        if any(placed_stack(table) != spec for table in tables):
             raise ValueError(
                 f"stack {name!r} has different settings in the tables that form it; change limits with "
                 "update_preprocessing_parameters, which changes all of them."
             )
-        layout = StackLayout(spec=specs[0], features=features, num_devices=num_devices, num_cores=num_cores)
-        _check_batches(layout)
-        layouts[name] = layout
+        layouts[name] = StackLayout(spec=spec, tables=tables, features=features, num_devices=num_devices)
+        _check_batches(layouts[name])
     check_places(feature_specs)
+    return layouts
+
+
+def stacks_of(tables: Iterable[TableSpec]) -> dict[str, StackLayout]:
+    """The stacks that tables form, by name.
+
+    Raises:
+      ValueError: a table was not placed, or tables of its stack are missing.
+    """
+    layouts = {}
+    for name, members in get_table_stacks(list({table.name: table for table in tables}.values())).items():
+        layout = layouts[name] = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
+        present = sum(table.setting_in_stack.padded_vocab_size for table in members)
+        if present != layout.spec.stack_vocab_size:
+            raise ValueError(
+                f"stack {name!r} has {layout.spec.stack_vocab_size} rows, but its given tables "
+                f"{sorted(table.name for table in members)} have {present}; pass all tables of the stack."
+            )
     return layouts
 
 
@@ -206,8 +260,8 @@ def readers_by_stack(feature_specs: Any) -> dict[str, tuple[FeatureSpec, ...]]:
     readers: dict[str, list[FeatureSpec]] = {}
     for feature in features_of(feature_specs):
         readers.setdefault(placed_stack(feature.table_spec).stack_name, []).append(feature)
-    by_samples = functools.partial(sorted, key=lambda feature: feature.id_transformation.row_offset)
-    return {name: tuple(by_samples(features)) for name, features in readers.items()}
+    by_sample = functools.partial(sorted, key=lambda feature: feature.id_transformation.row_offset)
+    return {name: tuple(by_sample(features)) for name, features in readers.items()}
 
 
 def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec]]:
@@ -218,9 +272,9 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
     return stacks
 
 
-def first_row_first(tables: Iterable[TableSpec]) -> list[TableSpec]:
+def first_row_first(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
     """The tables of a stack in the order of their rows."""
-    return sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard)
+    return tuple(sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard))
 
 
 def _check_batches(layout: StackLayout) -> None:
@@ -269,22 +323,3 @@ def placed_stack(table: TableSpec) -> StackedTableSpec:
             "specs first."
         )
     return table.stacked_table_spec
-
-
-def tables_by_stack(tables: Sequence[TableSpec]) -> dict[str, list[TableSpec]]:
-    """Stack name to its tables, from the first row to the last.
-
-    Raises:
-      ValueError: a table was not placed, or tables of its stack are missing.
-    """
-    stacks = get_table_stacks(list({table.name: table for table in tables}.values()))
-    for name, members in stacks.items():
-        members[:] = first_row_first(members)
-        present = sum(table.setting_in_stack.padded_vocab_size for table in members)
-        expected = placed_stack(members[0]).stack_vocab_size
-        if present != expected:
-            raise ValueError(
-                f"stack {name!r} has {expected} rows, but its given tables {sorted(table.name for table in members)} "
-                f"have {present}; pass all tables of the stack."
-            )
-    return stacks

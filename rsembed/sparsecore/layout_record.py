@@ -17,8 +17,7 @@ import numpy as np
 from rsembed import optimizers
 from rsembed.optimizers import OptimizerSpec
 from rsembed.places import Place
-from rsembed.sparsecore.layout import stack_layouts
-from rsembed.sparsecore.variables import Nested
+from rsembed.sparsecore.layout import Nested, stack_layouts
 from rsembed.specs import FeatureSpec, TableSpec
 
 _CODES: dict[type[OptimizerSpec], int] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,20 +12,21 @@ from jaxtyping import Array
 from rsembed.initial_values import table_key
 from rsembed.intervals import check_within
 from rsembed.kernels import api
-from rsembed.kernels.reference import Rounding
+from rsembed.kernels.contract import Rounding, Step
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore import device
-from rsembed.sparsecore.belonging import check_batch, check_variables
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
+    Nested,
     StackLayout,
-    check_sharding_strategy,
     cores_from_row_pointers,
     placed_stack,
+    sharding_strategy_to_enum,
     stack_layouts,
 )
-from rsembed.sparsecore.row_rule import RowLimits, rule_of_stack
-from rsembed.sparsecore.variables import EmbeddingVariables, Nested, PreprocessedInput
+from rsembed.sparsecore.preprocessing import PreprocessedInput
+from rsembed.sparsecore.row_rule import RowLimits, rule_of
+from rsembed.sparsecore.variables import EmbeddingVariables, check_variables
 from rsembed.specs import FeatureSpec, features_of
 
 
@@ -63,14 +64,14 @@ def sparse_dense_matmul(
       ValueError: input, variables and specs do not belong together.
     """
     del use_activation_unstack_primitive
-    check_sharding_strategy(sharding_strategy)
+    sharding_strategy_to_enum(sharding_strategy)
     num_cores = _num_cores(preprocessed_inputs, global_device_count, num_sc_per_device, enable_minibatching)
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
     activations = {}
-    for layout, entries, exchange in _stacks(layouts, preprocessed_inputs, axis_name, enable_minibatching):
-        variables = _variables_of(layout, embedding_variables)
-        check_variables(variables, layout.tables, num_parts=layout.num_devices)
-        activations[layout.name] = device.lookup_stack(variables.table, entries, layout, exchange)
+    for name, entries in _entries(layouts, preprocessed_inputs, axis_name, enable_minibatching).items():
+        variables = _variables_of(layouts[name], embedding_variables)
+        check_variables(variables, layouts[name])
+        activations[name] = entries.lookup(variables.table)
     if not perform_unstacking:
         return activations
     return unstack_embedding_activations(activations, feature_specs, global_device_count, num_cores)
@@ -116,7 +117,7 @@ def sparse_dense_matmul_grad(
         and specs do not belong together.
     """
     del label, use_gradient_stacking_primitive
-    check_sharding_strategy(sharding_strategy)
+    sharding_strategy_to_enum(sharding_strategy)
     num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, perform_stacking)
     num_cores = _num_cores(preprocessed_inputs, num_devices, num_sc_per_device, enable_minibatching)
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
@@ -124,22 +125,15 @@ def sparse_dense_matmul_grad(
     if perform_stacking:
         activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, num_cores, num_devices)
     updated = {}
-    for layout, entries, exchange in _stacks(layouts, preprocessed_inputs, axis_name, enable_minibatching):
-        variables, members = _variables_of(layout, embedding_variables), layout.tables
-        rule = rule_of_stack(layout.spec, members, limits.get(layout.name, (None, None)))
-        check_variables(variables, members, num_parts=layout.num_devices, rule=rule)
-        table, slots = device.update_stack(
-            variables.table,
-            variables.slots(),
-            entries,
-            layout.checked_activations(activation_gradients[layout.name]),
-            exchange,
-            layout.spec.optimizer.get_hyperparameters(step),
-            rule,
-            _rounding(step, layout, exchange) if members[0].stochastic_rounding else None,
-        )
-        packed = layout.spec.optimizer.pack_slots(slots)
-        updated[layout.name] = EmbeddingVariables(table, packed, variables.layout)
+    for name, entries in _entries(layouts, preprocessed_inputs, axis_name, enable_minibatching).items():
+        layout, optimizer = layouts[name], layouts[name].spec.optimizer
+        variables, rule = _variables_of(layout, embedding_variables), rule_of(layout, limits.get(name, (None, None)))
+        check_variables(variables, layout, rule=rule)
+        d_activations = layout.checked_activations(activation_gradients[name])
+        rounding = _rounding(step, entries) if layout.tables[0].stochastic_rounding else None
+        how = Step(optimizer.get_hyperparameters(step), rule, rounding)
+        table, slots = entries.update(variables.table, variables.slots(), d_activations, how)
+        updated[name] = EmbeddingVariables(table, optimizer.pack_slots(slots), variables.layout)
     return updated
 
 
@@ -220,24 +214,21 @@ def _num_cores(
     return num_cores
 
 
-def _stacks(
+def _entries(
     layouts: Mapping[str, StackLayout], inputs: PreprocessedInput, axis_name: AxisName | None, enable_minibatching: bool
-) -> Iterator[tuple[StackLayout, device.Entries, device.Exchange]]:
-    if set(layouts) != set(inputs.lhs_row_pointers):
-        raise ValueError(
-            f"the input was preprocessed for stacks {sorted(inputs.lhs_row_pointers)}, but feature_specs have "
-            f"{sorted(layouts)}; use the same specs for both."
-        )
-    check_batch(inputs.layout, layouts)
+) -> dict[str, device.StackEntries]:
+    """What this device looks up, by stack."""
+    inputs.check_layout(layouts)
+    entries, num_minibatches = {}, _num_minibatches(inputs) if enable_minibatching else None
     for name, layout in layouts.items():
-        flat = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
-        axes = device.manual_axes(layout.num_devices, axis_name)
-        entries = device.read_entries(layout, _num_minibatches(inputs) if enable_minibatching else None, *flat)
-        capacity, max_ids = flat[1].size, inputs.max_ids_per_partition(name)
+        buffers = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
+        capacity, max_ids = buffers[1].size, inputs.max_ids_per_partition(name)
         if max_ids is not None:  # the smallest blocks that hold whatever the limits allow
             num_blocks = layout.num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
             capacity = min(capacity, num_blocks * max_ids)
-        yield layout, entries, device.Exchange(axes, layout.num_devices, capacity)
+        axes = device.manual_axes(layout.num_devices, axis_name)
+        entries[name] = device.read_entries(layout, buffers, num_minibatches, axes=axes, capacity=capacity)
+    return entries
 
 
 def _num_minibatches(inputs: PreprocessedInput) -> Array:
@@ -269,13 +260,14 @@ def _checked_limits(
     return limits
 
 
-def _rounding(step: Any, layout: StackLayout, exchange: device.Exchange) -> Rounding:
+def _rounding(step: Any, entries: device.StackEntries) -> Rounding:
     """Rounding whose noise belongs to the step, the stack and the row, wherever the row lies."""
+    name = entries.layout.name
     if step is None:
-        raise ValueError(f"stack {layout.name!r} rounds stochastically, which needs a new key every step; pass step=.")
+        raise ValueError(f"stack {name!r} rounds stochastically, which needs a new key every step; pass step=.")
     key = jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32))
-    rounding = api.stochastic_rounding(table_key(key, layout.name))
-    return lambda values, dtype, rows: rounding(values, dtype, device.stacked_rows(layout, exchange, rows))
+    rounding = api.stochastic_rounding(table_key(key, name))
+    return lambda values, dtype, rows: rounding(values, dtype, entries.stacked_rows(rows))
 
 
 tpu_sparse_dense_matmul = sparse_dense_matmul

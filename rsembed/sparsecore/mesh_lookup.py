@@ -7,57 +7,28 @@ same work, so copies never drift apart.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
+from rsembed.collection.devices import Devices
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.kernels.cpu_threads import check_threads
+from rsembed.sparsecore.layout import Nested
 from rsembed.sparsecore.matmul import sparse_dense_matmul, sparse_dense_matmul_grad
-from rsembed.sparsecore.preprocessing import preprocess_sparse_dense_matmul_input
-from rsembed.sparsecore.variables import EmbeddingVariables, Nested, PreprocessedInput
-from rsembed.specs import FeatureSpec
+from rsembed.sparsecore.preprocessing import PreprocessedInput, preprocess_sparse_dense_matmul_input
+from rsembed.sparsecore.variables import EmbeddingVariables, initialize
+from rsembed.specs import FeatureSpec, tables_of
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TableMesh:
-    """The devices that share tables.
-
-    Attributes:
-      mesh: all devices.
-      axes: axes along which tables and batches are cut, outermost first.
-      num_sc_per_device: cores per device; None takes the number that tables were placed for.
-    """
-
-    mesh: Mesh
-    axes: tuple[str, ...]
-    num_sc_per_device: int | None = None
-
-    @property
-    def num_devices(self) -> int:
-        """Parts into which tables are cut: the sizes of `axes` alone, whatever else the mesh has."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-    @property
-    def num_local_devices(self) -> int:
-        """Parts that lie in this process."""
-        return math.prod(self.mesh.local_mesh.shape[axis] for axis in self.axes)
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """How tables, slots, batches and activations lie on the devices."""
-        return NamedSharding(self.mesh, P(self.axes))
-
-
-def table_mesh(
-    mesh: Mesh | None, sharding_axis: str | tuple[str, ...], num_sc_per_device: int | None = None
-) -> TableMesh:
+def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devices:
     """The devices behind a layer's arguments; `mesh=None` means one axis over all devices.
 
     Raises: ValueError: the mesh lacks an axis, or is missing while there are several.
@@ -71,7 +42,7 @@ def table_mesh(
     if missing or not axes:
         raise ValueError(f"sharding_axis {missing or axes} is not in the mesh, which has the axes {mesh.axis_names}.")
     check_threads(mesh)
-    return TableMesh(mesh=mesh, axes=axes, num_sc_per_device=num_sc_per_device)
+    return Devices(mesh, axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,115 +51,112 @@ class MeshTables:
 
     Attributes:
       feature_specs: placed specs.
-      devices: the devices that share the tables.
+      devices: those that share the tables; other axes of their mesh do not count.
+      num_sc_per_device: cores per device; None takes the number that tables were placed for.
       enable_minibatching: whether batches are preprocessed with it.
     """
 
     feature_specs: Nested[FeatureSpec]
-    devices: TableMesh
+    devices: Devices
+    num_sc_per_device: int | None = None
     enable_minibatching: bool = False
 
+    def init(self, key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
+        """Initial tables and slots."""
+        tables = list(tables_of(self.feature_specs).values())
+        return initialize(key, tables, self.devices, num_cores=self.num_sc_per_device)
 
-def look_up(tables: MeshTables, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> Any:
-    """Activations of the global batch, in a tree like the feature specs."""
+    def look_up(self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> Any:
+        """Activations of the global batch, in a tree like the feature specs."""
 
-    def on_device(variables: Any, inputs: PreprocessedInput) -> Any:
-        return sparse_dense_matmul(inputs, variables, tables.feature_specs, **_options(tables))
+        def on_device(variables: Any, inputs: PreprocessedInput) -> Any:
+            return sparse_dense_matmul(inputs, variables, self.feature_specs, **self._options())
 
-    part = P(tables.devices.axes)
-    return _sharded(on_device, tables, in_specs=(part, part))(variables, inputs)
+        part = self.devices.split
+        return self._sharded(on_device, part, part)(variables, inputs)
 
+    def update(
+        self, d_activations: Any, variables: Mapping[str, EmbeddingVariables], step: Any, inputs: PreprocessedInput
+    ) -> Any:
+        """The variables after one optimizer step of every row that `inputs` look up, in the container they came in.
 
-def update(
-    tables: MeshTables,
-    d_activations: Any,
-    variables: Mapping[str, EmbeddingVariables],
-    step: Any,
-    inputs: PreprocessedInput,
-) -> Any:
-    """The variables after one optimizer step of every row that `inputs` look up, in the container they came in.
+        The step counts from 0; None hides it from the optimizers.
+        """
 
-    The step counts from 0; None hides it from the optimizers.
-    """
+        def on_device(d_activations: Any, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
+            specs = self.feature_specs
+            return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **self._options())
 
-    def on_device(d_activations: Any, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
-        specs = tables.feature_specs
-        return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **_options(tables))
+        part = self.devices.split
+        updated = self._sharded(on_device, part, part, P(), part)(d_activations, variables, step, inputs)
+        # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
+        leaves = [leaf for name in sorted(updated) for leaf in jax.tree.leaves(updated[name])]
+        return jax.tree.unflatten(jax.tree.structure(variables), leaves)
 
-    part = P(tables.devices.axes)
-    sharded = _sharded(on_device, tables, in_specs=(part, part, P(), part))
-    updated = sharded(d_activations, variables, step, inputs)
-    # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
-    leaves = [leaf for name in sorted(updated) for leaf in jax.tree.leaves(updated[name])]
-    return jax.tree.unflatten(jax.tree.structure(variables), leaves)
+    def train(self, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
+        """A lookup whose "gradients" are the variables and the step after one update.
 
+        The step is a float, or autodiff would not ask for its gradient; float32 counts exactly to 16 million.
+        """
 
-def _options(tables: MeshTables) -> dict[str, Any]:
-    return {
-        "global_device_count": tables.devices.num_devices,
-        "enable_minibatching": tables.enable_minibatching,
-        "axis_name": tables.devices.axes,
-    }
+        @jax.custom_vjp
+        def lookup(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
+            return self.look_up(variables, inputs)
 
+        def forward(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
+            return self.look_up(variables, inputs), (variables, step, inputs)
 
-def _sharded(function: Callable[..., Any], tables: MeshTables, in_specs: Any) -> Callable[..., Any]:
-    mesh, axes = tables.devices.mesh, tables.devices.axes
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=P(axes), check_vma=False)
+        def backward(saved: Any, d_activations: Any) -> Any:
+            return self.update(d_activations, *saved), next_step(saved[1]), None
 
+        lookup.defvjp(forward, backward)
+        return lookup(variables, step, inputs)
 
-def trainable_lookup(tables: MeshTables) -> Callable[[Any, Float[Array, ""] | None, PreprocessedInput], Any]:
-    """A lookup of `(variables, step, inputs)` whose "gradients" are the variables and the step after one update.
+    def preprocess(
+        self, features: Any, features_weights: Any = None, **options: Any
+    ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
+        """This process' part of a batch, partitioned for the devices that share the tables, still on the host.
 
-    The step is a float, or autodiff would not ask for its gradient; float32 counts exactly to 16 million.
-    """
+        `features`, `features_weights` and options are those of `embedding.preprocess_sparse_dense_matmul_input`.
+        """
+        return preprocess_sparse_dense_matmul_input(
+            features,
+            features_weights,
+            self.feature_specs,
+            local_device_count=self.num_local_devices,
+            global_device_count=self.devices.num_devices,
+            num_sc_per_device=self.num_sc_per_device,
+            enable_minibatching=self.enable_minibatching,
+            **options,
+        )
 
-    @jax.custom_vjp
-    def lookup(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
-        return look_up(tables, variables, inputs)
+    def prepare(
+        self, features: Any, features_weights: Any = None, **options: Any
+    ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
+        """As `preprocess`, the batch as global arrays on the devices, cut along the leading axis."""
+        processed, statistics = self.preprocess(features, features_weights, **options)
+        sharding = self.devices.sharding(self.devices.split)
+        place = functools.partial(jax.make_array_from_process_local_data, sharding)
+        return jax.tree.map(place, processed), statistics
 
-    def forward(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
-        return look_up(tables, variables, inputs), (variables, step, inputs)
+    @property
+    def num_local_devices(self) -> int:
+        """Parts of the tables that lie in this process."""
+        mesh: Any = self.devices.mesh
+        return math.prod(mesh.local_mesh.shape[axis] for axis in self.devices.axes)
 
-    def backward(saved: Any, d_activations: Any) -> Any:
-        _, step, _ = saved
-        return update(tables, d_activations, *saved), next_step(step), None
+    def _options(self) -> dict[str, Any]:
+        return {
+            "global_device_count": self.devices.num_devices,
+            "enable_minibatching": self.enable_minibatching,
+            "axis_name": self.devices.axes,
+        }
 
-    lookup.defvjp(forward, backward)
-    return lookup
+    def _sharded(self, function: Callable[..., Any], *in_specs: Any) -> Callable[..., Any]:
+        split = self.devices.split
+        return jax.shard_map(function, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
 
 
 def next_step(step: Float[Array, ""] | None) -> Float[Array, ""] | None:
     """The step after `step`; a hidden step stays hidden."""
     return None if step is None else step + 1.0
-
-
-def preprocess(
-    tables: MeshTables, features: Any, features_weights: Any = None, **options: Any
-) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    """This process' part of a batch, partitioned for the devices that share the tables, still on the host.
-
-    `features`, `features_weights` and options are those of `embedding.preprocess_sparse_dense_matmul_input`.
-    """
-    return preprocess_sparse_dense_matmul_input(
-        features,
-        features_weights,
-        tables.feature_specs,
-        local_device_count=tables.devices.num_local_devices,
-        global_device_count=tables.devices.num_devices,
-        num_sc_per_device=tables.devices.num_sc_per_device,
-        enable_minibatching=tables.enable_minibatching,
-        **options,
-    )
-
-
-def prepare(
-    tables: MeshTables, features: Any, features_weights: Any = None, **options: Any
-) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    """As `preprocess`, the batch as global arrays on the devices."""
-    processed, statistics = preprocess(tables, features, features_weights, **options)
-    return put_on_devices(tables.devices, processed), statistics
-
-
-def put_on_devices(devices: TableMesh, inputs: Any) -> Any:
-    """Arrays of this process as global arrays, cut along the leading axis."""
-    return jax.tree.map(lambda array: jax.make_array_from_process_local_data(devices.sharding, array), inputs)

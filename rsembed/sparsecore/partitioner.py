@@ -19,8 +19,10 @@ from rsembed.places import Place
 from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
-from rsembed.sparsecore.variables import PADDING_VALUE
 from rsembed.stacking import SUBLANES, round_up
+
+PADDING_VALUE = 2**31 - 1
+"""Id and sample of places in a buffer that hold no entry."""
 
 
 class StackBuffers(NamedTuple):

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array
 
-from rsembed.sparsecore import mesh_lookup
-from rsembed.sparsecore.variables import Nested
+from rsembed.sparsecore.layout import Nested
+from rsembed.sparsecore.mesh_lookup import MeshTables, table_mesh
 from rsembed.specs import FeatureSpec, tables_of
 
 
@@ -276,7 +276,7 @@ def get_default_sc_fwd_function(
     tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
 
     def look_up(sparse_inputs: Any, embedding_variables: Any) -> tuple[Any, None]:
-        return mesh_lookup.look_up(tables, embedding_variables, sparse_inputs), None
+        return tables.look_up(embedding_variables, sparse_inputs), None
 
     return look_up
 
@@ -310,17 +310,17 @@ def get_default_sc_bwd_function(
         if step is None and not frozen_step:
             _check_no_step_needed(feature_specs)
         number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
-        return mesh_lookup.update(tables, embedding_gradients, embedding_variables, number, sparse_inputs), None
+        return tables.update(embedding_gradients, embedding_variables, number, sparse_inputs), None
 
     return update
 
 
 def _tables(
     specs: Any, mesh: Mesh, sharding_axis: str | tuple[str, ...] | None, enable_minibatching: bool
-) -> mesh_lookup.MeshTables:
+) -> MeshTables:
     axes = tuple(mesh.axis_names) if sharding_axis is None else sharding_axis
-    devices = mesh_lookup.table_mesh(mesh, axes)
-    return mesh_lookup.MeshTables(feature_specs=specs, devices=devices, enable_minibatching=enable_minibatching)
+    devices = table_mesh(mesh, axes)
+    return MeshTables(feature_specs=specs, devices=devices, enable_minibatching=enable_minibatching)
 
 
 def _check_no_step_needed(feature_specs: Any) -> None:

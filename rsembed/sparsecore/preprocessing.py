@@ -4,25 +4,112 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.sparsecore import native_partitioner, partitioner
-from rsembed.sparsecore.belonging import batch_fingerprint
 from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import (
+    Nested,
     StackLayout,
-    check_sharding_strategy,
     row_pointers_size,
+    sharding_strategy_to_enum,
     stack_layouts,
 )
 from rsembed.sparsecore.minibatching import partition_stacks_in_minibatches
 from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch
-from rsembed.sparsecore.variables import Nested, PreprocessedInput, SparseDenseMatmulInput, StackLimits
 from rsembed.specs import FeatureSpec
+
+
+class SparseDenseMatmulInput(NamedTuple):
+    """Ids of a batch, partitioned: for every core, one partition per shard it reads from.
+
+    All four are dicts by stack name of flat arrays, device after device, core after core.
+
+    Attributes:
+      lhs_row_pointers: ends of the partitions, in places of the core's part of the buffer.
+      lhs_embedding_ids: row inside the shard.
+      lhs_sample_ids: sample of the core.
+      lhs_gains: factor of the row in the sample's activation.
+    """
+
+    lhs_row_pointers: dict[str, Any]
+    lhs_embedding_ids: dict[str, Any]
+    lhs_sample_ids: dict[str, Any]
+    lhs_gains: dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreprocessedInput:
+    """A preprocessed batch, ready for the devices.
+
+    Attributes:
+      sparse_dense_matmul_input: the partitioned ids.
+      num_minibatches: one number per local device; 1 without minibatching.
+      limits: the name of every stack, and the ids and distinct ids that a partition of it may hold. They belong to the
+        tree's structure, so a jitted step is traced anew when they change, whatever holds the specs. Empty means
+        unknown: buffers are then taken as completely full.
+      has_minibatches: whether the buffers are laid out for minibatches; None means that nobody told.
+      layout: the places of rows and samples that it was partitioned for, likewise.
+    """
+
+    sparse_dense_matmul_input: SparseDenseMatmulInput
+    num_minibatches: Any = dataclasses.field(default_factory=lambda: np.array(1))
+    limits: tuple[tuple[str, int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
+    has_minibatches: bool | None = dataclasses.field(default=None, metadata={"static": True})
+    layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def lhs_row_pointers(self) -> dict[str, Any]:
+        """Ends of the partitions."""
+        return self.sparse_dense_matmul_input.lhs_row_pointers
+
+    @property
+    def lhs_embedding_ids(self) -> dict[str, Any]:
+        """Row inside the shard."""
+        return self.sparse_dense_matmul_input.lhs_embedding_ids
+
+    @property
+    def lhs_sample_ids(self) -> dict[str, Any]:
+        """Sample of the core."""
+        return self.sparse_dense_matmul_input.lhs_sample_ids
+
+    @property
+    def lhs_gains(self) -> dict[str, Any]:
+        """Factor of the row."""
+        return self.sparse_dense_matmul_input.lhs_gains
+
+    def check_minibatching(self, enable_minibatching: bool) -> None:
+        """Raises: ValueError: the buffers are known to be laid out otherwise."""
+        if self.has_minibatches not in (None, enable_minibatching):
+            raise ValueError(
+                f"enable_minibatching={enable_minibatching}, but the input was preprocessed with "
+                f"enable_minibatching={self.has_minibatches}; pass the same to both."
+            )
+
+    def check_layout(self, layouts: Mapping[str, StackLayout]) -> None:
+        """Raises: ValueError: the batch was preprocessed for other stacks or places than these."""
+        if set(layouts) != set(self.lhs_row_pointers):
+            raise ValueError(
+                f"the input was preprocessed for stacks {sorted(self.lhs_row_pointers)}, but feature_specs have "
+                f"{sorted(layouts)}; use the same specs for both."
+            )
+        if self.layout is not None:
+            check_same(
+                self.layout,
+                _fingerprint(layouts),
+                what="the input was preprocessed for other specs",
+                way_out="Preprocess it with the feature specs that are given here.",
+            )
+
+    def max_ids_per_partition(self, stack_name: str) -> int | None:
+        """The limit that a stack's buffer was laid out with, or None if unknown."""
+        return {name: max_ids for name, max_ids, _ in self.limits}.get(stack_name)
 
 
 def preprocess_sparse_dense_matmul_input(
@@ -70,7 +157,7 @@ def preprocess_sparse_dense_matmul_input(
         finite, the batch cannot be cut into equal parts, or a limit is exceeded.
       TypeError: ids are no integers.
     """
-    check_sharding_strategy(sharding_strategy)
+    sharding_strategy_to_enum(sharding_strategy)
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
     read = read_features(
         feature_specs,
@@ -99,14 +186,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     feature_specs: Nested[FeatureSpec],
     local_device_count: int,
     global_device_count: int,
-    *,
-    num_sc_per_device: int | None = None,
-    sharding_strategy: str = "MOD",
-    has_leading_dimension: bool = False,
-    allow_id_dropping: bool = False,
-    batch_number: int = 0,
-    enable_minibatching: bool = False,
-    all_reduce_interface: Any = None,
+    **options: Any,
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
     """As `preprocess_sparse_dense_matmul_input`, for ids given as sparse tensors without weights.
 
@@ -114,38 +194,38 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
       dense_shapes: tree of `[2]` shapes; the first number is the batch size, local or global as for dense input.
-      feature_specs: placed specs; these and all that follow are as for dense input.
+      feature_specs: placed specs.
       local_device_count: devices of this process.
       global_device_count: devices of all processes.
-      num_sc_per_device: cores per device.
-      sharding_strategy: "MOD".
-      has_leading_dimension: leading axis of local devices.
-      allow_id_dropping: drop and count instead of raising.
-      batch_number: number of the batch, the same in all processes.
-      enable_minibatching: deal a batch that exceeds a limit to several minibatches.
-      all_reduce_interface: how processes agree on them.
+      options: the keyword options of dense input.
 
     Raises:
       ValueError: as for dense input, or the shapes do not describe a sparse tensor.
       TypeError: ids are no integers.
     """
+    pairs = sparse_tensors_as_pairs(feature_specs, indices, values, dense_shapes)
     processed, statistics = preprocess_sparse_dense_matmul_input(
-        sparse_tensors_as_pairs(feature_specs, indices, values, dense_shapes),
-        None,
-        feature_specs,
-        local_device_count,
-        global_device_count,
-        num_sc_per_device=num_sc_per_device,
-        sharding_strategy=sharding_strategy,
-        has_leading_dimension=has_leading_dimension,
-        allow_id_dropping=allow_id_dropping,
-        batch_number=batch_number,
-        enable_minibatching=enable_minibatching,
-        all_reduce_interface=all_reduce_interface,
+        pairs, None, feature_specs, local_device_count, global_device_count, **options
     )
     # The published entry points differ in the dtype of this number.
     numbers = processed.num_minibatches.astype(np.int32)
     return dataclasses.replace(processed, num_minibatches=numbers), statistics
+
+
+def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
+    """Where the rows of all stacks lie, and the samples of all features; limits may change from batch to batch."""
+    facts = {}
+    for name, layout in layouts.items():
+        features = {
+            feature.name: {
+                "table": feature.table_spec.name,
+                "first_sample": feature.id_transformation.row_offset,
+                "samples": feature.num_samples,
+            }
+            for feature in layout.features
+        }
+        facts[name] = layout.facts() | {"features": features, "combiner": layout.spec.combiner}
+    return Fingerprint.of(facts)
 
 
 def _layouts(
@@ -167,7 +247,7 @@ def _processed(
 ) -> PreprocessedInput:
     fields = [{name: stack[k] for name, stack in buffers.items()} for k in range(len(SparseDenseMatmulInput._fields))]
     limits = tuple(
-        StackLimits(name, layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition)
+        (name, layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition)
         for name, layout in sorted(layouts.items())
     )
     processed = PreprocessedInput(
@@ -175,7 +255,7 @@ def _processed(
         num_minibatches,
         limits,
         has_minibatches=enable_minibatching,
-        layout=batch_fingerprint(layouts),
+        layout=_fingerprint(layouts),
     )
     if not has_leading_dimension:
         return processed

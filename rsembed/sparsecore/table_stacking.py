@@ -10,22 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.sparsecore.belonging import check_logical, check_rows, labelled, logical_of, variables_fingerprint
 from rsembed.sparsecore.layout import (
+    Nested,
+    StackLayout,
     check_places,
     cores_of,
     first_row_first,
     placed_stack,
     readers_by_stack,
     resolve_cores,
-    tables_by_stack,
+    stacks_of,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
 from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
-from rsembed.sparsecore.logical_tables import logical_rows, physical_rows
-from rsembed.sparsecore.variables import Nested
+from rsembed.sparsecore.variables import (
+    check_logical,
+    check_places_of,
+    fingerprint_of,
+    labelled,
+    logical_form,
+    rows_of,
+)
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import (
     SUBLANES,
@@ -166,25 +173,17 @@ def attach_placement(features: Any, plan: StackingPlan) -> None:
 
     Raises: ValueError: tables that the plan leaves where they are lie on another number of shards.
     """
-    tables = tables_of(features)
     planned = {placement.name for stack in plan.stacks for placement in stack.tables}
-    for name, table in tables.items():
-        kept = table.stacked_table_spec
-        if name not in planned and kept is not None and kept.num_shards != plan.num_shards:
-            raise ValueError(
-                f"table {name!r} was laid out for another number of shards: {kept.num_shards}, not {plan.num_shards}; "
-                "pass the same global_device_count and num_sc_per_device to all functions that place tables."
-            )
+    others = [table for name, table in tables_of(features).items() if name not in planned]
+    cores_of([table for table in others if table.stacked_table_spec is not None], 1, plan.num_shards)
     by_name = {feature.name: feature for feature in features_of(features)}
     for stack in plan.stacks:
-        for placement in stack.tables:
-            tables[placement.name].setting_in_stack = placement.setting
-            tables[placement.name].stacked_table_spec = stack.spec
+        settings = {placement.name: placement.setting for placement in stack.tables}
         for feature in stack.features:
             by_name[feature.name].id_transformation = feature.transformation
             # Features may hold equal copies of one table spec; all of them get the placement.
             spec = by_name[feature.name].table_spec
-            spec.setting_in_stack, spec.stacked_table_spec = tables[spec.name].setting_in_stack, stack.spec
+            spec.setting_in_stack, spec.stacked_table_spec = settings[spec.name], stack.spec
 
 
 def _checked_sizes(
@@ -251,34 +250,34 @@ def stack_and_shard_tables(
         another number of rows than its table.
     """
     result = {}
-    for name, members in tables_by_stack(jax.tree.leaves(table_specs)).items():
-        cores_of(members, 1, num_shards)
-        stack = functools.partial(_stacked, members, pad_value)
-        for table in members:
+    for name, layout in stacks_of(jax.tree.leaves(table_specs)).items():
+        cores_of(layout.tables, 1, num_shards)
+        for table in layout.tables:
             check_logical(tables[table.name], table.optimizer, where=f"table {table.name!r}")
-        stacked = jax.tree.map(stack, *(labelled(tables[table.name], None) for table in members))
-        result[name] = labelled(stacked, variables_fingerprint(members))
+        stack = functools.partial(_stacked, layout, pad_value)
+        stacked = jax.tree.map(stack, *(labelled(tables[table.name], None) for table in layout.tables))
+        result[name] = labelled(stacked, fingerprint_of(layout))
     return result
 
 
-def _stacked(tables: Sequence[TableSpec], pad_value: float, *arrays: Any) -> Any:
-    for table, array in zip(tables, arrays, strict=True):
+def _stacked(layout: StackLayout, pad_value: float, *arrays: Any) -> Any:
+    for table, array in zip(layout.tables, arrays, strict=True):
         if array.shape[0] != table.vocabulary_size:
             raise ValueError(
                 f"table {table.name!r}: got {array.shape[0]} rows, but vocabulary_size={table.vocabulary_size}."
             )
-    stack, xp = placed_stack(tables[0]), np if isinstance(arrays[0], np.ndarray) else jnp
+    xp = np if isinstance(arrays[0], np.ndarray) else jnp
     # State that is shared along a row has columns of its own.
-    is_full_width = all(array.shape[1] == table.embedding_dim for table, array in zip(tables, arrays, strict=True))
-    columns = stack.stack_embedding_dim if is_full_width else arrays[0].shape[1]
+    dims = [table.embedding_dim for table in layout.tables]
+    columns = layout.spec.stack_embedding_dim if [a.shape[1] for a in arrays] == dims else arrays[0].shape[1]
     values = [xp.pad(array, ((0, 0), (0, columns - array.shape[1])), constant_values=pad_value) for array in arrays]
-    rows = xp.concatenate([physical_rows(table, arrays[0]) for table in tables])
-    flat: Any = xp.full((stack.stack_vocab_size, columns), pad_value, values[0].dtype)
+    rows = np.concatenate([rows_of(table) for table in layout.tables])
+    flat: Any = xp.full((layout.spec.stack_vocab_size, columns), pad_value, values[0].dtype)
     if xp is jnp:
         flat = flat.at[rows].set(jnp.concatenate(values))
     else:
         flat[rows] = np.concatenate(values)
-    return flat.reshape(stack.num_shards, -1, columns)
+    return flat.reshape(layout.num_shards, -1, columns)
 
 
 def unshard_and_unstack_tables(
@@ -288,22 +287,20 @@ def unshard_and_unstack_tables(
 
     Raises: ValueError: the tables were placed for another number of shards, or an array has another number of rows.
     """
-    result = {}
+    result: dict[str, Any] = {}
     for name, members in get_table_stacks(table_specs).items():
         cores_of(members, 1, num_shards)
-        check_rows(stacked_tables[name], members)
-        rows = placed_stack(members[0]).stack_vocab_size
+        layout = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
+        check_places_of(stacked_tables[name], layout)
+        shards = num_shards, layout.rows_per_shard
         for leaf in jax.tree.leaves(stacked_tables[name]):
-            columns = leaf.shape[-1]
-            if leaf.shape not in ((rows, columns), (num_shards, rows // num_shards, columns)):
+            if leaf.shape[:-1] not in (shards, (layout.spec.stack_vocab_size,)):
                 raise ValueError(
-                    f"stack {name!r}: got shape {leaf.shape}, but its tables were placed in {rows} rows on "
-                    f"{num_shards} shards."
+                    f"stack {name!r}: got shape {leaf.shape}, but its tables were placed in "
+                    f"{layout.spec.stack_vocab_size} rows on {num_shards} shards."
                 )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked_tables[name])
-        for table in first_row_first(members):
-            logical = jax.tree.map(functools.partial(logical_rows, table), flat)
-            result[table.name] = labelled(logical, logical_of(stacked_tables[name]))
+        result |= {table.name: logical_form(table, flat) for table in layout.tables}
     return result
 
 

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import math
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
 from rsembed.intervals import check_within
-from rsembed.sparsecore.layout import cores_per_device
+from rsembed.sparsecore.layout import num_sparsecores_per_device as num_sparsecores_per_device
 from rsembed.stacking import SUBLANES, round_up
-
-
-def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
-    """SparseCores of a device: 4 on TPU v5p, 2 on v6e and TPU7x.
-
-    CPUs and GPUs have none, and get as many as make 32 shards together with all devices of their platform (at least
-    one each); `rsembed.sparsecore.layout.cores_per_device` tells why. Any other number works as well, as long as all
-    functions are given the same.
-
-    Raises:
-      ValueError: a TPU of unknown kind.
-    """
-    return cores_per_device(device)
 
 
 def estimate_preprocessing_parameters(

@@ -1,24 +1,34 @@
-"""The arrays that travel: preprocessed input and embedding variables, all pytrees keyed by stack name."""
+"""The variables of stacks, all pytrees keyed by stack name: made, told apart, read and written by table.
+
+Stacking, sharding, rotation and padding are matters of the physical layout; a logical table is `[vocabulary, dim]`.
+
+Four devices or eight, another rotation, another order of tables: arrays have the same shapes, and rows other places.
+Variables therefore carry the layout that they were made for, and whoever is given some compares it here with the
+specs. Arrays that users put together themselves carry None, and only their shapes are checked.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int, PRNGKeyArray
 
-from rsembed.fingerprint import Fingerprint
-from rsembed.optimizers import Slots
+from rsembed.collection.devices import Devices
+from rsembed.collection.initial_rows import OwnShards, PlacedTable, initial_shards
+from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.sparsecore.layout import Nested, StackLayout, cores_of, placed_stack, stacks_of
+from rsembed.sparsecore.row_rule import rule_of
+from rsembed.specs import FeatureSpec, TableSpec, tables_of
+from rsembed.stacking import place_of
 
-T = TypeVar("T")
-# A tree: `Nested[FeatureSpec]` is a FeatureSpec, or (lists or dicts of) lists or dicts of them.
-Nested = Union[T, Sequence[T], Mapping[str, T]]  # noqa: UP007  (X | Y cannot be subscripted)
 ArrayLike = jax.Array | np.ndarray
-
-PADDING_VALUE = 2**31 - 1
-"""Id and sample of places in a buffer that hold no entry."""
 
 
 class _TableAndSlot(NamedTuple):
@@ -58,81 +68,225 @@ class EmbeddingVariables(_TableAndSlot):
         return cls(*children, layout=layout)
 
 
-class SparseDenseMatmulInput(NamedTuple):
-    """Ids of a batch, partitioned: for every core, one partition per shard it reads from.
+def initialize(
+    key: PRNGKeyArray, tables: Sequence[TableSpec], devices: Devices, *, num_cores: int | None = None
+) -> dict[str, EmbeddingVariables]:
+    """Variables of all stacks, every device building its own rows. Compiled, or part of what is being compiled.
 
-    All four are dicts by stack name of flat arrays, device after device, core after core.
+    Args:
+      key: the model's key, typed or raw.
+      tables: placed tables.
+      devices: those that rows are dealt to.
+      num_cores: cores per device; None takes the number that the tables were placed for.
 
-    Attributes:
-      lhs_row_pointers: ends of the partitions, in places of the core's part of the buffer.
-      lhs_embedding_ids: row inside the shard.
-      lhs_sample_ids: sample of the core.
-      lhs_gains: factor of the row in the sample's activation.
+    Raises: ValueError: a table was not placed, or for another number of shards; tables of a stack are missing.
     """
+    stacks = stacks_of(tables)
+    num_cores = cores_of(tables, devices.num_devices, num_cores)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
 
-    lhs_row_pointers: dict[str, Any]
-    lhs_embedding_ids: dict[str, Any]
-    lhs_sample_ids: dict[str, Any]
-    lhs_gains: dict[str, Any]
+    def build(key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
+        first = devices.index() * num_cores
+        return {name: _initial_stack(key, layout, first, num_cores) for name, layout in stacks.items()}
 
-
-class StackLimits(NamedTuple):
-    """The limits that a buffer was laid out with."""
-
-    stack_name: str
-    max_ids_per_partition: int
-    max_unique_ids_per_partition: int
+    return devices.on_each(build, P(), devices.split)(key)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PreprocessedInput:
-    """A preprocessed batch, ready for the devices.
+def _initial_stack(
+    key: PRNGKeyArray, layout: StackLayout, first_shard: Int[Array, ""], num_own: int
+) -> EmbeddingVariables:
+    """Rows and slots of some shards; padding rows and columns are zero."""
+    stack, shards = layout.spec, OwnShards(first_shard, num_own, layout.rows_per_shard, layout.num_shards)
+    placed = [
+        PlacedTable(table, place, table.setting_in_stack.padded_vocab_size)
+        for table, place in zip(layout.tables, layout.places, strict=True)
+    ]
+    rule, columns = rule_of(layout), (0, stack.stack_embedding_dim)
+    table, slots = initial_shards(key, placed, shards, rule=rule, columns=columns, is_full=True)
+    return EmbeddingVariables(table, stack.optimizer.pack_slots(slots), fingerprint_of(layout))
 
-    Attributes:
-      sparse_dense_matmul_input: the partitioned ids.
-      num_minibatches: one number per local device; 1 without minibatching.
-      limits: the limits of every stack, by name. They belong to the tree's structure, so a jitted step is traced anew
-        when they change, whatever holds the specs. Empty means unknown: buffers are then taken as completely full.
-      has_minibatches: whether the buffers are laid out for minibatches; None means that nobody told.
-      layout: the places of rows and samples that it was partitioned for, likewise.
+
+# What variables belong to
+
+_WAY_OUT = (
+    "Use the specs that they were made for, or move tables between layouts by name, with logical_variables and "
+    "with_logical_tables."
+)
+
+
+def fingerprint_of(layout: StackLayout) -> Fingerprint:
+    """Where the rows of a stack lie, and whose state the slots are; of a logical table, the latter alone is told."""
+    return Fingerprint.of(layout.facts() | {"optimizer": layout.spec.optimizer.identity})
+
+
+def labelled(tree: Any, layout: Fingerprint | None) -> Any:
+    """Variables with another layout; any other tree as it is."""
+    return EmbeddingVariables(*tree, layout=layout) if isinstance(tree, EmbeddingVariables) else tree
+
+
+def check_places_of(tree: Any, layout: StackLayout, *, is_any_optimizer: bool = True) -> None:
+    """Raises: ValueError: these are variables of a stack whose rows lie elsewhere, or are stepped by another rule."""
+    if isinstance(tree, EmbeddingVariables) and tree.layout is not None:
+        identity = tree.layout.facts["optimizer"] if is_any_optimizer else layout.spec.optimizer.identity
+        what = f"variables of stack {layout.name!r} were made for other specs"
+        check_same(tree.layout, Fingerprint.of(layout.facts() | {"optimizer": identity}), what=what, way_out=_WAY_OUT)
+
+
+def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule: OptimizerSpec | None = None) -> None:
+    """Raises: ValueError: variables are not those of one device of a stack, as far as one can tell.
+
+    Args:
+      variables: of one device.
+      layout: the stack's.
+      rule: what is going to step the rows; None leaves the slots alone.
     """
+    check_places_of(variables, layout, is_any_optimizer=rule is None)
+    shape = (layout.rows_per_shard * layout.num_shards // layout.num_devices, layout.spec.stack_embedding_dim)
+    if variables.table.shape != shape:
+        raise ValueError(
+            f"stack {layout.name!r} has shape {variables.table.shape}, but the specs say {shape}"
+            f"{f' on each of {layout.num_devices} devices' if layout.num_devices > 1 else ''}; were they placed for "
+            "another number of devices or cores?"
+        )
+    if rule is not None:
+        _check_slots(variables.slot, rule, shape, where=f"stack {layout.name!r}")
 
-    sparse_dense_matmul_input: SparseDenseMatmulInput
-    num_minibatches: Any = dataclasses.field(default_factory=lambda: np.array(1))
-    limits: tuple[StackLimits, ...] = dataclasses.field(default=(), metadata={"static": True})
-    has_minibatches: bool | None = dataclasses.field(default=None, metadata={"static": True})
-    layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
 
-    @property
-    def lhs_row_pointers(self) -> dict[str, Any]:
-        """Ends of the partitions."""
-        return self.sparse_dense_matmul_input.lhs_row_pointers
+def _check_slots(slot: Any, rule: OptimizerSpec, shape: tuple[int, int], *, where: str) -> None:
+    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
+    expected = jax.eval_shape(lambda rows: rule.pack_slots(rule.init_slots(rows)), rows)
+    found, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (slot, expected))
+    structure: Any = jax.tree.structure(expected)
+    is_named = type(slot) is not tuple  # a plain tuple tells nothing but its length
+    if found != wanted or (is_named and structure != jax.tree.structure(slot)):
+        raise ValueError(
+            f"{where}: its optimizer {rule.short_name()!r} keeps slots {type(expected).__name__} of shapes {wanted}, "
+            f"but got {type(slot).__name__} of shapes {found}; use variables of this optimizer, or its init_slots."
+        )
 
-    @property
-    def lhs_embedding_ids(self) -> dict[str, Any]:
-        """Row inside the shard."""
-        return self.sparse_dense_matmul_input.lhs_embedding_ids
 
-    @property
-    def lhs_sample_ids(self) -> dict[str, Any]:
-        """Sample of the core."""
-        return self.sparse_dense_matmul_input.lhs_sample_ids
+# Tables by name
 
-    @property
-    def lhs_gains(self) -> dict[str, Any]:
-        """Factor of the row."""
-        return self.sparse_dense_matmul_input.lhs_gains
 
-    def check_minibatching(self, enable_minibatching: bool) -> None:
-        """Raises: ValueError: the buffers are known to be laid out otherwise."""
-        if self.has_minibatches not in (None, enable_minibatching):
-            raise ValueError(
-                f"enable_minibatching={enable_minibatching}, but the input was preprocessed with "
-                f"enable_minibatching={self.has_minibatches}; pass the same to both."
-            )
+def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, Array]:
+    """Every table as `[vocabulary, dim]`, by table name.
 
-    def max_ids_per_partition(self, stack_name: str) -> int | None:
-        """The limit that a stack's buffer was laid out with, or None if unknown."""
-        by_name = {limits.stack_name: limits.max_ids_per_partition for limits in self.limits}
-        return by_name.get(stack_name)
+    Args:
+      tree: anything that has an `EmbeddingVariables` under the name of each stack: what `init_embedding_variables`
+        returns, the parameters of a Linen model, the state of an NNX model.
+      feature_specs: the placed specs it was made for.
+
+    Raises:
+      ValueError: a stack is missing, is there twice, or was made for other specs than these.
+    """
+    return {name: variables.table for name, variables in logical_variables(tree, feature_specs).items()}
+
+
+def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, EmbeddingVariables]:
+    """As `logical_tables`, with the slots: `EmbeddingVariables` of each table alone."""
+    stacks = stacks_of(tables_of(feature_specs).values())
+    found = _stacks_in(tree, stacks)
+    return {table.name: logical_form(table, found[name]) for name, layout in stacks.items() for table in layout.tables}
+
+
+def logical_form(table: TableSpec, stacked: Any) -> Any:
+    """One table, with its rows in the order of ids and without padding, out of its stack's tree of flat arrays."""
+    logical = jax.tree.map(functools.partial(_logical_rows, table), stacked)
+    if not isinstance(logical, EmbeddingVariables) or logical.layout is None:
+        return logical
+    return labelled(logical, Fingerprint.of({"optimizer": logical.layout.facts["optimizer"]}))
+
+
+def check_logical(tree: Any, optimizer: OptimizerSpec, *, where: str) -> None:
+    """Raises: ValueError: these are variables of one table, but of another optimizer, or not in their logical form."""
+    if isinstance(tree, EmbeddingVariables) and tree.layout is not None:
+        what = f"{where}: its variables were made for another optimizer or layout"
+        check_same(tree.layout, Fingerprint.of({"optimizer": optimizer.identity}), what=what, way_out=_WAY_OUT)
+
+
+def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
+    """A copy of `tree` in which some tables have new values; everything else, padding included, is as before.
+
+    Args:
+      tree: as for `logical_tables`.
+      feature_specs: the placed specs it was made for.
+      tables: `[vocabulary, dim]` by table name, which leaves the slots alone, or `EmbeddingVariables` as
+        `logical_variables` returns them.
+
+    Raises:
+      ValueError: a table is unknown or has another shape than its spec, slots are not those of its optimizer, or the
+        stacks in `tree` were made for other specs.
+    """
+    specs = tables_of(feature_specs)
+    found = _stacks_in(tree, stacks_of(specs.values()))
+    unknown = sorted(set(tables) - set(specs))
+    if unknown:
+        raise ValueError(f"the specs have no tables {unknown}; they have {sorted(specs)}.")
+    for name, given in tables.items():
+        stack = placed_stack(specs[name]).stack_name
+        found[stack] = _with_table(specs[name], found[stack], given)
+
+    def replaced(path: Any, value: Any) -> Any:
+        return found.get(_last_name(path), value) if isinstance(value, EmbeddingVariables) else value
+
+    return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=_is_variables)
+
+
+def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> EmbeddingVariables:
+    where, shape = f"table {table.name!r}", (table.vocabulary_size, table.embedding_dim)
+    old, structure = jax.tree.flatten(stacked)
+    new = jax.tree.leaves(given) if isinstance(given, EmbeddingVariables) else [given]
+    if isinstance(given, EmbeddingVariables) and len(new) != len(old):
+        raise ValueError(f"{where}: got {len(new) - 1} slots, but its optimizer has {len(old) - 1}.")
+    if jnp.shape(new[0]) != shape:
+        raise ValueError(f"{where}: got shape {jnp.shape(new[0])}, its spec says {shape}.")
+    if isinstance(given, EmbeddingVariables):
+        check_logical(given, table.optimizer, where=where)
+        _check_slots(given.slot, table.optimizer, shape, where=where)
+    for number, values in enumerate(new):
+        old[number] = _set_rows(old[number], rows_of(table), jnp.asarray(values))
+    return jax.tree.unflatten(structure, old)
+
+
+def _set_rows(array: Array, rows: Int[np.ndarray, " vocab"], values: Array) -> Array:
+    columns = tuple(slice(size) for size in values.shape[1:])
+    changed = jnp.asarray(array).at[(rows, *columns)].set(values.astype(array.dtype))
+    return jax.device_put(changed, array.sharding) if isinstance(array, jax.Array) else changed
+
+
+def _logical_rows(table: TableSpec, stacked: Any) -> Any:
+    is_full_width = stacked.ndim == 2 and stacked.shape[1] == placed_stack(table).stack_embedding_dim
+    return stacked[rows_of(table)][:, : table.embedding_dim] if is_full_width else stacked[rows_of(table)]
+
+
+def rows_of(table: TableSpec) -> Int[np.ndarray, " vocab"]:
+    """Where the rows of a table lie in the array of its stack, in the order of ids."""
+    stack, ids = placed_stack(table), np.arange(table.vocabulary_size, dtype=np.int32)
+    place = place_of(table.setting_in_stack, stack.num_shards)
+    return place.rows(ids, spread=stack.num_shards, rows_per_shard=stack.stack_vocab_size // stack.num_shards)
+
+
+def _is_variables(value: Any) -> bool:
+    return isinstance(value, EmbeddingVariables)
+
+
+def _last_name(path: Any) -> Any:
+    return getattr(path[-1], "key", None) if path else None
+
+
+def _stacks_in(tree: Any, wanted: Mapping[str, StackLayout]) -> dict[str, EmbeddingVariables]:
+    """The variables of every stack, wherever they lie in `tree`."""
+    found: dict[str, EmbeddingVariables] = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variables):
+        name = _last_name(path)
+        if not _is_variables(value) or name not in wanted:
+            continue
+        if name in found:
+            raise ValueError(f"stack {name!r} is there twice; pass the part of the tree that you mean.")
+        check_variables(value, wanted[name])
+        found[name] = value
+    missing = sorted(set(wanted) - set(found))
+    if missing:
+        raise ValueError(f"no EmbeddingVariables under the names of the stacks {missing}.")
+    return found

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.initial_values import initial_rows, table_key
-from rsembed.sparsecore import embedding, embedding_spec, initialization, table_stacking
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from tests.sparsecore.case_specs import logical_tables
 
 KEY = jax.random.key(3)
@@ -120,7 +120,7 @@ def test_building_needs_little_beside_the_table():
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("x",))
 
     def build(key):
-        return initialization.initialize(key, [table], mesh=mesh, axis_name="x", num_cores=2)
+        return embedding.init_embedding_variables(key, [table], NamedSharding(mesh, P("x", None)), 2)
 
     analysis = jax.jit(build).lower(KEY).compile().memory_analysis()
     table_bytes = 2_000_000 * 16 * 4

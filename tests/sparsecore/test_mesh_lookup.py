@@ -8,8 +8,6 @@ import pytest
 from jax.sharding import Mesh
 
 from rsembed.sparsecore import embedding, mesh_lookup
-from rsembed.sparsecore.initialization import initialize
-from rsembed.specs import tables_of
 from tests import oracles
 from tests.sparsecore import small_world
 
@@ -32,23 +30,21 @@ def mesh_of(shape, names):
 def trained(name):
     """Initial tables, the activations of three batches, and the tables after each."""
     shape, names, axes, cores = MESHES[name]
-    devices = mesh_lookup.table_mesh(mesh_of(shape, names), axes, cores)
+    devices = mesh_lookup.table_mesh(mesh_of(shape, names), axes)
     specs = small_world.placed_specs(devices.num_devices, cores, is_stacked=name != "three devices")
-    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=devices)
-    variables = initialize(
-        jax.random.key(5), list(tables_of(specs).values()), mesh=devices.mesh, axis_name=devices.axes, num_cores=cores
-    )
+    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=devices, num_sc_per_device=cores)
+    variables = tables.init(jax.random.key(5))
     small_world.assert_padding_is_zero(specs, variables)
 
     @jax.jit
     def run(variables, inputs, gradients):
-        activations = mesh_lookup.look_up(tables, variables, inputs)
-        return activations, mesh_lookup.update(tables, gradients, variables, None, inputs)
+        activations = tables.look_up(variables, inputs)
+        return activations, tables.update(gradients, variables, None, inputs)
 
     found = [(embedding.logical_tables(variables, specs), None)]
     for seed in range(3):
         ids, gradients = small_world.draw_batch(seed)
-        inputs, _ = mesh_lookup.prepare(tables, ids)
+        inputs, _ = tables.prepare(ids)
         activations, variables = run(variables, inputs, gradients)
         small_world.assert_padding_is_zero(specs, variables)
         found.append((embedding.logical_tables(variables, specs), activations))
@@ -72,8 +68,8 @@ def test_initial_tables_do_not_depend_on_the_mesh(name):
 
 
 def test_the_device_count_is_that_of_the_axes_alone():
-    devices = mesh_lookup.table_mesh(mesh_of((2, 4), "xy"), "y")
-    assert (devices.num_devices, devices.num_local_devices) == (4, 4)
+    tables = mesh_lookup.MeshTables(feature_specs=(), devices=mesh_lookup.table_mesh(mesh_of((2, 4), "xy"), "y"))
+    assert (tables.devices.num_devices, tables.num_local_devices) == (4, 4)
 
 
 def test_unknown_axes_are_named():

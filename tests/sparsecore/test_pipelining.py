@@ -43,7 +43,7 @@ def batch(number):
 def pipelined_run():
     """Losses by cycle, and tables, slots and dense state at the end."""
     specs = small_world.placed_specs(4, CORES, optimizer=OPTIMIZER)
-    devices = mesh_lookup.table_mesh(mesh(), ("x", "y"), CORES)
+    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(mesh(), ("x", "y")))
     data, replicated = NamedSharding(mesh(), P(("x", "y"))), NamedSharding(mesh(), P())
     variables = embedding.init_embedding_variables(
         jax.random.key(1), embedding.get_table_specs(specs), NamedSharding(mesh(), P(("x", "y"), None)), CORES
@@ -54,8 +54,8 @@ def pipelined_run():
 
     def input_of(number):
         ids, targets = batch(number)
-        processed, _ = mesh_lookup.preprocess(mesh_lookup.MeshTables(feature_specs=specs, devices=devices), ids)
-        return pipelining.CurrentStepInput(*mesh_lookup.put_on_devices(devices, (processed, targets)))
+        processed, _ = tables.prepare(ids)
+        return pipelining.CurrentStepInput(processed, jax.device_put(targets, data))
 
     first = input_of(0)
     train_state = jax.device_put({"scale": jnp.float32(1), "steps": jnp.int32(0)}, replicated)

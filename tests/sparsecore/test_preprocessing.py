@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
-from rsembed.sparsecore.variables import PADDING_VALUE
+from rsembed.sparsecore.partitioner import PADDING_VALUE
 
 BATCHES = {"a": 24, "b": 12, "c": 12}
 VOCABULARIES = {"first": 20, "second": 50}

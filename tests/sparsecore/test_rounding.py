@@ -37,9 +37,9 @@ def stepped(specs, devices, *, number=0):
     sharding = NamedSharding(mesh, P("x", None))
     variables = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
     ids = np.arange(BATCH)[:, None] % ROWS
-    inputs, _ = mesh_lookup.prepare(tables, {name: ids for name in specs})
+    inputs, _ = tables.prepare({name: ids for name in specs})
     gradients = {name: jnp.full((BATCH, DIM), 2.0**-10) for name in specs}
-    updated = jax.jit(lambda *given: mesh_lookup.update(tables, *given))(gradients, variables, number, inputs)
+    updated = jax.jit(lambda *given: tables.update(*given))(gradients, variables, number, inputs)
     return {name: np.asarray(table, np.float32) for name, table in embedding.logical_tables(updated, specs).items()}
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 from jax.sharding import Mesh
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.sparsecore import embedding, mesh_lookup
-from rsembed.sparsecore.initialization import initialize
-from rsembed.sparsecore.layout import check_sharding_strategy
-from rsembed.specs import FeatureSpec, tables_of
+from rsembed.sparsecore import embedding
+from rsembed.sparsecore.layout import sharding_strategy_to_enum
+from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, table_mesh
+from rsembed.specs import FeatureSpec
 
 EMBEDDING_PARAM_NAME = "sc_embedding_variables"
 STEP_PARAM_NAME = "sc_embedding_step"
@@ -58,18 +57,12 @@ class SparseCoreEmbed(nn.Module):
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
         """
-        lookup_tables = self._tables()
-        devices = lookup_tables.devices
+        tables = self._tables()
         embedding_lookup_inputs.check_minibatching(self.enable_minibatching)
-
-        def init(key: jax.Array) -> dict[str, embedding.EmbeddingVariables]:
-            tables, num_cores = list(tables_of(self.feature_specs).values()), self.num_sc_per_device
-            return initialize(key, tables, mesh=devices.mesh, axis_name=devices.axes, num_cores=num_cores)
-
-        axes: Any = (devices.axes,)  # one entry of a partition spec may be several mesh axes
-        variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(init, axes))
+        axes: Any = (tables.devices.axes,)  # one entry of a partition spec may be several mesh axes
+        variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(tables.init, axes))
         step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: jnp.zeros((), jnp.float32))
-        return mesh_lookup.trainable_lookup(lookup_tables)(variables, step, embedding_lookup_inputs)
+        return tables.train(variables, step, embedding_lookup_inputs)
 
     def apply_gradient(
         self, gradients: Any, embedding_lookup_inputs: embedding.PreprocessedInput, step: Any = None
@@ -89,10 +82,10 @@ class SparseCoreEmbed(nn.Module):
             raise ValueError("apply_gradient needs the layer's parameters; pass those that init or training returned.")
         if step is None and not self.frozen_step:
             step = self.get_variable("params", STEP_PARAM_NAME)
-        updated = mesh_lookup.update(self._tables(), gradients, meta.unbox(boxed), step, embedding_lookup_inputs)
+        updated = self._tables().update(gradients, meta.unbox(boxed), step, embedding_lookup_inputs)
         result = {EMBEDDING_PARAM_NAME: meta.replace_boxed(boxed, updated)}
         if not self.frozen_step:
-            result[STEP_PARAM_NAME] = mesh_lookup.next_step(jnp.asarray(step, jnp.float32))
+            result[STEP_PARAM_NAME] = next_step(jnp.asarray(step, jnp.float32))
         return result
 
     def preprocess_inputs(
@@ -100,26 +93,25 @@ class SparseCoreEmbed(nn.Module):
     ) -> embedding.PreprocessedInput:
         """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
         options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
-        return mesh_lookup.preprocess(self._tables(), features, features_weights, **options)[0]
+        return self._tables().preprocess(features, features_weights, **options)[0]
 
     def prepare_batch(
-        self, features: Any, features_weights: Any = None, *, allow_id_dropping: bool = False, batch_number: int = 0
+        self, features: Any, features_weights: Any = None, **options: Any
     ) -> tuple[embedding.PreprocessedInput, SparseDenseMatmulInputStats]:
         """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
 
         Args:
           features: ids of this process' samples, in a tree like `feature_specs`.
           features_weights: weights in the same tree, or None.
-          allow_id_dropping: drop and count what exceeds a limit; by default that is an error.
-          batch_number: number of the batch, the same in all processes.
+          options: of `embedding.preprocess_sparse_dense_matmul_input`, such as `allow_id_dropping` and `batch_number`.
         """
-        options = {"allow_id_dropping": allow_id_dropping, "batch_number": batch_number}
-        return mesh_lookup.prepare(self._tables(), features, features_weights, **options)
+        return self._tables().prepare(features, features_weights, **options)
 
-    def _tables(self) -> mesh_lookup.MeshTables:
-        check_sharding_strategy(self.table_sharding_strategy)
-        return mesh_lookup.MeshTables(
+    def _tables(self) -> MeshTables:
+        sharding_strategy_to_enum(self.table_sharding_strategy)
+        return MeshTables(
             feature_specs=self.feature_specs,
-            devices=mesh_lookup.table_mesh(self.mesh, self.sharding_axis, self.num_sc_per_device),
+            devices=table_mesh(self.mesh, self.sharding_axis),
+            num_sc_per_device=self.num_sc_per_device,
             enable_minibatching=self.enable_minibatching,
         )

@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.sparsecore import mesh_lookup
-from rsembed.sparsecore.initialization import initialize
-from rsembed.sparsecore.layout import check_sharding_strategy
-from rsembed.sparsecore.variables import Nested, PreprocessedInput
-from rsembed.specs import FeatureSpec, tables_of
+from rsembed.sparsecore.layout import Nested, sharding_strategy_to_enum
+from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, table_mesh
+from rsembed.sparsecore.preprocessing import PreprocessedInput
+from rsembed.specs import FeatureSpec
 
 
 class EmbeddingVariablesParam(nnx.Param):
@@ -66,18 +65,15 @@ class SparseCoreEmbed(nnx.Module):
         frozen_step: bool = False,
         num_sc_per_device: int | None = None,
     ):
-        check_sharding_strategy(table_sharding_strategy)
+        sharding_strategy_to_enum(table_sharding_strategy)
         if rngs is None:
             raise ValueError("SparseCoreEmbed needs rngs, the source of its initial tables, as in rngs=nnx.Rngs(0).")
-        devices = mesh_lookup.table_mesh(mesh, sharding_axis, num_sc_per_device)
-        tables = list(tables_of(feature_specs).values())
-        variables = initialize(
-            rngs.params(), tables, mesh=devices.mesh, axis_name=devices.axes, num_cores=num_sc_per_device
-        )
         self.feature_specs = nnx.static(feature_specs)
-        self.devices = nnx.static(devices)
+        self.devices = nnx.static(table_mesh(mesh, sharding_axis))
+        self.num_sc_per_device = num_sc_per_device
         self.enable_minibatching = enable_minibatching
-        self.embedding_table = EmbeddingVariablesParam(variables, table_axes=devices.axes)
+        variables = self._tables().init(rngs.params())
+        self.embedding_table = EmbeddingVariablesParam(variables, table_axes=self.devices.axes)
         self.step = None if frozen_step else EmbeddingVariablesParam(jnp.zeros((), jnp.float32))
 
     def __call__(self, inputs: PreprocessedInput, step: Any = None) -> Any:
@@ -88,7 +84,7 @@ class SparseCoreEmbed(nnx.Module):
           step: 0-based step of the update that autodiff will ask for; the counter goes on from it. None reads the
             counter.
         """
-        return embedding_lookup(self, inputs, step)
+        return self._tables().train(self.embedding_table.get_value(), self._step(step), inputs)
 
     def apply_gradient(self, gradients: Any, inputs: PreprocessedInput, step: Any = None) -> None:
         """Updates tables, slots and counter in place: what autodiff and `PartitionedOptimizer` do, without them.
@@ -100,34 +96,35 @@ class SparseCoreEmbed(nnx.Module):
         """
         step = self._step(step)
         variables = self.embedding_table.get_value()
-        self.embedding_table.set_value(mesh_lookup.update(self._tables(), gradients, variables, step, inputs))
+        self.embedding_table.set_value(self._tables().update(gradients, variables, step, inputs))
         if self.step is not None:
-            self.step.set_value(mesh_lookup.next_step(step))
+            self.step.set_value(next_step(step))
 
     def preprocess_inputs(
         self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
     ) -> PreprocessedInput:
         """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
         options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
-        return mesh_lookup.preprocess(self._tables(), features, features_weights, **options)[0]
+        return self._tables().preprocess(features, features_weights, **options)[0]
 
     def prepare_batch(
-        self, features: Any, features_weights: Any = None, *, allow_id_dropping: bool = False, batch_number: int = 0
+        self, features: Any, features_weights: Any = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
         """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
 
         Args:
           features: ids of this process' samples, in a tree like `feature_specs`.
           features_weights: weights in the same tree, or None.
-          allow_id_dropping: drop and count what exceeds a limit; by default that is an error.
-          batch_number: number of the batch, the same in all processes.
+          options: of `embedding.preprocess_sparse_dense_matmul_input`, such as `allow_id_dropping` and `batch_number`.
         """
-        options = {"allow_id_dropping": allow_id_dropping, "batch_number": batch_number}
-        return mesh_lookup.prepare(self._tables(), features, features_weights, **options)
+        return self._tables().prepare(features, features_weights, **options)
 
-    def _tables(self) -> mesh_lookup.MeshTables:
-        return mesh_lookup.MeshTables(
-            feature_specs=self.feature_specs, devices=self.devices, enable_minibatching=self.enable_minibatching
+    def _tables(self) -> MeshTables:
+        return MeshTables(
+            feature_specs=self.feature_specs,
+            devices=self.devices,
+            num_sc_per_device=self.num_sc_per_device,
+            enable_minibatching=self.enable_minibatching,
         )
 
     def _step(self, step: Any) -> Array | None:
@@ -140,8 +137,7 @@ class SparseCoreEmbed(nnx.Module):
 
 def embedding_lookup(layer: SparseCoreEmbed, inputs: PreprocessedInput, step: Any = None) -> Any:
     """The trainable lookup of a layer; see `SparseCoreEmbed.__call__`."""
-    lookup = mesh_lookup.trainable_lookup(layer._tables())
-    return lookup(layer.embedding_table.get_value(), layer._step(step), inputs)
+    return layer(inputs, step)
 
 
 class PartitionedOptimizer(nnx.Module):
