@@ -13,7 +13,14 @@ from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.sparsecore.layout import Nested as Nested
 from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
-from rsembed.sparsecore.layout import coo_buffer_size, placed_stack, resolve_cores, row_pointers_size, stack_layouts
+from rsembed.sparsecore.layout import (
+    coo_buffer_size,
+    placed_stack,
+    read_stacks,
+    resolve_cores,
+    row_pointers_size,
+    stack_layouts,
+)
 from rsembed.sparsecore.layout import sharding_strategy_to_enum as sharding_strategy_to_enum
 from rsembed.sparsecore.layout_record import create_proto_from_feature_specs as create_proto_from_feature_specs
 from rsembed.sparsecore.layout_record import get_optimizer_class as get_optimizer_class
@@ -59,8 +66,7 @@ def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
 
 def get_stacked_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, StackedTableSpec]:
     """The stacks that the features read, by name. Raises: ValueError: a table has no place yet."""
-    stacks = (placed_stack(feature.table_spec) for feature in features_of(feature_specs))
-    return {stack.stack_name: stack for stack in stacks}
+    return {name: layout.spec for name, layout in read_stacks(feature_specs).items()}
 
 
 def compute_row_pointers_size_per_device(

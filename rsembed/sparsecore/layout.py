@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
@@ -222,18 +221,32 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
       ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for.
     """
     cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
-    layouts = {}
-    for name, features in readers_by_stack(feature_specs).items():
-        tables = first_row_first(tables_of(list(features)).values())
-        spec = placed_stack(tables[0])
-        if any(placed_stack(table) != spec for table in tables):
+    layouts = read_stacks(feature_specs, num_devices)
+    for name, layout in layouts.items():
+        if any(placed_stack(table) != layout.spec for table in layout.tables):
             raise ValueError(
                 f"stack {name!r} has different settings in the tables that form it; change limits with "
                 "update_preprocessing_parameters, which changes all of them."
             )
-        layouts[name] = StackLayout(spec=spec, tables=tables, features=features, num_devices=num_devices)
-        _check_batches(layouts[name])
-    check_places(feature_specs)
+        _check_batches(layout)
+    check_places(layouts)
+    return layouts
+
+
+def read_stacks(feature_specs: Any, num_devices: int = 1) -> dict[str, StackLayout]:
+    """The stacks that `feature_specs` read, by name, in leaf order, as they are; see `stack_layouts`.
+
+    Raises: ValueError: a table was not placed yet.
+    """
+    readers: dict[str, list[FeatureSpec]] = {}
+    for feature in features_of(feature_specs):
+        readers.setdefault(placed_stack(feature.table_spec).stack_name, []).append(feature)
+    layouts = {}
+    for name, features in readers.items():
+        tables = first_row_first(tables_of(features).values())
+        features.sort(key=lambda feature: feature.id_transformation.row_offset)
+        spec = placed_stack(tables[0])
+        layouts[name] = StackLayout(spec=spec, tables=tables, features=tuple(features), num_devices=num_devices)
     return layouts
 
 
@@ -253,15 +266,6 @@ def stacks_of(tables: Iterable[TableSpec]) -> dict[str, StackLayout]:
                 f"{sorted(table.name for table in members)} have {present}; pass all tables of the stack."
             )
     return layouts
-
-
-def readers_by_stack(feature_specs: Any) -> dict[str, tuple[FeatureSpec, ...]]:
-    """Stack name to the features that read it, in the order of their samples."""
-    readers: dict[str, list[FeatureSpec]] = {}
-    for feature in features_of(feature_specs):
-        readers.setdefault(placed_stack(feature.table_spec).stack_name, []).append(feature)
-    by_sample = functools.partial(sorted, key=lambda feature: feature.id_transformation.row_offset)
-    return {name: tuple(by_sample(features)) for name, features in readers.items()}
 
 
 def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec]]:
@@ -288,12 +292,12 @@ def _check_batches(layout: StackLayout) -> None:
             )
 
 
-def check_places(feature_specs: Any) -> None:
+def check_places(layouts: Mapping[str, StackLayout]) -> None:
     """Raises: ValueError: features of a stack are not, one after the other, those that it was placed for."""
-    for name, features in readers_by_stack(feature_specs).items():
-        stack, end = placed_stack(features[0].table_spec), 0
-        for feature in features:
-            found, table = feature.id_transformation, place_of(feature.table_spec.setting_in_stack, stack.num_shards)
+    for name, layout in layouts.items():
+        end = 0
+        for feature in layout.features:
+            found, table = feature.id_transformation, place_of(feature.table_spec.setting_in_stack, layout.num_shards)
             place = FeatureIdTransformation(end, table.first, table.rotation)
             if found != place:
                 raise ValueError(
@@ -301,10 +305,10 @@ def check_places(feature_specs: Any) -> None:
                     f"{place} comes next. {_PLACE_ANEW}"
                 )
             end += feature.num_samples or 0
-        if end != stack.total_sample_count:
+        if end != layout.spec.total_sample_count:
             raise ValueError(
-                f"stack {name!r} was placed for {stack.total_sample_count} samples, but features "
-                f"{[feature.name for feature in features]} have {end}. {_PLACE_ANEW}"
+                f"stack {name!r} was placed for {layout.spec.total_sample_count} samples, but features "
+                f"{[feature.name for feature in layout.features]} have {end}. {_PLACE_ANEW}"
             )
 
 

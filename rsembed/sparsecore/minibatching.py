@@ -15,6 +15,7 @@ a minibatch depends on it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,16 +26,12 @@ from jaxtyping import Bool, Int
 
 from rsembed.sparsecore.layout import MAX_MINIBATCHES, StackLayout
 from rsembed.sparsecore.partitioner import (
-    Counts,
     Entries,
     HostBatch,
-    Regions,
     StackBuffers,
-    count_entries,
     exceeded_limits,
     lay_out,
     merged_entries,
-    record_counts,
 )
 
 Agreement = Callable[[int, np.ndarray], np.ndarray]
@@ -79,29 +76,18 @@ def partition_stacks_in_minibatches(
     def any_process(key: int, flags: np.ndarray) -> np.ndarray:
         return flags if has_all_devices else np.asarray(ask(key, flags), bool)
 
-    is_needed = np.asarray([any(exceeded_limits(layouts[name], counts) for name, (_, counts) in merged.items())])
+    is_needed = np.asarray([any(exceeded_limits(layouts[name], entries) for name, entries in merged.items())])
     nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
     if any_process(2 * batch_number, is_needed).any():
         for name, layout in layouts.items():
-            nodes |= _stack_split_nodes(layout, *merged[name])
+            nodes |= _stack_split_nodes(layout, merged[name])
         nodes = any_process(2 * batch_number + 1, nodes)
     minibatches = minibatch_of_bucket(nodes)
     num_minibatches = int(minibatches[-1]) + 1
     buffers = {}
     for name, layout in layouts.items():
-        entries, counts = merged[name]
-        num_blocks = layout.num_cores * num_minibatches
-        dealt = _deal(layout, entries, minibatches)
-        dealt_counts = count_entries(dealt, local_device_count * num_blocks * layout.num_shards)
-        record_counts(batch, layout, counts, dealt_counts)
-        regions = Regions(
-            num_regions=local_device_count,
-            num_places=layout.buffer_size_per_device(enable_minibatching=True),
-            num_blocks=num_blocks,
-            num_pointer_blocks=layout.num_cores * MAX_MINIBATCHES,
-            num_blocks_per_core=num_minibatches,
-        )
-        buffers[name] = lay_out(batch, layout, dealt, dealt_counts, regions)
+        dealt = _deal(layout, merged[name], minibatches)
+        buffers[name] = lay_out(batch, layout, merged[name], dealt, num_minibatches)
     return buffers, num_minibatches
 
 
@@ -156,17 +142,16 @@ def _buckets(layout: StackLayout, entries: Entries) -> np.ndarray:
     return bucket_of(entries.row * layout.num_shards + entries.partition % layout.num_shards)
 
 
-def _stack_split_nodes(layout: StackLayout, entries: Entries, counts: Counts) -> np.ndarray:
+def _stack_split_nodes(layout: StackLayout, entries: Entries) -> np.ndarray:
     """The nodes that any partition of the stack sets, for ids or for distinct ids."""
     places = entries.partition * MAX_MINIBATCHES + _buckets(layout, entries)
-    num_partitions = counts.num_ids.size
     nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
     for limit, chosen in (
         (layout.spec.max_ids_per_partition, places),
-        (layout.spec.max_unique_ids_per_partition, places[counts.is_new_row]),
+        (layout.spec.max_unique_ids_per_partition, places[entries.is_new_row]),
     ):
-        by_bucket = np.bincount(chosen, minlength=num_partitions * MAX_MINIBATCHES).reshape(num_partitions, -1)
-        nodes |= split_nodes(by_bucket, limit).any(axis=0)
+        by_bucket = np.bincount(chosen, minlength=entries.num_partitions * MAX_MINIBATCHES)
+        nodes |= split_nodes(by_bucket.reshape(entries.num_partitions, -1), limit).any(axis=0)
     return nodes
 
 
@@ -179,7 +164,8 @@ def _deal(layout: StackLayout, entries: Entries, minibatches: np.ndarray) -> Ent
     bucket = _buckets(layout, entries)
     partition = (core * num_minibatches + minibatches[bucket]) * layout.num_shards + shard
     order = np.argsort(partition * MAX_MINIBATCHES + bucket, kind="stable")
-    return Entries(*(field[order] for field in entries._replace(partition=partition)))
+    num_partitions = entries.num_partitions * num_minibatches
+    return dataclasses.replace(entries, partition=partition, num_partitions=num_partitions).take(order)
 
 
 def get_all_reduce_interface(*published_arguments: Any, **published_options: Any) -> Agreement:

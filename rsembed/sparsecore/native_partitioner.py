@@ -19,7 +19,7 @@ from rsembed.sparsecore import partitioner
 from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE
-from rsembed.sparsecore.partitioner import BUFFER_DTYPES, Counts, HostBatch, StackBuffers
+from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, StackBuffers
 from rsembed.stacking import SUBLANES, round_up
 
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
@@ -211,8 +211,7 @@ class _StackTask:
 
     def record(self, batch: HostBatch) -> None:
         """Puts the counts where the definition puts them."""
-        counts = Counts(np.zeros(0, bool), self.num_ids, self.num_unique)
-        partitioner.record_counts(batch, self.layout, counts, counts)
+        partitioner.record_counts(batch, self.layout, self.num_ids, self.num_unique, self.num_ids)
         dropped = {}
         if self.descriptor.drops_something:
             first_rows, times = np.asarray([feature.first_row for feature in self.features]), self.drops.sum(axis=0)

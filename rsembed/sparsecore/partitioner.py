@@ -9,6 +9,8 @@ Source: the published behaviour of the JAX SparseCore API.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.places import Place
 from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
-from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
+from rsembed.sparsecore.layout import MAX_MINIBATCHES, MAX_SAMPLES_PER_DEVICE, StackLayout
 from rsembed.stacking import SUBLANES, round_up
 
 PADDING_VALUE = 2**31 - 1
@@ -38,7 +40,8 @@ BUFFER_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "int32", "fl
 """Of the fields of `StackBuffers`."""
 
 
-class Entries(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entries:
     """Merged entries of all cores, in the order of the buffers: by partition, row and sample.
 
     A partition is `block * S + shard`. Without minibatching a core has one block, so that a block is a core.
@@ -49,32 +52,37 @@ class Entries(NamedTuple):
     sample: np.ndarray
     gain: np.ndarray
     multiplicity: np.ndarray
+    num_partitions: int
 
+    @functools.cached_property
+    def is_new_row(self) -> np.ndarray:
+        """Which entries are the first of their row in their partition."""
+        return _differs_from_the_last(self.partition, self.row)
 
-class Counts(NamedTuple):
-    """Entries and distinct rows of every partition, and which entries are the first of their row."""
+    @functools.cached_property
+    def num_ids(self) -> np.ndarray:
+        """Entries of every partition."""
+        return np.bincount(self.partition, minlength=self.num_partitions)
 
-    is_new_row: np.ndarray
-    num_ids: np.ndarray
-    num_unique: np.ndarray
+    @functools.cached_property
+    def num_unique(self) -> np.ndarray:
+        """Distinct rows of every partition."""
+        return np.bincount(self.partition[self.is_new_row], minlength=self.num_partitions)
 
+    @property
+    def rank(self) -> np.ndarray:
+        """Number of every entry in its partition."""
+        return np.arange(self.row.size) - _starts(self.num_ids)[self.partition]
 
-class Regions(NamedTuple):
-    """How buffers are cut: into regions that fill up independently, and blocks of one row pointer per shard.
+    @property
+    def row_rank(self) -> np.ndarray:
+        """Number of every entry's row among the distinct rows of its partition."""
+        return np.cumsum(self.is_new_row) - 1 - _starts(self.num_unique)[self.partition]
 
-    Attributes:
-      num_regions: regions of this process.
-      num_places: places in a region.
-      num_blocks: blocks of a region that hold entries.
-      num_pointer_blocks: blocks of a region that have row pointers.
-      num_blocks_per_core: blocks of one core.
-    """
-
-    num_regions: int
-    num_places: int
-    num_blocks: int = 1
-    num_pointer_blocks: int = 1
-    num_blocks_per_core: int = 1
+    def take(self, places: np.ndarray) -> Entries:
+        """Some entries, or all in another order."""
+        fields = (self.partition, self.row, self.sample, self.gain, self.multiplicity)
+        return Entries(*(field[places] for field in fields), self.num_partitions)
 
 
 class HostBatch(NamedTuple):
@@ -106,18 +114,12 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
 
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
     """As `partition_stacks`, of one stack."""
-    layout = batch.layouts[name]
-    entries, counts = merged_entries(batch, name)
-    record_counts(batch, layout, counts, counts)
-    regions = Regions(
-        num_regions=batch.local_device_count * layout.num_cores,
-        num_places=layout.buffer_size_per_device() // layout.num_cores,
-    )
-    return lay_out(batch, layout, entries, counts, regions)
+    entries = merged_entries(batch, name)
+    return lay_out(batch, batch.layouts[name], entries, entries)
 
 
-def merged_entries(batch: HostBatch, name: str) -> tuple[Entries, Counts]:
-    """What the cores of this process look up, equal rows of one sample merged, and how much that is.
+def merged_entries(batch: HostBatch, name: str) -> Entries:
+    """What the cores of this process look up, equal rows of one sample merged.
 
     Raises: ValueError: a device has too many samples.
     """
@@ -136,18 +138,7 @@ def merged_entries(batch: HostBatch, name: str) -> tuple[Entries, Counts]:
     np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
     multiplicity = np.diff(np.append(starts, key.size))
     row, sample = np.divmod(key[starts], layout.samples_per_core)
-    entries = Entries(partition[starts], row, sample, merged, multiplicity)
-    return entries, count_entries(entries, num_partitions)
-
-
-def count_entries(entries: Entries, num_partitions: int) -> Counts:
-    """The counts that limits apply to."""
-    is_new_row = _differs_from_the_last(entries.partition, entries.row)
-    return Counts(
-        is_new_row,
-        np.bincount(entries.partition, minlength=num_partitions),
-        np.bincount(entries.partition[is_new_row], minlength=num_partitions),
-    )
+    return Entries(partition[starts], row, sample, merged, multiplicity, num_partitions)
 
 
 def _differs_from_the_last(partition: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -156,26 +147,37 @@ def _differs_from_the_last(partition: np.ndarray, key: np.ndarray) -> np.ndarray
     return differs
 
 
-def lay_out(batch: HostBatch, layout: StackLayout, entries: Entries, counts: Counts, regions: Regions) -> StackBuffers:
+def lay_out(
+    batch: HostBatch, layout: StackLayout, seen: Entries, entries: Entries, num_minibatches: int | None = None
+) -> StackBuffers:
     """Buffers that hold what the limits let through; the rest is an error, or counted in the statistics.
+
+    Args:
+      batch: the batch.
+      layout: the stack's.
+      seen: the entries as partitions of the whole batch have them, for the statistics.
+      entries: the same in the order of the buffers.
+      num_minibatches: blocks that a core's entries are dealt to, in a buffer that all cores of a device share; None
+        gives each core a part of its own.
 
     Raises: ValueError: a limit is exceeded or the buffer is too small, and nothing may be dropped.
     """
+    record_counts(batch, layout, seen.num_ids, seen.num_unique, entries.num_ids)
     kept, dropped = entries, {}
-    exceeded = exceeded_limits(layout, counts, regions.num_blocks_per_core)
+    exceeded = exceeded_limits(layout, entries, num_minibatches or 1)
     if exceeded and not batch.allow_id_dropping:
         raise ValueError(exceeded)
-    if exceeded:
-        has_place, has_row = _within_limits(layout, entries, counts)
-        keep = has_place & has_row
+    if exceeded:  # those that are dropped keep their number
+        has_place = entries.rank < layout.spec.max_ids_per_partition
+        has_row = entries.row_rank < layout.spec.max_unique_ids_per_partition
         for limit, is_dropped in (("ids", ~has_place), ("unique_ids", has_place & ~has_row)):
             dropped[limit] = (entries.row[is_dropped], entries.multiplicity[is_dropped])
-        kept = Entries(*(array[keep] for array in entries))
-    buffers, fits = _fill(layout, kept, regions)
+        kept = entries.take(has_place & has_row)
+    buffers, fits = _fill(layout, kept, batch.local_device_count, num_minibatches)
     if not fits.all():
         num_lost = int(np.count_nonzero(~fits))
         if not batch.allow_id_dropping:
-            raise ValueError(_too_small(layout, regions, num_lost, batch.statistics))
+            raise ValueError(_too_small(batch, layout, buffers, num_lost))
         dropped["buffer"] = (kept.row[~fits], np.ones(num_lost, np.int64))
     record_drops(batch.statistics, layout, dropped)
     return buffers
@@ -209,26 +211,28 @@ def _sorted_entries(
     return partition, key, gain[order]
 
 
-def record_counts(batch: HostBatch, layout: StackLayout, counts: Counts, laid_out: Counts) -> None:
-    """Records what limits were compared with, and the places that the layout with counts `laid_out` needs."""
+def record_counts(
+    batch: HostBatch, layout: StackLayout, num_ids: np.ndarray, num_unique: np.ndarray, num_laid_out: np.ndarray
+) -> None:
+    """Records what limits were compared with, and the places that partitions of `num_laid_out` entries need."""
     shape = (batch.local_device_count, layout.num_cores, layout.num_shards)
 
     def most_of_any_core(values: np.ndarray) -> np.ndarray:
         return values.reshape(shape).max(axis=1).reshape(-1).astype(np.int32)
 
     statistics = batch.statistics
-    statistics.max_ids_per_partition[layout.name] = most_of_any_core(counts.num_ids)
-    statistics.max_unique_ids_per_partition[layout.name] = most_of_any_core(counts.num_unique)
-    places = round_up(laid_out.num_ids, SUBLANES).reshape(shape[0] * shape[1], -1).sum(axis=1)
+    statistics.max_ids_per_partition[layout.name] = most_of_any_core(num_ids)
+    statistics.max_unique_ids_per_partition[layout.name] = most_of_any_core(num_unique)
+    places = round_up(num_laid_out, SUBLANES).reshape(shape[0] * shape[1], -1).sum(axis=1)
     statistics.required_buffer_size_per_sc[layout.name] = places.astype(np.int32)
 
 
-def exceeded_limits(layout: StackLayout, counts: Counts, num_blocks_per_core: int = 1) -> str:
+def exceeded_limits(layout: StackLayout, entries: Entries, num_blocks_per_core: int = 1) -> str:
     """What to tell about the limits that were exceeded; empty if none was."""
     parts, tables = [], sorted({feature.table_spec.name for feature in layout.features})
     for limit, values in (
-        ("max_ids_per_partition", counts.num_ids),
-        ("max_unique_ids_per_partition", counts.num_unique),
+        ("max_ids_per_partition", entries.num_ids),
+        ("max_unique_ids_per_partition", entries.num_unique),
     ):
         allowed = getattr(layout.spec, limit)
         if values.max() > allowed:
@@ -245,34 +249,29 @@ def exceeded_limits(layout: StackLayout, counts: Counts, num_blocks_per_core: in
     )
 
 
-def _within_limits(layout: StackLayout, entries: Entries, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-    """Which entries are among the first `max_ids` of their partition, and which belong to its first `max_unique` rows.
-
-    Those that are dropped keep their number.
-    """
-    row_rank = np.cumsum(counts.is_new_row) - 1 - _starts(counts.num_unique)[entries.partition]
-    has_place = _rank(entries, counts.num_ids) < layout.spec.max_ids_per_partition
-    return has_place, row_rank < layout.spec.max_unique_ids_per_partition
-
-
-def _fill(layout: StackLayout, entries: Entries, regions: Regions) -> tuple[StackBuffers, np.ndarray]:
-    """The buffers, and which entries found a place in their region."""
-    num_shards, num_places = layout.num_shards, regions.num_places
-    shape = (regions.num_regions, regions.num_blocks * num_shards)
-    counts = np.bincount(entries.partition, minlength=shape[0] * shape[1])
-    tiles = round_up(counts, SUBLANES).reshape(shape)
+def _fill(
+    layout: StackLayout, entries: Entries, num_devices: int, num_minibatches: int | None
+) -> tuple[StackBuffers, np.ndarray]:
+    """The buffers, and which entries found a place in their region: the part of a core, or of a device."""
+    num_shards, size = layout.num_shards, layout.buffer_size_per_device(num_minibatches is not None) * num_devices
+    num_regions, num_blocks, num_pointer_blocks = num_devices * layout.num_cores, 1, 1
+    if num_minibatches is not None:
+        num_regions, num_blocks = num_devices, layout.num_cores * num_minibatches
+        num_pointer_blocks = layout.num_cores * MAX_MINIBATCHES
+    num_places, shape = size // num_regions, (num_regions, num_blocks * num_shards)
+    counts = entries.num_ids.reshape(shape)
+    tiles = round_up(counts, SUBLANES)
     starts = np.cumsum(tiles, axis=1) - tiles
-    ends = np.minimum(starts + counts.reshape(shape), num_places).reshape(-1, regions.num_blocks, num_shards)
+    ends = np.minimum(starts + counts, num_places).reshape(-1, num_blocks, num_shards)
     used = np.minimum(round_up(ends[:, :, -1], SUBLANES), num_places)
-    pointers = np.empty((regions.num_regions, regions.num_pointer_blocks, max(num_shards, SUBLANES)), np.int32)
+    pointers = np.empty((num_regions, num_pointer_blocks, max(num_shards, SUBLANES)), np.int32)
     pointers[:] = used[:, -1, None, None]  # pointers of blocks without entries: an empty partition at the end
-    pointers[:, : regions.num_blocks, :num_shards] = ends
-    pointers[:, : regions.num_blocks, num_shards:] = used[:, :, None]
+    pointers[:, :num_blocks, :num_shards] = ends
+    pointers[:, :num_blocks, num_shards:] = used[:, :, None]
 
-    place_in_region = starts.reshape(-1)[entries.partition] + _rank(entries, counts)
+    place_in_region = starts.reshape(-1)[entries.partition] + entries.rank
     fits = place_in_region < num_places
     place = (entries.partition // shape[1] * num_places + place_in_region)[fits]
-    size = num_places * regions.num_regions
     embedding_ids = np.full(size, PADDING_VALUE, np.int32)
     sample_ids = np.full(size, PADDING_VALUE, np.int32)
     gains = np.full(size, np.nan, np.float32)
@@ -280,19 +279,14 @@ def _fill(layout: StackLayout, entries: Entries, regions: Regions) -> tuple[Stac
     return StackBuffers(pointers.reshape(-1), embedding_ids, sample_ids, gains), fits
 
 
-def _too_small(layout: StackLayout, regions: Regions, num_lost: int, statistics: SparseDenseMatmulInputStats) -> str:
-    size = regions.num_places * regions.num_regions // statistics.required_buffer_size_per_sc[layout.name].size
-    needed = int(statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
+def _too_small(batch: HostBatch, layout: StackLayout, buffers: StackBuffers, num_lost: int) -> str:
+    needed = int(batch.statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
     return (
-        f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {size * layout.num_cores} places per "
-        f"device, {needed} are needed; raise suggested_coo_buffer_size_per_device to {needed} (or leave it None), or "
-        "pass allow_id_dropping=True to drop and count them."
+        f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of "
+        f"{buffers.gains.size // batch.local_device_count} places per device, {needed} are needed; raise "
+        f"suggested_coo_buffer_size_per_device to {needed} (or leave it None), or pass allow_id_dropping=True to drop "
+        "and count them."
     )
-
-
-def _rank(entries: Entries, counts: np.ndarray) -> np.ndarray:
-    """Number of every entry in its partition."""
-    return np.arange(entries.row.size) - _starts(counts)[entries.partition]
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from rsembed.sparsecore.layout import (
     cores_of,
     first_row_first,
     placed_stack,
-    readers_by_stack,
+    read_stacks,
     resolve_cores,
     stacks_of,
 )
@@ -165,7 +165,7 @@ def prepare_feature_specs_for_training(
     alone = [[table.name] for table in tables if table.stacked_table_spec is None]
     how = {"use_short_stack_names": False, "sort_features_by_name": True}
     attach_placement(feature_specs, plan_groups(feature_specs, alone, num_shards=num_shards, **how))
-    check_places(feature_specs)
+    check_places(read_stacks(feature_specs))
 
 
 def attach_placement(features: Any, plan: StackingPlan) -> None:
@@ -309,15 +309,13 @@ def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
 
     Raises: ValueError: a table has no place yet, or tables were placed for different numbers of shards.
     """
-    stacks = tuple(map(_placed_plan, readers_by_stack(feature_specs).values()))
-    return StackingPlan(num_shards=cores_of(list(tables_of(feature_specs).values()), 1, None), stacks=stacks)
-
-
-def _placed_plan(features: Sequence[FeatureSpec]) -> StackPlan:
-    tables = first_row_first(tables_of(features).values())
-    return StackPlan(
-        spec=placed_stack(tables[0]),
-        dtype=tables[0].dtype,
-        tables=tuple(TablePlacement.of(table, table.setting_in_stack) for table in tables),
-        features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in features),
+    stacks = tuple(
+        StackPlan(
+            spec=layout.spec,
+            dtype=layout.tables[0].dtype,
+            tables=tuple(TablePlacement.of(table, table.setting_in_stack) for table in layout.tables),
+            features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in layout.features),
+        )
+        for layout in read_stacks(feature_specs).values()
     )
+    return StackingPlan(num_shards=cores_of(list(tables_of(feature_specs).values()), 1, None), stacks=stacks)
