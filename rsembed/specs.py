@@ -176,7 +176,8 @@ class TableSpec:
         where = f"table {self.name!r}"
         self.vocabulary_size = _positive_int(self.vocabulary_size, where, "vocabulary_size")
         self.embedding_dim = _positive_int(self.embedding_dim, where, "embedding_dim")
-        if self.vocabulary_size > MAX_ROWS:
+        takes_keys = self.storage is not None and self.storage.key_dtype is not None
+        if self.vocabulary_size > MAX_ROWS and not takes_keys:
             raise ValueError(
                 f"{where}: vocabulary_size={self.vocabulary_size} exceeds {MAX_ROWS}, the most rows that 32-bit ids "
                 "reach; split the table, or hash the ids into fewer rows."

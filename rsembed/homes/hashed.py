@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.homes import hashed_rows, logical_rows, row_map
-from rsembed.homes.hash_table import num_distinct
-from rsembed.homes.hashed_rows import DynamicTable, DynamicTableSpec, WhenFull, numbers_of
+from rsembed.homes import hash_table, hashed_rows, logical_rows, row_map
+from rsembed.homes.hash_table import first_occurrences, num_distinct
+from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Home
-from rsembed.homes.row_map import Eviction
+from rsembed.homes.row_map import EVICTIONS, FREE, Eviction
+from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 
 ROWS_BY_KEY = "rows by key"
+WhenFull = Literal["error", "grow", "evict", "zero"]
+WHEN_FULL: tuple[WhenFull, ...] = ("error", "grow", "evict", "zero")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,95 +72,148 @@ class Hashed(Home):
         """Rows by key, however many there is room for."""
         return ROWS_BY_KEY
 
-    def rows_of(self, table: TableSpec, capacity: int | None = None) -> DynamicTableSpec:
-        """What `hashed_rows` is told about one device's share of `capacity` rows."""
-        return _spec_of(self, table, table.vocabulary_size if capacity is None else capacity)
-
     def check(self, table: TableSpec) -> None:
+        where = f"table {table.name!r}"
         if self.when_full == "grow":
             raise ValueError(
-                f"table {table.name!r}: when_full='grow' needs arrays that change their size, which a state of a "
+                f"{where}: when_full='grow' needs arrays that change their size, which a state of a "
                 "collection never does; take a larger vocabulary_size, to which load_collection brings saved rows."
             )
-        self.rows_of(table)
+        check_count(self.admission_count, where, "admission_count", least=0)
+        if self.admission_capacity is not None:
+            check_count(self.admission_capacity, where, "admission_capacity", least=1)
+            if self.admission_capacity > MAX_CAPACITY:
+                raise ValueError(f"{where}: at most {MAX_CAPACITY} keys can wait on a device; use more devices.")
+        for field, allowed in (("when_full", WHEN_FULL), ("eviction", EVICTIONS)):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{where}: {field} {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
+        hashed_rows.check(table)
 
     def init(
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
     ) -> tuple[DynamicTable, Slots]:
+        capacity = -(-table.vocabulary_size // num_shards)
+        return self.start(table_key(key, table.name), table, capacity, shard=shard)
+
+    def start(
+        self, own_key: PRNGKeyArray, table: TableSpec, capacity: int, *, shard: Int[Array, ""]
+    ) -> tuple[DynamicTable, Slots]:
+        """A shard of `capacity` rows, given the table's own key."""
         del shard  # all begin empty
-        state = hashed_rows.init(self.rows_of(table, -(-table.vocabulary_size // num_shards)), key)
-        return state._replace(slots=()), state.slots
+        num_waiting = self.admission_capacity or capacity if self.admission_count else None
+        return hashed_rows.empty(table, capacity, own_key, num_waiting=num_waiting)
 
     def read(
         self, params: DynamicTable, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
-        if occurrences is not None:
-            return hashed_rows.read_ahead(self.rows_of(table), params, keys, occurrences)
+        """As every home. A key that `find` will meet a full table with reads ahead as what it would start from."""
         rows = row_map.find(params.keys, keys)
-        return hashed_rows.read(params, rows), num_distinct(keys.only(rows == NO_ROW))
+        strangers, vectors = keys.only(rows == NO_ROW), hashed_rows.read(params, rows)
+        if occurrences is None:
+            return vectors, num_distinct(strangers)
+
+        def with_strangers(vectors: Array) -> tuple[Array, Array]:
+            first, position = first_occurrences(strangers), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
+            starts = first == position
+            if self.admission_count:
+                totals = jnp.zeros(position.shape, jnp.int32).at[first].add(occurrences, mode="drop")
+                seen = row_map.count_of(params.waiting, row_map.find(params.waiting, strangers))
+                starts &= row_map.add_counts(totals, seen) > self.admission_count
+            entries = jnp.where(starts, position, NO_ROW)
+            (fresh,) = hashed_rows.with_initial_values((vectors,), entries, keys, table, params.key[0], slots=False)
+            ahead = fresh.at[first].get(mode="fill", fill_value=0)
+            return jnp.where((first == NO_ROW)[:, None], vectors, ahead), jnp.sum(first == position, dtype=jnp.int32)
+
+        def without(vectors: Array) -> tuple[Array, Array]:
+            return vectors, hash_table.varying_zero(strangers.is_key)
+
+        # Late in training most batches have no strangers, and need none of their work.
+        return jax.lax.cond(jnp.any(strangers.is_key), with_strangers, without, vectors)
 
     def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         return hashed_rows.read(params, rows)
 
     def find(
-        self,
-        params: DynamicTable,
-        slots: Slots,
-        keys: Keys,
-        table: TableSpec,
-        *,
-        occurrences: Int[Array, " nnz"],
-        step: Step,
+        self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
     ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
-        state, rows = hashed_rows.translate(
-            self.rows_of(table),
-            params._replace(slots=slots),
-            keys,
-            _number(step),
-            train=True,
-            occurrences=occurrences,
+        """As every home: new keys get rows in the order of their first occurrence.
+
+        Several calls may share a step: none of them evicts a row that another one used.
+        """
+        number, evict = _number(step), self.eviction if self.when_full == "evict" else None
+        first = first_occurrences(keys)
+        keys = keys._replace(is_key=first == jnp.arange(first.shape[0], dtype=jnp.int32))
+        totals = jnp.zeros(first.shape, jnp.int32).at[first].add(occurrences, mode="drop")
+        rows = row_map.find(params.keys, keys)
+        counts = row_map.add_counts(row_map.count_of(params.keys, rows), totals)
+        known = row_map.touch(params.keys, rows, number, counts)
+        is_new = keys.is_key & (rows == NO_ROW)
+        is_admitted, waiting = is_new, params.waiting
+        if waiting is not None:
+            waiting_rows = row_map.find(waiting, keys._replace(is_key=is_new))
+            totals = row_map.add_counts(totals, row_map.count_of(waiting, waiting_rows))
+            is_admitted = is_new & (totals > self.admission_count)
+        admitted = keys._replace(is_key=is_admitted)
+        known, new_rows, evicted = row_map.assign(known, admitted, number, totals, evict=evict)
+        is_left = is_new & (new_rows == NO_ROW)
+        failed, forgotten = is_admitted & is_left, jnp.zeros(1, jnp.int32)
+        if waiting is not None:
+            waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
+            waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
+            strangers = keys._replace(is_key=is_left & (waiting_rows == NO_ROW))
+            waiting, stranger_rows, forgotten = row_map.assign(waiting, strangers, number, totals, evict=evict)
+            failed = failed | (strangers.is_key & (stranger_rows == NO_ROW))
+        arrays = (params.rows, *slots)
+        vectors, *slots = hashed_rows.with_initial_values(arrays, new_rows, keys, table, params.key[0])
+        counters = params.counters.add(
+            inserted=jnp.sum(new_rows != NO_ROW, dtype=jnp.int32),
+            evicted=evicted,
+            failed=jnp.sum(failed, dtype=jnp.int32),
+            not_admitted=jnp.sum(is_new & ~is_admitted, dtype=jnp.int32),
+            forgotten=forgotten,
         )
-        return state._replace(slots=()), state.slots, rows
+        rows = jnp.where(is_new, new_rows, rows).at[first].get(mode="fill", fill_value=NO_ROW)
+        return DynamicTable(known, vectors, waiting, counters, params.key), tuple(slots), rows
 
     def still_theirs(
         self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys
     ) -> tuple[DynamicTable, Int[Array, " nnz"]]:
-        return hashed_rows.still_theirs(params, rows, keys)
+        lanes = (params.keys.high, params.keys.low, params.keys.last_step)
+        high, low, last_step = (lane.at[rows].get(mode="fill", fill_value=0) for lane in lanes)
+        is_stale = (rows != NO_ROW) & ((high != keys.high) | (low != keys.low) | (last_step == FREE))
+        counters = params.counters.add(stale=jnp.sum(is_stale, dtype=jnp.int32))
+        return params._replace(counters=counters), jnp.where(is_stale, NO_ROW, rows)
 
     def hold(self, params: DynamicTable, keys: Keys, step: Step) -> DynamicTable:
-        return hashed_rows.hold(params, keys, _number(step)) if self.when_full == "evict" else params
+        if self.when_full != "evict":
+            return params
+        rows = row_map.find(params.keys, keys)
+        last_step = params.keys.last_step.at[rows].set(_number(step), mode="drop")
+        return params._replace(keys=params.keys._replace(last_step=last_step))
 
     def step(
-        self,
-        params: DynamicTable,
-        slots: Slots,
-        segments: Sequence[Segment],
-        d_outputs: Sequence[Float[Array, "_ dim"]],
-        table: TableSpec,
-        *,
-        step: Step,
+        self, params: Any, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step(params, slots, segments, d_outputs, step)
 
-    def rows(self, params: DynamicTable, slots: Slots, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
-        return logical_rows.export(self.rows_of(table), params._replace(slots=slots), num_shards)
+    def rows(self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+        return logical_rows.export(params, slots, table, num_shards)
 
     def with_rows(
-        self, params: DynamicTable, slots: Slots, rows: Any, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int
     ) -> tuple[Any, Any]:
         if not isinstance(rows, Mapping):
             raise ValueError(
                 f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
                 f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
             )
-        state = logical_rows.import_rows(self.rows_of(table), params._replace(slots=slots), rows, num_shards)
-        return state._replace(slots=()), state.slots
+        return logical_rows.import_rows(params, slots, rows, table, num_shards)
 
     def check_step(self, before: DynamicTable, after: DynamicTable, table: TableSpec) -> None:
         if self.when_full != "error":
             return
-        num_failed = int((_failed(after) - _failed(before)).sum())
-        if num_failed:
+        lost, known = (numbers_of(params.counters.failed) for params in (after, before))  # type: ignore[arg-type]
+        if num_failed := int((lost - known).sum()):
             raise RuntimeError(
                 f"table {table.name!r} is full: {num_failed} new keys found no room in {table.vocabulary_size} rows. "
                 "They read as zeros and were not trained; nothing else was lost. Make vocabulary_size (or "
@@ -167,26 +224,12 @@ class Hashed(Home):
         return hashed_rows.counts(params, num_shards)
 
 
-@functools.lru_cache(maxsize=1024)
-def _spec_of(home: Hashed, table: TableSpec, capacity: int) -> DynamicTableSpec:
-    return DynamicTableSpec(
-        name=table.name,
-        embedding_dim=table.embedding_dim,
-        capacity=capacity,
-        optimizer=table.optimizer,
-        initializer=table.initializer,
-        dtype=table.dtype,
-        key_dtype=home.key_dtype,
-        when_full=home.when_full,
-        eviction=home.eviction,
-        admission_count=home.admission_count,
-        admission_capacity=home.admission_capacity,
-    )
-
-
-def _failed(params: DynamicTable) -> Any:
-    assert params.counters.failed is not None
-    return numbers_of(params.counters.failed)
+def check_count(value: Any, where: str, field: str, *, least: int) -> None:
+    """Raises: TypeError or ValueError: `value` is no integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{where}: {field} must be an integer, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{where}: {field} must be at least {least}, got {value}.")
 
 
 def _number(step: Step) -> Int[Array, ""]:

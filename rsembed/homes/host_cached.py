@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 from rsembed.caching import RowStore
 from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hash_table import compact, first_occurrences
-from rsembed.homes.hashed_rows import DynamicTable, DynamicTableSpec
+from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Home, on_host
 from rsembed.homes.row_map import EVICTIONS, Eviction
-from rsembed.initial_values import initial_rows
+from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
@@ -103,10 +103,6 @@ class HostCached(Home):
         """A row for every id."""
         return None
 
-    def rows_of(self, table: TableSpec, capacity: int | None = None) -> DynamicTableSpec:
-        """What `hashed_rows` is told about one device's share of the cache."""
-        return _spec_of(self, table, self.cache_rows if capacity is None else capacity)
-
     def num_rows(self, table: TableSpec) -> int:
         return self.cache_rows
 
@@ -127,8 +123,8 @@ class HostCached(Home):
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
     ) -> tuple[CachedRows, Slots]:
         del shard  # all begin empty
-        near = hashed_rows.init(self.rows_of(table, -(-self.cache_rows // num_shards)), key)
-        return CachedRows(near._replace(slots=()), jnp.zeros(1, jnp.uint32)), near.slots
+        near, slots = hashed_rows.empty(table, -(-self.cache_rows // num_shards), table_key(key, table.name))
+        return CachedRows(near, jnp.zeros(1, jnp.uint32)), slots
 
     def read(
         self, params: CachedRows, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
@@ -278,16 +274,3 @@ def _found(params: CachedRows, keys: Keys, table_name: str) -> Int[Array, " nnz"
 
     jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)
     return rows
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec_of(home: HostCached, table: TableSpec, capacity: int) -> DynamicTableSpec:
-    return DynamicTableSpec(
-        name=table.name,
-        embedding_dim=table.embedding_dim,
-        capacity=capacity,
-        optimizer=table.optimizer,
-        dtype=table.dtype,
-        when_full="evict",
-        eviction=home.eviction,
-    )

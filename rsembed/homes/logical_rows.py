@@ -6,8 +6,8 @@ The shares of the shards lie side by side in every array: row `r` of shard `s` s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,44 +15,49 @@ import numpy as np
 from jaxtyping import Array
 
 from rsembed.homes import row_map
-from rsembed.homes.hashed_rows import DynamicTable, DynamicTableSpec
-from rsembed.homes.home import on_host
+from rsembed.homes.hashed_rows import DynamicTable
+from rsembed.homes.home import Home, on_host
 from rsembed.homes.row_map import RowMap
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
+from rsembed.specs import TableSpec
 
 
-def export(spec: DynamicTableSpec, table: DynamicTable, num_shards: int = 1) -> dict[str, np.ndarray]:
+def export(params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_shards: int = 1) -> dict[str, np.ndarray]:
     """Everything that belongs to keys, in ascending order of the keys (copies on the host).
 
-    Returns: `keys` (of `spec.key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table `last_step`
-    and `count`; and with admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
+    Returns: `keys` (of the table's `key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table
+    `last_step` and `count`; and with admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
 
-    Raises: ValueError: a key does not fit `spec.key_dtype`.
+    Raises: ValueError: a key does not fit `key_dtype`.
     """
-    if table.keys is None:
-        keys = np.arange(table.rows.shape[0])
-        places = keys % num_shards * spec.capacity + keys // num_shards
-        exported = {"keys": keys.astype(spec.key_dtype)}
+    if params.keys is None:
+        keys = np.arange(params.rows.shape[0])
+        places = _fixed_places(table, split_keys(keys), keys.size, num_shards)
+        exported = {"keys": keys.astype(_key_dtype(table))}
     else:
-        places, exported = _keys_of(spec, table.keys, "")
-    for name, array in zip(array_names(spec, table), (table.rows, *table.slots), strict=True):
+        places, exported = _keys_of(table, params.keys, "")
+    for name, array in zip(_array_names(table, slots), (params.rows, *slots), strict=True):
         exported[name] = on_host(array)[places]
-    if table.waiting is not None:
-        exported |= _keys_of(spec, table.waiting, "waiting_")[1]
+    if params.waiting is not None:
+        exported |= _keys_of(table, params.waiting, "waiting_")[1]
     return exported
 
 
-def array_names(spec: DynamicTableSpec, table: DynamicTable) -> list[str]:
+def _key_dtype(table: TableSpec) -> str:
+    return cast(str, cast(Home, table.storage).key_dtype)
+
+
+def _array_names(table: TableSpec, slots: Sequence[Any]) -> list[str]:
     """Vectors and slots, as they are called in exports, in the order of the state."""
-    slots = getattr(spec.optimizer.slot_type, "_fields", range(len(table.slots)))
-    return ["values", *(f"slot_{slot}" for slot in slots)][: 1 + len(table.slots)]  # a state for serving has none
+    names = getattr(table.optimizer.slot_type, "_fields", range(len(slots)))
+    return ["values", *(f"slot_{name}" for name in names)][: 1 + len(slots)]  # a state for serving has none
 
 
-def _keys_of(spec: DynamicTableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _keys_of(table: TableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     high, low, last_step, count = map(on_host, (keys.high, keys.low, keys.last_step, keys.counts))
     places = np.flatnonzero(last_step != row_map.FREE)
-    joined = join_keys(high[places], low[places], dtype=spec.key_dtype)
+    joined = join_keys(high[places], low[places], dtype=_key_dtype(table))
     order = np.argsort(joined)
     places = places[order]
     exported = {"keys": joined[order], "last_step": last_step[places], "count": count[places]}
@@ -60,60 +65,61 @@ def _keys_of(spec: DynamicTableSpec, keys: RowMap, prefix: str) -> tuple[np.ndar
 
 
 def import_rows(
-    spec: DynamicTableSpec, table: DynamicTable, exported: Mapping[str, Any], num_shards: int = 1
-) -> DynamicTable:
+    params: DynamicTable, slots: Sequence[Any], exported: Mapping[str, Any], table: TableSpec, num_shards: int = 1
+) -> tuple[DynamicTable, tuple[Any, ...]]:
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
     Args:
-      spec: of the table.
-      table: its state, not inside `jit`; the arrays that change come back as arrays of numpy.
+      params: rows of all shards, not inside `jit`; the arrays that change come back as arrays of numpy.
+      slots: their optimizer state.
       exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, `last_step` and
         `count` at 0. Keys that wait for admission are dropped, with a warning, where every key is admitted at once.
+      table: whose rows these are.
       num_shards: how many share the keys.
 
-    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit
-      `spec.key_dtype`, or there are too few free rows.
+    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit `key_dtype`, or
+      there are too few free rows.
     """
-    names, of_keys = array_names(spec, table), ("keys", "last_step", "count")
+    names, of_keys = _array_names(table, slots), ("keys", "last_step", "count")
     known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known):
-        raise ValueError(f"table {spec.name!r}: cannot import {unknown}; it has {sorted(known)}.")
-    keys = _checked_keys(spec, exported, "")
-    values = jnp.asarray(_checked(spec, exported, "values", (*keys.shape, spec.embedding_dim)), jnp.float32)
-    parts = [values, *spec.optimizer.init_slots(values)]
+        raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
+    keys = _checked_keys(table, exported, "")
+    values = jnp.asarray(_checked(table, exported, "values", (*keys.shape, table.embedding_dim)), jnp.float32)
+    parts = [values, *table.optimizer.init_slots(values)]
     for number, name in enumerate(names):
         if number and name in exported:
-            parts[number] = jnp.asarray(_checked(spec, exported, name, parts[number].shape), parts[number].dtype)
-    known_keys, waiting = table.keys, table.waiting
+            parts[number] = jnp.asarray(_checked(table, exported, name, parts[number].shape), parts[number].dtype)
+    known_keys, waiting = params.keys, params.waiting
     if known_keys is None:
-        places = _fixed_places(spec, keys, num_shards)
+        places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
     else:
-        known_keys, places = _place(spec, known_keys, keys, exported, "", num_shards)
+        known_keys, places = _place(table, known_keys, keys, exported, "", num_shards)
     if waiting is not None and "waiting_keys" in exported:
-        waiting_keys = _checked_keys(spec, exported, "waiting_")
-        waiting, _ = _place(spec, waiting, waiting_keys, exported, "waiting_", num_shards)
+        waiting_keys = _checked_keys(table, exported, "waiting_")
+        waiting, _ = _place(table, waiting, waiting_keys, exported, "waiting_", num_shards)
     elif num_waiting := len(exported.get("waiting_keys", ())):
         warnings.warn(
-            f"table {spec.name!r} admits every key at once: the counts of {num_waiting} keys that waited for admission "
-            "are dropped. They have no rows yet.",
+            f"table {table.name!r} admits every key at once: the counts of {num_waiting} keys that waited for "
+            "admission are dropped. They have no rows yet.",
             stacklevel=2,
         )
-    arrays: list[Any] = [np.array(on_host(array)) for array in (table.rows, *table.slots)]
+    arrays: list[Any] = [np.array(on_host(array)) for array in (params.rows, *slots)]
     for array, part, name in zip(arrays, parts, names, strict=True):
         with np.errstate(over="ignore"):
             array[places] = fitting = np.asarray(part).astype(array.dtype)
         if lost := int(np.sum(np.isfinite(part) & ~np.isfinite(fitting))):
             raise ValueError(
-                f"table {spec.name!r}: {lost} numbers of imported {name!r} are too large for {array.dtype}."
+                f"table {table.name!r}: {lost} numbers of imported {name!r} are too large for {array.dtype}."
             )
-    return table._replace(keys=known_keys, rows=arrays[0], slots=tuple(arrays[1:]), waiting=waiting)
+    return params._replace(keys=known_keys, rows=arrays[0], waiting=waiting), tuple(arrays[1:])
 
 
-def _checked_keys(spec: DynamicTableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
-    where, name = f"table {spec.name!r}", f"{prefix}keys"
-    numbers = np.asarray(_checked(spec, exported, name, (len(exported.get(name, ())),)))
+def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
+    where, name = f"table {table.name!r}", f"{prefix}keys"
+    numbers = np.asarray(_checked(table, exported, name, (len(exported.get(name, ())),)))
     keys = split_keys(numbers, feature=f"{where}, imported {name}")
-    check_fits(keys, spec.key_dtype, where)
+    check_fits(keys, _key_dtype(table), where)
     distinct, counts = np.unique(numbers, return_counts=True)
     if bad := [*numbers[~keys.is_key], *distinct[counts > 1]]:
         raise ValueError(
@@ -122,35 +128,38 @@ def _checked_keys(spec: DynamicTableSpec, exported: Mapping[str, Any], prefix: s
     return keys
 
 
-def _checked(spec: DynamicTableSpec, exported: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+def _checked(table: TableSpec, exported: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
     if name not in exported:
         raise ValueError(
-            f"table {spec.name!r}: imported rows need {name!r}, got {sorted(exported)}; give 'keys' and 'values'."
+            f"table {table.name!r}: imported rows need {name!r}, got {sorted(exported)}; give 'keys' and 'values'."
         )
     if np.shape(exported[name]) != shape:
-        raise ValueError(f"table {spec.name!r}: imported {name!r} has shape {np.shape(exported[name])}, not {shape}.")
+        raise ValueError(f"table {table.name!r}: imported {name!r} has shape {np.shape(exported[name])}, not {shape}.")
     return exported[name]
 
 
-def _fixed_places(spec: DynamicTableSpec, keys: Keys, num_shards: int) -> np.ndarray:
+def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> np.ndarray:
     """Where the rows of keys are in a table without hash table."""
-    rows, limit = local_rows(keys, num_shards, spec.capacity), spec.capacity * num_shards
+    capacity = num_rows // num_shards
+    rows = local_rows(keys, num_shards, capacity)
     if (is_beyond := rows == NO_ROW).any():
         (key,) = join_keys(keys.high[is_beyond][:1], keys.low[is_beyond][:1])
-        raise ValueError(f"table {spec.name!r}: imported keys must be below {limit}, the number of rows, got {key}.")
-    return owners(keys, num_shards).astype(np.int64) * spec.capacity + rows
+        raise ValueError(
+            f"table {table.name!r}: imported keys must be below {num_rows}, the number of rows, got {key}."
+        )
+    return owners(keys, num_shards).astype(np.int64) * capacity + rows
 
 
 def _place(
-    spec: DynamicTableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, Any], prefix: str, num_shards: int
+    table: TableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, Any], prefix: str, num_shards: int
 ) -> tuple[RowMap, np.ndarray]:
     """The maps of all shards with these keys in them, and where their rows are."""
     lanes = []
     for name in (f"{prefix}last_step", f"{prefix}count"):
         given = name in exported
-        numbers = np.asarray(_checked(spec, exported, name, keys.shape) if given else np.zeros(keys.shape, np.int32))
+        numbers = np.asarray(_checked(table, exported, name, keys.shape) if given else np.zeros(keys.shape, np.int32))
         if numbers.size and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
-            raise ValueError(f"table {spec.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}].")
+            raise ValueError(f"table {table.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}].")
         lanes.append(numbers.astype(np.int32))
     parted = jax.tree.map(lambda leaf: on_host(leaf).reshape(num_shards, -1, *leaf.shape[1:]), maps)
     capacity, owner = maps.last_step.shape[0] // num_shards, owners(keys, num_shards)
@@ -163,7 +172,7 @@ def _place(
             free = int(parted.num_free[shard, 0])
             what = f"admission_capacity={capacity}" if prefix else f"capacity={capacity}"
             raise ValueError(
-                f"table {spec.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
+                f"table {table.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
                 f"shard has {free} ({what}); grow the table, or spread it over more shards."
             )
         places[is_own] = shard * capacity + rows

@@ -1,6 +1,5 @@
 """Model-parallel and dynamic tables: the Sparse Operation Kit, on JAX's own distributed runtime."""
 
-from rsembed.homes.hashed_rows import DynamicTableSpec as DynamicTableSpec
 from rsembed.keys import Keys as Keys
 from rsembed.keys import split_keys as split_keys
 from rsembed.sok import optimizers as optimizers
@@ -19,7 +18,10 @@ from rsembed.sok.initialize import Context as Context
 from rsembed.sok.initialize import Init as Init
 from rsembed.sok.layers import All2AllDenseEmbedding as All2AllDenseEmbedding
 from rsembed.sok.layers import DistributedEmbedding as DistributedEmbedding
-from rsembed.sok.variables import Backward as Backward
+from rsembed.sok.lookups import StepOnce as StepOnce
+from rsembed.sok.variables import DynamicTableSpec as DynamicTableSpec
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
 from rsembed.sok.variables import embedding_variable as embedding_variable
 from rsembed.sok.variables import split_embedding_variable_from_others as split_embedding_variable_from_others
+
+Backward = StepOnce  # the name under which it was published first

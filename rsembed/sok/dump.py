@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import PRNGKeyArray
 
 from rsembed import checkpoint
-from rsembed.homes.logical_rows import array_names, export, import_rows
+from rsembed.homes.home import on_host
 from rsembed.keys import owners, split_keys
-from rsembed.sok import static_table
-from rsembed.sok.sharded_table import ShardedTable, TableState
+from rsembed.sok.row_numbers import RowNumbers
+from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, grown, state_of
 
 
@@ -28,7 +27,8 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
       admission `waiting_keys`, `waiting_last_step` and `waiting_count`. Equal tables give equal arrays, whatever the
       number of devices.
     """
-    return export(variable.table.spec, state_of(variable).shards, variable.table.context.num_devices)
+    state, table = state_of(variable), variable.table
+    return table.home.rows(state.shards, state.slots, table.spec, table.context.num_devices)
 
 
 def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
@@ -45,19 +45,14 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
 
 def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) -> TableState:
     num_devices = table.context.num_devices
-    if table.spec.when_full == "grow" and "keys" in rows:
+    if table.grows and "keys" in rows:
         lanes = split_keys(rows["keys"], feature=f"table {table.spec.name!r}")
         most = int(np.bincount(owners(lanes, num_devices), minlength=1)[:num_devices].max())
         if most > state.shards.rows.shape[0] // num_devices:
             state = grown(table, state, most)
-    shards = import_rows(table.spec, state.shards, rows, num_devices)
-
-    def placed(leaf: Any) -> jax.Array:
-        if isinstance(leaf, jax.Array):
-            return leaf
-        return jax.make_array_from_callback(leaf.shape, table.context.sharding, lambda index: leaf[index])
-
-    return state._replace(shards=jax.tree.map(placed, shards))
+    written = table.home.with_rows(state.shards, state.slots, rows, table.spec, num_devices)
+    shards, slots = table.engine.devices.place_from_host(written, table.engine.devices.split)
+    return state._replace(shards=shards, slots=slots)
 
 
 def dump(path: str | os.PathLike[str], variables: Any) -> None:
@@ -77,7 +72,7 @@ def dump(path: str | os.PathLike[str], variables: Any) -> None:
         name: {
             **_description(variable.table),
             "step": int(variable.get_value().step),
-            "used_rows": _num_used(variable, tree[name]),
+            "used_rows": _num_used(variable, len(tree[name]["keys"])),
         }
         for name, variable in by_name.items()
     }
@@ -116,7 +111,7 @@ def load(path: str | os.PathLike[str], variables: Any) -> None:
     states = []
     for name, variable in by_name.items():
         rows = _refitted(variable, found.tree[name], tables[name].get("used_rows"))
-        state = _with_rows(variable.table, _without_rows(variable), rows)
+        state = _with_rows(variable.table, _as_made(variable.table, state_of(variable)), rows)
         step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), variable.get_value().step.sharding)
         states.append(state._replace(step=step))
     for variable, state in zip(by_name.values(), states, strict=True):  # all of them, or none
@@ -148,47 +143,48 @@ def _by_name(variables: Any) -> dict[str, EmbeddingVariable]:
     return dict(zip(names, found, strict=True))
 
 
-def _without_rows(variable: EmbeddingVariable) -> TableState:
-    """What rows are put into: nothing, or a table all of whose rows they replace."""
-    table, state = variable.table, state_of(variable)
-    if not table.use_hashtable:
-        return state
-    spec = dataclasses.replace(table.spec, capacity=state.shards.rows.shape[0] // table.context.num_devices)
-    fresh = dataclasses.replace(table, spec=spec).init(jax.random.key(0))
-    return fresh._replace(shards=fresh.shards._replace(key=state.shards.key))
+@functools.partial(jax.jit, static_argnums=0)
+def _as_made(table: ShardedTable, state: TableState) -> TableState:
+    """The state, as large as it is, before anything was learned."""
+
+    def on_device(own: TableState) -> tuple[Any, Any]:
+        capacity, shard = own.shards.rows.shape[0], table.engine.devices.index()
+        return table.home.start(own.shards.key[0], table.spec, capacity, shard=shard)
+
+    return table.on_shards(on_device, state)
 
 
-def _num_used(variable: EmbeddingVariable, rows: Mapping[str, np.ndarray]) -> int:
-    """How many of a dump's rows a table must have room for: those without hash table end with what none trained."""
-    if variable.table.use_hashtable:
-        return len(rows["keys"])
-    return static_table.num_used(variable.table.spec, _own_key(variable), [rows[name] for name in _names(variable)])
+@functools.partial(jax.jit, static_argnums=0)
+def _last_used(table: ShardedTable, state: TableState) -> Any:
+    """Of every device: see `RowNumbers.last_used`."""
+
+    def on_device(table: ShardedTable, own: TableState) -> Any:
+        return table.home.last_used(own.shards, own.slots, table.spec, table.engine.devices.index())
+
+    return on_devices(on_device, [table], [state])[0]
+
+
+def _num_used(variable: EmbeddingVariable, num_rows: int) -> int:
+    """How many rows a table must have room for to take a dump: without hash table, all but those that none trained."""
+    table = variable.table
+    if not isinstance(table.home, RowNumbers):
+        return num_rows
+    last = on_host(_last_used(table, state_of(variable))).astype(np.int64)
+    devices = np.arange(last.size)
+    return int(np.where(last < 0, 0, last * last.size + devices + 1).max())
 
 
 def _refitted(variable: EmbeddingVariable, rows: Mapping[str, Any], num_used: int | None) -> Mapping[str, Any]:
-    """The rows of a dump as many as the table has, if it has no hash table; unused ones are left out, or are new."""
+    """The rows of a dump that the table has, if it has no hash table; only unused ones are left out."""
     table, there = variable.table, len(rows["keys"])
-    here = table.spec.capacity * table.context.num_devices
-    if table.use_hashtable or there == here:
+    here = table.spec.vocabulary_size
+    if table.use_hashtable or there <= here:
         return rows
     num_used = there if num_used is None else num_used
     if num_used > here:
         devices = table.context.num_devices
         raise ValueError(
-            f"table {table.spec.name!r} has {here} rows, {table.spec.capacity} on each of {devices} devices, but the "
+            f"table {table.spec.name!r} has {here} rows, {here // devices} on each of {devices} devices, but the "
             f"dump has used {num_used}; make max_vocabulary_size_per_gpu at least {-(-num_used // devices)}."
         )
-    new = static_table.initial_rows(table.spec, _own_key(variable), there, here) if here > there else None
-    refitted: dict[str, Any] = {"keys": np.arange(here)}
-    for position, name in enumerate(_names(variable)):
-        array = rows[name]
-        refitted[name] = array[:here] if new is None else np.concatenate([array, new[position].astype(array.dtype)])
-    return refitted
-
-
-def _names(variable: EmbeddingVariable) -> list[str]:
-    return array_names(variable.table.spec, variable.get_value().shards)
-
-
-def _own_key(variable: EmbeddingVariable) -> PRNGKeyArray:
-    return variable.get_value().shards.key.addressable_shards[0].data[0]
+    return {name: array[:here] for name, array in rows.items()}

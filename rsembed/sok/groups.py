@@ -16,9 +16,10 @@ from rsembed.bags import Bags
 from rsembed.parallel import Agreement
 from rsembed.sok import plain_tables
 from rsembed.sok.initialize import Context
-from rsembed.sok.inputs import checked_combiner, read_keys, shape_in_words, widened
+from rsembed.sok.inputs import checked_combiner, longest, power_of_two, read_keys, shape_in_words, widened
+from rsembed.sok.lookups import StepOnce, look_up_variables
 from rsembed.sok.sharded_table import KeyBags
-from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
+from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
 
@@ -88,7 +89,7 @@ def _look_up_group(
     name: str | None,
     *,
     training: bool,
-) -> tuple[list[Array], Backward]:
+) -> tuple[list[Array], StepOnce]:
     group = f"group {name or 'embedding'!r}"
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
@@ -108,7 +109,7 @@ def _look_up_group(
                 plain[i] = plain_tables.read_ids(table, ids, own, f"{group}, params[{i}]")
                 if shared is not None and plain_tables.is_own(plain[i]):
                     shared.check_batch(plain[i].num_bags, f"{group}, params[{i}]")
-                    width = plain_tables.longest(plain[i])
+                    width = power_of_two(longest(plain[i]))
                     agreement.bring(_name(i, table), f"{plain[i].num_bags} samples", width=width)
                 continue
             batch[i] = read_keys(table.table, ids, own, combiner)
@@ -252,7 +253,7 @@ def input_layer_vjp(
 
 def _read_columns(
     features: Mapping[str, Any], columns: Sequence[EmbeddingColumn], *, training: bool
-) -> tuple[list[Array], list[tuple[list[int], Backward]]]:
+) -> tuple[list[Array], list[tuple[list[int], StepOnce]]]:
     missing = [column.feature for column in columns if column.feature not in features]
     if missing or not columns:
         raise ValueError(f"input_layer: features {missing} are missing; the batch has {sorted(features)}.")

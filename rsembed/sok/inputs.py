@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import jax
 import numpy as np
 
-from rsembed.bags import PAD_ID, Bags, as_bags
-from rsembed.keys import Keys, check_fits, split_keys, without_beyond
+from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, is_traced
+from rsembed.collection.inputs import padded
+from rsembed.keys import Keys, checked_keys
 from rsembed.parallel.agreement import is_global
 from rsembed.sok.sharded_table import KeyBags, ShardedTable
 from rsembed.specs import Combiner
@@ -36,35 +38,40 @@ def read_keys(
 
     Raises: TypeError or ValueError, naming the table, the position and the way out.
     """
-    name = table.spec.name
-    if not isinstance(value, (list, tuple)) or isinstance(value, Keys):
-        value, weights = (jax.tree.map(lambda x: _from_device(x, table), tree) for tree in (value, weights))
-    if isinstance(weights, (list, tuple)) and not isinstance(value, (Bags, list, tuple)):
-        weights = np.asarray(weights, np.float32)
-    if isinstance(value, Keys):
-        keys = value
-    elif isinstance(value, (Bags, list, tuple)):
-        if weights is not None:
-            value = (value, weights)
-        keys, weights = _from_bags(_as_bags(value, name), name, width)
+    name = f"table {table.spec.name!r}"
+    if isinstance(value, (Bags, list, tuple)) and not isinstance(value, Keys):
+        keys, weights = _from_bags(table, value, weights, width)
     else:
-        numbers = value if isinstance(value, jax.Array) else np.asarray(value)
-        keys = split_keys(numbers, feature=f"table {name!r}")
+        value, weights = jax.tree.map(lambda array: _from_device(array, table), (value, weights))
+        is_array = isinstance(value, (Keys, jax.Array))
+        keys = checked_keys(value if is_array else np.asarray(value), table.home.key_dtype, feature=name)
+        weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
     if len(keys.shape) < 2:
-        raise ValueError(f"table {name!r}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}.")
+        raise ValueError(f"{name}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}.")
     if width is not None and keys.shape[-1] > width:
         raise ValueError(
-            f"table {name!r}: {keys.shape[-1]} keys per bag, but at most {width} were agreed (max_nnz); raise "
-            "it, or cut the bags."
+            f"{name}: {keys.shape[-1]} keys per bag, but at most {width} were agreed (max_nnz); raise it, or cut the "
+            "bags."
         )
     if weights is not None and np.shape(weights) != keys.shape:
-        raise ValueError(f"table {name!r}: weights have shape {np.shape(weights)}, keys {keys.shape}.")
-    if any(isinstance(x, jax.core.Tracer) or is_global(x) for x in (*keys, weights)):
-        keys = without_beyond(keys, table.spec.key_dtype)  # they cannot be seen here, only counted
-    else:
-        _check_values(table, keys, weights)
-    lanes = Keys(*(_flat(lane) for lane in keys))
-    return KeyBags(lanes, None if weights is None else _flat(weights).astype(np.float32), combiner)
+        raise ValueError(f"{name}: weights have shape {np.shape(weights)}, keys {keys.shape}.")
+    if not table.use_hashtable and _is_seen(keys.is_key):
+        _check_row_numbers(table, keys)
+    if weights is not None and _is_seen(weights) and not (finite := np.isfinite(np.asarray(weights))).all():
+        place = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise ValueError(f"{name}: the weight at {place} is {np.asarray(weights)[place]}; clean the weights.")
+    weights = None if weights is None else weights.reshape(-1, keys.shape[-1]).astype(np.float32)
+    return KeyBags(keys.reshape(-1, keys.shape[-1]), weights, combiner)
+
+
+def longest(bags: Bags) -> int:
+    """Ids of the longest bag, at least 1."""
+    return int(np.diff(np.asarray(bags.offsets)).max(initial=1))
+
+
+def power_of_two(count: int) -> int:
+    """The next one, so that few programs are compiled."""
+    return 1 << (count - 1).bit_length()
 
 
 def shape_in_words(bags: KeyBags, bags_per_sample: int = 1) -> str:
@@ -89,64 +96,43 @@ def _from_device(array: Any, table: ShardedTable) -> Any:
     return array if array.sharding.is_equivalent_to(table.context.sharding, array.ndim) else np.asarray(array)
 
 
-def _as_bags(value: Any, name: str) -> Bags:
+def _from_bags(table: ShardedTable, value: Any, weights: Any, width: int | None) -> tuple[Keys, Any]:
+    name = table.spec.name
     try:
-        return as_bags(value, feature=name)
+        bags = as_bags(value if weights is None else (value, weights), feature=name)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
-
-
-def _flat(array: Any) -> Any:
-    return array.reshape(-1, array.shape[-1])
-
-
-def _from_bags(bags: Bags, name: str, width: int | None) -> tuple[Keys, np.ndarray | None]:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(bags)):
+    if is_traced(bags):
         raise TypeError(
             f"table {name!r}: the lengths of bags are unknown inside jit; pass an array [bags, width] with -1, or Keys "
             "that split_keys made before."
         )
-    ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
-    lengths = np.diff(offsets)
-    longest = int(lengths.max(initial=1))
-    if width is None:
-        width = 1 << (longest - 1).bit_length()
-    elif longest > width:
-        bag = int(lengths.argmax())
+    check_bags(bags, feature=name)
+    if width is not None and longest(bags) > width:
+        bag = int(np.diff(np.asarray(bags.offsets)).argmax())
         raise ValueError(
-            f"table {name!r}: bag {bag} has {longest} keys, but at most {width} were agreed (max_nnz); raise it, or "
-            "cut the bag."
+            f"table {name!r}: bag {bag} has {longest(bags)} keys, but at most {width} were agreed (max_nnz); raise it, "
+            "or cut the bag."
         )
-    is_key = np.arange(width)[None, :] < lengths[:, None]
-
-    def filled_up(values: Any, dtype: Any) -> np.ndarray:
-        dense = np.zeros(is_key.shape, dtype)
-        dense[is_key] = np.asarray(values)[: offsets[-1]]
-        return dense
-
-    keys = split_keys(filled_up(ids, ids.dtype), feature=f"table {name!r}")
-    keys = keys._replace(is_key=keys.is_key & is_key)
-    return keys, None if bags.weights is None else filled_up(bags.weights, np.float32)
+    ids = bags.ids if isinstance(bags.ids, Keys) else np.asarray(bags.ids)
+    keys = checked_keys(ids, table.home.key_dtype, feature=f"table {name!r}")
+    bags = dataclasses.replace(bags, ids=Keys(*map(np.asarray, keys)), dense_shape=None)
+    return cast(tuple[Keys, Any], padded(bags, width or power_of_two(longest(bags))))
 
 
-def _check_values(table: ShardedTable, keys: Keys, weights: Any) -> None:
-    name, limit = table.spec.name, table.spec.capacity * table.context.num_devices
-    keys = Keys(*map(np.asarray, keys))
-    check_fits(keys, table.spec.key_dtype, f"table {name!r}")
-    if not table.use_hashtable:
-        high, low, is_key = keys
-        is_outside = is_key & ((high > 0) | (low >= limit))
-        if is_outside.any():
-            place = tuple(int(i) for i in np.argwhere(is_outside)[0])
-            raise ValueError(
-                f"table {name!r}: key {(int(high[place]) << 32) | int(low[place])} at {place} is not below {limit} = "
-                f"{table.spec.capacity} rows on each of {table.context.num_devices} devices ({int(is_outside.sum())} "
-                f"such keys); raise max_vocabulary_size_per_gpu, pass {PAD_ID} for no key, or use_hashtable=True."
-            )
-    if weights is not None:
-        finite = np.isfinite(np.asarray(weights))
-        if not finite.all():
-            place = tuple(int(i) for i in np.argwhere(~finite)[0])
-            raise ValueError(
-                f"table {name!r}: the weight at {place} is {np.asarray(weights)[place]}; clean the weights."
-            )
+def _is_seen(array: Any) -> bool:
+    """Whether all values are here to be checked."""
+    return not isinstance(array, jax.core.Tracer) and not is_global(array)
+
+
+def _check_row_numbers(table: ShardedTable, keys: Keys) -> None:
+    num_devices, limit = table.context.num_devices, table.spec.vocabulary_size
+    high, low, is_key = map(np.asarray, keys)
+    is_outside = is_key & ((high > 0) | (low >= limit))
+    if is_outside.any():
+        place = tuple(int(i) for i in np.argwhere(is_outside)[0])
+        raise ValueError(
+            f"table {table.spec.name!r}: key {(int(high[place]) << 32) | int(low[place])} at {place} is not below "
+            f"{limit} = {limit // num_devices} rows on each of {num_devices} devices ({int(is_outside.sum())} such "
+            f"keys); raise max_vocabulary_size_per_gpu, pass {PAD_ID} for no key, or use_hashtable=True."
+        )

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float
 from rsembed.keys import Keys
 from rsembed.parallel import Agreement
 from rsembed.sok.inputs import checked_combiner, read_keys, shape_in_words, widened
+from rsembed.sok.lookups import StepOnce, look_up_variables
 from rsembed.sok.sharded_table import KeyBags
-from rsembed.sok.variables import Backward, EmbeddingVariable, embedding_variable, look_up_variables
+from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
 
@@ -75,7 +76,7 @@ class _Layer(nnx.Module):
             self.variable.table.context.check_batch(num_bags // self.slot_num, f"layer {self.name!r}")
         return bags
 
-    def _look_up(self, bags: KeyBags, training: bool, *shape: int) -> tuple[Array, Backward]:
+    def _look_up(self, bags: KeyBags, training: bool, *shape: int) -> tuple[Array, StepOnce]:
         """Output of this shape, but for the rows' own axis."""
         (output,), backward = look_up_variables([self.variable], [bags], training=training)
         output = output.reshape(*shape, output.shape[-1])
@@ -156,11 +157,11 @@ class DistributedEmbedding(_Layer):
         """
         return self._pooled(keys, weights, training)[0]
 
-    def vjp(self, keys: Any, weights: Any = None) -> tuple[Float[Array, "batch slot_num dim"], Backward]:
+    def vjp(self, keys: Any, weights: Any = None) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
         """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
         return self._pooled(keys, weights, True)
 
-    def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, Backward]:
+    def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, StepOnce]:
         with self._agreement(keys, weights) as agreement:
             bags = self._read(keys, weights, self.combiner)
             self._check_samples(bags.keys.is_key)

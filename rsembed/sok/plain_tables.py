@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags, as_bags, check_ids_dtype, check_values, narrow_ids
+from rsembed.bags import Bags, as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
 from rsembed.collection.inputs import padded
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import Segment
 from rsembed.parallel.agreement import is_global
 from rsembed.sok.initialize import Context
 from rsembed.specs import Combiner
@@ -32,12 +31,7 @@ def read_ids(table: Any, ids: Any, weights: Any, where: str) -> Bags:
 
 def is_own(bags: Bags) -> bool:
     """Whether the bags are those of this process, to be seen here: not inside `jit`, no global arrays."""
-    return not any(isinstance(leaf, jax.core.Tracer) or is_global(leaf) for leaf in jax.tree.leaves(bags))
-
-
-def longest(bags: Bags) -> int:
-    """Ids of the longest bag, at least 1, rounded up to a power of two."""
-    return 1 << (int(np.diff(np.asarray(bags.offsets)).max(initial=1)) - 1).bit_length()
+    return not is_traced(bags) and not any(map(is_global, jax.tree.leaves(bags)))
 
 
 def pool(table: Any, bags: Bags, combiner: Combiner) -> Float[Array, "batch dim"]:
@@ -59,22 +53,15 @@ def pool_everywhere(
       context: the devices.
       width: ids per bag at most, in all processes.
     """
-    ids, weights = padded(bags, width)
-    batch = context.place((ids.reshape(bags.num_bags, -1), None if weights is None else weights.reshape(ids.shape)))
-    return _pool_everywhere(_values(table), *batch, combiner, context)
+    return _pool_everywhere(_values(table), context.place(padded(bags, width)), combiner, context)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _pool_everywhere(values: Array, ids: Array, weights: Array | None, combiner: Combiner, context: Context) -> Array:
-    def on_device(values: Array, ids: Array, weights: Array | None) -> Array:
-        num_bags, num_ids = ids.shape
-        offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * num_ids
-        rows = jnp.where(ids < 0, NO_ROW, ids).reshape(-1)
-        own = None if weights is None else weights.reshape(-1)
-        return api.lookup(values, [Segment(rows, offsets, own, combiner)])[0]
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _pool_everywhere(values: Array, batch: Any, combiner: Combiner, context: Context) -> Array:
+    def on_device(values: Array, batch: Any) -> Array:
+        return pool(values, as_bags(batch, feature="samples of this device"), combiner)
 
-    part = P(context.axis)
-    pooled: Array = context.on_each(on_device, (P(), part, part))(values, ids, weights)
+    pooled: Array = context.on_each(on_device, (P(), P(context.axis)))(values, batch)
     return pooled
 
 

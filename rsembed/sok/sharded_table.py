@@ -20,13 +20,29 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.stored_table import Occurrences, StoredTable, Trip
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
-from rsembed.homes.hashed_rows import Counters, DynamicTable, DynamicTableSpec
+from rsembed.homes.hashed_rows import Counters, DynamicTable
 from rsembed.kernels.contract import Segment, Step
 from rsembed.keys import Keys, num_invalid
 from rsembed.optimizers import Slots
 from rsembed.sok.initialize import Context
-from rsembed.sok.static_table import Direct
-from rsembed.specs import MAX_ROWS, Combiner, TableSpec
+from rsembed.sok.row_numbers import RowNumbers
+from rsembed.specs import Combiner, TableSpec
+
+
+class TableState(NamedTuple):
+    """Everything that training changes in one table.
+
+    Attributes:
+      shards: the rows; the shares of the devices lie side by side along the leading axis.
+      slots: their optimizer state.
+      step: updates so far.
+      layout: `ShardedTable.layout` of the table that it belongs to.
+    """
+
+    shards: Any
+    slots: Any
+    step: Int[Array, ""]
+    layout: Fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,49 +50,40 @@ class ShardedTable:
     """What a table over a mesh is; its arrays are in a `TableState`.
 
     Attributes:
-      spec: the share of one device.
+      spec: the table of the core, kept as `Hashed`, or as `RowNumbers` where key `k` has row `k // n` of its device.
       context: the devices.
-      use_hashtable: keys get rows when they are first trained; else key `k` has row `k // n` of its device.
       exchange_capacity: places per block of the exchange, see `parallel.rounds.ask`; None means `default_capacity`.
+      grows: whether it is made larger before new keys find it full.
+      steps_to_live: after how many steps without use a key is old; None means never.
     """
 
-    spec: DynamicTableSpec
+    spec: TableSpec
     context: Context
-    use_hashtable: bool = True
     exchange_capacity: int | None = None
+    grows: bool = False
+    steps_to_live: int | None = None
+
+    @property
+    def home(self) -> Hashed | RowNumbers:
+        """What keeps the rows of a device."""
+        return cast(Hashed | RowNumbers, self.spec.storage)
+
+    @property
+    def use_hashtable(self) -> bool:
+        """Whether keys get rows when they are first trained."""
+        return isinstance(self.home, Hashed)
 
     @functools.cached_property
     def engine(self) -> StoredTable:
         """What a device does."""
-        spec, num_devices = self.spec, self.context.num_devices
-        policies = ("eviction", "admission_count", "admission_capacity", "key_dtype")
-        storage = Hashed(
-            # Growing is the caller's part: until then a table is full.
-            when_full="error" if spec.when_full == "grow" else spec.when_full,
-            **{name: getattr(spec, name) for name in policies},
-        )
-        table = TableSpec(
-            name=spec.name,
-            vocabulary_size=min(spec.capacity * num_devices, MAX_ROWS),
-            embedding_dim=spec.embedding_dim,
-            initializer=spec.initializer,
-            optimizer=spec.optimizer,
-            dtype=spec.dtype,
-            storage=storage if self.use_hashtable else Direct(spec, num_devices),
-        )
         devices = Devices(self.context.mesh, (self.context.axis,))
-        return StoredTable(devices, table, is_split=num_devices > 1, capacity=self.exchange_capacity)
+        return StoredTable(devices, self.spec, is_split=devices.num_devices > 1, capacity=self.exchange_capacity)
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: PRNGKeyArray) -> TableState:
         """An empty table, or a full one without hash table."""
-
-        def on_device(key: PRNGKeyArray) -> DynamicTable:
-            params, slots = self.engine.init(key)
-            shard: DynamicTable = params._replace(slots=slots)
-            return shard
-
-        return TableState(self.context.on_each(on_device, P())(key), jnp.zeros((), jnp.int32), self.layout)
+        shards, slots = self.context.on_each(self.engine.init, P())(key)
+        return TableState(shards, slots, jnp.zeros((), jnp.int32), self.layout)
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
@@ -86,31 +93,22 @@ class ShardedTable:
             "name": spec.name,
             "embedding_dim": spec.embedding_dim,
             "dtype": spec.dtype,
-            "key_dtype": spec.key_dtype,
+            "key_dtype": self.home.key_dtype,
             "rule": spec.optimizer.identity,
             "use_hashtable": self.use_hashtable,
             "devices": self.context.num_devices,
         }
         return Fingerprint.of(facts)
 
-    def on_shards(self, function: Callable[[Any, Array], Any], state: TableState) -> TableState:
-        """The state after `(shard, step) -> shard` on every device."""
-        (shards,) = _on_devices(lambda table, own: function(own.shards, own.step), [self], [state])
-        return state._replace(shards=shards)
+    def step_of(self, state: TableState) -> Step:
+        """The optimizer step that a state is before."""
+        rule = self.spec.optimizer
+        return Step(rule.get_hyperparameters(state.step), rule, None, state.step)
 
-
-class TableState(NamedTuple):
-    """Everything that training changes in one table.
-
-    Attributes:
-      shards: `DynamicTable`; the shares of the devices lie side by side along the leading axis.
-      step: updates so far.
-      layout: `ShardedTable.layout` of the table that it belongs to.
-    """
-
-    shards: Any
-    step: Int[Array, ""]
-    layout: Fingerprint
+    def on_shards(self, function: Callable[[TableState], tuple[Any, Any]], state: TableState) -> TableState:
+        """The state after `function` gave shards and slots of every device anew."""
+        ((shards, slots),) = on_devices(lambda table, own: function(own), [self], [state])
+        return state._replace(shards=shards, slots=slots)
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -146,15 +144,30 @@ def look_up(
 
     Returns: for each table its new state, its outputs, and its trip.
     """
-    results = _on_devices(_look_up, tables, states, batch)
-    return [(state._replace(shards=shard), *rest) for state, (shard, *rest) in zip(states, results, strict=True)]
+
+    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Any:
+        shards, own = _with_invalid(table, state.shards, features), _occurrences(features)
+        shards, slots, outputs, trip = table.engine.admit(shards, state.slots, own, table.step_of(state))
+        return shards, slots, tuple(outputs), trip
+
+    results = on_devices(on_device, tables, states, batch)
+    return [
+        (state._replace(shards=shards, slots=slots), outputs, trip)
+        for state, (shards, slots, outputs, trip) in zip(states, results, strict=True)
+    ]
 
 
 def evaluate(
     tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
 ) -> list[tuple[Counters, Outputs]]:
     """A lookup that changes nothing but counters, which it returns."""
-    return _on_devices(_evaluate, tables, states, batch)
+
+    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[Counters, Outputs]:
+        outputs, num_unknown, _ = table.engine.look_up(state.shards, _occurrences(features), train=False)
+        counters = _with_invalid(table, state.shards, features).counters
+        return counters.add(unknown=num_unknown), tuple(outputs)
+
+    return on_devices(on_device, tables, states, batch)
 
 
 def update(
@@ -171,11 +184,18 @@ def update(
       trips: from the lookup.
       d_outputs: gradients of its outputs: of the mean over all samples if the loss is one.
     """
-    shards = _on_devices(_step, tables, states, trips, d_outputs)
-    return [state._replace(shards=shard, step=state.step + 1) for shard, state in zip(shards, states, strict=True)]
+
+    def on_device(table: ShardedTable, state: TableState, trip: Trip, own: Sequence[Array]) -> tuple[Any, Slots]:
+        return table.engine.step_found(state.shards, state.slots, trip, own, table.step_of(state))
+
+    stepped = on_devices(on_device, tables, states, trips, d_outputs)
+    return [
+        state._replace(shards=shards, slots=slots, step=state.step + 1)
+        for state, (shards, slots) in zip(states, stepped, strict=True)
+    ]
 
 
-def _on_devices(
+def on_devices(
     function: Callable[..., Any], tables: Sequence[ShardedTable], states: Sequence[TableState], *args: Iterable[Any]
 ) -> list[Any]:
     """`function` of each table, and of what a device has of its state and arguments; one program on every device.
@@ -191,36 +211,9 @@ def _on_devices(
         return [function(*of_table) for of_table in zip(tables, *own, strict=True)]
 
     part = P(context.axis)
-    in_specs = ([TableState(part, cast(Any, P()), state.layout) for state in states], *[part] * len(args))
+    in_specs = ([TableState(part, part, cast(Any, P()), state.layout) for state in states], *[part] * len(args))
     results: list[Any] = context.on_each(on_device, in_specs)(list(states), *map(list, args))
     return results
-
-
-def _look_up(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[DynamicTable, Outputs, Trip]:
-    batch, shard = _occurrences(features), _with_invalid(table, state.shards, features)
-    params, slots, outputs, trip = table.engine.admit(*_parted(shard), batch, _how(table, state))
-    return params._replace(slots=slots), tuple(outputs), trip
-
-
-def _evaluate(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[Counters, Outputs]:
-    outputs, num_unknown, _ = table.engine.look_up(state.shards, _occurrences(features), train=False)
-    counters = _with_invalid(table, state.shards, features).counters
-    return counters.add(unknown=num_unknown), tuple(outputs)
-
-
-def _step(table: ShardedTable, state: TableState, trip: Trip, d_outputs: Sequence[Array]) -> DynamicTable:
-    params, slots = table.engine.step_found(*_parted(state.shards), trip, d_outputs, _how(table, state))
-    shard: DynamicTable = params._replace(slots=slots)
-    return shard
-
-
-def _how(table: ShardedTable, state: TableState) -> Step:
-    rule = table.spec.optimizer
-    return Step(rule.get_hyperparameters(state.step), rule, None, state.step)
-
-
-def _parted(shard: DynamicTable) -> tuple[DynamicTable, Slots]:
-    return shard._replace(slots=()), shard.slots
 
 
 def _with_invalid(table: ShardedTable, shard: DynamicTable, features: Sequence[KeyBags]) -> DynamicTable:

@@ -45,13 +45,13 @@ class Rows:
 
 
 class Table:
-    """The rules of `DynamicTableSpec`, one key after the other; values are left to the tests."""
+    """The rules of `Hashed`, one key after the other; values are left to the tests."""
 
-    def __init__(self, spec):
-        self.spec = spec
-        self.evict = spec.eviction if spec.when_full == "evict" else None
-        self.rows = Rows(spec.capacity)
-        self.waiting = Rows(spec.admission_capacity or spec.capacity)
+    def __init__(self, table):
+        self.home = table.storage
+        self.evict = self.home.eviction if self.home.when_full == "evict" else None
+        self.rows = Rows(table.vocabulary_size)
+        self.waiting = Rows(self.home.admission_capacity or table.vocabulary_size)
         names = ("inserted", "evicted", "failed", "not_admitted", "forgotten", "unknown", "stale", "invalid")
         self.counters = dict.fromkeys(names, 0)
 
@@ -71,11 +71,11 @@ class Table:
                 self.rows.touch(row, step, self.rows.counts[row] + total)
         waited = {key: self.waiting.row_of(key) for key in missing}
         seen = {k: totals[k] + (self.waiting.counts[row] if row != NO_ROW else 0) for k, row in waited.items()}
-        admitted = [key for key in missing if seen[key] > self.spec.admission_count]
+        admitted = [key for key in missing if seen[key] > self.home.admission_count]
         rows, num_evicted = self.rows.assign(admitted, step, [seen[k] for k in admitted], self.evict)
         placed = [key for key, row in zip(admitted, rows, strict=True) if row != NO_ROW]
         num_failed = len(admitted) - len(placed)
-        if self.spec.admission_count:
+        if self.home.admission_count:
             self.waiting.release([waited[key] for key in placed if waited[key] != NO_ROW])
             left = [key for key in missing if key not in placed]
             for key in left:
@@ -92,11 +92,9 @@ class Table:
         self.counters["not_admitted"] += len(missing) - len(admitted)
         return [self.rows.row_of(key) for key in keys], placed
 
-    def evict_older(self, step):
-        old = [r for r, k in enumerate(self.rows.keys) if k is not None and step - self.rows.last_step[r] > self.ttl]
+    def evict_older(self, step, steps_to_live):
+        old = [
+            r for r, k in enumerate(self.rows.keys) if k is not None and step - self.rows.last_step[r] > steps_to_live
+        ]
         self.rows.release(old)
         self.counters["evicted"] += len(old)
-
-    @property
-    def ttl(self):
-        return self.spec.steps_to_live

@@ -4,32 +4,38 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed import AdagradOptimizerSpec
-from rsembed.homes import hashed_rows as dynamic_table
-from rsembed.homes.logical_rows import export, import_rows
+from rsembed import AdagradOptimizerSpec, Hashed, TableSpec
 from rsembed.keys import join_keys, owners
-from rsembed.sok import DynamicTableSpec, split_keys
+from rsembed.sok import split_keys
 
-SPEC = DynamicTableSpec(
-    name="users",
-    embedding_dim=2,
-    capacity=8,
-    optimizer=AdagradOptimizerSpec(),
-    key_dtype="uint64",
-    admission_count=1,
-    admission_capacity=4,
-)
+KEPT = Hashed(key_dtype="uint64", admission_count=1, admission_capacity=4)
+TABLE = TableSpec(
+    name="users", vocabulary_size=8, embedding_dim=2, optimizer=AdagradOptimizerSpec(), storage=KEPT
+)  # fmt: skip
 # Two for each of three shards, three for each of two.
 KEYS = np.array([2**64 - 1, 5, 0, 2**63, 2**32 + 6, 2**32 + 3], np.uint64)
 VALUES = np.arange(12, dtype=np.float32).reshape(6, 2)
 
 
 @functools.cache
-def fresh(spec=SPEC):
-    return jax.jit(functools.partial(dynamic_table.init, spec))(jax.random.key(1))
+def fresh(home=KEPT):
+    return jax.jit(functools.partial(home.init, table=TABLE, shard=jnp.int32(0), num_shards=1))(jax.random.key(1))
+
+
+def export(state, home=KEPT):
+    return home.rows(*state, kept(home), 1)
+
+
+def import_rows(state, rows, home=KEPT):
+    return home.with_rows(*state, rows, kept(home), 1)
+
+
+def kept(home):
+    return dataclasses.replace(TABLE, storage=home)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def everything():
 
 
 def test_export_returns_what_was_imported_sorted_by_key(everything):
-    found = export(SPEC, import_rows(SPEC, fresh(), everything))
+    found = export(import_rows(fresh(), everything))
     order = np.argsort(KEYS)
     assert found["keys"].dtype == np.uint64
     assert set(found) == set(everything)
@@ -58,9 +64,9 @@ def test_export_returns_what_was_imported_sorted_by_key(everything):
 
 
 def test_a_table_that_admits_every_key_says_which_counts_it_drops(everything):
-    spec = dataclasses.replace(SPEC, admission_count=0, admission_capacity=None)
+    home = dataclasses.replace(KEPT, admission_count=0, admission_capacity=None)
     with pytest.warns(UserWarning, match="'users' admits every key at once: the counts of 2 keys"):
-        found = export(spec, import_rows(spec, fresh(spec), everything))
+        found = export(import_rows(fresh(home), everything, home), home)
     assert set(found) == {name for name in everything if not name.startswith("waiting")}
     assert found["keys"].tolist() == sorted(KEYS.tolist())
 
@@ -71,11 +77,11 @@ def test_shards_of_one_number_become_shards_of_another(everything):
         for shard in range(num_shards):
             own = {name: array for name, array in exported.items() if not name.startswith("waiting")}
             mine = owners(split_keys(exported["keys"]), num_shards) == shard
-            tables.append(import_rows(SPEC, fresh(), {name: np.asarray(array)[mine] for name, array in own.items()}))
+            tables.append(import_rows(fresh(), {name: np.asarray(array)[mine] for name, array in own.items()}))
         return tables
 
     def gathered(tables):
-        parts = [export(SPEC, table) for table in tables]
+        parts = [export(table) for table in tables]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     found = gathered(spread(gathered(spread(everything, 3)), 2))
@@ -86,20 +92,20 @@ def test_shards_of_one_number_become_shards_of_another(everything):
 
 
 def test_known_keys_are_overwritten_where_they_are_and_new_ones_start_fresh(everything):
-    table = import_rows(SPEC, fresh(), everything)
-    table = import_rows(SPEC, table, {"keys": np.array([2**32 + 3, 78]), "values": np.array([[1.0, 2.0], [3.0, 4.0]])})
-    rows = join_keys(table.keys.high, table.keys.low).tolist()
+    table = import_rows(fresh(), everything)
+    table = import_rows(table, {"keys": np.array([2**32 + 3, 78]), "values": np.array([[1.0, 2.0], [3.0, 4.0]])})
+    rows = join_keys(table[0].keys.high, table[0].keys.low).tolist()
     assert rows[:7] == [*KEYS.tolist(), 78]
-    assert np.asarray(table.rows)[5:7].tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    np.testing.assert_array_equal(np.asarray(table.slots[0])[5:7], np.full((2, 2), 0.1, np.float32))
-    assert SPEC.capacity - int(table.keys.num_free[0]) == 7
+    assert np.asarray(table[0].rows)[5:7].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    np.testing.assert_array_equal(np.asarray(table[1][0])[5:7], np.full((2, 2), 0.1, np.float32))
+    assert TABLE.vocabulary_size - int(table[0].keys.num_free[0]) == 7
 
 
 def test_an_empty_table_exports_and_imports_nothing():
-    spec = dataclasses.replace(SPEC, admission_count=0)
-    nothing = export(spec, fresh(spec))
+    home = dataclasses.replace(KEPT, admission_count=0)
+    nothing = export(fresh(home), home)
     assert nothing["values"].shape == (0, 2) and "waiting_keys" not in nothing
-    assert int(import_rows(spec, fresh(spec), nothing).keys.num_free[0]) == spec.capacity
+    assert int(import_rows(fresh(home), nothing, home)[0].keys.num_free[0]) == TABLE.vocabulary_size
 
 
 @pytest.mark.parametrize(
@@ -121,20 +127,20 @@ def test_an_empty_table_exports_and_imports_nothing():
 def test_what_does_not_fit_is_named(everything, changes, message):
     given = {name: array for name, array in (everything | changes).items() if array is not None}
     with pytest.raises(ValueError, match=message):
-        import_rows(SPEC, fresh(), given)
+        import_rows(fresh(), given)
 
 
 def test_too_many_keys_are_refused_with_the_numbers(everything):
-    table = import_rows(SPEC, fresh(), everything)
+    table = import_rows(fresh(), everything)
     more = {"keys": np.arange(100, 106), "values": VALUES}
     with pytest.raises(ValueError, match=r"6 imported keys need 6 free rows, but the shard has 2 \(capacity=8\); grow"):
-        import_rows(SPEC, table, more)
+        import_rows(table, more)
     waiting = {"keys": KEYS, "values": VALUES, "waiting_keys": np.arange(100, 106)}
     with pytest.raises(ValueError, match=r"6 imported waiting_keys need 6 .* has 2 \(admission_capacity=4\)"):
-        import_rows(SPEC, table, waiting)
+        import_rows(table, waiting)
 
 
 def test_a_key_beyond_the_dtype_is_not_exported_as_another_one(everything):
-    table = import_rows(SPEC, fresh(), everything)
+    table = import_rows(fresh(), everything)
     with pytest.raises(ValueError, match="key 18446744073709551615 does not fit into int64; ask for uint64"):
-        export(dataclasses.replace(SPEC, key_dtype="int64"), table)
+        export(table, dataclasses.replace(KEPT, key_dtype="int64"))

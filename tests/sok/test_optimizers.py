@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.homes import hashed_rows as dynamic_table
-from rsembed.homes.hashed_rows import DynamicTableSpec
-from rsembed.homes.logical_rows import export, import_rows
+from rsembed import Hashed, TableSpec
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.optimizers import RowWiseAdagradOptimizerSpec
@@ -35,37 +33,42 @@ def key_of(row):
     return 2**40 + 7 * row
 
 
+HOME = Hashed()
+
+
+def table_of(case, dim):
+    return TableSpec(name="t", vocabulary_size=8, embedding_dim=dim, optimizer=optimizer_of(case), storage=HOME)
+
+
 @functools.cache
-def stepped(spec):
-    def program(table, rows, step, gradients):
-        how, segment = Step(spec.optimizer.get_hyperparameters(step), spec.optimizer), Segment(rows, None, None, "none")
-        table, slots = dynamic_table.step(table, table.slots, [segment], [gradients], how)
-        return table._replace(slots=slots)
+def stepped(table):
+    def program(state, rows, step, gradients):
+        how = Step(table.optimizer.get_hyperparameters(step), table.optimizer)
+        return HOME.step(*state, [Segment(rows, None, None, "none")], [gradients], table, step=how)
 
     return jax.jit(program)
 
 
-def imported(spec, start):
+def imported(table, start):
     """A table whose row `r` belongs to `key_of(r)`: rows are handed out in order."""
     keys = np.array([key_of(row) for row in range(len(start))])
-    return import_rows(
-        spec, jax.jit(functools.partial(dynamic_table.init, spec))(jax.random.key(0)), {"keys": keys, "values": start}
-    )
+    fresh = jax.jit(functools.partial(HOME.init, table=table, shard=jnp.int32(0), num_shards=1))(jax.random.key(0))
+    return HOME.with_rows(*fresh, {"keys": keys, "values": start}, table, 1)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_worked_cases(case):
     start = np.array(case["table"], np.float32)
     num_rows, dim = start.shape
-    spec = DynamicTableSpec(name="t", embedding_dim=dim, capacity=8, optimizer=optimizer_of(case))
-    table = imported(spec, start)
+    table = table_of(case, dim)
+    state = imported(table, start)
     for number, (given, expected) in enumerate(zip(case["steps"], case["expected"]["steps"], strict=True)):
         length = len(given["indices"])
         rows = np.array(given["indices"] + [NO_ROW] * (LENGTH - length), np.int32)
         gradients = np.full((LENGTH, dim), 1e3, np.float32)  # what padding brings must not matter
         gradients[:length] = given["grads"]
-        table = stepped(spec)(table, rows, np.int32(number), gradients)
-        found = export(spec, table)
+        state = stepped(table)(state, rows, np.int32(number), gradients)
+        found = HOME.rows(*state, table, 1)
         assert found["keys"].tolist() == [key_of(row) for row in range(num_rows)]
         np.testing.assert_allclose(found["values"], expected["table"], rtol=2e-6, atol=2e-6)
         for ours, theirs in SLOT_NAMES.items():
@@ -112,10 +115,10 @@ def test_steps_follow_the_formula_and_epsilon_stands_outside_the_correction(ever
 def test_rows_that_were_not_looked_up_keep_their_bits_under_lazy_adam():
     case = CASES["lazy_adam"]
     start = np.array(case["table"], np.float32)
-    spec = DynamicTableSpec(name="t", embedding_dim=3, capacity=8, optimizer=optimizer_of(case))
+    table = table_of(case, 3)
     rows = np.array([2, NO_ROW, NO_ROW, NO_ROW], np.int32)
-    table = stepped(spec)(imported(spec, start), rows, np.int32(0), np.ones((LENGTH, 3), np.float32))
-    after = export(spec, table)["values"]
+    state = stepped(table)(imported(table, start), rows, np.int32(0), np.ones((LENGTH, 3), np.float32))
+    after = HOME.rows(*state, table, 1)["values"]
     assert (after[[0, 1, 3, 4]] == start[[0, 1, 3, 4]]).all() and (after[2] != start[2]).all()
 
 

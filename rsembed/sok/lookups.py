@@ -1,0 +1,175 @@
+"""Lookups of several embedding variables in one program, and the step that may follow each of them once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.errors import TraceContextError
+from jaxtyping import Array
+
+from rsembed.collection.stored_table import Trip, keys_of
+from rsembed.homes import Hashed
+from rsembed.homes.hashed_rows import numbers_of
+from rsembed.homes.home import on_host
+from rsembed.kernels.contract import NO_ROW
+from rsembed.keys import join_keys
+from rsembed.sok import sharded_table
+from rsembed.sok.initialize import Context
+from rsembed.sok.sharded_table import KeyBags, Outputs, ShardedTable, TableState
+from rsembed.sok.variables import EmbeddingVariable, state_of
+
+_look_up = jax.jit(sharded_table.look_up, static_argnums=0, donate_argnums=1)
+_evaluate = jax.jit(sharded_table.evaluate, static_argnums=0)
+_update = jax.jit(sharded_table.update, static_argnums=0, donate_argnums=1)
+
+
+@dataclasses.dataclass(eq=False)
+class StepOnce:
+    """Trains the tables of a lookup with the gradients of its outputs, once."""
+
+    variables: Sequence[EmbeddingVariable]
+    trips: Sequence[Trip]
+    order: Sequence[int]  # which of the variables each output comes from
+    shapes: list[tuple[int, ...]]
+    is_done: bool = False
+
+    def __call__(self, *d_outputs: Any) -> None:
+        """One optimizer step of every row that the lookup read.
+
+        Args:
+          *d_outputs: gradient of each output; of the loss over the global batch.
+
+        Raises:
+          RuntimeError: a second call.
+          ValueError: a gradient has another shape than its output.
+        """
+        if self.is_done:
+            raise RuntimeError("backward was called before: a lookup trains once. Look up again for another step.")
+        if len(d_outputs) != len(self.shapes):
+            raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
+        gradients: list[list[Array]] = [[] for _ in self.variables]
+        for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
+            gradient, name = jnp.asarray(d_output), self.variables[number].table.spec.name
+            if gradient.shape != shape:
+                raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
+            gradients[number].append(gradient.astype(jnp.float32).reshape(-1, shape[-1]))
+        tables, states = _tables_and_states(self.variables)
+        for variable, state in zip(self.variables, _update(tables, states, self.trips, gradients), strict=True):
+            variable.set_value(state)
+        self.is_done = True
+
+
+def look_up_variables(
+    variables: Sequence[EmbeddingVariable], batch: Sequence[KeyBags], *, training: bool
+) -> tuple[list[Array], StepOnce]:
+    """Rows of several features in one program, and the function that trains their tables.
+
+    Args:
+      variables: the table of each feature; features may share one.
+      batch: keys of each feature.
+      training: new keys get rows.
+
+    Raises: RuntimeError: a table is full and its policy is to say so. Inside `jit` the `counts` say it.
+    """
+    if not variables:
+        return [], StepOnce((), (), (), [])
+    own = list({id(variable): variable for variable in variables}.values())
+    numbers = {id(variable): number for number, variable in enumerate(own)}
+    order = [numbers[id(variable)] for variable in variables]
+    features: list[list[KeyBags]] = [[] for _ in own]
+    for number, bags in zip(order, batch, strict=True):
+        features[number].append(_placed(bags, own[number].table.context))
+    outputs, trips = (_trained if training else _evaluated)(own, features)
+    found = [iter(of_variable) for of_variable in outputs]
+    ordered = [next(found[number]) for number in order]
+    return ordered, StepOnce(own, trips, order, [output.shape for output in ordered])
+
+
+def _trained(
+    variables: Sequence[EmbeddingVariable], batch: Sequence[Sequence[KeyBags]]
+) -> tuple[list[Outputs], list[Trip]]:
+    """Outputs of each variable, in which new keys get rows, and what its step needs to know."""
+    is_eager = not any(
+        isinstance(leaf, jax.core.Tracer)
+        for leaf in jax.tree.leaves((batch, [variable.get_value() for variable in variables]))
+    )
+    if is_eager:
+        for variable, features in zip(variables, batch, strict=True):
+            _make_room(variable, features)
+        failed = [_num_failed(variable) for variable in variables]
+    results = _look_up(*_tables_and_states(variables), batch)
+    for variable, (state, _, _) in zip(variables, results, strict=True):
+        variable.set_value(state)
+    outputs, trips = [own for _, own, _ in results], [trip for *_, trip in results]
+    if is_eager:
+        for variable, before, trip in zip(variables, failed, trips, strict=True):
+            _check_room(variable, before, trip)
+    return outputs, trips
+
+
+def _evaluated(
+    variables: Sequence[EmbeddingVariable], batch: Sequence[Sequence[KeyBags]]
+) -> tuple[list[Outputs], list[Trip]]:
+    """Outputs of each variable, of which nothing changes but counters."""
+    tables, states = _tables_and_states(variables)
+    results = _evaluate(tables, states, batch)
+    for variable, state, (counters, _) in zip(variables, states, results, strict=True):
+        with contextlib.suppress(TraceContextError):
+            variable.set_value(state._replace(shards=state.shards._replace(counters=counters)))
+    return [own for _, own in results], []
+
+
+def _tables_and_states(variables: Sequence[EmbeddingVariable]) -> tuple[tuple[ShardedTable, ...], list[TableState]]:
+    return tuple(variable.table for variable in variables), [state_of(variable) for variable in variables]
+
+
+def _placed(bags: KeyBags, context: Context) -> KeyBags:
+    """The batch on the devices of the table, where it is not there already."""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(bags)):
+        return bags
+    placed: KeyBags = context.place(bags)
+    return placed
+
+
+def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None:
+    """Grows a table that may, so that all new keys of the batch find a row."""
+    table, state = variable.table, state_of(variable)
+    if not table.grows:
+        return
+    maps = [rows for rows in (state.shards.keys, state.shards.waiting) if rows is not None]
+    num_free = min(int(on_host(rows.num_free).min()) for rows in maps)
+    if num_free >= sum(feature.keys.is_key.size for feature in features):
+        return
+    ((counters, _),) = _evaluate((table,), [state], [features])
+    num_new = numbers_of(counters.unknown) - numbers_of(state.shards.counters.unknown)
+    if num_new.max() > num_free:
+        old = state.shards.rows.shape[0] // table.context.num_devices
+        variable.grow(max(2 * old, old - num_free + int(num_new.max())))
+
+
+def _num_failed(variable: EmbeddingVariable) -> int:
+    home = variable.table.home
+    if not isinstance(home, Hashed) or home.when_full == "zero":
+        return 0  # nobody asks, so that nobody waits for the device either
+    return int(numbers_of(variable.get_value().shards.counters.failed).sum())
+
+
+def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> None:
+    spec, num_failed = variable.table.spec, _num_failed(variable) - failed_before
+    if not num_failed:
+        return
+    keys = trip.batch.keys if trip.wanted is None else keys_of(trip.wanted)
+    lost = on_host(keys.is_key & (trip.rows == NO_ROW))
+    place = int(lost.argmax())
+    (key,) = join_keys(*(on_host(lane)[place : place + 1] for lane in (keys.high, keys.low)))
+    raise RuntimeError(
+        f"table {spec.name!r} is full: {num_failed} new keys found no room, among them {key}; the devices use "
+        f"{variable.counts()['rows'].tolist()} rows. They read as zeros and are not trained; nothing else was lost. "
+        "Make max_vocabulary_size_per_gpu (or admission_capacity) larger, or choose when_full='grow', 'evict' (which "
+        "spares the rows of the same step) or 'zero'."
+    )
