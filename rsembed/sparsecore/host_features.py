@@ -86,20 +86,24 @@ def read_features(
     result = []
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
         where = f"feature {spec.name!r}"
-        if isinstance(leaf, Bags):
-            ids, lengths, values = _from_bags(leaf, weight, where)
-            ids_per_sample = None
-        else:
-            ids, lengths, ids_per_sample = _rows(leaf, where)
-            weight = (np.asarray(weight), lengths) if _is_pair(leaf) and _is_flat(weight) else weight
-            values = None if weight is None else _weights(weight, lengths, where)
+        is_bags = isinstance(leaf, Bags)
+        if is_bags:
+            leaf, weight = _pairs_of(leaf, weight, where)
+        ids, lengths, ids_per_sample = _rows(leaf, where)
+        if _is_pair(leaf) and _is_flat(weight):
+            weight = (np.asarray(weight), lengths)
+        values = None if weight is None else _weights(weight, lengths, where)
+        if is_bags and (ids == PAD_ID).any():
+            # Here too padding is no id, so that it does not count in means.
+            is_id = ids != PAD_ID
+            lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[is_id], minlength=len(lengths))
+            ids, values = ids[is_id], None if values is None else values[is_id]
         if len(lengths) == spec.num_samples and jax.process_count() * local_device_count == global_device_count:
             ids, lengths, values = _own_share(ids, lengths, values)
         _check_batch(spec, len(lengths), local_device_count, global_device_count)
+        ids = _integers(ids, where)
         result.append(
-            HostFeature(
-                spec=spec, raw_ids=_integers(ids, where), lengths=lengths, ids_per_sample=ids_per_sample, weights=values
-            )
+            HostFeature(spec=spec, raw_ids=ids, lengths=lengths, ids_per_sample=ids_per_sample, weights=values)
         )
     return result
 
@@ -139,24 +143,15 @@ def _matching_leaves(feature_specs: Any, tree: Any, name: str) -> list[Any]:
         raise ValueError(f"{name} must have the tree structure of feature_specs, {structure}: {error}") from error
 
 
-def _from_bags(bags: Bags, weight: Any, where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Flat ids, the number of ids in every sample, and flat weights, without padding."""
-    ids, lengths = _used_part(bags, bags.ids, where)
+def _pairs_of(bags: Bags, weight: Any, where: str) -> tuple[Any, Any]:
+    """Bags and their weights as pairs of values and lengths, without what lies behind the last offset."""
     if weight is not None and bags.weights is not None:
         raise ValueError(f"{where}: weights are given twice, inside the Bags and in features_weights; keep one.")
     weight = bags.weights if weight is None else weight
-    weight = _used_part(bags, weight, where) if _is_flat(weight) else weight
-    values = None if weight is None else _weights(weight, lengths, where)
-    is_id = ids != PAD_ID  # here too padding is no id, so that it does not count in means
-    if not is_id.all():
-        samples = np.repeat(np.arange(len(lengths)), lengths)
-        lengths = np.bincount(samples[is_id], minlength=len(lengths))
-        ids, values = ids[is_id], None if values is None else values[is_id]
-    return ids, lengths, values
+    return _used_part(bags, bags.ids, where), _used_part(bags, weight, where) if _is_flat(weight) else weight
 
 
 def _used_part(bags: Bags, values: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values of `bags` as a pair, without those behind the last offset."""
     offsets, values = np.asarray(bags.offsets).astype(np.int64), np.asarray(values)
     if not offsets.size or offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(values):
         raise ValueError(
@@ -174,20 +169,16 @@ def _is_pair(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and len(leaf) == 2 and all(map(_is_flat, leaf))
 
 
-def _pair(leaf: tuple[Any, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
-    values, lengths = (np.asarray(part) for part in leaf)
-    if lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0) or lengths.sum() != len(values):
-        raise ValueError(
-            f"{where}: a pair of arrays is (values, lengths), but the lengths {lengths[:8].tolist()}... do not add up "
-            f"to {len(values)} values; give rows as a list, not as a tuple."
-        )
-    return values, lengths.astype(np.int64)
-
-
 def _rows(leaf: Any, where: str) -> tuple[np.ndarray, np.ndarray, int | None]:
     """Flat values, the number of values in every row, and that number if all rows must have the same."""
     if _is_pair(leaf):
-        return (*_pair(leaf, where), None)
+        values, lengths = (np.asarray(part) for part in leaf)
+        if lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0) or lengths.sum() != len(values):
+            raise ValueError(
+                f"{where}: a pair of arrays is (values, lengths), but the lengths {lengths[:8].tolist()}... do not add "
+                f"up to {len(values)} values; give rows as a list, not as a tuple."
+            )
+        return values, lengths.astype(np.int64, copy=False), None
     if not isinstance(leaf, (list, tuple)):
         leaf = np.asarray(leaf)
         if leaf.dtype != object:
