@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Int, Int64
@@ -154,8 +153,13 @@ class SetAssociativeCache:
         unique, inverse, occurrences = np.unique(ids[is_cacheable], return_inverse=True, return_counts=True)
         if self.counts is not None:
             self.counts[unique] += occurrences
-        let_in = self._let_in(unique)
-        slots, num_missing = let_in.locations, let_in.missed_ids.size
+        self._clock += 1
+        slots = self._slots_of(unique)
+        self._last_used[slots[slots >= 0]] = self._clock
+        missing = np.flatnonzero(slots < 0)
+        chosen, victims = self._choose_victims(unique[missing])
+        inserted, evicted_ids = missing[chosen], self.tags[victims]
+        self.tags[victims], self._last_used[victims], slots[inserted] = unique[inserted], self._clock, victims
         if lock:
             self._locks[slots[slots >= 0]] += 1
         locations = np.full(ids.shape, -1, np.int64)
@@ -164,12 +168,19 @@ class SetAssociativeCache:
             calls=1,
             requested_ids=ids.size,
             unique_ids=unique.size + int(inverse.size < ids.size),
-            unique_misses=num_missing,
-            unique_conflict_misses=num_missing - let_in.inserted_ids.size,
+            unique_misses=missing.size,
+            unique_conflict_misses=missing.size - inserted.size,
             conflict_misses=int(occurrences[slots < 0].sum()),
-            unique_hits=unique.size - num_missing,
+            unique_hits=unique.size - missing.size,
         )
-        return dataclasses.replace(let_in, locations=locations, counts=counts)
+        return Admission(
+            locations=locations,
+            inserted_ids=unique[inserted],
+            inserted_slots=victims,
+            evicted_ids=evicted_ids,
+            missed_ids=unique[missing],
+            counts=counts,
+        )
 
     def find(self, ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
         """The slot of each id, -1 where it is not resident; changes nothing. Raises: as `admit`."""
@@ -183,12 +194,8 @@ class SetAssociativeCache:
         slots = np.flatnonzero(self.tags >= 0)
         return self.tags[slots], slots
 
-    def lock(self, slots: Int[np.ndarray, " slots"]) -> None:
-        """One more batch needs these slots. Equal slots count once, -1 is skipped. Raises: ValueError: no such slot."""
-        self._locks[self._check_slots(slots)] += 1
-
     def unlock(self, slots: Int[np.ndarray, " slots"]) -> None:
-        """Takes back one `lock` (or `admit(lock=True)`) of each of these slots; equal slots count once, -1 is skipped.
+        """Takes back one `admit(lock=True)` of each of these slots; equal slots count once, -1 is skipped.
 
         Raises: ValueError: no such slot, or it is not locked; then no slot changes.
         """
@@ -198,84 +205,13 @@ class SetAssociativeCache:
             raise ValueError(f"slot {unlocked} is not locked; unlock the slots of each admitted batch exactly once.")
         self._locks[slots] -= 1
 
-    def count(self, ids: Int[np.ndarray, " ids"]) -> None:
-        """Counts uses without changing what is resident. Raises: as `admit`; ValueError: the cache is LRU."""
-        ids, is_cacheable = self._check_ids(ids)
-        unique, occurrences = np.unique(ids[is_cacheable], return_counts=True)
-        self._require_counts()[unique] += occurrences
-
-    def halve_counts(self) -> None:
-        """Lets old uses fade, so that the cache follows a drifting stream. Raises: ValueError: the cache is LRU."""
-        counts = self._require_counts()
-        counts >>= 1
-
-    def populate(self) -> Admission:
-        """Fills every set with the most often counted of all its ids (ties: the lower id); resident ones stay put.
-
-        Locked slots keep their ids, and ids that were never counted leave only where a counted one needs the slot.
-
-        Returns: what has to be moved. No id was asked for, so `locations` is empty and `counts` are zero.
-        Raises: ValueError: the cache is LRU.
-        Source: FBTT-Embedding, `cache_populate`, as its page promises it.
-        """
-        counts = self._require_counts()
-        locked_ids = self.tags[(self._locks > 0) & (self.tags >= 0)]
-        is_candidate = counts > 0
-        is_candidate[locked_ids] = True
-        ids = np.flatnonzero(is_candidate)
-        worth = counts[ids]
-        worth[np.searchsorted(ids, locked_ids)] = NEVER
-        order, _, _, rank = _by_set(set_of(ids, self.num_sets), worth)
-        unique = np.sort(ids[order[rank < self.num_ways]])
-        return dataclasses.replace(self._let_in(unique), locations=np.empty(0, np.int64))
-
     def reset(self) -> None:
         """Forgets all ids, times and counts. Raises: ValueError: slots are locked."""
-        self._require_unlocked("reset")
+        if num_locked := np.count_nonzero(self._locks):
+            raise ValueError(f"cannot reset a cache with {num_locked} locked slots; finish and unlock their batches.")
         self.tags[:], self._last_used[:], self._clock = -1, 0, 1
         if self.counts is not None:
             self.counts[:] = 0
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all that decides the future, for a checkpoint; locks belong to batches at work and are left out."""
-        state = {"tags": self.tags, "last_used": self._last_used, "clock": np.asarray(self._clock, np.int64)}
-        if self.counts is not None:
-            state["counts"] = self.counts
-        return {name: values.copy() for name, values in state.items()}
-
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continues from a `state_dict` of a cache with the same arguments.
-
-        Raises: ValueError: it has other entries or shapes, or ids that this cache does not have, or slots are locked.
-        """
-        self._require_unlocked("load a state into")
-        own = {name: values.shape for name, values in self.state_dict().items()}
-        given = {name: np.shape(values) for name, values in state.items()}
-        if own != given:
-            raise ValueError(f"the state has {given}, this cache has {own}; make the cache as the saved one was made.")
-        if state["tags"].max() >= self.num_ids:
-            raise ValueError(f"the state holds id {state['tags'].max()}, this cache has num_ids={self.num_ids}.")
-        self.tags[:], self._last_used[:], self._clock = state["tags"], state["last_used"], int(state["clock"])
-        if self.counts is not None:
-            self.counts[:] = state["counts"]
-
-    def _let_in(self, unique: np.ndarray) -> Admission:
-        """Ticks, marks the resident ones of the distinct ascending ids as used and lets others in; counts nothing."""
-        self._clock += 1
-        slots = self._slots_of(unique)
-        self._last_used[slots[slots >= 0]] = self._clock
-        missing = np.flatnonzero(slots < 0)
-        chosen, victims = self._choose_victims(unique[missing])
-        inserted, evicted_ids = missing[chosen], self.tags[victims]
-        self.tags[victims], self._last_used[victims], slots[inserted] = unique[inserted], self._clock, victims
-        return Admission(
-            locations=slots,
-            inserted_ids=unique[inserted],
-            inserted_slots=victims,
-            evicted_ids=evicted_ids,
-            missed_ids=unique[missing],
-            counts=CacheCounts(),
-        )
 
     def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of the missing ids, by place and grouped by set, get which slot."""
@@ -317,17 +253,6 @@ class SetAssociativeCache:
         is_named = np.zeros(self.tags.size, bool)
         is_named[slots] = True
         return np.flatnonzero(is_named)
-
-    def _require_counts(self) -> np.ndarray:
-        if self.counts is None:
-            raise ValueError("an LRU cache counts nothing; use algorithm='lfu'.")
-        return self.counts
-
-    def _require_unlocked(self, action: str) -> None:
-        if num_locked := np.count_nonzero(self._locks):
-            raise ValueError(
-                f"cannot {action} a cache with {num_locked} locked slots; finish and unlock their batches."
-            )
 
 
 def _by_set(sets: np.ndarray, worth: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class RowStore:
           checksum: of the rows, where it is known; None takes one pass over all rows, if there is a `before_change`.
         """
         self.shape, self.dtype = values.shape, values.dtype
-        self._values: np.ndarray | None = values
+        self._values = values
         self._before_change, self.checksum = before_change, checksum or 0
         if before_change is not None and checksum is None:
             starts = range(0, self.shape[0], ROWS_PER_BLOCK)
@@ -97,13 +98,22 @@ class RowStore:
             source.madvise(mmap.MADV_RANDOM)  # rows are read here and there: nothing around them is wanted
         return store
 
+    @staticmethod
+    def in_nameless_file(folder: str | os.PathLike[str], shape: tuple[int, ...], dtype: DTypeLike) -> RowStore:
+        """A file in `folder`, which is made, that goes when the store does, however the process ends."""
+        path = Path(folder) / f"{secrets.token_hex(8)}.rows"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store = RowStore.in_file(path, shape, dtype)
+        path.unlink()  # a mapped file needs no name
+        return store
+
     def read(self, rows: Int[np.ndarray, " n"]) -> Shaped[np.ndarray, "n *row"]:
-        """Copies of the rows. Raises: IndexError: a row is outside the store; ValueError: it is closed."""
+        """Copies of the rows. Raises: IndexError: a row is outside the store."""
         return np.asarray(self._checked(rows)[rows])
 
     def view(self, first_row: int, last_row: int) -> Shaped[np.ndarray, "n *row"]:
-        """Rows that follow each other, as a read-only view. Raises: ValueError: the store is closed."""
-        view = self._open()[first_row:last_row]
+        """Rows that follow each other, as a read-only view."""
+        view = self._values[first_row:last_row]
         view.flags.writeable = False
         return view
 
@@ -137,27 +147,15 @@ class RowStore:
             self.write(np.arange(start, stop), values)
 
     def flush(self) -> None:
-        """Brings what was written to the disk. Raises: ValueError: the store is closed."""
-        stored = self._open()
-        if isinstance(stored, np.memmap):
-            stored.flush()
-
-    def close(self) -> None:
-        """Flushes and lets go of the memory or the file; closing again does nothing."""
-        if self._values is not None:
-            self.flush()
-            self._values = None
-
-    def _open(self) -> np.ndarray:
-        if self._values is None:
-            raise ValueError("the store is closed; open a new one.")
-        return self._values
+        """Brings what was written to the disk."""
+        if isinstance(self._values, np.memmap):
+            self._values.flush()
 
     def _checked(self, rows: np.ndarray) -> np.ndarray:
         # numpy would take a negative row, such as the -1 of "not here", for one from the end.
         if rows.size and not 0 <= rows.min() <= rows.max() < self.shape[0]:
             raise IndexError(f"rows must lie in 0 to {self.shape[0] - 1}, got {rows.min()} to {rows.max()}.")
-        return self._open()
+        return self._values
 
 
 def _words(values: np.ndarray) -> np.ndarray:

@@ -73,16 +73,6 @@ class DumbCache:
                 self.slots[number] |= {"id": i, "time": self.clock}
         return moves
 
-    def populate(self) -> list[tuple[int, int, int]]:
-        keep = []
-        for number_of_set in range(self.num_sets):
-            mine = self.slots[number_of_set * self.num_ways : (number_of_set + 1) * self.num_ways]
-            locked = [slot["id"] for slot in mine if slot["locks"] and slot["id"] >= 0]
-            others = [i for i in self.count if murmur(i) % self.num_sets == number_of_set and i not in locked]
-            others = sorted((i for i in others if self.count[i]), key=lambda i: (-self.count[i], i))
-            keep += locked + others[: self.num_ways - len(locked)]
-        return self.let_in(keep)
-
     def occupant_count(self, number: int) -> int:
         occupant = self.slots[number]["id"]
         return -1 if occupant < 0 else self.count[occupant]
@@ -162,48 +152,14 @@ def test_admission_equals_the_simulation(algorithm, batches, num_sets, num_ways)
         assert cache.counts.tolist() == [dumb.count[i] for i in range(NUM_IDS)]
 
 
-@settings(max_examples=100, deadline=None)
-@given(batches=batches, num_sets=st.integers(1, 3), num_ways=st.integers(1, 4))
-def test_populate_equals_the_simulation(batches, num_sets, num_ways):
-    cache = SetAssociativeCache(num_sets, num_ways=num_ways, algorithm="lfu", num_ids=NUM_IDS)
-    dumb = DumbCache(num_sets, num_ways, "lfu", NUM_IDS)
-    for ids, lock, halve in batches:
-        if lock:
-            cache.admit(np.asarray(ids, np.int64), lock=True)
-            dumb.admit(ids, True)
-        else:
-            cache.count(np.asarray(ids, np.int64))
-            dumb.count.update(i for i in ids if 0 <= i < NUM_IDS)
-        if halve:
-            cache.halve_counts()
-            dumb.count = Counter({i: count // 2 for i, count in dumb.count.items()})
-        admission = cache.populate()
-        assert moves_of(admission) == dumb.populate()
-        assert admission.locations.size == 0 and set(admission.counts) == {0}
-        assert cache.tags.tolist() == [slot["id"] for slot in dumb.slots]
-
-
-def test_populate_leaves_the_most_frequent_ids_of_each_set():
-    generator = np.random.default_rng(0)
-    cache = SetAssociativeCache(5, num_ways=8, algorithm="lfu", num_ids=1000)
-    for _ in range(3):
-        cache.count(np.minimum(generator.zipf(1.2, 2000), 1001))
-        cache.populate()
-    ids, slots = cache.resident()
-    for number in range(5):
-        members = [i for i in range(1000) if murmur(i) % 5 == number]
-        best = sorted(members, key=lambda i: (-cache.counts[i], i))[:8]
-        assert sorted(ids[slots // 8 == number].tolist()) == sorted(best)
-
-
 def test_a_locked_slot_stays_until_it_is_unlocked():
     cache = SetAssociativeCache(1, num_ways=2, num_ids=10)
     first = cache.admit(np.array([1, 2]), lock=True)
     assert cache.admit(np.array([3])).locations.tolist() == [-1]
-    cache.lock(np.array([0, 0, -1]))
+    again = cache.admit(np.array([1, 1]), lock=True)
     cache.unlock(first.locations)
     assert cache.admit(np.array([4, 5])).evicted_ids.tolist() == [2]  # slot 0 has one lock left
-    cache.unlock(np.array([0]))
+    cache.unlock(again.locations)
     assert cache.admit(np.array([6])).evicted_ids.tolist() == [1]
 
 
@@ -228,33 +184,12 @@ def test_large_batches_are_found_where_they_were_put():
 
 
 @pytest.mark.parametrize("algorithm", ["lru", "lfu"])
-def test_a_restored_cache_decides_like_the_saved_one(algorithm):
-    generator = np.random.default_rng(1)
-    stream = generator.integers(0, 60, (12, 20))
-    saved, restored = (SetAssociativeCache(3, num_ways=4, algorithm=algorithm, num_ids=60) for _ in range(2))
-    for ids in stream[:6]:
-        saved.admit(ids)
-    restored.load_state_dict(saved.state_dict())
-    for ids in stream[6:]:
-        assert moves_of(saved.admit(ids)) == moves_of(restored.admit(ids))
-    assert {k: v.tolist() for k, v in saved.state_dict().items()} == {
-        k: v.tolist() for k, v in restored.state_dict().items()
-    }
-
-
-@pytest.mark.parametrize("algorithm", ["lru", "lfu"])
 def test_a_reset_cache_is_as_new(algorithm):
     used, new = (SetAssociativeCache(3, num_ways=4, algorithm=algorithm, num_ids=60) for _ in range(2))
     used.admit(np.arange(50))
     used.reset()
-    assert {k: v.tolist() for k, v in used.state_dict().items()} == {k: v.tolist() for k, v in new.state_dict().items()}
-
-
-def test_a_saved_state_does_not_change_later():
-    cache = SetAssociativeCache(1, num_ways=2, num_ids=10)
-    state = cache.state_dict()
-    cache.admit(np.array([1]))
-    assert state["tags"].tolist() == [-1, -1]
+    for ids in np.random.default_rng(1).integers(0, 60, (6, 20)):
+        assert moves_of(used.admit(ids)) == moves_of(new.admit(ids))
 
 
 def test_no_cacheable_id_at_all():
@@ -299,13 +234,9 @@ def a_cache(algorithm="lru", **kwargs):
         (lambda: num_sets_for(10, 1.5, row_bytes=4), ValueError, "load_factor=1.5"),
         (lambda: num_sets_for(10, 0.5, row_bytes=4, free_bytes=127), ValueError, "not even one set of 32 rows"),
         (lambda: a_cache().unlock(np.array([0, 1, 2, 3])), ValueError, "slot . is not locked"),
-        (lambda: a_cache().lock(np.array([4])), ValueError, "0 to 3, or -1; got 4"),
+        (lambda: a_cache().unlock(np.array([4])), ValueError, "0 to 3, or -1; got 4"),
         (lambda: a_cache().unlock(np.array([-2])), ValueError, "got -2"),
         (lambda: a_cache().reset(), ValueError, "cannot reset a cache with 1 locked slots"),
-        (lambda: a_cache().load_state_dict({}), ValueError, "cannot load a state into"),
-        (lambda: a_cache().count(np.array([1])), ValueError, "use algorithm='lfu'"),
-        (lambda: a_cache().populate(), ValueError, "use algorithm='lfu'"),
-        (lambda: a_cache().halve_counts(), ValueError, "use algorithm='lfu'"),
     ],
 )
 def test_errors_name_what_is_wrong(call, error, message):
@@ -326,15 +257,3 @@ def test_a_failed_unlock_changes_nothing():
     with pytest.raises(ValueError, match="not locked"):
         cache.unlock(np.arange(4))
     cache.unlock(slot)
-
-
-def test_a_state_of_another_cache_is_refused():
-    state = SetAssociativeCache(2, num_ways=2, num_ids=10).state_dict()
-    with pytest.raises(ValueError, match="make the cache as the saved one was made"):
-        SetAssociativeCache(2, num_ways=4, num_ids=10).load_state_dict(state)
-    with pytest.raises(ValueError, match="make the cache as the saved one was made"):
-        SetAssociativeCache(2, num_ways=2, algorithm="lfu", num_ids=10).load_state_dict(state)
-    cache = SetAssociativeCache(2, num_ways=2, num_ids=10)
-    cache.admit(np.array([9]))
-    with pytest.raises(ValueError, match="holds id 9, this cache has num_ids=9"):
-        SetAssociativeCache(2, num_ways=2, num_ids=9).load_state_dict(cache.state_dict())

@@ -77,14 +77,6 @@ def test_reset_forgets_everything():
     assert statistics.means()["requested_ids"] == 10
 
 
-def test_populating_is_no_call():
-    cache = SetAssociativeCache(1, num_ways=2, algorithm="lfu", num_ids=10)
-    cache.count(np.array([3]))
-    statistics = CacheStatistics()
-    statistics.record(cache.populate().counts)
-    assert statistics.totals == CacheCounts() and statistics.miss_counter == (0, 0)
-
-
 def test_the_number_of_groups_is_fixed():
     with pytest.raises(ValueError, match="3 groups were given, but the statistics have num_groups=2"):
         CacheStatistics(num_groups=2).record(CacheCounts(), np.zeros(3, np.int64))

@@ -64,21 +64,11 @@ def test_values_must_be_rows_of_the_store(make_store, values):
         make_store((3, 2), np.float32).write(np.array([0, 1]), values)
 
 
-def test_a_closed_store_says_so(make_store):
-    store = make_store((3, 2), np.float32)
-    store.close()
-    store.close()
-    for use in (lambda: store.read(np.array([0])), lambda: store.fill(lambda start, stop: np.zeros(2)), store.flush):
-        with pytest.raises(ValueError, match="the store is closed"):
-            use()
-
-
-@pytest.mark.parametrize("end", ["flush", "close"])
-def test_a_file_holds_the_rows_row_after_row(tmp_path, end):
+def test_a_file_holds_the_rows_row_after_row(tmp_path):
     path = tmp_path / "rows.bin"
     store = RowStore.in_file(path, (4, 2), np.float32)
     store.write(np.array([2]), np.array([[1, 2]], np.float32))
-    getattr(store, end)()
+    store.flush()
     np.testing.assert_array_equal(np.fromfile(path, np.float32), [0, 0, 0, 0, 1, 2, 0, 0])
     np.testing.assert_array_equal(RowStore.in_file(path, (4, 2), np.float32).read(np.array([2])), [[1, 2]])
 
@@ -88,7 +78,7 @@ def test_a_new_file_is_sparse(tmp_path):
     store = RowStore.in_file(path, (2**26, 16), np.float32)  # 4 GiB
     store.write(np.array([2**26 - 1]), np.ones((1, 16), np.float32))
     assert path.stat().st_size == 2**32
-    store.close()
+    store.flush()
     assert path.stat().st_blocks * 512 < 2**24
 
 
