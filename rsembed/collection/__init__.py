@@ -5,9 +5,10 @@ embeddings.py   what users call; every method is one function of what a single d
 ├─ inputs.py    batches in canonical form: bags on one device, padded arrays split by sample on a mesh
 ├─ devices.py   the mesh: which axes, how functions run on every device, what is gathered
 ├─ layout.py    translate: where the rows of every table lie
-└─ stacks       fetch, pool, combine, step:
-     whole_rows.py    every device has all rows (or all rows of its columns), or what a storage keeps instead
-     row_shards.py    every row has one owner, asked by all
+└─ stack.py     the features of a stack, and the way to its rows:
+     rows.py          here, whole or by column
+     asked_rows.py    with an owner each, whom all devices ask
+     dense_rows.py    what keeps an array of rows; see `rsembed.homes` for the others
 ```
 """
 

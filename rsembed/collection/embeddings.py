@@ -22,7 +22,6 @@ from rsembed.collection.fetching import Fetching
 from rsembed.collection.logical_tables import LogicalTables
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, EmbeddingState
-from rsembed.collection.stored_rows import StoredRows
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached
 from rsembed.initial_values import table_key
@@ -121,8 +120,7 @@ class EmbeddingCollection:
 
     def _build(self) -> None:
         self._engine = Engine(self.features, self._stacks, self.devices)
-        kept = {name: stack for name, stack in self._stacks.items() if isinstance(stack, StoredRows)}
-        self._on_host = {n: Fetching(stack) for n, stack in kept.items() if isinstance(stack.home, HostCached)}
+        self._on_host = {n: Fetching(stack) for n, stack in self._stacks.items() if isinstance(stack.home, HostCached)}
         self.logical = LogicalTables(self.table_specs, self._stacks, self._on_host, self.devices)
 
     # Pickled for the workers of an input pipeline
@@ -272,8 +270,10 @@ class EmbeddingCollection:
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """By table with a storage that counts: what happened on each device so far, such as new keys and failures."""
         self.check_state(state, parts=["tables"])
-        stored = [(state.tables[n], stack) for n, stack in self._stacks.items() if isinstance(stack, StoredRows)]
-        found = {s.table.name: s.home.counts(params, s.engine.num_shards) for params, s in stored}
+        found = {
+            stack.table.name: stack.home.counts(state.tables[name], stack.rows.num_shards)
+            for name, stack in self._stacks.items()
+        }
         return {name: counts for name, counts in found.items() if counts}
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:
@@ -416,7 +416,7 @@ class EmbeddingCollection:
             steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding, state.step)
         tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
         for name, kept in self._stacks.items():
-            if isinstance(kept, StoredRows) and not _is_traced(tables[name]):
+            if not _is_traced(tables[name]):
                 kept.home.check_step(state.tables[name], tables[name], kept.table)
         return EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
 

@@ -16,9 +16,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from rsembed.bags import PAD_ID, Bags, as_bags
 from rsembed.collection.devices import Devices
-from rsembed.collection.placement import Stack
+from rsembed.collection.stack import Stack
 from rsembed.collection.state import Activations, Batch, LookupStatistics, Traffic
-from rsembed.collection.stored_rows import StoredRows
 from rsembed.keys import as_keys, num_invalid
 from rsembed.specs import FeatureSpec
 
@@ -39,7 +38,7 @@ class Engine:
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
-        has_homes = any(isinstance(stack, StoredRows) for stack in stacks.values())
+        has_homes = any(not stack.is_dense for stack in stacks.values())
 
         def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
             # Homes other than arrays of rows work in loops, which must be one program.
@@ -67,15 +66,16 @@ class Engine:
     # On one device
 
     def _init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
-        specs = {feature.table_spec.name: feature.table_spec for feature in self.features.values()}
-        return two_dicts({name: stack.init(key, specs) for name, stack in self.stacks.items()})
+        return two_dicts({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
     def _lookup(self, tables: ByStack, batch: Batch, *, train: bool) -> tuple[Activations, LookupStatistics]:
         bags = all_as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
         for name, stack in self.stacks.items():
-            outputs, traffic[name] = stack.lookup(tables[name], bags, train=train)
+            outputs, num_unknown, traffic[name] = stack.rows.look_up(tables[name], stack.occurrences(bags), train=train)
+            if stack.home.takes_keys:
+                traffic[name] = traffic[name]._replace(num_unknown=self.devices.total(num_unknown))
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
         activations = {name: activations[name] for name in self.features}
@@ -98,13 +98,16 @@ class Engine:
 
     def _row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         bags = all_as_bags(batch)
-        return {n: stack.row_gradients(bags, _of_features(stack, d_outputs)) for n, stack in self.stacks.items()}
+        return {
+            name: stack.rows.row_gradients(stack.occurrences(bags), _of_features(stack, d_outputs))
+            for name, stack in self.stacks.items()
+        }
 
     def _apply(
         self, tables: ByStack, slots: ByStack, gradients: Mapping[str, tuple[Array, Array]], steps: ByStack
     ) -> tuple[ByStack, ByStack]:
         stepped = {
-            name: stack.apply(tables[name], slots[name], *gradients[name], steps[name])
+            name: stack.rows.apply(tables[name], slots[name], *gradients[name], steps[name])
             for name, stack in self.stacks.items()
         }
         return two_dicts(stepped)
@@ -114,7 +117,9 @@ class Engine:
     ) -> tuple[ByStack, ByStack]:
         bags = all_as_bags(batch)
         stepped = {
-            name: stack.update(tables[name], slots[name], bags, _of_features(stack, d_outputs), steps[name])
+            name: stack.rows.update(
+                tables[name], slots[name], stack.occurrences(bags), _of_features(stack, d_outputs), steps[name]
+            )
             for name, stack in self.stacks.items()
         }
         return two_dicts(stepped)

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array
 
 from rsembed.bags import as_bags
-from rsembed.collection.stored_rows import StoredRows
-from rsembed.collection.stored_table import keys_of_gradients
+from rsembed.collection.stack import Stack
+from rsembed.collection.rows import keys_of_gradients
 from rsembed.homes.home import on_host
 from rsembed.homes.host_cached import CachedRows, HostCached, HostStore, Moves
 from rsembed.kernels import api
@@ -25,16 +25,16 @@ class Fetching:
     Raises: NotImplementedError: several processes would share the rows.
     """
 
-    def __init__(self, stack: StoredRows):
+    def __init__(self, stack: Stack):
         self.stack, self.home, self.table = stack, cast(HostCached, stack.home), stack.table
         self.store: HostStore | None = None
-        if stack.engine.devices.num_processes > 1:
+        if stack.rows.devices.num_processes > 1:
             raise NotImplementedError(
                 f"table {self.table.name!r} is kept as {self.home}, whose rows one process must hold; make the mesh of "
                 "one process' devices, or give the table another storage."
             )
-        part, split = stack.partition, stack.engine.devices.split
-        on_each = stack.engine.devices.on_each
+        part, split = stack.partition, stack.rows.devices.split
+        on_each = stack.rows.devices.on_each
         self._of_batch = jax.jit(on_each(self._make_room, (part, split), (part, part)))
         self._of_rows = jax.jit(on_each(self._make_room, (part, part), (part, part)))
         self._gather = jax.jit(on_each(_gather, (part, part, part), part))
@@ -119,13 +119,13 @@ class Fetching:
 
     def with_arrays(self, params: CachedRows, arrays: Sequence[Any]) -> CachedRows:
         """The parameters of a fresh store with these rows and slots, none of which is near."""
-        empty = self.stack.engine.devices.on_each(self.home.emptied, (self.stack.partition,), self.stack.partition)
+        empty = self.stack.rows.devices.on_each(self.home.emptied, (self.stack.partition,), self.stack.partition)
         params = self.begin(jax.jit(empty)(params))
         self.check(params).write(np.arange(self.table.vocabulary_size), [np.asarray(array) for array in arrays])
         return params
 
     def _placed(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        placed: list[Any] = self.stack.engine.devices.place_from_host(list(arrays), self.stack.partition)
+        placed: list[Any] = self.stack.rows.devices.place_from_host(list(arrays), self.stack.partition)
         return placed
 
     def _of_this_time(self, params: CachedRows, store: HostStore) -> CachedRows:
@@ -137,7 +137,7 @@ class Fetching:
     def _make_room(self, params: CachedRows, batch: Any) -> tuple[CachedRows, Moves]:
         if isinstance(batch, Mapping):
             bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
-            keys = self.stack.engine.own_keys(self.stack.occurrences(bags))
+            keys = self.stack.rows.own_keys(self.stack.occurrences(bags))
         else:
             keys, _ = keys_of_gradients(batch)
         return self.home.make_room(params, keys)

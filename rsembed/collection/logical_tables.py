@@ -13,9 +13,8 @@ from jaxtyping import PRNGKeyArray
 
 from rsembed.collection.devices import Devices
 from rsembed.collection.fetching import Fetching
-from rsembed.collection.placement import Stack
+from rsembed.collection.stack import Stack
 from rsembed.collection.state import EmbeddingState
-from rsembed.collection.stored_rows import StoredRows
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes.home import on_host
 from rsembed.specs import TableSpec
@@ -50,10 +49,10 @@ class LogicalTables:
             if name in self.on_host:
                 fetching = self.on_host[name]
                 result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots.get(name))[0]
-            elif isinstance(stack, StoredRows) and stack.home.takes_keys:
+            elif stack.home.takes_keys:
                 result[stack.table.name] = self._rows(stack, state)
             else:
-                dense = self.devices.place(stack.dense(state.tables[name]), PartitionSpec())
+                dense = self.devices.place(stack.all_rows(state.tables[name]), PartitionSpec())
                 for table in stack.layout.stack.tables:
                     result[table.name] = dense[stack.layout.all_rows(table.name, table.rows)]
         return result
@@ -67,12 +66,12 @@ class LogicalTables:
                 fetching = self.on_host[name]
                 _, *arrays = fetching.arrays(state.tables[name], state.slots[name])
                 result[fetching.table.name] = rule.pack_slots(tuple(map(jnp.asarray, arrays)))
-            elif isinstance(stack, StoredRows) and stack.home.takes_keys:
+            elif stack.home.takes_keys:
                 rows = self._rows(stack, state)
                 result[stack.table.name] = rule.pack_slots(
                     tuple(jnp.asarray(rows[key]) for key in rows if key.startswith("slot_"))
                 )
-            elif isinstance(stack, StoredRows):
+            elif not stack.is_dense:
                 result[stack.table.name] = self.devices.place(state.slots[name], PartitionSpec())
             else:
                 slots = self.devices.place(state.slots[name], PartitionSpec())
@@ -89,7 +88,7 @@ class LogicalTables:
                 raise ValueError(f"unknown table {table_name!r}; the collection has {list(self.specs)}.")
             spec, stack = self.specs[table_name], self._stack_of(table_name)
             name = stack.layout.stack.name
-            if isinstance(stack, StoredRows) and name not in self.on_host:
+            if not stack.is_dense and name not in self.on_host:
                 replaced[name], slots[name] = stack.with_rows(state.tables[name], state.slots[name], values)
                 continue
             shape = (spec.vocabulary_size, spec.embedding_dim)
@@ -108,10 +107,9 @@ class LogicalTables:
 
     # For files
 
-    def apart(self) -> dict[str, StoredRows]:
+    def apart(self) -> dict[str, Stack]:
         """Stacks whose arrays mean nothing to a file: rows found by key, or on the host."""
-        stored = {name: stack for name, stack in self.stacks.items() if isinstance(stack, StoredRows)}
-        return {name: stack for name, stack in stored.items() if name in self.on_host or stack.home.takes_keys}
+        return {name: stack for name, stack in self.stacks.items() if name in self.on_host or stack.home.takes_keys}
 
     def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, dict[str, Any], dict[str, Any]]:
         """The state without stacks that are `apart`, and their tables as files have them: rows, and slots by name."""
@@ -156,14 +154,14 @@ class LogicalTables:
         all_tables, all_slots = dict(state.tables), dict(state.slots)
         for name, stack in self.apart().items():
             rows, part = tables[stack.table.name], stack.partition
-            fresh = jax.jit(self.devices.on_each(stack.engine.init, PartitionSpec(), (part, part)))
+            fresh = jax.jit(self.devices.on_each(stack.rows.init, PartitionSpec(), (part, part)))
             params, own_slots = fresh(jax.random.key(0))
             if name in self.on_host:
                 arrays = [rows, *(slots[stack.table.name][slot] for slot in self._slot_names(stack))]
                 params = self.on_host[name].with_arrays(params, arrays)
             else:
                 data = np.asarray(jax.random.key_data(rows[FIRST_KEY]))
-                (data,) = self.devices.place_from_host([np.stack([data] * stack.engine.num_shards)], part)
+                (data,) = self.devices.place_from_host([np.stack([data] * stack.rows.num_shards)], part)
                 key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(rows[FIRST_KEY]))
                 given = {key: array for key, array in rows.items() if key != FIRST_KEY}
                 params, own_slots = stack.with_rows(params._replace(key=key), own_slots, given)
@@ -176,11 +174,11 @@ class LogicalTables:
                 return stack
         raise KeyError(table_name)
 
-    def _rows(self, stack: StoredRows, state: EmbeddingState) -> dict[str, np.ndarray]:
+    def _rows(self, stack: Stack, state: EmbeddingState) -> dict[str, np.ndarray]:
         name = stack.layout.stack.name
-        return stack.home.rows(state.tables[name], state.slots.get(name, ()), stack.table, stack.engine.num_shards)
+        return stack.home.rows(state.tables[name], state.slots.get(name, ()), stack.table, stack.rows.num_shards)
 
-    def _slot_names(self, stack: StoredRows) -> list[str]:
+    def _slot_names(self, stack: Stack) -> list[str]:
         rule = stack.layout.stack.spec.optimizer
         return list(getattr(rule.slot_type, "_fields", map(str, range(rule.slot_variables_count()))))
 

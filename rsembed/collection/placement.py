@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rsembed.collection.asked_rows import AskedRows
+from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.layout import RowLayout
-from rsembed.collection.row_shards import RowShards
-from rsembed.collection.stored_rows import StoredRows
-from rsembed.collection.stored_table import StoredTable
-from rsembed.collection.whole_rows import WholeRows
+from rsembed.collection.rows import Rows
+from rsembed.collection.stack import Stack
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 
 Placement = Literal["row", "table", "column", "replicated"]
 PLACEMENTS: tuple[Placement, ...] = ("row", "table", "column", "replicated")
-Stack = WholeRows | RowShards | StoredRows
 
 
 def placement_of_tables(
@@ -75,24 +74,41 @@ def make_stacks(
     tables, load = tables_of(features), [0] * devices.num_devices
 
     def make(stack: StackPlan) -> Stack:
-        table = tables[stack.tables[0].name]
-        placement, whole = placements[table.name], RowLayout.whole(stack)
-        if table.storage is not None:
-            is_split = placement == "row" and devices.num_devices > 1
-            if is_split and is_reproducible:
-                raise ValueError(
-                    f"table {table.name!r} is kept as {table.storage}, whose owners do not sum gradients in the order "
-                    "of the global batch, as reproducible= asks for; place it 'replicated', or leave that out."
-                )
-            layout = RowLayout.row_wise(stack, devices.num_devices) if is_split else whole
-            return StoredRows(layout, StoredTable(devices, table, is_split, exchange_capacity, implementation))
-        if placement in ("column", "replicated"):
-            return WholeRows(whole, devices, placement == "column", implementation)
-        layout = (
-            RowLayout.table_wise(stack, devices.num_devices, load)
-            if placement == "table"
-            else RowLayout.row_wise(stack, devices.num_devices)
-        )
-        return RowShards(layout, devices, exchange_capacity, is_reproducible, implementation)
+        own = tuple(tables[table.name] for table in stack.tables)
+        table, placement = own[0], placements[own[0].name]
+        # One device has all rows and asks nobody, unless it is to sum in the order of many.
+        is_split = placement in ("row", "table") and (devices.num_devices > 1 or is_reproducible)
+        if is_split and table.storage is not None and is_reproducible:
+            raise ValueError(
+                f"table {table.name!r} is kept as {table.storage}, whose owners do not sum gradients in the order "
+                "of the global batch, as reproducible= asks for; place it 'replicated', or leave that out."
+            )
+        layout = RowLayout.whole(stack)
+        if is_split and placement == "row":
+            layout = RowLayout.row_wise(stack, devices.num_devices)
+        elif is_split:
+            layout = RowLayout.table_wise(stack, devices.num_devices, load)
+        splits_columns = placement == "column" and devices.num_devices > 1
+        if splits_columns:
+            _check_columns(stack, devices.num_devices)
+        home = table.storage or DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
+        if is_split:
+            how: Any = {"capacity": exchange_capacity, "is_reproducible": is_reproducible}
+            return Stack(layout, AskedRows(devices, table, home, implementation, **how))
+        return Stack(layout, Rows(devices, table, home, implementation, splits_columns))
 
     return {stack.name: make(stack) for stack in plan.stacks}
+
+
+def _check_columns(stack: StackPlan, num_devices: int) -> None:
+    """Raises: ValueError: the stack cannot be split by column."""
+    problem = None
+    if stack.spec.stack_embedding_dim % num_devices:
+        problem = f"embedding_dim={stack.spec.stack_embedding_dim} is not divisible by {num_devices} devices"
+    elif stack.spec.optimizer.is_row_wise:
+        problem = f"{type(stack.spec.optimizer).__name__} steps whole rows"
+    elif stack.tables[0].stochastic_rounding:
+        problem = "stochastic rounding draws for whole rows"
+    if problem is not None:
+        tables = [table.name for table in stack.tables]
+        raise ValueError(f"tables {tables} cannot be placed 'column': {problem}; place them 'row'.")

@@ -1,7 +1,7 @@
 """What the rows of a table are kept in, where that is no array of them.
 
 A *home* holds the rows of one device and knows nothing of others; `TableSpec(storage=...)` names it, and the engine in
-`collection/stored_rows.py` brings ids to it and vectors back, on one device or a mesh.
+`collection/rows.py` brings ids to it and vectors back, on one device or a mesh.
 
     home.py          what every home must be able to do
     hashed.py        rows for keys of 64 bits, handed out as keys appear

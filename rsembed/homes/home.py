@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.kernels.contract import Segment, Step
-from rsembed.keys import Keys
+from rsembed.kernels.contract import Rounding, Segment, Step
+from rsembed.keys import Keys, owners
 from rsembed.specs import TableSpec
 
 
@@ -30,6 +30,9 @@ class Home(abc.ABC):
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
     key_dtype: Any = None  # of ids that are keys; a homes' own field where it has some
+
+    ids_are_rows: ClassVar[bool] = False
+    """Whether `params` is an array and ids are its rows, so that kernels may read and step whole bags."""
 
     @property
     def takes_keys(self) -> bool:
@@ -54,6 +57,20 @@ class Home(abc.ABC):
         row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
         slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
         return self.num_rows(table) * table.embedding_dim, self.num_rows(table) * slots
+
+    def num_ids(self, table: TableSpec) -> int:
+        """Ids that are no keys lie below it."""
+        return table.vocabulary_size
+
+    def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
+        """The shard that has the row of each key; `num_shards` for what is no key."""
+        owner: Int[Array, " nnz"] = owners(keys, num_shards)
+        return owner
+
+    def rounding(self, rounding: Rounding | None, shard: Int[Array, ""] | int) -> Rounding | None:
+        """How a shard's rows are rounded, from the rounding of the collection."""
+        del shard
+        return rounding
 
     @abc.abstractmethod
     def init(self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int) -> tuple[Any, Any]:
@@ -101,6 +118,19 @@ class Home(abc.ABC):
         step: Step,
     ) -> tuple[Any, Any]:
         """One optimizer step of the rows that segments read, as `find` gave them, with gradients of their outputs."""
+
+    def step_distinct(
+        self,
+        params: Any,
+        slots: Any,
+        rows: Int[Array, " n"],
+        gradients: Float[Array, "n dim"],
+        table: TableSpec,
+        *,
+        step: Step,
+    ) -> tuple[Any, Any]:
+        """One optimizer step of rows of which none comes twice."""
+        return self.step(params, slots, [Segment(rows, None, None, "none")], [gradients], table, step=step)
 
     def rows(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         """All rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax.errors import TraceContextError
 from jaxtyping import Array
 
-from rsembed.collection.stored_table import Trip, keys_of
+from rsembed.collection.asked_rows import keys_of
+from rsembed.collection.rows import Trip
 from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import numbers_of
 from rsembed.homes.home import on_host

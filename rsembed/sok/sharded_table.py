@@ -1,6 +1,6 @@
 """Tables over the devices of a mesh: the row of key `k` lies on device `k % n`, whatever else changes.
 
-What a device does is the engine of the core (`collection/stored_table.py`). Here are the published ways to call it:
+What a device does is the engine of the core (`collection/rows.py`). Here are the published ways to call it:
 tables of several variables in one program, keys that get rows in the lookup, and a backward pass that trains them.
 """
 
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.devices import Devices
-from rsembed.collection.stored_table import Occurrences, StoredTable, Trip
+from rsembed.collection.rows import Occurrences, Rows, Trip
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import Counters, DynamicTable
@@ -74,10 +75,12 @@ class ShardedTable:
         return isinstance(self.home, Hashed)
 
     @functools.cached_property
-    def engine(self) -> StoredTable:
+    def engine(self) -> Rows:
         """What a device does."""
         devices = Devices(self.context.mesh, (self.context.axis,))
-        return StoredTable(devices, self.spec, is_split=devices.num_devices > 1, capacity=self.exchange_capacity)
+        if devices.num_devices > 1:
+            return AskedRows(devices, self.spec, self.home, capacity=self.exchange_capacity)
+        return Rows(devices, self.spec, self.home)
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: PRNGKeyArray) -> TableState:

@@ -1,0 +1,213 @@
+"""The way to rows that one device owns each: distinct ids travel there, vectors come back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from rsembed.collection.layout import read_from
+from rsembed.collection.reproducible import InBlocks
+from rsembed.collection.rows import Occurrences, Rows, Trip, each, keys_of_rows
+from rsembed.collection.state import Traffic
+from rsembed.homes.hash_table import combine
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, Step
+from rsembed.keys import Keys
+from rsembed.parallel import Wanted, ask, default_capacity, distinct
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedRows(Rows):
+    """A row is asked for once, comes back and is pooled where it was asked for; gradients take that way, too.
+
+    Args:
+      capacity: places per block of a round; None takes what usually needs one round.
+      is_reproducible: gradients travel one by one and are summed by their owner in the order of the global batch,
+        which no number of devices changes.
+    """
+
+    capacity: int | None = None
+    is_reproducible: bool = False
+
+    @property
+    def partition(self) -> PartitionSpec:
+        """How parameters and slots are split."""
+        return self.devices.split
+
+    @property
+    def num_shards(self) -> int:
+        """How many devices share the rows."""
+        return self.devices.num_devices
+
+    def look_up(
+        self, params: Any, batch: Occurrences, *, train: bool
+    ) -> tuple[Sequence[Array], Int[Array, ""], Traffic]:
+        """See `Rows`."""
+
+        def answer(num_unknown: Array, question: Any) -> tuple[Array, Array]:
+            keys, occurrences, _ = self._received(question)
+            vectors, more = self.home.read(params, keys, self.table, occurrences=occurrences if train else None)
+            return num_unknown + more, vectors
+
+        wanted = self._distinct(batch.all_keys())
+        zero = jnp.zeros((), jnp.int32)
+        num_unknown, vectors, rounds = self._ask(wanted, self._question(wanted), answer, zero)
+        # Of a key two lanes, a mark and a count go, else a row; a vector comes.
+        bytes_per_place = (13 if self.home.takes_keys else 4) + vectors.shape[1] * vectors.dtype.itemsize
+        traffic = Traffic.of(rounds, (self.num_shards - 1) * self._capacity(wanted) * bytes_per_place)
+        return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, traffic
+
+    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> tuple[Any, Any, Sequence[Array], Trip]:
+        """See `Rows`."""
+
+        def answer(state: tuple[Any, Any], question: Any) -> tuple[Any, Any]:
+            params, slots, rows = self._find_arrived(*state, question, step)
+            return (params, slots), (rows, self.home.vectors(params, rows, self.table))
+
+        wanted = self._distinct(batch.all_keys())
+        params = self._held(params, wanted, step)
+        (params, slots), (rows, vectors), _ = self._ask(wanted, self._question(wanted), answer, (params, slots))
+        rows = jnp.where(wanted.first_of == NO_ROW, NO_ROW, rows)
+        pooled = self._pooled(vectors, read_from(wanted.entry_of, batch.segments))
+        return params, slots, pooled, Trip(batch, wanted, rows)
+
+    def step_found(
+        self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
+    ) -> tuple[Any, Any]:
+        """See `Rows`."""
+        batch, wanted, rows = trip
+        if wanted is None:
+            raise ValueError("the trip is one to rows that are here.")
+
+        def answer(state: tuple[Any, Any], arrived: tuple[Array, Keys, Array]) -> tuple[Any, None]:
+            (params, slots), (rows, keys, gradients) = state, arrived
+            params, rows = self.home.still_theirs(params, rows, keys)
+            return self._step(params, slots, [each(rows)], [gradients], step), None
+
+        payload = rows, keys_of(wanted).only(rows != NO_ROW), self._entry_gradients(wanted, batch, d_outputs)
+        stepped: tuple[Any, Any] = self._ask(wanted, payload, answer, (params, slots))[0]
+        return stepped
+
+    def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+        """See `Rows`."""
+        wanted, takes_keys = self._distinct(batch.all_keys(), batch.numbers), self.home.takes_keys
+        num_places = wanted.entry_of.shape[0] * self.num_shards
+        if not takes_keys:
+            num_places = min(num_places, -(-self.home.num_ids(self.table) // self.num_shards))
+
+        def collect(state: Any, arrived: tuple[Any, Array]) -> tuple[Any, None]:
+            (count, all_rows, all_values), (question, gradients) = state, arrived
+            if takes_keys:
+                rows, values = combine(*question[:2], gradients)
+                is_row = rows[:, 2] > 0
+            else:
+                rows, values = self._summed([each(question)], [gradients])
+                is_row = rows != NO_ROW
+            # A round brings all of a row, and behind the rows of earlier rounds.
+            places = jnp.where(is_row, count + jnp.arange(is_row.shape[0], dtype=jnp.int32), num_places)
+            return (
+                count + jnp.sum(is_row, dtype=jnp.int32),
+                all_rows.at[places].set(rows, mode="drop"),
+                all_values.at[places].set(values, mode="drop"),
+            ), None
+
+        no_rows = jnp.zeros((num_places, 3), jnp.uint32) if takes_keys else jnp.full(num_places, NO_ROW, jnp.int32)
+        nothing = jnp.zeros((), jnp.int32), no_rows, jnp.zeros((num_places, self.table.embedding_dim), jnp.float32)
+        payload = self._question(wanted), self._entry_gradients(wanted, batch, d_outputs)
+        _, rows, values = self._ask(wanted, payload, collect, nothing)[0]
+        return rows, values
+
+    def update(
+        self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
+    ) -> tuple[Any, Any]:
+        """See `Rows`."""
+
+        def answer(state: tuple[Any, Any], arrived: tuple[Any, Array]) -> tuple[Any, None]:
+            question, gradients = arrived
+            params, slots, rows = self._find_arrived(*state, question, step)
+            return self._step(params, slots, [each(rows)], [gradients], step), None
+
+        wanted = self._distinct(self._after(batch.all_keys(), d_outputs), batch.numbers)
+        payload = self._question(wanted), self._entry_gradients(wanted, batch, d_outputs)
+        params = self._held(params, wanted, step)
+        stepped: tuple[Any, Any] = self._ask(wanted, payload, answer, (params, slots))[0]
+        return stepped
+
+    # Parts of these
+
+    @property
+    def _shard(self) -> Int[Array, ""]:
+        return self.devices.index()
+
+    def _own(self, keys: Keys) -> Keys:
+        return keys.only(self.home.owners(keys, self.num_shards) == self._shard)
+
+    def _how(self, step: Step) -> Step:
+        if self.is_reproducible and step.rule.is_row_wise:
+            step = dataclasses.replace(step, rule=InBlocks(rule=step.rule))
+        return super()._how(step)
+
+    def _distinct(self, keys: Keys, numbers: Array | None = None) -> Wanted:
+        """Each id once, or (with numbers) as often as it occurs, in that order."""
+        lanes = [keys.high, keys.low] if self.home.takes_keys else [keys.low.astype(jnp.int32)]
+        if numbers is not None:
+            lanes.append(numbers)
+        return distinct(self.home.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
+
+    def _question(self, wanted: Wanted) -> Any:
+        """What an owner is told: ids; or keys, how often each occurs here, and where first."""
+        if not self.home.takes_keys:
+            return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
+        counts = jnp.zeros(wanted.entry_of.shape, jnp.int32).at[wanted.entry_of].add(1, mode="drop")
+        return keys_of(wanted), counts, wanted.first_of
+
+    def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
+        """The same at the owner."""
+        if self.home.takes_keys:
+            keys, counts, first_of = question
+            return keys, counts, first_of
+        keys = keys_of_rows(question)
+        return keys, keys.is_key.astype(jnp.int32), None
+
+    def _find_arrived(self, params: Any, slots: Any, question: Any, step: Step) -> tuple[Any, Any, Int[Array, " nnz"]]:
+        """As `_find`, for keys of all devices: in the order in which these, one after the other, met them."""
+        keys, occurrences, first_of = self._received(question)
+        if first_of is None:
+            return self._find(params, slots, keys, occurrences, step)
+        place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
+        device = place // max(first_of.shape[0] // self.num_shards, 1)
+        order = jax.lax.sort((device, first_of, place), num_keys=2, is_stable=True)[2]
+        keys, occurrences = jax.tree.map(lambda lane: lane[order], (keys, occurrences))
+        params, slots, rows = self._find(params, slots, keys, occurrences, step)
+        return params, slots, jnp.zeros_like(rows).at[order].set(rows)
+
+    def _held(self, params: Any, wanted: Wanted, step: Step) -> Any:
+        """Of several rounds, what a later one asks for must not make room in an earlier one."""
+        if not self.home.takes_keys or self._capacity(wanted) == wanted.entry_of.shape[0]:
+            return params
+        return self._ask(wanted, keys_of(wanted), lambda p, keys: (self.home.hold(p, keys, step), None), params)[0]
+
+    def _entry_gradients(self, wanted: Wanted, batch: Occurrences, d_outputs: Sequence[Array]) -> Array:
+        num_entries, own = wanted.entry_of.shape[0], read_from(wanted.entry_of, batch.segments)
+        # Every entry occurs, so the gradient in place `e` is that of entry `e`.
+        return api.row_gradients(num_entries, own, d_outputs, implementation=self.implementation)[1]
+
+    def _capacity(self, wanted: Wanted) -> int:
+        num_entries = wanted.entry_of.shape[0]
+        if self.is_reproducible or self.table.optimizer.moves_all_rows:
+            return num_entries  # one round: the owner sees all gradients of a row in their order, and moves others once
+        return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
+
+    def _ask(self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: Any) -> tuple[Any, Any, Array]:
+        return ask(wanted, payload, answer, state, capacity=self._capacity(wanted), axis_name=self.devices.axes)
+
+
+def keys_of(wanted: Wanted) -> Keys:
+    """The distinct keys that a device has questions about."""
+    return Keys(wanted.lanes[0], wanted.lanes[1], wanted.first_of != NO_ROW)

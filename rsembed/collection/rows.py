@@ -1,0 +1,285 @@
+"""The engine: rows that a home keeps, looked up and stepped where they are; `asked_rows.py` is the way to their owner.
+
+```
+ids ──▶ keys ──[distinct, ask]──▶ home.read ──▶ vectors ──pool──▶ activations
+state ◀── home.step ◀── home.find ◀──[ask]── keys and gradients of entries ◀──spread── d(activations)
+```
+
+All functions are those of one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from rsembed.collection.devices import Devices
+from rsembed.collection.layout import read_from
+from rsembed.collection.state import Traffic
+from rsembed.homes.hash_table import combine, first_occurrences
+from rsembed.homes.home import Home
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.reference import entry_gains
+from rsembed.keys import Keys
+from rsembed.parallel import Wanted
+from rsembed.specs import TableSpec
+
+
+class Occurrences(NamedTuple):
+    """The ids of a batch, feature after feature.
+
+    Attributes:
+      segments: their rows are the ids, `NO_ROW` for none; of keys, the positions among them.
+      keys: of tables that have some, else None.
+      numbers: of the occurrences in the global batch, where their order is to be kept.
+    """
+
+    segments: Sequence[Segment]
+    keys: Keys | None = None
+    numbers: Int[Array, " nnz"] | None = None
+
+    @staticmethod
+    def of(features: Sequence[tuple[Keys, Segment]]) -> Occurrences:
+        """From each feature's keys and a segment whose rows are yet to be said."""
+        segments, first = [], 0
+        for keys, segment in features:
+            position = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
+            segments.append(dataclasses.replace(segment, rows=jnp.where(keys.is_key, position, NO_ROW)))
+            first += keys.shape[0]
+        return Occurrences(segments, jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *(k for k, _ in features)))
+
+    def all_keys(self) -> Keys:
+        """The ids as keys, whichever they are."""
+        if self.keys is not None:
+            return self.keys
+        return keys_of_rows(jnp.concatenate([segment.rows for segment in self.segments]))
+
+    def of_all(self, devices: Devices) -> Occurrences:
+        """The samples of all devices, in order."""
+        segments = devices.gather_segments(self.segments)
+        if self.keys is None:
+            return Occurrences(segments)
+        features, first = [], 0
+        for own, segment in zip(self.segments, segments, strict=True):
+            last = first + own.rows.shape[0]
+            features.append((Keys(*(devices.gather(lane[first:last]) for lane in self.keys)), segment))
+            first = last
+        return Occurrences.of(features)
+
+
+class Trip(NamedTuple):
+    """What a backward pass needs to know of a lookup that gave keys their rows.
+
+    Attributes:
+      batch: what was looked up.
+      wanted: distinct keys of this device; None where their rows are here.
+      rows: of each of them at its owner, or of each occurrence here; `NO_ROW` for keys without one.
+    """
+
+    batch: Occurrences
+    wanted: Wanted | None
+    rows: Int[Array, " nnz"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows that a home keeps, and which are here: every device has all of them, or some columns of all.
+
+    It steps what it has with the gradients of the global batch, so that copies never drift apart. With
+    `splits_columns`, it pools the global batch for its columns: pieces of activations travel instead of rows. Where ids
+    are rows, one kernel reads and pools, and another sums and steps.
+
+    Args:
+      devices: the mesh.
+      table: whose rows these are; of a stack the first, which has dim, dtype and rule in common with the others.
+      home: what keeps the rows.
+      implementation: of the kernels that pool.
+    """
+
+    devices: Devices
+    table: TableSpec
+    home: Home
+    implementation: str | None = None
+    splits_columns: bool = False
+
+    @property
+    def partition(self) -> PartitionSpec:
+        """How parameters and slots are split."""
+        return PartitionSpec(None, self.devices.axes) if self.splits_columns else PartitionSpec()
+
+    @property
+    def num_shards(self) -> int:
+        """How many devices share the rows."""
+        return 1
+
+    def init(self, key: PRNGKeyArray) -> tuple[Any, Any]:
+        """Parameters and slots; `key` is the model's."""
+        shard = self.devices.index() if self.splits_columns else self._shard
+        return self.home.init(key, self.table, shard=shard, num_shards=self.num_shards)
+
+    def look_up(
+        self, params: Any, batch: Occurrences, *, train: bool
+    ) -> tuple[Sequence[Array], Int[Array, ""], Traffic]:
+        """Pooled rows, how many distinct keys had none, and what travelled; `train` reads ahead of the step to come."""
+        if self.splits_columns:
+            return self._look_up_columns(params, batch)
+        if self.home.ids_are_rows:
+            return self._pooled(params, batch.segments), jnp.zeros((), jnp.int32), Traffic.of(0, 0)
+        keys, occurrences = batch.all_keys(), self._occurrences_of_all(batch) if train else None
+        vectors, num_unknown = self.home.read(params, keys, self.table, occurrences=occurrences)
+        return self._pooled(vectors, read_from(_positions(keys), batch.segments)), num_unknown, Traffic.of(0, 0)
+
+    def _look_up_columns(self, params: Any, batch: Occurrences) -> tuple[Sequence[Array], Int[Array, ""], Traffic]:
+        outputs = self._pooled(params, self.devices.gather_segments(batch.segments))
+        num_values = sum(own.rows.size * (1 if own.weights is None else 2) for own in batch.segments)
+        num_values += sum(output.size for output in outputs) // self.devices.num_devices
+        traffic = Traffic.of(1, 4 * (self.devices.num_devices - 1) * num_values)
+        return [self.devices.rows_of_all(output) for output in outputs], jnp.zeros((), jnp.int32), traffic
+
+    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> tuple[Any, Any, Sequence[Array], Trip]:
+        """Rows for keys that have none, and a lookup of all; `step_found` trains what it read."""
+        keys = batch.all_keys()
+        params, slots, rows = self._find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), step)
+        vectors = self.home.vectors(params, rows, self.table)
+        pooled = self._pooled(vectors, read_from(_positions(keys), batch.segments))
+        return params, slots, pooled, Trip(batch, None, rows)
+
+    def step_found(
+        self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
+    ) -> tuple[Any, Any]:
+        """One step of the rows that a trip found, but for those that belong to other keys by now."""
+        params, rows = self.home.still_theirs(params, trip.rows, trip.batch.all_keys())
+        return self._step(params, slots, _reading(self.home, rows, trip.batch), d_outputs, step)
+
+    def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+        """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
+        batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
+        if batch.keys is None:
+            return self._summed(batch.segments, d_outputs)
+        num_keys = batch.keys.shape[0]
+        rows, values = api.row_gradients(num_keys, batch.segments, d_outputs, implementation=self.implementation)
+        values = jnp.zeros((num_keys, values.shape[1]), jnp.float32).at[rows].set(values, mode="drop")
+        return combine(batch.keys, jnp.ones(num_keys, jnp.int32), values)
+
+    def update(
+        self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
+    ) -> tuple[Any, Any]:
+        """Keys without a row get one, and all rows of the batch are stepped."""
+        batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
+        if self.home.ids_are_rows:
+            return self._step(params, slots, batch.segments, d_outputs, step)
+        keys = self._after(batch.all_keys(), d_outputs)
+        params, slots, rows = self._find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), step)
+        return self._step(params, slots, _reading(self.home, rows, batch), d_outputs, step)
+
+    def apply(self, params: Any, slots: Any, rows: Array, values: Array, step: Step) -> tuple[Any, Any]:
+        """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
+        keys, occurrences = keys_of_gradients(rows)
+        keys = self._after(self._own(keys), [values])
+        params, slots, found = self._find(params, slots, keys, occurrences, step)
+        return self.home.step_distinct(params, slots, found, values, self.table, step=self._how(step))
+
+    def own_keys(self, batch: Occurrences) -> Keys:
+        """The keys of the global batch whose rows are here."""
+        return self._own(batch.of_all(self.devices).all_keys())
+
+    # Parts of these
+
+    @property
+    def _shard(self) -> Int[Array, ""]:
+        return jnp.zeros((), jnp.int32)
+
+    def _own(self, keys: Keys) -> Keys:
+        """Those whose rows are here."""
+        return keys
+
+    def _how(self, step: Step) -> Step:
+        return dataclasses.replace(step, rounding=self.home.rounding(step.rounding, self._shard))
+
+    def _after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
+        """The same keys, for which rows are only made once the gradients are there.
+
+        Else a compiled step would make them beside the lookup that the gradients follow from, and copy the table for
+        it. XLA takes barriers away before it decides that, so the keys depend on a number that is never both
+        infinities.
+        """
+        if self.home.ids_are_rows:
+            return keys
+        first = sum((gradient.reshape(-1)[:1].sum() for gradient in gradients), start=jnp.zeros(()))
+        return keys.only(~((first == jnp.inf) & (first == -jnp.inf)))
+
+    def _find(
+        self, params: Any, slots: Any, keys: Keys, occurrences: Array, step: Step
+    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
+        return self.home.find(params, slots, keys, self.table, occurrences=occurrences, step=step)
+
+    def _step(
+        self, params: Any, slots: Any, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
+    ) -> tuple[Any, Any]:
+        return self.home.step(params, slots, segments, d_outputs, self.table, step=self._how(step))
+
+    def _pooled(self, vectors: Array, segments: Sequence[Segment]) -> Sequence[Array]:
+        quantization = self.table.quantization_config
+        return api.lookup(vectors, segments, quantization=quantization, implementation=self.implementation)
+
+    def _summed(self, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+        """Distinct ids, ascending, and their gradients."""
+        num_ids = self.home.num_ids(self.table)
+        return api.row_gradients(num_ids, segments, d_outputs, implementation=self.implementation)
+
+    def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
+        """Gradients of the global batch, in the columns that are here."""
+        return list(map(self.devices.columns_of_all if self.splits_columns else self.devices.gather, d_outputs))
+
+    def _occurrences_of_all(self, batch: Occurrences) -> Int[Array, " nnz"]:
+        """How often each key occurs in the batches of all devices, where it occurs here first."""
+        keys = batch.all_keys()
+        if self.devices.num_devices == 1 or not self.home.takes_keys:
+            return jnp.ones(keys.shape, jnp.int32)
+        num_own, of_all = keys.shape[0], self.own_keys(batch)
+        both = Keys(*(jnp.concatenate(lanes) for lanes in zip(keys, of_all, strict=True)))
+        first, position = first_occurrences(both), jnp.arange(both.shape[0], dtype=jnp.int32)
+        is_of_all = (position >= num_own).astype(jnp.int32)
+        counts = jnp.zeros(position.shape, jnp.int32).at[first].add(is_of_all, mode="drop")
+        return jnp.where(first == position, counts, 0)[:num_own]
+
+
+def _reading(home: Home, rows: Array, batch: Occurrences) -> list[Segment]:
+    """The batch, reading rows; keys that got none count in means all the same, as they did when they were read."""
+    reading = read_from(rows, batch.segments)
+    if not home.takes_keys:
+        return reading
+    gains = [entry_gains(s, NO_ROW)[1] if s.combiner in ("mean", "sqrtn") else None for s in batch.segments]
+    return [
+        own if gain is None else dataclasses.replace(own, weights=gain, combiner="sum")
+        for own, gain in zip(reading, gains, strict=True)
+    ]
+
+
+def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
+    """The keys that `RowGradients` hold for a table, as ids or as lanes, and how often each occurred."""
+    if rows.ndim == 1:
+        keys = keys_of_rows(rows)
+        return keys, keys.is_key.astype(jnp.int32)
+    return Keys(rows[:, 0], rows[:, 1], rows[:, 2] > 0), rows[:, 2].astype(jnp.int32)
+
+
+def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
+    """Ids as keys."""
+    return Keys(jnp.zeros(rows.shape, jnp.uint32), rows.astype(jnp.uint32), rows != NO_ROW)
+
+
+def each(rows: Int[Array, " nnz"]) -> Segment:
+    """A segment that reads every row by itself."""
+    return Segment(rows, None, None, "none")
+
+
+def _positions(keys: Keys) -> Int[Array, " nnz"]:
+    return jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)
