@@ -201,9 +201,9 @@ def narrow_ids(ids: Any) -> Any:
     return ids.astype(np.int32)
 
 
-def is_traced(bags: Bags) -> bool:
+def is_traced(tree: Any) -> bool:
     """Whether the values are unknown because they are inside `jit`."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(bags))
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def check_ids_dtype(bags: Bags, *, feature: str) -> None:

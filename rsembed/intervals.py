@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+
+Record = TypeVar("Record")
 
 
 def within(interval: str, *, default: Any = dataclasses.MISSING) -> Any:
@@ -25,6 +27,12 @@ def check_fields(record: Any) -> None:
     for field in dataclasses.fields(record):
         if interval := field.metadata.get("interval"):
             check_within(interval, getattr(record, field.name), f"{type(record).__name__}: {field.name}")
+
+
+def checked(record: type[Record]) -> type[Record]:
+    """A class, to be made a dataclass, whose objects hold their numbers to the intervals of their fields."""
+    record.__post_init__ = check_fields  # type: ignore[attr-defined]
+    return record
 
 
 def check_within(interval: str, value: Any, name: str) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from rsembed.fingerprint import Fingerprint
+from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.hash_table import combine as combine_by_key
 from rsembed.intervals import check_within
 from rsembed.kernels import api
@@ -62,6 +62,35 @@ class RowGradients:
             name: jnp.zeros((rows, self.values[name].shape[-1])).at[self.rows[name]].add(self.values[name], mode="drop")
             for name, rows in self.num_rows
         }
+
+
+def check_belong(
+    row_gradients: RowGradients, layout: Fingerprint, num_rows: tuple[tuple[str, int], ...], *, owner: str, way_out: str
+) -> None:
+    """Raises: ValueError: they count rows otherwise than their `owner`, whose layout and rows these are."""
+    what = f"the row gradients do not belong to this {owner}"
+    if row_gradients.layout is not None:
+        check_same(row_gradients.layout, layout, what=what, way_out=way_out)
+    if row_gradients.num_rows != num_rows:
+        raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, it has {num_rows}. {way_out}")
+
+
+class SingleUse:
+    """A permit to do once what must not be done twice, such as the step of a backward pass."""
+
+    def __init__(self, refusal: str):
+        """`refusal` says what was done already, and what to do instead."""
+        self._refusal, self._is_used = refusal, False
+
+    def check(self) -> None:
+        """Raises: RuntimeError: it was used."""
+        if self._is_used:
+            raise RuntimeError(self._refusal)
+
+    def use(self) -> None:
+        """Uses it. Raises: RuntimeError: it was used before."""
+        self.check()
+        self._is_used = True
 
 
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:

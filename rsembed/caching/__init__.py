@@ -3,7 +3,13 @@
 The policy runs on the host in numpy and knows only ids and slot numbers; whoever uses it moves the rows.
 """
 
+from rsembed.caching.backing import BackingStore as BackingStore
+from rsembed.caching.backing import Generation as Generation
+from rsembed.caching.backing import padded_size as padded_size
+from rsembed.caching.folder import StorageFolder as StorageFolder
 from rsembed.caching.hashing import set_of as set_of
+from rsembed.caching.near_rows import NearRows as NearRows
+from rsembed.caching.near_rows import call_host as call_host
 from rsembed.caching.reuse import miss_ratio_curve as miss_ratio_curve
 from rsembed.caching.reuse import reuse_distances as reuse_distances
 from rsembed.caching.set_associative import Admission as Admission

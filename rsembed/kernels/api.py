@@ -8,6 +8,7 @@ no chip has run them yet.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -129,9 +130,6 @@ def _lookup_backward(implementation: str | None, saved: Any, d_outputs: tuple[Ar
 
 
 def _segment_cotangent(table: Array, segment: Segment, d_output: Array) -> Segment:
-    def zero(integers: Array | None) -> Any:
-        return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
-
     d_weights = None
     if segment.weights is not None:
 
@@ -139,7 +137,11 @@ def _segment_cotangent(table: Array, segment: Segment, d_output: Array) -> Segme
             return reference.lookup(table, [Segment(segment.rows, segment.offsets, weights, segment.combiner)])[0]
 
         (d_weights,) = jax.vjp(pooled, segment.weights)[1](d_output)
-    return Segment(zero(segment.rows), zero(segment.offsets), d_weights, segment.combiner)
+    return Segment(_no_gradient(segment.rows), _no_gradient(segment.offsets), d_weights, segment.combiner)
+
+
+def _no_gradient(integers: Array | None) -> Any:
+    return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -201,8 +203,32 @@ def _update(
 def lookup_jagged(
     tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch, *, implementation: str | None = None
 ) -> Float[Array, " size"]:
-    """Pooled rows of every feature of a table-batched call, float32 and flat; see `reference.lookup_jagged`."""
-    return _dispatch("lookup_jagged", implementation, tuple(tables), batch)
+    """Pooled rows of every feature of a table-batched call, float32 and flat; see `reference.lookup_jagged`.
+
+    Differentiable in the weights alone: `row_gradients_jagged` and `update_jagged` train the tables.
+    """
+    return _lookup_jagged(implementation, tuple(tables), batch)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup_jagged(implementation: str | None, tables: tuple[Array, ...], batch: JaggedBatch) -> Array:
+    return _dispatch("lookup_jagged", implementation, tables, batch)
+
+
+def _lookup_jagged_forward(implementation: str | None, tables: tuple[Array, ...], batch: JaggedBatch) -> Any:
+    return _lookup_jagged(implementation, tables, batch), (tables, batch)
+
+
+def _lookup_jagged_backward(implementation: str | None, saved: Any, d_output: Array) -> Any:
+    tables, batch = saved
+    d_weights = None
+    if batch.weights is not None:
+        d_weights = weight_gradients(tables, batch, d_output, implementation=implementation)
+    integers = {"ids": _no_gradient(batch.ids), "offsets": _no_gradient(batch.offsets)}
+    return None, dataclasses.replace(batch, weights=d_weights, **integers)
+
+
+_lookup_jagged.defvjp(_lookup_jagged_forward, _lookup_jagged_backward)
 
 
 def row_gradients_jagged(

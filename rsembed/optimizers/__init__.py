@@ -15,9 +15,12 @@ from rsembed.optimizers.regularization import (
 )
 from rsembed.optimizers.regularization import CounterWeightDecayMode as CounterWeightDecayMode
 from rsembed.optimizers.regularization import CowClipDefinition as CowClipDefinition
+from rsembed.optimizers.regularization import EmainplaceModeDefinition as EmainplaceModeDefinition
+from rsembed.optimizers.regularization import EnsembleModeDefinition as EnsembleModeDefinition
 from rsembed.optimizers.regularization import GlobalWeightDecayDefinition as GlobalWeightDecayDefinition
 from rsembed.optimizers.regularization import GradSumDecay as GradSumDecay
 from rsembed.optimizers.regularization import LearningRateMode as LearningRateMode
+from rsembed.optimizers.regularization import StepMode as StepMode
 from rsembed.optimizers.regularization import TailIdThreshold as TailIdThreshold
 from rsembed.optimizers.regularization import WeightDecayMode as WeightDecayMode
 from rsembed.optimizers.regularization import global_decay_factor as global_decay_factor

@@ -1,19 +1,22 @@
-"""How rules of rows may use weight decay, counters and clipping: enums and records, and the decay of a missed step.
+"""How rules use weight decay, counters, clipping and averages: enums, and records that know what they do to tables.
 
 Names, members and defaults are those of FBGEMM. Impossible values are refused here; a rule refuses values that do not
-go together.
+go together. What a record does to whole tables is pure and traceable; `t` is the step whose lookup comes next, 1 for
+the first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rsembed.intervals import check_fields, within
+from rsembed.intervals import checked, within
 
 
 class WeightDecayMode(enum.IntEnum):
@@ -53,17 +56,16 @@ class GradSumDecay(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
+@checked
 class TailIdThreshold:
     """A row is no tail row once its counter exceeds `val`, or `floor(val * max_counter)` if `is_ratio`."""
 
     val: float = within("[0, inf)", default=0)
     is_ratio: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclasses.dataclass(frozen=True)
+@checked
 class CounterBasedRegularizationDefinition:
     """Row-wise Adagrad whose rates depend on how often a row was seen (`WeightDecayMode.COUNTER`).
 
@@ -87,11 +89,29 @@ class CounterBasedRegularizationDefinition:
     tail_id_threshold: TailIdThreshold = TailIdThreshold()
     max_counter_update_freq: int = 1000
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def refreshed_max_counter(
+        self, row_counters: Sequence[Float[Array, "_ ..."]], t: Any, old: Any
+    ) -> Float[Array, ""]:
+        """The largest counter of all tables plus 1 if step `t` refreshes it, else `old`; for step `t` already.
+
+        Args:
+          row_counters: one per table, as they stand before the update of step `t`.
+          t: current step.
+          old: the value so far; 1 at the start.
+        """
+        old = jnp.asarray(old, jnp.float32)
+        if self.max_counter_update_freq <= 0 or not row_counters:
+            return old
+
+        def largest(counters: tuple[Array, ...]) -> Array:
+            return jnp.stack([jnp.max(counter, initial=0.0) for counter in counters]).max() + 1.0
+
+        is_due = jnp.asarray(t, jnp.int32) % self.max_counter_update_freq == 0
+        return jax.lax.cond(is_due, largest, lambda _: old, tuple(row_counters))
 
 
 @dataclasses.dataclass(frozen=True)
+@checked
 class CowClipDefinition:
     """Row-wise Adagrad with gradients clipped by row norm and counter (`WeightDecayMode.COWCLIP`).
 
@@ -104,11 +124,78 @@ class CowClipDefinition:
     weight_norm_coefficient: float = within("[0, inf)", default=0.0)
     lower_bound: float = within("[0, inf)", default=0.0)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+
+class StepMode(enum.IntEnum):
+    """NONE starts the moving average of the ensemble at zero after each pass; the other two keep it."""
+
+    NONE = 0
+    USE_COUNTER = 1
+    USE_ITER = 2
+
+
+Copies = tuple[Float[Array, "rows dim"], ...]
 
 
 @dataclasses.dataclass(frozen=True)
+@checked
+class EnsembleModeDefinition:
+    """A slow copy of the tables that follows them every `step_ema` steps and replaces them every `step_swap` steps.
+
+    Up to `step_start` the slow copy takes over all of the table, later `1 - step_ema_coef` of the difference.
+    """
+
+    step_ema: int = within("[1, inf)", default=10000)
+    step_swap: int = within("[1, inf)", default=10000)
+    step_start: int = 0
+    step_ema_coef: float = within("[0, 1]", default=0.6)
+    step_mode: StepMode = StepMode.USE_ITER
+
+    def before_step(
+        self, table: Float[Array, "rows dim"], copies: Copies, t: Any
+    ) -> tuple[Float[Array, "rows dim"], Copies]:
+        """A table and its slow copy before the lookup of training step `t`; unchanged between passes."""
+        t = jnp.asarray(t, jnp.int32)
+        follows, swaps = t % self.step_ema == 0, t % self.step_swap == 0
+        share = jnp.where(t <= self.step_start, 1.0, 1.0 - self.step_ema_coef)
+
+        def run(fast: Array, copies: Copies) -> tuple[Array, Copies]:
+            (slow,) = copies
+            moved = share * fast.astype(jnp.float32) + (1.0 - share) * slow.astype(jnp.float32)
+            slow = jnp.where(follows, moved.astype(slow.dtype), slow)
+            fast = jnp.where(swaps, slow.astype(fast.dtype), fast)
+            if self.step_mode == StepMode.NONE:
+                slow = jnp.where(follows, jnp.zeros_like(slow), slow)
+            return fast, (slow,)
+
+        return jax.lax.cond(follows | swaps, run, lambda *unchanged: unchanged, table, copies)
+
+
+@dataclasses.dataclass(frozen=True)
+@checked
+class EmainplaceModeDefinition:
+    """The second half of each row follows the first half every `step_ema` steps, from `step_start` on."""
+
+    step_ema: int = within("[1, inf)", default=10)
+    step_start: int = 0
+    step_ema_coef: float = within("[0, 1]", default=0.6)
+
+    def before_step(
+        self, table: Float[Array, "rows dim"], copies: Copies, t: Any
+    ) -> tuple[Float[Array, "rows dim"], Copies]:
+        """A table of even dim before the lookup of training step `t`; it has no copies."""
+        t = jnp.asarray(t, jnp.int32)
+
+        def run(table: Array) -> Array:
+            fast, slow = jnp.split(table.astype(jnp.float32), 2, axis=1)
+            moved = slow + self.step_ema_coef * (fast - slow)
+            return table.at[:, table.shape[1] // 2 :].set(moved.astype(table.dtype))
+
+        is_due = (t % self.step_ema == 0) & (t >= self.step_start)
+        return jax.lax.cond(is_due, run, lambda table: table, table), copies
+
+
+@dataclasses.dataclass(frozen=True)
+@checked
 class GlobalWeightDecayDefinition:
     """Decay that reaches untouched rows, made up for when they are read (`WeightDecayMode.DECOUPLE_GLOBAL`).
 
@@ -119,9 +206,6 @@ class GlobalWeightDecayDefinition:
 
     start_iter: int = 0
     lower_bound: float = within("[0, 1]", default=0.0)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def global_decay_factor(

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Container, Mapping, Set
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
 
 from rsembed.intervals import check_within, within
 from rsembed.optimizers import LearningRate
 from rsembed.tbe import records
+from rsembed.tbe.plan import TablePlan
 from rsembed.tbe.records import EmbOptimType, WeightDecayMode
 
+Record = TypeVar("Record")
+_NO_OPTIONS, _NO_METRICS = records.UserEnabledConfigDefinition(), records.RecordCacheMetrics()
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerArguments:
     """The arguments of `TableBatchedEmbeddingBags` that concern optimizers, with their defaults."""
 
@@ -37,13 +44,52 @@ class OptimizerArguments:
     ar_alpha: float = within("[0, inf)", default=0.0)
     ema_beta: float = within("[0, 1]", default=0.99)
     min_shrinkage: float = within("[0, 1]", default=0.1)
-    extra_optimizer_config: records.UserEnabledConfigDefinition | None = None
+    extra_optimizer_config: records.UserEnabledConfigDefinition = _NO_OPTIONS
     optimizer_state_dtypes: Mapping[str, records.SparseType] | None = None
 
-    @property
-    def options(self) -> records.UserEnabledConfigDefinition:
-        """`extra_optimizer_config`, or its defaults."""
-        return self.extra_optimizer_config or records.UserEnabledConfigDefinition()
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheArguments:
+    """The arguments of `TableBatchedEmbeddingBags` that concern caches alone, with their defaults."""
+
+    cache_algorithm: records.CacheAlgorithm = records.CacheAlgorithm.LRU
+    cache_load_factor: float = within("[0, 1]", default=0.2)
+    cache_sets: int = within("[0, inf)", default=0)
+    cache_reserved_memory: float = within("[0, inf)", default=0.0)
+    cache_precision: records.SparseType | None = None
+    enforce_hbm: bool = False
+    prefetch_pipeline: bool = False
+    multipass_prefetch_config: records.MultiPassPrefetchConfig | None = None
+    gather_uvm_cache_stats: bool = False
+    record_cache_metrics: records.RecordCacheMetrics = _NO_METRICS
+    storage_folder: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        _check_intervals(self)
+        if self.prefetch_pipeline and self.cache_algorithm != records.CacheAlgorithm.LRU:
+            raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
+
+    def changed(self) -> list[str]:
+        """Names of arguments that differ from their defaults."""
+        return [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+
+    def dtype_of(self, table: TablePlan) -> jnp.dtype:
+        """What the weights of a table are cached in."""
+        if self.cache_precision is None:
+            return jnp.dtype(table.dtype)
+        return records.dtype_of(self.cache_precision, "cache_precision")
+
+
+def chosen(record: type[Record], given: Mapping[str, Any]) -> Record:
+    """A record of those of the constructor's arguments that are its fields; None stands for the default."""
+    names = {field.name for field in dataclasses.fields(record)}  # type: ignore[arg-type]
+    return record(**{name: value for name, value in given.items() if name in names and value is not None})
+
+
+def _check_intervals(record: Any, names: Container[str] | None = None) -> None:
+    for field in dataclasses.fields(record):
+        if "interval" in field.metadata and (names is None or field.name in names):
+            check_within(field.metadata["interval"], getattr(record, field.name), field.name)
 
 
 class _Optimizer(NamedTuple):
@@ -110,7 +156,7 @@ def states_of(optimizer: EmbOptimType, arguments: OptimizerArguments) -> dict[st
     extra: tuple[str, ...] = ()
     if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and arguments.weight_decay_mode in _DECAY_MODES:
         extra = _DECAY_MODES[arguments.weight_decay_mode].states
-    elif optimizer == EmbOptimType.ADAM and arguments.options.use_rowwise_bias_correction:
+    elif optimizer == EmbOptimType.ADAM and arguments.extra_optimizer_config.use_rowwise_bias_correction:
         extra = ("row_counter",)
     return {**_offered(optimizer).states, **{name: name for name in extra}}
 
@@ -138,23 +184,9 @@ def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[
         used.remove("learning_rate")
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerArguments)}
     unused = [name for name, default in defaults.items() if name not in used and given.get(name, default) != default]
-    options = vars(given.get("extra_optimizer_config") or records.UserEnabledConfigDefinition())
+    options = vars(given.get("extra_optimizer_config") or _NO_OPTIONS)
     read = _offered(optimizer).options
     return unused + [f"extra_optimizer_config.{name}" for name, on in options.items() if on and name not in read]
-
-
-_MODULE_NUMBERS = {
-    "max_gradient": "(0, inf]",
-    "cache_load_factor": "[0, 1]",
-    "cache_sets": "[0, inf)",
-    "cache_reserved_memory": "[0, inf)",
-}
-
-
-def check_module_numbers(given: Any) -> None:
-    """Raises: ValueError: a number of the module that concerns no optimizer is outside its interval, or NaN."""
-    for name, interval in _MODULE_NUMBERS.items():
-        check_within(interval, getattr(given, name), name)
 
 
 def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
@@ -166,9 +198,7 @@ def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> N
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
             "use a small number such as 1e-10."
         )
-    for field in dataclasses.fields(arguments):
-        if field.name in read and "interval" in field.metadata:
-            check_within(field.metadata["interval"], getattr(arguments, field.name), field.name)
+    _check_intervals(arguments, read)
     _check_state_dtypes(optimizer, arguments)
 
 

@@ -1,6 +1,6 @@
 """Table-batched lookup and training as pure functions of a plan and a state: what `TableBatchedEmbeddingBags` calls.
 
-Every function can be traced; states may be donated. Ids of cached tables are slots of the cache here.
+Every function can be traced; states may be donated. Ids of cached tables are places of the cache here.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import Slots, global_decay_factor
+from rsembed.optimizers import CounterAdagradOptimizerSpec, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.full_table import emainplace_pass, ensemble_pass, refreshed_max_counter
-from rsembed.tbe.plan import TablePlan, TBEPlan
+from rsembed.tbe.plan import GroupPlan, TBEPlan
 from rsembed.tbe.rounding import round_with_noise, rounding_noise
 
 
@@ -31,21 +29,19 @@ class TBEState(NamedTuple):
 
     Args:
       weights: rows of the group's tables, or the rows in its cache.
-      slots: optimizer state of those rows.
-      averages: slow copies of the tables (ENSEMBLE_ROWWISE_ADAGRAD), else None.
+      slots: optimizer state of those rows; last the slow copy of the tables, of ENSEMBLE_ROWWISE_ADAGRAD.
       resident_rows: row of the group that each place of its cache holds, `NO_ROW` for none; None without a cache.
       step: updates done so far.
       passed_step: last step whose passes over whole tables were run.
       learning_rates: one per group.
       max_counter: largest row counter plus 1, of counter-based regularization.
       key: where stochastic rounding starts from.
-      generation: counts the changes that it shares with tables on the host, see `HostRows`; None without such.
+      generation: see `rsembed.caching.Generation`; None without tables on the host.
       layout: of the plan that it belongs to, which compares it.
     """
 
     weights: tuple[Float[Array, "rows dim"], ...]
     slots: tuple[Slots, ...]
-    averages: tuple[Float[Array, "rows dim"] | None, ...]
     resident_rows: tuple[Int[Array, " rows"] | None, ...]
     step: Int[Array, ""]
     passed_step: Int[Array, ""]
@@ -64,16 +60,15 @@ class TBEState(NamedTuple):
         return self._replace(**changed)
 
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """All arrays of a group: weights, slots and, where it has them, slow copy and resident rows."""
-        others = (self.averages[number], self.resident_rows[number])
-        return (self.weights[number], *self.slots[number], *(array for array in others if array is not None))
+        """All arrays of a group: weights, slots and, where it has them, resident rows."""
+        resident = self.resident_rows[number]
+        return (self.weights[number], *self.slots[number], *(() if resident is None else (resident,)))
 
     def with_arrays(self, number: int, arrays: Sequence[Array]) -> TBEState:
         """The state with other `arrays` of one group."""
-        weights, slots = arrays[0], tuple(arrays[1 : 1 + len(self.slots[number])])
-        average = None if self.averages[number] is None else arrays[1 + len(slots)]
-        resident = None if self.resident_rows[number] is None else arrays[-1]
-        return self.with_group(number, weights=weights, slots=slots, averages=average, resident_rows=resident)
+        weights, *others = arrays
+        resident = None if self.resident_rows[number] is None else others.pop()
+        return self.with_group(number, weights=weights, slots=tuple(others), resident_rows=resident)
 
 
 def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None = None) -> TBEState:
@@ -84,21 +79,16 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None 
       key: see `TBEState`.
       num_rows: rows of every group's array; None takes all rows of its tables.
     """
-    weights, slots, averages, resident = [], [], [], []
-    for number, group in enumerate(plan.groups):
-        table = plan.table_of(group)
-        rows = group.num_rows if num_rows is None else num_rows[number]
+    weights, slots, resident = [], [], []
+    for group, rows in zip(plan.groups, num_rows or [group.num_rows for group in plan.groups], strict=True):
+        table, first = group.table, group.table.first_slots()
         weights.append(api.allocate((rows, table.dim), jnp.dtype(table.dtype), 0.0))
-        one_row = () if table.rule is None else table.rule.init_slots(jnp.zeros((1, table.dim), jnp.float32))
-        slots.append(tuple(api.allocate((rows, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in one_row))
-        passes = table.passes
-        averages.append(None if passes.ensemble is None else jnp.zeros((rows, table.dim), passes.average_dtype))
+        slots.append(tuple(api.allocate((rows, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
         resident.append(jnp.full(rows, NO_ROW, jnp.int32) if table.is_cached else None)
-    rates = [plan.table_of(group).learning_rate for group in plan.groups]
+    rates = [group.table.learning_rate for group in plan.groups]
     return TBEState(
         tuple(weights),
         tuple(slots),
-        tuple(averages),
         tuple(resident),
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
@@ -116,33 +106,14 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
         check_same(state.layout, plan.layout, what="the state does not belong to this module", way_out=way_out)
 
 
-def clip(d_output: Float[Array, "*output"], max_gradient: float | None) -> Float[Array, "*output"]:
-    """Every entry of the output's gradient within `[-max_gradient, max_gradient]`; None leaves it alone."""
-    return d_output if max_gradient is None else jnp.clip(d_output.astype(jnp.float32), -max_gradient, max_gradient)
-
-
-def _flat(d_output: Array) -> Float[Array, " size"]:
-    return d_output.astype(jnp.float32).reshape(-1)
-
-
-def shape_of(table: TablePlan, num_rows: int | None = None) -> jax.ShapeDtypeStruct:
-    """Shape of a table's rows, as rules are asked for the states of; `num_rows` other than its own on request."""
-    return jax.ShapeDtypeStruct((table.num_rows if num_rows is None else num_rows, table.dim), jnp.float32)
-
-
-def slot_shapes(table: TablePlan, num_rows: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the rule's states for a table's rows, or for another number of rows."""
-    return () if table.rule is None else jax.eval_shape(table.rule.init_slots, shape_of(table, num_rows))
-
-
 def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     """The rate of every group at the step that comes next."""
     check_state(plan, state)
     rates = []
     for group, stored in zip(plan.groups, state.learning_rates, strict=True):
-        table = plan.table_of(group)
-        is_schedule = callable(table.learning_rate) and table.rule is not None
-        rates.append(jnp.asarray(table.rule.get_learning_rate(state.step), jnp.float32) if is_schedule else stored)  # type: ignore[union-attr]
+        rule = group.table.rule
+        is_schedule = callable(group.table.learning_rate) and rule is not None
+        rates.append(jnp.asarray(rule.get_learning_rate(state.step), jnp.float32) if is_schedule else stored)  # type: ignore[union-attr]
     return jnp.stack(rates)
 
 
@@ -152,93 +123,61 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
     t = state.step + 1
     is_new = state.passed_step != t
     for number, group in enumerate(plan.groups):
-        passes = plan.table_of(group).passes
-        if passes.ensemble is not None:
-            average_all = functools.partial(ensemble_pass, t=t, config=passes.ensemble)
-            old = state.weights[number], state.averages[number]
-            weights, average = jax.lax.cond(is_new, average_all, lambda *arrays: arrays, *old)
-            state = state.with_group(number, weights=weights, averages=average)
-        if passes.emainplace is not None:
-            follow = functools.partial(emainplace_pass, t=t, config=passes.emainplace)
-            weights = jax.lax.cond(is_new, follow, lambda weights: weights, state.weights[number])
-            state = state.with_group(number, weights=weights)
-    counting = [n for n, group in enumerate(plan.groups) if plan.table_of(group).passes.counter is not None]
+        if (mode := group.table.whole_table_mode) is not None:
+            slots, copies = _parted(group, state.slots[number])
+            run = functools.partial(mode.before_step, t=t)
+            weights, copies = jax.lax.cond(is_new, run, lambda *old: old, state.weights[number], copies)
+            state = state.with_group(number, weights=weights, slots=slots + copies)
+    rules = {number: group.table.rule for number, group in enumerate(plan.groups)}
+    counting = {number: rule for number, rule in rules.items() if isinstance(rule, CounterAdagradOptimizerSpec)}
     if counting:
-        config = plan.table_of(plan.groups[counting[0]]).passes.counter
-        counters = [state.slots[n][2] for n in counting]
-        refreshed = refreshed_max_counter(counters, t, state.max_counter, config)  # type: ignore[arg-type]
+        config = next(iter(counting.values())).regularization
+        refreshed = config.refreshed_max_counter([state.slots[number][2] for number in counting], t, state.max_counter)
         state = state._replace(max_counter=jnp.where(is_new, refreshed, state.max_counter))
     return state._replace(passed_step=t)
+
+
+def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
+    """The slots that the rule of a group reads, and copies of its tables."""
+    num_slots = len(slots) - len(group.table.copy_dtypes)
+    return slots[:num_slots], slots[num_slots:]
 
 
 def lookup(
     plan: TBEPlan, state: TBEState, batch: JaggedBatch, output_dtype: str = "float32"
 ) -> Float[Array, "*output"]:
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
-    factors = _decay_factors(plan, state, batch, learning_rates(plan, state))
-    if factors is not None:
-        batch = dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
-    return _lookup(state.weights, batch).astype(output_dtype).reshape(batch.output_shape(plan.dims()))
+    factors = _owed_factors(plan, state, batch, learning_rates(plan, state))
+    output = api.lookup_jagged(state.weights, _weighted(batch, factors))
+    return output.astype(output_dtype).reshape(batch.output_shape(plan.dims))
 
 
-@jax.custom_vjp
-def _lookup(tables: tuple[Array, ...], batch: JaggedBatch) -> Array:
-    return api.lookup_jagged(tables, batch)
+def _weighted(batch: JaggedBatch, factors: Float[Array, " nnz"] | None) -> JaggedBatch:
+    if factors is None:
+        return batch
+    return dataclasses.replace(batch, weights=factors if batch.weights is None else factors * batch.weights)
 
 
-def _lookup_forward(tables: tuple[Array, ...], batch: JaggedBatch) -> Any:
-    return _lookup(tables, batch), (tables, batch)
-
-
-def _lookup_backward(saved: Any, d_output: Array) -> Any:
-    """Tables are trained by `update`, never by autodiff: a dense gradient would be as large as they are."""
-    tables, batch = saved
-    d_weights = None if batch.weights is None else api.weight_gradients(tables, batch, d_output)
-    integers = np.zeros(batch.ids.shape, jax.dtypes.float0), np.zeros(batch.offsets.shape, jax.dtypes.float0)
-    return None, dataclasses.replace(batch, ids=integers[0], offsets=integers[1], weights=d_weights)
-
-
-_lookup.defvjp(_lookup_forward, _lookup_backward)
-
-
-def weight_gradients(
-    plan: TBEPlan,
-    state: TBEState,
-    batch: JaggedBatch,
-    d_output: Float[Array, "*output"],
-    rates: Float[Array, " groups"],
-) -> Float[Array, " nnz"]:
-    """Gradients of the ids' weights, from the rows that `lookup` reads at these rates."""
-    gradients = api.weight_gradients(state.weights, batch, _flat(d_output))
-    factors = _decay_factors(plan, state, batch, rates)
-    return gradients if factors is None else factors * gradients
+def _flat(d_output: Array, max_gradient: float | None = None) -> Float[Array, " size"]:
+    """The gradient as kernels take it, every entry within `[-max_gradient, max_gradient]`."""
+    d_output = d_output.astype(jnp.float32).reshape(-1)
+    return d_output if max_gradient is None else jnp.clip(d_output, -max_gradient, max_gradient)
 
 
 def row_gradients(
     plan: TBEPlan, batch: JaggedBatch, d_output: Float[Array, "*output"], *, max_gradient: float | None = None
 ) -> RowGradients:
-    """Gradients of all rows that the batch reads; ids of cached tables are rows here, not slots."""
-    d_output = clip(d_output, max_gradient)
-    rows, values, sizes = {}, {}, []
+    """Gradients of all rows that the batch reads; ids of cached tables are ids here, not places."""
+    rows, values, flat = {}, {}, _flat(d_output, max_gradient)
     for number, group in enumerate(plan.groups):
-        name = plan.group_name(group)
-        arguments = (group.num_rows, number, plan.dims(), _first_reads(plan, number, batch), _flat(d_output))
-        rows[name], values[name] = api.row_gradients_jagged(*arguments)
-        sizes.append((name, group.num_rows))
-    return RowGradients(rows, values, tuple(sorted(sizes)), layout=plan.row_layout)
+        arguments = (group.num_rows, number, plan.dims, _gradient_reads(group, number, batch), flat)
+        rows[group.name], values[group.name] = api.row_gradients_jagged(*arguments)
+    return RowGradients(rows, values, row_counts(plan), layout=plan.row_layout)
 
 
-def check_row_gradients(plan: TBEPlan, row_gradients: RowGradients) -> None:
-    """Raises: ValueError: they count rows otherwise than this plan does."""
-    what, way_out = (
-        "the row gradients do not belong to this module",
-        "Apply them to the module whose backward made them.",
-    )
-    if row_gradients.layout is not None:
-        check_same(row_gradients.layout, plan.row_layout, what=what, way_out=way_out)
-    own = tuple(sorted((plan.group_name(group), group.num_rows) for group in plan.groups))
-    if row_gradients.num_rows != own:
-        raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, it has {own}. {way_out}")
+def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
+    """Rows of every group by its name, as `RowGradients` have them."""
+    return tuple(sorted((group.name, group.num_rows) for group in plan.groups))
 
 
 def update(
@@ -257,10 +196,10 @@ def update(
       d_output: gradient of what `lookup` returned.
       rates: learning rate of every group.
     """
+    flat = _flat(d_output)
     for number, group in enumerate(plan.groups):
-        if plan.table_of(group).rule is not None:
-            reads = _first_reads(plan, number, batch)
-            gradient = (number, plan.dims(), reads, _flat(d_output))
+        if group.table.rule is not None:
+            gradient = (number, plan.dims, _gradient_reads(group, number, batch), flat)
             state = _step_group(plan, number, state, rates[number], api.update_jagged, gradient)
     return state._replace(step=state.step + 1)
 
@@ -271,13 +210,12 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
     Raises: ValueError: a table has no optimizer.
     """
     for number, group in enumerate(plan.groups):
-        name = plan.group_name(group)
-        if plan.table_of(group).rule is None:
+        if group.table.rule is None:
             raise ValueError(
-                f"tables {name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to them; "
-                "construct the module with one."
+                f"tables {group.name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to "
+                "them; construct the module with one."
             )
-        gradient = (row_gradients.rows[name], row_gradients.values[name])
+        gradient = (row_gradients.rows[group.name], row_gradients.values[group.name])
         state = _step_group(plan, number, state, rates[number], api.apply_rows, gradient)
     return state._replace(step=state.step + 1)
 
@@ -286,47 +224,47 @@ def _step_group(
     plan: TBEPlan, number: int, state: TBEState, rate: Array, kernel: Callable[..., Any], gradient: tuple[Any, ...]
 ) -> TBEState:
     """The state after `kernel` has stepped rows of one group."""
-    check_state(plan, state)
-    table = plan.table_of(plan.groups[number])
+    group = plan.groups[number]
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
-    if table.passes.counter is not None:
+    if isinstance(group.table.rule, CounterAdagradOptimizerSpec):
         changes["max_counter"] = lambda: state.max_counter
-    hyper = dataclasses.replace(table.rule, **changes).get_hyperparameters(state.step)  # type: ignore[type-var, union-attr]
-    rounding = _rounding(plan, number, state, state.weights[number].dtype, use=None)
-    weights, slots = kernel(state.weights[number], state.slots[number], *gradient, hyper, table.rule, rounding=rounding)
-    return state.with_group(number, weights=weights, slots=slots)
+    hyper = dataclasses.replace(group.table.rule, **changes).get_hyperparameters(state.step)  # type: ignore[type-var, union-attr]
+    weights, (slots, copies) = state.weights[number], _parted(group, state.slots[number])
+    rounding = _rounding(group, number, state, weights.dtype, use=None)
+    weights, slots = kernel(weights, slots, *gradient, hyper, group.table.rule, rounding=rounding)
+    return state.with_group(number, weights=weights, slots=slots + copies)
 
 
 def decayed_tables(plan: TBEPlan, state: TBEState) -> TBEState:
     """The state with the decay of DECOUPLE_GLOBAL that rows are still owed written into them, as lookups read them."""
     rates = learning_rates(plan, state)
     for number, group in enumerate(plan.groups):
-        passes = plan.table_of(group).passes
-        if passes.global_decay is not None:
+        if group.table.global_decay is not None:
             old, (accumulator, prev_iter) = state.weights[number], state.slots[number]
-            factor = global_decay_factor(
-                prev_iter, state.step + 1, rates[number], passes.weight_decay, passes.global_decay
-            )
-            round_rows = _rounding(plan, number, state, old.dtype, use=_DECAY) or _round_to_nearest
-            weights = round_rows(old.astype(jnp.float32) * factor, old.dtype, jnp.arange(old.shape[0]))
+            round_rows = _rounding(group, number, state, old.dtype, use=_DECAY) or _round_to_nearest
+            rows = old.astype(jnp.float32) * _owed_factor(group, state, prev_iter, rates[number])
+            weights = round_rows(rows, old.dtype, jnp.arange(old.shape[0]))
             prev_iter = jnp.where(prev_iter > 0, state.step, prev_iter)
             state = state.with_group(number, weights=weights, slots=(accumulator, prev_iter))
     return state
 
 
-def _decay_factors(
+def _owed_factor(group: GroupPlan, state: TBEState, prev_iter: Array, rate: Array) -> Array:
+    """What rows that were last stepped at `prev_iter` must be multiplied by."""
+    table, t = group.table, state.step + 1
+    return global_decay_factor(prev_iter, t, rate, table.rule.weight_decay, table.global_decay)  # type: ignore[union-attr, arg-type]
+
+
+def _owed_factors(
     plan: TBEPlan, state: TBEState, batch: JaggedBatch, rates: Float[Array, " groups"]
 ) -> Float[Array, " nnz"] | None:
     """What lookups multiply the row of each id by; None if no table decays globally."""
     factors = None
     for number, group in enumerate(plan.groups):
-        passes = plan.table_of(group).passes
-        if passes.global_decay is not None:
+        if group.table.global_decay is not None:
             rows = jagged_segment(batch, number).rows
             prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
-            own = global_decay_factor(
-                prev_iter, state.step + 1, rates[number], passes.weight_decay, passes.global_decay
-            )
+            own = _owed_factor(group, state, prev_iter, rates[number])
             factors = own if factors is None else factors * own  # rows of other groups read as never touched: 1
     return factors
 
@@ -339,10 +277,10 @@ def _round_to_nearest(values: Array, dtype: Any, rows: Array) -> Array:
     return values.astype(dtype)
 
 
-def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
+def _rounding(group: GroupPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
     """How rows of a group become `dtype`; None to nearest. They may be in a cache, whose dtype is not the tables'."""
-    group, resident_rows = plan.groups[number], state.resident_rows[number]
-    if not plan.table_of(group).rounds_stochastically or dtype == jnp.float32:
+    resident_rows = state.resident_rows[number]
+    if not group.table.rounds_stochastically or dtype == jnp.float32:
         return None
     key = jax.random.fold_in(state.key, state.step)
     key = key if use is None else jax.random.fold_in(key, use)
@@ -358,24 +296,23 @@ def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: i
 
 
 def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]) -> tuple[Array, ...]:
-    """All arrays of a group at places of its cache, with weights in the dtype of the tables."""
-    weights, *others = api.gather_rows(state.arrays(number), places)
-    dtype = jnp.dtype(plan.table_of(plan.groups[number]).dtype)
+    """Weights and slots of a group at places of its cache, as the host keeps them."""
+    group, (weights, *slots) = plan.groups[number], api.gather_rows(state.arrays(number)[:-1], places)
+    dtype = jnp.dtype(group.table.dtype)
     if weights.dtype != dtype:
-        round_rows = _rounding(plan, number, state, dtype, use=_STORE) or _round_to_nearest
+        round_rows = _rounding(group, number, state, dtype, use=_STORE) or _round_to_nearest
         weights = round_rows(weights.astype(jnp.float32), dtype, places)
-    return (weights, *others)
+    return (weights, *slots)
 
 
-def _first_reads(plan: TBEPlan, number: int, batch: JaggedBatch) -> JaggedBatch:
-    """The batch; with the write-back hook, only the first bag that reads a row gives it a gradient."""
-    if not plan.table_of(plan.groups[number]).passes.writes_first_gradient_only:
+def _gradient_reads(group: GroupPlan, number: int, batch: JaggedBatch) -> JaggedBatch:
+    """The batch as its gradients flow; with the write-back hook, only from the first bag that reads a row."""
+    if not group.table.keeps_first_gradients:
         return batch
     rows = jagged_segment(batch, number).rows
     order = jnp.argsort(rows, stable=True)
     is_first = jnp.concatenate([jnp.ones(min(1, rows.size), bool), rows[order][1:] != rows[order][:-1]])
-    keep = jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32))
-    return dataclasses.replace(batch, weights=keep if batch.weights is None else keep * batch.weights)
+    return _weighted(batch, jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32)))
 
 
 def backward(
@@ -389,11 +326,12 @@ def backward(
     wants_weight_gradients: bool = False,
 ) -> tuple[TBEState, Float[Array, " nnz"] | None]:
     """`update`, and before it the gradients of the ids' weights, if somebody reads them."""
-    d_output = clip(d_output, max_gradient)
+    flat = _flat(d_output, max_gradient)
     if not wants_weight_gradients:
-        return update(plan, state, batch, d_output, rates), None
-    d_weights = weight_gradients(plan, state, batch, d_output, rates)
+        return update(plan, state, batch, flat, rates), None
+    d_weights = api.weight_gradients(state.weights, batch, flat)
+    if (factors := _owed_factors(plan, state, batch, rates)) is not None:
+        d_weights = factors * d_weights
     # Without this dependence, whose sum is 0, the update could be scheduled first, on a copy of the tables.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
-    d_output = d_output + jnp.minimum(total, 0.0).astype(d_output.dtype)
-    return update(plan, state, batch, d_output, rates), d_weights
+    return update(plan, state, batch, flat + jnp.minimum(total, 0.0), rates), d_weights

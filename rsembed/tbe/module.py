@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,14 +14,15 @@ from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.intervals import check_within
-from rsembed.row_gradients import RowGradients
-from rsembed.tbe import construction, functional, records, tables
+from rsembed.row_gradients import RowGradients, check_belong
+from rsembed.tbe import construction, functional, records, whole_tables
+from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
+from rsembed.tbe.door import Door
 from rsembed.tbe.host_rows import HostRows
-from rsembed.tbe.inputs import Call
-from rsembed.tbe.plan import TablePasses
+from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, WeightDecayMode
 from rsembed.tbe.reporting import StatisticsReporter
-from rsembed.tbe.training import Backward, Notes, forward, learning_rates, prefetch
+from rsembed.tbe.training import TablesBackward, bring_near, learning_rates, pooled, prefetch, read_batch
 
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 _decayed_tables = jax.jit(functional.decayed_tables, static_argnums=0)
@@ -173,31 +173,35 @@ class TableBatchedEmbeddingBags(nnx.Module):
     ):
         if cache_precision == weights_precision:
             cache_precision = None  # no other one
-        given = SimpleNamespace(**locals())
-        num_tables = len(embedding_specs)
-        names = tuple(table_names or (f"table_{t}" for t in range(num_tables)))
-        features = tuple(range(num_tables)) if feature_table_map is None else tuple(feature_table_map)
+        given = {name: value for name, value in locals().items() if name != "learning_rate"}  # each table has its own
+        names = tuple(table_names or (f"table_{t}" for t in range(len(embedding_specs))))
+        features = tuple(range(len(names))) if feature_table_map is None else tuple(feature_table_map)
         self.feature_names = tuple(feature_names or construction.default_feature_names(features, names))
         construction.check_specs(embedding_specs, features, names, self.feature_names)
-        arguments = construction.optimizer_arguments(given)
-        self.plan = construction.plan_of(given, features, names, arguments)
-        construction.warn_of_arguments(self.plan, given)
-        if prefetch_pipeline and cache_algorithm != CacheAlgorithm.LRU:
-            raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
+        check_within("(0, inf]", max_gradient, "max_gradient")
+        arguments, self.caching = chosen(OptimizerArguments, given), chosen(CacheArguments, given)
+        tables = construction.tables_of(
+            embedding_specs,
+            names,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            weights_precision=weights_precision,
+            enforce_hbm=enforce_hbm,
+            stochastic_rounding=stochastic_rounding,
+        )
+        self.plan = TBEPlan(construction.with_rules(tables, arguments), features, pooling_mode.name.lower())
+        construction.warn_of_arguments(self.plan, self.caching, given)
         self.output_dtype = records.dtype_of(output_dtype, "output_dtype").name
         self.max_gradient = max_gradient if gradient_clipping else None
-        self.bounds_check_mode = bounds_check_mode
-        self.prefetch_pipeline = prefetch_pipeline
-        self.multipass_prefetch_config = multipass_prefetch_config
-        self.record_cache_metrics = record_cache_metrics or records.RecordCacheMetrics(False, False)
-        self.gather_uvm_cache_stats = bool(gather_uvm_cache_stats)
         self.reporter = None if stats_reporter_config is None else StatisticsReporter(stats_reporter_config)
         self.deterministic = False
-        self._host_rows = construction.host_rows_of(self.plan, given)
-        self.notes = nnx.static(Notes(arguments))
+        self.door = nnx.static(Door(bounds_check_mode, self.feature_names))
+        self.optimizer_arguments = nnx.static(arguments)
+        self._host_rows = construction.host_rows_of(self.plan, self.caching)
         key = (rngs or nnx.Rngs(0)).params()
         where = construction.device_of(device)
-        self.state = TBEVariable(construction.first_state(self.plan, key, self._host_rows, cache_precision, where))
+        state = construction.first_state(self.plan, key, self._host_rows, self.caching, where)
+        self.state = TBEVariable(state)
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
 
     @property
@@ -234,7 +238,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
           `[bags, dim]`. For `{feature: Bags}` the same as `{feature: [bags, dim]}`.
         """
         del feature_requires_grad, total_unique_indices
-        return forward(self, Call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank))[0]
+        batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        return pooled(self, bring_near(self, batch), by_feature=isinstance(indices, Mapping))
 
     def vjp(
         self,
@@ -244,34 +249,32 @@ class TableBatchedEmbeddingBags(nnx.Module):
         feature_requires_grad: Any = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> tuple[Any, Backward]:
+    ) -> tuple[Any, TablesBackward]:
         """The lookup of a training step, and the function that trains with the gradient of its output.
 
-        Args:
-          indices: see `__call__`, as for the others.
-          offsets: see there.
-          per_sample_weights: see there.
-          feature_requires_grad: 1 or 0 per feature; 0 makes the gradients of its per_sample_weights zero. Its rows
-            are trained all the same.
-          batch_size_per_feature_per_rank: see there.
-          total_unique_indices: OptimType.NONE returns this many rows per group at most; None means one per index.
+        Arguments are those of `__call__`. `feature_requires_grad` has 1 or 0 per feature; 0 makes the gradients of its
+        per_sample_weights zero, and its rows are trained all the same. OptimType.NONE returns `total_unique_indices`
+        rows per group at most; None means one per index.
 
         Raises: RuntimeError: the module is in evaluation mode; call `train()` first.
         """
         if self.deterministic:
             raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
-        if any(table.passes != TablePasses() for table in self.plan.tables):
+        if self.plan.has_passes:
             self.state.set_value(_begin_step(self.plan, self.state.get_value()))
-        call = Call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        output, looked_up = forward(self, call)
-        return output, Backward(self, looked_up, feature_requires_grad, total_unique_indices)
+        batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        near, by_feature = bring_near(self, batch), isinstance(indices, Mapping)
+        output = pooled(self, near, by_feature=by_feature)
+        backward = TablesBackward(self, batch, near, feature_requires_grad, total_unique_indices, by_feature=by_feature)
+        return output, backward
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
 
         Raises: ValueError: they are those of a module with other tables.
         """
-        functional.check_row_gradients(self.plan, row_gradients)
+        layout, way_out = self.plan.row_layout, "Apply them to the module whose backward made them."
+        check_belong(row_gradients, layout, functional.row_counts(self.plan), owner="module", way_out=way_out)
         state, host_rows = self.state.get_value(), self.host_rows
         rates = learning_rates(self.plan, state)
         if host_rows is not None:
@@ -288,30 +291,26 @@ class TableBatchedEmbeddingBags(nnx.Module):
     ) -> None:
         """Brings rows of a later batch into the cache; other batches may be looked up in between.
 
-        Args:
-          indices: see `__call__`, as for the others.
-          offsets: see there.
-          forward_stream: no meaning here; accepted for the original's sake.
-          batch_size_per_feature_per_rank: see there.
+        Arguments are those of `__call__`; `forward_stream` has no meaning here, and is there for the original's sake.
 
         Raises: RuntimeError: inside `jit`, or 100 prefetched batches wait already.
         """
         del forward_stream
         if self.host_rows is not None:
-            prefetch(self, Call(indices, offsets, None, batch_size_per_feature_per_rank))
+            prefetch(self, indices, offsets, None, batch_size_per_feature_per_rank)
 
     def set_learning_rate(self, learning_rate: float | Sequence[float]) -> None:
         """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
 
         Raises: ValueError: tables that share an array (see the class) are given different rates.
         """
-        rates = tables.rates_of_groups(self.plan, learning_rate)
+        rates = whole_tables.rates_of_groups(self.plan, learning_rate)
         self.state.set_value(self.state.get_value()._replace(learning_rates=rates))
 
     def get_learning_rate(self) -> float | list[float]:
         """The rate of the next step: one number, or one per table where they differ."""
         rates = np.asarray(learning_rates(self.plan, self.state.get_value()))
-        by_table = [float(rates[self.plan.place(t)[0]]) for t in range(len(self.plan.tables))]
+        by_table = [float(rates[group]) for group, _ in self.plan.places]
         return by_table[0] if len(set(by_table)) == 1 else by_table
 
     def set_optimizer_step(self, step: int) -> None:
@@ -334,72 +333,30 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if "lr" in parameters:
             self.set_learning_rate(parameters.pop("lr"))
         if parameters:
-            changed = construction.with_hyper_parameters(self.plan, self.notes.optimizer_arguments, parameters)
-            self.plan, self.notes.optimizer_arguments = changed
+            changed = construction.with_hyper_parameters(self.plan, self.optimizer_arguments, parameters)
+            self.plan, self.optimizer_arguments = changed[0], nnx.static(changed[1])
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
 
-    def init_embedding_weights_uniform(self, min_val: float, max_val: float, *, key: Array | None = None) -> None:
-        """Draws all weights from U(min_val, max_val). Equal keys and tables give equal bits, however they are stored.
-
-        Args:
-          min_val: lowest weight.
-          max_val: bound above.
-          key: None takes the one that the module was made with.
-        """
-        tables.init_uniform(self, min_val, max_val, self.state.get_value().key if key is None else key)
-
-    def split_embedding_weights(self) -> list[Any]:
-        """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
-        tables.bring_home(self)
-        return [tables.read_table(self, table)[0] for table in range(len(self.plan.tables))]
-
-    def split_optimizer_states(self) -> list[list[Any]]:
-        """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
-
-        Raises: NotImplementedError: OptimType.NONE has none.
-        """
-        return tables.split_states(self)
+    init_embedding_weights_uniform = whole_tables.init_embedding_weights_uniform
+    split_embedding_weights = whole_tables.split_embedding_weights
+    split_optimizer_states = whole_tables.split_optimizer_states
+    state_dict = whole_tables.state_dict
+    load_state_dict = whole_tables.load_state_dict
+    reset_embedding_weight_momentum = whole_tables.reset_embedding_weight_momentum
+    state_bytes = whole_tables.state_bytes
 
     def get_optimizer_state(self) -> list[dict[str, Any]]:
         """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`."""
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
         return [dict(zip(table.torch_state_names, states, strict=True)) for table, states in by_table]
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`.
-
-        `contents` tells what it belongs to, for `load_state_dict` to compare.
-        """
-        return tables.state_dict(self)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
-
-        Raises: ValueError: an entry is missing, unknown or of another shape, or `contents` has other optimizers.
-        """
-        tables.load_state_dict(self, state_dict)
-
-    def reset_embedding_weight_momentum(
-        self, pruned_indices: Any, pruned_indices_offsets: Any, logical_table_ids: Any, buffer_ids: Any = None
-    ) -> None:
-        """Zeroes rows and all their optimizer states.
-
-        Args:
-          pruned_indices: rows, table after table.
-          pruned_indices_offsets: entry `k` of the lists below owns `pruned_indices[offsets[k] : offsets[k + 1]]`.
-          logical_table_ids: tables.
-          buffer_ids: no meaning here; accepted for the original's sake.
-        """
-        del buffer_ids
-        tables.reset_rows(self, pruned_indices, pruned_indices_offsets, logical_table_ids)
-
     def apply_global_weight_decay(self) -> None:
         """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables.
 
         Lookups stay the same, but for the rounding of FP16 and BF16 rows, which is that of a step.
         """
-        if not any(table.passes.global_decay for table in self.plan.tables):
+        if all(table.global_decay is None for table in self.plan.tables):
             raise NotImplementedError("no table of this module has WeightDecayMode.DECOUPLE_GLOBAL.")
         if self.plan.has_cache:
             raise NotImplementedError(
@@ -407,21 +364,17 @@ class TableBatchedEmbeddingBags(nnx.Module):
             )
         self.state.set_value(_decayed_tables(self.plan, self.state.get_value()))
 
-    def state_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
-        return tables.state_bytes(self)
-
     def flush(self) -> None:
         """Writes all cached rows and states to the host, where they stay cached, and makes a `storage_folder` whole."""
-        tables.bring_home(self)
-        if (host_rows := self.host_rows) is not None and host_rows.storage is not None:
-            host_rows.storage.commit(int(self.step))
+        whole_tables.bring_home(self)
+        if (host_rows := self.host_rows) is not None and host_rows.folder is not None:
+            host_rows.folder.commit(int(self.step))
 
     def reset_cache_states(self, *, discard: bool = False) -> None:
         """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
         if self._host_rows is not None:
             if not discard:
-                tables.bring_home(self)
+                whole_tables.bring_home(self)
             self.state.set_value(self._host_rows.forget(self.state.get_value()))
 
     def get_uvm_cache_stats(self) -> CacheCounts:
@@ -445,8 +398,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         return self._statistics("record_tablewise_cache_miss").unique_misses_by_group.copy()
 
     def _statistics(self, argument: str) -> CacheStatistics:
-        given = {"gather_uvm_cache_stats": self.gather_uvm_cache_stats, **vars(self.record_cache_metrics)}
-        if self.host_rows is None or not given[argument]:
+        asked = vars(self.caching) | vars(self.caching.record_cache_metrics)
+        if self.host_rows is None or not asked[argument]:
             raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
         return self.host_rows.statistics
 

@@ -8,30 +8,24 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
-from rsembed.optimizers import LearningRate, OptimizerSpec
+from rsembed.optimizers import (
+    CounterAdagradOptimizerSpec,
+    DecayedAdagradOptimizerSpec,
+    LearningRate,
+    OptimizerSpec,
+)
 from rsembed.stacking import split_by_memory
 from rsembed.tbe import records
 
 Placement = Literal["device", "cached", "host"]
 BagSizes = tuple[tuple[int, ...], ...]
 """Bags of feature f from rank r, as `sizes[f][r]`."""
-
-
-class TablePasses(NamedTuple):
-    """What an optimizer does to whole tables (or to what lookups read), beside its row rule."""
-
-    ensemble: records.EnsembleModeDefinition | None = None
-    emainplace: records.EmainplaceModeDefinition | None = None
-    counter: records.CounterBasedRegularizationDefinition | None = None
-    global_decay: records.GlobalWeightDecayDefinition | None = None
-    average_dtype: str = "float32"
-    weight_decay: float = 0.0
-    writes_first_gradient_only: bool = False
 
 
 class TablePlan(NamedTuple):
@@ -48,7 +42,9 @@ class TablePlan(NamedTuple):
       placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
         rows to the device and back.
       rounds_stochastically: how stepped rows are brought to a dtype other than float32.
-      passes: what happens beside the rule.
+      whole_table_mode: what happens to all rows before the lookup of a step.
+      copy_dtypes: of the copies of the table that this keeps, behind the slots of the rule.
+      keeps_first_gradients: rows are stepped with the gradient of the first bag that reads them, not with the sum.
       state_names: names of its optimizer states.
       torch_state_names: the same, after torch's optimizers.
     """
@@ -62,7 +58,9 @@ class TablePlan(NamedTuple):
     rule: OptimizerSpec | None = None
     placement: Placement = "device"
     rounds_stochastically: bool = True
-    passes: TablePasses = TablePasses()
+    whole_table_mode: records.EnsembleModeDefinition | records.EmainplaceModeDefinition | None = None
+    copy_dtypes: tuple[str, ...] = ()
+    keeps_first_gradients: bool = False
     state_names: tuple[str, ...] = ()
     torch_state_names: tuple[str, ...] = ()
 
@@ -71,15 +69,35 @@ class TablePlan(NamedTuple):
         """Whether its rows must be brought to the device."""
         return self.placement != "device"
 
+    @property
+    def global_decay(self) -> records.GlobalWeightDecayDefinition | None:
+        """The decay that untouched rows owe, and that lookups see."""
+        return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagradOptimizerSpec) else None
+
     def contents(self) -> dict[str, Any]:
         """What its numbers mean: hyperparameters may change from one run to the next, these facts may not."""
         states = list(self.state_names)
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": self.optimizer.name, "states": states}
 
+    def first_slots(self) -> tuple[np.ndarray, ...]:
+        """What all optimizer states of a row begin as, `[1, dim]` or `[1, 1]` each."""
+        own = () if self.rule is None else self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32))
+        return (*map(np.asarray, own), *(np.zeros((1, self.dim), jnp.dtype(dtype)) for dtype in self.copy_dtypes))
+
 
 class GroupPlan(NamedTuple):
-    """Tables of one shape, rule and placement, which share one array: table `tables[k]` begins at `first_rows[k]`."""
+    """Tables of one shape, rule and placement, which share one array: table `tables[k]` begins at `first_rows[k]`.
 
+    Args:
+      name: the names of its tables, or of the first and how many follow; no two groups of a plan share a name.
+      table: the first of them, which speaks for all in everything but name and size.
+      tables: numbers of all of them.
+      first_rows: see above.
+      num_rows: rows of the array.
+    """
+
+    name: str
+    table: TablePlan
     tables: tuple[int, ...]
     first_rows: tuple[int, ...]
     num_rows: int
@@ -93,26 +111,11 @@ class TBEPlan:
       tables: logical tables.
       features: table of every feature.
       pooling: `sum`, `mean` or `none`.
-      groups: tables that share an array.
     """
 
     tables: tuple[TablePlan, ...]
     features: tuple[int, ...]
     pooling: str
-    groups: tuple[GroupPlan, ...]
-
-    @staticmethod
-    def of(tables: Sequence[TablePlan], features: Sequence[int], pooling: str) -> TBEPlan:
-        """Groups tables that have everything but name and size in common; an array holds less than 2**31 - 1 rows."""
-        alike: dict[TablePlan, list[int]] = {}
-        for number, table in enumerate(tables):
-            alike.setdefault(table._replace(name="", num_rows=0), []).append(number)
-        num_rows = {number: table.num_rows for number, table in enumerate(tables)}
-        groups = []
-        for own in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
-            ends = list(itertools.accumulate((num_rows[t] for t in own), initial=0))
-            groups.append(GroupPlan(tuple(own), tuple(ends[:-1]), ends[-1]))
-        return TBEPlan(tuple(tables), tuple(features), pooling, tuple(groups))
 
     def __post_init__(self) -> None:
         # Compiled programs are looked up by the plan in every call, and a hash over all tables takes its time.
@@ -121,18 +124,47 @@ class TBEPlan:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
+    @functools.cached_property
+    def groups(self) -> tuple[GroupPlan, ...]:
+        """Tables that have everything but name and size in common; an array holds less than 2**31 - 1 rows."""
+        alike: dict[TablePlan, list[int]] = {}
+        for number, table in enumerate(self.tables):
+            alike.setdefault(table._replace(name="", num_rows=0), []).append(number)
+        num_rows = {number: table.num_rows for number, table in enumerate(self.tables)}
+        groups = []
+        for own in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
+            # The first name tells the group already, if it can be told where that ends.
+            names = [self.tables[t].name.replace("\\", "\\\\").replace("+", "\\+") for t in own]
+            name = "+".join(names) if len(names) < 4 else f"{names[0]}+{len(names) - 1} more"
+            *first_rows, end = itertools.accumulate((num_rows[t] for t in own), initial=0)
+            groups.append(GroupPlan(name, self.tables[own[0]], tuple(own), tuple(first_rows), end))
+        return tuple(groups)
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Group of every table, and its first row there."""
+        found = {
+            table: (number, first_row)
+            for number, group in enumerate(self.groups)
+            for table, first_row in zip(group.tables, group.first_rows, strict=True)
+        }
+        return tuple(found[table] for table in range(len(self.tables)))
+
+    @functools.cached_property
+    def dims(self) -> tuple[int, ...]:
+        """Columns of every group's array."""
+        return tuple(group.table.dim for group in self.groups)
+
     @property
     def has_cache(self) -> bool:
         """Whether rows of some table must be brought to the device first."""
         return any(table.is_cached for table in self.tables)
 
-    def table_of(self, group: GroupPlan) -> TablePlan:
-        """The first table of a group, which speaks for all in everything but name and size."""
-        return self.tables[group.tables[0]]
-
-    def dims(self) -> tuple[int, ...]:
-        """Columns of every group's array."""
-        return tuple(self.table_of(group).dim for group in self.groups)
+    @functools.cached_property
+    def has_passes(self) -> bool:
+        """Whether training steps begin with what `functional.begin_step` does."""
+        rules = CounterAdagradOptimizerSpec
+        return any(t.whole_table_mode is not None or isinstance(t.rule, rules) for t in self.tables)
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
@@ -158,22 +190,9 @@ class TBEPlan:
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
     def _place_facts(self, table: int) -> dict[str, int]:
-        group, first_row = self.place(table)
+        group, first_row = self.places[table]
         rows, dim = self.tables[table].num_rows, self.tables[table].dim
         return {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
-
-    def group_name(self, group: GroupPlan) -> str:
-        """The names of its tables, or of the first and how many follow; no two groups of a plan share a name."""
-        # The first name tells the group already, if it can be told where that ends.
-        names = [self.tables[t].name.replace("\\", "\\\\").replace("+", "\\+") for t in group.tables]
-        return "+".join(names) if len(names) < 4 else f"{names[0]}+{len(names) - 1} more"
-
-    def place(self, table: int) -> tuple[int, int]:
-        """Group of a table, and its first row there."""
-        for number, group in enumerate(self.groups):
-            if table in group.tables:
-                return number, group.first_rows[group.tables.index(table)]
-        raise KeyError(table)
 
     def num_bags(self, num_offsets: int, sizes: BagSizes | None) -> tuple[int, ...]:
         """Bags of every feature.
@@ -208,8 +227,6 @@ class TBEPlan:
         offsets: Int[Array | np.ndarray, " bags_plus_1"],
         weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,
-        *,
-        cached_rows: Sequence[int] | None = None,
     ) -> JaggedBatch:
         """Ids as the kernels read them.
 
@@ -218,31 +235,43 @@ class TBEPlan:
           offsets: see `num_bags`.
           weights: per id.
           sizes: bags by feature and rank, for variable batch sizes.
-          cached_rows: rows of every group's array on the device, in which ids of cached tables already are slots; None
-            means that they still are ids.
         """
-        blocks = _blocks(self, offsets.shape[0], sizes, None if cached_rows is None else tuple(cached_rows))
         layout = "columns" if sizes is None else "blocks"
+        blocks = _blocks(self, offsets.shape[0], sizes)
         return JaggedBatch(ids, offsets, weights, self.pooling, blocks, layout)  # type: ignore[arg-type]
+
+    def bags_of(self, batch: JaggedBatch) -> tuple[int, ...]:
+        """Bags of every feature in a batch."""
+        num_features = len(self.features)
+        return tuple(sum(block.num_bags for block in batch.blocks[f::num_features]) for f in range(num_features))
+
+    def near(self, batch: JaggedBatch, places: Int[Array, " nnz"], num_places: Sequence[int]) -> JaggedBatch:
+        """The batch with places in arrays of `num_places` rows, one number per group, for ids of cached tables."""
+        return dataclasses.replace(batch, ids=places, blocks=_near_blocks(self, batch.blocks, tuple(num_places)))
 
 
 @functools.lru_cache(maxsize=256)
-def _blocks(
-    plan: TBEPlan, num_offsets: int, sizes: BagSizes | None, cached_rows: tuple[int, ...] | None
-) -> tuple[Block, ...]:
+def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Block, ...]:
     bags = plan.num_bags(num_offsets, sizes)
-    first_bags = list(itertools.accumulate(bags, initial=0))
-    blocks = []
-    for feature, table in enumerate(plan.features):
-        group, first_row = plan.place(table)
-        num_rows = plan.tables[table].num_rows
-        if cached_rows is not None and plan.tables[table].is_cached:
-            first_row, num_rows = 0, cached_rows[group]
-        blocks.append(Block(first_bags[feature], bags[feature], group, first_row, num_rows))
+    first_bags = itertools.accumulate(bags, initial=0)
+    blocks = [
+        Block(first_bag, num_bags, *plan.places[table], plan.tables[table].num_rows)
+        for table, first_bag, num_bags in zip(plan.features, first_bags, bags, strict=False)
+    ]
     if sizes is None:
         return tuple(blocks)
     return tuple(
         block._replace(first_bag=block.first_bag + sum(own[:rank]), num_bags=own[rank])
         for rank in range(len(sizes[0]))
         for block, own in zip(blocks, sizes, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _near_blocks(plan: TBEPlan, blocks: tuple[Block, ...], num_places: tuple[int, ...]) -> tuple[Block, ...]:
+    return tuple(
+        block._replace(first_row=0, num_rows=num_places[block.table])
+        if plan.groups[block.table].table.is_cached
+        else block
+        for block in blocks
     )

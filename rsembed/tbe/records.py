@@ -12,13 +12,16 @@ from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
-from rsembed.intervals import check_fields, within
+from rsembed.intervals import checked, within
 from rsembed.optimizers import CounterBasedRegularizationDefinition as CounterBasedRegularizationDefinition
 from rsembed.optimizers import CounterWeightDecayMode as CounterWeightDecayMode
 from rsembed.optimizers import CowClipDefinition as CowClipDefinition
+from rsembed.optimizers import EmainplaceModeDefinition as EmainplaceModeDefinition
+from rsembed.optimizers import EnsembleModeDefinition as EnsembleModeDefinition
 from rsembed.optimizers import GlobalWeightDecayDefinition as GlobalWeightDecayDefinition
 from rsembed.optimizers import GradSumDecay as GradSumDecay
 from rsembed.optimizers import LearningRateMode as LearningRateMode
+from rsembed.optimizers import StepMode as StepMode
 from rsembed.optimizers import TailIdThreshold as TailIdThreshold
 from rsembed.optimizers import WeightDecayMode as WeightDecayMode
 
@@ -104,14 +107,6 @@ class EmbOptimType(enum.Enum):
 OptimType = EmbOptimType
 
 
-class StepMode(enum.IntEnum):
-    """NONE starts the moving average of the ensemble at zero after each pass; the other two keep it."""
-
-    NONE = 0
-    USE_COUNTER = 1
-    USE_ITER = 2
-
-
 class SparseType(enum.Enum):
     """Element types by the original's names; `dtype_of` says which of them can be stored."""
 
@@ -145,37 +140,6 @@ def dtype_of(sparse_type: SparseType, what: str) -> jnp.dtype:
 
 
 @dataclasses.dataclass(frozen=True)
-class EnsembleModeDefinition:
-    """A slow copy of the tables that follows them every `step_ema` steps and replaces them every `step_swap` steps.
-
-    Up to `step_start` the slow copy takes over all of the table, later `1 - step_ema_coef` of the difference.
-    """
-
-    step_ema: int = 10000
-    step_swap: int = 10000
-    step_start: int = 0
-    step_ema_coef: float = within("[0, 1]", default=0.6)
-    step_mode: StepMode = StepMode.USE_ITER
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "step_ema", "step_swap")
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class EmainplaceModeDefinition:
-    """The second half of each row follows the first half every `step_ema` steps, from `step_start` on."""
-
-    step_ema: int = 10
-    step_start: int = 0
-    step_ema_coef: float = within("[0, 1]", default=0.6)
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "step_ema")
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True)
 class UserEnabledConfigDefinition:
     """Options of single optimizers.
 
@@ -201,28 +165,18 @@ class RecordCacheMetrics:
 
 
 @dataclasses.dataclass(frozen=True)
+@checked
 class MultiPassPrefetchConfig:
     """A prefetch in up to `num_passes` passes of at least `min_splitable_pass_size` ids, to bound its memory."""
 
-    num_passes: int = 12
-    min_splitable_pass_size: int = 6 * 2**20
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "num_passes", "min_splitable_pass_size")
+    num_passes: int = within("[1, inf)", default=12)
+    min_splitable_pass_size: int = within("[1, inf)", default=6 * 2**20)
 
 
 @dataclasses.dataclass(frozen=True)
+@checked
 class TBEStatsReporterConfig:
     """Figures every `interval` training steps, for `report(step, figures)` or else for the log `rsembed`."""
 
-    interval: int
+    interval: int = within("[1, inf)")
     report: Callable[[int, Mapping[str, float]], None] | None = None
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "interval")
-
-
-def _check_positive(record: object, *names: str) -> None:
-    for name in names:
-        if getattr(record, name) < 1:
-            raise ValueError(f"{type(record).__name__}: {name} must be at least 1, got {getattr(record, name)}.")

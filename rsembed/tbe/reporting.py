@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rsembed.tbe.inputs import Inputs
 from rsembed.tbe.records import TBEStatsReporterConfig
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class StatisticsReporter:
         self.prefetch_seconds = 0.0
         self._num_steps = self._num_reports = 0
 
-    def step(self, module: TableBatchedEmbeddingBags, inputs: Inputs, output: Any) -> None:
+    def step(self, module: TableBatchedEmbeddingBags, ids: Any, output: Any) -> None:
         """Counts a training step, and reports if it is time."""
         self._num_steps += 1
         if self._num_steps % self.config.interval:
@@ -38,8 +37,8 @@ class StatisticsReporter:
         figures: dict[str, float] = {
             "total_prefetch_duration": self.prefetch_seconds,
             "bwd_wait_for_prefetch": 0.0,  # prefetches end before they return
-            "tbe.fwd_input_count": inputs.ids.size,
-            "tbe.fwd_input_size": inputs.ids.nbytes,
+            "tbe.fwd_input_count": ids.size,
+            "tbe.fwd_input_size": ids.nbytes,
             "tbe.fwd_output_count": sum(leaf.size for leaf in outputs),
             "tbe.fwd_output_size": sum(leaf.nbytes for leaf in outputs),
         }

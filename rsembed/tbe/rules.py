@@ -30,7 +30,7 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
     """The row rule of `optimizer`; None for `EmbOptimType.NONE`.
 
     Where the numbers are the same it is a rule that has a fused native kernel. What
-    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is left to `rsembed.tbe.full_table`.
+    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records.
 
     Arguments that `optimizer` does not read are skipped; `unused_arguments` lists them for a warning.
 
@@ -44,7 +44,7 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
     check_arguments(optimizer, given)
     rate, dtypes = given.learning_rate, _slot_dtypes(optimizer, given)
     read = {_FIELDS.get(name, name): value for name, value in read_arguments(optimizer, given).items()}
-    is_corrected_by_row = optimizer == EmbOptimType.ADAM and given.options.use_rowwise_bias_correction
+    is_corrected_by_row = optimizer == EmbOptimType.ADAM and given.extra_optimizer_config.use_rowwise_bias_correction
     match optimizer:
         case EmbOptimType.NONE:
             return None

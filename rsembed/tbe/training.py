@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,11 @@ import numpy as np
 from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
+from rsembed.bags import is_traced
 from rsembed.kernels.contract import JaggedBatch
-from rsembed.row_gradients import RowGradients
+from rsembed.row_gradients import RowGradients, SingleUse
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import OptimizerArguments
 from rsembed.tbe.bounds import feature_starts, repeat_by_feature
-from rsembed.tbe.inputs import Call, Inputs, is_traced, read_inputs
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
 
@@ -39,97 +38,88 @@ _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argn
 learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
-@dataclasses.dataclass(eq=False)
-class Notes:
-    """What a module remembers on the host: whether it has warned, and the arguments of its optimizers."""
-
-    optimizer_arguments: OptimizerArguments
-    has_warned: bool = False
-
-
-class LookedUp(NamedTuple):
-    """What a backward pass needs to know of a lookup."""
-
-    inputs: Inputs
-    batch: JaggedBatch
-    is_dict: bool
-
-
-def forward(module: TableBatchedEmbeddingBags, call: Call) -> tuple[Any, LookedUp]:
-    """The output of a lookup in the form that the caller expects, and what a backward pass needs to know."""
-    is_dict = isinstance(call.indices, Mapping)
-    inputs = _read(module, call)
-    batch = _batch(module, inputs)
-    output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
-    output = output_by_feature(module.plan, module.feature_names, output, inputs) if is_dict else output
-    return output, LookedUp(inputs, batch, is_dict)
-
-
-def _read(module: TableBatchedEmbeddingBags, call: Call) -> Inputs:
-    mode, notes = module.bounds_check_mode, module.notes
-    inputs, num_corrected = read_inputs(module.plan, module.feature_names, mode, call, warns=not notes.has_warned)
-    notes.has_warned |= not is_traced(num_corrected) and bool(num_corrected > 0)
-    if mode != BoundsCheckMode.NONE:
+def read_batch(module: TableBatchedEmbeddingBags, *arguments: Any) -> JaggedBatch:
+    """The checked batch of a call; the module notes how many ids and offsets had to be corrected."""
+    batch, num_corrected = module.door.read(module.plan, *arguments)
+    if module.door.mode != BoundsCheckMode.NONE:
         # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
         with contextlib.suppress(TraceContextError):
             module.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
-    return inputs
+    return batch
 
 
-def _batch(module: TableBatchedEmbeddingBags, inputs: Inputs, *, admit: bool = True) -> JaggedBatch:
-    """The batch, with places for ids of cached tables, whose rows are brought; `admit` lets them into the cache."""
-    ids, rows, host_rows = inputs.ids, None, module.host_rows
-    if host_rows is not None:
-        try:
-            module.state.set_value(module.state.get_value())
-        except TraceContextError as error:
-            raise RuntimeError(
-                "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
-                "transformation: nnx.jit or nnx.grad of a function of (..., module)."
-            ) from error
-        state, ids = host_rows.bring(module.state.get_value(), inputs, admit=admit)
-        module.state.set_value(state)
-        rows = [weights.shape[0] for weights in state.weights]
+def bring_near(module: TableBatchedEmbeddingBags, batch: JaggedBatch, *, admit: bool = True) -> JaggedBatch:
+    """The batch with places for ids of cached tables, whose rows are brought; `admit` lets them into the cache."""
+    if (host_rows := module.host_rows) is None:
+        return batch
+    try:
+        module.state.set_value(module.state.get_value())
+    except TraceContextError as error:
+        raise RuntimeError(
+            "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
+            "transformation: nnx.jit or nnx.grad of a function of (..., module)."
+        ) from error
+    state, near = host_rows.bring(module.state.get_value(), batch, admit=admit)
+    module.state.set_value(state)
+    return near
+
+
+def pooled(module: TableBatchedEmbeddingBags, batch: JaggedBatch, *, by_feature: bool) -> Any:
+    """The output of a lookup in the form that the caller expects."""
     # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
-    return module.plan.batch(ids, inputs.offsets, inputs.weights, inputs.sizes, cached_rows=rows)
+    output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
+    return output_by_feature(module.plan, module.feature_names, output, batch) if by_feature else output
 
 
-def prefetch(module: TableBatchedEmbeddingBags, call: Call) -> None:
+def prefetch(module: TableBatchedEmbeddingBags, *arguments: Any) -> None:
     """Brings rows of a later batch into the cache."""
-    host_rows, config = module.host_rows, module.multipass_prefetch_config
+    host_rows, config = module.host_rows, module.caching.multipass_prefetch_config
     assert host_rows is not None
     started = time.perf_counter()
-    inputs = _read(module, call)
-    if inputs.is_traced:
+    batch = read_batch(module, *arguments)
+    if is_traced((batch.ids, batch.offsets)):
         raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
     if len(host_rows.prefetched) >= MAX_PREFETCHES:
         raise RuntimeError(
             f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often, or other "
             "batches are looked up."
         )
-    parts = [inputs] if config is None else inputs.in_parts(config.num_passes, config.min_splitable_pass_size)
-    module.state.set_value(host_rows.prefetch(module.state.get_value(), parts, lock=module.prefetch_pipeline))
+    parts = [batch] if config is None else _in_parts(batch, config.num_passes, config.min_splitable_pass_size)
+    module.state.set_value(host_rows.prefetch(module.state.get_value(), parts, lock=module.caching.prefetch_pipeline))
     if module.reporter is not None:
         module.reporter.prefetch_seconds += time.perf_counter() - started
 
 
-class Backward:
+def _in_parts(batch: JaggedBatch, num_parts: int, min_ids: int) -> list[JaggedBatch]:
+    """The batch in at most `num_parts` parts, one or more, of at least `min_ids` ids, each with all bags."""
+    num_ids, offsets = len(batch.ids), np.asarray(batch.offsets)
+    size = max(-(-num_ids // num_parts), min_ids)
+    changes: list[dict[str, Any]] = [
+        {"ids": batch.ids[first : first + size], "offsets": np.clip(offsets - first, 0, size), "weights": None}
+        for first in range(0, max(num_ids, 1), size)
+    ]
+    return [dataclasses.replace(batch, **own) for own in changes]
+
+
+class TablesBackward:
     """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`."""
 
     def __init__(
         self,
         module: TableBatchedEmbeddingBags,
-        looked_up: LookedUp,
+        batch: JaggedBatch,
+        near: JaggedBatch,
         feature_requires_grad: Any,
         total_unique_indices: int | None,
+        *,
+        by_feature: bool,
     ):
-        self._module, self._mask, self._bound = module, feature_requires_grad, total_unique_indices
-        self._inputs, self._batch, self._is_dict = looked_up
+        self._module, self._batch, self._near, self._by_feature = module, batch, near, by_feature
+        self._mask, self._bound = feature_requires_grad, total_unique_indices
         # The rate of this step is the one that its lookup saw.
         self._rates = learning_rates(module.plan, module.state.get_value())
-        host_rows = module.host_rows
-        self._version = None if host_rows is None else host_rows.version
-        self._is_used = False
+        self._generation = module.state.get_value().generation
+        self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
 
     def __call__(self, d_output: Any, *, per_sample_weights_grad: bool = True) -> Any:
         """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
@@ -148,21 +138,21 @@ class Backward:
             return self.row_gradients(d_output)
         gradient, mask = self._gradient(d_output), self._mask_of_ids()
         self._use()
-        if host_rows is not None and host_rows.version != self._version:
+        if module.state.get_value().generation is not self._generation:
             # Rows may have moved since the lookup: other batches came between.
-            self._batch = _batch(module, self._inputs, admit=False)
+            self._near = bring_near(module, self._batch, admit=False)
         state, d_weights = _backward(
             module.plan,
             module.state.get_value(),
-            self._batch,
+            self._near,
             gradient,
             self._rates,
             max_gradient=module.max_gradient,
-            wants_weight_gradients=per_sample_weights_grad and self._inputs.weights is not None,
+            wants_weight_gradients=per_sample_weights_grad and self._batch.weights is not None,
         )
         module.state.set_value(state if host_rows is None else host_rows.write_back(state))
-        if module.reporter is not None and not self._inputs.is_traced:
-            module.reporter.step(module, self._inputs, d_output)
+        if module.reporter is not None and not is_traced((self._batch.ids, self._batch.offsets)):
+            module.reporter.step(module, self._batch.ids, d_output)
         return d_weights if d_weights is None or mask is None else d_weights * mask
 
     def row_gradients(self, d_output: Any) -> RowGradients:
@@ -176,24 +166,22 @@ class Backward:
 
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
-        inputs, plan = self._inputs, self._module.plan
         gradient = self._gradient(d_output)
         self._use()
-        batch = plan.batch(inputs.ids, inputs.offsets, inputs.weights, inputs.sizes)
-        gradients = _row_gradients(plan, batch, gradient, max_gradient=self._module.max_gradient)
+        arguments = (self._module.plan, self._batch, gradient)
+        gradients = _row_gradients(*arguments, max_gradient=self._module.max_gradient)
         return gradients if self._bound is None else _cut(gradients, self._bound)
 
     def _use(self) -> None:
-        if self._is_used:
-            raise RuntimeError("this backward was used already; a second step needs its own vjp.")
+        self._permit.check()
         if self._module.deterministic:
             raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
-        self._is_used = True
+        self._permit.use()
 
     def _gradient(self, d_output: Any) -> Array:
         """The gradient in the form of an output that is no dict. Raises: ValueError: it has another shape."""
-        module, shape = self._module, self._batch.output_shape(self._module.plan.dims())
-        if self._is_dict:
+        module, shape = self._module, self._batch.output_shape(self._module.plan.dims)
+        if self._by_feature:
             d_output = gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
         d_output = jnp.asarray(d_output)
         if d_output.shape != shape:
@@ -202,14 +190,13 @@ class Backward:
 
     def _mask_of_ids(self) -> Float[Array, " nnz"] | None:
         """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
-        inputs = self._inputs
         if self._mask is None:
             return None
-        mask = jnp.asarray(self._mask, jnp.float32)
-        if mask.shape != (len(inputs.num_bags),):
-            raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(inputs.num_bags)} numbers.")
-        starts = feature_starts(jnp.asarray(inputs.offsets), inputs.num_bags)
-        return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, inputs.ids.shape[0])
+        num_bags, mask = self._module.plan.bags_of(self._batch), jnp.asarray(self._mask, jnp.float32)
+        if mask.shape != (len(num_bags),):
+            raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(num_bags)} numbers.")
+        starts = feature_starts(jnp.asarray(self._batch.offsets), num_bags)
+        return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, self._batch.ids.shape[0])
 
 
 def _cut(gradients: RowGradients, bound: int) -> RowGradients:
@@ -221,17 +208,15 @@ def _cut(gradients: RowGradients, bound: int) -> RowGradients:
     return dataclasses.replace(gradients, rows=rows, values=values)
 
 
-def output_by_feature(plan: TBEPlan, names: Sequence[str], output: Array, inputs: Inputs) -> dict[str, Array]:
+def output_by_feature(plan: TBEPlan, names: Sequence[str], output: Array, batch: JaggedBatch) -> dict[str, Array]:
     """`{feature: [bags, dim]}`. Raises: TypeError: PoolingMode.NONE, whose rows belong to ids."""
     if plan.pooling == "none":
         raise TypeError(
             "PoolingMode.NONE returns one row per id in the order of the ids; pass indices and offsets, not a dict."
         )
     dims = [plan.tables[t].dim for t in plan.features]
-    if inputs.sizes is None:
-        return dict(zip(names, jnp.split(output, np.cumsum(dims)[:-1].tolist(), axis=1), strict=True))
-    ends = np.cumsum([n * dim for n, dim in zip(inputs.num_bags, dims, strict=True)])
-    parts = jnp.split(output, ends[:-1].tolist())
+    sizes = dims if batch.layout == "columns" else [n * d for n, d in zip(plan.bags_of(batch), dims, strict=True)]
+    parts = jnp.split(output, np.cumsum(sizes)[:-1].tolist(), axis=-1)
     return {name: part.reshape(-1, dim) for name, part, dim in zip(names, parts, dims, strict=True)}
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import pytest
@@ -117,7 +116,7 @@ def test_arguments_that_an_optimizer_does_not_read_are_listed(optimizer, given, 
 
 @pytest.mark.parametrize("optimizer", OFFERED)
 def test_defaults_are_never_listed(optimizer):
-    assert unused_arguments(optimizer, dataclasses.asdict(OptimizerArguments())) == []
+    assert unused_arguments(optimizer, vars(OptimizerArguments())) == []
 
 
 @pytest.mark.parametrize(

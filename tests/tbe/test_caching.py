@@ -69,6 +69,15 @@ def test_states_travel_with_their_rows(variant):
     assert_steps_agree(*pair(variant, specs=((200, 4),), features=[0, 0, 0, 0], cache_sets=1))
 
 
+@pytest.mark.parametrize("keeps_files", [False, True])
+def test_states_that_begin_above_zero_do_so_behind_a_cache(tmp_path, keeps_files):
+    arguments = {"optimizer": rt.OptimType.FTRL, "feature_table_map": [0, 0, 0, 0]}
+    files = {"storage_folder": tmp_path} if keeps_files else {}
+    plain, cached = make(((90, 4),), **arguments), make(((90, 4),), location=CACHED, cache_sets=1, **arguments, **files)
+    assert all((states[0] == np.float32(0.1)).all() for states in tables_of(cached)[1])
+    assert_steps_agree(plain, cached, BATCHES[:2])
+
+
 @pytest.mark.parametrize("precision", [rt.SparseType.FP16, rt.SparseType.BF16])
 def test_stochastic_rounding_has_the_same_bits_behind_a_cache(precision):
     cached = pair(cache_sets=1, weights_precision=precision, specs=((90, 4),), features=[0])

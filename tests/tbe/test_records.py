@@ -110,12 +110,15 @@ def test_records_have_the_published_fields_in_order_and_are_frozen(kind):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: records.EnsembleModeDefinition(step_ema=0), "EnsembleModeDefinition: step_ema must be at least 1"),
-        (lambda: records.EnsembleModeDefinition(step_swap=-1), "step_swap must be at least 1, got -1"),
-        (lambda: records.EmainplaceModeDefinition(step_ema=0), "EmainplaceModeDefinition: step_ema must be at least 1"),
-        (lambda: records.MultiPassPrefetchConfig(num_passes=0), "num_passes must be at least 1"),
-        (lambda: records.MultiPassPrefetchConfig(3, 0), "min_splitable_pass_size must be at least 1"),
-        (lambda: records.TBEStatsReporterConfig(interval=0), "TBEStatsReporterConfig: interval must be at least 1"),
+        (lambda: records.EnsembleModeDefinition(step_ema=0), r"EnsembleModeDefinition: step_ema must be in \[1, inf\)"),
+        (lambda: records.EnsembleModeDefinition(step_swap=-1), r"step_swap must be in \[1, inf\), got -1"),
+        (
+            lambda: records.EmainplaceModeDefinition(step_ema=0),
+            r"EmainplaceModeDefinition: step_ema must be in \[1, inf\)",
+        ),
+        (lambda: records.MultiPassPrefetchConfig(num_passes=0), r"num_passes must be in \[1, inf\)"),
+        (lambda: records.MultiPassPrefetchConfig(3, 0), r"min_splitable_pass_size must be in \[1, inf\)"),
+        (lambda: records.TBEStatsReporterConfig(interval=0), r"TBEStatsReporterConfig: interval must be in \[1, inf\)"),
     ],
 )
 def test_counts_and_intervals_must_be_positive(make, message):

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsembed import optimizers as records
 from rsembed.optimizers import global_decay_factor
-from rsembed.tbe import records
-from rsembed.tbe.full_table import emainplace_pass, ensemble_pass, refreshed_max_counter
 
 ROWS, DIM = 3, 4
 steps = st.integers(1, 24)
@@ -56,10 +55,10 @@ ENSEMBLES = [
 
 @pytest.mark.parametrize("config", ENSEMBLES)
 def test_the_ensemble_follows_swaps_and_restarts_at_its_steps(config):
-    run = jax.jit(lambda w, m2, t: ensemble_pass(w, m2, t, config))
+    run = jax.jit(config.before_step)
     weights, slow = random_table(1), random_table(2)
     for t in range(1, 25):
-        new_weights, new_slow = run(weights, slow, t)
+        new_weights, (new_slow,) = run(weights, (slow,), t)
         for found, wanted in zip((new_weights, new_slow), ensemble_oracle(weights, slow, t, config), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
         if t % config.step_ema and t % config.step_swap:
@@ -70,7 +69,7 @@ def test_the_ensemble_follows_swaps_and_restarts_at_its_steps(config):
 def test_a_float16_table_swaps_with_a_float32_ensemble():
     config = records.EnsembleModeDefinition(step_ema=1, step_swap=1, step_start=1)
     weights, slow = random_table(3).astype(np.float16), random_table(4)
-    new_weights, new_slow = ensemble_pass(jnp.asarray(weights), jnp.asarray(slow), 1, config)
+    new_weights, (new_slow,) = config.before_step(jnp.asarray(weights), (jnp.asarray(slow),), 1)
     assert (new_weights.dtype, new_slow.dtype) == (jnp.float16, jnp.float32)
     np.testing.assert_array_equal(new_weights, weights)
     np.testing.assert_array_equal(new_slow, weights.astype(np.float32))
@@ -80,39 +79,35 @@ def test_a_float16_table_swaps_with_a_float32_ensemble():
 def test_slow_halves_move_toward_fast_halves_at_their_steps(dtype):
     config = records.EmainplaceModeDefinition(step_ema=3, step_start=6, step_ema_coef=0.25)
     weights = random_table(5).astype(dtype)
-    run = jax.jit(lambda w, t: emainplace_pass(w, t, config))
+    run = jax.jit(config.before_step)
     for t in range(1, 13):
         wanted = weights.astype(np.float64)
         if t in (6, 9, 12):
             for row in wanted:
                 row[2:] += 0.25 * (row[:2] - row[2:])
-        found = run(weights, t)
+        found, copies = run(weights, (), t)
+        assert copies == ()
         assert found.dtype == dtype
         np.testing.assert_array_equal(found[:, :2], weights[:, :2])
         np.testing.assert_allclose(found, wanted, rtol=1e-6 if dtype == np.float32 else 1e-3, atol=1e-6)
 
 
-def test_rows_without_two_halves_are_refused():
-    with pytest.raises(ValueError, match=r"EMAINPLACE_ROWWISE_ADAGRAD .*embedding dim is 3; use an even one"):
-        emainplace_pass(jnp.zeros((2, 3)), 1, records.EmainplaceModeDefinition())
-
-
 def test_the_largest_counter_is_refreshed_at_its_steps_only():
     config = records.CounterBasedRegularizationDefinition(max_counter_update_freq=4)
     counters = [jnp.asarray([[1.0], [6.5]]), jnp.zeros((0, 1)), jnp.asarray([[3.0]])]
-    found = [float(refreshed_max_counter(counters, t, 2.5, config)) for t in range(1, 9)]
+    found = [float(config.refreshed_max_counter(counters, t, 2.5)) for t in range(1, 9)]
     assert found == [2.5, 2.5, 2.5, 7.5, 2.5, 2.5, 2.5, 7.5]
-    assert float(jax.jit(lambda t: refreshed_max_counter(counters, t, 1.0, config))(4)) == 7.5
+    assert float(jax.jit(lambda t: config.refreshed_max_counter(counters, t, 1.0))(4)) == 7.5
 
 
 def test_a_frequency_that_is_not_positive_never_refreshes():
     config = records.CounterBasedRegularizationDefinition(max_counter_update_freq=0)
-    assert float(refreshed_max_counter([jnp.asarray([[9.0]])], 4, 1.0, config)) == 1.0
+    assert float(config.refreshed_max_counter([jnp.asarray([[9.0]])], 4, 1.0)) == 1.0
 
 
 def test_steps_without_a_pass_leave_a_donated_table_where_it_is():
     config = records.EmainplaceModeDefinition(step_ema=2)
-    run = jax.jit(lambda w, t: emainplace_pass(w, t, config), donate_argnums=0)
+    run = jax.jit(lambda w, t: config.before_step(w, (), t)[0], donate_argnums=0)
     weights = jnp.ones((512, DIM))
     place = weights.unsafe_buffer_pointer()
     assert run(weights, 1).unsafe_buffer_pointer() == place

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from rsembed.caching import RowStore
+from rsembed.caching.stores import RowStore
 from rsembed.fingerprint import Fingerprint, check_same
 
 RECORD = "tables.json"

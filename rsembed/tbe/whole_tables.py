@@ -1,4 +1,4 @@
-"""Whole tables of a module: reading, writing, drawing and counting them, wherever they live."""
+"""Whole tables of a module, wherever they live: read, written, drawn and counted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> Fl
         check_within("[0, inf)", rate, "learning_rate")
     rates = []
     for group in plan.groups:
-        if callable(plan.table_of(group).learning_rate):
+        if callable(group.table.learning_rate):
             raise ValueError("the learning rate is a schedule; construct the module with a number to set it later.")
         own = {by_table[t] for t in group.tables}
         if len(own) > 1:
@@ -54,14 +54,25 @@ def _put_block(array: Array, block: Array, first_row: Any) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(array, block.astype(array.dtype), first_row, 0)
 
 
-def init_uniform(module: TableBatchedEmbeddingBags, low: float, high: float, key: PRNGKeyArray) -> None:
-    """Draws every row from its own key, block by block: no second table is ever needed."""
-    check_within("(-inf, inf)", high, "init_embedding_weights_uniform: max_val")
-    check_within(f"(-inf, {high}]", low, "init_embedding_weights_uniform: min_val")
-    bounds = jnp.float32(low), jnp.float32(high)
+def init_embedding_weights_uniform(
+    module: TableBatchedEmbeddingBags, min_val: float, max_val: float, *, key: PRNGKeyArray | None = None
+) -> None:
+    """Draws all weights from U(min_val, max_val). Equal keys and tables give equal bits, however they are stored.
+
+    Args:
+      module: whose tables these are.
+      min_val: lowest weight.
+      max_val: bound above.
+      key: None takes the one that the module was made with.
+    """
+    check_within("(-inf, inf)", max_val, "init_embedding_weights_uniform: max_val")
+    check_within(f"(-inf, {max_val}]", min_val, "init_embedding_weights_uniform: min_val")
+    key = module.state.get_value().key if key is None else key
+    bounds = jnp.float32(min_val), jnp.float32(max_val)
     for number, table in enumerate(module.plan.tables):
         own_key = jax.random.fold_in(key, number)
 
+        # Block by block, every row from its own key: no second table is ever needed.
         def rows(first: int, last: int, own_key: Any = own_key, dim: int = table.dim) -> Array:
             return _uniform_rows(own_key, first, last - first, dim, *bounds)
 
@@ -79,7 +90,7 @@ def write_table(
 ) -> None:
     """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
     functional.check_state(module.plan, module.state.get_value())
-    number, first_row = module.plan.place(table)
+    number, first_row = module.plan.places[table]
     num_rows = module.plan.tables[table].num_rows
     blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
     if module.plan.tables[table].is_cached:
@@ -97,7 +108,7 @@ def write_table(
 def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
     """Weights and states of one table, after `bring_home`."""
     functional.check_state(module.plan, module.state.get_value())
-    number, first_row = module.plan.place(table)
+    number, first_row = module.plan.places[table]
     last_row = first_row + module.plan.tables[table].num_rows
     if module.plan.tables[table].is_cached:
         return [store.view(first_row, last_row) for store in module.host_rows.stores_of(table)]  # type: ignore[union-attr]
@@ -107,16 +118,24 @@ def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
 
 def _entries(table: TablePlan) -> dict[str, tuple[int, ...]]:
     """Names and shapes of weights and states in a state dict; row-wise states are flat, as their arrays are not."""
-    slots = functional.slot_shapes(table._replace(dim=2))  # in a table of dim 1, shapes would not tell
-    averages = [] if table.passes.ensemble is None else [False]
-    is_flat = [False, *(slot.shape[1] == 1 for slot in slots), *averages]
+    slots = table._replace(dim=2).first_slots()  # in a table of dim 1, shapes would not tell
+    is_flat = [False, *(slot.shape[1] == 1 for slot in slots)]
     labels = [f"{table.name}.{label}" for label in ("weight", *table.torch_state_names)]
     shapes = [(table.num_rows,) if flat else (table.num_rows, table.dim) for flat in is_flat]
     return dict(zip(labels, shapes, strict=True))
 
 
-def split_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]:
-    """See `TableBatchedEmbeddingBags.split_optimizer_states`."""
+def split_embedding_weights(module: TableBatchedEmbeddingBags) -> list[Any]:
+    """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
+    bring_home(module)
+    return [read_table(module, table)[0] for table in range(len(module.plan.tables))]
+
+
+def split_optimizer_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]:
+    """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
+
+    Raises: NotImplementedError: OptimType.NONE has none.
+    """
     if module.plan.tables[0].rule is None:
         raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
     bring_home(module)
@@ -128,7 +147,10 @@ def split_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]:
 
 
 def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
-    """See `TableBatchedEmbeddingBags.state_dict`."""
+    """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`.
+
+    `contents` tells what it belongs to, for `load_state_dict` to compare.
+    """
     bring_home(module)
     state, plan, found = module.state.get_value(), module.plan, {}
     for number, table in enumerate(plan.tables):
@@ -136,7 +158,7 @@ def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
             found[name] = np.array(array).reshape(shape)
     rates = np.asarray(state.learning_rates)
     found["step"] = np.asarray(state.step)
-    found["learning_rate"] = np.asarray([rates[plan.place(t)[0]] for t in range(len(plan.tables))])
+    found["learning_rate"] = np.asarray([rates[plan.places[t][0]] for t in range(len(plan.tables))])
     found["max_counter"] = np.asarray(state.max_counter)
     found["key"] = np.asarray(jax.random.key_data(state.key))
     found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)  # numbers, which any file can hold
@@ -146,9 +168,12 @@ def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
 _OPTIONAL = {"step", "learning_rate", "max_counter", "key", "contents"}
 
 
-def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any]) -> None:
-    """See `TableBatchedEmbeddingBags.load_state_dict`."""
-    plan, expected = module.plan, dict[str, tuple[int, ...]]()
+def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, Any]) -> None:
+    """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
+
+    Raises: ValueError: an entry is missing, unknown or of another shape, or `contents` has other optimizers.
+    """
+    plan, given, expected = module.plan, state_dict, dict[str, tuple[int, ...]]()
     for table in plan.tables:
         expected |= _entries(table)
     missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected) - _OPTIONAL)
@@ -179,16 +204,31 @@ def load_state_dict(module: TableBatchedEmbeddingBags, given: Mapping[str, Any])
     module.state.set_value(module.state.get_value()._replace(**changes))
 
 
-def reset_rows(module: TableBatchedEmbeddingBags, rows: Any, offsets: Any, table_ids: Any) -> None:
-    """See `TableBatchedEmbeddingBags.reset_embedding_weight_momentum`."""
-    rows, offsets = np.asarray(rows), np.asarray(offsets)
+def reset_embedding_weight_momentum(
+    module: TableBatchedEmbeddingBags,
+    pruned_indices: Any,
+    pruned_indices_offsets: Any,
+    logical_table_ids: Any,
+    buffer_ids: Any = None,
+) -> None:
+    """Zeroes rows and all their optimizer states.
+
+    Args:
+      module: whose rows these are.
+      pruned_indices: rows, table after table.
+      pruned_indices_offsets: entry `k` of the lists below owns `pruned_indices[offsets[k] : offsets[k + 1]]`.
+      logical_table_ids: tables.
+      buffer_ids: no meaning here; accepted for the original's sake.
+    """
+    del buffer_ids
+    rows, offsets = np.asarray(pruned_indices), np.asarray(pruned_indices_offsets)
     module.reset_cache_states()
-    for k, table in enumerate(np.asarray(table_ids).tolist()):
+    for k, table in enumerate(np.asarray(logical_table_ids).tolist()):
         own = np.unique(rows[offsets[k] : offsets[k + 1]].astype(np.int64))
         plan = module.plan.tables[table]
         if own.size and not 0 <= own[0] <= own[-1] < plan.num_rows:
             raise ValueError(f"rows {own[0]} to {own[-1]} leave table {plan.name!r} of {plan.num_rows} rows.")
-        number, first_row = module.plan.place(table)
+        number, first_row = module.plan.places[table]
         if plan.is_cached:
             for store in module.host_rows.stores_of(table):  # type: ignore[union-attr]
                 store.write(own + first_row, np.zeros((own.size, *store.shape[1:]), store.dtype))
@@ -199,15 +239,12 @@ def reset_rows(module: TableBatchedEmbeddingBags, rows: Any, offsets: Any, table
 
 
 def state_bytes(module: TableBatchedEmbeddingBags) -> dict[str, dict[str, int]]:
-    """See `TableBatchedEmbeddingBags.state_bytes`."""
+    """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
     found: dict[str, dict[str, int]] = {}
     for table in module.plan.tables:
-        average = 0 if table.passes.ensemble is None else jnp.dtype(table.passes.average_dtype).itemsize
-        size = table.num_rows * table.dim
-        states = sum(slot.size * slot.dtype.itemsize for slot in functional.slot_shapes(table))
         found[table.name] = {
-            "weights": size * jnp.dtype(table.dtype).itemsize,
-            "optimizer_states": states + size * average,
+            "weights": table.num_rows * table.dim * jnp.dtype(table.dtype).itemsize,
+            "optimizer_states": table.num_rows * sum(slot.nbytes for slot in table.first_slots()),
         }
     total = {what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")}
     if module.host_rows is not None:

@@ -1,0 +1,142 @@
+"""The arguments of a table-batched call, checked at the door and brought into the form that kernels read."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsembed.bags import PAD_ID, as_bags, is_traced, narrow_ids
+from rsembed.kernels.contract import JaggedBatch
+from rsembed.tbe.bounds import first_mistake, is_sound, repair
+from rsembed.tbe.plan import TBEPlan
+from rsembed.tbe.records import BoundsCheckMode
+
+_WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
+_FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
+
+
+@dataclasses.dataclass(eq=False)
+class Door:
+    """Where the calls of a module come in.
+
+    Args:
+      mode: what happens to ids and offsets outside their range.
+      feature_names: for messages and `{feature: Bags}`.
+      has_warned: WARNING does so once.
+    """
+
+    mode: BoundsCheckMode
+    feature_names: tuple[str, ...]
+    has_warned: bool = False
+
+    def read(
+        self,
+        plan: TBEPlan,
+        indices: Any,
+        offsets: Any,
+        per_sample_weights: Any = None,
+        batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[JaggedBatch, Any]:
+        """A batch, in numpy unless traced, and how many ids and offsets WARNING had to correct; 0 in other modes.
+
+        `TableBatchedEmbeddingBags.__call__` says what the arguments mean; arrays of the caller are never changed.
+        Inside `jit` nothing can be raised: FATAL then lets bad ids contribute nothing, and counts them.
+
+        Raises: TypeError or ValueError.
+        """
+        sizes: Any = batch_size_per_feature_per_rank
+        if isinstance(indices, Mapping):
+            indices, offsets, per_sample_weights, sizes = self._flat(indices)
+        if offsets is None:
+            raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
+        ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
+        if sizes is not None:
+            sizes = tuple(tuple(int(n) for n in own) for own in sizes)
+            if plan.pooling == "none":
+                raise ValueError(
+                    "batch_size_per_feature_per_rank needs pooled bags; PoolingMode.NONE returns one row per id."
+                )
+        batch, num_corrected = plan.batch(ids, ends, _weights(plan, per_sample_weights, ids), sizes), 0
+        if self.mode != BoundsCheckMode.NONE:
+            batch, num_corrected = self._checked(plan, batch)
+        fits = {"ids": narrow_ids(batch.ids), "offsets": narrow_ids(batch.offsets)}
+        return dataclasses.replace(batch, **fits), num_corrected
+
+    def _flat(self, bags_by_feature: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+        """The arguments of a flat call for `{feature: Bags}` (or anything `as_bags` takes)."""
+        if set(bags_by_feature) != set(self.feature_names):
+            raise ValueError(
+                f"the batch has features {sorted(bags_by_feature)}, the module {sorted(self.feature_names)}."
+            )
+        bags = [as_bags(bags_by_feature[name], feature=name) for name in self.feature_names]
+        xp: Any = jnp if is_traced(bags) else np
+        ids, ends, weights, first = [], [xp.zeros(1, xp.int32)], [], 0
+        for own in bags:
+            # What stands behind a feature's last bag would fall into the first bag of the next one.
+            is_used = xp.arange(own.ids.shape[0]) < own.offsets[-1]
+            ids.append(xp.where(is_used, xp.asarray(own.ids), PAD_ID))
+            ends.append((xp.asarray(own.offsets)[1:] + first).astype(xp.int32))
+            weights.append(xp.ones(own.ids.shape[0], xp.float32) if own.weights is None else xp.asarray(own.weights))
+            first += own.ids.shape[0]
+        if first:
+            last = ends[-1]
+            ends[-1] = xp.concatenate([last[:-1], xp.full(min(last.shape[0], 1), first, xp.int32)])
+        num_bags = [own.num_bags for own in bags]
+        sizes = None if len(set(num_bags)) == 1 else [[n] for n in num_bags]
+        has_weights = any(own.weights is not None for own in bags)
+        return xp.concatenate(ids), xp.concatenate(ends), xp.concatenate(weights) if has_weights else None, sizes
+
+    def _checked(self, plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Any]:
+        tables = [plan.tables[t] for t in plan.features]
+        ids_and_offsets: tuple[Any, Any] = (batch.ids, batch.offsets)
+        arguments = (*ids_and_offsets, plan.bags_of(batch), [table.num_rows for table in tables])
+        if not is_traced(ids_and_offsets):
+            if is_sound(*arguments) and (batch.offsets[0] == 0 or self.mode not in _FATAL):
+                return batch, 0
+            mistake = first_mistake(*arguments, self.feature_names, [table.name for table in tables])
+            if self.mode in _FATAL:
+                raise ValueError(mistake)
+            if self.mode in _WARNING and not self.has_warned:
+                self.has_warned = True
+                message = (
+                    f"{mistake} It was corrected as FBGEMM does; this is told once, bounds_check_warning counts on."
+                )
+                warnings.warn(message, stacklevel=5)
+        ids, offsets, num_corrected = repair(*arguments)
+        if self.mode in _FATAL:
+            return batch, num_corrected
+        return dataclasses.replace(batch, ids=ids, offsets=offsets), num_corrected if self.mode in _WARNING else 0
+
+
+def _integers(values: Any, what: str) -> Any:
+    array: Any = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
+    if array.ndim == 1 and array.size == 0:
+        array = array.astype(np.int32)  # an empty list would become float64
+    if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{what} must be a flat array of integers, got {array.dtype} of shape {array.shape}.")
+    return array
+
+
+def _weights(plan: TBEPlan, weights: Any, ids: Any) -> Any:
+    if weights is None:
+        return None
+    weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"per_sample_weights must be floats, got {weights.dtype}.")
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"per_sample_weights has shape {tuple(weights.shape)}, but there are {ids.shape[0]} indices; pass one "
+            "weight per index."
+        )
+    if plan.pooling == "none":
+        raise ValueError(
+            "per_sample_weights has no meaning for PoolingMode.NONE, which returns rows as they are (the original "
+            "drops it silently); multiply the output, or pool."
+        )
+    return weights.astype(np.float32)
