@@ -82,8 +82,11 @@ def pytest_sessionstart() -> None:
 def sine_waves(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     """Initial values that are cheap to compile: others for other entries, and for tables of other names and keys."""
     phase = jax.random.key_data(key)[-1] % 6283
-    entries = np.sin(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
-    return jnp.asarray(entries, dtype) * jnp.cos(phase.astype(dtype) / 1000)
+    size = int(np.prod(shape))
+    # A constant compiles soonest, but a large one is hashed, compressed and written with the program that holds it.
+    wave = np if size <= 2**16 else jnp
+    entries = wave.sin(wave.arange(size, dtype=np.float32))
+    return jnp.asarray(entries.reshape(shape), dtype) * jnp.cos(phase.astype(dtype) / 1000)
 
 
 @pytest.fixture(autouse=True)

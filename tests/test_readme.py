@@ -1,7 +1,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+
+
+@pytest.fixture
+def quick_initial_values() -> None:
+    """None: the lines run as for whoever copies them."""
 
 
 def test_the_ten_lines_run_as_printed():

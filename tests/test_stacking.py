@@ -137,17 +137,22 @@ def test_attached_specs_are_frozen_and_show_their_place():
         tables[1].combiner = "mean"
 
 
+def stacked_tables(sizes, num_shards, rotation, seed):
+    """Tables of two widths, the specs of those that read them, and their plan, attached."""
+    _, features = tables_and_features(*[(size, 3 + i % 2) for i, size in enumerate(sizes)])
+    plan = rs.plan_stacking(features, num_shards=num_shards, rotation=rotation)
+    attach_placement(features, plan)
+    rng = np.random.default_rng(seed)
+    tables = {f"t{i}": rng.normal(size=(size, 3 + i % 2)).astype(np.float32) for i, size in enumerate(sizes)}
+    return tables, [feature.table_spec for feature in features], plan
+
+
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 5), st.integers(0, 2**16)
 )
 def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(sizes, num_shards, rotation, seed):
-    _, features = tables_and_features(*[(size, 3 + i % 2) for i, size in enumerate(sizes)])
-    plan = rs.plan_stacking(features, num_shards=num_shards, rotation=rotation)
-    attach_placement(features, plan)
-    specs = [feature.table_spec for feature in features]
-    rng = np.random.default_rng(seed)
-    tables = {f"t{i}": rng.normal(size=(size, 3 + i % 2)).astype(np.float32) for i, size in enumerate(sizes)}
+    tables, specs, plan = stacked_tables(sizes, num_shards, rotation, seed)
     stacked = stack_and_shard_tables(specs, tables, num_shards)
     back = unshard_and_unstack_tables(specs, stacked, num_shards)
     assert back.keys() == tables.keys()
@@ -160,8 +165,20 @@ def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(
         np.testing.assert_array_equal(flat[rows, : table.shape[1]], table)
         flat[rows, : table.shape[1]] = np.nan
     assert all(np.isnan(array).all() for array in stacked.values())
-    on_device = stack_and_shard_tables(specs, {name: jnp.asarray(table) for name, table in tables.items()}, num_shards)
-    for name, values in unshard_and_unstack_tables(specs, on_device, num_shards).items():
+
+
+# Every shape is compiled anew, so arrays of a device have few: with and without padding, rotation, equal sizes.
+@pytest.mark.parametrize(
+    ("sizes", "num_shards", "rotation"), [((1,), 1, 0), ((17, 40, 8), 3, 5), ((40, 1, 7, 16), 6, 1)]
+)
+def test_tables_on_a_device_are_stacked_like_tables_on_the_host_and_come_back(sizes, num_shards, rotation):
+    tables, specs, _ = stacked_tables(sizes, num_shards, rotation, seed=0)
+    on_host = stack_and_shard_tables(specs, tables, num_shards)
+    stacked = stack_and_shard_tables(specs, {name: jnp.asarray(table) for name, table in tables.items()}, num_shards)
+    assert stacked.keys() == on_host.keys()
+    for name, array in stacked.items():
+        np.testing.assert_array_equal(array, on_host[name])
+    for name, values in unshard_and_unstack_tables(specs, stacked, num_shards).items():
         np.testing.assert_array_equal(values, tables[name])
 
 
