@@ -1,12 +1,12 @@
 """The pages name what exists: every public name in the reference, every call of the migration tables."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
 import pkgutil
 import re
-from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,12 @@ _spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "ref
 reference = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(reference)
 
-PAGES = {room: reference.page(room, modules) for room, modules in reference.rooms().items()}
-TARGETS = {target for page in PAGES.values() for target in re.findall(r"^% ([\w.]+)$", page, re.MULTILINE)}
+
+@functools.cache
+def targets():
+    """Every name that a page of the reference has; where its tests are only collected, no page is made."""
+    pages = (reference.page(room, modules) for room, modules in reference.rooms().items())
+    return {target for page in pages for target in re.findall(r"^% ([\w.]+)$", page, re.MULTILINE)}
 
 
 def packages():
@@ -33,7 +37,7 @@ def test_the_reference_has_exactly_the_names_that_a_package_offers(package):
     module = importlib.import_module(package)
     imported = set(re.findall(r"\b\w+\b", Path(module.__file__).read_text()))  # not what other imports left behind
     offered = {name for name, value in vars(module).items() if not (name.startswith("_") or inspect.ismodule(value))}
-    listed = {target.removeprefix(f"{package}.") for target in TARGETS if target.rpartition(".")[0] == package}
+    listed = {target.removeprefix(f"{package}.") for target in targets() if target.rpartition(".")[0] == package}
     assert listed == offered & imported
 
 
@@ -45,12 +49,12 @@ def test_the_reference_has_every_function_and_class_that_a_published_module_defi
         for key, value in vars(module).items()
         if not key.startswith("_") and getattr(value, "__module__", None) == name
     }
-    assert own - TARGETS == set()
+    assert own - targets() == set()
 
 
 def test_every_public_function_and_class_says_what_it_is():
     silent = []
-    for target in sorted(TARGETS):
+    for target in sorted(targets()):
         module, _, name = target.rpartition(".")
         _, node, _ = reference.find(module, name)
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(node):
@@ -60,7 +64,7 @@ def test_every_public_function_and_class_says_what_it_is():
 
 def test_public_functions_tell_the_shapes_of_their_arrays():
     bare = []
-    for target in sorted(TARGETS):
+    for target in sorted(targets()):
         module, _, name = target.rpartition(".")
         _, node, _ = reference.find(module, name)
         if isinstance(node, ast.FunctionDef):
@@ -80,7 +84,7 @@ def errors_raised_by(node):
 
 def test_public_functions_name_the_errors_that_they_raise():
     missing = []
-    for target in sorted(TARGETS):
+    for target in sorted(targets()):
         module, _, name = target.rpartition(".")
         _, node, _ = reference.find(module, name)
         if isinstance(node, ast.FunctionDef):
@@ -118,7 +122,7 @@ def resolve(name):
             module = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
-        return reduce(getattr, parts[length:], module)
+        return functools.reduce(getattr, parts[length:], module)
     raise AssertionError(name)
 
 
