@@ -10,10 +10,11 @@ import numpy as np
 from jaxtyping import Array
 
 from rsembed.bags import as_bags
-from rsembed.collection.stack import Stack
+from rsembed.caching import Generation, padded_size
 from rsembed.collection.rows import keys_of_gradients
+from rsembed.collection.stack import Stack
 from rsembed.homes.home import on_host
-from rsembed.homes.host_cached import CachedRows, HostCached, HostStore, Moves
+from rsembed.homes.host_cached import CachedRows, HostCached, Moves
 from rsembed.kernels import api
 
 ROWS_PER_BLOCK = 1 << 16
@@ -27,12 +28,16 @@ class Fetching:
 
     def __init__(self, stack: Stack):
         self.stack, self.home, self.table = stack, cast(HostCached, stack.home), stack.table
-        self.store: HostStore | None = None
         if stack.rows.devices.num_processes > 1:
             raise NotImplementedError(
                 f"table {self.table.name!r} is kept as {self.home}, whose rows one process must hold; make the mesh of "
                 "one process' devices, or give the table another storage."
             )
+        self.generation = Generation(
+            f"table {self.table.name!r}: the host no longer holds the rows for which this state has no place: rows "
+            "were exchanged since for another state, or the state is another collection's. Go on from the newest "
+            "state, or from a checkpoint."
+        )
         part, split = stack.partition, stack.rows.devices.split
         on_each = stack.rows.devices.on_each
         self._of_batch = jax.jit(on_each(self._make_room, (part, split), (part, part)))
@@ -44,11 +49,11 @@ class Fetching:
     def begin(self, params: CachedRows) -> CachedRows:
         """The parameters of a fresh state, to which a fresh store belongs."""
         data, kind = jax.random.key_data(params.near.key), jax.random.key_impl(params.near.key)
-        self.store = HostStore(self.home, self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
-        return self._of_this_time(params, self.store)
+        self.store = self.home.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
+        return self._of_new_time(params)
 
-    def check(self, params: CachedRows, slots: Any = ()) -> HostStore:
-        """The store.
+    def check(self, params: CachedRows, slots: Any = ()) -> None:
+        """Whether the store is the state's.
 
         Raises:
           RuntimeError: the state is of another time than it, or of another collection.
@@ -59,13 +64,7 @@ class Fetching:
                 f"table {self.table.name!r} is on the host, where optimizer state moves with its row: keep the slots "
                 "in the state, or serve from a checkpoint that a collection without storage= loaded."
             )
-        if self.store is None or (on_host(params.generation) != self.store.generation).any():
-            raise RuntimeError(
-                f"table {self.table.name!r}: the host no longer holds the rows for which this state has no place: rows "
-                "were exchanged since for another state, or the state is another collection's. Go on from the newest "
-                "state, or from a checkpoint."
-            )
-        return self.store
+        self.generation.check(on_host(params.generation))
 
     def fetched(
         self,
@@ -81,7 +80,7 @@ class Fetching:
         With `is_for_good` the store goes on with the result alone. Without, the given ones stay valid, too: rows that
         leave are written as they stand in them, and nothing else changes. `donates` gives their arrays away.
         """
-        store = self.check(params, slots)
+        self.check(params, slots)
         make_room = self._of_batch if isinstance(batch, Mapping) else self._of_rows
         # Places are made without the rows, which a program on a mesh would copy.
         without: Any = ()
@@ -94,23 +93,21 @@ class Fetching:
                 f"{self.home.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
             )
         if most := int(counts.max()):
-            size = 1 << (most - 1).bit_length()  # few sizes, few programs
+            size = padded_size(most)
             rows, ids, left = (lane.reshape(counts.size, -1)[:, :size].reshape(-1) for lane in (rows, ids, left))
             (rows,) = self._placed([rows])
             leaves = left >= 0
-            store.write(left[leaves], [on_host(array)[leaves] for array in self._gather(params, slots, rows)])
+            gone = [on_host(array)[leaves] for array in self._gather(params, slots, rows)]
+            come = self.store.exchange(left[leaves], gone, np.maximum(ids, 0))
             scatter = self._scatter_in_place if donates else self._scatter
-            params, slots = scatter(params, slots, rows, tuple(self._placed(store.read(np.maximum(ids, 0)))))
-        if is_for_good:
-            store.generation = (store.generation + 1) % 2**32
-            params = self._of_this_time(params, store)
-        return params, slots
+            params, slots = scatter(params, slots, rows, tuple(self._placed(come)))
+        return self._of_new_time(params) if is_for_good else params, slots
 
     def arrays(self, params: CachedRows, slots: Any) -> list[np.ndarray]:
         """All rows and slots of the table, in the order of ids, on the host."""
-        store = self.check(params, slots)
+        self.check(params, slots)
         starts = range(0, self.table.vocabulary_size, ROWS_PER_BLOCK)
-        blocks = [store.read(np.arange(i, min(i + ROWS_PER_BLOCK, self.table.vocabulary_size))) for i in starts]
+        blocks = [self.store.read(np.arange(i, min(i + ROWS_PER_BLOCK, self.table.vocabulary_size))) for i in starts]
         found = [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
         places, ids = self.home.residents(params)
         for array, near in zip(found, (params.near.rows, *slots), strict=True):
@@ -121,15 +118,16 @@ class Fetching:
         """The parameters of a fresh store with these rows and slots, none of which is near."""
         empty = self.stack.rows.devices.on_each(self.home.emptied, (self.stack.partition,), self.stack.partition)
         params = self.begin(jax.jit(empty)(params))
-        self.check(params).write(np.arange(self.table.vocabulary_size), [np.asarray(array) for array in arrays])
+        self.store.write(np.arange(self.table.vocabulary_size), [np.asarray(array) for array in arrays])
         return params
 
     def _placed(self, arrays: Sequence[np.ndarray]) -> list[Any]:
         placed: list[Any] = self.stack.rows.devices.place_from_host(list(arrays), self.stack.partition)
         return placed
 
-    def _of_this_time(self, params: CachedRows, store: HostStore) -> CachedRows:
-        (generation,) = self._placed([np.full(params.generation.shape, store.generation, np.uint32)])
+    def _of_new_time(self, params: CachedRows) -> CachedRows:
+        self.generation.advance(self.generation.number)
+        (generation,) = self._placed([np.full(params.generation.shape, self.generation.number, np.uint32)])
         return params._replace(generation=generation)
 
     # On one device

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from rsembed.caching import RowStore
+from rsembed.caching import BackingStore, RowStore
 from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hash_table import compact, first_occurrences
 from rsembed.homes.hashed_rows import DynamicTable
@@ -26,8 +24,6 @@ from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
-
-INITIAL_BLOCK = 4096
 
 
 class CachedRows(NamedTuple):
@@ -161,6 +157,17 @@ class HostCached(Home):
         near, slots = hashed_rows.step(params.near, slots, segments, d_outputs, step)
         return params._replace(near=near), slots
 
+    def backing_store(self, table: TableSpec, key: PRNGKeyArray) -> BackingStore:
+        """A store without rows; `key` is the table's, from which its initial rows follow."""
+        first_values = functools.partial(_initial_rows_and_slots, table, key)
+        one_row = jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32))
+        shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
+        if self.folder is None:
+            stores = [RowStore.in_memory(shape, dtype) for shape, dtype in shapes]
+        else:
+            stores = [RowStore.in_nameless_file(self.folder, shape, dtype) for shape, dtype in shapes]
+        return BackingStore(stores, jax.jit(first_values))
+
     def counts(self, params: CachedRows, num_shards: int) -> dict[str, np.ndarray]:
         counts = hashed_rows.counts(params.near, num_shards)
         return {"rows": counts["rows"], "fetched": counts["inserted"], "evicted": counts["evicted"]}
@@ -206,54 +213,6 @@ class HostCached(Home):
             jnp.sum(strangers.is_key & (new_rows == NO_ROW), dtype=jnp.int32).reshape(1),
         )
         return params._replace(near=near._replace(keys=filled, counters=counters)), moves
-
-
-class HostStore:
-    """The rows and slots of a table that are not near, or were not when they were last written.
-
-    A row that was never written has its initial values, which are made when it is read.
-    """
-
-    def __init__(self, home: HostCached, table: TableSpec, key: PRNGKeyArray):
-        """A store without rows; `key` is the table's, from which its initial rows follow."""
-        self.table, self.key, self.generation = table, key, secrets.randbits(32)
-        one_row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
-        shapes = [jax.ShapeDtypeStruct(one_row.shape, jnp.dtype(table.dtype))]
-        shapes += jax.eval_shape(table.optimizer.init_slots, one_row)
-        self._is_stored = np.zeros(table.vocabulary_size, bool)
-        self._stores = [
-            self._store(home.folder, number, (table.vocabulary_size, *shape.shape[1:]), shape.dtype)
-            for number, shape in enumerate(shapes)
-        ]
-        self._initial = jax.jit(functools.partial(_initial_rows_and_slots, table))
-
-    def _store(self, folder: str | None, number: int, shape: tuple[int, ...], dtype: Any) -> RowStore:
-        if folder is None:
-            return RowStore.in_memory(shape, dtype)
-        # A mapped file needs no name: without one it goes when the store does, however the process ends.
-        path = Path(folder) / f"{secrets.token_hex(8)}.{number}.rows"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store = RowStore.in_file(path, shape, dtype)
-        path.unlink()
-        return store
-
-    def write(self, ids: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-        """Keeps rows and slots of distinct ids."""
-        for store, values in zip(self._stores, arrays, strict=True):
-            store.write(ids, np.ascontiguousarray(values))
-        self._is_stored[ids] = True
-
-    def read(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Rows and slots of ids."""
-        arrays = [store.read(ids) for store in self._stores]
-        fresh = np.flatnonzero(~self._is_stored[ids])
-        for start in range(0, fresh.size, INITIAL_BLOCK):
-            some = fresh[start : start + INITIAL_BLOCK]
-            padded = np.zeros(1 << (some.size - 1).bit_length(), np.int32)
-            padded[: some.size] = ids[some]
-            for array, values in zip(arrays, self._initial(self.key, padded), strict=True):
-                array[some] = np.asarray(values)[: some.size]
-        return arrays
 
 
 def _initial_rows_and_slots(table: TableSpec, key: PRNGKeyArray, ids: Int[Array, " ids"]) -> tuple[Array, ...]:
