@@ -122,20 +122,8 @@ def pool(
     dim, chunk, lanes = table.shape[1], chunk_rows(table.shape[1], 2), num_lanes()
 
     def body(*refs: Any) -> None:
-        (
-            table_hbm,
-            ids_hbm,
-            gains_hbm,
-            bags_hbm,
-            bounds_hbm,
-            out_hbm,
-            ids_v,
-            gains_v,
-            bags_v,
-            bounds_v,
-            rows_v,
-            out_v,
-        ) = refs
+        table_hbm, ids_hbm, gains_hbm, bags_hbm, bounds_hbm, out_hbm, *own = refs
+        ids_v, gains_v, bags_v, bounds_v, rows_v, out_v = own
 
         def add_entries(first_bag: Any) -> Callable[[Any], None]:
             def add_entry(entry: Any) -> None:

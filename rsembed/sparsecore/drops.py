@@ -27,22 +27,18 @@ def record_drops(
 
     `dropped` has, by kind (`ids`, `unique_ids`, `buffer`), the rows inside their shard that lost entries, and how many.
     """
-    first_row = {
-        feature.table_spec.name: feature.table_spec.setting_in_stack.row_offset_in_shard for feature in layout.features
-    }
-    tables = sorted(first_row, key=first_row.__getitem__)
-    first_rows = np.asarray([first_row[table] for table in tables])
+    first_rows = np.asarray([table.setting_in_stack.row_offset_in_shard for table in layout.tables])
     counts = {
-        kind: np.bincount(np.searchsorted(first_rows, rows, side="right") - 1, times, minlength=len(tables))
+        kind: np.bincount(np.searchsorted(first_rows, rows, side="right") - 1, times, minlength=len(first_rows))
         for kind, (rows, times) in dropped.items()
     }
     statistics.id_drop_counters[layout.name] = int(sum(by_table.sum() for by_table in counts.values()))
-    for number, table in enumerate(tables):
+    for number, table in enumerate(layout.tables):
         drops = TableDrops(**{kind: int(by_table[number]) for kind, by_table in counts.items()})
-        statistics.id_drops_by_table[table] = drops
+        statistics.id_drops_by_table[table.name] = drops
         for kind, count in drops._asdict().items():
             if count:
-                _warn_once(table, layout.name, kind, count, getattr(layout.spec, SETTINGS[kind]))
+                _warn_once(table.name, layout.name, kind, count, getattr(layout.spec, SETTINGS[kind]))
 
 
 _told: set[tuple[str, str, str]] = set()

@@ -54,8 +54,17 @@ class HostFeature:
 
     @functools.cached_property
     def gains(self) -> Float32[np.ndarray, " nnz"]:
-        """The entry's factor in its sample, before equal entries are added."""
-        return _gains(self.spec.table_spec.combiner, self.samples, len(self.lengths), self.weights)
+        """The entry's factor in its sample, before equal entries are added; zeros in a sample whose weights cancel."""
+        combiner, num_samples = self.spec.table_spec.combiner, len(self.lengths)
+        values = np.ones(self.samples.shape, np.float32) if self.weights is None else self.weights
+        if combiner == "sum":
+            return values
+        wide = values.astype(np.float64)
+        total = np.bincount(self.samples, wide if combiner == "mean" else wide * wide, minlength=num_samples)
+        total = total.astype(np.float64, copy=False)  # without entries, bincount forgets that weights are floats
+        divisor = total if combiner == "mean" else np.sqrt(total)
+        inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
+        return (wide * inverse[self.samples]).astype(np.float32)
 
     def check_values(self) -> None:
         """Names the first bad value. Raises: ValueError: an id is outside its table, or a weight is not finite."""
@@ -253,16 +262,3 @@ def _weights(leaf: Any, lengths: np.ndarray, where: str) -> np.ndarray:
     if values.dtype.kind not in "fiub":
         raise TypeError(f"{where}: weights must be numbers, got dtype {values.dtype}.")
     return values.astype(np.float32, copy=False)
-
-
-def _gains(combiner: str, samples: np.ndarray, num_samples: int, weights: np.ndarray | None) -> np.ndarray:
-    """Factor of every entry. A sample whose weights cancel gets zeros, as everywhere in this library."""
-    values = np.ones(samples.shape, np.float32) if weights is None else weights
-    if combiner == "sum":
-        return values
-    wide = values.astype(np.float64)
-    total = np.bincount(samples, wide if combiner == "mean" else wide * wide, minlength=num_samples)
-    total = total.astype(np.float64, copy=False)  # without entries, bincount forgets that weights are floats
-    divisor = total if combiner == "mean" else np.sqrt(total)
-    inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
-    return (wide * inverse[samples]).astype(np.float32)

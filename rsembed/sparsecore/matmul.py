@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,16 +65,13 @@ def sparse_dense_matmul(
     """
     del use_activation_unstack_primitive
     sharding_strategy_to_enum(sharding_strategy)
-    num_cores = _num_cores(preprocessed_inputs, global_device_count, num_sc_per_device, enable_minibatching)
-    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_cores)
+    cut = (global_device_count, num_sc_per_device)
     activations = {}
-    for name, entries in _entries(layouts, preprocessed_inputs, axis_name, enable_minibatching).items():
-        variables = _variables_of(layouts[name], embedding_variables)
-        check_variables(variables, layouts[name])
-        activations[name] = entries.lookup(variables.table)
-    if not perform_unstacking:
-        return activations
-    return unstack_embedding_activations(activations, feature_specs, global_device_count, num_cores)
+    for entries in _entries(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name):
+        variables = _variables_of(entries.layout, embedding_variables)
+        check_variables(variables, entries.layout)
+        activations[entries.layout.name] = entries.lookup(variables.table)
+    return unstack_embedding_activations(activations, feature_specs, *cut) if perform_unstacking else activations
 
 
 def sparse_dense_matmul_grad(
@@ -119,21 +116,21 @@ def sparse_dense_matmul_grad(
     del label, use_gradient_stacking_primitive
     sharding_strategy_to_enum(sharding_strategy)
     num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, perform_stacking)
-    num_cores = _num_cores(preprocessed_inputs, num_devices, num_sc_per_device, enable_minibatching)
-    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
-    limits = _checked_limits(embedding_var_limits, layouts)
+    cut = (num_devices, num_sc_per_device)
+    entries_of_all = _entries(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
+    limits = _checked_limits(embedding_var_limits, [entries.layout.name for entries in entries_of_all])
     if perform_stacking:
-        activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, num_cores, num_devices)
+        activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, *cut[::-1])
     updated = {}
-    for name, entries in _entries(layouts, preprocessed_inputs, axis_name, enable_minibatching).items():
-        layout, optimizer = layouts[name], layouts[name].spec.optimizer
-        variables, rule = _variables_of(layout, embedding_variables), rule_of(layout, limits.get(name, (None, None)))
+    for entries in entries_of_all:
+        layout, optimizer = entries.layout, entries.layout.spec.optimizer
+        variables, rule = _variables_of(layout, embedding_variables), rule_of(layout, limits[layout.name])
         check_variables(variables, layout, rule=rule)
-        d_activations = layout.checked_activations(activation_gradients[name])
+        d_activations = layout.checked_activations(activation_gradients[layout.name])
         rounding = _rounding(step, entries) if layout.tables[0].stochastic_rounding else None
         how = Step(optimizer.get_hyperparameters(step), rule, rounding)
         table, slots = entries.update(variables.table, variables.slots(), d_activations, how)
-        updated[name] = EmbeddingVariables(table, optimizer.pack_slots(slots), variables.layout)
+        updated[layout.name] = EmbeddingVariables(table, optimizer.pack_slots(slots), variables.layout)
     return updated
 
 
@@ -200,56 +197,48 @@ def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking
     return stack.total_sample_count // max(1, activation_gradients[stack.stack_name].shape[0])
 
 
-def _num_cores(
-    inputs: PreprocessedInput, num_devices: int, num_sc_per_device: int | None, enable_minibatching: bool
-) -> int:
-    """Cores per device, from the number of row pointers that this device has."""
+def _entries(
+    inputs: PreprocessedInput,
+    feature_specs: Any,
+    num_devices: int,
+    num_sc_per_device: int | None,
+    enable_minibatching: bool,
+    axis_name: AxisName | None,
+) -> list[device.StackEntries]:
+    """What this device looks up in every stack."""
     inputs.check_minibatching(enable_minibatching)
+    num_minibatches = None
     if enable_minibatching:
-        _num_minibatches(inputs)  # several numbers mean that these are the pointers of several devices
+        numbers = jnp.asarray(inputs.num_minibatches)
+        if numbers.size != 1:
+            raise ValueError(
+                f"num_minibatches has {numbers.size} numbers, one per device; call this inside jax.shard_map over the "
+                "axis that shards the input."
+            )
+        num_minibatches = numbers.reshape(()).astype(jnp.int32)
     size = next(iter(inputs.lhs_row_pointers.values())).size
     num_cores = cores_from_row_pointers(size, num_devices, enable_minibatching)
     if num_sc_per_device not in (None, num_cores):
         raise ValueError(f"num_sc_per_device={num_sc_per_device}, but the input was preprocessed with {num_cores}.")
-    return num_cores
-
-
-def _entries(
-    layouts: Mapping[str, StackLayout], inputs: PreprocessedInput, axis_name: AxisName | None, enable_minibatching: bool
-) -> dict[str, device.StackEntries]:
-    """What this device looks up, by stack."""
+    layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
     inputs.check_layout(layouts)
-    entries, num_minibatches = {}, _num_minibatches(inputs) if enable_minibatching else None
+    axes, entries = device.manual_axes(num_devices, axis_name), []
     for name, layout in layouts.items():
         buffers = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
         capacity, max_ids = buffers[1].size, inputs.max_ids_per_partition(name)
         if max_ids is not None:  # the smallest blocks that hold whatever the limits allow
-            num_blocks = layout.num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
+            num_blocks = num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
             capacity = min(capacity, num_blocks * max_ids)
-        axes = device.manual_axes(layout.num_devices, axis_name)
-        entries[name] = device.read_entries(layout, buffers, num_minibatches, axes=axes, capacity=capacity)
+        entries.append(device.read_entries(layout, buffers, num_minibatches, axes=axes, capacity=capacity))
     return entries
 
 
-def _num_minibatches(inputs: PreprocessedInput) -> Array:
-    """Minibatches on this device."""
-    number = jnp.asarray(inputs.num_minibatches)
-    if number.size != 1:
-        raise ValueError(
-            f"num_minibatches has {number.size} numbers, one per device; call this inside jax.shard_map over the axis "
-            "that shards the input."
-        )
-    return number.reshape(()).astype(jnp.int32)
-
-
-def _checked_limits(
-    limits: Mapping[str, RowLimits] | None, layouts: Mapping[str, StackLayout]
-) -> Mapping[str, RowLimits]:
+def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]) -> Mapping[str, RowLimits]:
     if limits is None:
-        return {}
-    if set(limits) != set(layouts):
+        return dict.fromkeys(stacks, (None, None))
+    if set(limits) != set(stacks):
         raise ValueError(
-            f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(layouts)}; (None, None) "
+            f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(stacks)}; (None, None) "
             "sets no limit."
         )
     for name, (minimum, maximum) in limits.items():

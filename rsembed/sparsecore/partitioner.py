@@ -82,7 +82,8 @@ class Entries:
     def take(self, places: np.ndarray) -> Entries:
         """Some entries, or all in another order."""
         fields = (self.partition, self.row, self.sample, self.gain, self.multiplicity)
-        return Entries(*(field[places] for field in fields), self.num_partitions)
+        partition, row, sample, gain, multiplicity = (field[places] for field in fields)
+        return Entries(partition, row, sample, gain, multiplicity, self.num_partitions)
 
 
 class HostBatch(NamedTuple):
@@ -229,7 +230,7 @@ def record_counts(
 
 def exceeded_limits(layout: StackLayout, entries: Entries, num_blocks_per_core: int = 1) -> str:
     """What to tell about the limits that were exceeded; empty if none was."""
-    parts, tables = [], sorted({feature.table_spec.name for feature in layout.features})
+    parts, tables = [], sorted(table.name for table in layout.tables)
     for limit, values in (
         ("max_ids_per_partition", entries.num_ids),
         ("max_unique_ids_per_partition", entries.num_unique),

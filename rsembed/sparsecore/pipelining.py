@@ -231,14 +231,11 @@ def step(
     )
     activations, sc_fwd_aux = sc_fwd_function(pipeline_input.sparse_inputs, embedding_variables)
     gradients, output, tc_train_state, tc_aux = _dense_step(tc_function, tc_train_state, pipeline_state, fake_tc_step)
-    state = PipelineState(
+    looked_up = LastStepInput(pipeline_input.sparse_inputs, activations, pipeline_input.dense_inputs, sc_fwd_aux)
+    state = pipeline_state._replace(
         pipeline_step=pipeline_state.pipeline_step + 1,
-        last_step_inputs=LastStepInput(
-            pipeline_input.sparse_inputs, activations, pipeline_input.dense_inputs, sc_fwd_aux
-        ),
+        last_step_inputs=looked_up,
         step_before_last_step_inputs=StepBeforeLastStepInput(last.sparse_inputs, gradients, tc_aux),
-        placeholder_output=pipeline_state.placeholder_output,
-        placeholder_tc_aux=pipeline_state.placeholder_tc_aux,
     )
     return output, sc_bwd_aux, tc_train_state, embedding_variables, state
 

@@ -26,8 +26,8 @@ from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.variables import (
+    check_layout,
     check_logical,
-    check_places_of,
     fingerprint_of,
     labelled,
     logical_form,
@@ -291,7 +291,7 @@ def unshard_and_unstack_tables(
     for name, members in get_table_stacks(table_specs).items():
         cores_of(members, 1, num_shards)
         layout = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
-        check_places_of(stacked_tables[name], layout)
+        check_layout(stacked_tables[name], layout)
         shards = num_shards, layout.rows_per_shard
         for leaf in jax.tree.leaves(stacked_tables[name]):
             if leaf.shape[:-1] not in (shards, (layout.spec.stack_vocab_size,)):

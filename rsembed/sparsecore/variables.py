@@ -125,7 +125,7 @@ def labelled(tree: Any, layout: Fingerprint | None) -> Any:
     return EmbeddingVariables(*tree, layout=layout) if isinstance(tree, EmbeddingVariables) else tree
 
 
-def check_places_of(tree: Any, layout: StackLayout, *, is_any_optimizer: bool = True) -> None:
+def check_layout(tree: Any, layout: StackLayout, *, is_any_optimizer: bool = True) -> None:
     """Raises: ValueError: these are variables of a stack whose rows lie elsewhere, or are stepped by another rule."""
     if isinstance(tree, EmbeddingVariables) and tree.layout is not None:
         identity = tree.layout.facts["optimizer"] if is_any_optimizer else layout.spec.optimizer.identity
@@ -141,7 +141,7 @@ def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule:
       layout: the stack's.
       rule: what is going to step the rows; None leaves the slots alone.
     """
-    check_places_of(variables, layout, is_any_optimizer=rule is None)
+    check_layout(variables, layout, is_any_optimizer=rule is None)
     shape = (layout.rows_per_shard * layout.num_shards // layout.num_devices, layout.spec.stack_embedding_dim)
     if variables.table.shape != shape:
         raise ValueError(

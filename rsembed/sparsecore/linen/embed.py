@@ -58,7 +58,6 @@ class SparseCoreEmbed(nn.Module):
           embedding_lookup_inputs: a preprocessed batch of all devices.
         """
         tables = self._tables()
-        embedding_lookup_inputs.check_minibatching(self.enable_minibatching)
         axes: Any = (tables.devices.axes,)  # one entry of a partition spec may be several mesh axes
         variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(tables.init, axes))
         step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: jnp.zeros((), jnp.float32))
