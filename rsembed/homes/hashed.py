@@ -27,8 +27,36 @@ WhenFull = Literal["error", "grow", "evict", "zero"]
 WHEN_FULL: tuple[WhenFull, ...] = ("error", "grow", "evict", "zero")
 
 
+class RowsByKey(Home):
+    """A home whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
+
+    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        return hashed_rows.read(params, rows)
+
+    def step(
+        self, params: Any, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
+    ) -> tuple[DynamicTable, Slots]:
+        return hashed_rows.step(params, slots, segments, d_outputs, step)
+
+    def rows(self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+        return logical_rows.export(params, slots, table, num_shards)
+
+    def with_rows(
+        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int
+    ) -> tuple[Any, Any]:
+        if not isinstance(rows, Mapping):
+            raise ValueError(
+                f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
+                f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
+            )
+        return logical_rows.import_rows(params, slots, rows, table, num_shards)
+
+    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
+        return hashed_rows.counts(params, num_shards)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hashed(Home):
+class Hashed(RowsByKey):
     """Any number of 64 bits is an id: a key gets a row when it is first trained, and keeps it while there is room.
 
     The table's `vocabulary_size` is the number of rows, over all devices; on a mesh, key `k` belongs to device
@@ -130,9 +158,6 @@ class Hashed(Home):
         # Late in training most batches have no strangers, and need none of their work.
         return jax.lax.cond(jnp.any(strangers.is_key), with_strangers, without, vectors)
 
-    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        return hashed_rows.read(params, rows)
-
     def find(
         self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
     ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
@@ -164,7 +189,7 @@ class Hashed(Home):
             waiting, stranger_rows, forgotten = row_map.assign(waiting, strangers, number, totals, evict=evict)
             failed = failed | (strangers.is_key & (stranger_rows == NO_ROW))
         arrays = (params.rows, *slots)
-        vectors, *slots = hashed_rows.with_initial_values(arrays, new_rows, keys, table, params.key[0])
+        vectors, *kept = hashed_rows.with_initial_values(arrays, new_rows, keys, table, params.key[0])
         counters = params.counters.add(
             inserted=jnp.sum(new_rows != NO_ROW, dtype=jnp.int32),
             evicted=evicted,
@@ -173,7 +198,7 @@ class Hashed(Home):
             forgotten=forgotten,
         )
         rows = jnp.where(is_new, new_rows, rows).at[first].get(mode="fill", fill_value=NO_ROW)
-        return DynamicTable(known, vectors, waiting, counters, params.key), tuple(slots), rows
+        return DynamicTable(known, vectors, waiting, counters, params.key), tuple(kept), rows
 
     def still_theirs(
         self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys
@@ -191,24 +216,6 @@ class Hashed(Home):
         last_step = params.keys.last_step.at[rows].set(_number(step), mode="drop")
         return params._replace(keys=params.keys._replace(last_step=last_step))
 
-    def step(
-        self, params: Any, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
-    ) -> tuple[DynamicTable, Slots]:
-        return hashed_rows.step(params, slots, segments, d_outputs, step)
-
-    def rows(self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
-        return logical_rows.export(params, slots, table, num_shards)
-
-    def with_rows(
-        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int
-    ) -> tuple[Any, Any]:
-        if not isinstance(rows, Mapping):
-            raise ValueError(
-                f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
-                f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
-            )
-        return logical_rows.import_rows(params, slots, rows, table, num_shards)
-
     def check_step(self, before: DynamicTable, after: DynamicTable, table: TableSpec) -> None:
         if self.when_full != "error":
             return
@@ -219,9 +226,6 @@ class Hashed(Home):
                 "They read as zeros and were not trained; nothing else was lost. Make vocabulary_size (or "
                 "admission_capacity) larger, or choose Hashed(when_full='evict') or 'zero'."
             )
-
-    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-        return hashed_rows.counts(params, num_shards)
 
 
 def check_count(value: Any, where: str, field: str, *, least: int) -> None:

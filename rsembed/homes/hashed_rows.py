@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 from rsembed.homes import row_map
 from rsembed.homes.hash_table import compact, mix
 from rsembed.homes.home import Home, on_host
-from rsembed.homes.row_map import RowMap
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import KEY_DTYPES, Keys
@@ -76,14 +75,14 @@ class DynamicTable(NamedTuple):
     Attributes:
       keys: a `RowMap`, which key has which row; None without hash table.
       rows: the vectors. Optimizer state of every row stands beside, in slots.
-      waiting: how often keys that wait for admission have occurred; None if every key is admitted at once.
+      waiting: a `RowMap` of keys that wait for admission, which counts them; None if every key is admitted at once.
       counters: what happened so far.
       key: PRNG key of the table.
     """
 
     keys: Any
     rows: Float[Array, "rows dim"]
-    waiting: RowMap | None
+    waiting: Any
     counters: Counters
     key: PRNGKeyArray
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,8 @@ def _last_used(table: ShardedTable, state: TableState) -> Any:
     """Of every device: see `RowNumbers.last_used`."""
 
     def on_device(table: ShardedTable, own: TableState) -> Any:
-        return table.home.last_used(own.shards, own.slots, table.spec, table.engine.devices.index())
+        home, shard = cast(RowNumbers, table.home), table.engine.devices.index()
+        return home.last_used(own.shards, own.slots, table.spec, shard)
 
     return on_devices(on_device, [table], [state])[0]
 

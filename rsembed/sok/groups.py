@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -16,9 +15,8 @@ from rsembed.bags import Bags
 from rsembed.parallel import Agreement
 from rsembed.sok import plain_tables
 from rsembed.sok.initialize import Context
-from rsembed.sok.inputs import checked_combiner, longest, power_of_two, read_keys, shape_in_words, widened
+from rsembed.sok.inputs import KeyBags, bring, checked_combiner, longest, power_of_two, read_keys, widened
 from rsembed.sok.lookups import StepOnce, look_up_variables
-from rsembed.sok.sharded_table import KeyBags
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
@@ -113,9 +111,7 @@ def _look_up_group(
                     agreement.bring(_name(i, table), f"{plain[i].num_bags} samples", width=width)
                 continue
             batch[i] = read_keys(table.table, ids, own, combiner)
-            if not isinstance(batch[i].keys.is_key, jax.Array):
-                table.table.context.check_batch(batch[i].keys.shape[0], f"{group}, {table.table.spec.name!r}")
-            agreement.bring(_name(i, table), shape_in_words(batch[i]), width=batch[i].keys.shape[1])
+            bring(agreement, _name(i, table), batch[i], table.table.context, f"{group}, {table.table.spec.name!r}")
     outputs: dict[int, Array] = {}
     for i, bags in plain.items():
         if shared is not None and plain_tables.is_own(bags):

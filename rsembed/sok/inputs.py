@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, cast, no_type_check
 
 import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, is_traced
 from rsembed.collection.inputs import padded
 from rsembed.keys import Keys, checked_keys
-from rsembed.parallel.agreement import is_global
-from rsembed.sok.sharded_table import KeyBags, ShardedTable
+from rsembed.parallel.agreement import Agreement, is_global
+from rsembed.sok.initialize import Context
+from rsembed.sok.sharded_table import ShardedTable
 from rsembed.specs import Combiner
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeyBags:
+    """Keys of a feature, cut among devices by bag.
+
+    Attributes:
+      keys: lanes `[bags, width]`.
+      weights: one per key; None means ones.
+      combiner: of the keys of a bag.
+    """
+
+    keys: Keys
+    weights: Float[Array, "bags width"] | None
+    combiner: Combiner = dataclasses.field(metadata={"static": True})
 
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
@@ -74,11 +93,19 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def shape_in_words(bags: KeyBags, bags_per_sample: int = 1) -> str:
-    """What all processes must bring alike; they agree on the width."""
+def bring(
+    agreement: Agreement, entry: str, bags: KeyBags, context: Context, what: str, *, bags_per_sample: int = 1
+) -> None:
+    """Notes what all processes must bring alike, but for the width, on which they agree.
+
+    Raises: ValueError: the samples do not divide among the devices; naming `what`.
+    """
+    num_samples = bags.keys.shape[0] // bags_per_sample
+    if not isinstance(bags.keys.is_key, jax.Array):  # a traced or global batch has its samples in place already
+        context.check_batch(num_samples, what)
     slots = f" of {bags_per_sample} slots" if bags_per_sample > 1 else ""
     weights = "without" if bags.weights is None else "with"
-    return f"{bags.keys.shape[0] // bags_per_sample} samples{slots} {weights} weights"
+    agreement.bring(entry, f"{num_samples} samples{slots} {weights} weights", width=bags.keys.shape[1])
 
 
 def widened(bags: KeyBags, width: int) -> KeyBags:

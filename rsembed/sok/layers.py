@@ -14,9 +14,8 @@ from jaxtyping import Array, Float
 
 from rsembed.keys import Keys
 from rsembed.parallel import Agreement
-from rsembed.sok.inputs import checked_combiner, read_keys, shape_in_words, widened
+from rsembed.sok.inputs import KeyBags, bring, checked_combiner, read_keys, widened
 from rsembed.sok.lookups import StepOnce, look_up_variables
-from rsembed.sok.sharded_table import KeyBags
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
@@ -62,7 +61,7 @@ class _Layer(nnx.Module):
     def _agreement(self, *given: Any) -> Agreement:
         return Agreement(self.variable.table.context.mesh, f"layer {self.name!r}", given)
 
-    def _read(self, value: Any, weights: Any, combiner: Combiner) -> KeyBags:
+    def _read(self, agreement: Agreement, value: Any, weights: Any, combiner: Combiner) -> KeyBags:
         """The batch as this process was given it."""
         bags = read_keys(self.variable.table, value, weights, combiner, width=self.max_nnz)
         num_bags = bags.keys.shape[0]
@@ -71,9 +70,8 @@ class _Layer(nnx.Module):
                 f"layer {self.name!r}: {num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
                 "[batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        # A traced or global batch has its samples in place already.
-        if not isinstance(bags.keys.is_key, jax.Array):
-            self.variable.table.context.check_batch(num_bags // self.slot_num, f"layer {self.name!r}")
+        context, what = self.variable.table.context, f"layer {self.name!r}"
+        bring(agreement, "keys", bags, context, what, bags_per_sample=self.slot_num)
         return bags
 
     def _look_up(self, bags: KeyBags, training: bool, *shape: int) -> tuple[Array, StepOnce]:
@@ -163,9 +161,8 @@ class DistributedEmbedding(_Layer):
 
     def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, StepOnce]:
         with self._agreement(keys, weights) as agreement:
-            bags = self._read(keys, weights, self.combiner)
+            bags = self._read(agreement, keys, weights, self.combiner)
             self._check_samples(bags.keys.is_key)
-            agreement.bring("keys", shape_in_words(bags, self.slot_num), width=bags.keys.shape[1])
         return self._look_up(widened(bags, agreement.width("keys")), training, -1, self.slot_num)
 
     def _check_samples(self, is_key: Any) -> None:
@@ -247,8 +244,7 @@ class All2AllDenseEmbedding(_Layer):
                 bags = read_keys(self.variable.table, jax.tree.map(lambda lane: lane[:, None], keys), None, "none")
                 agreement.bring("keys", "a list of keys", width=self._places(bags.keys.is_key))
             else:
-                bags = self._read(keys, None, "none")
-                agreement.bring("keys", shape_in_words(bags, self.slot_num))
+                bags = self._read(agreement, keys, None, "none")
         if self.dynamic_input:
             return self._rows_of_list(bags, agreement.width("keys"), training)
         return self._look_up(bags, training, -1, self.slot_num, self.max_nnz)

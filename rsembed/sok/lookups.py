@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.errors import TraceContextError
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from rsembed.collection.asked_rows import keys_of
-from rsembed.collection.rows import Trip
+from rsembed.collection.rows import Occurrences, Trip
 from rsembed.homes import Hashed
-from rsembed.homes.hashed_rows import numbers_of
+from rsembed.homes.hashed_rows import Counters, DynamicTable, numbers_of
 from rsembed.homes.home import on_host
-from rsembed.kernels.contract import NO_ROW
-from rsembed.keys import join_keys
-from rsembed.sok import sharded_table
+from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.keys import join_keys, num_invalid
+from rsembed.optimizers import Slots
 from rsembed.sok.initialize import Context
-from rsembed.sok.sharded_table import KeyBags, Outputs, ShardedTable, TableState
+from rsembed.sok.inputs import KeyBags
+from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, state_of
 
-_look_up = jax.jit(sharded_table.look_up, static_argnums=0, donate_argnums=1)
-_evaluate = jax.jit(sharded_table.evaluate, static_argnums=0)
-_update = jax.jit(sharded_table.update, static_argnums=0, donate_argnums=1)
+Outputs = tuple[Float[Array, "_ _"], ...]
+"""Of each feature `[bags, dim]`, or `[bags * width, dim]` for combiner "none"."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,7 +61,7 @@ class StepOnce:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
             gradients[number].append(gradient.astype(jnp.float32).reshape(-1, shape[-1]))
         tables, states = _tables_and_states(self.variables)
-        for variable, state in zip(self.variables, _update(tables, states, self.trips, gradients), strict=True):
+        for variable, state in zip(self.variables, _step(tables, states, self.trips, gradients), strict=True):
             variable.set_value(state)
         self.is_done = True
 
@@ -103,7 +104,7 @@ def _trained(
         for variable, features in zip(variables, batch, strict=True):
             _make_room(variable, features)
         failed = [_num_failed(variable) for variable in variables]
-    results = _look_up(*_tables_and_states(variables), batch)
+    results = _admit(*_tables_and_states(variables), batch)
     for variable, (state, _, _) in zip(variables, results, strict=True):
         variable.set_value(state)
     outputs, trips = [own for _, own, _ in results], [trip for *_, trip in results]
@@ -164,7 +165,7 @@ def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> 
     spec, num_failed = variable.table.spec, _num_failed(variable) - failed_before
     if not num_failed:
         return
-    keys = trip.batch.keys if trip.wanted is None else keys_of(trip.wanted)
+    keys = trip.batch.all_keys() if trip.wanted is None else keys_of(trip.wanted)
     lost = on_host(keys.is_key & (trip.rows == NO_ROW))
     place = int(lost.argmax())
     (key,) = join_keys(*(on_host(lane)[place : place + 1] for lane in (keys.high, keys.low)))
@@ -174,3 +175,74 @@ def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> 
         "Make max_vocabulary_size_per_gpu (or admission_capacity) larger, or choose when_full='grow', 'evict' (which "
         "spares the rows of the same step) or 'zero'."
     )
+
+
+# Compiled, for tables over the same devices
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _admit(
+    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
+) -> list[tuple[TableState, Outputs, Trip]]:
+    """Of each table its state with rows for new keys, pooled rows of its features, and what its step needs to know."""
+
+    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Any:
+        shards, own = _with_invalid(table, state.shards, features), _occurrences(features)
+        shards, slots, outputs, trip = table.engine.admit(shards, state.slots, own, table.step_of(state))
+        return shards, slots, tuple(outputs), trip
+
+    found = on_devices(on_device, tables, states, batch)
+    return [
+        (state._replace(shards=shards, slots=slots), outputs, trip)
+        for state, (shards, slots, outputs, trip) in zip(states, found, strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(
+    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
+) -> list[tuple[Counters, Outputs]]:
+    """Of each table its counters after a lookup that changes nothing else, and pooled rows of its features."""
+
+    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[Counters, Outputs]:
+        outputs, num_unknown, _ = table.engine.look_up(state.shards, _occurrences(features), train=False)
+        counters = _with_invalid(table, state.shards, features).counters
+        return counters.add(unknown=num_unknown), tuple(outputs)
+
+    return on_devices(on_device, tables, states, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _step(
+    tables: Sequence[ShardedTable],
+    states: Sequence[TableState],
+    trips: Sequence[Trip],
+    d_outputs: Sequence[Sequence[Float[Array, "_ _"]]],
+) -> list[TableState]:
+    """The states, as `_admit` left them, after one step with gradients of its outputs."""
+
+    def on_device(table: ShardedTable, state: TableState, trip: Trip, own: Sequence[Array]) -> tuple[Any, Slots]:
+        return table.engine.step_found(state.shards, state.slots, trip, own, table.step_of(state))
+
+    stepped = on_devices(on_device, tables, states, trips, d_outputs)
+    return [
+        state._replace(shards=shards, slots=slots, step=state.step + 1)
+        for state, (shards, slots) in zip(states, stepped, strict=True)
+    ]
+
+
+def _with_invalid(table: ShardedTable, shard: DynamicTable, features: Sequence[KeyBags]) -> DynamicTable:
+    """The shard after counting what was no key although it looks like one."""
+    number = sum((num_invalid(feature.keys) for feature in features), start=jnp.zeros((), jnp.int32))
+    return shard._replace(counters=shard.counters.add(**{"invalid" if table.use_hashtable else "unknown": number}))
+
+
+def _occurrences(features: Sequence[KeyBags]) -> Occurrences:
+    found = []
+    for feature in features:
+        num_bags, width = feature.keys.shape
+        weights = None if feature.weights is None else feature.weights.reshape(-1)
+        offsets = None if feature.combiner == "none" else jnp.arange(num_bags + 1, dtype=jnp.int32) * width
+        keys = feature.keys.reshape(-1)
+        found.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
+    return Occurrences.of(found)

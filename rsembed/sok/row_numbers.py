@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.homes import hashed_rows, logical_rows
+from rsembed.homes import hashed_rows
+from rsembed.homes.hashed import RowsByKey
 from rsembed.homes.hashed_rows import Counters, DynamicTable
-from rsembed.homes.home import Home
 from rsembed.initial_values import table_key
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys, local_rows
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
@@ -24,7 +22,7 @@ BLOCK_VALUES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowNumbers(Home):
+class RowNumbers(RowsByKey):
     """The home of keys that are row numbers; they start from what a hash table would give them.
 
     Args:
@@ -98,9 +96,6 @@ class RowNumbers(Home):
         rows = self._rows(params, keys)
         return hashed_rows.read(params, rows), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
-    def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        return hashed_rows.read(params, rows)
-
     def find(
         self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
     ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
@@ -108,19 +103,6 @@ class RowNumbers(Home):
         rows = self._rows(params, keys)
         unknown = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
         return params._replace(counters=params.counters.add(unknown=unknown)), slots, rows
-
-    def step(
-        self, params: Any, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
-    ) -> tuple[DynamicTable, Slots]:
-        return hashed_rows.step(params, slots, segments, d_outputs, step)
-
-    def rows(self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
-        return logical_rows.export(params, slots, table, num_shards)
-
-    def with_rows(
-        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int
-    ) -> tuple[Any, Any]:
-        return logical_rows.import_rows(params, slots, rows, table, num_shards)
 
     def _rows(self, params: DynamicTable, keys: Keys) -> Int[Array, " nnz"]:
         rows: Int[Array, " nnz"] = local_rows(keys, self.num_shards, params.rows.shape[0])

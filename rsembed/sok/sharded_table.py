@@ -1,7 +1,6 @@
 """Tables over the devices of a mesh: the row of key `k` lies on device `k % n`, whatever else changes.
 
-What a device does is the engine of the core (`collection/rows.py`). Here are the published ways to call it:
-tables of several variables in one program, keys that get rows in the lookup, and a backward pass that trains them.
+What a device does is the engine of the core (`collection/rows.py`).
 """
 
 from __future__ import annotations
@@ -9,25 +8,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast, no_type_check
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.devices import Devices
-from rsembed.collection.rows import Occurrences, Rows, Trip
+from rsembed.collection.rows import Rows
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
-from rsembed.homes.hashed_rows import Counters, DynamicTable
-from rsembed.kernels.contract import Segment, Step
-from rsembed.keys import Keys, num_invalid
-from rsembed.optimizers import Slots
+from rsembed.kernels.contract import Step
 from rsembed.sok.initialize import Context
 from rsembed.sok.row_numbers import RowNumbers
-from rsembed.specs import Combiner, TableSpec
+from rsembed.specs import TableSpec
 
 
 class TableState(NamedTuple):
@@ -114,90 +110,6 @@ class ShardedTable:
         return state._replace(shards=shards, slots=slots)
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KeyBags:
-    """Keys of a feature, cut among devices by bag.
-
-    Attributes:
-      keys: lanes `[bags, width]`.
-      weights: one per key; None means ones.
-      combiner: of the keys of a bag.
-    """
-
-    keys: Keys
-    weights: Float[Array, "bags width"] | None
-    combiner: Combiner = dataclasses.field(metadata={"static": True})
-
-
-Outputs = tuple[Float[Array, "_ _"], ...]
-"""Of each feature `[bags, dim]`, or `[bags * width, dim]` for combiner "none"."""
-
-
-def look_up(
-    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
-) -> list[tuple[TableState, Outputs, Trip]]:
-    """Pooled rows of every feature of every table, for training: new keys get rows.
-
-    Args:
-      tables: what the states belong to; all over the same devices.
-      states: see `ShardedTable.init`.
-      batch: keys of every feature of every table.
-
-    Returns: for each table its new state, its outputs, and its trip.
-    """
-
-    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Any:
-        shards, own = _with_invalid(table, state.shards, features), _occurrences(features)
-        shards, slots, outputs, trip = table.engine.admit(shards, state.slots, own, table.step_of(state))
-        return shards, slots, tuple(outputs), trip
-
-    results = on_devices(on_device, tables, states, batch)
-    return [
-        (state._replace(shards=shards, slots=slots), outputs, trip)
-        for state, (shards, slots, outputs, trip) in zip(states, results, strict=True)
-    ]
-
-
-def evaluate(
-    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
-) -> list[tuple[Counters, Outputs]]:
-    """A lookup that changes nothing but counters, which it returns."""
-
-    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[Counters, Outputs]:
-        outputs, num_unknown, _ = table.engine.look_up(state.shards, _occurrences(features), train=False)
-        counters = _with_invalid(table, state.shards, features).counters
-        return counters.add(unknown=num_unknown), tuple(outputs)
-
-    return on_devices(on_device, tables, states, batch)
-
-
-def update(
-    tables: Sequence[ShardedTable],
-    states: Sequence[TableState],
-    trips: Sequence[Trip],
-    d_outputs: Sequence[Sequence[Float[Array, "_ _"]]],
-) -> list[TableState]:
-    """One optimizer step of every row that a lookup read.
-
-    Args:
-      tables: as for `look_up`.
-      states: as the lookup left them.
-      trips: from the lookup.
-      d_outputs: gradients of its outputs: of the mean over all samples if the loss is one.
-    """
-
-    def on_device(table: ShardedTable, state: TableState, trip: Trip, own: Sequence[Array]) -> tuple[Any, Slots]:
-        return table.engine.step_found(state.shards, state.slots, trip, own, table.step_of(state))
-
-    stepped = on_devices(on_device, tables, states, trips, d_outputs)
-    return [
-        state._replace(shards=shards, slots=slots, step=state.step + 1)
-        for state, (shards, slots) in zip(states, stepped, strict=True)
-    ]
-
-
 def on_devices(
     function: Callable[..., Any], tables: Sequence[ShardedTable], states: Sequence[TableState], *args: Iterable[Any]
 ) -> list[Any]:
@@ -217,20 +129,3 @@ def on_devices(
     in_specs = ([TableState(part, part, cast(Any, P()), state.layout) for state in states], *[part] * len(args))
     results: list[Any] = context.on_each(on_device, in_specs)(list(states), *map(list, args))
     return results
-
-
-def _with_invalid(table: ShardedTable, shard: DynamicTable, features: Sequence[KeyBags]) -> DynamicTable:
-    """The shard after counting what was no key although it looks like one."""
-    number = sum((num_invalid(feature.keys) for feature in features), start=jnp.zeros((), jnp.int32))
-    return shard._replace(counters=shard.counters.add(**{"invalid" if table.use_hashtable else "unknown": number}))
-
-
-def _occurrences(features: Sequence[KeyBags]) -> Occurrences:
-    found = []
-    for feature in features:
-        num_bags, width = feature.keys.shape
-        weights = None if feature.weights is None else feature.weights.reshape(-1)
-        offsets = None if feature.combiner == "none" else jnp.arange(num_bags + 1, dtype=jnp.int32) * width
-        keys = feature.keys.reshape(-1)
-        found.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
-    return Occurrences.of(found)

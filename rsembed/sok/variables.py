@@ -196,9 +196,15 @@ def DynamicTableSpec(
     **policies: Any,
 ) -> TableSpec:
     """A table of the core for keys, as `embedding_variable` makes one: `TableSpec` with `Hashed(**policies)`."""
-    optimizer = SGDOptimizerSpec() if optimizer is None else optimizer
-    how = {"initializer": initializer, "optimizer": optimizer, "dtype": dtype, "storage": Hashed(**policies)}
-    return TableSpec(name=name, vocabulary_size=capacity, embedding_dim=embedding_dim, **how)
+    return TableSpec(
+        name=name,
+        vocabulary_size=capacity,
+        embedding_dim=embedding_dim,
+        initializer=initializer,
+        optimizer=SGDOptimizerSpec() if optimizer is None else optimizer,
+        dtype=dtype,
+        storage=Hashed(**policies),
+    )
 
 
 def split_embedding_variable_from_others(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from rsembed import Hashed, sok
+from rsembed import Hashed, TableSpec, sok
 from rsembed.homes import hashed_rows, row_map
 from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW, Segment, Step
@@ -309,6 +309,12 @@ def declared(**changes):
     for name in {field.name for field in dataclasses.fields(Hashed)} & set(changes):
         object.__setattr__(storage, name, changes.pop(name))  # past the tests' own checks of types
     return dataclasses.replace(PLAIN, storage=storage, **changes)
+
+
+def test_more_rows_than_ids_of_32_bits_reach_need_keys():
+    assert declared(vocabulary_size=2**33).vocabulary_size == 2**33  # over all devices
+    with pytest.raises(ValueError, match="the most rows that 32-bit ids reach"):
+        TableSpec(name="t", vocabulary_size=2**33, embedding_dim=DIM)
 
 
 @pytest.mark.parametrize(

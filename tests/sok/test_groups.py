@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from rsembed import SGDOptimizerSpec, from_optax, sok
+from rsembed import Bags, SGDOptimizerSpec, from_optax, sok
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +120,7 @@ def test_embedding_variables_are_told_from_others():
         ({"partition_strategy": "div"}, NotImplementedError, "'mod' only"),
         ({"sp_ids": [IDS, [[1.5], [], [], []]]}, TypeError, "integers"),
         ({"sp_ids": [IDS, [[-2], [], [], []]]}, ValueError, "-2 at position"),
+        ({"sp_ids": [IDS, Bags(np.arange(4), np.asarray([0, 3, 1, 4, 4]))]}, ValueError, "never fall"),
         ({"sp_ids": [IDS, IDS[:3]]}, ValueError, "3 samples do not divide"),
         ({"sp_weights": [WEIGHTS, [[1.0], [], [], []]]}, ValueError, "row 0 has 2 ids but 1 weights"),
     ],
