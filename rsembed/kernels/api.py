@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped, UInt32
 
 from rsembed.kernels import gpu, native, reference, sparsecore
 from rsembed.kernels.contract import (
@@ -30,6 +30,8 @@ from rsembed.kernels.contract import (
     SegmentGradients,
     Step,
 )
+from rsembed.kernels.keyed import Distinct
+from rsembed.keys import Keys
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.specs import QuantizationConfig
 
@@ -314,6 +316,75 @@ def rows_by_bag(
 ) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
     """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
     return _dispatch("rows_by_bag", implementation, bags, num_bags)
+
+
+def distinct(
+    owners: Int[Array, " nnz"],
+    lanes: Sequence[Shaped[Array, " nnz"]],
+    *,
+    num_owners: int,
+    implementation: str | None = None,
+) -> Distinct:
+    """Equal entries made one, by owner and then by lanes; entries of an owner outside `[0, num_owners)` are left out.
+
+    Args:
+      owners: of every occurrence.
+      lanes: integer arrays that together name an entry, most significant first.
+      num_owners: how many there are.
+      implementation: see `implementation_states`.
+
+    Returns: lanes, entry of every occurrence, first occurrence of every entry, and offsets; see `keyed.distinct`.
+    """
+    return _dispatch("distinct", implementation, owners, tuple(lanes), num_owners)
+
+
+def first_occurrences(keys: Keys, *, implementation: str | None = None) -> Int[Array, " nnz"]:
+    """For every key the first position at which it occurs; `NO_ROW` for padding."""
+    return _dispatch("first_occurrences", implementation, keys)
+
+
+def find_keys(
+    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, *, implementation: str | None = None
+) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"]]:
+    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; a key may occur several times."""
+    return _dispatch("find_keys", implementation, lanes, rows, keys)
+
+
+def insert_keys(
+    lanes: UInt32[Array, "slots 2"],
+    rows: Int[Array, " slots"],
+    num_keys: Int[Array, "1"],
+    num_deleted: Int[Array, "1"],
+    keys: Keys,
+    new_rows: Int[Array, " nnz"],
+    *,
+    implementation: str | None = None,
+) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, "1"], Int[Array, "1"]]:
+    """The table and its counts with distinct, absent keys added, in place when the arrays are donated.
+
+    Keys that would leave less than a quarter of the slots empty are left out.
+    """
+    return _dispatch("insert_keys", implementation, lanes, rows, num_keys, num_deleted, keys, new_rows)
+
+
+def count_uses(
+    last_step: Int[Array, " rows"],
+    counts: Int[Array, " rows"],
+    rows: Int[Array, " nnz"],
+    step: Int[Array, ""],
+    occurrences: Int[Array, " nnz"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
+    """Both lanes after `rows` were used by `step`, in place when they are donated; a row may occur several times."""
+    return _dispatch("count_uses", implementation, last_step, counts, rows, step, occurrences)
+
+
+def row_bits(
+    key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int, *, implementation: str | None = None
+) -> UInt32[Array, "nnz dim"]:
+    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other."""
+    return _dispatch("row_bits", implementation, key, tuple(lanes), dim)
 
 
 def allocate(

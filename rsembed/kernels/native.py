@@ -6,19 +6,14 @@ tables and slots are stepped where they lie when the caller donates them or live
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
-import os
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped, UInt32
 
 from rsembed.kernels import reference
 from rsembed.kernels.contract import (
@@ -33,20 +28,16 @@ from rsembed.kernels.contract import (
     Table,
     as_rows,
 )
-from rsembed.kernels.devices import target_device
+from rsembed.kernels.keyed import Distinct
+from rsembed.kernels.library import call_handler
+from rsembed.kernels.library import instruction_set as instruction_set
+from rsembed.kernels.library import library_paths as library_paths
+from rsembed.kernels.library import shared_library as shared_library
+from rsembed.kernels.library import unavailable_because as unavailable_because
+from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 
 NAME = "native"
-LIBRARY = "librsembed_kernels.so"
-# Names a library to load instead of the installed one, for work on the C++ itself.
-LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
-
-_TARGETS = (
-    *("rsembed_lookup", "rsembed_row_gradients", "rsembed_update", "rsembed_apply_rows"),
-    *("rsembed_lookup_jagged", "rsembed_row_gradients_jagged", "rsembed_update_jagged", "rsembed_weight_gradients"),
-    *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
-    *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/native.py
-)
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Numbers shared with csrc/row_kernels.h and csrc/ffi.cc.
 _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "none": 0}
@@ -59,49 +50,6 @@ _MAX_HYPERPARAMETERS = 4  # others are 0, such as the epsilon of an Adagrad that
 _MIN_HUGE_BYTES = 32 << 20
 
 
-def library_paths() -> tuple[Path, ...]:
-    """Where the library is looked for, in this order; an editable install keeps it away from the sources."""
-    folders = [Path(__file__).parent]
-    folders += [Path(sysconfig.get_path(key)) / "rsembed" / "kernels" for key in ("platlib", "purelib")]
-    named = os.environ.get(LIBRARY_VARIABLE)
-    return (*([Path(named)] if named else []), *(folder / LIBRARY for folder in dict.fromkeys(folders)))
-
-
-@functools.cache
-def shared_library() -> ctypes.CDLL | str:
-    """The library with its handlers registered, or why there is none; does not care about JAX's backend."""
-    path = next((path for path in library_paths() if path.is_file()), None)
-    if path is None:
-        return f"{LIBRARY} is not installed; reinstall rsembed where a C++ compiler is found"
-    try:
-        library = ctypes.CDLL(str(path))
-        library.rsembed_instruction_set.restype = ctypes.c_char_p
-        library.rsembed_advise_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        library.rsembed_advise_huge_pages.restype = ctypes.c_bool
-        for name in _TARGETS:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    except (OSError, AttributeError) as error:  # not loadable here, or of another version
-        return f"{path} cannot be used: {error}"
-    return library
-
-
-def unavailable_because() -> str | None:
-    """Why these kernels cannot run here, or None if they can."""
-    library = shared_library()
-    if isinstance(library, str):
-        return library
-    platform = target_device().platform
-    if platform != "cpu":
-        return f"the native kernels run on CPUs, but the computation is for {platform}"
-    return None
-
-
-def instruction_set() -> str | None:
-    """`baseline`, `avx2` or `avx512`: what the library chose for this processor; None without a library."""
-    library = shared_library()
-    return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
-
-
 def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
     _check_table(table)
@@ -109,7 +57,7 @@ def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
         return ()
     arrays, attributes = _segment_operands(segments)
     results = [((segment.num_outputs, table.shape[1]), jnp.float32) for segment in segments]
-    return _call("rsembed_lookup", results, table, *arrays, **attributes)
+    return call_handler("rsembed_lookup", results, table, *arrays, **attributes)
 
 
 def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients:
@@ -122,7 +70,7 @@ def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients
     capacity = min(num_entries, num_rows)
     results = [((capacity,), jnp.int32), ((capacity, dim), jnp.float32)]
     target = f"rsembed_row_gradients{form}"
-    rows, values = _call(target, results, *arrays, **attributes, num_rows=np.int64(num_rows))
+    rows, values = call_handler(target, results, *arrays, **attributes, num_rows=np.int64(num_rows))
     return rows, values
 
 
@@ -155,7 +103,7 @@ def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> 
     dims = [table.shape[1] for table in tables]
     arrays, attributes = _jagged_operands(batch, dims)
     size = batch.output_places(dims)[0]
-    (output,) = _call("rsembed_lookup_jagged", [((size,), jnp.float32)], *arrays, *tables, **attributes)
+    (output,) = call_handler("rsembed_lookup_jagged", [((size,), jnp.float32)], *arrays, *tables, **attributes)
     return output
 
 
@@ -169,14 +117,14 @@ def weight_gradients(
     arrays, attributes = _jagged_operands(unweighted, [table.shape[1] for table in tables], None, d_output)
     del attributes["has_weights"]
     results = [(batch.ids.shape, jnp.float32)]
-    (gradients,) = _call("rsembed_weight_gradients", results, *arrays, *tables, **attributes)
+    (gradients,) = call_handler("rsembed_weight_gradients", results, *arrays, *tables, **attributes)
     return gradients
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
     """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
-    return _call("rsembed_gather_rows", results, as_rows(rows), *arrays)
+    return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays)
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
@@ -184,14 +132,74 @@ def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values:
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
     results = [(array.shape, array.dtype) for array in arrays]
     aliases = {1 + k: k for k in range(len(arrays))}
-    return _call("rsembed_scatter_rows", results, as_rows(rows), *arrays, *values, aliases=aliases)
+    return call_handler("rsembed_scatter_rows", results, as_rows(rows), *arrays, *values, aliases=aliases)
 
 
 def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
     """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
     results = [((num_bags + 1,), jnp.int32), ((bags.shape[0],), jnp.int32)]
-    offsets, order = _call("rsembed_rows_by_bag", results, as_rows(bags))
+    offsets, order = call_handler("rsembed_rows_by_bag", results, as_rows(bags))
     return offsets, order
+
+
+def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], num_owners: int) -> Distinct:
+    """Equal entries made one, in the order of their owners and then of their lanes; see `keyed.distinct`."""
+    if wrong := [str(lane.dtype) for lane in lanes if lane.dtype not in (jnp.int32, jnp.uint32)]:
+        raise NotImplementedError(f"native lanes are int32 or uint32, not {wrong[0]}")
+    results = [(owners.shape, jnp.int32), (owners.shape, jnp.int32), ((num_owners + 1,), jnp.int32)]
+    results += [(lane.shape, lane.dtype) for lane in lanes]
+    entry_of, first_of, offsets, *own = call_handler("rsembed_distinct", results, as_rows(owners), *lanes)
+    return tuple(own), entry_of, first_of, offsets
+
+
+def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
+    """For every key the first position at which it occurs; `NO_ROW` for padding."""
+    return call_handler("rsembed_first_occurrences", [(keys.shape, jnp.int32)], *keys)[0]
+
+
+def find_keys(
+    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys
+) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"]]:
+    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding."""
+    slots, found = call_handler("rsembed_find_keys", [(keys.shape, jnp.int32)] * 2, lanes, rows, *keys)
+    return slots, found
+
+
+def insert_keys(
+    lanes: UInt32[Array, "slots 2"],
+    rows: Int[Array, " slots"],
+    num_keys: Int[Array, "1"],
+    num_deleted: Int[Array, "1"],
+    keys: Keys,
+    new_rows: Int[Array, " nnz"],
+) -> tuple[Array, ...]:
+    """The table and its counts with distinct, absent keys added, in place where XLA may."""
+    table = lanes, rows, num_keys, num_deleted
+    results = [(array.shape, array.dtype) for array in table]
+    return call_handler("rsembed_insert_keys", results, *table, *keys, new_rows, aliases={k: k for k in range(4)})
+
+
+def count_uses(
+    last_step: Int[Array, " rows"],
+    counts: Int[Array, " rows"],
+    rows: Int[Array, " nnz"],
+    step: Int[Array, ""],
+    occurrences: Int[Array, " nnz"],
+) -> tuple[Array, ...]:
+    """Both lanes after `rows` were used by `step`, in place where XLA may."""
+    results = [(lane.shape, lane.dtype) for lane in (last_step, counts)]
+    operands = last_step, counts, rows, step, occurrences
+    return call_handler("rsembed_count_uses", results, *operands, aliases={0: 0, 1: 1})
+
+
+def row_bits(key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int) -> UInt32[Array, "nnz dim"]:
+    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other."""
+    if jax.random.key_impl(key) != "threefry2x32" or not jax.config.jax_threefry_partitionable:
+        raise NotImplementedError("native random bits are those of threefry2x32 with jax_threefry_partitionable")
+    (bits,) = call_handler(
+        "rsembed_row_bits", [((lanes[0].shape[0], dim), jnp.uint32)], jax.random.key_data(key), *lanes
+    )
+    return bits
 
 
 def allocate(shape: Sequence[int], dtype: Any, fill: complex | None = None) -> Array:
@@ -208,7 +216,7 @@ def allocate(shape: Sequence[int], dtype: Any, fill: complex | None = None) -> A
     element = np.zeros((), dtype) if fill is None else np.asarray(fill).astype(dtype)
     pattern = np.frombuffer(element.tobytes().ljust(8, b"\0"), np.int64)[0]
     attributes = {"pattern": pattern, "fill": np.bool_(fill is not None)}
-    (array,) = _call("rsembed_allocate", [(tuple(shape), dtype)], **attributes)
+    (array,) = call_handler("rsembed_allocate", [(tuple(shape), dtype)], **attributes)
     return array
 
 
@@ -317,32 +325,5 @@ def _step_in_place(
     state, results = (table, *slots), [(array.shape, array.dtype) for array in (table, *slots)]
     operands = (table, step.hyper_vector(_MAX_HYPERPARAMETERS), *slots, *arrays)
     aliases = {0: 0, **{1 + k: k for k in range(1, len(state))}}
-    new_table, *new_slots = _call(target, results, *operands, aliases=aliases, **attributes, rule=np.int64(code))
+    new_table, *new_slots = call_handler(target, results, *operands, aliases=aliases, **attributes, rule=np.int64(code))
     return new_table, tuple(new_slots)
-
-
-def _call(
-    target: str,
-    results: Sequence[tuple[tuple[int, ...], Any]],
-    *operands: Array,
-    aliases: dict[int, int] | None = None,
-    **attributes: Any,
-) -> tuple[Array, ...]:
-    if (reason := unavailable_because()) is not None:
-        raise NotImplementedError(reason)
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
-    axes = frozenset[str]().union(*(_varying_axes(operand) for operand in operands))
-    returned = call(*(_cast_to_varying(operand, axes) for operand in operands), **attributes)
-    return tuple(_cast_to_varying(result, axes) for result in returned)
-
-
-def _varying_axes(array: Array) -> frozenset[str]:
-    """Mesh axes over which an array varies inside `shard_map`; none outside."""
-    return jax.typeof(array).mat.varying
-
-
-def _cast_to_varying(array: Array, axes: frozenset[str]) -> Array:
-    """JAX does not know that what a call returns differs between devices as soon as one operand does."""
-    missing = tuple(sorted(axes - _varying_axes(array)))
-    return jax.lax.pcast(array, missing, to="varying") if missing else array

@@ -28,6 +28,12 @@ from rsembed.kernels.contract import (
     as_rows,
 )
 from rsembed.kernels.contract import Rounding as Rounding
+from rsembed.kernels.keyed import count_uses as count_uses
+from rsembed.kernels.keyed import distinct as distinct
+from rsembed.kernels.keyed import find_keys as find_keys
+from rsembed.kernels.keyed import first_occurrences as first_occurrences
+from rsembed.kernels.keyed import insert_keys as insert_keys
+from rsembed.kernels.keyed import row_bits as row_bits
 from rsembed.optimizers import Slots
 
 NAME = "reference"

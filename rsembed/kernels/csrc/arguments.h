@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -170,6 +171,17 @@ class Reader {
   int64_t num_ids_ = 0;
   std::string complaint_;
 };
+
+// Memory is the only thing that can run out while sorting.
+template <typename Body>
+ffi::Error WithMemory(const Body& body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "rsembed: no memory for the entries of this call");
+  }
+}
 
 inline int64_t NumRows(ffi::AnyBuffer buffer) { return buffer.dimensions().size() > 0 ? buffer.dimensions()[0] : 0; }
 

@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,17 +46,6 @@ const RowKernels& Kernels() {
     return baseline::kRowKernels;
   }();
   return kernels;
-}
-
-// Memory is the only thing that can run out while sorting.
-template <typename Body>
-ffi::Error WithMemory(const Body& body) {
-  try {
-    body();
-    return ffi::Error::Success();
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "rsembed: no memory to sort the entries of this call");
-  }
 }
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;

@@ -45,6 +45,8 @@ class Workers {
   Workers(const Workers&) = delete;
   ~Workers() { crew_->is_dismissed.store(true, std::memory_order_release); }
 
+  int64_t num_threads() const { return num_threads_; }
+
   template <typename Body>
   void ForEachBlock(int64_t num_blocks, const Body& body) {
     const int64_t num_helpers = std::min(num_threads_, num_blocks) - 1;

@@ -179,16 +179,6 @@ void Clear(Workers& workers, float* data, int64_t count) {
   workers.ForEachRange(count, 1 << 16, [&](int64_t first, int64_t last) { std::fill(data + first, data + last, 0.0f); });
 }
 
-template <typename Body>
-ffi::Error WithMemory(const Body& body) {
-  try {
-    body();
-    return ffi::Error::Success();
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "rsembed: no memory for a tile of a tensor-train lookup");
-  }
-}
-
 ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::F32>> out,
                 ffi::Span<const int64_t> slice_shapes, int64_t grouped) {
   Reader reader(args);

@@ -1,0 +1,228 @@
+"""What kernels for keys mean, in plain JAX: entries told apart, and a table that remembers their rows.
+
+The table is one of open addressing with linear probing. A slot is empty, deleted, claimed, or holds a key and its row.
+All keys of a call probe at the same time; of those that find the same free slot, the first in the call gets it, so
+equal calls give equal tables. Few keys need many probes: the loop narrows to those still searching, so the work follows
+the number of probes and not their maximum.
+
+Source: the lanes, the hash and the claims by scatter-min follow the usual lock-free GPU tables (for example SlabHash
+and WarpCore), with a minimum in place of the race; the hash ends in MurmurHash3's finaliser (Appleby).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PRNGKeyArray, Shaped, UInt32
+
+from rsembed.kernels.contract import NO_ROW
+from rsembed.keys import Keys
+
+EMPTY, DELETED = -1, -2
+MAX_COUNT = 2**31 - 1
+# A claim in flight is one of the lowest int32 values, plus the position of the claimant: the first one is the least.
+CLAIM = -(2**31)
+MIN_WIDTH = 2048
+
+Distinct = tuple[
+    tuple[Shaped[Array, " nnz"], ...], Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, " owners_plus_1"]
+]
+
+
+def mix(high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """32 well-spread bits of a key."""
+    h = low ^ (high * jnp.uint32(0x9E3779B1))
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], num_owners: int) -> Distinct:
+    """Equal entries made one, in the order of their owners and then of their lanes, by a single stable sort.
+
+    Returns: the lanes of every distinct entry (zeros behind the last one), the entry of every occurrence (`NO_ROW`
+    without an owner), the first occurrence of every entry (`NO_ROW` behind the last one), and where each owner's
+    entries begin.
+    """
+    owners = jnp.where((owners >= 0) & (owners < num_owners), owners, num_owners).astype(jnp.int32)
+    occurrences = jnp.arange(owners.shape[0], dtype=jnp.int32)
+    *keys, order = jax.lax.sort((owners, *lanes, occurrences), num_keys=1 + len(lanes), is_stable=True)
+    differs = functools.reduce(operator.or_, [key[1:] != key[:-1] for key in keys])
+    has_owner = keys[0] < num_owners
+    is_first = jnp.ones(owners.shape, bool).at[1:].set(differs) & has_owner
+    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    entry_of = jnp.full(owners.shape, NO_ROW, jnp.int32).at[order].set(jnp.where(has_owner, number, NO_ROW))
+    place = jnp.where(is_first, number, NO_ROW)
+    sorted_lanes = tuple(jnp.zeros_like(lane).at[place].set(lane, mode="drop") for lane in keys[1:])
+    first_of = jnp.full(owners.shape, NO_ROW, jnp.int32).at[place].set(order, mode="drop")
+    counts = jnp.zeros(num_owners, jnp.int32).at[keys[0]].add(is_first.astype(jnp.int32), mode="drop")
+    offsets = jnp.zeros(num_owners + 1, jnp.int32).at[1:].set(jnp.cumsum(counts, dtype=jnp.int32))
+    return sorted_lanes, entry_of, first_of, offsets
+
+
+def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
+    """For every key the first position at which it occurs; `NO_ROW` for padding.
+
+    The keys go into a table of positions made for this call alone: a stable sort of two lanes takes three times as
+    long.
+    """
+    num_slots = 1 << (2 * max(keys.low.shape[0], 1) - 1).bit_length()
+
+    def probe(lane: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
+        is_free = active & (lane[places] == NO_ROW)
+        lane = lane.at[jnp.where(is_free, places, num_slots)].min(seekers.positions, mode="drop")
+        there = lane[places]  # copies of a key probe in step, so it was its first one that claimed the slot
+        is_same = (keys.high[there] == seekers.high) & (keys.low[there] == seekers.low)
+        return lane, active & is_same, there
+
+    lane = jnp.full(num_slots, NO_ROW, jnp.int32) + varying_zero(keys.low, keys.is_key)
+    return _probe_all(probe, lane, keys, num_slots)[1]
+
+
+def find_keys(
+    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys
+) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"]]:
+    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; a key may occur several times."""
+
+    def probe(zero: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
+        found_rows, found = rows[places], lanes[places]
+        is_hit = active & (found_rows >= 0) & (found[:, 0] == seekers.high) & (found[:, 1] == seekers.low)
+        return zero, is_hit | (active & (found_rows == EMPTY)), jnp.where(is_hit, places, NO_ROW)
+
+    slots = _probe_all(probe, varying_zero(rows, keys.low), keys, rows.shape[0])[1]
+    return slots, rows.at[slots].get(mode="fill", fill_value=NO_ROW)
+
+
+def insert_keys(
+    lanes: UInt32[Array, "slots 2"],
+    rows: Int[Array, " slots"],
+    num_keys: Int[Array, "1"],
+    num_deleted: Int[Array, "1"],
+    keys: Keys,
+    new_rows: Int[Array, " nnz"],
+) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, "1"], Int[Array, "1"]]:
+    """The table and its counts with distinct, absent keys added; padding is skipped.
+
+    Keys that would leave less than a quarter of the slots empty are left out.
+    """
+    num_slots = rows.shape[0]
+    room = num_slots * 3 // 4 - num_keys - num_deleted
+    keys = keys.only(jnp.cumsum(keys.is_key, dtype=jnp.int32) <= room)
+
+    def probe(lane: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
+        state, claim = lane[places], CLAIM + seekers.positions
+        is_free = active & ((state == EMPTY) | (state == DELETED))
+        lane = lane.at[jnp.where(is_free, places, num_slots)].min(claim, mode="drop")
+        is_won = is_free & (lane[places] == claim)
+        return lane, is_won, places
+
+    claimed, slots = _probe_all(probe, rows + varying_zero(rows, keys.low), keys, num_slots)
+    was_deleted = rows.at[slots].get(mode="fill", fill_value=EMPTY) == DELETED
+    return (
+        lanes.at[slots].set(jnp.stack([keys.high, keys.low], axis=1), mode="drop"),
+        claimed.at[slots].set(new_rows, mode="drop"),
+        num_keys + jnp.sum(keys.is_key, dtype=jnp.int32),
+        num_deleted - jnp.sum(was_deleted, dtype=jnp.int32),
+    )
+
+
+def count_uses(
+    last_step: Int[Array, " rows"],
+    counts: Int[Array, " rows"],
+    rows: Int[Array, " nnz"],
+    step: Int[Array, ""],
+    occurrences: Int[Array, " nnz"],
+) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
+    """Both lanes after `rows` were used by `step`: counts rise up to `MAX_COUNT`. A row may occur several times."""
+    risen = counts.at[rows].add(occurrences, mode="drop")
+    now = risen.at[rows].get(mode="fill", fill_value=0)
+    risen = risen.at[rows].set(jnp.where(now < 0, MAX_COUNT, now), mode="drop")  # a sum that does not fit wraps
+    return last_step.at[rows].set(step, mode="drop"), risen
+
+
+def row_bits(key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int) -> UInt32[Array, "nnz dim"]:
+    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other."""
+
+    def one_row(*own: Array) -> Array:
+        return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.uint32)
+
+    return jax.vmap(one_row)(*lanes)
+
+
+def varying_zero(*arrays: Array) -> Int[Array, ""]:
+    """Zero that, inside `shard_map`, varies over all mesh axes that any array varies over, as a loop's carry must."""
+    first = [jnp.sum(x.reshape(-1)[:1].astype(jnp.int32)) for x in arrays]
+    return sum(first, start=jnp.int32(0)) * 0
+
+
+class _Seekers(NamedTuple):
+    """Keys that still probe, and where they stand in the call."""
+
+    high: Array
+    low: Array
+    positions: Array
+
+
+Probe = Callable[[Any, _Seekers, Array, Array], tuple[Any, Array, Array]]
+"""`(state, seekers, places, active) -> (state, is_done, results)`: looks at one slot for every seeker."""
+
+
+def _probe_all(probe: Probe, state: Any, keys: Keys, num_slots: int) -> tuple[Any, Int[Array, " nnz"]]:
+    """Moves every key from its home from slot to slot until `probe` is done with it.
+
+    Returns: the final state, which must vary as the keys do from the start; and the result of every key's last probe,
+    `NO_ROW` for padding.
+    """
+    n = keys.low.shape[0]
+    zero = varying_zero(state, keys.low, keys.is_key)
+    seekers = _Seekers(keys.high, keys.low, jnp.arange(n, dtype=jnp.int32))
+    places = (mix(keys.high, keys.low) & jnp.uint32(num_slots - 1)).astype(jnp.int32) + zero
+    active, results = keys.is_key & (zero == 0), jnp.full(n, NO_ROW, jnp.int32)
+    for width, next_width in itertools.pairwise([*_widths(n), 0]):
+
+        def is_wide(carry: tuple[Any, ...], next_width: int = next_width) -> Array:
+            return jnp.sum(carry[2], dtype=jnp.int32) > next_width
+
+        def probe_once(carry: tuple[Any, ...], seekers: _Seekers = seekers) -> tuple[Any, ...]:
+            state, places, active, found = carry
+            state, is_done, result = probe(state, seekers, places, active)
+            found = jnp.where(is_done, result, found)
+            return state, (places + 1) & (num_slots - 1), active & ~is_done, found
+
+        start = (state, places, active, jnp.full(width, NO_ROW, jnp.int32) + zero)
+        state, places, still_active, found = jax.lax.while_loop(is_wide, probe_once, start)
+        if width == n:
+            results = found
+        else:
+            is_done = active & ~still_active
+            results = results.at[jnp.where(is_done, seekers.positions, n)].set(found, mode="drop")
+        if next_width:
+            kept = _compact(still_active, next_width)
+            seekers, places = _take((seekers, places), kept)
+            active = kept != NO_ROW
+    return state, results
+
+
+def _compact(mask: Array, size: int) -> Array:
+    """Positions of the first `size` True entries, and `NO_ROW` behind them."""
+    counts = jnp.cumsum(mask, dtype=jnp.int32)
+    places = jnp.searchsorted(counts, jnp.arange(1, size + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return jnp.where(places < mask.shape[0], places, NO_ROW)
+
+
+def _take(arrays: Any, places: Array) -> Any:
+    return jax.tree.map(lambda x: x.at[places].get(mode="fill", fill_value=0), arrays)
+
+
+def _widths(num_keys: int) -> list[int]:
+    """How many keys probe at a time: fewer and fewer of a large call."""
+    widths = [num_keys]
+    while widths[-1] > MIN_WIDTH:
+        widths.append(widths[-1] // 8)
+    return widths

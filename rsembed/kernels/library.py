@@ -1,0 +1,119 @@
+"""The shared library of native kernels: where it is, what it can do here, and how its handlers are called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from rsembed.kernels.devices import target_device
+
+LIBRARY = "librsembed_kernels.so"
+# Names a library to load instead of the installed one, for work on the C++ itself.
+LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
+
+_TARGETS = (
+    *("rsembed_lookup", "rsembed_row_gradients", "rsembed_update", "rsembed_apply_rows"),
+    *("rsembed_lookup_jagged", "rsembed_row_gradients_jagged", "rsembed_update_jagged", "rsembed_weight_gradients"),
+    *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
+    *("rsembed_distinct", "rsembed_first_occurrences", "rsembed_find_keys", "rsembed_insert_keys"),
+    *("rsembed_count_uses", "rsembed_row_bits"),
+    *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/native.py
+)
+
+
+def library_paths() -> tuple[Path, ...]:
+    """Where the library is looked for, in this order; an editable install keeps it away from the sources."""
+    folders = [Path(__file__).parent]
+    folders += [Path(sysconfig.get_path(key)) / "rsembed" / "kernels" for key in ("platlib", "purelib")]
+    named = os.environ.get(LIBRARY_VARIABLE)
+    return (*([Path(named)] if named else []), *(folder / LIBRARY for folder in dict.fromkeys(folders)))
+
+
+@functools.cache
+def shared_library() -> ctypes.CDLL | str:
+    """The library with its handlers registered, or why there is none; does not care about JAX's backend."""
+    path = next((path for path in library_paths() if path.is_file()), None)
+    if path is None:
+        return f"{LIBRARY} is not installed; reinstall rsembed where a C++ compiler is found"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.rsembed_instruction_set.restype = ctypes.c_char_p
+        library.rsembed_advise_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        library.rsembed_advise_huge_pages.restype = ctypes.c_bool
+    except (OSError, AttributeError) as error:  # not loadable here, or of another version
+        return f"{path} cannot be used: {error}"
+    for name in _TARGETS:
+        if (handler := getattr(library, name, None)) is not None:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    return library
+
+
+def unavailable_because() -> str | None:
+    """Why these kernels cannot run here, or None if they can."""
+    library = shared_library()
+    if isinstance(library, str):
+        return library
+    platform = target_device().platform
+    if platform != "cpu":
+        return f"the native kernels run on CPUs, but the computation is for {platform}"
+    return None
+
+
+def instruction_set() -> str | None:
+    """`baseline`, `avx2` or `avx512`: what the library chose for this processor; None without a library."""
+    library = shared_library()
+    return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
+
+
+def call_handler(
+    target: str,
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    *operands: Array,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> tuple[Array, ...]:
+    """What a handler of the library returns.
+
+    Args:
+      target: its name.
+      results: shape and dtype of every result.
+      operands: what it reads.
+      aliases: operands that it changes where they lie, and the results that they become.
+      attributes: numbers that are known when the call is traced.
+
+    Raises: NotImplementedError: the library cannot be used here, or was built from sources without this handler.
+    """
+    if (reason := unavailable_because()) is not None:
+        raise NotImplementedError(reason)
+    if getattr(shared_library(), target, None) is None:
+        raise NotImplementedError(f"the installed {LIBRARY} is older than {target}; reinstall rsembed")
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential", input_output_aliases=aliases)
+    returned = call(*vary_alike(operands), **attributes)
+    axes = _varying_axes(*operands)
+    return tuple(_cast_to_varying(result, axes) for result in returned)
+
+
+def vary_alike(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays as one operation takes them inside `shard_map`: if some vary over mesh axes, all do."""
+    axes = _varying_axes(*arrays)
+    return [_cast_to_varying(array, axes) for array in arrays]
+
+
+def _varying_axes(*arrays: Any) -> frozenset[str]:
+    """Mesh axes over which any of them varies inside `shard_map`; none outside."""
+    return frozenset[str]().union(*(jax.typeof(array).mat.varying for array in arrays))
+
+
+def _cast_to_varying(array: Any, axes: frozenset[str]) -> Any:
+    """JAX does not know that what a call returns differs between devices as soon as one operand does."""
+    missing = tuple(sorted(axes - _varying_axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
