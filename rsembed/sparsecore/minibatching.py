@@ -25,16 +25,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import Bool, Int
 
 from rsembed.sparsecore.layout import MAX_MINIBATCHES, StackLayout
-from rsembed.sparsecore.partitioner import (
-    Entries,
-    HostBatch,
-    StackBuffers,
-    exceeded_limits,
-    lay_out,
-    merged_entries,
-)
+from rsembed.sparsecore.partitioner import Entries, HostBatch, StackBuffers, exceeded_limits, lay_out, merged_entries
 
-Agreement = Callable[[int, np.ndarray], np.ndarray]
+AllReduce = Callable[[int, np.ndarray], np.ndarray]
 """How processes agree: `(key, flags)` to the elementwise "or" of the flags of all processes.
 
 All processes call it with the same key and number of flags, in the same order; keys `2 * batch_number` and
@@ -43,7 +36,7 @@ All processes call it with the same key and number of flags, in the same order; 
 
 
 def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[np.ndarray, " flags"]:
-    """An `Agreement` through a collective of all devices, so it must not run beside a training step.
+    """An `AllReduce` through a collective of all devices, so it must not run beside a training step.
 
     A single process agrees with itself.
     """
@@ -55,7 +48,7 @@ def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[n
 
 
 def partition_stacks_in_minibatches(
-    batch: HostBatch, batch_number: int, agree: Agreement | None
+    batch: HostBatch, batch_number: int, agree: AllReduce | None
 ) -> tuple[dict[str, StackBuffers], int]:
     """Buffers of all stacks, and the number of minibatches in them.
 
@@ -168,7 +161,7 @@ def _deal(layout: StackLayout, entries: Entries, minibatches: np.ndarray) -> Ent
     return dataclasses.replace(entries, partition=partition, num_partitions=num_partitions).take(order)
 
 
-def get_all_reduce_interface(*published_arguments: Any, **published_options: Any) -> Agreement:
+def get_all_reduce_interface(*published_arguments: Any, **published_options: Any) -> AllReduce:
     """The agreement of this library's processes; addresses and ports of the published one are not needed."""
     del published_arguments, published_options
     return agree_through_devices

@@ -13,13 +13,7 @@ from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.sparsecore import native_partitioner, partitioner
 from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
-from rsembed.sparsecore.layout import (
-    Nested,
-    StackLayout,
-    row_pointers_size,
-    sharding_strategy_to_enum,
-    stack_layouts,
-)
+from rsembed.sparsecore.layout import Nested, StackLayout, row_pointers_size, sharding_strategy_to_enum, stack_layouts
 from rsembed.sparsecore.minibatching import partition_stacks_in_minibatches
 from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch
 from rsembed.specs import FeatureSpec
@@ -146,7 +140,7 @@ def preprocess_sparse_dense_matmul_input(
       enable_minibatching: deal a batch that exceeds a limit to several minibatches, instead of raising or dropping;
         see `rsembed.sparsecore.minibatching`. Buffers get room for 64 of them unless
         `suggested_coo_buffer_size_per_device` says what is enough. Pass it to lookup and update as well.
-      all_reduce_interface: how several processes agree on minibatches, a `minibatching.Agreement`; None lets the
+      all_reduce_interface: how several processes agree on minibatches, a `minibatching.AllReduce`; None lets the
         devices do it, so this function must then not run beside a training step.
 
     Returns:

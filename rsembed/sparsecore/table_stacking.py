@@ -25,14 +25,7 @@ from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
 from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
-from rsembed.sparsecore.variables import (
-    check_layout,
-    check_logical,
-    fingerprint_of,
-    labelled,
-    logical_form,
-    rows_of,
-)
+from rsembed.sparsecore.variables import check_layout, check_logical, fingerprint_of, labelled, logical_form, rows_of
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import (
     SUBLANES,
