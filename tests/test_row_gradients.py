@@ -1,10 +1,14 @@
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import rsembed as rs
+from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
+from rsembed.row_gradients import SingleUse, check_belong
 
 
 def gradients(rows, values, num_rows=9, name="t"):
@@ -50,3 +54,25 @@ def test_gradients_of_other_collections_are_refused():
         rs.combine(gradients([1], [[1.0]]), gradients([1], [[1.0]], num_rows=8))
     with pytest.raises(ValueError, match="at least one"):
         rs.combine()
+
+
+def test_an_owner_refuses_gradients_that_count_other_rows_with_or_without_a_layout():
+    own = Fingerprint.of({"t": 9})
+    given = gradients([2], [[1.0]])
+    how = {"owner": "module", "way_out": "Take others."}
+    check_belong(given, own, (("t", 9),), **how)
+    with pytest.raises(
+        ValueError, match=r"do not belong to this module: they have rows .*'t', 9.*'t', 8.*Take others\."
+    ):
+        check_belong(given, own, (("t", 8),), **how)
+    foreign = dataclasses.replace(given, layout=Fingerprint.of({"t": 8}))
+    with pytest.raises(ValueError, match=r"do not belong to this module: t is 8, expected 9\. Take others\."):
+        check_belong(foreign, own, (("t", 9),), **how)
+
+
+def test_a_permit_is_good_for_one_use():
+    permit = SingleUse("stepped already")
+    permit.check(), permit.check(), permit.use()
+    for ask in (permit.check, permit.use):
+        with pytest.raises(RuntimeError, match="stepped already"):
+            ask()

@@ -93,6 +93,8 @@ class NearRows:
           capacity: of `moves`.
         """
         (left, come), shapes = map(jnp.asarray, moves), None
+        if not come.size:  # rows leave for others only
+            return arrays
         num_scratch = len(self.scratch_rows) if capacity is None else min(capacity, self.cache.num_ids)
         if self.num_places + num_scratch > arrays[0].shape[0]:
             missing = self.num_places + padded_size(num_scratch) - arrays[0].shape[0]

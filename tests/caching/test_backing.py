@@ -1,0 +1,72 @@
+"""Rows on the host and rows near against one plain array of all of them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsembed.caching import BackingStore, Generation, NearRows, RowStore, SetAssociativeCache, padded_size
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW
+
+NUM_ROWS = 90
+
+
+def test_rows_hold_their_first_values_until_they_are_written():
+    sizes, rng = set(), np.random.default_rng(0)
+
+    def first_values(rows):
+        sizes.add(rows.size)
+        return np.stack([rows, -rows], axis=1).astype(np.float32), (rows[:, None] % 7).astype(np.int32)
+
+    stores = [RowStore.in_memory((NUM_ROWS, 2), np.float32), RowStore.in_memory((NUM_ROWS, 1), np.int32)]
+    backing, wanted = BackingStore(stores, first_values), [np.array(a) for a in first_values(np.arange(NUM_ROWS))]
+    for _ in range(6):
+        rows, asked = rng.permutation(NUM_ROWS)[:9], rng.integers(0, NUM_ROWS, 40)
+        values = rng.normal(size=(12, 2)).astype(np.float32), rng.integers(0, 9, (12, 1)).astype(np.int32)
+        for array, new in zip(wanted, values, strict=True):
+            array[rows] = new[:9]  # more values than rows: the rest is padding
+        for found, array in zip(backing.exchange(rows, values, asked), wanted, strict=True):
+            np.testing.assert_array_equal(found, array[asked])
+    assert all(size & (size - 1) == 0 for size in sizes - {NUM_ROWS})
+
+
+def test_sizes_are_padded_to_powers_of_two():
+    assert [padded_size(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [0, 1, 2, 4, 4, 8, 1024]
+
+
+def test_a_generation_knows_its_own_number_alone():
+    one, other = Generation("not mine"), Generation("not mine")
+    first = one.number
+    one.check(np.asarray([first, first]))
+    one.advance(first)
+    one.check(one.number)
+    for foreign in (first, other.number, np.asarray([one.number, first])):
+        with pytest.raises(RuntimeError, match=r"not mine \(It has another generation than the host"):
+            one.advance(foreign)
+    assert one.number == (first + 1) % 2**32
+
+
+@pytest.mark.parametrize("admits", [True, False])
+def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits):
+    rng = np.random.default_rng(1)
+    table, sums = rng.normal(size=(NUM_ROWS, 3)).astype(np.float32), rng.normal(size=(NUM_ROWS, 1)).astype(np.float32)
+    backing = BackingStore([RowStore(table.copy()), RowStore(sums.copy())])
+    near = NearRows(0, SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
+    arrays = (jnp.zeros((8, 3)), jnp.zeros((8, 1)), jnp.full(8, NO_ROW, jnp.int32))
+    for step in range(8):
+        rows = rng.integers(-1, NUM_ROWS + 1, 30)
+        is_row = (rows >= 0) & (rows < NUM_ROWS)
+        near.find(rows, admit=admits and step != 5)
+        arrays = near.bring(arrays, near.moves(None), lambda places, a=arrays: api.gather_rows(a[:-1], places), None)
+        places = near.places[is_row]
+        assert (near.places[~is_row] < 0).all() and places.max() < arrays[0].shape[0]
+        np.testing.assert_array_equal(arrays[0][places], table[rows[is_row]])
+        np.testing.assert_array_equal(arrays[1][places], sums[rows[is_row]])
+        np.testing.assert_array_equal(arrays[2][places], rows[is_row])
+        # A step, on the device and in the plain arrays; rows behind the cache go home at once.
+        table[rows[is_row]], sums[rows[is_row]] = step, -step
+        arrays = (arrays[0].at[places].set(step), arrays[1].at[places].set(-step), arrays[2])
+        near.store_scratch(near.scratch(arrays, lambda p, a=arrays: api.gather_rows(a[:-1], p), is_inside=False))
+    near.flush(lambda places: api.gather_rows(arrays[:-1], places))
+    for found, wanted in zip(backing.read(np.arange(NUM_ROWS)), (table, sums), strict=True):
+        np.testing.assert_array_equal(found, wanted)
