@@ -8,15 +8,18 @@ Stacking, sharding and device count therefore never change a table, and building
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
+from rsembed.kernels import api
+from rsembed.kernels.library import vary_alike
 from rsembed.specs import TableSpec
 
 
@@ -43,6 +46,22 @@ def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"])
         return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:  # an orthogonal matrix, a given array, ...: build it whole and pick
         return table.initializer(key, shape).astype(jnp.float32)[rows]
+
+
+def keyed_rows(
+    key: PRNGKeyArray, initializer: Callable[..., Any], lanes: Sequence[UInt32[Array, " rows"]], dim: int
+) -> Float[Array, "rows dim"]:
+    """Float32 `initializer(own_key, (1, dim))` of rows, whose own keys are `key` folded with their lanes."""
+    trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
+    evaluator = _RowEvaluator(jnp.zeros(lanes[0].shape, jnp.int32), 1, lanes=lanes, only_key=key)
+    try:
+        return evaluator.evaluate(trace, key).astype(jnp.float32)
+    except _MixesRowsError:  # it splits its key, or sums over a row
+
+        def one_row(*own: Array) -> Array:
+            return initializer(functools.reduce(jax.random.fold_in, own, key), (1, dim))[0].astype(jnp.float32)
+
+        return jax.vmap(one_row)(*lanes)
 
 
 def _trace(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
@@ -84,11 +103,25 @@ class _Cut(NamedTuple):
 
 
 class _RowEvaluator:
-    """Evaluates a traced computation for some rows of its arrays; what has no row axis is computed as it stands."""
+    """Evaluates a traced computation for some rows of its arrays; what has no row axis is computed as it stands.
 
-    def __init__(self, rows: Int[Array, " rows"], num_rows: int):
-        self.rows = rows
-        self.num_rows = num_rows
+    Args:
+      rows: the wanted rows.
+      num_rows: of the arrays.
+      lanes: with which a key is folded to draw for each of the wanted rows; the rows themselves if none are given.
+      only_key: if given, that of the initializer: what draws from another one, or makes one of it, cannot be cut.
+    """
+
+    def __init__(
+        self,
+        rows: Int[Array, " rows"],
+        num_rows: int,
+        *,
+        lanes: Sequence[Array] | None = None,
+        only_key: PRNGKeyArray | None = None,
+    ):
+        self.rows, self.num_rows, self.only_key = rows, num_rows, only_key
+        self.lanes = [rows.astype(jnp.uint32)] if lanes is None else lanes
 
     def evaluate(self, trace: ClosedJaxpr, key: PRNGKeyArray) -> Array:
         (result,) = self._run(trace.jaxpr, trace.consts, [key])
@@ -115,12 +148,16 @@ class _RowEvaluator:
         if any(isinstance(x, _Cut) for x in inputs):
             return [self._elementwise(equation, inputs)]
         shape = params.get("shape", ())
-        if len(shape) == 2 and shape[0] == self.num_rows:
-            if name == "random_bits":
-                return [_Cut(_row_bits(inputs[0], self.rows, params["bit_width"], shape[1]))]
-            if name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
-                cut_shape = (self.rows.shape[0], shape[1])
-                return [_Cut(equation.primitive.bind(*inputs, **{**params, "shape": cut_shape}))]
+        cuts = len(shape) == 2 and shape[0] == self.num_rows
+        draws = cuts and name == "random_bits"
+        # Numbers of 16 bits come out otherwise where XLA fuses them otherwise.
+        if draws and (self.only_key is None or (inputs[0] is self.only_key and params["bit_width"] == 32)):
+            return [_Cut(_row_bits(inputs[0], self.lanes, params["bit_width"], shape[1]))]
+        if self.only_key is not None and any(x is self.only_key for x in inputs):
+            raise _MixesRowsError
+        if cuts and name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
+            cut_shape = (self.rows.shape[0], shape[1])
+            return [_Cut(equation.primitive.bind(*inputs, **{**params, "shape": cut_shape}))]
         results = equation.primitive.bind(*inputs, **params)
         return list(results) if equation.primitive.multiple_results else [results]
 
@@ -129,13 +166,15 @@ class _RowEvaluator:
         if equation.primitive.name not in _ELEMENTWISE or any(spans_rows):
             raise _MixesRowsError
         arrays = [x.array if isinstance(x, _Cut) else x for x in inputs]
-        return _Cut(equation.primitive.bind(*arrays, **equation.params))
+        return _Cut(equation.primitive.bind(*vary_alike(arrays), **equation.params))
 
 
-def _row_bits(key: PRNGKeyArray, rows: Array, bit_width: int, dim: int) -> Array:
+def _row_bits(key: Array, lanes: Sequence[Array], bit_width: int, dim: int) -> Array:
     """Random bits of each row from a key of its own."""
+    if bit_width == 32:
+        return api.row_bits(key, lanes, dim)
 
-    def one_row(row: Array) -> Array:
-        return jax.random.bits(jax.random.fold_in(key, row), (dim,), jnp.dtype(f"uint{bit_width}"))
+    def one_row(*own: Array) -> Array:
+        return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.dtype(f"uint{bit_width}"))
 
-    return jax.vmap(one_row)(rows.astype(jnp.uint32))
+    return jax.vmap(one_row)(*lanes)

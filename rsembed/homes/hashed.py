@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.homes import hash_table, hashed_rows, logical_rows, row_map
+from rsembed.homes import hashed_rows, logical_rows, row_map
 from rsembed.homes.hash_table import first_occurrences, num_distinct
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Home
 from rsembed.homes.row_map import EVICTIONS, FREE, Eviction
 from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
@@ -153,7 +154,7 @@ class Hashed(RowsByKey):
             return jnp.where((first == NO_ROW)[:, None], vectors, ahead), jnp.sum(first == position, dtype=jnp.int32)
 
         def without(vectors: Array) -> tuple[Array, Array]:
-            return vectors, hash_table.varying_zero(strangers.is_key)
+            return vectors, varying_zero(strangers.is_key)
 
         # Late in training most batches have no strangers, and need none of their work.
         return jax.lax.cond(jnp.any(strangers.is_key), with_strangers, without, vectors)
@@ -165,40 +166,44 @@ class Hashed(RowsByKey):
 
         Several calls may share a step: none of them evicts a row that another one used.
         """
-        number, evict = _number(step), self.eviction if self.when_full == "evict" else None
+        number, rows = _number(step), row_map.find(params.keys, keys)
+        params = params._replace(keys=row_map.use(params.keys, rows, number, occurrences))
+        strangers = keys.only(rows == NO_ROW)
+        params, slots, new_rows = self._admit(params, slots, strangers, table, number, occurrences)
+        return params, slots, jnp.where(strangers.is_key, new_rows, rows)
+
+    def _admit(
+        self, params: DynamicTable, slots: Slots, keys: Keys, table: TableSpec, number: Array, occurrences: Array
+    ) -> tuple[DynamicTable, Slots, Array]:
+        """`find` of keys without a row, which may repeat, in step `number`."""
+        evict = self.eviction if self.when_full == "evict" else None
         first = first_occurrences(keys)
-        keys = keys._replace(is_key=first == jnp.arange(first.shape[0], dtype=jnp.int32))
+        keys = keys.only(first == jnp.arange(first.shape[0], dtype=jnp.int32))
         totals = jnp.zeros(first.shape, jnp.int32).at[first].add(occurrences, mode="drop")
-        rows = row_map.find(params.keys, keys)
-        counts = row_map.add_counts(row_map.count_of(params.keys, rows), totals)
-        known = row_map.touch(params.keys, rows, number, counts)
-        is_new = keys.is_key & (rows == NO_ROW)
-        is_admitted, waiting = is_new, params.waiting
+        is_admitted, waiting = keys.is_key, params.waiting
         if waiting is not None:
-            waiting_rows = row_map.find(waiting, keys._replace(is_key=is_new))
+            waiting_rows = row_map.find(waiting, keys)
             totals = row_map.add_counts(totals, row_map.count_of(waiting, waiting_rows))
-            is_admitted = is_new & (totals > self.admission_count)
-        admitted = keys._replace(is_key=is_admitted)
-        known, new_rows, evicted = row_map.assign(known, admitted, number, totals, evict=evict)
-        is_left = is_new & (new_rows == NO_ROW)
+            is_admitted = keys.is_key & (totals > self.admission_count)
+        known, rows, evicted = row_map.assign(params.keys, keys.only(is_admitted), number, totals, evict=evict)
+        is_left = keys.is_key & (rows == NO_ROW)
         failed, forgotten = is_admitted & is_left, jnp.zeros(1, jnp.int32)
         if waiting is not None:
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
             waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
-            strangers = keys._replace(is_key=is_left & (waiting_rows == NO_ROW))
-            waiting, stranger_rows, forgotten = row_map.assign(waiting, strangers, number, totals, evict=evict)
-            failed = failed | (strangers.is_key & (stranger_rows == NO_ROW))
-        arrays = (params.rows, *slots)
-        vectors, *kept = hashed_rows.with_initial_values(arrays, new_rows, keys, table, params.key[0])
+            newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
+            waiting, places, forgotten = row_map.assign(waiting, newcomers, number, totals, evict=evict)
+            failed = failed | (newcomers.is_key & (places == NO_ROW))
+        vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.key[0])
         counters = params.counters.add(
-            inserted=jnp.sum(new_rows != NO_ROW, dtype=jnp.int32),
+            inserted=jnp.sum(rows != NO_ROW, dtype=jnp.int32),
             evicted=evicted,
             failed=jnp.sum(failed, dtype=jnp.int32),
-            not_admitted=jnp.sum(is_new & ~is_admitted, dtype=jnp.int32),
+            not_admitted=jnp.sum(keys.is_key & ~is_admitted, dtype=jnp.int32),
             forgotten=forgotten,
         )
-        rows = jnp.where(is_new, new_rows, rows).at[first].get(mode="fill", fill_value=NO_ROW)
-        return DynamicTable(known, vectors, waiting, counters, params.key), tuple(kept), rows
+        params = DynamicTable(known, vectors, waiting, counters, params.key)
+        return params, tuple(kept), rows.at[first].get(mode="fill", fill_value=NO_ROW)
 
     def still_theirs(
         self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys

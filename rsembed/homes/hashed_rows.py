@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 from rsembed.homes import row_map
 from rsembed.homes.hash_table import compact, mix
 from rsembed.homes.home import Home, on_host
+from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import KEY_DTYPES, Keys
@@ -128,12 +129,7 @@ def check(table: TableSpec) -> None:
 
 def initial_values(table: TableSpec, key: PRNGKeyArray, keys: Keys) -> Float[Array, "nnz dim"]:
     """What the rows of `keys` start from; `key` is the table's."""
-
-    def one_row(high: Array, low: Array) -> Array:
-        own_key = jax.random.fold_in(jax.random.fold_in(key, high), low)
-        return table.initializer(own_key, (1, table.embedding_dim))[0].astype(jnp.float32)
-
-    return jax.vmap(one_row)(keys.high, keys.low)
+    return keyed_rows(key, table.initializer, (keys.high, keys.low), table.embedding_dim)
 
 
 def with_initial_values(

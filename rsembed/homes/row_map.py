@@ -12,12 +12,12 @@ from rsembed.homes import hash_table
 from rsembed.homes.hash_table import HashTable, compact
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.keyed import MAX_COUNT, varying_zero
 from rsembed.keys import Keys
 
 Eviction = Literal["lru", "lfu"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu")
 FREE = -1
-MAX_COUNT = 2**31 - 1
 
 
 class RowMap(NamedTuple):
@@ -108,6 +108,12 @@ def touch(
     return row_map._replace(last_step=last_step, counts=counts)
 
 
+def use(row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]) -> RowMap:
+    """Notes that `rows`, which may repeat, were used by `step`, and so many occurrences of their keys."""
+    last_step, counts = api.count_uses(row_map.last_step, row_map.counts, rows, step, occurrences)
+    return row_map._replace(last_step=last_step, counts=counts)
+
+
 def count_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
     """How often the keys of `rows` have occurred; 0 for `NO_ROW`."""
     return row_map.counts.at[rows].get(mode="fill", fill_value=0)
@@ -176,7 +182,7 @@ def _least(score: Int[Array, " rows"], is_candidate: Bool[Array, " rows"], num_w
         num_below = jnp.sum(is_candidate & (score < higher), dtype=jnp.int32)
         return jnp.where(num_below < num_wanted, higher, bound)
 
-    zero = hash_table.varying_zero(score, num_wanted, is_candidate)
+    zero = varying_zero(score, num_wanted, is_candidate)
     bound = jax.lax.fori_loop(0, 31, set_bit, zero)
     is_below, is_at = is_candidate & (score < bound), is_candidate & (score == bound)
     num_at = num_wanted - jnp.sum(is_below, dtype=jnp.int32)

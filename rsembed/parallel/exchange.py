@@ -60,7 +60,7 @@ def plan_routes(owners: Int[Array, " nnz"], *, num_devices: int, capacity: int) 
     is_filled = positions < offsets[1:, None]
     entries = jnp.where(is_filled, _take(order, positions, NO_ROW), NO_ROW)
     all_places = jnp.arange(num_devices * capacity, dtype=jnp.int32)
-    places = jnp.full(owners.shape, NO_ROW, jnp.int32).at[entries.reshape(-1)].set(all_places, mode="drop")
+    (places,) = api.scatter_rows((jnp.full(owners.shape, NO_ROW, jnp.int32),), entries.reshape(-1), (all_places,))
     num_left_behind = jnp.sum(jnp.maximum(jnp.diff(offsets) - capacity, 0))
     return Routes(entries, places, num_left_behind)
 
@@ -101,4 +101,11 @@ def _take(values: Array, places: Array, fill_value: float | int) -> Array:
     """`values[places]`, and the fill value for places outside; unlike plain indexing, also of an empty array."""
     if values.shape[0] == 0:
         return jnp.full((*places.shape, *values.shape[1:]), fill_value, values.dtype)
-    return values.at[places].get(mode="fill", fill_value=fill_value)
+    if values.ndim == 1:
+        return values.at[places].get(mode="fill", fill_value=fill_value)
+    (found,) = api.gather_rows((values,), places.reshape(-1))  # zeros for places outside
+    found = found.reshape(*places.shape, *values.shape[1:])
+    if fill_value == 0:
+        return found
+    is_inside = (places >= 0) & (places < values.shape[0])
+    return jnp.where(jnp.expand_dims(is_inside, range(places.ndim, found.ndim)), found, fill_value)

@@ -16,8 +16,6 @@ All functions run inside `shard_map` over the mesh axis (or axes) named by `axis
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.parallel.exchange import AxisName, send, send_back
 
@@ -46,7 +45,7 @@ class Wanted(NamedTuple):
 
 
 def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], *, num_devices: int) -> Wanted:
-    """Equal occurrences made one, by a single stable sort.
+    """Equal occurrences made one.
 
     Args:
       owners: owner of every occurrence; outside `[0, num_devices)` it asks nobody.
@@ -58,20 +57,8 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
       >>> wanted.lanes[0].tolist()[:2], wanted.offsets.tolist(), wanted.entry_of.tolist()[:3]
       ([3, 5], [0, 1, 2], [1, 0, 1])
     """
-    owners = jnp.where((owners >= 0) & (owners < num_devices), owners, num_devices).astype(jnp.int32)
-    occurrences = jnp.arange(owners.shape[0], dtype=jnp.int32)
-    *keys, order = jax.lax.sort((owners, *lanes, occurrences), num_keys=1 + len(lanes), is_stable=True)
-    differs = functools.reduce(operator.or_, [key[1:] != key[:-1] for key in keys])
-    has_owner = keys[0] < num_devices
-    is_first = jnp.ones(owners.shape, bool).at[1:].set(differs) & has_owner
-    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    entry_of = jnp.full(owners.shape, NO_ROW, jnp.int32).at[order].set(jnp.where(has_owner, number, NO_ROW))
-    place = jnp.where(is_first, number, NO_ROW)
-    sorted_lanes = tuple(jnp.zeros_like(lane).at[place].set(lane, mode="drop") for lane in keys[1:])
-    first_of = jnp.full(owners.shape, NO_ROW, jnp.int32).at[place].set(order, mode="drop")
-    counts = jnp.zeros(num_devices, jnp.int32).at[keys[0]].add(is_first.astype(jnp.int32), mode="drop")
-    offsets = jnp.zeros(num_devices + 1, jnp.int32).at[1:].set(jnp.cumsum(counts, dtype=jnp.int32))
-    return Wanted(sorted_lanes, entry_of, first_of, offsets)
+    entries, entry_of, first_of, offsets = api.distinct(owners, lanes, num_owners=num_devices)
+    return Wanted(entries, entry_of, first_of, offsets)
 
 
 def default_capacity(num_occurrences: int, num_devices: int) -> int:
@@ -131,7 +118,8 @@ def ask(
             travels &= _is_before_cut(wanted, picked, cursor + capacity < counts, axis_name)
         picked = jnp.where(travels, picked, NO_ROW)
         state, answers = trade(state, picked)
-        replies = jax.tree.map(lambda old, new: old.at[picked.reshape(-1)].set(new, mode="drop"), replies, answers)
+        olds, tree = jax.tree.flatten(replies)
+        replies = tree.unflatten(api.scatter_rows(olds, picked.reshape(-1), jax.tree.leaves(answers)) if olds else ())
         cursor = cursor + jnp.sum(travels, axis=1, dtype=jnp.int32)
         any_left = jax.lax.pmax(jnp.any(cursor < counts), axis_name) if capacity < num_entries else jnp.asarray(False)
         return cursor, num_rounds + 1, state, replies, any_left

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed.homes import hash_table
 from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.keyed import DELETED, MIN_WIDTH
 from rsembed.keys import Keys, join_keys, split_keys
 
 MAX_KEYS, NUM_SLOTS = 8, 16
@@ -53,8 +54,8 @@ def check_lanes(table, expected):
     rows = np.asarray(table.rows)
     held = join_keys(*np.asarray(table.keys)[rows >= 0].T)
     assert dict(zip(held.tolist(), rows[rows >= 0].tolist(), strict=True)) == expected
-    assert (int(table.num_keys[0]), int(table.num_deleted[0])) == (len(expected), (rows == hash_table.DELETED).sum())
-    assert (rows >= hash_table.DELETED).all()  # no claim is left behind
+    assert (int(table.num_keys[0]), int(table.num_deleted[0])) == (len(expected), (rows == DELETED).sum())
+    assert (rows >= DELETED).all()  # no claim is left behind
     assert table.num_deleted[0] <= NUM_SLOTS // 4
 
 
@@ -108,7 +109,7 @@ def test_keys_beyond_the_bound_are_left_out_and_nothing_hangs():
 def large_keys():
     """More keys than probe at a time, in a table as full as it gets."""
     generator = np.random.default_rng(0)
-    num_keys = 2 * hash_table.MIN_WIDTH
+    num_keys = 2 * MIN_WIDTH
     return np.unique(generator.integers(0, 2**64, 2 * num_keys, dtype=np.uint64)), num_keys
 
 
@@ -140,7 +141,7 @@ def test_first_occurrences_are_those_of_a_loop(entries):
 
 
 def test_first_occurrences_of_a_large_skewed_call():
-    numbers = np.random.default_rng(2).zipf(1.3, 3 * hash_table.MIN_WIDTH).clip(max=2**62)
+    numbers = np.random.default_rng(2).zipf(1.3, 3 * MIN_WIDTH).clip(max=2**62)
     found = first_occurrences(split_keys(numbers)).tolist()
     assert found == python_first_occurrences(numbers.tolist(), [True] * len(numbers))
 
