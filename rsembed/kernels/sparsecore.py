@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
@@ -83,10 +84,12 @@ def apply_rows(
     num_rows, dim = table.shape
     if 0 in (num_rows, dim, rows.shape[0]):
         return table, slots
-    tiles = _tiles()
-    is_wide = [slot.shape[1] == dim for slot in slots]
-    state = [_fill_columns(array) for array in (table, *(s for s, wide in zip(slots, is_wide, strict=True) if wide))]
-    narrow = [slot for slot, wide in zip(slots, is_wide, strict=True) if not wide]
+    tiles, arrays = _tiles(), (table, *slots)
+    is_narrow = np.asarray([array.shape[1] != dim for array in arrays])
+    wide_first = np.argsort(is_narrow, kind="stable")
+    places = np.argsort(wide_first).tolist()
+    state = [_fill_columns(arrays[k]) for k in wide_first if not is_narrow[k]]
+    narrow = [arrays[k] for k in wide_first if is_narrow[k]]
     rows, chunk = as_rows(rows), tiles.chunk_rows(state[0].shape[1], len(state) + 1)
     is_row = (rows >= 0) & (rows < num_rows)
     ids = _fill(jnp.where(is_row, rows, tiles.NO_ID), chunk, tiles.NO_ID)
@@ -100,11 +103,11 @@ def apply_rows(
         ids,
         _fill(_fill_columns(gradients.astype(jnp.float32)), chunk, 0.0),
         jnp.repeat(step.hyper_vector(), tiles.num_lanes()),
-        _places(is_wide),
+        places,
     )
     new_narrow = reference.scatter_rows(narrow, ids, [number[:, :1] for number in numbers]) if narrow else ()
-    arrays = [*(array[:, :dim] for array in new_state), *new_narrow]
-    new_table, *new_slots = (arrays[place] for place in _places(is_wide))
+    stepped = [*(array[:, :dim] for array in new_state), *new_narrow]
+    new_table, *new_slots = (stepped[place] for place in places)
     return new_table, tuple(new_slots)
 
 
@@ -145,12 +148,6 @@ def sum_by_row(
 def _check_table(table: Array) -> None:
     if table.dtype != jnp.float32:
         raise NotImplementedError(f"tables of the SparseCore kernels are float32, not {table.dtype}")
-
-
-def _places(is_wide: Sequence[bool]) -> list[int]:
-    """Where table and slots are found among the table, the wide slots and the narrow slots."""
-    wide, narrow = iter(range(1, 1 + sum(is_wide))), iter(range(1 + sum(is_wide), 1 + len(is_wide)))
-    return [0, *(next(wide if own else narrow) for own in is_wide)]
 
 
 def _fill(array: Array, multiple: int, value: float) -> Array:

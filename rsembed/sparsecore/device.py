@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,35 +144,6 @@ def read_entries(
     return StackEntries(
         layout=layout, owners=owners, rows=rows, samples=samples, gains=gains, axes=axes, capacity=capacity
     )
-
-
-def unstack(layout: StackLayout, activations: Float[Array, "samples dim"]) -> dict[str, Array]:
-    """The activations of every feature of a stack, by name, on one device."""
-    by_core = layout.checked_activations(activations).reshape(layout.num_cores, layout.samples_per_core, -1)
-    result = {}
-    for feature in layout.features:
-        start = feature.id_transformation.row_offset // layout.num_shards
-        stop = start + (feature.num_samples or 0) // layout.num_shards
-        piece = by_core[:, start:stop, : feature.output_dim]
-        result[feature.name] = piece.reshape(-1, feature.output_dim)
-    return result
-
-
-def stack(layout: StackLayout, by_feature: dict[str, Any]) -> Float[Array, "samples dim"]:
-    """The inverse of `unstack`: zeros in the columns that a feature does not have."""
-    pieces, width = [], layout.spec.stack_embedding_dim
-    for feature in layout.features:
-        gradient = by_feature[feature.name]
-        expected = (feature.num_samples or 0) // layout.num_devices
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        if gradient.shape[0] != expected or gradient.shape[1] > width:
-            raise ValueError(
-                f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, expected "
-                f"({expected}, {feature.output_dim}) on each of {layout.num_devices} devices."
-            )
-        padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
-        pieces.append(padded.reshape(layout.num_cores, -1, width))
-    return jnp.concatenate(pieces, axis=1).reshape(-1, width)
 
 
 def manual_axes(num_devices: int, axis_name: AxisName | None = None) -> AxisName | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from rsembed.initial_values import table_key
 from rsembed.intervals import check_within
@@ -154,7 +154,13 @@ def unstack_embedding_activations(
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     by_name: dict[str, Array] = {}
     for name, layout in layouts.items():
-        by_name |= device.unstack(layout, activations[name])
+        stacked = layout.checked_activations(activations[name])
+        by_core = stacked.reshape(layout.num_cores, layout.samples_per_core, -1)
+        for feature in layout.features:
+            start = feature.id_transformation.row_offset // layout.num_shards
+            stop = start + (feature.num_samples or 0) // layout.num_shards
+            piece = by_core[:, start:stop, : feature.output_dim]
+            by_name[feature.name] = piece.reshape(-1, feature.output_dim)
     return jax.tree.unflatten(
         jax.tree.structure(feature_specs), [by_name[feature.name] for feature in features_of(feature_specs)]
     )
@@ -175,7 +181,22 @@ def stack_embedding_gradients(
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
     leaves = _gradient_leaves(activation_gradients, feature_specs)
     by_name = {feature.name: leaf for feature, leaf in zip(features_of(feature_specs), leaves, strict=True)}
-    return {name: device.stack(layout, by_name) for name, layout in layouts.items()}
+    return {name: _stacked(layout, by_name) for name, layout in layouts.items()}
+
+
+def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Array, "samples dim"]:
+    pieces, width = [], layout.spec.stack_embedding_dim
+    for feature in layout.features:
+        gradient, expected = by_feature[feature.name], (feature.num_samples or 0) // layout.num_devices
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        if gradient.shape[0] != expected or gradient.shape[1] > width:
+            raise ValueError(
+                f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, expected "
+                f"({expected}, {feature.output_dim}) on each of {layout.num_devices} devices."
+            )
+        padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
+        pieces.append(padded.reshape(layout.num_cores, -1, width))
+    return jnp.concatenate(pieces, axis=1).reshape(-1, width)
 
 
 def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]:

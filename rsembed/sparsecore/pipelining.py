@@ -304,8 +304,12 @@ def get_default_sc_bwd_function(
         sparse_inputs: Any, embedding_gradients: Any, embedding_variables: Any, tc_aux: Any = None, step: Any = None
     ) -> tuple[Any, None]:
         del tc_aux
-        if step is None and not frozen_step:
-            _check_no_step_needed(feature_specs)
+        needing = [] if frozen_step else [t for t in tables_of(feature_specs).values() if t.optimizer.needs_step]
+        if step is None and needing:
+            raise ValueError(
+                f"table {needing[0].name!r}: optimizer {needing[0].optimizer.short_name()!r} depends on the step; pass "
+                "step=, or frozen_step=True to get_default_sc_bwd_function to hide it from all optimizers."
+            )
         number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
         return tables.update(embedding_gradients, embedding_variables, number, sparse_inputs), None
 
@@ -318,12 +322,3 @@ def _tables(
     axes = tuple(mesh.axis_names) if sharding_axis is None else sharding_axis
     devices = table_mesh(mesh, axes)
     return MeshTables(feature_specs=specs, devices=devices, enable_minibatching=enable_minibatching)
-
-
-def _check_no_step_needed(feature_specs: Any) -> None:
-    for table in tables_of(feature_specs).values():
-        if table.optimizer.needs_step:
-            raise ValueError(
-                f"table {table.name!r}: optimizer {table.optimizer.short_name()!r} depends on the step; pass step=, or "
-                "frozen_step=True to get_default_sc_bwd_function to hide it from all optimizers."
-            )

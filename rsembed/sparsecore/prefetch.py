@@ -29,9 +29,6 @@ class Prefetcher(Iterator[Prepared], Generic[Prepared]):
         while len(self._pending) < self._depth:
             self._pending.append(self._executor.submit(self._prepare_next))
 
-    def __iter__(self) -> Prefetcher[Prepared]:
-        return self
-
     def __next__(self) -> Prepared:
         if not self._is_open:
             raise StopIteration
