@@ -26,15 +26,15 @@ def rank_tails(
     Raises: ValueError: the factors do not fit the table.
     Source: Oseledets (2011), "Tensor-train decomposition", theorem 2.2.
     """
+    from rsembed.tt.decomposition import digit_tensor
+
     d, num_rows, dim = len(tt_p_shapes), math.prod(tt_p_shapes), math.prod(tt_q_shapes)
     if len(tt_q_shapes) != d or num_rows < len(table) or dim != table.shape[1]:
         raise ValueError(
             f"row factors {list(tt_p_shapes)} and column factors {list(tt_q_shapes)} do not fit a table of shape "
             f"{table.shape}."
         )
-    padded = np.zeros((num_rows, dim))
-    padded[: len(table)] = table
-    tensor = padded.reshape(*tt_p_shapes, *tt_q_shapes).transpose([axis for t in range(d) for axis in (t, d + t)])
+    tensor = digit_tensor(np.asarray(table, np.float64), tt_p_shapes, tt_q_shapes)
     tails = []
     for t in range(1, d):
         unfolding = tensor.reshape(math.prod(tensor.shape[: 2 * t]), -1)

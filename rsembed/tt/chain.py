@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.kernels.contract import NO_ROW
+from rsembed.parallel import distinct
 from rsembed.tt import native
 
 BLOCK = 8
@@ -96,12 +97,13 @@ def pooled_rows(
         traced = "grouped" if len(cores) > 2 and bags.shape[0] >= MIN_GROUPED_LOOKUPS else "chunked"
         implementation = traced if reason else "native"
     if implementation == "unique":
-        digits, distinct, numbers = _distinct(digits, jnp.where(bags < num_bags, _no_negative(bags), NO_ROW))
-        ones = jnp.ones(bags.shape)
-        rows = pooled_rows(cores, digits, distinct, ones, slice_shapes=slice_shapes, num_bags=bags.shape[0])
-        rows = gains[:, None] * rows.at[numbers].get(mode="fill", fill_value=0.0)
+        wanted = distinct(jnp.where((bags >= 0) & (bags < num_bags), 0, 1), digits, num_devices=1)
+        order, ones = jnp.arange(bags.shape[0], dtype=jnp.int32), jnp.ones(bags.shape)
+        own_bags = jnp.where(wanted.first_of == NO_ROW, NO_ROW, order)
+        rows = pooled_rows(cores, wanted.lanes, own_bags, ones, slice_shapes=slice_shapes, num_bags=bags.shape[0])
+        rows = gains[:, None] * rows.at[wanted.entry_of].get(mode="fill", fill_value=0.0)
         return jnp.zeros((num_bags, rows.shape[1])).at[_no_negative(bags)].add(rows, mode="drop")
-    zero = _varying_zero(*cores, *digits, bags, gains)
+    zero = varying_zero(*cores, *digits, bags, gains)
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
     sizes = [math.prod(shape) for shape in slice_shapes]
     if implementation == "plain":
@@ -116,7 +118,7 @@ def pooled_rows(
     return _pooled(config, cores, digits, _no_negative(bags), gains)
 
 
-def _varying_zero(*arrays: Array) -> Array:
+def varying_zero(*arrays: Array) -> Array:
     """Zero that, inside `shard_map`, varies over all mesh axes that any array varies over, as a loop's result does.
 
     Whatever is added to it has a gradient that `shard_map` sums over those axes. Outside, XLA removes the addition.
@@ -128,24 +130,6 @@ def _varying_zero(*arrays: Array) -> Array:
 def _no_negative(bags: Array) -> Array:
     """JAX would count negative numbers from the end."""
     return jnp.where(bags < 0, NO_ROW, bags)
-
-
-def _distinct(digits: tuple[Array, ...], bags: Array) -> tuple[tuple[Array, ...], Array, Array]:
-    """Digits of every distinct row that is in a bag, a bag for each, and which of them a lookup asks for.
-
-    As many places as lookups; those that are left over have no bag.
-    """
-    if bags.shape[0] == 0:
-        return digits, bags, bags
-    order = jnp.arange(bags.shape[0], dtype=jnp.int32)
-    keys = [jnp.where(bags == NO_ROW, NO_ROW, digit) for digit in digits]
-    *keys, lookups = jax.lax.sort((*keys, order), num_keys=len(keys))
-    is_new = functools.reduce(jnp.logical_or, [key[1:] != key[:-1] for key in keys])
-    numbers = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), is_new]), dtype=jnp.int32)
-    distinct = tuple(jnp.full(order.shape, NO_ROW, jnp.int32).at[numbers].set(key) for key in keys)
-    places = jnp.full(order.shape, NO_ROW, jnp.int32).at[lookups].set(numbers)
-    own_bags = jnp.where(distinct[0] == NO_ROW, NO_ROW, order)
-    return distinct, own_bags, jnp.where(bags == NO_ROW, NO_ROW, places)
 
 
 def _lookups_per_tile(slice_shapes: tuple[tuple[int, int, int], ...], grouped: int | None, num_lookups: int) -> int:
@@ -237,13 +221,13 @@ def _pooled(config: Config, cores: Cores, digits: tuple[Array, ...], bags: Array
 
 
 def _forward(config: Config, cores: Cores, digits: tuple[Array, ...], bags: Array, gains: Array) -> tuple[Array, Any]:
-    zeros = jnp.full((config.num_bags, config.dim), _varying_zero(gains).astype(jnp.float32))
+    zeros = jnp.full((config.num_bags, config.dim), varying_zero(gains).astype(jnp.float32))
     if bags.shape[0] == 0:
         return zeros, (cores, digits, bags, gains, None)
     if config.implementation == "native":
         operands, shapes = (cores, digits, bags, gains), config.slice_shapes
         pooled = native.pooled(*operands, slice_shapes=shapes, num_bags=config.num_bags)
-        return pooled + _varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains, None)
+        return pooled + varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains, None)
     plan = _make_plan(config, cores, digits, bags)
 
     def add_tile(j: Array, pooled: Array) -> Array:
@@ -260,10 +244,10 @@ def _backward(config: Config, saved: Any, d_pooled: Array) -> tuple[Any, ...]:
         return jax.tree.map(jnp.zeros_like, cores), *no_cotangent, jnp.zeros_like(gains)
     if config.implementation == "native":
         d_cores, d_gains = native.pull(cores, digits, bags, gains, d_pooled, slice_shapes=config.slice_shapes)
-        zero = _varying_zero(gains).astype(jnp.float32)
+        zero = varying_zero(gains).astype(jnp.float32)
         d_cores = tuple((d + zero).astype(core.dtype) for d, core in zip(d_cores, cores, strict=True))
         return d_cores, *no_cotangent, d_gains + zero
-    zero = _varying_zero(gains).astype(jnp.float32)
+    zero = varying_zero(gains).astype(jnp.float32)
 
     def add_tile(j: Array, sums: tuple[Cores, Array]) -> tuple[Cores, Array]:
         d_cores, d_gains = sums

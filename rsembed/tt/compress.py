@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rsembed.progress import progress
-from rsembed.tt.checks import check_not_negative
+from rsembed.tt.checks import check_one_of
 from rsembed.tt.cores import full_weight
-from rsembed.tt.decomposition import from_dense
+from rsembed.tt.decomposition import from_dense, truncated
 from rsembed.tt.spec import TTSpec
 
 CODEWORDS = 256
@@ -112,9 +112,7 @@ def compress(
     Raises: ValueError: not exactly one of `bytes` and `max_relative_error`, or it is negative or not finite; the table
       is empty or not finite; or the weights are not one finite number per row.
     """
-    if (bytes is None) == (max_relative_error is None):
-        raise ValueError(f"compress needs exactly one of bytes= and max_relative_error=, got {bytes}.")
-    check_not_negative(bytes=bytes, max_relative_error=max_relative_error)
+    check_one_of("compress", bytes=bytes, max_relative_error=max_relative_error)
     dense = np.asarray(table, np.float32)
     if not dense.size or not np.isfinite(dense).all():
         raise ValueError(f"the table of shape {dense.shape} must hold numbers, all of them finite.")
@@ -216,18 +214,12 @@ def _hot_rows(task: _Task, weights: np.ndarray) -> Answer | None:
 
 
 def _low_rank(task: _Task) -> Answer | None:
-    squares, directions = np.linalg.eigh(task.table.T.astype(np.float64) @ task.table)
     per_rank = 4 * (task.rows + task.dim)
-    if task.most_bytes is not None:
-        rank = min(task.dim, task.most_bytes // per_rank)
-    else:
-        discarded = np.sqrt(np.cumsum(np.clip(squares, 0, None)))
-        rank = task.dim - int(np.searchsorted(discarded, (task.most_error or 0.0) * task.norm, side="right"))
-    if rank == 0 and task.most_bytes is not None:
+    rank = None if task.most_bytes is None else min(task.dim, task.most_bytes // per_rank)
+    if rank == 0:
         return None
-    right = directions[:, ::-1][:, : max(rank, 1)].astype(np.float32)
-    left = task.table @ right
-    return max(rank, 1) * per_rank, (left, right), left @ right.T
+    left, right = truncated(task.table, rank, (task.most_error or 0.0) * task.norm)
+    return left.shape[1] * per_rank, (left, right.T), left @ right
 
 
 def _row_wise_integers(task: _Task, bits: int) -> Answer:

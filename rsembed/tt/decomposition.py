@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from rsembed.progress import progress
 from rsembed.tt.chain import Cores
-from rsembed.tt.checks import check_not_negative
+from rsembed.tt.checks import check_one_of
 from rsembed.tt.cores import check_cores
 from rsembed.tt.shapes import suggested_tt_shapes
 from rsembed.tt.spec import TTSpec
@@ -55,12 +55,7 @@ def from_dense(
       finite, or the table is not finite.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
-    if sum(x is not None for x in (ranks, max_relative_error, bytes)) != 1:
-        raise ValueError(
-            f"from_dense needs exactly one of ranks=, max_relative_error= and bytes=, got {ranks}, "
-            f"{max_relative_error}, {bytes}."
-        )
-    check_not_negative(max_relative_error=max_relative_error)
+    check_one_of("from_dense", ranks=ranks, max_relative_error=max_relative_error, bytes=bytes)
     dense = np.asarray(table, np.float32)
     if not np.isfinite(dense).all():
         raise ValueError("the table holds numbers that are not finite; clean it before it is decomposed.")
@@ -73,15 +68,12 @@ def from_dense(
     q = tuple(tt_q_shapes or suggested_tt_shapes(dim, d, False))
     caps = [ranks] * (d - 1) if isinstance(ranks, int) else ranks
     TTSpec(rows, p, q, tuple(caps or [1] * (d - 1)))  # refuses factors that do not fit
-    padded = np.zeros((math.prod(p), dim), np.float32)
-    padded[:rows] = dense
-    order = [axis for t in range(d) for axis in (t, d + t)]
-    remainder = padded.reshape(*p, *q).transpose(order).reshape(1, -1)
+    remainder = digit_tensor(dense, p, q).reshape(1, -1)
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
     cores = []
     for t in progress(range(d - 1), description="TT-SVD", delay=1.0, leave=False):
         left = remainder.shape[0]
-        basis, remainder = _truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
+        basis, remainder = truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
         cores.append(basis.reshape(left, p[t], q[t], -1))
     cores.append(remainder.reshape(-1, p[-1], q[-1], 1))
     return _stored(rows, cores, dtype)
@@ -103,9 +95,7 @@ def round_cores(
     Raises: ValueError: not exactly one of `ranks` and `max_relative_error`, or the error is negative or not finite.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
     """
-    if (ranks is None) == (max_relative_error is None):
-        raise ValueError(f"round_cores needs exactly one of ranks= and max_relative_error=, got {ranks}.")
-    check_not_negative(max_relative_error=max_relative_error)
+    check_one_of("round_cores", ranks=ranks, max_relative_error=max_relative_error)
     caps = [ranks] * (spec.num_cores - 1) if isinstance(ranks, int) else ranks
     parts = [core.astype(np.float64) for core in _unstored(spec, cores)]
     for t in range(spec.num_cores - 1, 0, -1):  # rows of every core but the first become orthonormal
@@ -116,7 +106,7 @@ def round_cores(
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
     for t in progress(range(spec.num_cores - 1), description="rounding", delay=1.0, leave=False):
         left, p, q, right = parts[t].shape
-        basis, rest = _truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
+        basis, rest = truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
         parts[t] = basis.reshape(left, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
     return _stored(spec.num_embeddings, parts, cores[0].dtype)
@@ -145,7 +135,17 @@ def from_tensorly(
     return _stored(num_embeddings or math.prod(core.shape[1] for core in parts), parts, dtype)
 
 
-def _truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:
+def digit_tensor(
+    table: Float[np.ndarray, "vocab dim"], tt_p_shapes: Sequence[int], tt_q_shapes: Sequence[int]
+) -> Float[np.ndarray, "..."]:
+    """The table, rows of zeros behind it, with an axis per digit: those of row and column take turns."""
+    d = len(tt_p_shapes)
+    padded = np.zeros((math.prod(tt_p_shapes), table.shape[1]), table.dtype)
+    padded[: len(table)] = table
+    return padded.reshape(*tt_p_shapes, *tt_q_shapes).transpose([axis for t in range(d) for axis in (t, d + t)])
+
+
+def truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:
     """`basis @ rest` close to the matrix: at most `rank` columns, or as few as leave out at most the norm `tail`."""
     side = min(matrix.shape)
     if rank is not None and side > max(MAX_EXACT_SIDE, 2 * rank):

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.tt.chain import Cores
-from rsembed.tt.checks import check_learning_rate
+from rsembed.tt.checks import check_numbers
 from rsembed.tt.cores import check_cores, rows
 from rsembed.tt.spec import TTSpec
 
@@ -58,7 +58,7 @@ def fine_tune(
         )
     if num_steps < 0 or batch_rows < 1:
         raise ValueError(f"num_steps={num_steps} must be at least 0, and batch_rows={batch_rows} at least 1.")
-    check_learning_rate(learning_rate)
+    check_numbers(learning_rate=learning_rate)
     dense = np.asarray(table, np.float32)
     weights = None if row_weights is None else np.asarray(row_weights, np.float64)
     if weights is not None and (

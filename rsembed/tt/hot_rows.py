@@ -1,11 +1,11 @@
 """The rows that are read most, kept uncompressed and trained by themselves.
 
 A lookup of such a row takes its stored vector instead of a chain of products, and sends its gradient there. Which rows
-are kept changes only in `populate`, and no change of place ever changes a vector: a row that has to leave moves, with
-its optimizer state, into a spill area and is served and trained there until it returns; a row that equals what its
-cores give is dropped. So nothing learned is lost, and the cache always follows what is read, at the price of one more
-row for every row that was trained here and left: the spill area grows as needed. Where it may not, rows with something
-to lose keep their place, which is counted and logged.
+are cached changes only in `populate`, and a row keeps its place and its bits as long as it is stored. One that was
+trained and has to leave the cache is *spilled*: it stays, with its optimizer state, and is served and trained until it
+returns; one that equals what its cores give is dropped. So nothing learned is lost, and the cache always follows what
+is read, at the price of one more row for every row that was trained here and left: room for spilled rows grows as
+needed. Where it may not, rows with something to lose stay in the cache, which is counted and logged.
 
 All that the cache knows is in variables of the module, so whatever copies, saves or restores those (`nnx.clone`,
 `nnx.split`, `nnx.state`, pickle) has the whole of it.
@@ -25,21 +25,19 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rsembed.caching import set_of
 from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.optimizers import Hyperparameters, OptimizerSpec
-from rsembed.tt.read_counts import ReadCounts, rank_in_sets
-from rsembed.tt.spec import TTSpec
+from rsembed.tt.read_counts import ReadCounts, are_largest, places_in
 
-NUM_WAYS = 32
+LEAST_ROWS = 32
+"""Of a cache whose size is not given."""
 COUNTS_PER_ROW = 16
 LEAST_COUNTS_PER_ROW = 6
 SPILLED_ROWS_TO_LOG = 3
 """Times the cache; beyond it the spill area is worth a word."""
 
 NEVER_LEAVES = np.iinfo(np.int64).max
-TOTALS = ("lookups", "hits", "evictions", "spills", "uncounted", "held_ids")
 
 _LOG = logging.getLogger("rsembed")
 
@@ -53,13 +51,13 @@ class CacheReport(NamedTuple):
 
     Attributes:
       cached_ids: rows in the cache now.
-      spilled_ids: rows in the spill area now.
+      spilled_ids: spilled rows now.
       lookups: ids counted.
       hits: those that were stored at that time.
       evictions: rows that left the cache.
-      spills: those of them that moved to the spill area.
+      spills: those of them that were spilled.
       uncounted: reads whose ids found no place among the counts.
-      held_ids: rows in the cache now only because the spill area may not grow: others were read more often.
+      held_ids: rows in the cache now only because no more may be spilled: others were read more often.
     """
 
     cached_ids: int
@@ -77,39 +75,65 @@ class CacheReport(NamedTuple):
         return self.hits / self.lookups if self.lookups else math.nan
 
 
+TOTALS = CacheReport._fields[2:]
+
+
 class HotRows(nnx.Module):
     """Stored rows of one group of tables; ids are row numbers plus the rows of the tables before.
 
     Args:
-      num_rows: rows in the cache at most.
-      num_counts: places for counts of reads.
+      group_rows: rows of all tables of the group.
       dim: length of a row.
       rule: row rule of the fused update.
       kind: variable type of the rows.
-      max_spilled_rows: rows in the spill area at most; None lets it grow as needed.
+      cache_size: rows in the cache at most; 0 takes a thousandth of all, at least 32.
+      hashtbl_size: ids counted at most; 0 takes 16 per cached row, rounded up to a power of two. So does, with a
+        warning, less than six per cached row, which would lose hits.
+      max_spilled_rows: spilled rows at most; None makes room for all.
+
+    Raises: ValueError: fewer counts than rows, or 2^31 rows in the group.
     """
 
     def __init__(
         self,
-        num_rows: int,
-        num_counts: int,
+        group_rows: int,
         dim: int,
         *,
         rule: OptimizerSpec,
         kind: type,
+        cache_size: int,
+        hashtbl_size: int,
         max_spilled_rows: int | None,
     ):
-        self.num_ways = min(NUM_WAYS, num_rows)
-        self.capacity = num_rows - num_rows % self.num_ways
+        if group_rows >= NO_ROW:
+            raise ValueError(
+                f"a cache takes fewer than {NO_ROW} rows in a group of tables, got {group_rows}; use_cache=False."
+            )
+        self.capacity = min(group_rows, cache_size or max(LEAST_ROWS, group_rows // 1000))
         self.max_spilled_rows = max_spilled_rows
-        rows = jnp.zeros((self.capacity, dim))
+        self.rule: OptimizerSpec = nnx.static(rule)
+        rows, nothing = jnp.zeros((self.capacity, dim)), np.full(self.capacity, NO_ROW, np.int32)
         self.rows = kind(rows)
         self.state = CacheDirectory(rule.init_slots(rows))
-        self.ids = CacheDirectory(np.full(self.capacity, NO_ROW, np.int32))
-        self.places = CacheDirectory(np.zeros(self.capacity, np.int32))
-        self.reads = CacheDirectory(tuple(ReadCounts.empty(num_counts)))
+        self.ids = CacheDirectory(nothing)
+        self.places = CacheDirectory(np.zeros_like(nothing))
+        self.is_cached = CacheDirectory(np.zeros(self.capacity, bool))
+        self.reads = CacheDirectory(tuple(ReadCounts.empty(self._num_counts(hashtbl_size))))
         self.totals = CacheDirectory(np.zeros(2 * len(TOTALS), np.uint32))
-        self.rule: OptimizerSpec = nnx.static(rule)
+
+    def _num_counts(self, wanted: int) -> int:
+        if wanted and wanted < self.capacity:
+            raise ValueError(f"hashtbl_size={wanted} must be at least cache_size={self.capacity}.")
+        if wanted >= LEAST_COUNTS_PER_ROW * self.capacity:
+            return wanted
+        num_counts = 1 << (COUNTS_PER_ROW * self.capacity - 1).bit_length()
+        if wanted:
+            warnings.warn(
+                f"hashtbl_size={wanted} counts few ids for cache_size={self.capacity}: below six times as many the hit "
+                f"rate would suffer, so {num_counts} are counted; leave it out, or say at least six times cache_size.",
+                stacklevel=4,
+            )
+        return num_counts
 
     def find(self, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
         """Place of every id among the rows, `NO_ROW` where it is not stored. Works under `jit`."""
@@ -123,10 +147,12 @@ class HotRows(nnx.Module):
 
     def holds(self, directory: tuple[Array | np.ndarray, Array | np.ndarray]) -> bool:
         """Whether places that were found with an earlier `directory` still hold the same ids."""
-        pairs = list(zip(directory, self.directory(), strict=True))
-        if any(isinstance(x, jax.core.Tracer) for pair in pairs for x in pair):
-            return True  # nothing moves inside jit
-        return all(old is new or np.array_equal(np.asarray(old), np.asarray(new)) for old, new in pairs)
+        return all(
+            old is new
+            or any(isinstance(x, jax.core.Tracer) for x in (old, new))  # nothing moves inside jit
+            or np.array_equal(np.asarray(old), np.asarray(new))
+            for old, new in zip(directory, self.directory(), strict=True)
+        )
 
     def sizes(self) -> dict[str, int]:
         """What a saved state must have been made with."""
@@ -138,19 +164,16 @@ class HotRows(nnx.Module):
 
     def count(self, ids: Int[np.ndarray, " nnz"]) -> None:
         """Counts reads, on the host."""
-        stored = np.asarray(self.ids.get_value())
-        k = np.minimum(np.searchsorted(stored, ids), stored.size - 1)
+        is_hit = places_in(np.asarray(self.ids.get_value()), ids)[1]
         counts, num_uncounted = self.read_counts().counted(ids)
         self.reads.set_value(tuple(counts))
-        self._add(lookups=ids.size, hits=int((stored[k] == ids).sum()), uncounted=num_uncounted)
+        self._add(lookups=ids.size, hits=int(is_hit.sum()), uncounted=num_uncounted)
 
     def step(self, segment: Segment, d_outputs: Float[Array, "bags dim"], hyper: Hyperparameters) -> None:
         """One optimizer step of the rows that were read; the others and their state keep their bits."""
-        rows, state = kernels.update(
-            self.rows.get_value(), self.state.get_value(), [segment], [d_outputs], hyper, self.rule
-        )
-        self.rows.set_value(rows)
-        self.state.set_value(state)
+        rows, state = self.rows.get_value(), self.state.get_value()
+        rows, state = kernels.update(rows, state, [segment], [d_outputs], hyper, self.rule)
+        self._set_rows([rows, *state])
 
     def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
         """All stored ids, ascending, and their rows."""
@@ -159,96 +182,44 @@ class HotRows(nnx.Module):
         return ids[:num], np.asarray(self.rows.get_value())[places[:num]]
 
     def populate(self, rows_of: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Keeps the most read ids of every set from now on; `rows_of` gives rows from the cores."""
+        """Keeps the most read ids from now on, of equals the lower; `rows_of` gives rows from the cores."""
         stored, vectors = self.learned()
-        places, counts = np.asarray(self.places.get_value())[: stored.size], self.read_counts()
-        is_cached, is_dirty = places < self.capacity, (vectors != rows_of(stored)).any(axis=1)
-        ids = np.union1d(stored[is_cached], counts.keys[counts.reads > 0])
-        worth, slots, dirty = counts.of(ids), np.full(ids.size, -1), np.zeros(ids.size, bool)
-        resident = np.searchsorted(ids, stored[is_cached])
-        slots[resident], dirty[resident] = places[is_cached], is_dirty[is_cached]
-        stays, num_held = self._most_read(ids, worth), 0
-        if self.max_spilled_rows is not None:
-            room = self.max_spilled_rows - int((~is_cached).sum())
-            if np.count_nonzero(dirty & ~stays) > room:
-                trained = np.flatnonzero(dirty)
-                held = trained[np.argsort(-worth[trained], kind="stable")[: trained.size - room]]
-                num_held = int(np.count_nonzero(~stays[held]))
-                worth[held] = NEVER_LEAVES
-                stays = self._most_read(ids, worth)
-        leaves = ~stays & (slots >= 0)
+        counts = self.read_counts()
+        ids = np.union1d(stored, counts.keys[counts.reads > 0])
+        worth, places = counts.of(ids), np.full(ids.size, -1)
+        was_cached, is_trained = np.zeros((2, ids.size), bool)
+        own = np.searchsorted(ids, stored)
+        places[own] = np.asarray(self.places.get_value())[: stored.size]
+        was_cached[own] = np.asarray(self.is_cached.get_value())[: stored.size]
+        is_trained[own] = (vectors != rows_of(stored)).any(axis=1)
+        worth[~was_cached & (worth == 0)] = -1  # a spilled row that nobody reads returns only where there is room
+        is_cached, num_held = are_largest(worth, self.capacity), 0
+        if self.max_spilled_rows is not None and (is_trained & ~is_cached).sum() > self.max_spilled_rows:
+            trained = np.flatnonzero(is_trained)
+            held = trained[are_largest(worth[trained], trained.size - self.max_spilled_rows)]
+            num_held = int((~is_cached[held]).sum())
+            worth[held] = NEVER_LEAVES
+            is_cached = are_largest(worth, self.capacity)
+        is_spilled, leaves = is_trained & ~is_cached, was_cached & ~is_cached
         self._log_held(num_held)
-        self._add(evictions=int(leaves.sum()), spills=int((leaves & dirty).sum()))
-        new, new_slots = self._free_slots(ids, worth, stays & (slots < 0), slots[stays & (slots >= 0)])
-        is_spilled = ~is_cached & ~np.isin(stored, new)
-        returning = ~is_cached & np.isin(stored, new)
-        self._write(
-            kept=(
-                np.concatenate([ids[stays & (slots >= 0)], stored[is_spilled]]),
-                np.concatenate([slots[stays & (slots >= 0)], places[is_spilled]]),
-            ),
-            spilling=(ids[leaves & dirty], slots[leaves & dirty]),
-            returning=(stored[returning], places[returning]),
-            new=(new, new_slots),
-            rows_of=rows_of,
-        )
+        self._add(evictions=int(leaves.sum()), spills=int((leaves & is_trained).sum()))
+        new = np.flatnonzero(is_cached & (places < 0))
+        new = new[np.argsort(-worth[new], kind="stable")]  # the most read take the first places
+        size, stays = self._size_for(int(is_spilled.sum())), is_spilled | (is_cached & (places >= 0))
+        places[new] = np.setdiff1d(np.arange(size), places[stays])[: new.size]
+        self._put(rows_of(ids[new]), places[new], size)
+        self._write_directory(*(x[is_cached | is_spilled] for x in (ids, places, is_cached)))
 
-    def _most_read(self, ids: np.ndarray, worth: np.ndarray) -> np.ndarray:
-        """Which ids are among the most read of their set; ids ascend, and the lower one wins where reads are equal."""
-        is_chosen = np.zeros(ids.size, bool)
-        order, rank = rank_in_sets(self._sets(ids), worth)
-        is_chosen[order[rank < self.num_ways]] = True
-        return is_chosen
-
-    def _sets(self, ids: np.ndarray) -> np.ndarray:
-        return set_of(ids, self.capacity // self.num_ways)
-
-    def _free_slots(
-        self, ids: np.ndarray, worth: np.ndarray, is_new: np.ndarray, taken: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """New ids and their slots: the lowest free one of a set for the most read."""
-        free = np.setdiff1d(np.arange(self.capacity), taken)
-        sets = self._sets(ids[is_new])
-        order, rank = rank_in_sets(sets, worth[is_new])
-        return ids[is_new][order], free[np.searchsorted(free // self.num_ways, sets[order]) + rank]
-
-    def _write(
-        self,
-        *,
-        kept: tuple[np.ndarray, np.ndarray],
-        spilling: tuple[np.ndarray, np.ndarray],
-        returning: tuple[np.ndarray, np.ndarray],
-        new: tuple[np.ndarray, np.ndarray],
-        rows_of: Callable[[np.ndarray], np.ndarray],
-    ) -> None:
-        """Moves rows and their state, all pairs being ids and places; a new row comes from the cores, or returns."""
-        arrays = [np.array(x) for x in (self.rows.get_value(), *self.state.get_value())]
-        fresh = rows_of(new[0])
-        incoming = [np.array(x) for x in (fresh, *self.rule.init_slots(jnp.asarray(fresh)))]
-        by_id = np.argsort(new[0])
-        comes_back = by_id[np.searchsorted(new[0], returning[0], sorter=by_id)]
-        for source, target in zip(arrays, incoming, strict=True):
-            target[comes_back] = source[returning[1]]
-        outgoing = [x[spilling[1]] for x in arrays]
-        arrays = self._grown(arrays, int((kept[1] >= self.capacity).sum()) + spilling[0].size)
-        free = np.setdiff1d(np.arange(self.capacity, len(arrays[0])), kept[1])[: spilling[0].size]
-        for target, left, came in zip(arrays, outgoing, incoming, strict=True):
-            target[free], target[new[1]] = left, came
-        self.rows.set_value(jnp.asarray(arrays[0]))
-        self.state.set_value(tuple(jnp.asarray(x) for x in arrays[1:]))
-        self._write_directory(
-            np.concatenate([kept[0], spilling[0], new[0]]), np.concatenate([kept[1], free, new[1]]), len(arrays[0])
-        )
-
-    def _grown(self, arrays: list[np.ndarray], num_spilled: int) -> list[np.ndarray]:
-        """Room for the spilled rows: twice as much as before when it is short, so that shapes change seldom."""
-        area = len(arrays[0]) - self.capacity
-        if num_spilled <= area:
-            return arrays
-        wanted = max(num_spilled, 2 * area)
+    def _size_for(self, num_spilled: int) -> int:
+        """Rows there is to be room for: twice as many spilled ones when that is short, so that shapes change seldom."""
+        size = len(self.rows.get_value())
+        room = size - self.capacity
+        if num_spilled <= room:
+            return size
+        wanted = max(num_spilled, 2 * room)
         if self.max_spilled_rows is not None:
             wanted = min(wanted, self.max_spilled_rows)
-        elif area <= SPILLED_ROWS_TO_LOG * self.capacity < wanted:
+        elif room <= SPILLED_ROWS_TO_LOG * self.capacity < wanted:
             _LOG.warning(
                 "%d rows were trained in a tensor-train cache of %d and left it; none is dropped, so they now take "
                 "more memory than %d times the cache. Raise cache_size, or bound them with max_spilled_rows.",
@@ -256,14 +227,27 @@ class HotRows(nnx.Module):
                 self.capacity,
                 SPILLED_ROWS_TO_LOG,
             )
-        return [np.concatenate([x, np.zeros((wanted - area, *x.shape[1:]), x.dtype)]) for x in arrays]
+        return self.capacity + wanted
 
-    def _write_directory(self, ids: np.ndarray, places: np.ndarray, size: int) -> None:
-        order = np.argsort(ids)
-        stored, where = np.full(size, NO_ROW, np.int32), np.zeros(size, np.int32)
-        stored[: ids.size], where[: ids.size] = ids[order], places[order]
-        self.ids.set_value(stored)
-        self.places.set_value(where)
+    def _put(self, rows: np.ndarray, places: np.ndarray, size: int) -> None:
+        """New rows and the state that they start with, into arrays of `size` rows."""
+        arrays = self.rows.get_value(), *self.state.get_value()
+        changed = []
+        for array, new in zip(arrays, (rows, *self.rule.init_slots(jnp.asarray(rows))), strict=True):
+            changed.append(np.zeros((size, *array.shape[1:]), array.dtype))
+            changed[-1][: len(array)] = array
+            changed[-1][places] = new
+        self._set_rows([jnp.asarray(array) for array in changed])
+
+    def _set_rows(self, arrays: Sequence[Array]) -> None:
+        self.rows.set_value(arrays[0])
+        self.state.set_value(tuple(arrays[1:]))
+
+    def _write_directory(self, ids: np.ndarray, places: np.ndarray, is_cached: np.ndarray) -> None:
+        size = len(self.rows.get_value())
+        for variable, values, nothing in ((self.ids, ids, NO_ROW), (self.places, places, 0)):
+            variable.set_value(np.r_[values, np.full(size - values.size, nothing)].astype(np.int32))
+        self.is_cached.set_value(np.r_[is_cached, np.zeros(size - ids.size, bool)])
 
     def _log_held(self, num_held: int) -> None:
         if num_held and not self._totals()["held_ids"]:
@@ -279,9 +263,9 @@ class HotRows(nnx.Module):
 
     def report(self) -> CacheReport:
         """Contents and counters."""
-        ids, places = map(np.asarray, self.directory())
-        is_spilled = places[ids != NO_ROW] >= self.capacity
-        return CacheReport(int((~is_spilled).sum()), int(is_spilled.sum()), **self._totals())
+        num_stored = int((np.asarray(self.ids.get_value()) != NO_ROW).sum())
+        num_cached = int(np.asarray(self.is_cached.get_value()).sum())
+        return CacheReport(num_cached, num_stored - num_cached, **self._totals())
 
     def _totals(self) -> dict[str, int]:
         """Sums in 64 bits, which JAX keeps as two words of 32."""
@@ -296,37 +280,8 @@ class HotRows(nnx.Module):
         self.reads.set_value(tuple(self.read_counts().halved()))
 
     def reset(self) -> None:
-        """Forgets counts and contents, and gives the spill area back."""
-        self.rows.set_value(self.rows.get_value()[: self.capacity])
-        self.state.set_value(tuple(x[: self.capacity] for x in self.state.get_value()))
+        """Forgets counts and contents, and gives the room of spilled rows back."""
+        self._set_rows([x[: self.capacity] for x in (self.rows.get_value(), *self.state.get_value())])
         self.reads.set_value(tuple(ReadCounts.empty(self.reads.get_value()[0].size)))
         self.totals.set_value(np.zeros(2 * len(TOTALS), np.uint32))
-        nothing = np.empty(0, np.int32)
-        self._write_directory(nothing, nothing, self.capacity)
-
-
-def make_hot_rows(
-    specs: Sequence[TTSpec], rule: OptimizerSpec, kind: type, num_rows: int, num_counts: int, max_spilled: int | None
-) -> HotRows:
-    """Hot rows of one group of tables, of default sizes where zero is given.
-
-    Defaults: a thousandth of the rows (at least 32), and 16 counts per cached row rounded up to a power of two. Fewer
-    than six counts per cached row would lose hits, so the default is taken then, too, with a warning.
-
-    Raises: ValueError: fewer counts than rows, or 2^31 rows in the group.
-    """
-    total = sum(spec.num_embeddings for spec in specs)
-    if total >= NO_ROW:
-        raise ValueError(f"a cache takes fewer than {NO_ROW} rows in a group of tables, got {total}; use_cache=False.")
-    num_rows = min(total, num_rows or max(NUM_WAYS, total // 1000))
-    if num_counts and num_counts < num_rows:
-        raise ValueError(f"hashtbl_size={num_counts} must be at least cache_size={num_rows}.")
-    if num_counts < LEAST_COUNTS_PER_ROW * num_rows:
-        wanted, num_counts = num_counts, 1 << (COUNTS_PER_ROW * num_rows - 1).bit_length()
-        if wanted:
-            warnings.warn(
-                f"hashtbl_size={wanted} counts few ids for cache_size={num_rows}: below six times as many the hit rate "
-                f"would suffer, so {num_counts} are counted; leave it out, or say at least six times cache_size.",
-                stacklevel=4,
-            )
-    return HotRows(num_rows, num_counts, specs[0].embedding_dim, rule=rule, kind=kind, max_spilled_rows=max_spilled)
+        self._write_directory(*np.empty((3, 0), np.int32))

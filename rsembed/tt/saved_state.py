@@ -16,7 +16,7 @@ from rsembed.fingerprint import Fingerprint, check_same
 
 FINGERPRINT = "fingerprint"
 # Spilled rows make the arrays of a cache longer.
-_OF_ANY_LENGTH = re.compile(r"caches/\d+/(rows|state|ids|places)/.*")
+_OF_ANY_LENGTH = re.compile(r"caches/\d+/(rows|state|ids|places|is_cached)/.*")
 
 
 def saved_state(module: nnx.Module, fingerprint: Fingerprint) -> dict[str, np.ndarray]:

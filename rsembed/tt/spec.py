@@ -10,6 +10,8 @@ from typing import Any, Literal, no_type_check
 
 import jax.numpy as jnp
 
+from rsembed.intervals import check_within
+from rsembed.tt.checks import check_one_of
 from rsembed.tt.shapes import cheapest_p_shapes, suggested_tt_shapes
 
 MIN_USEFUL_RANK = 8
@@ -114,10 +116,8 @@ class TTSpec:
           TTSpec of 11,000,000 x 64: p 3315·3319, q 8·8, ranks 18
           955,296 numbers, 3.82 MB in float32, 737 times fewer than dense; 2,304 FLOP per lookup; 2,485 rows unused
         """
-        if (bytes is None) == (ratio is None):
-            raise ValueError(f"for_budget needs exactly one of bytes= and ratio=, got bytes={bytes}, ratio={ratio}.")
-        if ratio is not None and not 0 < ratio < float("inf"):
-            raise ValueError(f"ratio={ratio} must be a positive, finite number.")
+        check_one_of("for_budget", bytes=bytes, ratio=ratio)
+        check_within("(0, inf)", ratio, "ratio")
         item_bytes = jnp.dtype(dtype).itemsize
         num_numbers = int(rows * dim / ratio) if ratio is not None else int(bytes or 0) // item_bytes
         choices = (2, 3, 4) if num_cores == "auto" else (num_cores,)

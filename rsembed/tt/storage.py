@@ -18,6 +18,7 @@ from rsembed.keys import Keys
 from rsembed.specs import TableSpec
 from rsembed.tt.chain import Cores
 from rsembed.tt.cores import rows as rows_of
+from rsembed.tt.fused import init_core_slots, step_cores
 from rsembed.tt.initial_cores import WEIGHT_DISTRIBUTIONS, init_cores
 from rsembed.tt.spec import TTSpec
 
@@ -90,10 +91,7 @@ class TensorTrain(Home):
         """Random cores, and the slots of each."""
         del shard, num_shards
         cores = init_cores(table_key(key, table.name), self.spec_of(table), self.weight_dist, dtype=table.dtype)
-        return cores, self._init_slots(cores, table)
-
-    def _init_slots(self, cores: Sequence[Any], table: TableSpec) -> tuple[Any, ...]:
-        return tuple(table.optimizer.init_slots(core.astype(jnp.float32)) for core in cores)
+        return cores, init_core_slots(table.optimizer, cores)
 
     def read(
         self, params: Cores, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
@@ -127,19 +125,13 @@ class TensorTrain(Home):
         rows, gradients = api.row_gradients(table.vocabulary_size, segments, d_outputs)
         _, pull = jax.vjp(lambda cores: rows_of(self.spec_of(table), cores, rows), params)
         (d_cores,) = pull(gradients)
-        new_cores, new_slots = [], []
-        for core, own_slots, d_core in zip(params, slots, d_cores, strict=True):
-            values = core.astype(jnp.float32), own_slots, d_core.astype(jnp.float32)
-            stepped, kept = table.optimizer.step_rows(*values, step.hyper)
-            new_cores.append(stepped.astype(core.dtype))
-            new_slots.append(kept)
-        return tuple(new_cores), tuple(new_slots)
+        return step_cores(table.optimizer, params, slots, d_cores, step.hyper)
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers in the cores, and in their slots."""
         spec = self.spec_of(table)
         cores = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
-        slots = jax.eval_shape(lambda c: self._init_slots(c, table), cores)
+        slots = jax.eval_shape(lambda c: init_core_slots(table.optimizer, c), cores)
         return spec.num_params, sum(leaf.size for leaf in jax.tree.leaves(slots))
 
 

@@ -175,9 +175,9 @@ def test_error_bounds_without_a_meaning_are_refused(bound):
         lambda: from_dense(TABLE, max_relative_error=bound),
         lambda: round_cores(spec, cores, max_relative_error=bound),
     ):
-        with pytest.raises(ValueError, match=f"max_relative_error={bound} must be a finite number"):
+        with pytest.raises(ValueError, match=rf"max_relative_error must be in \[0, inf\), got {bound}"):
             call()
-    with pytest.raises(ValueError, match=r"ratio=.* must be a positive, finite number"):
+    with pytest.raises(ValueError, match=rf"ratio must be in [\[(]0, inf\), got {bound}"):
         TTSpec.for_budget(100, 4, ratio=bound)
 
 

@@ -53,8 +53,8 @@ def test_equal_keys_draw_equal_rows_in_one_piece_or_in_several(monkeypatch):
     [
         ({"num_steps": -1}, "num_steps=-1 must be at least 0"),
         ({"batch_rows": 0}, "batch_rows=0 at least 1"),
-        ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan must be"),
+        ({"learning_rate": -0.1}, "learning_rate must be in .* got -0.1"),
+        ({"learning_rate": float("nan")}, "learning_rate must be in .* got nan"),
         ({"row_weights": np.asarray([1.0, np.nan])}, "row_weights must be 2 numbers, finite"),
     ],
 )

@@ -317,16 +317,15 @@ def test_ignored_ids_are_warned_about_and_dropped():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learning_rate": -0.1}, "learning_rate=-0.1 must be a finite number"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite number"),
-        ({"eps": -1.0}, "eps=-1.0 must be a finite number"),
-        ({"eps": float("nan")}, "eps=nan must be a finite number"),
-        ({"cache_size": -1}, "cache_size=-1 must be a whole number"),
-        ({"hashtbl_size": -4}, "hashtbl_size=-4 must be a whole number"),
-        ({"max_spilled_rows": -1}, "max_spilled_rows=-1 must be a whole number"),
+        ({"learning_rate": -0.1}, r"learning_rate must be in \[0, inf\), got -0.1"),
+        ({"learning_rate": float("nan")}, r"learning_rate must be in \[0, inf\), got nan"),
+        ({"eps": -1.0}, r"eps must be in \[0, inf\), got -1.0"),
+        ({"eps": float("nan")}, r"eps must be in \[0, inf\), got nan"),
+        ({"cache_size": -1}, r"cache_size must be in \[0, inf\), got -1"),
+        ({"hashtbl_size": -4}, r"hashtbl_size must be in \[0, inf\), got -4"),
+        ({"max_spilled_rows": -1}, r"max_spilled_rows must be in \[0, inf\), got -1"),
         ({"max_spilled_rows": 8, "sparse": False}, "max_spilled_rows=8 needs sparse=True"),
-        ({"populate_every": -1}, "populate_every=-1 must be a whole number"),
-        ({"halve_counts_every": True}, "halve_counts_every=True must be a whole number"),
+        ({"populate_every": -1}, r"populate_every must be in \[0, inf\), got -1"),
     ],
 )
 def test_numbers_without_a_meaning_are_refused_by_name(options, message):
@@ -334,8 +333,13 @@ def test_numbers_without_a_meaning_are_refused_by_name(options, message):
         TTEmbeddingBag(10, 2, [2], [3, 4], [1, 2], **options)
 
 
+def test_a_truth_value_is_no_number():
+    with pytest.raises(TypeError, match=r"halve_counts_every must be a number in \[0, inf\), got bool"):
+        TTEmbeddingBag(10, 2, [2], [3, 4], [1, 2], halve_counts_every=True)
+
+
 def test_a_learning_rate_without_a_meaning_is_not_set():
     emb = TTEmbeddingBag(10, 2, [2], [3, 4], [1, 2])
-    with pytest.raises(ValueError, match="learning_rate=-1 must be a finite number"):
+    with pytest.raises(ValueError, match=r"learning_rate must be in \[0, inf\), got -1"):
         emb.set_learning_rate(-1)
     assert float(emb.learning_rate.get_value()) == pytest.approx(0.1)
