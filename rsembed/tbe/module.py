@@ -338,6 +338,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
 
+    # What concerns whole tables is written where they are: these are functions of a module.
     init_embedding_weights_uniform = whole_tables.init_embedding_weights_uniform
     split_embedding_weights = whole_tables.split_embedding_weights
     split_optimizer_states = whole_tables.split_optimizer_states

@@ -1,4 +1,7 @@
-"""Whole tables of a module, wherever they live: read, written, drawn and counted."""
+"""Whole tables of a module, wherever they live: read, written, drawn and counted.
+
+The functions that have published names are its methods.
+"""
 
 from __future__ import annotations
 
