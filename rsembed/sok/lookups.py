@@ -21,6 +21,7 @@ from rsembed.homes.home import on_host
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import join_keys, num_invalid
 from rsembed.optimizers import Slots
+from rsembed.row_gradients import SingleUse
 from rsembed.sok.initialize import Context
 from rsembed.sok.inputs import KeyBags
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
@@ -38,7 +39,11 @@ class StepOnce:
     trips: Sequence[Trip]
     order: Sequence[int]  # which of the variables each output comes from
     shapes: list[tuple[int, ...]]
-    is_done: bool = False
+    permit: SingleUse = dataclasses.field(
+        default_factory=lambda: SingleUse(
+            "backward was called before: a lookup trains once. Look up again for another step."
+        )
+    )
 
     def __call__(self, *d_outputs: Any) -> None:
         """One optimizer step of every row that the lookup read.
@@ -50,8 +55,7 @@ class StepOnce:
           RuntimeError: a second call.
           ValueError: a gradient has another shape than its output.
         """
-        if self.is_done:
-            raise RuntimeError("backward was called before: a lookup trains once. Look up again for another step.")
+        self.permit.check()
         if len(d_outputs) != len(self.shapes):
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
         gradients: list[list[Array]] = [[] for _ in self.variables]
@@ -63,7 +67,7 @@ class StepOnce:
         tables, states = _tables_and_states(self.variables)
         for variable, state in zip(self.variables, _step(tables, states, self.trips, gradients), strict=True):
             variable.set_value(state)
-        self.is_done = True
+        self.permit.use()
 
 
 def look_up_variables(
