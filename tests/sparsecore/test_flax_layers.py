@@ -255,3 +255,15 @@ def test_filters_split_a_model_into_tables_and_the_rest():
 def test_an_nnx_layer_without_a_key_is_refused():
     with pytest.raises(ValueError, match=r"needs rngs, .*rngs=nnx.Rngs\(0\)"):
         nnx_embed.SparseCoreEmbed(small_world.placed_specs(2, CORES), "model", mesh())
+
+
+@pytest.mark.parametrize("make", [linen_layer, nnx_layer])
+def test_layers_prepare_batches_with_the_options_of_preprocessing(make):
+    layer = make(small_world.placed_specs(2, CORES, is_stacked=False, max_ids_per_partition=2))
+    ids, _ = small_world.draw_batch()
+    with pytest.raises(ValueError, match="max_ids_per_partition=2"):
+        layer.prepare_batch(ids)
+    _, statistics = layer.prepare_batch(ids, allow_id_dropping=True, sharding_strategy="mod")
+    assert all(dropped > 0 for dropped in statistics.id_drop_counters.values())
+    with pytest.raises(TypeError, match="allow_dropping"):
+        layer.prepare_batch(ids, allow_dropping=True)
