@@ -132,14 +132,14 @@ def test_an_evicted_id_is_served_its_own_row():
     assert emb.cache_reports()[0].evictions == 1
 
 
-def test_a_spilled_row_returns_with_what_it_learned():
+def test_a_spilled_row_keeps_its_place_and_returns_with_what_it_learned():
     emb = make(cache_size=1, hashtbl_size=32, optimizer="exact_adagrad")
     for wanted, seen in ((4, 3), (1, 9), (4, 40)):
         emb.update_cache(np.full((1, seen), wanted))
         emb.cache_populate()
         train(emb, [[4], [1]], seed=seen)
         learned = all_rows(emb)
-    assert emb.caches[0].find(jnp.asarray([4])).tolist() == [0]
+        assert emb.caches[0].find(jnp.asarray([4])).tolist() == [0]
     assert emb.cache_reports()[0].spilled_ids == 1
     emb.cache_populate()
     np.testing.assert_array_equal(all_rows(emb)[[1, 4]], learned[[1, 4]])
@@ -324,6 +324,30 @@ def test_tables_of_a_batch_share_a_cache_without_mixing_rows():
     np.testing.assert_allclose(emb(ids), before - 0.3, rtol=1e-5)
     emb.cache_populate()
     np.testing.assert_allclose([emb.full_weight(k)[i] for k, (i,) in enumerate(ids)], before[:, 0] - 0.3, rtol=1e-5)
+
+
+def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_own_tables():
+    sizes, rate = [50, 60, 40], 0.3
+    emb = TableBatchedTTEmbeddingBag(
+        3, sizes, 4, [[2], [3], [2]], None, [2, 2], mode="mean", use_cache=True, cache_size=99, learning_rate=rate
+    )
+    emb.update_cache(np.concatenate([np.arange(rows) for rows in sizes]), np.asarray([0, *np.cumsum(sizes)]))
+    emb.cache_populate()  # all rows are cached
+    tables = [np.asarray(emb.full_weight(k), np.float64) for k in range(3)]
+    generator = np.random.default_rng(0)
+    lengths = np.asarray([0, 3, 2, 1, 0, 4, 5, 2, 0])  # three bags a table
+    ids = generator.integers(0, np.repeat(np.repeat(sizes, 3), lengths))
+    weights, d_output = generator.normal(size=ids.size).astype(np.float32), generator.normal(size=(3, 3, 4))
+    output, backward = emb.vjp(ids, np.asarray([0, *np.cumsum(lengths)]), weights)
+    backward(jnp.asarray(d_output, jnp.float32))
+    wanted, stepped, bag_of = np.zeros((3, 3, 4)), [table.copy() for table in tables], np.repeat(np.arange(9), lengths)
+    for i, weight, bag in zip(ids, weights, bag_of, strict=True):
+        k, b, gain = bag // 3, bag % 3, weight / lengths[bag]
+        wanted[k, b] += gain * tables[k][i]
+        stepped[k][i] -= rate * gain * d_output[k, b]
+    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-7)
+    for k in range(3):
+        np.testing.assert_allclose(emb.full_weight(k), stepped[k], rtol=1e-5, atol=1e-6)
 
 
 def test_the_cache_holds_the_most_read_ids_of_equals_the_lower():
