@@ -104,7 +104,9 @@ class Devices:
 
     def gather(self, array: Array) -> Array:
         """The parts of all devices, in their order."""
-        return array if self.mesh is None else jax.lax.all_gather(array, self.axes, tiled=True)
+        if self.mesh is None or array.shape[0] == 0:  # of nothing, XLA gathers nothing but an error
+            return array
+        return jax.lax.all_gather(array, self.axes, tiled=True)
 
     def columns_of_all(self, array: Array) -> Array:
         """From all columns of own rows to own columns of all rows."""

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
+from rsembed.bags import is_traced
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
@@ -197,7 +198,7 @@ class EmbeddingCollection:
         """
         self.check_state(state)
         batch = self.prepare(batch)
-        if self._on_host and _is_traced((state, batch)):
+        if self._on_host and is_traced((state, batch)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
         return self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=True, donates=True)
 
@@ -205,7 +206,7 @@ class EmbeddingCollection:
         self, state: EmbeddingState, wanted: Mapping[str, Any], *, is_for_good: bool, donates: bool = False
     ) -> EmbeddingState:
         """With the rows near that a batch, or lanes of row gradients, wants by stack; inside `jit` as it is."""
-        if not self._on_host or _is_traced((state, wanted)):
+        if not self._on_host or is_traced((state, wanted)):
             return state
         tables, slots = dict(state.tables), dict(state.slots)
         for name, fetching in self._on_host.items():
@@ -333,7 +334,7 @@ class EmbeddingCollection:
     def _note_sizes(self, batch: Batch) -> None:
         """Says once that a step is compiled again and again."""
         leaves = jax.tree.leaves(batch)
-        if not _is_traced(leaves):
+        if not is_traced(leaves):
             return
         sizes = tuple(leaf.shape for leaf in leaves)
         if sizes in self._traced_sizes:
@@ -416,7 +417,7 @@ class EmbeddingCollection:
             steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding, state.step)
         tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
         for name, kept in self._stacks.items():
-            if not _is_traced(tables[name]):
+            if not is_traced(tables[name]):
                 kept.home.check_step(state.tables[name], tables[name], kept.table)
         return EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
 
@@ -427,7 +428,3 @@ _OF_THIS_PROCESS = ("_engine", "_on_host", "logical", "template")
 
 def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

@@ -16,6 +16,7 @@ All functions run inside `shard_map` over the mesh axis (or axes) named by `axis
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -124,10 +125,12 @@ def ask(
         any_left = jax.lax.pmax(jnp.any(cursor < counts), axis_name) if capacity < num_entries else jnp.asarray(False)
         return cursor, num_rounds + 1, state, replies, any_left
 
-    carry = one_round((jnp.zeros(num_devices, jnp.int32), jnp.zeros((), jnp.int32), state, replies, None))
-    if capacity < num_entries:
-        carry = jax.lax.while_loop(lambda carry: carry[4], one_round, carry)
-    return carry[2], carry[3], carry[1]
+    # A loop from the first round on: what an owner does is a large program, which is compiled once.
+    in_rounds = functools.partial(jax.lax.while_loop, lambda carry: carry[4], one_round)
+    run = in_rounds if capacity < num_entries else one_round
+    carry = jnp.zeros(num_devices, jnp.int32), jnp.zeros((), jnp.int32), state, replies, jnp.asarray(True)
+    _, num_rounds, state, replies, _ = run(carry)
+    return state, replies, num_rounds
 
 
 def _is_before_cut(wanted: Wanted, picked: Array, is_cut: Bool[Array, " devices"], axis_name: AxisName) -> Array:
