@@ -33,8 +33,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 collect_ignore = ["checkpoint/process_program.py", "parallel/runtime_program.py"]  # started by tests, with arguments
 
 # A test compiles a program to run it once or twice, so XLA does least for it, in child processes and notebooks too, but
-# not where compilers of accelerators are tried. `tests/net` turns this off: its bits were recorded under the flags
-# alone, which are read when the first device is made, and then put back for the sake of child processes.
+# not where compilers of accelerators are tried, which refuse flags of others. `tests/net` turns the option of jax off:
+# its bits were recorded under the flags of XLA alone, which are read when the first device is made.
 IS_LEAST = not {"RSEMBED_TEST_TPU", "RSEMBED_TEST_GPU"} & set(os.environ)
 if IS_LEAST:
     jax.config.update("jax_disable_most_optimizations", True)
@@ -61,12 +61,11 @@ def flags_known(flags: str) -> str:
 
 if "RSEMBED_TEST_XLA_FLAGS" not in os.environ:  # asked once, for all processes of a run
     os.environ["RSEMBED_TEST_XLA_FLAGS"] = flags_known(QUICK_COMPILES)
-flags_before = os.environ.get("XLA_FLAGS")
-os.environ["XLA_FLAGS"] = f"{flags_before or ''} {os.environ['RSEMBED_TEST_XLA_FLAGS']}".strip()
+flags_before = os.environ.get("XLA_FLAGS", "")
+if os.environ["RSEMBED_TEST_XLA_FLAGS"] not in flags_before:
+    os.environ["XLA_FLAGS"] = f"{flags_before} {os.environ['RSEMBED_TEST_XLA_FLAGS']}".strip()
 jax.devices("cpu")
-if flags_before is None:
-    del os.environ["XLA_FLAGS"]
-else:
+if not IS_LEAST:
     os.environ["XLA_FLAGS"] = flags_before
 
 

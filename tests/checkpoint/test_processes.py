@@ -27,7 +27,7 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
     state = collection.init(jax.random.key(0))
     checkpoint.save(tmp_path / "alone", {"state": state})
     command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2", str(PROGRAM)]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
     environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parents[2]), environment.get("PYTHONPATH", "")])
     run = subprocess.run(
         [*command, str(tmp_path / "shared"), str(tmp_path / "alone")],

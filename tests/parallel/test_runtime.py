@@ -25,7 +25,7 @@ class Launched:
 
     def __init__(self, *arguments):
         command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2"]
-        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        environment = os.environ | {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
         root = str(PROGRAM.parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         self.run = subprocess.Popen(
