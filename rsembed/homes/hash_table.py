@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.api import first_occurrences as first_occurrences
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.kernels.keyed import DELETED, EMPTY, varying_zero
 from rsembed.kernels.keyed import mix as mix
 from rsembed.keys import Keys
@@ -41,8 +41,8 @@ class HashTable(NamedTuple):
 def empty(max_keys: int) -> HashTable:
     """A table for at most `max_keys` keys."""
     num_slots = 1 << (2 * max(max_keys, 1) - 1).bit_length()
-    rows = jnp.full(num_slots, EMPTY, jnp.int32)
-    return HashTable(jnp.zeros((num_slots, 2), jnp.uint32), rows, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+    lanes, rows = api.allocate((num_slots, 2), jnp.uint32, 0), api.allocate((num_slots,), jnp.int32, EMPTY)
+    return HashTable(lanes, rows, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
 
 
 def find(table: HashTable, keys: Keys) -> Int[Array, " nnz"]:
@@ -94,12 +94,14 @@ def combine(
     """
     first, position = first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
     is_first = first == position
-    number = jnp.where(is_first, jnp.cumsum(is_first, dtype=jnp.int32) - 1, NO_ROW)
+    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     place = number.at[first].get(mode="fill", fill_value=NO_ROW)
-    lanes = jnp.zeros((position.size, 3), jnp.uint32)
-    lanes = lanes.at[number, :2].set(jnp.stack([keys.high, keys.low], axis=1), mode="drop")
-    lanes = lanes.at[place, 2].add(occurrences.astype(jnp.uint32), mode="drop")
-    return lanes, jnp.zeros_like(values).at[place].add(values, mode="drop")
+    starts, zeros = compact(is_first, position.size), jnp.zeros_like(position)
+    high, low = (lane.at[starts].get(mode="fill", fill_value=0) for lane in (keys.high, keys.low))
+    counts = api.count_uses(zeros, zeros, place, jnp.int32(0), occurrences)[1]
+    # Every place occurs, so the sum in row `p` is that of place `p`.
+    _, sums = api.row_gradients(position.size, [Segment(place, None, None, "none")], [values])
+    return jnp.stack([high, low, counts.astype(jnp.uint32)], axis=1), sums
 
 
 def num_distinct(keys: Keys) -> Int[Array, ""]:

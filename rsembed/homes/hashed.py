@@ -168,9 +168,17 @@ class Hashed(RowsByKey):
         """
         number, rows = _number(step), row_map.find(params.keys, keys)
         params = params._replace(keys=row_map.use(params.keys, rows, number, occurrences))
-        strangers = keys.only(rows == NO_ROW)
-        params, slots, new_rows = self._admit(params, slots, strangers, table, number, occurrences)
-        return params, slots, jnp.where(strangers.is_key, new_rows, rows)
+
+        def admit(_: Array, state: tuple[DynamicTable, Slots, Array]) -> tuple[DynamicTable, Slots, Array]:
+            params, slots, rows = state
+            strangers = keys.only(rows == NO_ROW)  # what does not depend on the state would be computed before the loop
+            params, slots, new_rows = self._admit(params, slots, strangers, table, number, occurrences)
+            return params, slots, jnp.where(strangers.is_key, new_rows, rows)
+
+        # Most batches have no strangers. A loop of one turn or none keeps the table where it lies, a branch may not.
+        num_turns = jnp.any(keys.is_key & (rows == NO_ROW)).astype(jnp.int32)
+        found: tuple[DynamicTable, Slots, Array] = jax.lax.fori_loop(0, num_turns, admit, (params, slots, rows))
+        return found
 
     def _admit(
         self, params: DynamicTable, slots: Slots, keys: Keys, table: TableSpec, number: Array, occurrences: Array

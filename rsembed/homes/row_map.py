@@ -46,10 +46,10 @@ def empty(capacity: int) -> RowMap:
     """All rows free; they will be handed out as 0, 1, 2, ..."""
     return RowMap(
         hashed=hash_table.empty(capacity),
-        high=jnp.zeros(capacity, jnp.uint32),
-        low=jnp.zeros(capacity, jnp.uint32),
-        last_step=jnp.full(capacity, FREE, jnp.int32),
-        counts=jnp.zeros(capacity, jnp.int32),
+        high=api.allocate((capacity,), jnp.uint32, 0),
+        low=api.allocate((capacity,), jnp.uint32, 0),
+        last_step=api.allocate((capacity,), jnp.int32, FREE),
+        counts=api.allocate((capacity,), jnp.int32, 0),
         free=jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.full(1, capacity, jnp.int32),
     )

@@ -273,6 +273,7 @@ import jax, jax.numpy as jnp, numpy as np
 import rsembed.optimizers as ro
 from rsembed.kernels import native
 from rsembed.kernels.contract import Segment, SegmentGradients, Step
+from rsembed.keys import Keys
 
 def digest(arrays):
     sha = hashlib.sha256()
@@ -295,6 +296,17 @@ found["row_gradients"] = digest(native.row_gradients(num_rows, gradients))
 for rule in (ro.RowWiseAdagradOptimizerSpec(0.1), ro.AdamOptimizerSpec(0.1), ro.FTRLOptimizerSpec(0.1)):
     stepped = native.update(table, rule.init_slots(table), gradients, Step(rule.get_hyperparameters(0), rule))
     found[rule.short_name()] = digest(stepped)
+
+halves = generator.zipf(1.3, (2, 50_000)).clip(max=2**32 - 1).astype(np.uint32)
+keys = Keys(*map(jnp.asarray, halves), jnp.asarray(generator.random(50_000) < 0.9))
+first = native.first_occurrences(keys)
+owners = jnp.where(keys.is_key, (keys.low % 5).astype(jnp.int32), 5)
+found["distinct"] = digest((first, native.distinct(owners, (keys.high, keys.low), 5)))
+rows, counts, zeros = jnp.arange(50_000, dtype=jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(50_000, jnp.int32)
+table = jnp.zeros((2**17, 2), jnp.uint32), jnp.full(2**17, -1, jnp.int32), counts, counts
+table = native.insert_keys(*table, keys.only(first == rows), rows)
+uses = native.count_uses(zeros, zeros, native.find_keys(table[0], table[1], keys)[1], jnp.int32(1), rows)
+found["keys"] = digest((table, uses, native.row_bits(jax.random.key(1), (keys.high, keys.low), 7)))
 print(json.dumps([native.instruction_set(), found]))
 """
 

@@ -368,11 +368,12 @@ ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int3
   if (checks.Failed()) return checks.Complaint();
   const int32_t now = step.typed_data()[0];
   Workers workers(pool);
-  const int64_t num_shares = num_entries < kEntriesPerTask ? 1 : std::min(workers.num_threads(), kMostShares);
+  int64_t num_shares = 1;  // a power of two, since a division for every entry would take longer than the rest
+  while (num_entries >= kEntriesPerTask && 2 * num_shares <= std::min(workers.num_threads(), kMostShares)) num_shares *= 2;
   const int64_t ahead = kAhead * num_shares;
   workers.ForEachBlock(num_shares, [&](int64_t share) {
     const auto is_own = [&](int64_t row) {
-      return row >= 0 && row < num_rows && row / kRowsPerLine % num_shares == share;
+      return row >= 0 && row < num_rows && (row / kRowsPerLine & (num_shares - 1)) == share;
     };
     for (int64_t i = -ahead; i < num_entries; ++i) {
       if (i + ahead < num_entries && is_own(rows.typed_data()[i + ahead])) {
