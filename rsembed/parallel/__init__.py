@@ -1,13 +1,13 @@
 """Work over a mesh of devices: exchanging rows and vectors with the devices that own them."""
 
 from rsembed.parallel.agreement import Agreement as Agreement
+from rsembed.parallel.communication import DeviceLoad as DeviceLoad
 from rsembed.parallel.communication import Hardware as Hardware
 from rsembed.parallel.communication import IdDistribution as IdDistribution
-from rsembed.parallel.communication import Traffic as Traffic
 from rsembed.parallel.communication import bytes_sent as bytes_sent
+from rsembed.parallel.communication import device_load as device_load
 from rsembed.parallel.communication import observed_ids as observed_ids
 from rsembed.parallel.communication import step_time as step_time
-from rsembed.parallel.communication import traffic as traffic
 from rsembed.parallel.communication import zipf_ids as zipf_ids
 from rsembed.parallel.exchange import Routes as Routes
 from rsembed.parallel.exchange import plan_routes as plan_routes

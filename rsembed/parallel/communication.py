@@ -1,7 +1,7 @@
 """What one training step sends between devices, and how long that takes: a model in bytes and seconds.
 
 ```
-IdDistribution ─▶ Traffic (ids, distinct ids, outputs of one device) ─▶ bytes_sent, step_time for every path
+IdDistribution ─▶ DeviceLoad (ids, distinct ids, outputs of one device) ─▶ bytes_sent, step_time for every path
 ```
 
 Bytes follow from the algorithm alone. Seconds come from a two-level latency and bandwidth model, see `Hardware`;
@@ -92,7 +92,7 @@ def observed_ids(counts: Num[np.ndarray, " vocab"]) -> IdDistribution:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Traffic:
+class DeviceLoad:
     """What one device looks up in one step.
 
     Args:
@@ -117,7 +117,7 @@ class Traffic:
     value_bytes: int = 4
 
 
-def traffic(
+def device_load(
     ids: IdDistribution,
     *,
     local_batch: int,
@@ -127,8 +127,8 @@ def traffic(
     devices_per_node: int = 8,
     key_bytes: int = 8,
     value_bytes: int = 4,
-) -> Traffic:
-    """The traffic of features that read one table each, all tables being alike.
+) -> DeviceLoad:
+    """What a device looks up for features that read one table each, all tables being alike.
 
     Args:
       ids: what one feature draws from.
@@ -137,11 +137,11 @@ def traffic(
       ids_per_sample: of one feature.
       embedding_dim: columns of every table.
       devices_per_node: devices that look for equal ids together in `hierarchical_dedup`.
-      key_bytes: see `Traffic`.
-      value_bytes: see `Traffic`.
+      key_bytes: see `DeviceLoad`.
+      value_bytes: see `DeviceLoad`.
     """
     draws = local_batch * ids_per_sample
-    return Traffic(
+    return DeviceLoad(
         num_ids=num_features * draws,
         num_outputs=num_features * local_batch,
         num_distinct_ids=num_features * ids.expected_distinct(draws),
@@ -197,7 +197,7 @@ class Hardware:
         return inside + inter_node_bytes / self.inter_node_bytes_per_second
 
 
-def _collectives(path: str, load: Traffic, num_devices: int, padding: float) -> list[tuple[str, float]]:
+def _collectives(path: str, load: DeviceLoad, num_devices: int, padding: float) -> list[tuple[str, float]]:
     """Collectives of a step with their bytes per device; in a `ring`, each device's block goes to all (or is summed).
 
     Source: the upstream implementations of the paths, see docs/distributed.md.
@@ -222,7 +222,7 @@ def _collectives(path: str, load: Traffic, num_devices: int, padding: float) -> 
 
 
 def link_bytes(
-    path: str, load: Traffic, num_devices: int, *, devices_per_node: int = 8, padding: float = 1.0
+    path: str, load: DeviceLoad, num_devices: int, *, devices_per_node: int = 8, padding: float = 1.0
 ) -> tuple[float, float]:
     """Bytes that a device sends per step inside its node, and to other nodes.
 
@@ -253,11 +253,13 @@ def link_bytes(
     return inside, outside
 
 
-def bytes_sent(path: str, load: Traffic, num_devices: int, *, devices_per_node: int = 8, padding: float = 1.0) -> float:
+def bytes_sent(
+    path: str, load: DeviceLoad, num_devices: int, *, devices_per_node: int = 8, padding: float = 1.0
+) -> float:
     """Bytes that a device sends per step; what it keeps for itself is not counted. See `link_bytes`.
 
     Example:
-      >>> load = Traffic(num_ids=100, num_outputs=10, num_distinct_ids=40, num_rows=1000, embedding_dim=16)
+      >>> load = DeviceLoad(num_ids=100, num_outputs=10, num_distinct_ids=40, num_rows=1000, embedding_dim=16)
       >>> bytes_sent("dedup", load, 4), bytes_sent("table_wise", load, 4)
       (4080.0, 1560.0)
     """
@@ -266,7 +268,7 @@ def bytes_sent(path: str, load: Traffic, num_devices: int, *, devices_per_node: 
 
 def step_time(
     path: str,
-    load: Traffic,
+    load: DeviceLoad,
     num_devices: int,
     hardware: Hardware,
     *,

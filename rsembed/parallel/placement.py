@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Num
 
 from rsembed.parallel.communication import (
+    DeviceLoad,
     Hardware,
     IdDistribution,
-    Traffic,
     bytes_sent,
     observed_ids,
     step_time,
@@ -164,7 +164,7 @@ def plan_placement(
     for name, table in tables.items():
         counts = (id_counts or {}).get(name)
         ids = zipf_ids(table.vocabulary_size, zipf_exponent) if counts is None else _observed(table, counts)
-        load = _traffic(table, features_of(features), ids, num_devices, **wire)
+        load = _load_of(table, features_of(features), ids, num_devices, **wire)
         possible = _possible(table, num_devices, settled.get(name))
         found = [_choice(table, load, placement, num_devices, hardware, padding) for placement in possible]
         choices[name] = sorted(found, key=lambda choice: choice.seconds)
@@ -185,9 +185,9 @@ def _observed(table: TableSpec, counts: Any) -> IdDistribution:
     return observed_ids(counts)
 
 
-def _traffic(
+def _load_of(
     table: TableSpec, features: list[FeatureSpec], ids: IdDistribution, num_devices: int, **wire: int
-) -> Traffic:
+) -> DeviceLoad:
     num_ids = num_outputs = 0
     for feature in features:
         if feature.table_spec.name != table.name:
@@ -201,7 +201,7 @@ def _traffic(
         drawn = samples * math.prod(feature.input_shape[1:])
         num_ids += drawn
         num_outputs += drawn if table.combiner == "none" else samples
-    return Traffic(
+    return DeviceLoad(
         num_ids=num_ids,
         num_outputs=num_outputs,
         num_distinct_ids=ids.expected_distinct(num_ids),
@@ -227,7 +227,7 @@ def _possible(table: TableSpec, num_devices: int, settled: str | None) -> list[s
 
 
 def _choice(
-    table: TableSpec, load: Traffic, placement: str, num_devices: int, hardware: Hardware, padding: float
+    table: TableSpec, load: DeviceLoad, placement: str, num_devices: int, hardware: Hardware, padding: float
 ) -> Choice:
     one_row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
     slots = jax.tree.leaves(jax.eval_shape(table.optimizer.init_slots, one_row))

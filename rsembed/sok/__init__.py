@@ -23,5 +23,3 @@ from rsembed.sok.variables import DynamicTableSpec as DynamicTableSpec
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
 from rsembed.sok.variables import embedding_variable as embedding_variable
 from rsembed.sok.variables import split_embedding_variable_from_others as split_embedding_variable_from_others
-
-Backward = StepOnce  # the name under which it was published first

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from rsembed.parallel import Hardware, bytes_sent, make_mesh, observed_ids, step_time, traffic, zipf_ids
-from rsembed.parallel.communication import PATHS, Traffic, link_bytes
+from rsembed.parallel import Hardware, bytes_sent, device_load, make_mesh, observed_ids, step_time, zipf_ids
+from rsembed.parallel.communication import PATHS, DeviceLoad, link_bytes
 from tests.parallel.hlo import collective_bytes
 
 COLUMNS = ("all_gather", "all_to_all", "row_wise_reduce_scatter", "table_wise", "dedup")
@@ -49,7 +49,7 @@ def popular_ids():
 
 @pytest.mark.parametrize(("ids_per_sample", "num_devices"), MEGABYTES)
 def test_bytes_per_step(popular_ids, ids_per_sample, num_devices):
-    load = traffic(popular_ids, local_batch=1024, num_features=26, ids_per_sample=ids_per_sample, embedding_dim=128)
+    load = device_load(popular_ids, local_batch=1024, num_features=26, ids_per_sample=ids_per_sample, embedding_dim=128)
     found = [bytes_sent(path, load, num_devices) / 1e6 for path in COLUMNS]
     np.testing.assert_allclose(found, MEGABYTES[ids_per_sample, num_devices], rtol=5e-3)
 
@@ -67,7 +67,7 @@ def test_repetitions_of_popular_ids(exponent, vocabulary_size):
 def test_step_times(path):
     ids, hardware, sizes = zipf_ids(10**8 // 26, 1.05), Hardware(), (8, 64, 512, 4096)
     for ids_per_sample, expected in zip((1, 20), MILLISECONDS[path], strict=True):
-        load = traffic(ids, local_batch=4096, num_features=26, ids_per_sample=ids_per_sample, embedding_dim=128)
+        load = device_load(ids, local_batch=4096, num_features=26, ids_per_sample=ids_per_sample, embedding_dim=128)
         found = np.array([step_time(path, load, n, hardware, dense_seconds=4e-3) for n in sizes])
         if path == "hierarchical_dedup":  # the table counts one latency for its three collectives
             found -= [2 * hardware.latency_seconds(n) for n in sizes]
@@ -91,13 +91,13 @@ def test_distinct_ids_agree_with_drawing_them(vocabulary_size, exponent, draws):
 
 def test_one_id_and_one_device():
     assert zipf_ids(1, 1.0).expected_distinct(5) == 1
-    load = Traffic(num_ids=10, num_outputs=10, num_distinct_ids=5, num_rows=9, embedding_dim=2)
+    load = DeviceLoad(num_ids=10, num_outputs=10, num_distinct_ids=5, num_rows=9, embedding_dim=2)
     for path in PATHS:
         assert bytes_sent(path, load, 1) == 0
 
 
 def test_a_second_look_for_equal_ids_saves_what_leaves_the_node(popular_ids):
-    load = traffic(popular_ids, local_batch=1024, num_features=1, ids_per_sample=1, embedding_dim=64)
+    load = device_load(popular_ids, local_batch=1024, num_features=1, ids_per_sample=1, embedding_dim=64)
     plain, second = (link_bytes(path, load, 64) for path in ("dedup", "hierarchical_dedup"))
     of_node = popular_ids.expected_distinct(8 * 1024) / 8
     assert second[1] / plain[1] == pytest.approx(of_node / popular_ids.expected_distinct(1024))
@@ -113,7 +113,7 @@ def test_a_second_look_for_equal_ids_saves_what_leaves_the_node(popular_ids):
     ],
 )
 def test_wrong_questions(make, message):
-    load = Traffic(num_ids=10, num_outputs=10, num_distinct_ids=5, num_rows=9, embedding_dim=2)
+    load = DeviceLoad(num_ids=10, num_outputs=10, num_distinct_ids=5, num_rows=9, embedding_dim=2)
     with pytest.raises(ValueError, match=message):
         make(load)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.parallel import Hardware, PlacementError, Traffic, plan_placement, step_time, zipf_ids
+from rsembed.parallel import DeviceLoad, Hardware, PlacementError, plan_placement, step_time, zipf_ids
 from rsembed.tt import TensorTrain
 
 ADAGRAD = rs.AdagradOptimizerSpec(0.1)
@@ -54,7 +54,7 @@ def test_a_balanced_plan_takes_as_long_as_the_model_says(placement, path):
     features = [feature(f"t{number}", 100_000, 64, 20) for number in range(16)]
     plan = plan_placement(features, num_devices=8, placements=dict.fromkeys([f"t{n}" for n in range(16)], placement))
     one = zipf_ids(100_000, 1.05).expected_distinct(1024 * 20)
-    load = Traffic(
+    load = DeviceLoad(
         num_ids=16 * 1024 * 20,
         num_outputs=16 * 1024,
         num_distinct_ids=16 * one,
