@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -71,14 +72,20 @@ class Steps(NamedTuple):
 
     def fresh_slots(self, dim):
         """Slots of one row, as every rule begins them."""
-        row = jnp.zeros((1, dim))
-        slots = [rule.init_slots(row[:, k :: len(self.rules)]) for k, rule in enumerate(self.rules)]
-        return [[np.array(slot, np.float64).reshape(-1) for slot in own] for own in slots]
+        return [[slot.copy() for slot in own] for own in initial_slots(self.rules, dim)]
 
     def step(self, row, slots, gradient, number):
         """One step of one row, in place."""
         for k, (rule, formula) in enumerate(zip(self.rules, self.formulas, strict=True)):
             formula(rule, row[k :: len(self.rules)], slots[k], gradient[k :: len(self.rules)], number)
+
+
+@functools.cache
+def initial_slots(rules: tuple[rs.OptimizerSpec, ...], dim: int) -> list[list[np.ndarray]]:
+    """What the rules that share a row of `dim` columns make of zeros, once for all rows of a table."""
+    rows = [jnp.zeros((1, len(range(k, dim, len(rules))))) for k in range(len(rules))]
+    slots = [rule.init_slots(row) for rule, row in zip(rules, rows, strict=True)]
+    return [[np.array(slot, np.float64).reshape(-1) for slot in own] for own in slots]
 
 
 class Read(NamedTuple):
