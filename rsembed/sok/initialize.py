@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,9 +65,8 @@ class Context:
 
     def place(self, tree: Any) -> Any:
         """Arrays of this process, cut among the devices of all."""
-        return jax.tree.map(
-            lambda array: jax.make_array_from_process_local_data(self.sharding, np.asarray(array)), tree
-        )
+        place = functools.partial(jax.make_array_from_process_local_data, self.sharding)
+        return jax.tree.map(place, jax.tree.map(np.asarray, tree))
 
 
 _current: Context | None = None

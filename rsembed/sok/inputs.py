@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, cast, no_type_check
 
 import jax
@@ -61,7 +62,7 @@ def read_keys(
     if isinstance(value, (Bags, list, tuple)) and not isinstance(value, Keys):
         keys, weights = _from_bags(table, value, weights, width)
     else:
-        value, weights = jax.tree.map(lambda array: _from_device(array, table), (value, weights))
+        value, weights = jax.tree.map(functools.partial(_from_device, table), (value, weights))
         is_array = isinstance(value, (Keys, jax.Array))
         keys = checked_keys(value if is_array else np.asarray(value), table.home.key_dtype, feature=name)
         weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
@@ -116,7 +117,7 @@ def widened(bags: KeyBags, width: int) -> KeyBags:
     return jax.tree.map(lambda lane: np.pad(lane, ((0, 0), (0, missing))), bags)
 
 
-def _from_device(array: Any, table: ShardedTable) -> Any:
+def _from_device(table: ShardedTable, array: Any) -> Any:
     """Arrays that are not cut among the table's devices yet come back to the host, to be checked and cut there."""
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
         return array

@@ -22,13 +22,15 @@ from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import join_keys, num_invalid
 from rsembed.optimizers import Slots
 from rsembed.row_gradients import SingleUse
-from rsembed.sok.initialize import Context
 from rsembed.sok.inputs import KeyBags
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, state_of
 
 Outputs = tuple[Float[Array, "_ _"], ...]
 """Of each feature `[bags, dim]`, or `[bags * width, dim]` for combiner "none"."""
+
+
+TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,11 +41,7 @@ class StepOnce:
     trips: Sequence[Trip]
     order: Sequence[int]  # which of the variables each output comes from
     shapes: list[tuple[int, ...]]
-    permit: SingleUse = dataclasses.field(
-        default_factory=lambda: SingleUse(
-            "backward was called before: a lookup trains once. Look up again for another step."
-        )
-    )
+    permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
 
     def __call__(self, *d_outputs: Any) -> None:
         """One optimizer step of every row that the lookup read.
@@ -55,7 +53,6 @@ class StepOnce:
           RuntimeError: a second call.
           ValueError: a gradient has another shape than its output.
         """
-        self.permit.check()
         if len(d_outputs) != len(self.shapes):
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
         gradients: list[list[Array]] = [[] for _ in self.variables]
@@ -64,10 +61,10 @@ class StepOnce:
             if gradient.shape != shape:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
             gradients[number].append(gradient.astype(jnp.float32).reshape(-1, shape[-1]))
+        self.permit.use()
         tables, states = _tables_and_states(self.variables)
         for variable, state in zip(self.variables, _step(tables, states, self.trips, gradients), strict=True):
             variable.set_value(state)
-        self.permit.use()
 
 
 def look_up_variables(
@@ -89,7 +86,8 @@ def look_up_variables(
     order = [numbers[id(variable)] for variable in variables]
     features: list[list[KeyBags]] = [[] for _ in own]
     for number, bags in zip(order, batch, strict=True):
-        features[number].append(_placed(bags, own[number].table.context))
+        is_placed = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(bags))
+        features[number].append(bags if is_placed else own[number].table.context.place(bags))
     outputs, trips = (_trained if training else _evaluated)(own, features)
     found = [iter(of_variable) for of_variable in outputs]
     ordered = [next(found[number]) for number in order]
@@ -106,7 +104,8 @@ def _trained(
     )
     if is_eager:
         for variable, features in zip(variables, batch, strict=True):
-            _make_room(variable, features)
+            if variable.table.grows:
+                _make_room(variable, features)
         failed = [_num_failed(variable) for variable in variables]
     results = _admit(*_tables_and_states(variables), batch)
     for variable, (state, _, _) in zip(variables, results, strict=True):
@@ -134,19 +133,9 @@ def _tables_and_states(variables: Sequence[EmbeddingVariable]) -> tuple[tuple[Sh
     return tuple(variable.table for variable in variables), [state_of(variable) for variable in variables]
 
 
-def _placed(bags: KeyBags, context: Context) -> KeyBags:
-    """The batch on the devices of the table, where it is not there already."""
-    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(bags)):
-        return bags
-    placed: KeyBags = context.place(bags)
-    return placed
-
-
 def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None:
-    """Grows a table that may, so that all new keys of the batch find a row."""
+    """Grows the table so that all new keys of the batch find a row."""
     table, state = variable.table, state_of(variable)
-    if not table.grows:
-        return
     maps = [rows for rows in (state.shards.keys, state.shards.waiting) if rows is not None]
     num_free = min(int(on_host(rows.num_free).min()) for rows in maps)
     if num_free >= sum(feature.keys.is_key.size for feature in features):
@@ -191,7 +180,7 @@ def _admit(
     """Of each table its state with rows for new keys, pooled rows of its features, and what its step needs to know."""
 
     def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Any:
-        shards, own = _with_invalid(table, state.shards, features), _occurrences(features)
+        shards, own = _counted(table, state.shards, features)
         shards, slots, outputs, trip = table.engine.admit(shards, state.slots, own, table.step_of(state))
         return shards, slots, tuple(outputs), trip
 
@@ -209,9 +198,9 @@ def _evaluate(
     """Of each table its counters after a lookup that changes nothing else, and pooled rows of its features."""
 
     def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[Counters, Outputs]:
-        outputs, num_unknown, _ = table.engine.look_up(state.shards, _occurrences(features), train=False)
-        counters = _with_invalid(table, state.shards, features).counters
-        return counters.add(unknown=num_unknown), tuple(outputs)
+        shards, own = _counted(table, state.shards, features)
+        outputs, num_unknown, _ = table.engine.look_up(shards, own, train=False)
+        return shards.counters.add(unknown=num_unknown), tuple(outputs)
 
     return on_devices(on_device, tables, states, batch)
 
@@ -235,18 +224,14 @@ def _step(
     ]
 
 
-def _with_invalid(table: ShardedTable, shard: DynamicTable, features: Sequence[KeyBags]) -> DynamicTable:
-    """The shard after counting what was no key although it looks like one."""
-    number = sum((num_invalid(feature.keys) for feature in features), start=jnp.zeros((), jnp.int32))
-    return shard._replace(counters=shard.counters.add(**{"invalid" if table.use_hashtable else "unknown": number}))
-
-
-def _occurrences(features: Sequence[KeyBags]) -> Occurrences:
-    found = []
+def _counted(table: ShardedTable, shard: DynamicTable, features: Sequence[KeyBags]) -> tuple[DynamicTable, Occurrences]:
+    """The keys of a device, and its shard after counting what was none although it looks like one."""
+    number, found = jnp.zeros((), jnp.int32), []
     for feature in features:
         num_bags, width = feature.keys.shape
         weights = None if feature.weights is None else feature.weights.reshape(-1)
         offsets = None if feature.combiner == "none" else jnp.arange(num_bags + 1, dtype=jnp.int32) * width
-        keys = feature.keys.reshape(-1)
+        number, keys = number + num_invalid(feature.keys), feature.keys.reshape(-1)
         found.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
-    return Occurrences.of(found)
+    counters = shard.counters.add(**{"invalid" if table.use_hashtable else "unknown": number})
+    return shard._replace(counters=counters), Occurrences.of(found)
