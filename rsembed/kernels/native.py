@@ -194,7 +194,8 @@ def count_uses(
 
 def row_bits(key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int) -> UInt32[Array, "nnz dim"]:
     """Random bits of rows, each from the key that is folded with the row's lanes, one after the other."""
-    if jax.random.key_impl(key) != "threefry2x32" or not jax.config.jax_threefry_partitionable:
+    config: Any = jax.config  # whose settings its stubs do not know
+    if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError("native random bits are those of threefry2x32 with jax_threefry_partitionable")
     (bits,) = call_handler(
         "rsembed_row_bits", [((lanes[0].shape[0], dim), jnp.uint32)], jax.random.key_data(key), *lanes

@@ -120,7 +120,8 @@ def ask(
         picked = jnp.where(travels, picked, NO_ROW)
         state, answers = trade(state, picked)
         olds, tree = jax.tree.flatten(replies)
-        replies = tree.unflatten(api.scatter_rows(olds, picked.reshape(-1), jax.tree.leaves(answers)) if olds else ())
+        news = jax.tree.leaves(answers)
+        replies = jax.tree.unflatten(tree, api.scatter_rows(olds, picked.reshape(-1), news) if olds else ())
         cursor = cursor + jnp.sum(travels, axis=1, dtype=jnp.int32)
         any_left = jax.lax.pmax(jnp.any(cursor < counts), axis_name) if capacity < num_entries else jnp.asarray(False)
         return cursor, num_rounds + 1, state, replies, any_left
