@@ -158,3 +158,20 @@ def test_training_on_a_mesh_gives_the_numbers_of_loops(name, drawn):
             for table, own in collection.slots(state).items():
                 for slot, loops in zip(own, slots[table], strict=True):
                     np.testing.assert_allclose(slot, loops, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
+def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage):
+    table = rs.TableSpec(name="t", vocabulary_size=21, embedding_dim=DIM, optimizer=ADAGRAD(LR), storage=storage)
+    features = [rs.FeatureSpec(name="f", table_spec=table)]
+    batch = {"f": np.random.default_rng(0).integers(0, 21, (BATCH, 3), np.int32)}
+    found = []
+    for mesh in (None, mesh_of(1)):
+        collection = rs.EmbeddingCollection(features, mesh=mesh)
+        state = collection.init(jax.random.key(0))
+        for _ in range(2):
+            state = collection.update(state, batch, {"f": np.ones((BATCH, DIM), np.float32)})
+        outputs, statistics = collection.lookup(state, batch, return_statistics=True)
+        assert (int(statistics.traffic["t"].num_rounds), float(statistics.traffic["t"].num_bytes)) == (0, 0.0)
+        found.append((outputs, collection.tables(state)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
