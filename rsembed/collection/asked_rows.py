@@ -104,7 +104,8 @@ class AskedRows(Rows):
         def collect(state: Any, arrived: tuple[Any, Array]) -> tuple[Any, None]:
             (count, all_rows, all_values), (question, gradients) = state, arrived
             if takes_keys:
-                rows, values = combine(*question[:2], gradients)
+                keys, occurrences, _ = question
+                rows, values = combine(keys, occurrences, gradients)
                 is_row = rows[:, 2] > 0
             else:
                 rows, values = self._summed([each(question)], [gradients])

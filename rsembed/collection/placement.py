@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.dense_rows import DenseRows
@@ -11,6 +11,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.layout import RowLayout
 from rsembed.collection.rows import Rows
 from rsembed.collection.stack import Stack
+from rsembed.homes.home import Home
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 
@@ -75,12 +76,13 @@ def make_stacks(
 
     def make(stack: StackPlan) -> Stack:
         own = tuple(tables[table.name] for table in stack.tables)
-        table, placement = own[0], placements[own[0].name]
+        table, storage, placement = own[0], cast(Home | None, own[0].storage), placements[own[0].name]
         # One device has all rows and asks nobody, unless it is to sum in the order of many.
-        is_split = placement in ("row", "table") and (devices.num_devices > 1 or is_reproducible)
-        if is_split and table.storage is not None and is_reproducible:
+        is_shared = devices.num_devices > 1 or (is_reproducible and storage is None)
+        is_split = is_shared and placement in ("row", "table")
+        if is_split and is_reproducible and storage is not None:
             raise ValueError(
-                f"table {table.name!r} is kept as {table.storage}, whose owners do not sum gradients in the order "
+                f"table {table.name!r} is kept as {storage}, whose owners do not sum gradients in the order "
                 "of the global batch, as reproducible= asks for; place it 'replicated', or leave that out."
             )
         layout = RowLayout.whole(stack)
@@ -91,7 +93,7 @@ def make_stacks(
         splits_columns = placement == "column" and devices.num_devices > 1
         if splits_columns:
             _check_columns(stack, devices.num_devices)
-        home = table.storage or DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
+        home = storage or DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
         if is_split:
             how: Any = {"capacity": exchange_capacity, "is_reproducible": is_reproducible}
             return Stack(layout, AskedRows(devices, table, home, implementation, **how))
