@@ -19,6 +19,7 @@ import pytest
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("NPROC", "32")  # as `import rsembed` would, but the devices are made before
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of child processes: its threads wait in a loop, on cores of others
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 matplotlib.use("Agg")
