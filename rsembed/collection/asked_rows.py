@@ -114,8 +114,7 @@ class AskedRows(Rows):
             places = jnp.where(is_row, count + jnp.arange(is_row.shape[0], dtype=jnp.int32), num_places)
             return (
                 count + jnp.sum(is_row, dtype=jnp.int32),
-                all_rows.at[places].set(rows, mode="drop"),
-                all_values.at[places].set(values, mode="drop"),
+                *api.scatter_rows((all_rows, all_values), places, (rows, values)),
             ), None
 
         no_rows = jnp.zeros((num_places, 3), jnp.uint32) if takes_keys else jnp.full(num_places, NO_ROW, jnp.int32)
@@ -165,7 +164,8 @@ class AskedRows(Rows):
         """What an owner is told: ids; or keys, how often each occurs here, and where first."""
         if not self.home.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
-        counts = jnp.zeros(wanted.entry_of.shape, jnp.int32).at[wanted.entry_of].add(1, mode="drop")
+        zeros = jnp.zeros_like(wanted.entry_of)
+        counts = api.count_uses(zeros, zeros, wanted.entry_of, jnp.int32(0), zeros + 1)[1]
         return keys_of(wanted), counts, wanted.first_of
 
     def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
@@ -183,10 +183,10 @@ class AskedRows(Rows):
             return self._find(params, slots, keys, occurrences, step)
         place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
         device = place // max(first_of.shape[0] // self.num_shards, 1)
-        order = jax.lax.sort((device, first_of, place), num_keys=2, is_stable=True)[2]
-        keys, occurrences = jax.tree.map(lambda lane: lane[order], (keys, occurrences))
+        in_order = distinct(device, [first_of, place], num_devices=self.num_shards)  # places tell all entries apart
+        keys, occurrences = jax.tree.map(lambda lane: lane[in_order.first_of], (keys, occurrences))
         params, slots, rows = self._find(params, slots, keys, occurrences, step)
-        return params, slots, jnp.zeros_like(rows).at[order].set(rows)
+        return params, slots, rows[in_order.entry_of]
 
     def _held(self, params: Any, wanted: Wanted, step: Step) -> Any:
         """Of several rounds, what a later one asks for must not make room in an earlier one."""

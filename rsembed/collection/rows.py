@@ -133,8 +133,12 @@ class Rows:
         if self.home.ids_are_rows:
             return self._pooled(params, batch.segments), jnp.zeros((), jnp.int32), Traffic.of(0, 0)
         keys, occurrences = batch.all_keys(), self._occurrences_of_all(batch) if train else None
-        vectors, num_unknown = self.home.read(params, keys, self.table, occurrences=occurrences)
-        return self._pooled(vectors, read_from(_positions(keys), batch.segments)), num_unknown, Traffic.of(0, 0)
+
+        def pool(vectors: Array, places: Array) -> Sequence[Array]:
+            return self._pooled(vectors, read_from(places, batch.segments))
+
+        pooled, num_unknown = self.home.pooled(params, keys, self.table, pool, occurrences=occurrences)
+        return pooled, num_unknown, Traffic.of(0, 0)
 
     def _look_up_columns(self, params: Any, batch: Occurrences) -> tuple[Sequence[Array], Int[Array, ""], Traffic]:
         outputs = self._pooled(params, self.devices.gather_segments(batch.segments))
@@ -165,7 +169,7 @@ class Rows:
             return self._summed(batch.segments, d_outputs)
         num_keys = batch.keys.shape[0]
         rows, values = api.row_gradients(num_keys, batch.segments, d_outputs, implementation=self.implementation)
-        values = jnp.zeros((num_keys, values.shape[1]), jnp.float32).at[rows].set(values, mode="drop")
+        (values,) = api.scatter_rows((jnp.zeros((num_keys, values.shape[1]), jnp.float32),), rows, (values,))
         return combine(batch.keys, jnp.ones(num_keys, jnp.int32), values)
 
     def update(

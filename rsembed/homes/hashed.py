@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -158,6 +159,21 @@ class Hashed(RowsByKey):
 
         # Late in training most batches have no strangers, and need none of their work.
         return jax.lax.cond(jnp.any(strangers.is_key), with_strangers, without, vectors)
+
+    def pooled(
+        self,
+        params: DynamicTable,
+        keys: Keys,
+        table: TableSpec,
+        pool: Callable[[Array, Int[Array, " nnz"]], Any],
+        *,
+        occurrences: Int[Array, " nnz"] | None = None,
+    ) -> tuple[Any, Int[Array, ""]]:
+        """As every home, from the rows where they lie if all keys have some."""
+        rows = row_map.find(params.keys, keys)
+        read = functools.partial(super().pooled, params, keys, table, pool, occurrences=occurrences)
+        is_known = ~jnp.any(keys.is_key & (rows == NO_ROW))
+        return jax.lax.cond(is_known, lambda: (pool(params.rows, rows), varying_zero(rows)), read)
 
     def find(
         self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.kernels.contract import Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
 from rsembed.keys import Keys, owners
 from rsembed.specs import TableSpec
 
@@ -85,6 +85,19 @@ class Home(abc.ABC):
         `occurrences` says how often each key occurred in the batch, for a lookup whose gradients will be stepped: keys
         without a row then read as what `find` is going to give them. None only looks.
         """
+
+    def pooled(
+        self,
+        params: Any,
+        keys: Keys,
+        table: TableSpec,
+        pool: Callable[[Array, Int[Array, " nnz"]], Any],
+        *,
+        occurrences: Int[Array, " nnz"] | None = None,
+    ) -> tuple[Any, Int[Array, ""]]:
+        """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it."""
+        vectors, num_unknown = self.read(params, keys, table, occurrences=occurrences)
+        return pool(vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)), num_unknown
 
     @abc.abstractmethod
     def vectors(self, params: Any, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:

@@ -61,22 +61,25 @@ class StackEntries:
             wanted = send(self.rows, routes.entries, self.axes, fill_value=NO_ROW)
             (found,) = api.lookup(table, [Segment(wanted.reshape(-1), None, None, "none")])
             vectors, places = send_back(found.reshape(*wanted.shape, -1), self.axes), routes.places
-        offsets, order = api.rows_by_bag(self.samples, self.layout.samples_per_core * self.layout.num_cores)
-        segment = Segment(places[order], offsets, self.gains[order], "sum")
-        return api.lookup(vectors, [segment], quantization=self.layout.spec.quantization_config)[0]
+        return api.lookup(vectors, [self._bags(places)], quantization=self.layout.spec.quantization_config)[0]
 
     def update(
         self, table: Float[Array, "rows dim"], slots: Slots, d_activations: Float[Array, "samples dim"], step: Step
     ) -> tuple[Float[Array, "rows dim"], Slots]:
         """One optimizer step of every row that any device looked up, with the gradients of all of them added."""
-        (vectors,) = api.lookup(d_activations, [Segment(self.samples, None, self.gains, "none")])
-        rows = self.rows
+        segment, d_outputs = self._bags(self.rows), d_activations
         if self.axes is not None:
             routes = self._routes()
-            rows = send(rows, routes.entries, self.axes, fill_value=NO_ROW).reshape(-1)
-            vectors = send(vectors, routes.entries, self.axes, fill_value=0.0).reshape(rows.shape[0], -1)
-        touched = Segment(rows, None, None, "none")
-        return api.update(table, slots, [touched], [vectors], step.hyper, step.rule, rounding=step.rounding)
+            (vectors,) = api.lookup(d_activations, [Segment(self.samples, None, self.gains, "none")])
+            rows = send(self.rows, routes.entries, self.axes, fill_value=NO_ROW).reshape(-1)
+            d_outputs = send(vectors, routes.entries, self.axes, fill_value=0.0).reshape(rows.shape[0], -1)
+            segment = Segment(rows, None, None, "none")
+        return api.update(table, slots, [segment], [d_outputs], step.hyper, step.rule, rounding=step.rounding)
+
+    def _bags(self, places: Int[Array, " nnz"]) -> Segment:
+        """The entries of every sample, which read from `places`."""
+        offsets, order = api.rows_by_bag(self.samples, self.layout.samples_per_core * self.layout.num_cores)
+        return Segment(places[order], offsets, self.gains[order], "sum")
 
     def stacked_rows(self, rows: Int[Array, " capacity"]) -> Int[Array, " capacity"]:
         """Number of this device's rows in the stack's tables laid under each other, which no sharding changes."""
