@@ -190,7 +190,7 @@ class AskedRows(Rows):
 
     def _held(self, params: Any, wanted: Wanted, step: Step) -> Any:
         """Of several rounds, what a later one asks for must not make room in an earlier one."""
-        if not self.home.takes_keys or self._capacity(wanted) == wanted.entry_of.shape[0]:
+        if not self.home.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
             return params
         return self._ask(wanted, keys_of(wanted), lambda p, keys: (self.home.hold(p, keys, step), None), params)[0]
 

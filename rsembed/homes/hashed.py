@@ -238,9 +238,11 @@ class Hashed(RowsByKey):
         counters = params.counters.add(stale=jnp.sum(is_stale, dtype=jnp.int32))
         return params._replace(counters=counters), jnp.where(is_stale, NO_ROW, rows)
 
+    @property
+    def makes_room(self) -> bool:
+        return self.when_full == "evict"
+
     def hold(self, params: DynamicTable, keys: Keys, step: Step) -> DynamicTable:
-        if self.when_full != "evict":
-            return params
         rows = row_map.find(params.keys, keys)
         last_step = params.keys.last_step.at[rows].set(_number(step), mode="drop")
         return params._replace(keys=params.keys._replace(last_step=last_step))

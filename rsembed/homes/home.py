@@ -40,6 +40,11 @@ class Home(abc.ABC):
         return self.key_dtype is not None
 
     @property
+    def makes_room(self) -> bool:
+        """Whether `find` may take the row of one key for another, unless it is on `hold`."""
+        return False
+
+    @property
     def in_files(self) -> str | None:
         """What a file of the table and the table must agree in; None where the file has a row for every id."""
         return repr(self)
