@@ -146,7 +146,7 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
     """Equal entries made one, in the order of their owners and then of their lanes; see `keyed.distinct`."""
     if wrong := [str(lane.dtype) for lane in lanes if lane.dtype not in (jnp.int32, jnp.uint32)]:
         raise NotImplementedError(f"native lanes are int32 or uint32, not {wrong[0]}")
-    results = [(owners.shape, jnp.int32), (owners.shape, jnp.int32), ((num_owners + 1,), jnp.int32)]
+    results: list[tuple[tuple[int, ...], Any]] = [(owners.shape, jnp.int32)] * 2 + [((num_owners + 1,), jnp.int32)]
     results += [(lane.shape, lane.dtype) for lane in lanes]
     entry_of, first_of, offsets, *own = call_handler("rsembed_distinct", results, as_rows(owners), *lanes)
     return tuple(own), entry_of, first_of, offsets
