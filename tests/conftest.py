@@ -22,6 +22,7 @@ os.environ.setdefault("NPROC", "32")  # as `import rsembed` would, but the devic
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of child processes: its threads wait in a loop, on cores of others
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # of every operation, into programs that nobody reads
 matplotlib.use("Agg")
 
 # Tests make the same small programs again and again. This process keeps what it compiled, in a folder of its own: of a
