@@ -62,15 +62,18 @@ def preprocess(specs, ids=None, devices=1, cores=None, **options):
     )[0]
 
 
-def look_up(specs, inputs, variables, **options):
-    return embedding.sparse_dense_matmul(inputs, variables, specs, global_device_count=1, **options)
-
-
-def step(specs, inputs, variables, **options):
-    gradients = [jnp.ones(spec.output_shape) for spec in specs]
-    return embedding.sparse_dense_matmul_grad(
-        gradients, inputs, variables, specs, global_device_count=1, step=0, **options
+def look_up(specs, inputs, variables):
+    return jax.jit(lambda *given: embedding.sparse_dense_matmul(*given, specs, global_device_count=1))(
+        inputs, variables
     )
+
+
+def step(specs, inputs, variables):
+    def stepped(inputs, variables):
+        gradients = [jnp.ones(spec.output_shape) for spec in specs]
+        return embedding.sparse_dense_matmul_grad(gradients, inputs, variables, specs, global_device_count=1, step=0)
+
+    return jax.jit(stepped)(inputs, variables)
 
 
 def rows_by_number(key, shape):
@@ -85,12 +88,13 @@ def test_whoever_names_no_number_of_cores_gets_the_placed_one():
     np.testing.assert_array_equal(look_up(specs, preprocess(specs), variables)[0], wanted)
     np.testing.assert_array_equal(embedding.logical_tables(variables, specs)["t"][:, 0], np.arange(ROWS))
     forward = embedding_pipelining_utils.get_default_sc_fwd_function(specs, one_device())
-    np.testing.assert_array_equal(forward(preprocess(specs), variables)[0][0], wanted)
+    np.testing.assert_array_equal(jax.jit(forward)(preprocess(specs), variables)[0][0], wanted)
     linen = linen_embed.SparseCoreEmbed(specs, "x", one_device())
     inputs, _ = linen.prepare_batch([IDS])
-    np.testing.assert_array_equal(linen.apply(linen.init(jax.random.key(0), inputs), inputs)[0], wanted)
+    found = jax.jit(lambda key, inputs: linen.apply(linen.init(key, inputs), inputs))(jax.random.key(0), inputs)
+    np.testing.assert_array_equal(found[0], wanted)
     layer = nnx_embed.SparseCoreEmbed(specs, "x", one_device(), nnx.Rngs(0))
-    np.testing.assert_array_equal(layer(layer.prepare_batch([IDS])[0])[0], wanted)
+    np.testing.assert_array_equal(nnx.jit(layer)(layer.prepare_batch([IDS])[0])[0], wanted)
 
 
 def test_tables_placed_later_take_the_cores_of_those_placed_before():
@@ -204,14 +208,14 @@ def test_variables_and_batches_of_another_layout_are_refused_though_shapes_agree
     if name == "order":  # stacks are named after their tables
         own = specs_of(*TWO)
         table_stacking.stack_tables(own, ["u", "t"], 1, 4, 0, stack_name="t_u")
-    variables, inputs = init(theirs), preprocess(own)
-    assert all(a.shape == b.shape for a, b in zip(*map(jax.tree.leaves, (variables, init(own))), strict=True))
+    variables, inputs, ours = init(theirs), preprocess(own), jax.eval_shape(lambda: init(own))
+    assert all(a.shape == b.shape for a, b in zip(*map(jax.tree.leaves, (variables, ours)), strict=True))
     for use in (
         lambda: look_up(own, inputs, variables),
         lambda: step(own, inputs, variables),
         lambda: embedding.logical_tables(variables, own),
         lambda: embedding.with_logical_tables(variables, own, {}),
-        lambda: embedding_pipelining_utils.get_default_sc_fwd_function(own, one_device())(inputs, variables),
+        lambda: jax.jit(embedding_pipelining_utils.get_default_sc_fwd_function(own, one_device()))(inputs, variables),
     ):
         with pytest.raises(ValueError, match=f"variables of stack .* were made for other specs: .*{difference}"):
             use()
@@ -222,9 +226,10 @@ def test_variables_and_batches_of_another_layout_are_refused_though_shapes_agree
 
 def test_variables_move_between_layouts_by_name():
     for theirs, own, _ in OTHER_LAYOUTS.values():
-        tables = embedding.logical_variables(init(theirs), theirs)
+        variables = init(theirs)
+        tables = embedding.logical_variables(variables, theirs)
         moved = embedding.with_logical_tables(init(own), own, tables)
-        got, wanted = (embedding.logical_tables(*pair) for pair in ((moved, own), (init(theirs), theirs)))
+        got, wanted = (embedding.logical_tables(*pair) for pair in ((moved, own), (variables, theirs)))
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
@@ -346,9 +351,9 @@ def test_variables_without_a_layout_go_on_through_flax_serialization():
     specs = placed(1, 4, optimizer=embedding_spec.AdagradOptimizerSpec())
     layer = linen_embed.SparseCoreEmbed(specs, "x", one_device())
     inputs, _ = layer.prepare_batch([IDS])
-    params = layer.init(jax.random.key(0), inputs)
-    restored = serialization.from_bytes(params, serialization.to_bytes(params))
-    np.testing.assert_array_equal(layer.apply(restored, inputs)[0], layer.apply(params, inputs)[0])
+    params = jax.jit(layer.init)(jax.random.key(0), inputs)
+    restored, apply = serialization.from_bytes(params, serialization.to_bytes(params)), jax.jit(layer.apply)
+    np.testing.assert_array_equal(apply(restored, inputs)[0], apply(params, inputs)[0])
 
 
 def test_variables_are_pairs_that_keep_their_layout():
