@@ -44,18 +44,18 @@ def draw_segment(seed, combiner, lengths, *, weighted=False, outside=True):
     rows = generator.integers(0, NUM_ROWS, num_entries).astype(np.int32)
     if outside:
         rows[1::7], rows[3::7], rows[4::11] = -1, NUM_ROWS, NO_ROW
-    weights = jnp.asarray(generator.uniform(0.5, 2.0, num_entries), jnp.float32) if weighted else None
-    offsets = None if combiner == "none" else jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
-    return Segment(jnp.asarray(rows), offsets, weights, combiner)
+    weights = jax.device_put(generator.uniform(0.5, 2.0, num_entries).astype(np.float32)) if weighted else None
+    offsets = None if combiner == "none" else jax.device_put(np.cumsum([0, *lengths]).astype(np.int32))
+    return Segment(jax.device_put(rows), offsets, weights, combiner)
 
 
 def draw_table(dim, dtype="float32", seed=0):
-    return jax.random.normal(jax.random.key(seed), (NUM_ROWS, dim), jnp.float32).astype(dtype)
+    return jax.device_put(np.random.default_rng(seed).standard_normal((NUM_ROWS, dim)).astype(jnp.dtype(dtype)))
 
 
 def draw_gradients(segments, dim, seed=1):
-    keys = jax.random.split(jax.random.key(seed), len(segments))
-    return [jax.random.normal(k, (s.num_outputs, dim), jnp.float32) for k, s in zip(keys, segments, strict=True)]
+    generator = np.random.default_rng(seed)
+    return [jax.device_put(generator.standard_normal((s.num_outputs, dim), np.float32)) for s in segments]
 
 
 RAGGED = {
@@ -63,9 +63,14 @@ RAGGED = {
     "weighted": [draw_segment(k, c, [0, 4, 7, 0], weighted=True) for k, c in enumerate(COMBINERS)],
     "no entry": [draw_segment(0, "sum", [0, 0, 0]), draw_segment(0, "none", [])],
     "no bag": [draw_segment(0, "mean", []), draw_segment(1, "sum", [2])],
-    "no weight": [Segment(jnp.asarray([1, 2], jnp.int32), jnp.asarray([0, 2], jnp.int32), jnp.zeros(2), "mean")],
-    "one row only": [Segment(jnp.full(40, 7, jnp.int32), jnp.arange(0, 41, 4, dtype=jnp.int32), None, "sum")] * 2,
-    "trimmed": [Segment(jnp.arange(9, dtype=jnp.int32), jnp.asarray([2, 4, 6], jnp.int32), None, "mean")],
+    "no weight": [Segment(*map(jax.device_put, (np.int32([1, 2]), np.int32([0, 2]), np.zeros(2, np.float32))), "mean")],
+    "one row only": [
+        Segment(jax.device_put(np.full(40, 7, np.int32)), jax.device_put(np.arange(0, 41, 4, np.int32)), None)
+    ]
+    * 2,
+    "trimmed": [
+        Segment(jax.device_put(np.arange(9, dtype=np.int32)), jax.device_put(np.int32([2, 4, 6])), None, "mean")
+    ],
 }
 
 
