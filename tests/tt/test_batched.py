@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,33 @@ from tests.tt.tt_oracles import CASES, core_gradients, dense_row, dense_table, p
 SIZES, RANKS = [10, 600, 7, 33], [[2, 3], [4, 4], [2, 3], [2, 3]]
 
 
-def mixed(dims=4, **options):
-    q_shapes = [2, 1, 2] if dims == 4 else None
-    return TableBatchedTTEmbeddingBag(4, SIZES, dims, RANKS, None, q_shapes, **{"sparse": False, **options})
+def mixed(**options):
+    """A module of its own, made by one program."""
+    options = {"sparse": False, **options}
+    return nnx.jit(lambda: TableBatchedTTEmbeddingBag(4, SIZES, 4, RANKS, None, [2, 1, 2], **options))()
+
+
+@functools.cache
+def unchanged(**options):
+    """One that tests may share, since none of them trains it."""
+    return mixed(**options)
+
+
+@nnx.jit
+def looked_up(emb, *bags):
+    return emb(*bags)
+
+
+@nnx.jit
+def pulled(emb, d_output, *bags):
+    output, backward = emb.vjp(*bags)
+    return output, backward(d_output)
+
+
+@nnx.jit
+def expanded_and_cores(emb):
+    tables = range(len(emb.specs))
+    return emb.full_weight(), [emb.full_weight(k) for k in tables], [emb.cores_of(k) for k in tables]
 
 
 def batch(seed=0, bags_per_table=3):
@@ -34,27 +60,27 @@ def by_table(ids, offsets, weights, k, count=3):
 
 def test_the_worked_batch_of_three_tables():
     given, expect = CASES["table_batched_forward"]["input"], CASES["table_batched_forward"]["expect"]
-    emb = TableBatchedTTEmbeddingBag(3, 6, 4, given["ranks"], given["p"], given["q"])
+    emb = nnx.jit(lambda: TableBatchedTTEmbeddingBag(3, 6, 4, given["ranks"], given["p"], given["q"]))()
     for variable, core in zip(emb.core_groups[0], given["cores"], strict=True):
-        variable.set_value(jnp.asarray(core, jnp.float32).reshape(variable.get_value().shape))  # one behind the other
-    output = emb(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
+        variable.set_value(np.asarray(core, np.float32).reshape(variable.get_value().shape))  # one behind the other
+    output = looked_up(emb, jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
     np.testing.assert_array_equal(output, expect["output"])
     np.testing.assert_array_equal(output, emb(given["indices"], given["offsets"][:-1]))
-    np.testing.assert_array_equal(emb.full_weight().shape, (3, 6, 4))
+    np.testing.assert_array_equal(jax.eval_shape(emb.full_weight).shape, (3, 6, 4))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_tables_of_different_sizes_and_ranks_agree_with_their_dense_tables(mode):
-    emb = mixed(mode=mode)
+    emb = unchanged(mode=mode)
     assert emb.groups == ((0, 2, 3), (1,))
     ids, offsets, weights = batch()
-    output = emb(ids, offsets, weights)
+    output = looked_up(emb, ids, offsets, weights)
     assert output.shape == (4, 3, 4)
-    for k, found in enumerate(emb.full_weight()):
-        table = dense_table(emb.specs[k], emb.cores_of(k))
+    for k, (found, alone, cores) in enumerate(zip(*expanded_and_cores(emb), strict=True)):
+        table = dense_table(emb.specs[k], cores)
         assert found.shape == (SIZES[k], 4)
         np.testing.assert_allclose(found, table, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(emb.full_weight(k), found)
+        np.testing.assert_allclose(alone, found)
         part_ids, part_offsets, part_weights = by_table(ids, offsets, weights, k)
         np.testing.assert_allclose(
             output[k], pooled(table, part_ids, part_offsets, part_weights, mode), rtol=1e-4, atol=1e-5
@@ -62,49 +88,51 @@ def test_tables_of_different_sizes_and_ranks_agree_with_their_dense_tables(mode)
 
 
 def test_gradients_and_fused_step_are_those_of_each_table_by_itself():
-    emb, step = mixed(), 0.5
+    emb, step = unchanged(), 0.5
     fused = mixed(sparse=True, learning_rate=step, optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, eps=1e-3)
     ids, offsets, weights = batch(1)
     d_output = np.random.default_rng(2).normal(size=(4, 3, 4)).astype(np.float32)
-    gradients = emb.vjp(ids, offsets, weights)[1](d_output)
-    fused.vjp(ids, offsets, weights)[1](d_output)
+    _, gradients = pulled(emb, d_output, ids, offsets, weights)
+    pulled(fused, d_output, ids, offsets, weights)
+    d_cores = jax.tree.map(np.asarray, gradients.cores)
+    (_, _, cores), (_, _, stepped) = (jax.tree.map(np.asarray, expanded_and_cores(module)) for module in (emb, fused))
     for k, spec in enumerate(emb.specs):
         part_ids, part_offsets, part_weights = by_table(ids, offsets, weights, k)
         bag_of = np.repeat(np.arange(3), np.diff(part_offsets))
-        wanted = core_gradients(spec, emb.cores_of(k), part_ids, bag_of, part_weights, d_output[k])
+        wanted = core_gradients(spec, cores[k], part_ids, bag_of, part_weights, d_output[k])
         group = next(g for g, tables in enumerate(emb.groups) if k in tables)
         before = emb.groups[group][: emb.groups[group].index(k)]
-        for t, (gradient, core) in enumerate(zip(wanted, emb.cores_of(k), strict=True)):
+        for t, (gradient, core) in enumerate(zip(wanted, cores[k], strict=True)):
             start = sum(emb.specs[b].tt_p_shapes[t] for b in before)
-            found = gradients.cores[group][t][start : start + core.shape[0]]
+            found = d_cores[group][t][start : start + core.shape[0]]
             np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-5)
             total = np.sqrt((gradient**2).mean(1, keepdims=True))
-            np.testing.assert_allclose(
-                fused.cores_of(k)[t], core - step * gradient / (total + 1e-3), rtol=1e-4, atol=1e-4
-            )
+            np.testing.assert_allclose(stepped[k][t], core - step * gradient / (total + 1e-3), rtol=1e-4, atol=1e-4)
 
 
 def test_dimensions_may_differ():
-    emb = TableBatchedTTEmbeddingBag(2, [5, 9], [3, 8], tt_ranks=[2], sparse=True, learning_rate=0.5)
-    before = [emb.full_weight(k) for k in range(2)]
-    outputs, backward = emb.vjp(np.asarray([[1, 2], [3, -1], [8, 8], [0, 4]]))
+    options = {"tt_ranks": [2], "sparse": True, "learning_rate": 0.5}
+    emb = nnx.jit(lambda: TableBatchedTTEmbeddingBag(2, [5, 9], [3, 8], **options))()
+    before, _, _ = jax.tree.map(np.asarray, expanded_and_cores(emb))
+    d_outputs = [np.ones((2, 3), np.float32), np.zeros((2, 8), np.float32)]
+    outputs, _ = pulled(emb, d_outputs, np.asarray([[1, 2], [3, -1], [8, 8], [0, 4]]))
     assert [output.shape for output in outputs] == [(2, 3), (2, 8)]
     np.testing.assert_allclose(outputs[1][0], 2 * before[1][8], rtol=1e-5, atol=1e-8)
-    backward([jnp.ones((2, 3)), jnp.zeros((2, 8))])
-    assert (emb.full_weight(1) == before[1]).all()
-    assert not (emb.full_weight(0) == before[0]).all()
+    after, _, _ = jax.tree.map(np.asarray, expanded_and_cores(emb))
+    assert (after[1] == before[1]).all()
+    assert not (after[0] == before[0]).all()
 
 
 def test_many_ids_take_the_grouped_form_and_agree():
-    emb, plain = mixed(implementation="grouped"), mixed(implementation="plain")
     ids = np.random.default_rng(0).integers(0, np.repeat(SIZES, 50)[:, None], (200, 20))
-    np.testing.assert_allclose(emb(ids), plain(ids), rtol=1e-5, atol=1e-6)
+    found, wanted = (looked_up(mixed(implementation=form), ids) for form in ("grouped", "plain"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weight_dist", ["normal", "uniform", "approx-normal", "approx-uniform"])
 def test_every_initialiser_serves_every_table(weight_dist):
-    emb = TableBatchedTTEmbeddingBag(3, 4000, 8, [8, 8], weight_dist=weight_dist, rngs=nnx.Rngs(3))
-    tables = np.asarray(emb.full_weight())
+    emb = nnx.jit(lambda: TableBatchedTTEmbeddingBag(3, 4000, 8, [8, 8], weight_dist=weight_dist, rngs=nnx.Rngs(3)))()
+    tables = np.asarray(nnx.jit(lambda emb: emb.full_weight())(emb))
     for table in tables:
         assert table.std() / target_std(emb.specs[0]) == pytest.approx(1, abs=0.25)
     assert abs(np.corrcoef(tables[0].ravel(), tables[1].ravel())[0, 1]) < 0.1
@@ -122,17 +150,18 @@ def test_a_hundred_published_tables():
         weight_dist="uniform",
     )
     ids = np.random.default_rng(0).integers(0, 1_000_000, (200, 3))
-    output = emb(ids)
+    output = np.asarray(looked_up(emb, ids))
     assert output.shape == (100, 2, 64)
-    for k in (0, 41, 99):
-        spec = emb.specs[k]
+    some = nnx.jit(lambda emb: {k: emb.cores_of(k) for k in (0, 41, 99)})(emb)
+    for k, cores in some.items():
+        spec, cores = emb.specs[k], jax.tree.map(np.asarray, cores)
         shapes = spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks
-        wanted = [sum(dense_row(emb.cores_of(k), *shapes, i) for i in bag) for bag in ids[2 * k : 2 * k + 2]]
+        wanted = [sum(dense_row(cores, *shapes, i) for i in bag) for bag in ids[2 * k : 2 * k + 2]]
         np.testing.assert_allclose(output[k], wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_wrong_input_names_the_table():
-    emb = mixed()
+    emb = unchanged()
     with pytest.raises(ValueError, match=r"id 7 in sample 0 is outside table 'TableBatchedTTEmbeddingBag 2'"):
         emb(np.asarray([[1], [1], [7], [1]]))
     with pytest.raises(ValueError, match="6 bags cannot be shared equally by 4 tables"):
