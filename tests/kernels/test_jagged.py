@@ -1,6 +1,7 @@
 """Table-batched kernels: every implementation against loops over bags in numpy."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def _only_live_implementations(request):
 def draw_tables(seed: int) -> list[jax.Array]:
     rng = np.random.default_rng(seed)
     shapes = zip(TABLE_ROWS, TABLE_DIMS, TABLE_DTYPES, strict=True)
-    return [jnp.asarray(rng.standard_normal((rows, dim)), dtype) for rows, dim, dtype in shapes]
+    return [jax.device_put(rng.standard_normal((rows, dim)).astype(jnp.dtype(dtype))) for rows, dim, dtype in shapes]
 
 
 def draw_batch(seed: int, combiner: str, layout: str = "columns", *, weighted: bool, wild: bool = True) -> JaggedBatch:
@@ -50,8 +51,9 @@ def draw_batch(seed: int, combiner: str, layout: str = "columns", *, weighted: b
     if layout == "blocks":  # the output has another order than the ids
         blocks = [blocks[i] for i in (2, 0, 3, 1)]
     ids = rng.integers(-2 if wild else 0, 13 if wild else 4, NUM_IDS)
-    weights = jnp.asarray(rng.standard_normal(NUM_IDS), jnp.float32) if weighted else None
-    return JaggedBatch(jnp.asarray(ids, jnp.int32), jnp.asarray(offsets), weights, combiner, tuple(blocks), layout)
+    weights = rng.standard_normal(NUM_IDS).astype(np.float32) if weighted else None
+    arrays = jax.device_put((ids.astype(np.int32), offsets, weights))
+    return JaggedBatch(*arrays, combiner, tuple(blocks), layout)
 
 
 @dataclasses.dataclass
@@ -95,6 +97,21 @@ CASES = [
 ]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def every_call(implementation, tables, batch, d_output):
+    """Output, gradients of weights, and gradients of the rows of every table."""
+    dims = [table.shape[1] for table in tables]
+    row_gradients = [
+        implementation.row_gradients(table.shape[0], JaggedGradients(batch, d_output, number, dims))
+        for number, table in enumerate(tables)
+    ]
+    return (
+        implementation.lookup_jagged(tables, batch),
+        implementation.weight_gradients(tables, batch, d_output),
+        row_gradients,
+    )
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.NAME)
 @pytest.mark.parametrize(("combiner", "layout", "weighted"), CASES)
 @settings(max_examples=12, deadline=None)
@@ -107,18 +124,17 @@ def test_lookup_and_gradients_are_those_of_a_loop_over_entries(implementation, c
     size = batch.output_places(dims)[0]
     d_output = np.random.default_rng(seed + 1).standard_normal(size).astype(np.float32)
     expected = oracle(tables, batch, d_output)
-    np.testing.assert_allclose(implementation.lookup_jagged(tables, batch), expected.output, rtol=2e-5, atol=2e-5)
-    weight_gradients = implementation.weight_gradients(tables, batch, jnp.asarray(d_output))
+    output, weight_gradients, row_gradients = every_call(implementation, tables, batch, d_output)
+    np.testing.assert_allclose(output, expected.output, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(weight_gradients, expected.weight_gradients, rtol=2e-5, atol=2e-5)
-    for number, table in enumerate(tables):
-        gradients = JaggedGradients(batch, jnp.asarray(d_output), number, dims)
-        found_rows, found = implementation.row_gradients(table.shape[0], gradients)
-        rows = sorted(expected.gradients[number])
-        assert np.asarray(found_rows)[: len(rows)].tolist() == rows
-        assert (np.asarray(found_rows)[len(rows) :] == 2**31 - 1).all()
+    for wanted, arrays in zip(expected.gradients, row_gradients, strict=False):
+        found_rows, found = map(np.asarray, arrays)
+        rows = sorted(wanted)
+        assert found_rows[: len(rows)].tolist() == rows
+        assert (found_rows[len(rows) :] == 2**31 - 1).all()
         for position, row in enumerate(rows):
-            np.testing.assert_allclose(found[position], expected.gradients[number][row], rtol=2e-5, atol=2e-5)
-        assert not np.asarray(found)[len(rows) :].any()
+            np.testing.assert_allclose(found[position], wanted[row], rtol=2e-5, atol=2e-5)
+        assert not found[len(rows) :].any()
 
 
 RULES = {
@@ -131,35 +147,50 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.NAME)
-@pytest.mark.parametrize("name", RULES)
-def test_update_steps_each_touched_row_once_with_its_summed_gradient(implementation, name):
+@functools.cache
+def stepped_by_loops(name):
+    """Tables, slots, the gradient of the output, and what the touched rows and their slots become."""
     rule, tables, batch = RULES[name], draw_tables(3), draw_batch(3, "mean", weighted=True)
     dims = [table.shape[1] for table in tables]
     d_output = np.random.default_rng(4).standard_normal(batch.output_places(dims)[0]).astype(np.float32)
-    expected = oracle(tables, batch, d_output)
-    hyper = rule.get_hyperparameters(2)
-    for number, table in enumerate(tables):
-        slots = tuple(s + 0.5 for s in rule.init_slots(table.astype(jnp.float32)))
-        gradients = JaggedGradients(batch, jnp.asarray(d_output), number, dims)
-        new_table, new_slots = implementation.update(table, slots, gradients, Step(hyper, rule))
-        for row in range(table.shape[0]):
-            before = (table[row : row + 1].astype(jnp.float32), tuple(s[row : row + 1] for s in slots))
-            if row in expected.gradients[number]:
-                gradient = jnp.asarray(expected.gradients[number][row], jnp.float32)[None]
-                before = rule.step_rows(*before, gradient, hyper)
-            tolerance = 2e-5 if table.dtype == jnp.float32 else 1e-2
-            np.testing.assert_allclose(new_table[row].astype(jnp.float32), before[0][0], rtol=tolerance, atol=tolerance)
-            for found, wanted in zip(new_slots, before[1], strict=True):
-                np.testing.assert_allclose(found[row], wanted[0], rtol=2e-5, atol=2e-5)
+    hyper, step_rows, slots, expected = rule.get_hyperparameters(2), jax.jit(rule.step_rows), [], []
+    for table, gradients in zip(tables, oracle(tables, batch, d_output).gradients, strict=True):
+        wide = np.asarray(table, np.float32)
+        slots.append(jax.device_put([np.full(s.shape, s[0, 0] + 0.5) for s in rule.init_slots(jax.device_put(wide))]))
+        wanted, *wanted_slots = (np.array(array) for array in (wide, *slots[-1]))
+        for row, gradient in gradients.items():
+            before = (wide[row : row + 1], tuple(np.asarray(slot)[row : row + 1] for slot in slots[-1]))
+            stepped, stepped_slots = step_rows(*before, np.float32(gradient)[None], hyper)
+            for array, value in zip((wanted, *wanted_slots), (stepped, *stepped_slots), strict=True):
+                array[row] = value[0]
+        expected.append((wanted, wanted_slots))
+    return tables, slots, batch, d_output, expected
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.NAME)
+@pytest.mark.parametrize("name", RULES)
+def test_update_steps_each_touched_row_once_with_its_summed_gradient(implementation, name):
+    tables, slots, batch, d_output, expected = stepped_by_loops(name)
+    dims, step = [table.shape[1] for table in tables], Step(RULES[name].get_hyperparameters(2), RULES[name])
+
+    @jax.jit
+    def updates(d_output):
+        gradients = [JaggedGradients(batch, d_output, number, dims) for number in range(len(tables))]
+        return [implementation.update(*each, step) for each in zip(tables, map(tuple, slots), gradients, strict=True)]
+
+    for table, (new_table, new_slots), (wanted, wanted_slots) in zip(tables, updates(d_output), expected, strict=True):
+        tolerance = 2e-5 if table.dtype == jnp.float32 else 1e-2
+        np.testing.assert_allclose(np.asarray(new_table, np.float32), wanted, rtol=tolerance, atol=tolerance)
+        for found, slot in zip(new_slots, wanted_slots, strict=True):
+            np.testing.assert_allclose(found, slot, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda module: module.NAME)
 def test_no_ids_and_empty_tables_give_zeros(implementation):
-    table = jnp.ones((0, 3))
-    batch = JaggedBatch(jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32), None, "mean", (Block(0, 2, 0, 0, 0),))
-    np.testing.assert_array_equal(implementation.lookup_jagged([table], batch), np.zeros(6))
-    rows, gradients = implementation.row_gradients(0, JaggedGradients(batch, jnp.ones(6), 0, [3]))
+    ids, offsets, table = jax.device_put((np.zeros(0, np.int32), np.zeros(3, np.int32), np.ones((0, 3), np.float32)))
+    batch = JaggedBatch(ids, offsets, None, "mean", (Block(0, 2, 0, 0, 0),))
+    output, _, [(rows, gradients)] = every_call(implementation, [table], batch, np.ones(6, np.float32))
+    np.testing.assert_array_equal(output, np.zeros(6))
     assert rows.shape == (0,)
     assert gradients.shape == (0, 3)
 
@@ -174,7 +205,8 @@ def test_no_ids_and_empty_tables_give_zeros(implementation):
     ],
 )
 def test_arguments_that_would_leave_memory_are_refused(offsets, blocks, reason):
-    batch = JaggedBatch(jnp.zeros(10, jnp.int32), jnp.asarray(offsets, jnp.int32), None, "sum", blocks, "blocks")
-    size = batch.output_places([3])[0]
+    arrays = jax.device_put((np.zeros(10, np.int32), np.int32(offsets), None))
+    batch = JaggedBatch(*arrays, "sum", blocks, "blocks")
+    d_output = jax.device_put(np.ones(batch.output_places([3])[0], np.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
-        jax.block_until_ready(native.row_gradients(4, JaggedGradients(batch, jnp.ones(size), 0, [3])))
+        jax.block_until_ready(native.row_gradients(4, JaggedGradients(batch, d_output, 0, [3])))
