@@ -1,3 +1,6 @@
+import functools
+import itertools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -41,21 +44,37 @@ ROWS = [[1, 2, 2], [], [10], [0, 1, 5, 5]]
 WEIGHTS = [[1.0, 0.5, 2.0], [], [3.0], [0.25, 1.0, 1.0, 2.0]]
 
 
+@functools.cache
+def plain():
+    """A collection of one table, and a state of it."""
+    collection = collection_of(table_spec())
+    return collection, collection.init(jax.random.key(0))
+
+
 @pytest.mark.parametrize("implementation", [None, "reference"])
-@pytest.mark.parametrize("combiner", COMBINERS)
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_lookup_and_row_gradients_equal_the_gain_matrix(implementation, combiner, weights):
-    collection = collection_of(table_spec(combiner=combiner), implementation=implementation)
+def test_lookup_and_row_gradients_equal_the_gain_matrix(implementation):
+    cases = {f"{c} of {w and 'weights'}": (c, w) for c, w in itertools.product(COMBINERS, [None, WEIGHTS])}
+    dims = dict(zip(cases, range(2, 8), strict=True))  # tables of one width would lie in one stack
+    specs = [table_spec(name, combiner=combiner, embedding_dim=dims[name]) for name, (combiner, _) in cases.items()]
+    collection = collection_of(*specs, implementation=implementation)
     state = collection.init(jax.random.key(0))
-    batch = {"f_t": (ROWS, weights) if weights else ROWS}
-    gains = gain_matrix(ROWS, weights, combiner)
-    activations, pullback = collection.lookup_vjp(state, batch)
-    table = np.asarray(collection.tables(state)["t"])
-    np.testing.assert_allclose(activations["f_t"], gains @ table, rtol=1e-6, atol=1e-6)
-    d_activations = np.random.default_rng(0).normal(size=(BATCH, DIM)).astype(np.float32)
-    row_gradients = pullback({"f_t": d_activations})
-    np.testing.assert_allclose(row_gradients.to_dense()["t"], gains.T @ d_activations, rtol=1e-5, atol=1e-6)
-    assert int(row_gradients.num_touched()["t"]) == 5
+    batch = {f"f_{name}": (ROWS, weights) if weights else ROWS for name, (_, weights) in cases.items()}
+    random = np.random.default_rng(0)
+    gradients = {f"f_{name}": random.normal(size=(BATCH, dim)).astype(np.float32) for name, dim in dims.items()}
+
+    @jax.jit
+    def both(state, batch, gradients):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        row_gradients = pullback(gradients)
+        return activations, row_gradients.to_dense(), row_gradients.num_touched(), collection.tables(state)
+
+    activations, dense, num_touched, tables = both(state, collection.prepare(batch), gradients)
+    for name, (combiner, weights) in cases.items():
+        gains, d_activations = gain_matrix(ROWS, weights, combiner), gradients[f"f_{name}"]
+        expected = gains @ np.asarray(tables[name])
+        np.testing.assert_allclose(activations[f"f_{name}"], expected, rtol=1e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(dense[name], gains.T @ d_activations, rtol=1e-5, atol=1e-6, err_msg=name)
+        assert int(num_touched[name]) == 5
 
 
 def test_sequence_output_keeps_the_shape_of_dense_ids_and_zeros_where_there_is_no_id():
@@ -84,27 +103,33 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.short_name())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_update_equals_apply_and_leaves_other_rows_alone(optimizer, dtype):
-    collection = collection_of(table_spec(optimizer=optimizer, dtype=dtype), table_spec("u", optimizer=optimizer))
+def test_update_equals_apply_and_leaves_other_rows_alone(optimizer):
+    specs = [table_spec(dtype, optimizer=optimizer, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    collection = collection_of(*specs, table_spec("u", optimizer=optimizer))
     state = collection.init(jax.random.key(1))
-    batch = {"f_t": ROWS, "f_u": [[3], [3], [7, 8], []]}
+    batch = collection.prepare({"f_float32": ROWS, "f_bfloat16": ROWS, "f_u": [[3], [3], [7, 8], []]})
     rng = np.random.default_rng(1)
     d_activations = {name: rng.normal(size=(BATCH, DIM)).astype(np.float32) for name in batch}
-    for _ in range(3):
+
+    @jax.jit
+    def both(state):
         _, pullback = collection.lookup_vjp(state, batch)
-        applied = collection.apply(state, pullback(d_activations))
         updated = collection.update(state, batch, d_activations)
+        rows = [(collection.tables(s), collection.slots(s)) for s in (state, updated)]
+        return collection.apply(state, pullback(d_activations)), updated, rows
+
+    touched = [0, 1, 2, 5, 10]
+    untouched = sorted(set(range(VOCABULARY)) - set(touched))
+    for _ in range(3):
+        applied, updated, rows = both(state)
         for one, two in zip(jax.tree.leaves(applied[:3]), jax.tree.leaves(updated[:3]), strict=True):
-            np.testing.assert_allclose(one.astype(jnp.float32), two.astype(jnp.float32), rtol=2e-6, atol=1e-6)
-        untouched = sorted(set(range(VOCABULARY)) - {0, 1, 2, 5, 10})
-        for before, after in (
-            (collection.tables(state), collection.tables(updated)),
-            (collection.slots(state), collection.slots(updated)),
-        ):
-            for old, new in zip(jax.tree.leaves(before["t"]), jax.tree.leaves(after["t"]), strict=True):
-                np.testing.assert_array_equal(old[jnp.asarray(untouched)], new[jnp.asarray(untouched)])
-        assert (collection.tables(state)["t"][jnp.asarray([0, 1, 2, 5, 10])] != 0).any()
+            np.testing.assert_allclose(np.float32(one), np.float32(two), rtol=2e-6, atol=1e-6)
+        (tables, slots), (new_tables, new_slots) = jax.tree.map(np.asarray, rows)
+        for spec in specs:
+            before, after = (tables[spec.name], slots[spec.name]), (new_tables[spec.name], new_slots[spec.name])
+            for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+                np.testing.assert_array_equal(old[untouched], new[untouched])
+            assert (tables[spec.name][touched] != 0).any()
         state = updated
     assert int(state.step) == 3
 
@@ -126,12 +151,17 @@ def test_when_every_row_is_touched_rules_equal_dense_optax(ours, dense):
     ids = np.arange(VOCABULARY)
     params = collection.tables(state)["t"]
     dense_state = dense.init(params)
-    for step in range(4):
-        gradient = jax.random.normal(jax.random.key(step), (VOCABULARY, DIM))
+
+    @jax.jit
+    def both(state, dense_state, params, gradient):
         state = collection.update(state, {"f_t": ids}, {"f_t": gradient})
         with jax.numpy_dtype_promotion("standard"):
             updates, dense_state = dense.update(gradient, dense_state, params)
-        params = optax.apply_updates(params, updates)
+        return state, dense_state, optax.apply_updates(params, updates)
+
+    for step in range(4):
+        gradient = np.random.default_rng(step).standard_normal((VOCABULARY, DIM), np.float32)
+        state, dense_state, params = both(state, dense_state, params, gradient)
     # optax computes `1 - 0.999**t` in float32, which is off by up to 6e-5; ours is exact to float32.
     np.testing.assert_allclose(collection.tables(state)["t"], params, rtol=1e-4, atol=2e-5)
 
@@ -140,24 +170,27 @@ def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
     collection = collection_of(table_spec(optimizer=rs.AdamOptimizerSpec(0.1)))
     state = collection.init(jax.random.key(0))
     rng = np.random.default_rng(3)
-    ids = rng.integers(0, VOCABULARY, size=(6, 2))
+    ids = rng.integers(0, VOCABULARY, size=(6, 2)).astype(np.int32)
     d_activations = rng.normal(size=(6, DIM)).astype(np.float32)
-    whole = collection.lookup_vjp(state, {"f_t": ids})[1]({"f_t": d_activations})
-    parts = [
-        collection.lookup_vjp(state, {"f_t": ids[i : i + 2]})[1]({"f_t": d_activations[i : i + 2]}) for i in (0, 2, 4)
-    ]
-    combined = rs.combine(*parts)
-    touched = int(whole.num_touched()["t"])
-    np.testing.assert_array_equal(combined.rows["t"][:touched], whole.rows["t"][:touched])
-    assert int(combined.num_touched()["t"]) == touched
-    np.testing.assert_allclose(combined.to_dense()["t"], whole.to_dense()["t"], rtol=1e-6, atol=1e-6)
 
-    def micro(_, inputs):
-        bags, gradient = inputs
-        return None, collection.lookup_vjp(state, {"f_t": bags})[1]({"f_t": gradient})
+    def row_gradients(ids, d_activations):
+        return collection.lookup_vjp(state, {"f_t": ids})[1]({"f_t": d_activations})
 
-    _, stacked = jax.lax.scan(micro, None, (jnp.asarray(ids.reshape(3, 2, 2)), d_activations.reshape(3, 2, DIM)))
-    np.testing.assert_array_equal(rs.combine(stacked).to_dense()["t"], combined.to_dense()["t"])
+    @jax.jit
+    def each(ids, d_activations):
+        whole = row_gradients(ids, d_activations)
+        combined = rs.combine(*(row_gradients(ids[i : i + 2], d_activations[i : i + 2]) for i in (0, 2, 4)))
+        micro = ids.reshape(3, 2, 2), d_activations.reshape(3, 2, DIM)
+        _, stacked = jax.lax.scan(lambda _, inputs: (None, row_gradients(*inputs)), None, micro)
+        found = [(g.rows["t"], g.num_touched()["t"], g.to_dense()["t"]) for g in (whole, combined)]
+        return *found, rs.combine(stacked).to_dense()["t"]
+
+    whole, combined, of_scan = each(ids, d_activations)
+    (rows, touched, dense), (combined_rows, combined_touched, combined_dense) = whole, combined
+    np.testing.assert_array_equal(np.asarray(combined_rows)[:touched], np.asarray(rows)[:touched])
+    assert combined_touched == touched
+    np.testing.assert_allclose(combined_dense, dense, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(of_scan, combined_dense)
 
 
 def test_whole_training_runs_in_one_scan_and_equals_single_steps():
@@ -167,6 +200,7 @@ def test_whole_training_runs_in_one_scan_and_equals_single_steps():
     def loss_fn(params, activations):
         return params * sum(jnp.sum(x * x) for x in activations.values())
 
+    @jax.jit
     def step(carry, _):
         params, state = carry
         loss, (d_params, row_gradients) = rs.value_and_grad(loss_fn, collection, has_aux=False)(params, state, batch)
@@ -185,15 +219,14 @@ def test_whole_training_runs_in_one_scan_and_equals_single_steps():
 
 
 def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
-    collection = collection_of(table_spec())
-    state = collection.init(jax.random.key(0))
+    collection, state = plain()
 
     def loss_fn(params, activations, labels):
         errors = activations["f_t"] @ params - labels
         return jnp.sum(errors**2), errors
 
     batch = collection.prepare({"f_t": ROWS})
-    params, labels = jnp.ones(DIM), jnp.arange(4.0)
+    params, labels = np.ones(DIM, np.float32), np.arange(4, dtype=np.float32)
     (loss, aux), (dense, row_gradients) = jax.jit(rs.value_and_grad(loss_fn, collection))(params, state, batch, labels)
     gains = gain_matrix(ROWS, None, "sum")
     table = np.asarray(collection.tables(state)["t"])
@@ -210,18 +243,20 @@ def test_ordinary_autodiff_through_lookup_gives_dense_gradients_of_tables_and_we
     state = collection.init(jax.random.key(0))
     bags = collection.prepare({"f_t": (ROWS, WEIGHTS)})["f_t"]
 
+    @jax.jit
     def total(tables, weights):
         own = rs.Bags(bags.ids, bags.offsets, weights)
         return jnp.sum(jnp.sin(collection.lookup(state._replace(tables=tables), {"f_t": own})["f_t"]))
 
-    d_tables, d_weights = jax.grad(total, argnums=(0, 1))(state.tables, bags.weights)
+    weights = np.asarray(bags.weights)
+    d_tables, d_weights = jax.jit(jax.grad(total, argnums=(0, 1)))(state.tables, weights)
     gains = gain_matrix(ROWS, WEIGHTS, "mean")
     cosine = np.cos(gains @ np.asarray(state.tables["t"]))
     np.testing.assert_allclose(d_tables["t"], gains.T @ cosine, rtol=1e-5, atol=1e-6)
     for place in (0, 2, 5):
-        nudge = jnp.zeros_like(bags.weights).at[place].set(1e-2)
-        slope = (total(state.tables, bags.weights + nudge) - total(state.tables, bags.weights - nudge)) / 2e-2
-        np.testing.assert_allclose(d_weights[place], slope, rtol=2e-2, atol=1e-4)
+        nudge = np.where(np.arange(len(weights)) == place, np.float32(1e-2), np.float32(0))
+        slope = float(total(state.tables, weights + nudge) - total(state.tables, weights - nudge)) / 2e-2
+        np.testing.assert_allclose(np.asarray(d_weights)[place], slope, rtol=2e-2, atol=1e-4)
 
 
 def test_initial_values_depend_on_key_and_table_not_on_company():
@@ -253,17 +288,18 @@ def test_stochastic_rounding_keeps_the_mean_where_nearest_rounding_stands_still(
     ids, step = np.arange(2000), 1e-3  # far below the spacing of bfloat16 at one (2^-8 downwards)
     gradient = {"f_t": np.full((2000, 2), step, np.float32)}
     collection = collection_of(spec)
+    update = jax.jit(lambda state: collection.update(state, {"f_t": ids}, gradient))
     state = collection.init(jax.random.key(0))
     for _ in range(8):
-        state = collection.update(state, {"f_t": ids}, gradient)
-    mean = float(jnp.mean(state.tables["t"].astype(jnp.float32)))
+        state = update(state)
+    mean = np.mean(np.asarray(state.tables["t"], np.float32))
     assert abs(mean - (1 - 8 * step)) < 5e-4
     nearest = collection_of(table_spec("t", **{**_fields(spec), "stochastic_rounding": False}))
     still = nearest.update(nearest.init(jax.random.key(0)), {"f_t": ids}, gradient)
-    assert float(jnp.min(still.tables["t"].astype(jnp.float32))) == 1.0
+    assert np.min(np.asarray(still.tables["t"], np.float32)) == 1.0
     again = collection.init(jax.random.key(0))
     for _ in range(8):
-        again = collection.update(again, {"f_t": ids}, gradient)
+        again = update(again)
     np.testing.assert_array_equal(again.tables["t"], state.tables["t"])
 
 
@@ -296,14 +332,10 @@ def test_with_tables_loads_pretrained_vectors():
 def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
     collection = collection_of(table_spec(), table_spec("u"))
     state = collection.init(jax.random.key(0))
-    ids = jnp.asarray([[1, VOCABULARY], [-1, 3], [-7, 2]])
-
-    @jax.jit
-    def run(state, ids):
-        batch = {"f_t": ids, "f_u": ids[:, :1]}
-        return collection.lookup(state, batch, return_statistics=True)
-
-    activations, statistics = run(state, ids)
+    ids = np.int32([[1, VOCABULARY], [-1, 3], [-7, 2]])
+    activations, statistics = jax.jit(functools.partial(collection.lookup, return_statistics=True))(
+        state, {"f_t": ids, "f_u": ids[:, :1]}
+    )
     table = np.asarray(collection.tables(state)["t"])
     np.testing.assert_array_equal(activations["f_t"], table[[1, 3, 2]])
     assert int(statistics.num_ids["f_t"]) == 3
@@ -313,8 +345,9 @@ def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
         assert narrow.dtype == jnp.int32
         assert narrow.tolist() == [1, 3]
     lenient = collection_of(table_spec(), table_spec("u"), bounds_check="ignore")
-    batch = {"f_t": np.asarray(ids), "f_u": np.asarray([[2**40], [0], [1]])}
-    activations, statistics = lenient.lookup(lenient.init(jax.random.key(0)), batch, return_statistics=True)
+    batch = lenient.prepare({"f_t": ids, "f_u": np.asarray([[2**40], [0], [1]])})
+    lookup = jax.jit(functools.partial(lenient.lookup, return_statistics=True))
+    activations, statistics = lookup(lenient.init(jax.random.key(0)), batch)
     np.testing.assert_array_equal(activations["f_t"], table[[1, 3, 2]])
     assert int(statistics.num_out_of_range["f_u"]) == 1
 
@@ -323,9 +356,15 @@ def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
     table = table_spec()
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table, output_shape=(2, 2))])
     state = collection.init(jax.random.key(0))
-    activations, pullback = collection.lookup_vjp(state, {"f": [[1], [2]]})
-    np.testing.assert_array_equal(activations["f"], np.asarray(state.tables["t"])[[1, 2], :2])
-    dense = pullback({"f": jnp.ones((2, 2))}).to_dense()["t"]
+    batch = collection.prepare({"f": [[1], [2]]})
+
+    @jax.jit
+    def both(state, gradient):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        return activations["f"], pullback({"f": gradient}).to_dense()["t"]
+
+    activations, dense = map(np.asarray, both(state, np.ones((2, 2), np.float32)))
+    np.testing.assert_array_equal(activations, np.asarray(state.tables["t"])[[1, 2], :2])
     np.testing.assert_array_equal(dense[1], [1, 1, 0])
 
 
@@ -351,9 +390,9 @@ def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
     ],
 )
 def test_bad_batches_are_refused_with_the_place_and_the_way_out(batch, error, message):
-    collection = collection_of(table_spec())
+    collection, state = plain()
     with pytest.raises(error, match=message):
-        collection.lookup(collection.init(jax.random.key(0)), batch)
+        collection.lookup(state, batch)
 
 
 def test_batch_size_against_the_spec_and_gradient_shapes_are_checked():
@@ -378,21 +417,31 @@ def test_unknown_options_are_refused():
 ragged = st.lists(st.lists(st.integers(-1, VOCABULARY - 1), max_size=4), min_size=BATCH, max_size=BATCH)
 
 
+@functools.cache
+def two_features_of_one_table(combiner):
+    """State, lookup and update of a collection, compiled once for all examples."""
+    table = table_spec(combiner=combiner, optimizer=rs.SGDOptimizerSpec(0.5))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=name, table_spec=table) for name in "ab"])
+
+    @jax.jit
+    def both(state, batch, gradients):
+        updated = collection.update(state, batch, gradients)
+        return collection.lookup(state, batch), *(collection.tables(s)["t"] for s in (state, updated))
+
+    return collection, collection.init(jax.random.key(0)), both
+
+
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(ragged, ragged, st.sampled_from(COMBINERS), st.integers(0, 99))
 def test_any_batch_on_shared_tables_equals_the_oracle(first, second, combiner, seed):
-    table = table_spec(combiner=combiner, optimizer=rs.SGDOptimizerSpec(0.5))
-    features = [rs.FeatureSpec(name=name, table_spec=table) for name in "ab"]
-    collection = rs.EmbeddingCollection(features)
-    state = collection.init(jax.random.key(0))
+    collection, state, both = two_features_of_one_table(combiner)
     batch = {n: rs.Bags.from_lists(rows).pad_to(16) for n, rows in (("a", first), ("b", second))}
     gradients = {n: np.random.default_rng(seed).normal(size=(BATCH, DIM)).astype(np.float32) for n in "ab"}
-    activations = collection.lookup(state, batch)
-    table_before = np.asarray(collection.tables(state)["t"])
+    activations, before, after = both(state, collection.prepare(batch), gradients)
+    table_before = np.asarray(before)
     expected = table_before.astype(np.float64)
     for name, rows in (("a", first), ("b", second)):
         gains = gain_matrix(rows, None, combiner)
         np.testing.assert_allclose(activations[name], gains @ table_before, rtol=1e-5, atol=1e-6)
         expected = expected - 0.5 * gains.T @ gradients[name]
-    after = collection.tables(collection.update(state, batch, gradients))["t"]
     np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-5)
