@@ -61,12 +61,12 @@ def assert_steps_agree(plain, cached, batches=BATCHES, before_each=lambda k: Non
 @pytest.mark.parametrize("cache_sets", [1, 3, 40])
 @pytest.mark.parametrize("algorithm", [LRU, LFU])
 def test_training_has_the_same_bits_at_any_cache_size(algorithm, cache_sets):
-    assert_steps_agree(*pair(cache_algorithm=algorithm, cache_sets=cache_sets))
+    assert_steps_agree(*pair(cache_algorithm=algorithm, cache_sets=cache_sets), BATCHES[:3])
 
 
 @pytest.mark.parametrize("variant", ["sgd", "adagrad", "global", "cowclip", "adamw", "partial_lamb", "lars", "rmsprop"])
 def test_states_travel_with_their_rows(variant):
-    assert_steps_agree(*pair(variant, specs=((200, 4),), features=[0, 0, 0, 0], cache_sets=1))
+    assert_steps_agree(*pair(variant, specs=((200, 4),), features=[0, 0, 0, 0], cache_sets=1), BATCHES[:3])
 
 
 @pytest.mark.parametrize("keeps_files", [False, True])

@@ -51,6 +51,7 @@ class Configuration:
         clipping = {"gradient_clipping": True, "max_gradient": self.clamp} if np.isfinite(self.clamp) else {}
         module = make(
             self.specs,
+            uniform=None,
             feature_table_map=list(self.features),
             optimizer=VARIANTS[self.variant][0],
             pooling_mode=rt.PoolingMode[self.pooling.upper()],
@@ -61,7 +62,10 @@ class Configuration:
             **clipping,
             **self.arguments(),
         )
-        module.load_state_dict(module.state_dict() | {"max_counter": np.float32(MAX_COUNTER)})
+        # Drawn in numpy: random numbers would be compiled for every shape.
+        drawn = [np.random.default_rng(table).uniform(-1, 1, shape) for table, shape in enumerate(self.specs)]
+        weights = {f"table_{table}.weight": values.astype(np.float32) for table, values in enumerate(drawn)}
+        module.load_state_dict(module.state_dict() | weights | {"max_counter": np.float32(MAX_COUNTER)})
         return module
 
 
