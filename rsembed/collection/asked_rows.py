@@ -13,13 +13,13 @@ from jaxtyping import Array, Int
 
 from rsembed.collection.layout import read_from
 from rsembed.collection.reproducible import InBlocks
-from rsembed.collection.rows import Occurrences, Rows, Trip, each, keys_of_rows
+from rsembed.collection.rows import Admitted, LookedUp, Occurrences, Rows, Trip, each, keys_of_rows
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
-from rsembed.parallel import Wanted, ask, default_capacity, distinct
+from rsembed.parallel import Asking, Question, Wanted, default_capacity, distinct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +45,7 @@ class AskedRows(Rows):
         """How many devices share the rows."""
         return self.devices.num_devices
 
-    def look_up(
-        self, params: Any, batch: Occurrences, *, train: bool
-    ) -> tuple[Sequence[Array], Int[Array, ""], Traffic]:
+    def look_up(self, params: Any, batch: Occurrences, *, train: bool) -> Asking[LookedUp]:
         """See `Rows`."""
 
         def answer(num_unknown: Array, question: Any) -> tuple[Array, Array]:
@@ -57,13 +55,13 @@ class AskedRows(Rows):
 
         wanted = self._distinct(batch.all_keys())
         zero = jnp.zeros((), jnp.int32)
-        num_unknown, vectors, rounds = self._ask(wanted, self._question(wanted), answer, zero)
-        # Of a key two lanes, a mark and a count go, else a row; a vector comes.
-        bytes_per_place = (13 if self.home.takes_keys else 4) + vectors.shape[1] * vectors.dtype.itemsize
+        num_unknown, vectors, rounds = yield self._question(wanted, self._names(wanted), answer, zero)
+        # Of a key two lanes, its count and its first place go, else a row; a vector comes.
+        bytes_per_place = (16 if self.home.takes_keys else 4) + vectors.shape[1] * vectors.dtype.itemsize
         traffic = Traffic.of(rounds, (self.num_shards - 1) * self._capacity(wanted) * bytes_per_place)
         return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, traffic
 
-    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> tuple[Any, Any, Sequence[Array], Trip]:
+    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> Asking[Admitted]:
         """See `Rows`."""
 
         def answer(state: tuple[Any, Any], question: Any) -> tuple[Any, Any]:
@@ -71,30 +69,31 @@ class AskedRows(Rows):
             return (params, slots), (rows, self.home.vectors(params, rows, self.table))
 
         wanted = self._distinct(batch.all_keys())
-        params = self._held(params, wanted, step)
-        (params, slots), (rows, vectors), _ = self._ask(wanted, self._question(wanted), answer, (params, slots))
+        params = yield from self._held(params, wanted, step)
+        (params, slots), (rows, vectors), _ = yield self._question(wanted, self._names(wanted), answer, (params, slots))
         rows = jnp.where(wanted.first_of == NO_ROW, NO_ROW, rows)
         pooled = self._pooled(vectors, read_from(wanted.entry_of, batch.segments))
         return params, slots, pooled, Trip(batch, wanted, rows)
 
     def step_found(
         self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
-    ) -> tuple[Any, Any]:
+    ) -> Asking[tuple[Any, Any]]:
         """See `Rows`."""
         batch, wanted, rows = trip
         if wanted is None:
             raise ValueError("the trip is one to rows that are here.")
 
-        def answer(state: tuple[Any, Any], arrived: tuple[Array, Keys, Array]) -> tuple[Any, None]:
-            (params, slots), (rows, keys, gradients) = state, arrived
-            params, rows = self.home.still_theirs(params, rows, keys)
+        def answer(state: tuple[Any, Any], arrived: tuple[Array, Array, Array, Array]) -> tuple[Any, None]:
+            (params, slots), (rows, high, low, gradients) = state, arrived
+            params, rows = self.home.still_theirs(params, rows, Keys(high, low, rows != NO_ROW))
             return self._step(params, slots, [each(rows)], [gradients], step), None
 
-        payload = rows, keys_of(wanted).only(rows != NO_ROW), self._entry_gradients(wanted, batch, d_outputs)
-        stepped: tuple[Any, Any] = self._ask(wanted, payload, answer, (params, slots))[0]
+        payload = rows, *wanted.lanes[:2], self._entry_gradients(wanted, batch, d_outputs)
+        answers = yield self._question(wanted, payload, answer, (params, slots))
+        stepped: tuple[Any, Any] = answers.state
         return stepped
 
-    def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+    def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""
         wanted, takes_keys = self._distinct(batch.all_keys(), batch.numbers), self.home.takes_keys
         num_places = wanted.entry_of.shape[0] * self.num_shards
@@ -104,7 +103,7 @@ class AskedRows(Rows):
         def collect(state: Any, arrived: tuple[Any, Array]) -> tuple[Any, None]:
             (count, all_rows, all_values), (question, gradients) = state, arrived
             if takes_keys:
-                keys, occurrences, _ = question
+                keys, occurrences, _ = self._received(question)
                 rows, values = combine(keys, occurrences, gradients)
                 is_row = rows[:, 2] > 0
             else:
@@ -119,13 +118,14 @@ class AskedRows(Rows):
 
         no_rows = jnp.zeros((num_places, 3), jnp.uint32) if takes_keys else jnp.full(num_places, NO_ROW, jnp.int32)
         nothing = jnp.zeros((), jnp.int32), no_rows, jnp.zeros((num_places, self.table.embedding_dim), jnp.float32)
-        payload = self._question(wanted), self._entry_gradients(wanted, batch, d_outputs)
-        _, rows, values = self._ask(wanted, payload, collect, nothing)[0]
+        payload = self._names(wanted), self._entry_gradients(wanted, batch, d_outputs)
+        answers = yield self._question(wanted, payload, collect, nothing)
+        _, rows, values = answers.state
         return rows, values
 
     def update(
         self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
-    ) -> tuple[Any, Any]:
+    ) -> Asking[tuple[Any, Any]]:
         """See `Rows`."""
 
         def answer(state: tuple[Any, Any], arrived: tuple[Any, Array]) -> tuple[Any, None]:
@@ -134,9 +134,10 @@ class AskedRows(Rows):
             return self._step(params, slots, [each(rows)], [gradients], step), None
 
         wanted = self._distinct(self._after(batch.all_keys(), d_outputs), batch.numbers)
-        payload = self._question(wanted), self._entry_gradients(wanted, batch, d_outputs)
-        params = self._held(params, wanted, step)
-        stepped: tuple[Any, Any] = self._ask(wanted, payload, answer, (params, slots))[0]
+        payload = self._names(wanted), self._entry_gradients(wanted, batch, d_outputs)
+        params = yield from self._held(params, wanted, step)
+        answers = yield self._question(wanted, payload, answer, (params, slots))
+        stepped: tuple[Any, Any] = answers.state
         return stepped
 
     # Parts of these
@@ -160,19 +161,19 @@ class AskedRows(Rows):
             lanes.append(numbers)
         return distinct(self.home.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
 
-    def _question(self, wanted: Wanted) -> Any:
+    def _names(self, wanted: Wanted) -> Any:
         """What an owner is told: ids; or keys, how often each occurs here, and where first."""
         if not self.home.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
         zeros = jnp.zeros_like(wanted.entry_of)
         counts = api.count_uses(zeros, zeros, wanted.entry_of, jnp.int32(0), zeros + 1)[1]
-        return keys_of(wanted), counts, wanted.first_of
+        return *wanted.lanes[:2], counts, wanted.first_of
 
     def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
         """The same at the owner."""
         if self.home.takes_keys:
-            keys, counts, first_of = question
-            return keys, counts, first_of
+            high, low, counts, first_of = question
+            return Keys(high, low, first_of != NO_ROW), counts, first_of
         keys = keys_of_rows(question)
         return keys, keys.is_key.astype(jnp.int32), None
 
@@ -188,11 +189,14 @@ class AskedRows(Rows):
         params, slots, rows = self._find(params, slots, keys, occurrences, step)
         return params, slots, rows[in_order.entry_of]
 
-    def _held(self, params: Any, wanted: Wanted, step: Step) -> Any:
+    def _held(self, params: Any, wanted: Wanted, step: Step) -> Asking[Any]:
         """Of several rounds, what a later one asks for must not make room in an earlier one."""
         if not self.home.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
             return params
-        return self._ask(wanted, keys_of(wanted), lambda p, keys: (self.home.hold(p, keys, step), None), params)[0]
+        held = yield self._question(
+            wanted, keys_of(wanted), lambda p, keys: (self.home.hold(p, keys, step), None), params
+        )
+        return held.state
 
     def _entry_gradients(self, wanted: Wanted, batch: Occurrences, d_outputs: Sequence[Array]) -> Array:
         num_entries, own = wanted.entry_of.shape[0], read_from(wanted.entry_of, batch.segments)
@@ -205,8 +209,8 @@ class AskedRows(Rows):
             return num_entries  # one round: the owner sees all gradients of a row in their order, and moves others once
         return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
 
-    def _ask(self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: Any) -> tuple[Any, Any, Array]:
-        return ask(wanted, payload, answer, state, capacity=self._capacity(wanted), axis_name=self.devices.axes)
+    def _question(self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: Any) -> Question:
+        return Question(wanted, payload, answer, state, self._capacity(wanted))
 
 
 def keys_of(wanted: Wanted) -> Keys:

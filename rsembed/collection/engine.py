@@ -19,6 +19,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.stack import Stack
 from rsembed.collection.state import Activations, Batch, LookupStatistics, Traffic
 from rsembed.keys import as_keys, num_invalid
+from rsembed.parallel import Asking, together
 from rsembed.specs import FeatureSpec
 
 ByStack = dict[str, Any]
@@ -72,8 +73,9 @@ class Engine:
         bags = all_as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
+        found = self._together(lambda name, s: s.rows.look_up(tables[name], s.occurrences(bags), train=train))
         for name, stack in self.stacks.items():
-            outputs, num_unknown, traffic[name] = stack.rows.look_up(tables[name], stack.occurrences(bags), train=train)
+            outputs, num_unknown, traffic[name] = found[name]
             if stack.home.takes_keys:
                 traffic[name] = traffic[name]._replace(num_unknown=self.devices.total(num_unknown))
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
@@ -98,10 +100,7 @@ class Engine:
 
     def _row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         bags = all_as_bags(batch)
-        return {
-            name: stack.rows.row_gradients(stack.occurrences(bags), _of_features(stack, d_outputs))
-            for name, stack in self.stacks.items()
-        }
+        return self._together(lambda _, s: s.rows.row_gradients(s.occurrences(bags), _of_features(s, d_outputs)))
 
     def _apply(
         self, tables: ByStack, slots: ByStack, gradients: Mapping[str, tuple[Array, Array]], steps: ByStack
@@ -116,13 +115,17 @@ class Engine:
         self, tables: ByStack, slots: ByStack, batch: Batch, d_outputs: Mapping[str, Array], steps: ByStack
     ) -> tuple[ByStack, ByStack]:
         bags = all_as_bags(batch)
-        stepped = {
-            name: stack.rows.update(
-                tables[name], slots[name], stack.occurrences(bags), _of_features(stack, d_outputs), steps[name]
-            )
-            for name, stack in self.stacks.items()
-        }
-        return two_dicts(stepped)
+
+        def update(name: str, stack: Stack) -> Asking[tuple[Any, Any]]:
+            own = _of_features(stack, d_outputs)
+            return stack.rows.update(tables[name], slots[name], stack.occurrences(bags), own, steps[name])
+
+        return two_dicts(self._together(update))
+
+    def _together(self, function: Callable[[str, Stack], Asking[Any]]) -> ByStack:
+        """Results of a function for all stacks, whose questions to other devices travel together."""
+        askings = [function(name, stack) for name, stack in self.stacks.items()]
+        return dict(zip(self.stacks, together(askings, self.devices.axes), strict=True))
 
 
 def all_as_bags(batch: Batch) -> dict[str, Bags]:

@@ -5,14 +5,16 @@ ids ──▶ keys ──[distinct, ask]──▶ home.read ──▶ vectors �
 state ◀── home.step ◀── home.find ◀──[ask]── keys and gradients of entries ◀──spread── d(activations)
 ```
 
-All functions are those of one device.
+All functions are those of one device. Some have questions to owners, which they yield, so that all stacks of a model
+ask together (`parallel.together`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +30,11 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.kernels.reference import entry_gains
 from rsembed.keys import Keys
-from rsembed.parallel import Wanted
+from rsembed.parallel import Asking, Wanted
 from rsembed.specs import TableSpec
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 
 class Occurrences(NamedTuple):
@@ -74,6 +79,10 @@ class Occurrences(NamedTuple):
         return Occurrences.of(features)
 
 
+LookedUp: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Traffic]
+"""Pooled rows, how many distinct keys had none, and what travelled."""
+
+
 class Trip(NamedTuple):
     """What a backward pass needs to know of a lookup that gave keys their rows.
 
@@ -86,6 +95,21 @@ class Trip(NamedTuple):
     batch: Occurrences
     wanted: Wanted | None
     rows: Int[Array, " nnz"]
+
+
+Admitted: TypeAlias = tuple[Any, Any, Sequence[Array], Trip]
+"""Parameters, slots and pooled rows, and what the step of these needs to know."""
+
+
+def asks_nobody(function: Callable[Params, Result]) -> Callable[Params, Asking[Result]]:
+    """A function as one that might have questions to owners."""
+
+    @functools.wraps(function)
+    def asking(*args: Params.args, **kwargs: Params.kwargs) -> Asking[Result]:
+        yield from ()
+        return function(*args, **kwargs)
+
+    return asking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +148,9 @@ class Rows:
         shard = self.devices.index() if self.splits_columns else self._shard
         return self.home.init(key, self.table, shard=shard, num_shards=self.num_shards)
 
-    def look_up(
-        self, params: Any, batch: Occurrences, *, train: bool
-    ) -> tuple[Sequence[Array], Int[Array, ""], Traffic]:
-        """Pooled rows, how many distinct keys had none, and what travelled; `train` reads ahead of the step to come."""
+    @asks_nobody
+    def look_up(self, params: Any, batch: Occurrences, *, train: bool) -> LookedUp:
+        """A lookup that changes nothing; `train` reads ahead of the step to come."""
         if self.splits_columns:
             return self._look_up_columns(params, batch)
         if self.home.ids_are_rows:
@@ -140,14 +163,15 @@ class Rows:
         pooled, num_unknown = self.home.pooled(params, keys, self.table, pool, occurrences=occurrences)
         return pooled, num_unknown, Traffic.of(0, 0)
 
-    def _look_up_columns(self, params: Any, batch: Occurrences) -> tuple[Sequence[Array], Int[Array, ""], Traffic]:
+    def _look_up_columns(self, params: Any, batch: Occurrences) -> LookedUp:
         outputs = self._pooled(params, self.devices.gather_segments(batch.segments))
         num_values = sum(own.rows.size * (1 if own.weights is None else 2) for own in batch.segments)
         num_values += sum(output.size for output in outputs) // self.devices.num_devices
         traffic = Traffic.of(1, 4 * (self.devices.num_devices - 1) * num_values)
         return [self.devices.rows_of_all(output) for output in outputs], jnp.zeros((), jnp.int32), traffic
 
-    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> tuple[Any, Any, Sequence[Array], Trip]:
+    @asks_nobody
+    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> Admitted:
         """Rows for keys that have none, and a lookup of all; `step_found` trains what it read."""
         keys = batch.all_keys()
         params, slots, rows = self._find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), step)
@@ -155,6 +179,7 @@ class Rows:
         pooled = self._pooled(vectors, read_from(_positions(keys), batch.segments))
         return params, slots, pooled, Trip(batch, None, rows)
 
+    @asks_nobody
     def step_found(
         self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
@@ -162,6 +187,7 @@ class Rows:
         params, rows = self.home.still_theirs(params, trip.rows, trip.batch.all_keys())
         return self._step(params, slots, _reading(self.home, rows, trip.batch), d_outputs, step)
 
+    @asks_nobody
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
@@ -172,6 +198,7 @@ class Rows:
         (values,) = api.scatter_rows((jnp.zeros((num_keys, values.shape[1]), jnp.float32),), rows, (values,))
         return combine(batch.keys, jnp.ones(num_keys, jnp.int32), values)
 
+    @asks_nobody
     def update(
         self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:

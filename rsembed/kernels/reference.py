@@ -156,7 +156,13 @@ def row_gradients(
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
     """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
-    return tuple(array.at[jnp.where(rows < 0, NO_ROW, rows)].get(mode="fill", fill_value=0) for array in arrays)
+    places = jnp.where(rows < 0, NO_ROW, rows)
+    return tuple(
+        array.at[places].get(mode="fill", fill_value=0)
+        if array.shape[0]
+        else jnp.zeros((rows.shape[0], *array.shape[1:]), array.dtype)
+        for array in arrays
+    )
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:

@@ -14,11 +14,13 @@ All functions run inside `shard_map` over the mesh axis (or axes) named by `axis
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
@@ -58,54 +60,88 @@ def plan_routes(owners: Int[Array, " nnz"], *, num_devices: int, capacity: int) 
     column = jnp.arange(capacity, dtype=offsets.dtype)
     positions = offsets[:-1, None] + column[None, :]
     is_filled = positions < offsets[1:, None]
-    entries = jnp.where(is_filled, _take(order, positions, NO_ROW), NO_ROW)
+    (ordered,) = api.gather_rows((order,), positions.reshape(-1))
+    entries = jnp.where(is_filled, ordered.reshape(positions.shape), NO_ROW)
     all_places = jnp.arange(num_devices * capacity, dtype=jnp.int32)
     (places,) = api.scatter_rows((jnp.full(owners.shape, NO_ROW, jnp.int32),), entries.reshape(-1), (all_places,))
     num_left_behind = jnp.sum(jnp.maximum(jnp.diff(offsets) - capacity, 0))
     return Routes(entries, places, num_left_behind)
 
 
-def send(
-    values: Shaped[Array, "nnz *feature"],
-    entries: Int[Array, "devices capacity"],
-    axis_name: AxisName,
-    *,
-    fill_value: float | int,
-) -> Shaped[Array, "devices capacity *feature"]:
-    """What the other devices sent to this one; row `i` of the result comes from device `i`.
+def send(values: Any, entries: Int[Array, "devices capacity"], axis_name: AxisName) -> Any:
+    """What the other devices sent to this one; row `i` of a result comes from device `i`.
 
     Args:
-      values: one value or vector per entry.
+      values: pytree of arrays `[nnz, ...]`, one number or vector per entry.
       entries: the entry in every place of the outgoing blocks; a place outside `[0, nnz)` is empty.
       axis_name: the mesh axis, or axes whose sizes multiply to the number of devices.
-      fill_value: what empty places hold; `NO_ROW` for rows, so that the owner ignores them.
+
+    Returns: the same pytree of arrays `[devices, capacity, ...]`. Empty places hold `NO_ROW` in int32 arrays, so that
+      owners ignore them, and zeros in others.
     """
-    blocks = _take(values, entries, fill_value)
-    return jax.lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    (blocks,) = trade([picked(values, entries)], axis_name)
+    return blocks
 
 
-def send_back(
-    replies: Shaped[Array, "devices capacity *feature"], axis_name: AxisName
-) -> Shaped[Array, "places *feature"]:
+def send_back(replies: Any, axis_name: AxisName) -> Any:
     """The owners' replies to this device; entry `e` finds its own at `routes.places[e]`.
 
     Args:
-      replies: one reply to everything that `send` delivered, in the same order.
+      replies: pytree of arrays `[devices, capacity, ...]`, with one reply to everything that `send` delivered, in the
+        same order.
+      axis_name: as given to `send`.
+
+    Returns: the same pytree of arrays `[devices * capacity, ...]`.
+    """
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trade([replies], axis_name)[0])
+
+
+def picked(values: Any, entries: Int[Array, "devices capacity"]) -> Any:
+    """The blocks that `send` sends: pytree of arrays `[devices, capacity, ...]`."""
+
+    def blocks_of(array: Array) -> Array:
+        # One by one, so that a program that sends an array twice gathers and sends it once.
+        (found,) = api.gather_rows((array,), entries.reshape(-1))
+        blocks = found.reshape(*entries.shape, *found.shape[1:])
+        if array.dtype != jnp.int32:
+            return blocks
+        is_entry = (entries >= 0) & (entries < array.shape[0])
+        return jnp.where(jnp.expand_dims(is_entry, range(2, blocks.ndim)), blocks, NO_ROW)
+
+    return jax.tree.map(blocks_of, values)
+
+
+def trade(parcels: Sequence[Any], axis_name: AxisName) -> list[Any]:
+    """Block `i` of every parcel goes to device `i`, and comes from it.
+
+    Args:
+      parcels: pytrees of arrays `[devices, capacity, ...]`, each with a capacity of its own. Arrays of one kind travel
+        together, and all numbers of 32 bits are of one kind: programs and networks pay for every exchange by itself.
       axis_name: as given to `send`.
     """
-    returned = jax.lax.all_to_all(replies, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    return returned.reshape(-1, *replies.shape[2:])
+    leaves, tree = jax.tree.flatten(list(parcels))
+    words = [_as_words(leaf) if leaf.ndim == 2 else leaf for leaf in leaves]
+    kinds: dict[Any, list[int]] = {}
+    for number, array in enumerate(words):
+        kinds.setdefault((array.dtype, array.shape[2:]), []).append(number)
+    for numbers in kinds.values():
+        together = jnp.concatenate([words[number] for number in numbers], axis=1)
+        arrived = jax.lax.all_to_all(together, axis_name, split_axis=0, concat_axis=0, tiled=True)
+        ends = list(itertools.accumulate(words[number].shape[1] for number in numbers))
+        for number, array in zip(numbers, jnp.split(arrived, ends[:-1], axis=1), strict=True):
+            words[number] = array
+    found = [_from_words(array, leaf.dtype) for array, leaf in zip(words, leaves, strict=True)]
+    parts: list[Any] = jax.tree.unflatten(tree, found)
+    return parts
 
 
-def _take(values: Array, places: Array, fill_value: float | int) -> Array:
-    """`values[places]`, and the fill value for places outside; unlike plain indexing, also of an empty array."""
-    if values.shape[0] == 0:
-        return jnp.full((*places.shape, *values.shape[1:]), fill_value, values.dtype)
-    if values.ndim == 1:
-        return values.at[places].get(mode="fill", fill_value=fill_value)
-    (found,) = api.gather_rows((values,), places.reshape(-1))  # zeros for places outside
-    found = found.reshape(*places.shape, *values.shape[1:])
-    if fill_value == 0:
-        return found
-    is_inside = (places >= 0) & (places < values.shape[0])
-    return jnp.where(jnp.expand_dims(is_inside, range(places.ndim, found.ndim)), found, fill_value)
+def _as_words(array: Array) -> Array:
+    if array.dtype == jnp.bool_:
+        return array.astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(array, jnp.uint32) if array.dtype.itemsize == 4 else array
+
+
+def _from_words(array: Array, dtype: Any) -> Array:
+    if array.dtype == dtype:
+        return array
+    return array != 0 if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(array, dtype)

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from rsembed import checkpoint
+from rsembed.collection.rows import asks_nobody
 from rsembed.homes.home import on_host
 from rsembed.keys import owners, split_keys
 from rsembed.sok.row_numbers import RowNumbers
@@ -158,6 +159,7 @@ def _as_made(table: ShardedTable, state: TableState) -> TableState:
 def _last_used(table: ShardedTable, state: TableState) -> Any:
     """Of every device: see `RowNumbers.last_used`."""
 
+    @asks_nobody
     def on_device(table: ShardedTable, own: TableState) -> Any:
         home, shard = cast(RowNumbers, table.home), table.engine.devices.index()
         return home.last_used(own.shards, own.slots, table.spec, shard)

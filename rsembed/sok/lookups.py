@@ -20,7 +20,7 @@ from rsembed.homes.hashed_rows import Counters, DynamicTable, numbers_of
 from rsembed.homes.home import on_host
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import join_keys, num_invalid
-from rsembed.optimizers import Slots
+from rsembed.parallel import Asking
 from rsembed.row_gradients import SingleUse
 from rsembed.sok.inputs import KeyBags
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
@@ -179,9 +179,9 @@ def _admit(
 ) -> list[tuple[TableState, Outputs, Trip]]:
     """Of each table its state with rows for new keys, pooled rows of its features, and what its step needs to know."""
 
-    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Any:
+    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Asking[Any]:
         shards, own = _counted(table, state.shards, features)
-        shards, slots, outputs, trip = table.engine.admit(shards, state.slots, own, table.step_of(state))
+        shards, slots, outputs, trip = yield from table.engine.admit(shards, state.slots, own, table.step_of(state))
         return shards, slots, tuple(outputs), trip
 
     found = on_devices(on_device, tables, states, batch)
@@ -197,9 +197,9 @@ def _evaluate(
 ) -> list[tuple[Counters, Outputs]]:
     """Of each table its counters after a lookup that changes nothing else, and pooled rows of its features."""
 
-    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> tuple[Counters, Outputs]:
+    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Asking[Any]:
         shards, own = _counted(table, state.shards, features)
-        outputs, num_unknown, _ = table.engine.look_up(shards, own, train=False)
+        outputs, num_unknown, _ = yield from table.engine.look_up(shards, own, train=False)
         return shards.counters.add(unknown=num_unknown), tuple(outputs)
 
     return on_devices(on_device, tables, states, batch)
@@ -214,7 +214,7 @@ def _step(
 ) -> list[TableState]:
     """The states, as `_admit` left them, after one step with gradients of its outputs."""
 
-    def on_device(table: ShardedTable, state: TableState, trip: Trip, own: Sequence[Array]) -> tuple[Any, Slots]:
+    def on_device(table: ShardedTable, state: TableState, trip: Trip, own: Sequence[Array]) -> Asking[Any]:
         return table.engine.step_found(state.shards, state.slots, trip, own, table.step_of(state))
 
     stepped = on_devices(on_device, tables, states, trips, d_outputs)

@@ -17,10 +17,11 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.devices import Devices
-from rsembed.collection.rows import Rows
+from rsembed.collection.rows import Rows, asks_nobody
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
 from rsembed.kernels.contract import Step
+from rsembed.parallel import Asking, together
 from rsembed.sok.initialize import Context
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.specs import TableSpec
@@ -106,14 +107,24 @@ class ShardedTable:
 
     def on_shards(self, function: Callable[[TableState], tuple[Any, Any]], state: TableState) -> TableState:
         """The state after `function` gave shards and slots of every device anew."""
-        ((shards, slots),) = on_devices(lambda table, own: function(own), [self], [state])
+
+        @asks_nobody
+        def on_device(table: ShardedTable, own: TableState) -> tuple[Any, Any]:
+            return function(own)
+
+        ((shards, slots),) = on_devices(on_device, [self], [state])
         return state._replace(shards=shards, slots=slots)
 
 
 def on_devices(
-    function: Callable[..., Any], tables: Sequence[ShardedTable], states: Sequence[TableState], *args: Iterable[Any]
+    function: Callable[..., Asking[Any]],
+    tables: Sequence[ShardedTable],
+    states: Sequence[TableState],
+    *args: Iterable[Any],
 ) -> list[Any]:
     """`function` of each table, and of what a device has of its state and arguments; one program on every device.
+
+    Questions of all tables travel together.
 
     Raises: ValueError: no table is given, or they lie on different devices.
     """
@@ -123,7 +134,7 @@ def on_devices(
     context = tables[0].context
 
     def on_device(*own: Any) -> list[Any]:
-        return [function(*of_table) for of_table in zip(tables, *own, strict=True)]
+        return together([function(*of_table) for of_table in zip(tables, *own, strict=True)], context.axis)
 
     part = P(context.axis)
     in_specs = ([TableState(part, part, cast(Any, P()), state.layout) for state in states], *[part] * len(args))

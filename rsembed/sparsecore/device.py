@@ -58,7 +58,7 @@ class StackEntries:
         vectors, places = table, self.rows
         if self.axes is not None:
             routes = self._routes()
-            wanted = send(self.rows, routes.entries, self.axes, fill_value=NO_ROW)
+            wanted = send(self.rows, routes.entries, self.axes)
             (found,) = api.lookup(table, [Segment(wanted.reshape(-1), None, None, "none")])
             vectors, places = send_back(found.reshape(*wanted.shape, -1), self.axes), routes.places
         return api.lookup(vectors, [self._bags(places)], quantization=self.layout.spec.quantization_config)[0]
@@ -71,9 +71,8 @@ class StackEntries:
         if self.axes is not None:
             routes = self._routes()
             (vectors,) = api.lookup(d_activations, [Segment(self.samples, None, self.gains, "none")])
-            rows = send(self.rows, routes.entries, self.axes, fill_value=NO_ROW).reshape(-1)
-            d_outputs = send(vectors, routes.entries, self.axes, fill_value=0.0).reshape(rows.shape[0], -1)
-            segment = Segment(rows, None, None, "none")
+            rows, d_outputs = send((self.rows, vectors), routes.entries, self.axes)
+            segment, d_outputs = Segment(rows.reshape(-1), None, None, "none"), d_outputs.reshape(rows.size, -1)
         return api.update(table, slots, [segment], [d_outputs], step.hyper, step.rule, rounding=step.rounding)
 
     def _bags(self, places: Int[Array, " nnz"]) -> Segment:

@@ -148,7 +148,7 @@ def test_accumulation_and_clipping_inside_a_scan_equal_one_device():
         np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
 
 
-ITEM_BYTES = {"f32": 4, "s32": 4}
+ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4}
 
 
 def sent_bytes(text, num_devices):
@@ -157,7 +157,7 @@ def sent_bytes(text, num_devices):
     for result, kind in re.findall(r"= (.*?) (all-to-all|all-gather)\(", text):
         values = sum(
             ITEM_BYTES[dtype] * int(np.prod([int(size) for size in shape.split(",") if size]))
-            for dtype, shape in re.findall(r"(f32|s32)\[([\d,]*)\]", result)
+            for dtype, shape in re.findall(r"(f32|s32|u32)\[([\d,]*)\]", result)
         )
         # Of what an all_to_all brings, one part comes from home; an all_gather brings the parts of all.
         totals[kind] += values * (num_devices - 1) // num_devices

@@ -24,11 +24,12 @@ def round_trip(num_devices, capacity):
 
     def body(owners, rows):
         routes = plan_routes(owners, num_devices=num_devices, capacity=capacity)
-        arrived = send(rows, routes.entries, "x", fill_value=NO_ROW)
-        vectors = send(jnp.repeat(rows[:, None].astype(jnp.float32), 3, axis=1), routes.entries, "x", fill_value=0.0)
+        vectors = jnp.repeat(rows[:, None].astype(jnp.float32), 3, axis=1)
+        lanes = rows % 2 == 1, rows.astype(jnp.float32) / 2, ~rows.astype(jnp.uint32)
+        arrived, vectors, lanes = send((rows, vectors, lanes), routes.entries, "x")
         replies = jnp.where(arrived == NO_ROW, -1, 1000 * jax.lax.axis_index("x") + arrived)
         answers = send_back(replies, "x").at[routes.places].get(mode="fill", fill_value=-2)
-        return arrived[None], vectors[None], answers, routes.num_left_behind[None]
+        return arrived[None], vectors[None], [lane[None] for lane in lanes], answers, routes.num_left_behind[None]
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
 
@@ -43,7 +44,8 @@ def owners_of(seed, num_devices):
 def test_entries_reach_their_owner_in_order(seed, num_devices, capacity):
     owners = owners_of(seed, num_devices)
     rows = np.arange(owners.size, dtype=np.int32)
-    arrived, vectors, answers, left_behind = map(np.asarray, round_trip(num_devices, capacity)(owners, rows))
+    found = jax.tree.map(np.asarray, round_trip(num_devices, capacity)(owners, rows))
+    arrived, vectors, (is_odd, half, word), answers, left_behind = found
     for source in range(num_devices):
         mine = slice(source * NUM_ENTRIES, (source + 1) * NUM_ENTRIES)
         lost = 0
@@ -55,7 +57,10 @@ def test_entries_reach_their_owner_in_order(seed, num_devices, capacity):
             padded = np.concatenate([sent, np.full(capacity - sent.size, NO_ROW)])
             np.testing.assert_array_equal(arrived[owner, source], padded)
             np.testing.assert_array_equal(vectors[owner, source, : sent.size], np.repeat(sent[:, None], 3, 1))
-            assert not vectors[owner, source, sent.size :].any()
+            np.testing.assert_array_equal(is_odd[owner, source, : sent.size], sent % 2 == 1)
+            np.testing.assert_array_equal(half[owner, source, : sent.size], sent / 2)
+            np.testing.assert_array_equal(word[owner, source, : sent.size], ~sent.astype(np.uint32))
+            assert not any(lane[owner, source, sent.size :].any() for lane in (vectors, is_odd, half, word))
             wanted_answers[sent - source * NUM_ENTRIES] = 1000 * owner + sent
         np.testing.assert_array_equal(answers[mine], wanted_answers)
         assert left_behind[source] == lost
@@ -66,7 +71,7 @@ def test_several_mesh_axes_count_as_one():
 
     def body(owners, rows):
         routes = plan_routes(owners, num_devices=4, capacity=NUM_ENTRIES)
-        return send(rows, routes.entries, ("x", "y"), fill_value=NO_ROW)[None]
+        return send(rows, routes.entries, ("x", "y"))[None]
 
     owners = owners_of(0, 4)
     rows = np.arange(owners.size, dtype=np.int32)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed.kernels.contract import NO_ROW
-from rsembed.parallel import ask, distinct
+from rsembed.parallel import Question, ask, distinct, together
 
 NUM_IDS = 24
 ROWS = 11
@@ -35,7 +35,8 @@ def program(num_devices, capacity):
         sums = jnp.zeros(NUM_IDS).at[wanted.entry_of].add(values, mode="drop")
         rows = jnp.where(wanted.first_of != NO_ROW, wanted.lanes[0], NO_ROW)
         state = jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS)
-        state, replies, rounds = ask(wanted, (rows, sums), answer, state, capacity=capacity, axis_name="x")
+        (answers,) = ask([Question(wanted, (rows, sums), answer, state, capacity)], axis_name="x")
+        state, replies, rounds = answers
         replies = replies.at[wanted.entry_of].get(mode="fill", fill_value=-1)
         return *(x[None] for x in state), replies, rounds[None]
 
@@ -99,9 +100,8 @@ def test_the_largest_key_is_an_ordinary_entry(capacity):
     def body(low):
         high = jnp.full(low.shape, 2**32 - 1, jnp.uint32)
         wanted = distinct(jnp.zeros(low.shape, jnp.int32), [high, low], num_devices=2)
-        _, replies, rounds = ask(
-            wanted, wanted.lanes, lambda state, keys: (state, keys[1]), None, capacity=capacity, axis_name="x"
-        )
+        question = Question(wanted, wanted.lanes, lambda state, keys: (state, keys[1]), None, capacity)
+        ((_, replies, rounds),) = ask([question], axis_name="x")
         return replies.at[wanted.entry_of].get(mode="fill", fill_value=0), rounds[None]
 
     low = np.asarray([2**32 - 1, 5, 2**32 - 2, 2**32 - 1, 9, 2**32 - 1], np.uint32)
@@ -115,7 +115,8 @@ def test_no_ids_and_no_capacity():
 
     def body(ids):
         wanted = distinct(ids, [ids], num_devices=2)
-        return ask(wanted, ids, lambda state, rows: (state, rows), None, capacity=0, axis_name="x")[1]
+        question = Question(wanted, ids, lambda state, rows: (state, rows), None, capacity=0)
+        return ask([question], axis_name="x")[0].replies
 
     shape = jax.ShapeDtypeStruct((0,), jnp.int32)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
@@ -123,3 +124,43 @@ def test_no_ids_and_no_capacity():
     assert np.asarray(jax.jit(mapped)(np.zeros(0, np.int32))).shape == (0,)
     with pytest.raises(ValueError, match="capacity must be at least 1"):
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((4,), jnp.int32))
+
+
+@functools.cache
+def two_tables(num_devices, capacities):
+    """Per table a sum at the owner and replies; the second table has keys of two lanes, and asks what it was told."""
+    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
+
+    def sums(total, arrived):
+        rows, values = arrived
+        return total.at[rows].add(values, mode="drop"), (100 * rows, 2 * values)
+
+    def asking(ids, num_lanes, capacity):
+        lanes = [ids // num_devices] if num_lanes == 1 else [(ids % 2).astype(jnp.uint32), ids.astype(jnp.uint32)]
+        wanted = distinct(jnp.where(ids >= 0, ids % num_devices, NO_ROW), lanes, num_devices=num_devices)
+        rows = (ids // num_devices).at[wanted.first_of].get(mode="fill", fill_value=NO_ROW)
+        values = jnp.zeros(ids.shape).at[wanted.entry_of].add(1.0, mode="drop")
+        total, replies, _ = yield Question(wanted, (rows, values), sums, jnp.zeros(ROWS), capacity)
+        if num_lanes == 2:
+            total, _, _ = yield Question(wanted, (rows, values), sums, total, capacity)
+        return total[None], jax.tree.map(lambda x: x.at[wanted.entry_of].get(mode="fill", fill_value=-1), replies)
+
+    def body(first, second):
+        own = [asking(first, 1, capacities[0]), asking(second, 2, capacities[1])]
+        return together(own, "x")
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([(3, 2), (2, 40), (40, 40)]), st.integers(0, 2**31))
+def test_questions_of_several_tables_are_answered_as_if_each_was_alone(capacities, seed):
+    generator, num_devices = np.random.default_rng(seed), 4
+    batches = [generator.integers(-1, ROWS * num_devices, (num_devices, size)).astype(np.int32) for size in (24, 40)]
+    found = two_tables(num_devices, capacities)(*(batch.reshape(-1) for batch in batches))
+    for ids, (totals, (rows, values)), times in zip(batches, found, (1, 2), strict=True):
+        counts = np.bincount(ids[ids >= 0], minlength=ROWS * num_devices).reshape(ROWS, num_devices).T
+        np.testing.assert_array_equal(totals, times * counts)
+        np.testing.assert_array_equal(rows, np.where(ids >= 0, 100 * (ids // num_devices), -1).reshape(-1))
+        own = [[2 * np.sum(device == i) if i >= 0 else -1 for i in device] for device in ids]
+        np.testing.assert_array_equal(values, np.asarray(own).reshape(-1))
