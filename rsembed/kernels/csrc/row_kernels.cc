@@ -343,9 +343,67 @@ RSEMBED_PREFETCHING void prefetch_table_row(const Table& table, uint32_t row) {
   }
 }
 
+// Row-wise Adagrad of several rows: the sum, the root and the division of one wait for each other, so those of the others
+// run beside them. Bits are those of `step_row`.
+constexpr int kRowsTogether = 4;
+
+template <typename T>
+inline void step_rows_together(T* const rows[], float* const slots[], const float* const gradients[], int64_t dim,
+                               const float* hyper) {
+  Floats squares[kRowsTogether] = {};
+  for_columns(dim, [&](int64_t at, auto get, auto) {
+    for (int k = 0; k < kRowsTogether; ++k) squares[k] += get(gradients[k] + at) * get(gradients[k] + at);
+  });
+  float rates[kRowsTogether];
+  for (int k = 0; k < kRowsTogether; ++k) {
+    slots[k][0] += sum_of_lanes(squares[k]) * (1.0f / static_cast<float>(dim));
+    rates[k] = hyper[0] / (__builtin_sqrtf(slots[k][0]) + hyper[1]);
+  }
+  for_columns(dim, [&](int64_t at, auto get, auto put) {
+    for (int k = 0; k < kRowsTogether; ++k) put(rows[k] + at, get(rows[k] + at) - rates[k] * get(gradients[k] + at));
+  });
+}
+
+// Steps distinct rows as they come, or a few at a time; the last of them with `finish`.
+template <typename T, Rule kRule>
+class Stepper {
+ public:
+  explicit Stepper(const Table& table) : table_(table) {}
+
+  // How many gradients are still wanted.
+  int num_waiting() const { return num_waiting_; }
+
+  void step(uint32_t row, const float* gradient) {
+    if (kRule != kRowWiseAdagrad) return step_table_row<T, kRule>(table_, row, gradient);
+    waiting_[num_waiting_] = row;
+    gradients_[num_waiting_] = gradient;
+    if (++num_waiting_ < kRowsTogether) return;
+    T* rows[kRowsTogether];
+    float* slots[kRowsTogether];
+    for (int k = 0; k < kRowsTogether; ++k) {
+      rows[k] = static_cast<T*>(table_.values) + waiting_[k] * table_.dim;
+      slots[k] = table_.slots[0] + waiting_[k] * table_.slot_width;
+    }
+    step_rows_together(rows, slots, gradients_, table_.dim, table_.hyper);
+    num_waiting_ = 0;
+  }
+
+  void finish() {
+    for (int k = 0; k < num_waiting_; ++k) step_table_row<T, kRule>(table_, waiting_[k], gradients_[k]);
+    num_waiting_ = 0;
+  }
+
+ private:
+  const Table& table_;
+  uint32_t waiting_[kRowsTogether];
+  const float* gradients_[kRowsTogether];
+  int num_waiting_ = 0;
+};
+
 template <typename T, Rule kRule, bool kGained>
-void update_groups_of(const Table& table, const SortedEntries& entries, int64_t first, int64_t last, float* sum) {
+void update_groups_of(const Table& table, const SortedEntries& entries, int64_t first, int64_t last, float* sums) {
   const OutputGradients<kGained> source = {entries};
+  Stepper<T, kRule> stepper(table);
   int64_t ahead = first;
   for_groups(entries, first, last, [&](uint32_t row, int64_t begin, int64_t end) {
     const int64_t want = end + kItemsAhead < entries.num_items ? end + kItemsAhead : entries.num_items;
@@ -355,35 +413,40 @@ void update_groups_of(const Table& table, const SortedEntries& entries, int64_t 
     }
     if (!kGained && end == begin + 1) {  // most rows of a large table occur once: step from the gradient itself
       source.prefetch(begin);
-      step_table_row<T, kRule>(table, row, source.row(begin));
+      stepper.step(row, source.row(begin));
     } else {
+      float* const sum = sums + stepper.num_waiting() * table.dim;
       sum_rows(source, begin, end, table.dim, 1.0f, sum);
-      step_table_row<T, kRule>(table, row, sum);
+      stepper.step(row, sum);
     }
   });
+  stepper.finish();
 }
 
 template <typename T, Rule kRule>
 void update_groups(const Table& table, const SortedEntries& entries, int64_t first, int64_t last) {
   constexpr int64_t kSmallDim = 1024;
-  float small[kSmallDim];
-  float* sum = table.dim <= kSmallDim ? small : static_cast<float*>(malloc(table.dim * sizeof(float)));
-  if (sum == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
+  float small[kRowsTogether * kSmallDim];
+  const int64_t num_bytes = kRowsTogether * table.dim * static_cast<int64_t>(sizeof(float));
+  float* sums = table.dim <= kSmallDim ? small : static_cast<float*>(malloc(num_bytes));
+  if (sums == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
   const auto update_them =
       entries.gained == nullptr ? update_groups_of<T, kRule, false> : update_groups_of<T, kRule, true>;
-  update_them(table, entries, first, last, sum);
-  if (sum != small) free(sum);
+  update_them(table, entries, first, last, sums);
+  if (sums != small) free(sums);
 }
 
 template <typename T, Rule kRule>
 void step_rows(const Table& table, const int32_t* rows, const float* gradients, int64_t first, int64_t last) {
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
+  Stepper<T, kRule> stepper(table);
   for (int64_t i = first; i < last; ++i) {
     if (i + kItemsAhead < last && static_cast<uint32_t>(rows[i + kItemsAhead]) < num_rows) {
       prefetch_table_row<T, kRule>(table, rows[i + kItemsAhead]);
     }
-    if (static_cast<uint32_t>(rows[i]) < num_rows) step_table_row<T, kRule>(table, rows[i], gradients + i * table.dim);
+    if (static_cast<uint32_t>(rows[i]) < num_rows) stepper.step(rows[i], gradients + i * table.dim);
   }
+  stepper.finish();
 }
 
 }  // namespace

@@ -24,8 +24,9 @@ class Scratch {
 };
 
 // Stable radix sort of items by row, least significant digit first: every pass counts and moves chunks of items in
-// parallel, so that neither few distinct rows nor many equal ones unbalance it. The chunks depend on the number of
-// items alone, and a stable sort has one possible result.
+// parallel, so that neither few distinct rows nor many equal ones unbalance it. A stable sort has one possible result,
+// so there may be as few chunks as keep the threads busy: each has counters of its own, and walking over all of them
+// took longer than moving the items.
 class RowSort {
  public:
   // `emit(first, last, items)` writes the items of entries [first, last) and returns how many there are;
@@ -33,7 +34,9 @@ class RowSort {
   template <typename Emit>
   RowSort(Workers& workers, int64_t num_entries, int64_t num_rows, const Emit& emit)
       : items_(num_entries), spare_(num_entries) {
-    const int64_t num_chunks = std::clamp<int64_t>(num_entries / kEntriesPerChunk, 1, kMaxChunks);
+    const int64_t num_threads = workers.num_threads();
+    const int64_t max_chunks = num_threads == 1 ? 1 : kChunksPerThread * num_threads;
+    const int64_t num_chunks = std::clamp<int64_t>(num_entries / kEntriesPerChunk, 1, max_chunks);
     chunk_size_ = std::max<int64_t>((num_entries + num_chunks - 1) / num_chunks, 1);
     int row_bits = 1;
     while ((int64_t{1} << row_bits) < num_rows) ++row_bits;
@@ -74,7 +77,7 @@ class RowSort {
 
  private:
   static constexpr int64_t kEntriesPerChunk = 4096;
-  static constexpr int64_t kMaxChunks = 32;
+  static constexpr int64_t kChunksPerThread = 2;
 
   uint32_t Digit(const Item& item, int shift) const { return (item.row >> shift) & ((1u << digit_bits_) - 1); }
 
