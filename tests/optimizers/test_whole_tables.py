@@ -1,6 +1,7 @@
 """Rules that move all rows do so once a step, whichever kernel is asked; rules with a native formula get it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,8 @@ def stepped_in_float64(table, slots, gradients):
 
 def drawn(dtype="float32"):
     rng = np.random.default_rng(0)
-    table, m, v = (jnp.asarray(rng.uniform(0.1, 1.0, (NUM_ROWS, DIM)), jnp.float32) for _ in range(3))
-    return table.astype(dtype), (m, v), jnp.asarray(rng.normal(size=(4, DIM)), jnp.float32)
+    table, m, v = (rng.uniform(0.1, 1.0, (NUM_ROWS, DIM)).astype(np.float32) for _ in range(3))
+    return jax.device_put((table.astype(jnp.dtype(dtype)), (m, v), rng.normal(size=(4, DIM)).astype(np.float32)))
 
 
 def as_rows(table, slots, d, **options):
@@ -54,8 +55,8 @@ def as_jagged(table, slots, d, **options):
 @pytest.mark.parametrize("ask", [as_rows, as_segments, as_jagged])
 def test_every_kernel_steps_all_rows_once_and_padding_none(ask, implementation):
     table, slots, d = drawn()
-    found = ask(table, slots, d, implementation=implementation)
-    wanted = stepped_in_float64(table, slots, {3: d[0], 0: d[3]})
+    found = jax.jit(functools.partial(ask, implementation=implementation))(table, slots, d)
+    wanted = stepped_in_float64(table, slots, {3: np.asarray(d)[0], 0: np.asarray(d)[3]})
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6), found, wanted)
 
 
@@ -74,9 +75,10 @@ def test_all_rows_are_rounded_as_asked_each_with_its_own_number():
 def test_limits_of_a_stack_hold_for_rows_that_were_not_looked_up():
     rule = BoundedRowRule(0.1, dataclasses.replace(RULE, learning_rate=0.1), 3, 0.4, 0.5)
     table, slots, d = drawn()
-    new, _ = api.apply_rows(table, slots, jnp.asarray([1]), d[:1], HYPER, rule)
-    assert rule.moves_all_rows and float(new[:, :3].min()) >= 0.4 and float(new[:, :3].max()) <= 0.5
-    np.testing.assert_array_equal(new[:, 3], table[:, 3])
+    new, _ = jax.jit(lambda d: api.apply_rows(table, slots, jnp.asarray([1]), d[:1], HYPER, rule))(d)
+    new = np.asarray(new)
+    assert rule.moves_all_rows and new[:, :3].min() >= 0.4 and new[:, :3].max() <= 0.5
+    np.testing.assert_array_equal(new[:, 3], np.asarray(table)[:, 3])
 
 
 class MyAdam(rs.AdamOptimizerSpec):
@@ -99,9 +101,10 @@ def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fus
     assert ("rsembed_update" in str(jax.make_jaxpr(step)(table, slots, d))) == is_fused
     if is_fused:
         steps = Step(rule.get_hyperparameters(2), rule)
-        rows, sums = jnp.asarray([0, 1, 2]), jnp.stack([d[3], d[0] + d[2], d[1]])
-        wanted = reference.apply_rows(table, slots, rows, sums, steps)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), step(table, slots, d), wanted)
+        own = np.asarray(d)
+        rows, sums = np.arange(3, dtype=np.int32), np.stack([own[3], own[0] + own[2], own[1]])
+        wanted = jax.jit(reference.apply_rows)(table, slots, rows, sums, steps)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), jax.jit(step)(table, slots, d), wanted)
 
 
 @pytest.mark.parametrize("storage", [None, rs.Hashed()])
@@ -111,10 +114,10 @@ def test_all_rows_move_once_a_step_however_many_rounds_an_exchange_takes(storage
     found = []
     for how in ({}, {"mesh": mesh, "exchange_capacity": 1}):
         collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], **how)
-        state = collection.init(jax.random.key(0))
+        state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         for first in (0, 5):
-            batch = {"f": (first + np.arange(16).reshape(4, 4)) % 16}
-            state = collection.update(state, batch, {"f": jnp.ones((4, DIM))})
+            batch = collection.prepare({"f": (first + np.arange(16).reshape(4, 4)) % 16})
+            state = update(state, batch, {"f": np.ones((4, DIM), np.float32)})
         rows = collection.tables(state)["t"]
         found.append(rows if storage is None else rows["values"])
     np.testing.assert_allclose(*found, atol=1e-6)

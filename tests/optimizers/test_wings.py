@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
@@ -21,13 +20,13 @@ def test_padding_columns_and_other_cores_leave_the_numbers_of_a_rule_alone(name)
     specs = small_world.placed_specs(1, 4, optimizer=rule)
     sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("x",)), P("x", None))
     variables = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
+    grad = functools.partial(embedding.sparse_dense_matmul_grad, feature_specs=specs, global_device_count=1)
+    stepped_by = jax.jit(lambda gradients, inputs, variables, step: grad(gradients, inputs, variables, step=step))
     wanted = {name: jax.tree.leaves(own) for name, own in embedding.logical_variables(variables, specs).items()}
     for step in range(2):
         ids, d_activations = small_world.draw_batch(step)
         inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
-        gradients = {feature: jnp.asarray(values) for feature, values in d_activations.items()}
-        options = {"global_device_count": 1, "step": jnp.int32(step)}
-        variables = embedding.sparse_dense_matmul_grad(gradients, inputs, variables, specs, **options)
+        variables = stepped_by(d_activations, inputs, variables, np.int32(step))
         for table, own in small_world.dense_row_gradients(ids, d_activations).items():
             rows = range(small_world.TABLES[table]) if rule.moves_all_rows else ()
             own = {row: np.zeros(small_world.DIM) for row in rows} | own
