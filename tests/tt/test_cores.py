@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rsembed import Bags
 from rsembed.tt import TTSpec, bag, chain, full_weight, native, rows
 from rsembed.tt.cores import digits_of, gains_of_entries
-from tests.tt.tt_oracles import CASES, core_gradients, dense_table, pooled
+from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled
 
 FORMS = ["native", "grouped", "chunked", "plain"]
 SPECS = {
@@ -38,7 +38,7 @@ def spec_of(given):
 def cores_of(given, table=0):
     spec = spec_of(given)
     return tuple(
-        jnp.asarray(core[table], jnp.float32).reshape(shape)
+        jnp.asarray(np.asarray(core[table], np.float32).reshape(shape))
         for core, shape in zip(given["cores"], spec.core_shapes, strict=True)
     )
 
@@ -46,7 +46,34 @@ def cores_of(given, table=0):
 def random_cores(spec, seed=0):
     """Multiples of 1/4: products and sums are exact, so that every order of summation gives the same bits."""
     generator = np.random.default_rng(seed)
-    return tuple(jnp.asarray(generator.integers(-4, 5, shape) / 4, jnp.float32) for shape in spec.core_shapes)
+    entries = [generator.integers(-4, 5, shape).astype(np.float32) / 4 for shape in spec.core_shapes]
+    return tuple(map(jnp.asarray, entries))
+
+
+@functools.cache
+def jitted(spec, mode, form, padding_idx=None):
+    """Bags, and what comes back to cores and weights: one program for all values."""
+
+    @jax.jit
+    def run(cores, bags, d_output):
+        def lookup(cores, weights):
+            bags_of_weights = Bags(bags.ids, bags.offsets, weights)
+            return bag(spec, cores, bags_of_weights, mode=mode, padding_idx=padding_idx, implementation=form)
+
+        output, pull = jax.vjp(lookup, cores, bags.weights)
+        return output, *pull(d_output)
+
+    return run
+
+
+@functools.cache
+def jitted_rows(spec, form):
+    @jax.jit
+    def run(cores, ids, d_output):
+        output, pull = jax.vjp(lambda cores: rows(spec, cores, ids, implementation=form), cores)
+        return output, *pull(d_output)
+
+    return run
 
 
 @pytest.mark.parametrize("name", ["full_weight_2core", "full_weight_3core", "full_weight_4core"])
@@ -75,9 +102,9 @@ def test_worked_bags_and_their_gradients(form):
     given, expect = CASES["grad_dense_3core"]["input"], CASES["grad_dense_3core"]["expect"]
     spec = spec_of(given)
     bags = Bags(jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
-    output, pull = jax.vjp(lambda cores: bag(spec, cores, bags, implementation=form), cores_of(given))
+    d_output = np.asarray(given["d_output"], np.float32)
+    output, d_cores, _ = jitted(spec, "sum", form)(cores_of(given), bags, d_output)
     np.testing.assert_array_equal(output, CASES["bag_sum_empty_dup"]["expect"]["output"])
-    (d_cores,) = pull(jnp.asarray(given["d_output"], jnp.float32))
     for found, wanted in zip(d_cores, expect["d_cores"], strict=True):
         np.testing.assert_array_equal(found, np.asarray(wanted).reshape(found.shape))
 
@@ -109,7 +136,7 @@ def test_bags_agree_with_the_dense_table(name, form, mode, data):
     bags = Bags(jnp.asarray(ids), jnp.asarray([0, *cuts]), jnp.asarray(weights))
     d_output = (np.arange(batch * spec.embedding_dim) % 7 - 3.0).reshape(batch, -1).astype(np.float32)
     output, d_cores, d_weights = jitted(spec, mode, form)(cores, bags, d_output)
-    table = dense_table(spec, cores)
+    table = expanded(spec, cores)
     np.testing.assert_allclose(output, pooled(table, ids, [0, *cuts], weights, mode), rtol=1e-5, atol=1e-5)
     bag_of = np.repeat(np.arange(batch), np.diff([0, *cuts]))
     known = [k for k in range(len(bag_of)) if 0 <= ids[k] < spec.num_embeddings]
@@ -123,19 +150,6 @@ def test_bags_agree_with_the_dense_table(name, form, mode, data):
     np.testing.assert_allclose(d_weights, d_wanted, atol=1e-4)
 
 
-@functools.cache
-def jitted(spec, mode, form):
-    @jax.jit
-    def run(cores, bags, d_output):
-        def lookup(cores, weights):
-            return bag(spec, cores, Bags(bags.ids, bags.offsets, weights), mode=mode, implementation=form)
-
-        output, pull = jax.vjp(lookup, cores, bags.weights)
-        return output, *pull(d_output)
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("form", "name"),
     [*((form, "d3") for form in ("native", "grouped", "chunked", "unique")), ("native", "d3, wide"), ("native", "d4")],
@@ -146,75 +160,75 @@ def test_many_tiles_make_the_same_bits_as_one_definition(form, name, monkeypatch
     spec, generator = SPECS[name], np.random.default_rng(0)
     cores = random_cores(spec)
     ids = jnp.asarray(generator.integers(-1, spec.num_embeddings + 1, 500))  # many rows share their first slices
-    offsets = jnp.asarray([0, 0, 100, 100, 499])
-
-    def run(form):
-        output, pull = jax.vjp(lambda c: bag(spec, c, Bags(ids, offsets), implementation=form), cores)
-        return jax.tree.leaves((output, pull(jnp.ones_like(output))))
-
-    for found, wanted in zip(run(form), run("plain"), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    given = cores, Bags(ids, jnp.asarray([0, 0, 100, 100, 499])), np.ones((4, spec.embedding_dim), np.float32)
+    found, wanted = (jitted(spec, "sum", form)(*given) for form in (form, "plain"))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_padding_idx_contributes_nothing_and_is_not_counted():
     spec, cores = SPECS["d2"], random_cores(SPECS["d2"])
     with_padding = Bags.from_lists([[3, 0, 5], [0], [0, 2]])
     without = Bags.from_lists([[3, 5], [], [2]])
+    d_output = np.ones((3, spec.embedding_dim), np.float32)
     for mode in ("sum", "mean"):
-        found = bag(spec, cores, with_padding, mode=mode, padding_idx=0)
-        np.testing.assert_array_equal(found, bag(spec, cores, without, mode=mode))
+        found = jitted(spec, mode, None, 0)(cores, with_padding, d_output)
+        jax.tree.map(np.testing.assert_array_equal, found, jitted(spec, mode, None)(cores, without, d_output))
 
 
 @pytest.mark.parametrize("form", ["native", "grouped", "unique"])
 def test_slices_that_no_counted_id_names_may_hold_nan(form):
     need(form)
     spec = SPECS["d3"]
-    cores = tuple(core.at[-1].set(jnp.nan) for core in random_cores(spec))
+    cores = tuple(np.array(core) for core in random_cores(spec))
+    for core in cores:
+        core[-1] = np.nan
     # Id 57 and padding would read the last slices; id 7 has digits (0, 1, 2).
     bags = Bags(jnp.asarray([7, 57, 59, -1, 7, 57]), jnp.asarray([0, 1, 1, 5]))
-    output, pull = jax.vjp(lambda c: bag(spec, c, bags, padding_idx=57, implementation=form), cores)
-    assert jnp.isfinite(output).all()
+    run = jitted(spec, "sum", form, 57)
+    output, *gradients = jax.tree.map(np.asarray, run(cores, bags, np.ones((3, 12), np.float32)))
+    assert np.isfinite(output).all()
     assert (output[0] == output[2]).all()
-    for gradient in jax.tree.leaves(pull(jnp.ones_like(output))):
-        assert jnp.isfinite(gradient).all()
+    for gradient in jax.tree.leaves(gradients):
+        assert np.isfinite(gradient).all()
         assert gradient.any()
 
 
 def test_no_lookup_at_all():
     spec, cores = SPECS["d3"], random_cores(SPECS["d3"])
-    bags = Bags(jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32))
-    output, pull = jax.vjp(lambda c: bag(spec, c, bags), cores)
-    assert not output.any()
+    bags = Bags(np.zeros(0, np.int32), np.zeros(3, np.int32))
+    output, *gradients = jitted(spec, "sum", None)(cores, bags, np.ones((2, 12), np.float32))
     assert output.shape == (2, 12)
-    assert not any(g.any() for g in jax.tree.leaves(pull(output)))
+    assert not any(np.asarray(array).any() for array in jax.tree.leaves((output, gradients)))
 
 
 @pytest.mark.parametrize("form", ["native", "grouped"])
 def test_bfloat16_cores_are_summed_in_float32(form):
     need(form)
     spec = SPECS["d3"]
-    cores = tuple(core.astype(jnp.bfloat16) for core in random_cores(spec))  # quarters are exact in bfloat16
-    ids = jnp.arange(50)
-    output, pull = jax.vjp(lambda c: rows(spec, c, ids, implementation=form), cores)
+    cores = tuple(
+        np.asarray(core).astype(jnp.bfloat16) for core in random_cores(spec)
+    )  # quarters are exact in bfloat16
+    ids, d_output = jnp.arange(50), np.ones((50, spec.embedding_dim), np.float32)
+    output, d_cores = jitted_rows(spec, form)(cores, ids, d_output)
     assert output.dtype == jnp.float32
-    np.testing.assert_array_equal(output, dense_table(spec, [np.asarray(c, np.float32) for c in cores])[:50])
-    (d_cores,) = pull(jnp.ones_like(output))
-    wide = tuple(core.astype(jnp.float32) for core in cores)
-    (wanted,) = jax.vjp(lambda c: rows(spec, c, ids, implementation=form), wide)[1](jnp.ones_like(output))
+    wide = tuple(np.asarray(core, np.float32) for core in cores)
+    np.testing.assert_array_equal(output, dense_table(spec, wide)[:50])
+    _, wanted = jitted_rows(spec, form)(wide, ids, d_output)
     for found, value in zip(d_cores, wanted, strict=True):
         assert found.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(found, value.astype(jnp.bfloat16))  # rounded once, at the end
+        np.testing.assert_array_equal(found, np.asarray(value).astype(jnp.bfloat16))  # rounded once, at the end
 
 
 @pytest.mark.parametrize("form", ["native", "grouped"])
 def test_vmap_over_tables_and_over_ids(form):
     need(form)
     spec = SPECS["d3"]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), random_cores(spec, 1), random_cores(spec, 2))
-    ids = jnp.asarray([[3, 57, 3], [0, -1, 20]])
-    found = jax.vmap(lambda c, i: rows(spec, c, i, implementation=form))(stacked, ids)
+    stacked = jax.tree.map(lambda *x: np.stack(x), random_cores(spec, 1), random_cores(spec, 2))
+    ids = np.asarray([[3, 57, 3], [0, -1, 20]], np.int32)
+    found = np.asarray(jax.jit(jax.vmap(lambda c, i: rows(spec, c, i, implementation=form)))(stacked, ids))
     for k, seed in enumerate((1, 2)):
-        np.testing.assert_array_equal(found[k], rows(spec, random_cores(spec, seed), ids[k], implementation="plain"))
+        wanted, _ = jitted_rows(spec, "plain")(random_cores(spec, seed), ids[k], np.ones((3, 12), np.float32))
+        np.testing.assert_array_equal(found[k], wanted)
 
 
 @pytest.mark.parametrize("form", ["native", "grouped", "chunked"])
@@ -226,12 +240,16 @@ def test_shard_map_over_the_batch_sums_core_gradients(form):
     local = jax.shard_map(
         lambda c, i: rows(spec, c, i, implementation=form), mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch")
     )
-    d_output = jnp.asarray(np.arange(64 * 12) % 5 - 2.0, jnp.float32).reshape(64, 12)
-    output, pull = jax.vjp(jax.jit(local), cores, ids)
-    wanted, pull_whole = jax.vjp(lambda c: rows(spec, c, ids, implementation="plain"), cores)
-    np.testing.assert_array_equal(output, wanted)
-    for found, value in zip(pull(d_output)[0], pull_whole(d_output)[0], strict=True):
-        np.testing.assert_array_equal(found, value)
+    d_output = (np.arange(64 * 12) % 5 - 2.0).astype(np.float32).reshape(64, 12)
+
+    @jax.jit
+    def run(cores, ids, d_output):
+        output, pull = jax.vjp(lambda cores: local(cores, ids), cores)
+        return output, *pull(d_output)
+
+    jax.tree.map(
+        np.testing.assert_array_equal, run(cores, ids, d_output), jitted_rows(spec, "plain")(cores, ids, d_output)
+    )
 
 
 def test_second_derivatives_of_the_plain_form():
@@ -241,12 +259,14 @@ def test_second_derivatives_of_the_plain_form():
     def loss(cores):
         return jnp.sum(rows(spec, cores, ids, implementation="plain") ** 2)
 
-    direction = jax.tree.map(jnp.ones_like, cores)
-    _, second = jax.jvp(jax.grad(loss), (cores,), (direction,))
-    ahead, behind = (jax.grad(loss)(jax.tree.map(lambda c, s=s: c + s / 64, cores)) for s in (1.0, -1.0))
+    direction = jax.tree.map(np.ones_like, cores)
+    slope_of = jax.jit(lambda cores: jax.jvp(jax.grad(loss), (cores,), (direction,)))
+    (_, second), (ahead, _), (behind, _) = (
+        jax.tree.map(np.asarray, slope_of(tuple(np.asarray(core) + step / 64 for core in cores))) for step in (0, 1, -1)
+    )
     for value, plus, minus in zip(second, ahead, behind, strict=True):
         slope = (plus - minus) * 32
-        np.testing.assert_allclose(value, slope, atol=5e-3 * float(jnp.max(jnp.abs(slope))))
+        np.testing.assert_allclose(value, slope, atol=5e-3 * np.abs(slope).max())
 
 
 @pytest.mark.parametrize("form", ["grouped", "chunked"])
@@ -277,7 +297,7 @@ def test_equal_inputs_give_equal_bits():
     ids = jnp.asarray(generator.integers(0, 58, 3000))
     run = jax.jit(lambda c: (lambda out, pull: (out, pull(out)))(*jax.vjp(lambda c: rows(spec, c, ids), c)))
     first, again = jax.tree.leaves(run(cores)), jax.tree.leaves(run(cores))
-    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(first, again, strict=True))
 
 
 def test_ids_above_float32_and_int32_are_told_apart():
