@@ -35,8 +35,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 collect_ignore = ["checkpoint/process_program.py", "parallel/runtime_program.py"]  # started by tests, with arguments
 
 # A test compiles a program to run it once or twice, so XLA does least for it, in child processes and notebooks too, but
-# not where compilers of accelerators are tried, which refuse flags of others. `tests/net` turns the option of jax off:
-# its bits were recorded under the flags of XLA alone, which are read when the first device is made.
+# not where compilers of accelerators are tried, which refuse flags of others.
 IS_LEAST = not {"RSEMBED_TEST_TPU", "RSEMBED_TEST_GPU"} & set(os.environ)
 if IS_LEAST:
     jax.config.update("jax_disable_most_optimizations", True)
@@ -101,7 +100,7 @@ def quick_initial_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def more_optimizations() -> Iterator[None]:
-    """Programs as the flags alone have them, for bits that were recorded so or that only they keep on any shapes."""
+    """Programs as the flags alone have them, for bits that only they keep on any shapes."""
     jax.clear_caches()  # of programs that were compiled without
     jax.config.update("jax_disable_most_optimizations", False)
     yield
