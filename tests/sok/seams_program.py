@@ -1,6 +1,10 @@
-"""What two processes with two devices each agree on, and what they refuse together; started by test_processes.py."""
+"""What two processes with two devices each agree on, refuse together, and learn; started by test_processes.py.
+
+One program for all of it: to start processes takes longer than what they do. Argument: the checkpoint to write.
+"""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import rsembed as rs
-from rsembed import parallel, sok
+from rsembed import checkpoint, parallel, sok
+from tests.sok import training
 
 SGD = rs.SGDOptimizerSpec(1.0)
 
@@ -124,6 +129,7 @@ def main():
     assert batch["f"].shape == (4, 4)
     np.testing.assert_array_equal(whole(collection.lookup(state, batch)["f"])[:, 0], [1, 1, 3, 3])
     print("all agreed")
+    checkpoint.save(sys.argv[1], training.train(sok.Init(global_batch_size=training.BATCH)))
 
 
 if __name__ == "__main__":

@@ -7,33 +7,35 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 from rsembed import checkpoint, sok
 from tests.sok import training
 
 
-def launch(program, *arguments):
-    """What a program prints in two processes with two devices each."""
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What the program prints in two processes with two devices each, and the checkpoint that they write."""
+    program, folder = Path(__file__).with_name("seams_program.py"), tmp_path_factory.mktemp("launched") / "learned"
     environment = os.environ | {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
     root = str(Path(training.__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "rsembed", "launch", "--processes=2", "--devices-per-process=2"]
     run = subprocess.run(
-        [*command, str(program), *arguments], capture_output=True, text=True, timeout=240, env=environment, check=False
+        [*command, str(program), str(folder)], capture_output=True, text=True, timeout=240, env=environment, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    return run.stdout, folder
 
 
-def test_processes_agree_on_shapes_or_refuse_together():
-    printed = launch(Path(__file__).with_name("seams_program.py"))
+def test_processes_agree_on_shapes_or_refuse_together(launched):
+    printed, _ = launched
     assert "[0] all agreed" in printed and "[1] all agreed" in printed
 
 
-def test_processes_learn_what_one_device_learns(tmp_path):
-    launch(training.__file__, str(tmp_path / "learned"))
-    found = checkpoint.load(tmp_path / "learned").tree
+def test_processes_learn_what_one_device_learns(launched):
+    found = checkpoint.load(launched[1]).tree
     expected = training.train(sok.Init(mesh=Mesh(np.asarray(jax.devices()[:1]), ("shard",))))
     np.testing.assert_array_equal(found["layer"]["keys"], expected["layer"]["keys"])
     for name, values in expected["layer"].items():

@@ -1,15 +1,13 @@
 """A training run that tells what it learned: a layer of the wing, and a collection, over all devices there are.
 
-Called by test_processes.py in this process, and as a program in several: `python training.py FILE`.
+Called by test_processes.py in this process, and by the program that it starts in several.
 """
-
-import sys
 
 import jax
 import numpy as np
 
 import rsembed as rs
-from rsembed import checkpoint, parallel, sok
+from rsembed import sok
 
 BATCH, STEPS, DIM = 16, 3, 4
 
@@ -29,8 +27,8 @@ def train(context):
     normal, adagrad = jax.nn.initializers.normal(), rs.AdagradOptimizerSpec(0.1)
     table = rs.TableSpec(name="t", vocabulary_size=30, embedding_dim=DIM, initializer=normal, optimizer=adagrad)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh)
-    state = collection.init(jax.random.key(0))
-    losses = []
+    state, losses = collection.init(jax.random.key(0)), []
+    lookup, update = jax.jit(collection.lookup), jax.jit(collection.update)
 
     @jax.jit
     def loss_and_gradient(out, target):
@@ -42,14 +40,8 @@ def train(context):
         backward(gradient)
         losses.append(float(loss))
         batch = collection.prepare({"f": own_part(np.where(own[:, 0] < 0, -1, own[:, 0] % 30))})
-        activations = collection.lookup(state, batch)
+        activations = lookup(state, batch)
         loss, gradient = loss_and_gradient(activations["f"], context.place(own_part(target[:, 0])))
-        state = collection.update(state, batch, {"f": gradient})
+        state = update(state, batch, {"f": gradient})
         losses.append(float(loss))
     return {"losses": np.asarray(losses), "layer": sok.export_rows(layer.variable), "tables": collection.tables(state)}
-
-
-if __name__ == "__main__":
-    parallel.init(heartbeat_timeout_seconds=60)
-    learned = train(sok.Init(global_batch_size=BATCH))
-    checkpoint.save(sys.argv[1], learned)
