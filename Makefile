@@ -5,12 +5,12 @@
 #   make test-browser  run a tutorial in JupyterLab in a headless Chromium
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make clean         delete all that was made here
-# Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=lookup (benchmark)
+# Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=summary (benchmark)
 
 PYTHON ?= $(or $(shell command -v python3.11 2>/dev/null),$(shell command -v python3 2>/dev/null),python3)
 VENV ?= .venv
 WORKERS ?= 2
-NAME ?= lookup
+NAME ?= summary
 BIN := $(VENV)/bin
 
 .PHONY: help tutorial test test-browser test-tpu test-gpu lab docs bench lint clean

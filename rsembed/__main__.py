@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="parameter, such as STEPS=500")
     runner.add_argument("--output", type=Path, default=Path("executed"), help="folder of the results")
     timer = commands.add_parser("bench", help="time the kernels against other systems")
-    timer.add_argument("name", nargs="?", default="lookup", help="file under benchmarks/ (default: lookup)")
+    timer.add_argument("name", nargs="?", default="summary", help="file under benchmarks/ (default: summary)")
     timer.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")
     launcher = commands.add_parser("launch", help="start a script in several processes on this machine")
     launcher.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
