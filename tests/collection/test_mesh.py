@@ -87,9 +87,9 @@ def program(name):
         return activations, rs.global_norm(row_gradients), row_gradients.num_touched(), states
 
     generator = np.random.default_rng(0)
-    values = {table: generator.normal(size=(spec.vocabulary_size, DIM)) for table, spec in tables.items()}
-    state = collection.init(jax.random.key(0))
-    return collection, collection.with_tables(state, {t: v.astype(np.float32) for t, v in values.items()}), step
+    values = {t: generator.normal(size=(spec.vocabulary_size, DIM)).astype(np.float32) for t, spec in tables.items()}
+    begin = jax.jit(lambda key, values: collection.with_tables(collection.init(key), values))
+    return collection, begin(jax.random.key(0), values), step
 
 
 @st.composite
@@ -168,10 +168,11 @@ def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage)
     found = []
     for mesh in (None, mesh_of(1)):
         collection = rs.EmbeddingCollection(features, mesh=mesh)
-        state = collection.init(jax.random.key(0))
+        state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         for _ in range(2):
-            state = collection.update(state, batch, {"f": np.ones((BATCH, DIM), np.float32)})
-        outputs, statistics = collection.lookup(state, batch, return_statistics=True)
+            state = update(state, collection.prepare(batch), {"f": np.ones((BATCH, DIM), np.float32)})
+        lookup = jax.jit(functools.partial(collection.lookup, return_statistics=True))
+        outputs, statistics = lookup(state, collection.prepare(batch))
         assert (int(statistics.traffic["t"].num_rounds), float(statistics.traffic["t"].num_bytes)) == (0, 0.0)
         found.append((outputs, collection.tables(state)))
     jax.tree.map(np.testing.assert_array_equal, *found)
