@@ -36,6 +36,17 @@ def initial(specs):
     return embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
 
 
+def step_of(specs, **options):
+    """One program for every batch."""
+
+    def step(gradients, inputs, variables, step):
+        return embedding.sparse_dense_matmul_grad(
+            gradients, inputs, variables, specs, global_device_count=1, step=step, **options
+        )
+
+    return jax.jit(step)
+
+
 @pytest.mark.parametrize("is_stacked", [True, False])
 @pytest.mark.parametrize("name", RULES)
 def test_new_and_stacked_variables_have_equal_shapes(name, is_stacked):
@@ -43,8 +54,14 @@ def test_new_and_stacked_variables_have_equal_shapes(name, is_stacked):
     specs = small_world.placed_specs(1, 4, is_stacked=is_stacked, optimizer=RULES[name])
     variables = initial(specs)
     logical = embedding.logical_variables(variables, specs)
-    stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), logical, 4, 0.0)
-    flat = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), stacked)
+    table_specs = embedding.get_table_specs(specs)
+
+    @jax.jit
+    def flat_stacks(logical):
+        stacked = table_stacking.stack_and_shard_tables(table_specs, logical, 4, 0.0)
+        return jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), stacked)
+
+    flat = flat_stacks(logical)
     assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, variables)
     jax.tree.map(np.testing.assert_array_equal, embedding.logical_variables(flat, specs), logical)
 
@@ -62,17 +79,11 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
         flat = [jnp.asarray(array.reshape(-1, array.shape[-1])) for array in (table, slot)]
         (name,) = variables
         variables = {name: embedding.EmbeddingVariables(flat[0], tuple(flat[1:]))}
+    step = step_of(specs)
     for seed in range(2):
         ids, gradients = small_world.draw_batch(seed)
         inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
-        variables = embedding.sparse_dense_matmul_grad(
-            {name: jnp.asarray(values) for name, values in gradients.items()},
-            inputs,
-            variables,
-            specs,
-            global_device_count=1,
-            step=seed,
-        )
+        variables = step(gradients, inputs, variables, jnp.int32(seed))
         tables, slots = small_world.dense_step(tables, slots, ids, gradients, normed_momentum_in_numpy)
     got = embedding.logical_variables(variables, specs)
     small_world.assert_close({name: pair.table for name, pair in got.items()}, tables)
@@ -86,14 +97,8 @@ def test_limits_of_values_go_with_slots_of_any_dim():
     ids, gradients = small_world.draw_batch()
     inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
     variables = initial(specs)
-    updated = embedding.sparse_dense_matmul_grad(
-        {name: jnp.asarray(values) for name, values in gradients.items()},
-        inputs,
-        variables,
-        specs,
-        global_device_count=1,
-        embedding_var_limits={name: (-0.1, 0.1) for name in variables},
-    )
+    step = step_of(specs, embedding_var_limits={name: (-0.1, 0.1) for name in variables})
+    updated = step(gradients, inputs, variables, jnp.int32(0))
     touched = np.unique(np.concatenate([ids["a"].ravel(), ids["c"].ravel()]))
     first = np.asarray(embedding.logical_tables(updated, specs)["first"])[touched]
     assert np.abs(first).max() <= np.float32(0.1)
