@@ -163,6 +163,38 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     assert jax.tree.leaves(state.tables)[0].is_deleted()
 
 
+def test_tables_of_several_homes_widths_and_numbers_of_rounds_share_an_exchange():
+    rules = {"rows": rs.AdagradOptimizerSpec(LR), "moved": rs.LAMBOptimizerSpec(LR), "few": rs.AdamOptimizerSpec(LR)}
+    storages = {"known": rs.Hashed(), "evicting": rs.Hashed(when_full="evict"), "cached": rs.HostCached(cache_rows=32)}
+    tables = [
+        rs.TableSpec(
+            name=name,
+            vocabulary_size=32,
+            embedding_dim=2 * DIM if name in ("few", "evicting") else DIM,
+            optimizer=rules.get(name, rules["rows"]),
+            initializer=jax.nn.initializers.ones,
+            storage=storages.get(name),
+        )
+        for name in (*rules, *storages)
+    ]
+    generator, widths = np.random.default_rng(0), {table.name: 1 + k % 4 for k, table in enumerate(tables)}
+    batches = [
+        {name: generator.integers(0, 32, (8, width), np.int32) for name, width in widths.items()} for _ in range(3)
+    ]
+    trained = []
+    for options in ({}, {"mesh": mesh_of(4), "exchange_capacity": 2}):
+        features = [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
+        collection = rs.EmbeddingCollection(features, **options)
+        state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
+        for batch in batches:
+            prepared = collection.prepare(batch)
+            d_activations = {table.name: np.full((8, table.embedding_dim), 0.3, np.float32) for table in tables}
+            state = update(collection.prefetch(state, prepared), prepared, d_activations)
+        trained.append(collection.tables(state))
+    for one, many in zip(*map(jax.tree.leaves, trained), strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-6)
+
+
 def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bits():
     keys = np.array([ONE, OTHER, THIRD, 5, 2**41, -1])
     tables = []
