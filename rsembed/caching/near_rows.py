@@ -92,7 +92,7 @@ class NearRows:
           leaving: see there.
           capacity: of `moves`.
         """
-        (left, come), shapes = map(jnp.asarray, moves), None
+        (left, come), shapes = (jnp.asarray(places, jnp.int32) for places in moves), None
         if not come.size:  # rows leave for others only
             return arrays
         num_scratch = len(self.scratch_rows) if capacity is None else min(capacity, self.cache.num_ids)
@@ -103,7 +103,7 @@ class NearRows:
             shapes = tuple(jax.ShapeDtypeStruct((capacity, *x.shape[1:]), x.dtype) for x in arrays)
         exchange = functools.partial(self._exchange, [array.dtype for array in arrays])
         loaded = call_host(exchange, shapes, come, *leaving(left))
-        brought: tuple[Array, ...] = _scatter(arrays, come, tuple(map(jnp.asarray, loaded)))
+        brought: tuple[Array, ...] = _scatter(arrays, come, tuple(loaded))
         return brought
 
     def _exchange(self, dtypes: Sequence[Any], places: Any, *left: Any) -> tuple[np.ndarray, ...]:

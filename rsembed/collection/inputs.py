@@ -95,9 +95,10 @@ def _power_of_two(count: int) -> int:
 def _as_arrays(bags: Bags) -> Bags:
     return dataclasses.replace(
         bags,
-        ids=jax.tree.map(jnp.asarray, narrow_ids(bags.ids)),
-        offsets=jnp.asarray(bags.offsets).astype(jnp.int32),
-        weights=None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32),
+        # Without a dtype, JAX compiles a program for each shape of a numpy array.
+        ids=jax.tree.map(lambda lane: jnp.asarray(lane, lane.dtype), narrow_ids(bags.ids)),
+        offsets=jnp.asarray(bags.offsets, jnp.int32),
+        weights=None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32),
     )
 
 
@@ -194,7 +195,7 @@ def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: Any) -> Array:
 
     Raises: ValueError: it has another shape than the activations.
     """
-    gradient = jnp.asarray(d_activation).astype(jnp.float32)
+    gradient = jnp.asarray(d_activation, jnp.float32)
     columns = feature.output_dim
     num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags
     if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != num_outputs * columns:

@@ -281,7 +281,7 @@ class All2AllDenseEmbedding(_Layer):
         output, backward = self._look_up(padded, training, -1)
         if is_part or not missing:
             return output, backward
-        return output[:num_keys], lambda d_output: backward(_padded(jnp.asarray(d_output), missing))
+        return output[:num_keys], lambda d_output: backward(_padded(jnp.asarray(d_output, jnp.float32), missing))
 
 
 def _padded(array: Any, missing: int) -> Any:

@@ -57,10 +57,10 @@ class StepOnce:
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
         gradients: list[list[Array]] = [[] for _ in self.variables]
         for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
-            gradient, name = jnp.asarray(d_output), self.variables[number].table.spec.name
+            gradient, name = jnp.asarray(d_output, jnp.float32), self.variables[number].table.spec.name
             if gradient.shape != shape:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
-            gradients[number].append(gradient.astype(jnp.float32).reshape(-1, shape[-1]))
+            gradients[number].append(gradient.reshape(-1, shape[-1]))
         self.permit.use()
         tables, states = _tables_and_states(self.variables)
         for variable, state in zip(self.variables, _step(tables, states, self.trips, gradients), strict=True):

@@ -36,8 +36,8 @@ def is_own(bags: Bags) -> bool:
 
 def pool(table: Any, bags: Bags, combiner: Combiner) -> Float[Array, "batch dim"]:
     """Pooled rows, where the table is."""
-    weights = None if bags.weights is None else jnp.asarray(bags.weights).astype(jnp.float32)
-    offsets = jnp.asarray(bags.offsets).astype(jnp.int32)
+    weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
+    offsets = jnp.asarray(bags.offsets, jnp.int32)
     return api.lookup(_values(table), [Segment(jnp.asarray(narrow_ids(bags.ids)), offsets, weights, combiner)])[0]
 
 

@@ -91,7 +91,9 @@ class HostRows:
             shapes = (flat, [[flat, flat]] * len(self.groups))
         places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
         state = self._moved(self._advanced(state, is_inside=capacity is not None), moves, capacity)
-        return state, self.plan.near(batch, jnp.asarray(places), [weights.shape[0] for weights in state.weights])
+        return state, self.plan.near(
+            batch, jnp.asarray(places, jnp.int32), [weights.shape[0] for weights in state.weights]
+        )
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
         """Makes the rows of row gradients addressable, and numbers them by their places. Not inside `jit`.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple, TypeAlias
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.tt.chain import Cores
 from rsembed.tt.checks import check_numbers
@@ -66,34 +69,54 @@ def fine_tune(
     ):
         raise ValueError(f"row_weights must be {len(dense)} numbers, finite, not negative and not all zero.")
     scale = float(np.average(np.einsum("vd,vd->v", dense, dense, dtype=np.float64), weights=weights)) or 1.0
-    targets, wide = jnp.asarray(dense), tuple(jnp.asarray(core, jnp.float32) for core in cores)
+    wide = tuple(jnp.asarray(core, jnp.float32) for core in cores)
     root_mean_square = float(np.sqrt(sum(float(jnp.sum(core**2)) for core in wide) / spec.num_params))
-    optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate * root_mean_square, max(num_steps, 1)))
+    task = _Task(jnp.asarray(dense), jnp.float32(scale), jnp.float32(learning_rate * root_mean_square))
+    generator = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
+    cumulative = None if weights is None else np.cumsum(weights)
+    state = wide, _adam(task.learning_rate, num_steps).init(wide)
+    losses, at_once = [np.zeros(0, np.float32)], max(1, DRAWS_AT_ONCE // batch_rows)
+    for start in range(0, num_steps, at_once):
+        shape = min(at_once, num_steps - start), batch_rows
+        state, some = _train(
+            spec, num_steps, state, _draw_rows(generator, spec.num_embeddings, cumulative, shape), task
+        )
+        losses.append(np.asarray(some))
+    return tuple(new.astype(old.dtype) for new, old in zip(state[0], cores, strict=True)), np.concatenate(losses)
 
-    def step(state: tuple[Cores, optax.OptState], ids: Array) -> tuple[tuple[Cores, optax.OptState], Array]:
+
+class _Task(NamedTuple):
+    """What is trained towards: the rows, the mean square that losses are relative to, and the first learning rate."""
+
+    targets: Float[Array, "vocab dim"]
+    scale: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+
+
+def _adam(learning_rate: Array, num_steps: int) -> optax.GradientTransformation:
+    return optax.adam(optax.cosine_decay_schedule(learning_rate, max(num_steps, 1)))
+
+
+State: TypeAlias = tuple[Cores, optax.OptState]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _train(spec: TTSpec, num_steps: int, state: State, ids: Int[Array, "steps rows"], task: _Task) -> Any:
+    """The state after some of the steps, and the loss of each."""
+    optimizer = _adam(task.learning_rate, num_steps)
+
+    def step(state: State, ids: Array) -> tuple[State, Array]:
         cores, slots = state
 
         def loss(cores: Cores) -> Array:
-            return jnp.mean(jnp.sum((rows(spec, cores, ids) - targets[ids]) ** 2, axis=1)) / scale
+            return jnp.mean(jnp.sum((rows(spec, cores, ids) - task.targets[ids]) ** 2, axis=1)) / task.scale
 
         value, gradients = jax.value_and_grad(loss)(cores)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
             changes, slots = optimizer.update(gradients, slots, cores)
         return (optax.apply_updates(cores, changes), slots), value
 
-    run = jax.jit(lambda state, ids: jax.lax.scan(step, state, ids))
-    generator = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
-    cumulative = None if weights is None else np.cumsum(weights)
-    state, losses, at_once = (
-        (wide, optimizer.init(wide)),
-        [np.zeros(0, np.float32)],
-        max(1, DRAWS_AT_ONCE // batch_rows),
-    )
-    for start in range(0, num_steps, at_once):
-        shape = min(at_once, num_steps - start), batch_rows
-        state, some = run(state, jnp.asarray(_draw_rows(generator, spec.num_embeddings, cumulative, shape)))
-        losses.append(np.asarray(some))
-    return tuple(new.astype(old.dtype) for new, old in zip(state[0], cores, strict=True)), np.concatenate(losses)
+    return jax.lax.scan(step, state, ids)
 
 
 def _draw_rows(
