@@ -1,4 +1,8 @@
-"""rsembed: embedding tables for JAX."""
+"""rsembed: embedding tables for JAX. Wings (`rsembed.tbe` and so on) are imported when they are first asked for."""
+
+import importlib
+import importlib.metadata
+from typing import Any
 
 from rsembed.bags import Bags as Bags
 from rsembed.collection import EmbeddingCollection as EmbeddingCollection
@@ -32,3 +36,17 @@ from rsembed.specs import QuantizationConfig as QuantizationConfig
 from rsembed.specs import TableSpec as TableSpec
 from rsembed.stacking import StackingPlan as StackingPlan
 from rsembed.stacking import plan_stacking as plan_stacking
+
+_WINGS = ("checkpoint", "datasets", "fdo", "parallel", "plot", "sok", "sparsecore", "tbe", "tt")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WINGS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name == "__version__":
+        return importlib.metadata.version(__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WINGS, "__version__"})

@@ -1,5 +1,10 @@
+import importlib.metadata
 import subprocess
 import sys
+
+import pytest
+
+import rsembed as rs
 
 
 def test_import_stays_light():
@@ -10,3 +15,31 @@ def test_import_stays_light():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_arguments_of_other_types_are_refused_where_nobody_checks_types():
+    program = """
+import jax, rsembed as rs
+table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2)
+collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+for call in (lambda: collection.init(0), lambda: collection.prepare([[1], [2]])):
+    try:
+        call()
+    except TypeError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "init needs a PRNG key, got 0; make one with jax.random.key(0).",
+        "batch must be a mapping with one entry for each of ['f'], got list.",
+    ]
+
+
+def test_wings_and_the_version_are_attributes_of_the_package():
+    program = "import rsembed as rs; print(rs.tbe.__name__, rs.plot.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["rsembed.tbe", "rsembed.plot"]
+    assert rs.__version__ == importlib.metadata.version("rsembed")
+    assert {"tbe", "plot", "__version__", "EmbeddingCollection"} <= set(dir(rs))
+    with pytest.raises(AttributeError, match="'rsembed' has no attribute 'tables'"):
+        _ = rs.tables

@@ -179,7 +179,11 @@ class EmbeddingCollection:
 
         A table's values depend on `key`, the table's name and its initializer alone, not on the other tables, nor on
         the number of devices.
+
+        Raises: TypeError: `key` is no PRNG key.
         """
+        if not isinstance(key, jax.Array | np.ndarray):
+            raise TypeError(f"init needs a PRNG key, got {key!r}; make one with jax.random.key(0).")
         tables, slots = self._engine.init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())

@@ -24,7 +24,11 @@ from rsembed.specs import FeatureSpec
 
 
 def check_names(features: Mapping[str, FeatureSpec], given: Mapping[str, Any], what: str) -> None:
-    """Raises: ValueError: `given` does not name every feature once."""
+    """Raises: TypeError or ValueError: `given` is no mapping, or does not name every feature once."""
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{what} must be a mapping with one entry for each of {sorted(features)}, got {type(given).__name__}."
+        )
     missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features))
     if missing or unknown:
         raise ValueError(
