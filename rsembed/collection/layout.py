@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from rsembed.bags import Bags
-from rsembed.homes.hash_table import mix
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment
+from rsembed.kernels.keyed import mix
 from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, TableSpec

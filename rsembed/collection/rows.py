@@ -24,7 +24,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from rsembed.collection.devices import Devices
 from rsembed.collection.layout import read_from
 from rsembed.collection.state import Traffic
-from rsembed.homes.hash_table import combine, first_occurrences
+from rsembed.homes.hash_table import combine
 from rsembed.homes.home import Home
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
@@ -276,7 +276,7 @@ class Rows:
             return jnp.ones(keys.shape, jnp.int32)
         num_own, of_all = keys.shape[0], self.own_keys(batch)
         both = Keys(*(jnp.concatenate(lanes) for lanes in zip(keys, of_all, strict=True)))
-        first, position = first_occurrences(both), jnp.arange(both.shape[0], dtype=jnp.int32)
+        first, position = api.first_occurrences(both), jnp.arange(both.shape[0], dtype=jnp.int32)
         is_of_all = (position >= num_own).astype(jnp.int32)
         counts = jnp.zeros(position.shape, jnp.int32).at[first].add(is_of_all, mode="drop")
         return jnp.where(first == position, counts, 0)[:num_own]

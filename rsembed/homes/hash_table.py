@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
-from rsembed.kernels.api import first_occurrences as first_occurrences
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.kernels.keyed import DELETED, EMPTY, varying_zero
-from rsembed.kernels.keyed import mix as mix
 from rsembed.keys import Keys
 
 REBUILD_BLOCK = 16_384
@@ -92,7 +90,7 @@ def combine(
 
     Behind the last one there are zeros.
     """
-    first, position = first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
+    first, position = api.first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
     is_first = first == position
     number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     place = number.at[first].get(mode="fill", fill_value=NO_ROW)
@@ -108,7 +106,7 @@ def num_distinct(keys: Keys) -> Int[Array, ""]:
     """How many different keys there are; costs next to nothing where there is none."""
 
     def count(keys: Keys) -> Int[Array, ""]:
-        return jnp.sum(first_occurrences(keys) == jnp.arange(keys.low.shape[0], dtype=jnp.int32), dtype=jnp.int32)
+        return jnp.sum(api.first_occurrences(keys) == jnp.arange(keys.low.shape[0], dtype=jnp.int32), dtype=jnp.int32)
 
     return jax.lax.cond(jnp.any(keys.is_key), count, lambda keys: varying_zero(keys.is_key), keys)
 

@@ -13,11 +13,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.homes import hashed_rows, logical_rows, row_map
-from rsembed.homes.hash_table import first_occurrences, num_distinct
+from rsembed.homes.hash_table import num_distinct
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Home
 from rsembed.homes.row_map import EVICTIONS, FREE, Eviction
 from rsembed.initial_values import table_key
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
@@ -143,7 +144,7 @@ class Hashed(RowsByKey):
             return vectors, num_distinct(strangers)
 
         def with_strangers(vectors: Array) -> tuple[Array, Array]:
-            first, position = first_occurrences(strangers), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
+            first, position = api.first_occurrences(strangers), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
             starts = first == position
             if self.admission_count:
                 totals = jnp.zeros(position.shape, jnp.int32).at[first].add(occurrences, mode="drop")
@@ -201,7 +202,7 @@ class Hashed(RowsByKey):
     ) -> tuple[DynamicTable, Slots, Array]:
         """`find` of keys without a row, which may repeat, in step `number`."""
         evict = self.eviction if self.when_full == "evict" else None
-        first = first_occurrences(keys)
+        first = api.first_occurrences(keys)
         keys = keys.only(first == jnp.arange(first.shape[0], dtype=jnp.int32))
         totals = jnp.zeros(first.shape, jnp.int32).at[first].add(occurrences, mode="drop")
         is_admitted, waiting = keys.is_key, params.waiting

@@ -14,11 +14,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.homes import row_map
-from rsembed.homes.hash_table import compact, mix
+from rsembed.homes.hash_table import compact
 from rsembed.homes.home import Home, on_host
 from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec

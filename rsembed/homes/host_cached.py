@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.caching import BackingStore, RowStore
 from rsembed.homes import hashed_rows, row_map
-from rsembed.homes.hash_table import compact, first_occurrences
+from rsembed.homes.hash_table import compact
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Home, on_host
 from rsembed.homes.row_map import EVICTIONS, Eviction
 from rsembed.initial_values import initial_rows, table_key
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
@@ -189,7 +190,7 @@ class HostCached(Home):
         near = params.near
         known = near.keys
         now = jnp.max(known.last_step) + 1
-        first, position = first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
+        first, position = api.first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
         distinct = keys.only(first == position)
         rows = row_map.find(known, distinct)
         uses = jnp.zeros(position.shape, jnp.int32).at[first].add(1, mode="drop")

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed.homes import hash_table
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED, MIN_WIDTH
 from rsembed.keys import Keys, join_keys, split_keys
@@ -129,7 +130,7 @@ def python_first_occurrences(numbers, is_key):
     return [seen.setdefault(k, i) if ok else NO_ROW for i, (k, ok) in enumerate(zip(numbers, is_key, strict=True))]
 
 
-first_occurrences = jax.jit(hash_table.first_occurrences)
+first_occurrences = jax.jit(api.first_occurrences)
 
 
 @settings(deadline=None, max_examples=40)
@@ -146,7 +147,7 @@ def test_first_occurrences_of_a_large_skewed_call():
     assert found == python_first_occurrences(numbers.tolist(), [True] * len(numbers))
 
 
-@pytest.mark.parametrize("function", [hash_table.first_occurrences, functools.partial(hash_table.find, empty(1))])
+@pytest.mark.parametrize("function", [api.first_occurrences, functools.partial(hash_table.find, empty(1))])
 def test_no_keys_are_no_rows(function):
     nothing = Keys(jnp.zeros(0, jnp.uint32), jnp.zeros(0, jnp.uint32), jnp.zeros(0, bool))
     assert function(nothing).shape == (0,)
