@@ -41,6 +41,11 @@ class RowsByKey(Home):
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step(params, slots, segments, d_outputs, step)
 
+    def step_distinct(
+        self, params: Any, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
+    ) -> tuple[DynamicTable, Slots]:
+        return hashed_rows.step_distinct(params, slots, rows, gradients, step)
+
     def rows(self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         return logical_rows.export(params, slots, table, num_shards)
 

@@ -18,7 +18,7 @@ from rsembed.homes.hash_table import compact
 from rsembed.homes.home import Home, on_host
 from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Slots
@@ -169,20 +169,32 @@ def step(
     d_outputs: Sequence[Float[Array, "_ dim"]],
     step: Step,
 ) -> tuple[DynamicTable, Slots]:
-    """One optimizer step of the rows that segments read.
-
-    16-bit rows are rounded with noise that belongs to the key, whichever row it has.
-    """
-
-    def rounding(values: Array, dtype: Any, rows: Array) -> Array:
-        lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (params.keys.high, params.keys.low))
-        rounded: Array = step.rounding(values, dtype, mix(*lanes).astype(jnp.int32))  # type: ignore[misc]
-        return rounded
-
-    how = step.hyper, step.rule
-    by_key = None if step.rounding is None else rounding
-    rows, slots = api.update(params.rows, slots, segments, d_outputs, *how, rounding=by_key)
+    """One optimizer step of the rows that segments read."""
+    how, rounding = (step.hyper, step.rule), _rounding_by_key(params, step)
+    rows, slots = api.update(params.rows, slots, segments, d_outputs, *how, rounding=rounding)
     return params._replace(rows=rows), slots
+
+
+def step_distinct(
+    params: DynamicTable, slots: Slots, rows: Int[Array, " n"], gradients: Float[Array, "n dim"], step: Step
+) -> tuple[DynamicTable, Slots]:
+    """One optimizer step of rows of which none comes twice; nothing is sorted."""
+    how, rounding = (step.hyper, step.rule), _rounding_by_key(params, step)
+    stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, *how, rounding=rounding)
+    return params._replace(rows=stepped), slots
+
+
+def _rounding_by_key(params: DynamicTable, step: Step) -> Rounding | None:
+    """16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
+    if step.rounding is None:
+        return None
+    rounding = step.rounding
+
+    def by_key(values: Array, dtype: Any, rows: Array) -> Array:
+        lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (params.keys.high, params.keys.low))
+        return rounding(values, dtype, mix(*lanes).astype(jnp.int32))
+
+    return by_key
 
 
 def evict_older(params: DynamicTable, step: Int[Array, ""], steps_to_live: int) -> DynamicTable:

@@ -158,6 +158,12 @@ class HostCached(Home):
         near, slots = hashed_rows.step(params.near, slots, segments, d_outputs, step)
         return params._replace(near=near), slots
 
+    def step_distinct(
+        self, params: CachedRows, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
+    ) -> tuple[CachedRows, Slots]:
+        near, slots = hashed_rows.step_distinct(params.near, slots, rows, gradients, step)
+        return params._replace(near=near), slots
+
     def backing_store(self, table: TableSpec, key: PRNGKeyArray) -> BackingStore:
         """A store without rows; `key` is the table's, from which its initial rows follow."""
         first_values = functools.partial(_initial_rows_and_slots, table, key)
