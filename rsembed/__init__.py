@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-from typing import Any
 
 from rsembed.bags import Bags as Bags
 from rsembed.collection import EmbeddingCollection as EmbeddingCollection
@@ -40,7 +39,7 @@ from rsembed.stacking import plan_stacking as plan_stacking
 _WINGS = ("checkpoint", "datasets", "fdo", "parallel", "plot", "sok", "sparsecore", "tbe", "tt")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _WINGS:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":

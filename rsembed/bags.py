@@ -190,6 +190,15 @@ def _check_weights_are_floats(weights: Any) -> None:
             )
 
 
+def device_copy(array: Any, dtype: Any) -> Array:
+    """As `jnp.asarray`, of a copy where that is a numpy array.
+
+    JAX may take over the memory of a numpy array that it is told the dtype of, and loaders write their batches into the
+    same memory again; without a dtype it copies, by a program that is compiled for every shape.
+    """
+    return jnp.asarray(np.array(array, dtype) if isinstance(array, np.ndarray) else array, dtype)
+
+
 def narrow_ids(ids: Any) -> Any:
     """Ids as int32; an id that int32 cannot hold becomes one that no table has, never another valid one. Keys stay."""
     if isinstance(ids, Keys):

@@ -92,7 +92,7 @@ class NearRows:
           leaving: see there.
           capacity: of `moves`.
         """
-        (left, come), shapes = (jnp.asarray(places, jnp.int32) for places in moves), None
+        (left, come), shapes = map(jnp.asarray, moves), None
         if not come.size:  # rows leave for others only
             return arrays
         num_scratch = len(self.scratch_rows) if capacity is None else min(capacity, self.cache.num_ids)

@@ -15,7 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_values, is_traced, narrow_ids
+from rsembed.bags import (
+    PAD_ID,
+    Bags,
+    as_bags,
+    check_bags,
+    check_ids_dtype,
+    check_values,
+    device_copy,
+    is_traced,
+    narrow_ids,
+)
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
 from rsembed.keys import Keys, checked_keys
@@ -99,10 +109,9 @@ def _power_of_two(count: int) -> int:
 def _as_arrays(bags: Bags) -> Bags:
     return dataclasses.replace(
         bags,
-        # Without a dtype, JAX compiles a program for each shape of a numpy array.
-        ids=jax.tree.map(lambda lane: jnp.asarray(lane, lane.dtype), narrow_ids(bags.ids)),
-        offsets=jnp.asarray(bags.offsets, jnp.int32),
-        weights=None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32),
+        ids=jax.tree.map(lambda lane: device_copy(lane, lane.dtype), narrow_ids(bags.ids)),
+        offsets=device_copy(bags.offsets, jnp.int32),
+        weights=None if bags.weights is None else device_copy(bags.weights, jnp.float32),
     )
 
 
@@ -199,7 +208,7 @@ def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: Any) -> Array:
 
     Raises: ValueError: it has another shape than the activations.
     """
-    gradient = jnp.asarray(d_activation, jnp.float32)
+    gradient = device_copy(d_activation, jnp.float32)
     columns = feature.output_dim
     num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags
     if gradient.ndim < 2 or gradient.shape[-1] != columns or gradient.size != num_outputs * columns:

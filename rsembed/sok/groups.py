@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags
+from rsembed.bags import Bags, device_copy
 from rsembed.parallel import Agreement
 from rsembed.sok import plain_tables
 from rsembed.sok.initialize import Context
@@ -240,7 +240,7 @@ def input_layer_vjp(
     splits = np.cumsum([output.shape[1] for output in outputs])[:-1].tolist()
 
     def backward(d_output: Any) -> None:
-        pieces = jnp.split(jnp.asarray(d_output, jnp.float32), splits, axis=1)
+        pieces = jnp.split(device_copy(d_output, jnp.float32), splits, axis=1)
         for positions, step in backwards:
             step(*[pieces[position] for position in positions])
 

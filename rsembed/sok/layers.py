@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rsembed.bags import device_copy
 from rsembed.keys import Keys
 from rsembed.parallel import Agreement
 from rsembed.sok.inputs import KeyBags, bring, checked_combiner, read_keys, widened
@@ -281,7 +282,7 @@ class All2AllDenseEmbedding(_Layer):
         output, backward = self._look_up(padded, training, -1)
         if is_part or not missing:
             return output, backward
-        return output[:num_keys], lambda d_output: backward(_padded(jnp.asarray(d_output, jnp.float32), missing))
+        return output[:num_keys], lambda d_output: backward(_padded(device_copy(d_output, jnp.float32), missing))
 
 
 def _padded(array: Any, missing: int) -> Any:

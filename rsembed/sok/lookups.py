@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
+from rsembed.bags import device_copy
 from rsembed.collection.asked_rows import keys_of
 from rsembed.collection.rows import Occurrences, Trip
 from rsembed.homes import Hashed
@@ -57,7 +58,7 @@ class StepOnce:
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {len(d_outputs)} gradients came.")
         gradients: list[list[Array]] = [[] for _ in self.variables]
         for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
-            gradient, name = jnp.asarray(d_output, jnp.float32), self.variables[number].table.spec.name
+            gradient, name = device_copy(d_output, jnp.float32), self.variables[number].table.spec.name
             if gradient.shape != shape:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
             gradients[number].append(gradient.reshape(-1, shape[-1]))

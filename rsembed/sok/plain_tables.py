@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags, as_bags, check_ids_dtype, check_values, is_traced, narrow_ids
+from rsembed.bags import Bags, as_bags, check_ids_dtype, check_values, device_copy, is_traced, narrow_ids
 from rsembed.collection.inputs import padded
 from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
@@ -36,8 +36,8 @@ def is_own(bags: Bags) -> bool:
 
 def pool(table: Any, bags: Bags, combiner: Combiner) -> Float[Array, "batch dim"]:
     """Pooled rows, where the table is."""
-    weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
-    offsets = jnp.asarray(bags.offsets, jnp.int32)
+    weights = None if bags.weights is None else device_copy(bags.weights, jnp.float32)
+    offsets = device_copy(bags.offsets, jnp.int32)
     return api.lookup(_values(table), [Segment(jnp.asarray(narrow_ids(bags.ids)), offsets, weights, combiner)])[0]
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.bags import is_traced
+from rsembed.bags import device_copy, is_traced
 from rsembed.caching import (
     CacheCounts,
     CacheStatistics,
@@ -92,7 +92,7 @@ class HostRows:
         places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
         state = self._moved(self._advanced(state, is_inside=capacity is not None), moves, capacity)
         return state, self.plan.near(
-            batch, jnp.asarray(places, jnp.int32), [weights.shape[0] for weights in state.weights]
+            batch, device_copy(places, jnp.int32), [weights.shape[0] for weights in state.weights]
         )
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:

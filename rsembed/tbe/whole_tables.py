@@ -104,7 +104,7 @@ def write_table(
         return
     arrays = list(module.state.get_value().arrays(number))
     for first, last in blocks:
-        arrays[array] = _put_block(arrays[array], np.asarray(rows(first, last)), first_row + first)
+        arrays[array] = _put_block(arrays[array], np.array(rows(first, last)), first_row + first)
     module.state.set_value(module.state.get_value().with_arrays(number, arrays))
 
 

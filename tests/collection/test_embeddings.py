@@ -407,6 +407,28 @@ def test_batch_size_against_the_spec_and_gradient_shapes_are_checked():
         collection.update(state, {"f": ROWS}, {"g": jnp.ones((4, DIM))})
 
 
+@pytest.mark.parametrize("mesh", [None, jax.make_mesh((2,), ("x",))])
+def test_a_prepared_batch_stays_though_its_memory_is_written_again(mesh):
+    def aligned(values):  # as memory must be that JAX could take over
+        memory = np.empty(values.nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        array = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+        array[...] = values
+        return array
+
+    ids, weights, offsets = np.arange(64, dtype=np.int32), np.ones(64, np.float32), np.arange(65, dtype=np.int32)
+    spec = rs.TableSpec(name="t", vocabulary_size=64, embedding_dim=DIM)
+    features = [rs.FeatureSpec(name=name, table_spec=spec) for name in ("array", "pair", "bags")]
+    given = [*map(aligned, (ids, ids, weights, ids, offsets, weights))]
+    bags = rs.Bags(given[3], given[4], given[5])
+    batch = {"array": given[0][:, None], "pair": (given[1][:, None], given[2][:, None]), "bags": bags}
+    prepared = jax.block_until_ready(rs.EmbeddingCollection(features, mesh=mesh).prepare(batch))
+    before = jax.tree.map(np.array, prepared)
+    for array in given:
+        array[...] = 0
+    jax.tree.map(np.testing.assert_array_equal, prepared, before)
+
+
 def test_unknown_options_are_refused():
     with pytest.raises(ValueError, match="unknown implementation 'fast'; choose one of"):
         collection_of(table_spec(), implementation="fast")

@@ -264,7 +264,7 @@ def test_a_donated_table_is_stepped_in_place_under_scan(name):
     epoch = jax.jit(lambda state, rows: jax.lax.scan(step, state, rows), donate_argnums=0)
     compiled = epoch.lower((table, slots), rows).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < num_rows * dim * 4 / 50
-    state = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, 0.5, x.dtype)), (table, slots))
+    state = jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), (table, slots))  # numpy's memory is not given away
     address = state[0].unsafe_buffer_pointer()
     (new_table, _), outputs = compiled(state, np.zeros((7, 100), np.int32))
     assert new_table.unsafe_buffer_pointer() == address
