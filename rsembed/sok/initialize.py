@@ -64,9 +64,9 @@ class Context:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=P(self.axis), check_vma=False)
 
     def place(self, tree: Any) -> Any:
-        """Arrays of this process, cut among the devices of all."""
+        """Arrays of this process, cut among the devices of all; copies, since JAX may take over what it is given."""
         place = functools.partial(jax.make_array_from_process_local_data, self.sharding)
-        return jax.tree.map(place, jax.tree.map(np.asarray, tree))
+        return jax.tree.map(place, jax.tree.map(np.array, tree))
 
 
 _current: Context | None = None
