@@ -254,8 +254,7 @@ class EmbeddingCollection:
             )
         for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
-            shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(found)]
-            if shapes == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(expected)]:
+            if list(map(_shape_and_kind, jax.tree.leaves(found))) == [*map(_shape_and_kind, jax.tree.leaves(expected))]:
                 continue
             shown = (jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree) for tree in (found, expected))
             raise ValueError(
@@ -428,6 +427,12 @@ class EmbeddingCollection:
 
 # Made from all else, and nothing that pickle knows; rows on the host belong to this process.
 _OF_THIS_PROCESS = ("_engine", "_on_host", "logical", "template")
+
+
+def _shape_and_kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Of an array; keys are of one kind, whichever generator `init` was given one of."""
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return leaf.shape, jax.dtypes.prng_key if is_key else leaf.dtype
 
 
 def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

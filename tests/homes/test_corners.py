@@ -141,6 +141,13 @@ def test_a_full_table_raises_outside_jit_and_counts_inside():
     assert collection.tables(after)["t"]["keys"].tolist() == [ONE, OTHER]
 
 
+def test_a_key_of_another_generator_makes_tables_of_keys():
+    collection = keyed()
+    state = collection.init(jax.random.key(0, impl="rbg"))
+    state = collection.update(state, {"f": np.asarray([[ONE]])}, {"f": np.ones((1, DIM), np.float32)})
+    assert collection.tables(state)["t"]["keys"].tolist() == [ONE]
+
+
 def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     collection = keyed()
     state = collection.init(jax.random.key(0))
