@@ -157,7 +157,7 @@ def row_bits(key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int
 
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """Zero that, inside `shard_map`, varies over all mesh axes that any array varies over, as a loop's carry must."""
-    first = [jnp.sum(x.reshape(-1)[:1].astype(jnp.int32)) for x in arrays]
+    first = [jnp.sum(x.reshape(-1)[:1].astype(jnp.int32), dtype=jnp.int32) for x in arrays]
     return sum(first, start=jnp.int32(0)) * 0
 
 

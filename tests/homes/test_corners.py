@@ -148,6 +148,17 @@ def test_a_key_of_another_generator_makes_tables_of_keys():
     assert collection.tables(state)["t"]["keys"].tolist() == [ONE]
 
 
+def test_keys_without_rows_are_read_ahead_where_numbers_are_64_bits_wide():
+    with jax.enable_x64(True):
+        collection = keyed()
+        state = collection.init(jax.random.key(0))
+        batch = {"f": np.asarray([[ONE, OTHER]])}
+        activations, pullback = collection.lookup_vjp(state, batch)
+        state = collection.apply(state, pullback(jax.tree.map(jnp.ones_like, activations)))
+        values = np.asarray(collection.tables(state)["t"]["values"])
+    np.testing.assert_allclose(values.sum(axis=0), np.asarray(activations["f"])[0] - 2 * LR, rtol=1e-5)
+
+
 def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     collection = keyed()
     state = collection.init(jax.random.key(0))
