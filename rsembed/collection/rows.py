@@ -243,7 +243,7 @@ class Rows:
         """
         if self.home.ids_are_rows:
             return keys
-        first = sum((gradient.reshape(-1)[:1].sum() for gradient in gradients), start=jnp.zeros(()))
+        first = sum((gradient.reshape(-1)[:1].sum() for gradient in gradients), start=jnp.zeros((), jnp.float32))
         return keys.only(~((first == jnp.inf) & (first == -jnp.inf)))
 
     def _find(
