@@ -364,16 +364,17 @@ class EmbeddingCollection:
           [2.0, 2.0]
         """
         batch = self.prepare(batch)
-
-        def pullback(d_activations: Mapping[str, Any]) -> RowGradients:
-            rows, values = two_dicts(self._engine.row_gradients(batch, self._d_outputs(batch, d_activations)))
-            num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
-            return RowGradients(rows, values, num_rows, self._engine.gradient_shardings(), self.layout)
-
         self.check_state(state, parts=["tables"])
         self._note_sizes(batch)
         state = self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=False)
-        return self._engine.look_ahead(state.tables, batch)[0], pullback
+        return self._engine.look_ahead(state.tables, batch)[0], partial(self.row_gradients, batch)
+
+    def row_gradients(self, batch: Batch, d_activations: Mapping[str, Any]) -> RowGradients:
+        """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
+        batch = self.prepare(batch)
+        rows, values = two_dicts(self._engine.row_gradients(batch, self._d_outputs(batch, d_activations)))
+        num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
+        return RowGradients(rows, values, num_rows, self._engine.gradient_shardings(), self.layout)
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """One optimizer step for every row in `row_gradients`, and only for those.
