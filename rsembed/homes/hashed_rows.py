@@ -27,7 +27,7 @@ from rsembed.specs import TableSpec
 MAX_CAPACITY = 2**29
 # New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program
 # makes every row, so that its bits cannot depend on its company.
-INITIAL_BLOCK = 256
+INITIAL_BLOCK = 1024
 
 
 class Counters(NamedTuple):

@@ -23,14 +23,9 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace rsembed {
-namespace {
-
-constexpr int64_t kBlockBytes = 128 << 10;
-constexpr int64_t kItemsPerBlock = 1024;
-constexpr int64_t kStreamedBytes = 8 << 20;  // above this an output does not stay in the caches of one core
 
 // RSEMBED_ISA=baseline or avx2 lowers the choice, to compare or to reproduce the bits of an older machine.
-const RowKernels& Kernels() {
+const RowKernels& BestRowKernels() {
   static const RowKernels& kernels = []() -> const RowKernels& {
 #if defined(RSEMBED_HAS_X86_ISAS)
     const char* wish = std::getenv("RSEMBED_ISA");
@@ -47,6 +42,12 @@ const RowKernels& Kernels() {
   }();
   return kernels;
 }
+
+namespace {
+
+constexpr int64_t kBlockBytes = 128 << 10;
+constexpr int64_t kItemsPerBlock = 1024;
+constexpr int64_t kStreamedBytes = 8 << 20;  // above this an output does not stay in the caches of one core
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;
 
@@ -80,7 +81,7 @@ void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::v
     ForEachPart<&Segment::first_output, &Segment::num_outputs>(
         segments, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
           const Table& table = tables[segment.table];
-          Kernels().pool[table.type](table, segment, begin, end);
+          BestRowKernels().pool[table.type](table, segment, begin, end);
         });
   });
 }
@@ -148,7 +149,7 @@ ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
     ForEachPart<&Segment::first_output, &Segment::num_outputs>(
         segments, first, last, [&](const Segment& segment, int64_t begin, int64_t end) {
           const Table& table = tables[segment.table];
-          Kernels().weight_gradients[table.type](table, segment, begin, end);
+          BestRowKernels().weight_gradients[table.type](table, segment, begin, end);
         });
   });
   return ffi::Error::Success();
@@ -168,7 +169,7 @@ ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vect
   if (reader.Failed()) return reader.Complaint();
   return WithMemory([&] {
     Workers workers(pool);
-    const SortedSegments sorted(workers, Kernels(), segments, num_rows, dim);
+    const SortedSegments sorted(workers, BestRowKernels(), segments, num_rows, dim);
     const SortedEntries entries = sorted.entries();
     const int64_t num_blocks = (entries.num_items + kItemsPerBlock - 1) / kItemsPerBlock;
     std::vector<int64_t> first_group(num_blocks + 1, 0);
@@ -182,7 +183,7 @@ ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vect
     for (int64_t block = 0; block < num_blocks; ++block) first_group[block + 1] += first_group[block];
     workers.ForEachRange(entries.num_items, kItemsPerBlock, [&](int64_t first, int64_t last) {
       const int64_t group = first_group[first / kItemsPerBlock];
-      Kernels().sum_groups(entries, first, last, out_rows->typed_data() + group,
+      BestRowKernels().sum_groups(entries, first, last, out_rows->typed_data() + group,
                            out_gradients->typed_data() + group * dim);
     });
     const int64_t num_groups = first_group[num_blocks];
@@ -240,9 +241,9 @@ Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, 
 ffi::Error StepSegments(ffi::ThreadPool pool, const Table& table, const std::vector<Segment>& segments, int64_t rule) {
   return WithMemory([&] {
     Workers workers(pool);
-    const SortedSegments sorted(workers, Kernels(), segments, table.num_rows, table.dim);
+    const SortedSegments sorted(workers, BestRowKernels(), segments, table.num_rows, table.dim);
     const SortedEntries entries = sorted.entries();
-    const auto update_groups = Kernels().update_groups[table.type][rule];
+    const auto update_groups = BestRowKernels().update_groups[table.type][rule];
     workers.ForEachRange(entries.num_items, kItemsPerBlock, [&](int64_t first, int64_t last) {
       update_groups(table, entries, first, last);
     });
@@ -276,7 +277,7 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
   const auto* rows = static_cast<int32_t*>(reader.Next("rows", ffi::S32, &num_rows));
   const auto* gradients = static_cast<float*>(reader.Next("gradients", ffi::F32, num_rows * table.dim));
   if (reader.Failed()) return reader.Complaint();
-  const auto step_rows = Kernels().step_rows[table.type][rule];
+  const auto step_rows = BestRowKernels().step_rows[table.type][rule];
   Workers(pool).ForEachRange(num_rows, kItemsPerBlock, [&](int64_t first, int64_t last) {
     step_rows(table, rows, gradients, first, last);
   });
@@ -436,7 +437,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_rows_by_bag, RowsByBag, Bind().Arg<Int32s>
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate,
                               Bind().Ret<Any>().Attr<int64_t>("pattern").Attr<bool>("fill"));
 
-extern "C" const char* rsembed_instruction_set() { return Kernels().name; }
+extern "C" const char* rsembed_instruction_set() { return BestRowKernels().name; }
 
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 

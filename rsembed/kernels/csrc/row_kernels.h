@@ -78,6 +78,9 @@ struct RowKernels {
   void (*update_groups[kNumElementTypes][kNumRules])(const Table&, const SortedEntries&, int64_t first, int64_t last);
   void (*step_rows[kNumElementTypes][kNumRules])(const Table&, const int32_t* rows, const float* gradients,
                                                  int64_t first, int64_t last);
+  // Random bits `[rows, dim]`; `key` has two numbers, and every row is told from others by its numbers in the lanes.
+  void (*row_bits)(const uint32_t* key, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
+                   int64_t last, uint32_t* bits);
 };
 
 namespace baseline {
@@ -89,5 +92,7 @@ extern const RowKernels kRowKernels;
 namespace avx512 {
 extern const RowKernels kRowKernels;
 }
+
+const RowKernels& BestRowKernels();  // those that this processor has, see ffi.cc
 
 }  // namespace rsembed
