@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Rooms whose pages hold more than the names of their package. A new package needs no line here.
 TITLES = {
     "rsembed": "The core",
+    "nnx": "Layers of Flax NNX",
+    "linen": "Layers of Flax Linen",
     "optimizers": "Optimizers",
     "kernels": "Kernels",
     "parallel": "Devices",
@@ -222,7 +224,7 @@ def rooms() -> dict[str, list[str]]:
             modules = [*own, *(f"rsembed.{room}.{module}" for module in PUBLISHED_MODULES.get(room, []))]
             if modules:
                 pages[room] = modules
-        elif room in {"checkpoint", "progress"}:
+        elif room in {"checkpoint", "linen", "nnx", "progress"}:
             pages[room] = [f"rsembed.{room}"]
     order = list(TITLES)
     return dict(sorted(pages.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))

@@ -36,7 +36,7 @@ from rsembed.specs import TableSpec as TableSpec
 from rsembed.stacking import StackingPlan as StackingPlan
 from rsembed.stacking import plan_stacking as plan_stacking
 
-_WINGS = ("checkpoint", "datasets", "fdo", "parallel", "plot", "sok", "sparsecore", "tbe", "tt")
+_WINGS = ("checkpoint", "datasets", "fdo", "linen", "nnx", "parallel", "plot", "sok", "sparsecore", "tbe", "tt")
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,164 @@
+"""Tables in Flax Linen models: they train by their own rules, parameters by optax, in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import struct, traverse_util
+from flax.core.scope import union_filters
+
+from rsembed import taps
+from rsembed.collection import EmbeddingCollection, EmbeddingState
+from rsembed.collection.state import Activations, Batch
+from rsembed.taps import Gradients as Gradients
+
+# Variable collections in which a layer has `tables`; the last two only while `value_and_grad` runs.
+_STATES, _TAPS, _CALLS = "embeddings", "embedding_taps", "embedding_calls"
+_WAY_OUT = (
+    "Use loss, gradients = rs.linen.value_and_grad(loss_fn)(train_state, ...) and "
+    "rs.linen.TrainState.apply_gradients(gradients); or, to leave the tables as they are, make the layer with "
+    "frozen=True."
+)
+
+
+class Embeddings(nn.Module):
+    """The tables of a collection, as a layer that `rs.linen.value_and_grad` and `rs.linen.TrainState` train.
+
+    The `EmbeddingState` is the variable `tables` of the variable collection `embeddings`. The parameter `guard`, on
+    which no result depends, tells when somebody differentiates the model and forgets the tables.
+
+    Attributes:
+      collection: its tables may be kept in any way, on one device or a mesh.
+      frozen: tables are only read.
+
+    Example:
+      >>> import jax, rsembed as rs
+      >>> table = rs.TableSpec(name="word", vocabulary_size=100, embedding_dim=4)
+      >>> layer = rs.linen.Embeddings(rs.EmbeddingCollection([rs.FeatureSpec(name="context", table_spec=table)]))
+      >>> variables = layer.init(jax.random.key(0), {"context": [[1, 2], [3]]})
+      >>> layer.apply(variables, {"context": [[1, 2], [3]]})["context"].shape
+      (2, 4)
+    """
+
+    collection: EmbeddingCollection
+    frozen: bool = False
+
+    @nn.compact
+    def __call__(self, batch: Batch) -> Activations:
+        """Activations of every feature; see `EmbeddingCollection.lookup`.
+
+        Raises: RuntimeError: the model is differentiated in a way that forgets the tables.
+        """
+        state = self.variable(_STATES, "tables", lambda: self.collection.init(self.make_rng("params"))).value
+        guard = self.param("guard", lambda _: jnp.zeros(()))
+        if self.frozen:
+            return self.collection.lookup(state, batch)
+        if not self.has_variable(_TAPS, "tables"):
+            return taps.look_up_guarded(self.collection, state, batch, guard, _WAY_OUT)
+        own: taps.Taps = self.get_variable(_TAPS, "tables")
+        calls = self.variable(_CALLS, "tables", tuple)
+        activations, calls.value = taps.look_up(self.collection, state, batch, own, calls.value)
+        return activations
+
+
+class TrainState(struct.PyTreeNode):
+    """A model in training, as `flax.training.train_state.TrainState` with tables.
+
+    Args:
+      step: number of updates so far.
+      apply_fn: the model's `apply`.
+      params: the variable collection `params`.
+      embeddings: tables with their optimizer state, by the path of their layer; `replace` them after a `prefetch`, or
+        with those of a checkpoint.
+      variables: other variable collections, such as `batch_stats`.
+      tx: steps `params`, and never sees a table.
+      opt_state: of `tx`.
+    """
+
+    step: Any
+    apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
+    params: Any
+    embeddings: dict[str, EmbeddingState]
+    variables: dict[str, Any]
+    tx: optax.GradientTransformation = struct.field(pytree_node=False)
+    opt_state: Any
+
+    @classmethod
+    def create(
+        cls, *, apply_fn: Callable[..., Any], variables: Mapping[str, Any], tx: optax.GradientTransformation
+    ) -> TrainState:
+        """The state before the first step, of what the model's `init` returned."""
+        params, embeddings = variables["params"], _by_layer(variables.get(_STATES, {}))
+        others = {name: own for name, own in variables.items() if name not in ("params", _STATES)}
+        return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, tx.init(params))
+
+    def apply(self, *args: Any, **options: Any) -> Any:
+        """The model with all its variables; `options` are those of Flax's `apply`."""
+        variables = {"params": self.params, **self.variables, _STATES: _nested(self.embeddings)}
+        return self.apply_fn(variables, *args, **options)
+
+    def apply_gradients(self, gradients: Gradients, **replacements: Any) -> TrainState:
+        """The state after one step, with other fields replaced, such as `variables`.
+
+        Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables.
+        """
+        taps.check_gradients(gradients, _WAY_OUT)
+        stepped = {name: gradients.step(name, self.embeddings[name]) for name in gradients.calls}
+        # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = self.tx.update(gradients.dense, self.opt_state, self.params)
+            params = optax.apply_updates(self.params, updates)
+        changed = {"params": params, "embeddings": self.embeddings | stepped, "opt_state": opt_state}
+        return self.replace(step=self.step + 1, **(changed | replacements))
+
+
+def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
+    """Value and gradients of a loss by the parameters and tables of a model.
+
+    Args:
+      loss_fn: `loss_fn(apply, ...)` returns the loss, or `(loss, aux)`; `apply` is that of the train state, and must
+        not be called inside another transformation of JAX. It is traced twice.
+      has_aux: as for `jax.value_and_grad`.
+
+    Returns: a function `(train_state, ...) -> (value, gradients)`.
+    """
+
+    def with_gradients(state: TrainState, *args: Any) -> tuple[Any, Gradients]:
+        def run(params: Any, own_taps: dict[str, taps.Taps], embeddings: Any) -> tuple[Any, Any]:
+            calls: dict[str, Any] = {}  # nested, as later calls of `apply` go on from it
+            variables = state.variables | {_TAPS: _nested(own_taps)}
+            tapped = state.replace(params=params, embeddings=embeddings, variables=variables | {_CALLS: calls})
+
+            def apply(*inputs: Any, mutable: Any = False, **options: Any) -> Any:
+                outputs, changed = tapped.apply(*inputs, mutable=union_filters(mutable, [_CALLS]), **options)
+                calls.update(changed.pop(_CALLS, {}))
+                return outputs if mutable is False else (outputs, changed)
+
+            result = loss_fn(apply, *args)
+            loss, aux = result if has_aux else (result, None)
+            return loss, (aux, _by_layer(calls))
+
+        none: dict[str, taps.Taps] = dict.fromkeys(state.embeddings, ())
+        _, (_, recorded) = jax.eval_shape(run, state.params, none, state.embeddings)
+        zeros = none | {name: taps.taps_of(calls) for name, calls in recorded.items()}
+        differentiated = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+        (loss, (aux, calls)), (dense, d_taps) = differentiated(state.params, zeros, state.embeddings)
+        return (loss, aux) if has_aux else loss, Gradients.of(dense, calls, d_taps)
+
+    return with_gradients
+
+
+def _by_layer(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variable of every layer in a variable collection, by the layer's path."""
+    flat = traverse_util.flatten_dict(variables, sep="/")
+    return {path.rpartition("/")[0]: own for path, own in flat.items()}
+
+
+def _nested(by_layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_by_layer`."""
+    return traverse_util.unflatten_dict({f"{name}/tables".lstrip("/"): own for name, own in by_layer.items()}, sep="/")

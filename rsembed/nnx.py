@@ -1,0 +1,178 @@
+"""Tables in Flax NNX models: they train by their own rules, all other parameters by optax, in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from rsembed import taps
+from rsembed.collection import EmbeddingCollection, EmbeddingState
+from rsembed.collection.state import Activations, Batch
+from rsembed.taps import Gradients as Gradients
+
+
+class Tables(nnx.Variable):
+    """An `EmbeddingState`: no parameter, so that neither `nnx.grad` nor optax sees it."""
+
+
+class Guard(nnx.Param):
+    """A number on which no result depends; to differentiate by it is to forget the tables."""
+
+
+class Taps(nnx.Variable):
+    """What `value_and_grad` adds to activations while it runs; no model has it elsewhere."""
+
+
+class Calls(nnx.Variable):
+    """What a layer looked up while `value_and_grad` runs; no model has it elsewhere."""
+
+
+_WAY_OUT = (
+    "Use loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ...) and rs.nnx.Optimizer(...).update(model, "
+    "gradients); or, to leave the tables as they are, set layer.frozen = True."
+)
+
+
+class Embeddings(nnx.Module):
+    """The tables of a collection, as a layer that `rs.nnx.value_and_grad` and `rs.nnx.Optimizer` train.
+
+    Several calls in a loss are one step of the summed gradients. Inside a loop or branch of JAX a loss cannot call it;
+    look up before.
+
+    Args:
+      collection: its tables may be kept in any way, on one device or a mesh.
+      rngs: its stream `params` gives the key of the initial tables.
+      frozen: tables are only read. May be set at any time: `layer.frozen = True`, or for all layers
+        `model.set_attributes(rs.nnx.Embeddings, frozen=True)`.
+
+    Example:
+      >>> import rsembed as rs
+      >>> from flax import nnx
+      >>> table = rs.TableSpec(name="word", vocabulary_size=100, embedding_dim=4)
+      >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="context", table_spec=table)])
+      >>> rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))({"context": [[1, 2], [3]]})["context"].shape
+      (2, 4)
+    """
+
+    def __init__(self, collection: EmbeddingCollection, *, rngs: nnx.Rngs, frozen: bool = False):
+        self.collection = collection
+        self.frozen = frozen
+        self.tables = Tables(collection.init(rngs.params()))
+        self.guard = Guard(jnp.zeros(()))
+        self.taps: Any = nnx.data(None)
+        self.calls: Any = nnx.data(None)
+
+    def __call__(self, batch: Batch) -> Activations:
+        """Activations of every feature; see `EmbeddingCollection.lookup`.
+
+        Raises: RuntimeError: the model is differentiated in a way that forgets the tables.
+        """
+        if self.frozen:
+            return self.collection.lookup(self.state, batch)
+        if self.taps is None:
+            return taps.look_up_guarded(self.collection, self.state, batch, self.guard.get_value(), _WAY_OUT)
+        own, earlier = self.taps.get_value(), self.calls.get_value()
+        activations, calls = taps.look_up(self.collection, self.state, batch, own, earlier)
+        self.calls.set_value(calls)
+        return activations
+
+    @property
+    def state(self) -> EmbeddingState:
+        """The tables with their optimizer state, for the methods of the collection and for checkpoints."""
+        return self.tables.get_value()
+
+    def set_state(self, state: EmbeddingState) -> None:
+        """Goes on from another state, such as one from a checkpoint.
+
+        Raises: ValueError: it is not of the layer's collection.
+        """
+        self.collection.check_state(state)
+        self.tables.set_value(state)
+
+    def prefetch(self, batch: Batch) -> None:
+        """Brings the rows of a batch near, where tables are on the host; see `EmbeddingCollection.prefetch`."""
+        self.set_state(self.collection.prefetch(self.state, batch))
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, wrt: Any = nnx.Param
+) -> Callable[..., tuple[Any, Gradients]]:
+    """Value and gradients of a loss by the dense parameters and the tables of a model.
+
+    Args:
+      loss_fn: `loss_fn(model, ...)` returns the loss, or `(loss, aux)`; it is traced twice.
+      has_aux: as for `nnx.value_and_grad`.
+      wrt: filter of the dense parameters.
+
+    Returns: a function `(model, ...) -> (value, gradients)`.
+    """
+
+    def with_gradients(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Gradients]:
+        graphdef, variables = nnx.split(model)
+
+        def record(variables: Any) -> dict[str, taps.Calls]:
+            # On clones: what the loss changes here must not be seen outside.
+            copy, (more, named) = nnx.merge(graphdef, variables), nnx.clone((args, kwargs))
+            layers = _trained_layers(copy)
+            for layer in layers.values():
+                layer.taps, layer.calls = Taps(()), Calls(())
+            loss_fn(copy, *more, **named)
+            return {name: layer.calls.get_value() for name, layer in layers.items()}
+
+        recorded, layers = jax.eval_shape(record, variables), _trained_layers(model)
+        by = nnx.DiffState(0, nnx.Any(wrt, Taps))
+        differentiated = nnx.value_and_grad(loss_fn, argnums=by, has_aux=has_aux, graph=True, graph_updates=True)
+        try:
+            for name, layer in layers.items():
+                layer.taps, layer.calls = Taps(taps.taps_of(recorded[name])), Calls(())
+            value, gradients = differentiated(model, *args, **kwargs)
+            calls = {name: layer.calls.get_value() for name, layer in layers.items()}
+        finally:
+            for layer in layers.values():
+                layer.taps = layer.calls = None
+        d_taps, dense = nnx.split_state(gradients, Taps, ...)
+        of_layer = {_name(path[:-1]): own.get_value() for path, own in nnx.to_flat_state(d_taps)}
+        return value, Gradients.of(dense, calls, of_layer)
+
+    return with_gradients
+
+
+class Optimizer(nnx.Module):
+    """Steps tables by their rules, and dense parameters by optax, which never sees a table.
+
+    Args:
+      model: with `Embeddings` layers.
+      tx: for the dense parameters.
+      wrt: as for `value_and_grad`.
+    """
+
+    def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
+        self.dense = nnx.Optimizer(model, tx, wrt=wrt)
+
+    def update(self, model: Any, gradients: Gradients, **kwargs: Any) -> None:
+        """One step, in place; `kwargs` are optax's.
+
+        Raises: TypeError: the gradients are those of `nnx.grad`, which has nothing for the tables.
+        """
+        taps.check_gradients(gradients, _WAY_OUT)
+        layers = _trained_layers(model)
+        for name in gradients.calls:
+            layers[name].set_state(gradients.step(name, layers[name].state))
+        # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
+        with jax.numpy_dtype_promotion("standard"):
+            self.dense.update(model, gradients.dense, **kwargs)
+
+
+def _trained_layers(model: Any) -> dict[str, Embeddings]:
+    """The layers that are not frozen, by path."""
+    found = {_name(path): module for path, module in nnx.iter_modules(model) if isinstance(module, Embeddings)}
+    return {name: layer for name, layer in found.items() if not layer.frozen}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))

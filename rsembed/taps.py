@@ -1,0 +1,138 @@
+"""What layers of neural networks share: lookups of a loss are recorded, and their activations tapped for gradients.
+
+```
+evaluate a loss, shapes only ─▶ what every layer looks up ─▶ taps: zeros, to be added to the activations
+differentiate it by parameters and taps ─▶ d(taps) are d(activations) ─▶ RowGradients, or a step at once
+```
+
+Tables are no argument of the differentiated function, so no gradient as large as a table is ever made. Elsewhere each
+layer guards its activations: whoever differentiates a loss by the layer's parameters without taps gets an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from rsembed.collection import EmbeddingCollection, EmbeddingState
+from rsembed.collection.state import Activations, Batch
+from rsembed.row_gradients import RowGradients, combine
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One lookup of a layer: of the collection, the batch as prepared, and the activations; later their gradients."""
+
+    collection: EmbeddingCollection = dataclasses.field(metadata={"static": True})
+    batch: Batch
+    activations: Activations
+
+
+Calls = tuple[Call, ...]
+Taps = tuple[Activations, ...]
+"""Of one layer, what is added to the activations of each call."""
+
+
+def look_up(
+    collection: EmbeddingCollection, state: EmbeddingState, batch: Batch, taps: Taps, earlier: Calls
+) -> tuple[Activations, Calls]:
+    """Tapped activations of a lookup whose rows will be stepped, and this call behind the earlier ones."""
+    batch = collection.prepare(batch)
+    activations, _ = collection.lookup_vjp(state, batch)
+    calls = (*earlier, Call(collection, batch, activations))
+    if len(earlier) < len(taps):
+        activations = jax.tree.map(jnp.add, activations, taps[len(earlier)])
+    return activations, calls
+
+
+def taps_of(calls: Calls) -> Taps:
+    """Zeros like the activations of calls, or of shapes of them."""
+    return tuple(jax.tree.map(lambda found: jnp.zeros(found.shape, found.dtype), call.activations) for call in calls)
+
+
+def look_up_guarded(
+    collection: EmbeddingCollection, state: EmbeddingState, batch: Batch, guard: Float[Array, ""], way_out: str
+) -> Activations:
+    """Activations of a lookup whose rows nobody will step.
+
+    Raises: RuntimeError: a function of them is differentiated by the guard.
+    """
+    layer = f"the Embeddings layer of tables {', '.join(map(repr, collection.table_specs))}"
+    refusal = f"{layer} would stay untrained, silently: its rows are no parameters of this gradient. {way_out}"
+    return _guarded(collection.lookup(state, batch), guard, refusal)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _guarded(activations: Activations, guard: Array, refusal: str) -> Activations:
+    del guard, refusal
+    return activations
+
+
+@_guarded.defjvp
+def _refuse(refusal: str, primals: Any, tangents: Any) -> Any:
+    raise RuntimeError(refusal)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Gradients of a loss: dense ones of parameters, sparse ones of tables.
+
+    Args:
+      dense: in the structure of the parameters.
+      calls: by layer that was called, with gradients of activations. A layer's name is its path, `"towers/0/words"`.
+      changed: `RowGradients` that somebody put in the place of those that follow from the calls, by layer.
+    """
+
+    dense: Any
+    calls: dict[str, Calls]
+    changed: dict[str, RowGradients] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(dense: Any, recorded: Mapping[str, Calls], d_taps: Mapping[str, Taps]) -> Gradients:
+        """From what layers recorded, and the gradients of their taps."""
+        calls = {
+            name: tuple(dataclasses.replace(call, activations=d) for call, d in zip(own, d_taps[name], strict=True))
+            for name, own in recorded.items()
+        }
+        return Gradients(dense, {name: own for name, own in calls.items() if own})
+
+    @property
+    def rows(self) -> dict[str, RowGradients]:
+        """Gradients of distinct rows, by layer; made when asked for, since a step can do without."""
+        return {name: self._rows(name) for name in self.calls}
+
+    def with_rows(self, rows: Mapping[str, RowGradients]) -> Gradients:
+        """The same with other gradients for some layers, such as clipped or accumulated ones.
+
+        Raises: ValueError: the loss called no such layer.
+        """
+        if unknown := sorted(set(rows) - set(self.calls)):
+            raise ValueError(f"the loss called no layers {unknown}, only {sorted(self.calls)}.")
+        return dataclasses.replace(self, changed={**self.changed, **rows})
+
+    def step(self, name: str, state: EmbeddingState) -> EmbeddingState:
+        """The state of a layer after one step; of a single call, one kernel sums gradients and steps rows."""
+        first, *more = self.calls[name]
+        if more or name in self.changed:
+            return first.collection.apply(state, self._rows(name))
+        return first.collection.update(state, first.batch, first.activations)
+
+    def _rows(self, name: str) -> RowGradients:
+        if name in self.changed:
+            return self.changed[name]
+        each = [call.collection.row_gradients(call.batch, call.activations) for call in self.calls[name]]
+        return each[0] if len(each) == 1 else combine(*each)
+
+
+def check_gradients(gradients: Any, way_out: str) -> None:
+    """Raises: TypeError: they are no `Gradients`, and have nothing for the tables."""
+    if not isinstance(gradients, Gradients):
+        raise TypeError(f"gradients are a {type(gradients).__name__}, which has nothing for the tables. {way_out}")
