@@ -1,0 +1,267 @@
+"""A log of who rated what when, and a generated one whose law is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int, Int32, Int64
+
+from rsembed.datasets.batches import check_counts
+from rsembed.datasets.generated import zipf_probabilities
+
+GENRES = (
+    "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+)  # fmt: skip
+START_SECONDS = 956_700_000
+DAY_SECONDS = 86_400
+SPAN_DAYS = 1_000
+FEWEST_RATINGS = 20
+NUM_VISITS = 4
+TASTE_DIM = 4
+TASTE_STRENGTH = 6.0
+"""How much of the log-odds is taste: with 0, the most popular films would be the best advice there is."""
+TASTE_NOISE = 0.6
+"""Length of what sets an item apart from its genres, which have length 1; a user from his favourite genres, too."""
+DRIFT_RADIANS = 0.8
+"""How far a taste turns towards another one from a user's first visit to the last."""
+NEW_SHARE = 0.3
+NEW_LOG_ODDS = 2.0
+NEW_DAYS = 60.0
+"""Films that come out while the log runs, how popular that makes them, and for how long."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TasteLaw:
+    """What a generated log was drawn from: popularity, tastes that turn, and films that are new for a while.
+
+    Attributes:
+      first_tastes, last_tastes: what every user likes on the first and on the last visit.
+      first_days, last_days: when these are, in days from the beginning of the log.
+      item_vectors: what every item is like.
+      log_popularity: by item.
+      release_days: when an item came out; negative for those that were there at the beginning.
+    """
+
+    first_tastes: Float64[np.ndarray, "users dim"]
+    last_tastes: Float64[np.ndarray, "users dim"]
+    first_days: Float64[np.ndarray, " users"]
+    last_days: Float64[np.ndarray, " users"]
+    item_vectors: Float64[np.ndarray, "items dim"]
+    log_popularity: Float64[np.ndarray, " items"]
+    release_days: Float64[np.ndarray, " items"]
+
+    def log_odds(
+        self, users: Int[np.ndarray, " samples"], days: Float64[np.ndarray, " samples"]
+    ) -> Float64[np.ndarray, "samples items"]:
+        """Log of a number proportional to the probability that each item is next; `-inf` before it came out.
+
+        Among the items that the user has not rated yet, nobody can rank better than this does.
+
+        Args:
+          users: row numbers.
+          days: when, from the beginning of the log, see `RatingsLog.days`.
+        """
+        career = np.maximum(self.last_days[users] - self.first_days[users], 1e-9)
+        turn = DRIFT_RADIANS * np.clip((days - self.first_days[users]) / career, 0.0, 1.0)[:, None]
+        tastes = np.cos(turn) * self.first_tastes[users] + np.sin(turn) * self.last_tastes[users]
+        age = days[:, None] - self.release_days
+        fresh = NEW_LOG_ODDS * np.exp(-np.maximum(age, 0.0) / NEW_DAYS)
+        likely = self.log_popularity + TASTE_STRENGTH * tastes @ self.item_vectors.T + fresh
+        return np.where(age >= 0, likely, -np.inf)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RatingsLog:
+    """Who rated what, how and when, in the order of time, with what is known of the items.
+
+    Attributes:
+      users, items: row numbers from 0, one pair a rating.
+      ratings: 1 to 5 stars.
+      timestamps: seconds since 1970.
+      user_ids, item_ids: what the log calls each row number, in ascending order; there may be gaps.
+      titles: by item.
+      genres: which of `genre_names` an item has; one at least, or none is known.
+      source: a sentence about the origin.
+      law: what a generated log was drawn from; None for people's ratings.
+    """
+
+    users: Int32[np.ndarray, " ratings"]
+    items: Int32[np.ndarray, " ratings"]
+    ratings: Int32[np.ndarray, " ratings"]
+    timestamps: Int64[np.ndarray, " ratings"]
+    user_ids: Int64[np.ndarray, " users"]
+    item_ids: Int64[np.ndarray, " items"]
+    titles: tuple[str, ...]
+    genres: Bool[np.ndarray, "items genres"]
+    genre_names: tuple[str, ...]
+    source: str
+    law: TasteLaw | None = None
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether no person rated anything here."""
+        return self.law is not None
+
+    @property
+    def days(self) -> Float64[np.ndarray, " ratings"]:
+        """When each rating was given, in days from the first; of a generated log from its law's beginning."""
+        start = START_SECONDS if self.is_generated else self.timestamps.min()
+        return (self.timestamps - start) / DAY_SECONDS
+
+    def is_last(self) -> Bool[np.ndarray, " ratings"]:
+        """Whether a rating is its user's last: leave these out of training, and ask the model for them.
+
+        Example:
+          >>> log = generated_ratings(10, 80, seed=0)
+          >>> int(log.is_last().sum())
+          10
+        """
+        last = np.zeros(len(self.users), bool)
+        last[len(self.users) - 1 - np.unique(self.users[::-1], return_index=True)[1]] = True
+        return last
+
+    def histories(self, length: int) -> Int32[np.ndarray, "ratings length"]:
+        """The items that a user had rated before each rating, the latest first; `-1` where there are fewer.
+
+        Raises: ValueError: `length` is below 1.
+
+        Example:
+          >>> log = generated_ratings(10, 80, seed=0)
+          >>> of_one = log.users == 3
+          >>> (log.histories(2)[of_one][2:, 1] == log.items[of_one][:-2]).all()
+          np.True_
+        """
+        check_counts("histories", length=length)
+        order = np.argsort(self.users, kind="stable")
+        items, users = self.items[order], self.users[order]
+        place = np.arange(len(users)) - np.searchsorted(users, users)  # of a rating among those of its user
+        found = np.full((len(users), length), -1, np.int32)
+        for back in range(1, min(length, len(users) - 1) + 1):
+            found[back:, back - 1] = np.where(place[back:] >= back, items[:-back], -1)
+        histories = np.empty_like(found)
+        histories[order] = found
+        return histories
+
+
+def generated_ratings(
+    num_users: int, num_items: int, *, ratings_per_user: float = 40.0, exponent: float = 0.8, seed: int
+) -> RatingsLog:
+    """A log in the form of MovieLens, drawn from a known law, so that the best possible advice is known too.
+
+    Films have Zipf popularity, one to three genres, and a vector near those of their genres. Users like films near
+    their taste, which turns with time; they come a few times, rate many films at once, and none twice. Some films come
+    out while the log runs, and are in demand for some weeks. So a model that knows the user, what was rated last, the
+    genres and the time can do better than one that knows popularity.
+
+    Args:
+      num_users: a hundred make a test quick.
+      num_items: at least 40.
+      ratings_per_user: on average; nobody has fewer than 20, as in MovieLens, or more than half of the items.
+      exponent: Zipf exponent of the popularity of films.
+      seed: fixes everything.
+
+    Raises: ValueError: an argument is out of range.
+
+    Source: Choices without repetition, all of a visit at once, by Gumbel noise on log-odds: Plackett, "The Analysis of
+      Permutations", 1975.
+
+    Example:
+      >>> log = generated_ratings(100, 80, seed=0)
+      >>> log.is_generated, len(log.titles), int(np.bincount(log.users).min()) >= 20
+      (True, 80, True)
+    """
+    check_counts("generated_ratings", num_users=num_users)
+    check_counts("generated_ratings", least=2 * FEWEST_RATINGS, num_items=num_items)
+    if not FEWEST_RATINGS <= ratings_per_user <= num_items / 2:
+        raise ValueError(
+            f"generated_ratings: ratings_per_user={ratings_per_user} must be from {FEWEST_RATINGS} to {num_items / 2}, "
+            "half of num_items."
+        )
+    generator = np.random.Generator(np.random.PCG64(seed))
+    law, genres = _law(generator, num_users, num_items, exponent)
+    counts = FEWEST_RATINGS + generator.exponential(ratings_per_user - FEWEST_RATINGS, num_users)
+    counts = np.minimum(counts, num_items // 2).astype(np.int64)
+    users, items, seconds = _visits(generator, law, counts)
+    order = np.argsort(seconds, kind="stable")
+    users, items, seconds = users[order], items[order], seconds[order]
+    affinity = np.einsum("nd,nd->n", law.first_tastes[users], law.item_vectors[items])
+    stars = 3.4 + 1.2 * affinity + 0.7 * generator.standard_normal(len(users))
+    years = (1970 + (START_SECONDS / DAY_SECONDS + law.release_days) / 365.25).astype(int)
+    first_genres = genres.argmax(axis=1)
+    # Films have numbers with gaps, as where some were withdrawn.
+    item_ids = np.sort(generator.choice(num_items + num_items // 20, num_items, replace=False)) + 1
+    return RatingsLog(
+        users=users.astype(np.int32),
+        items=items.astype(np.int32),
+        ratings=np.clip(np.rint(stars), 1, 5).astype(np.int32),
+        timestamps=seconds,
+        user_ids=np.arange(1, num_users + 1),
+        item_ids=item_ids,
+        titles=tuple(f"{GENRES[g]} {i} ({year})" for i, (g, year) in enumerate(zip(first_genres, years, strict=True))),
+        genres=genres,
+        genre_names=GENRES,
+        source=f"generated, seed {seed}: nobody rated these films, and there are none",
+        law=law,
+    )
+
+
+def _law(
+    generator: np.random.Generator, num_users: int, num_items: int, exponent: float
+) -> tuple[TasteLaw, np.ndarray]:
+    """The law, and which genres each item has."""
+    centres = _unit(generator.standard_normal((len(GENRES), TASTE_DIM)))
+    weights = zipf_probabilities(len(GENRES), exponent=0.5, seed=3)  # dramas are more frequent than westerns
+    drawn = np.argsort(-np.log(weights) - generator.gumbel(size=(num_items, len(GENRES))), axis=1)
+    genres = np.zeros((num_items, len(GENRES)), bool)
+    for number, how_many in enumerate(1 + generator.integers(0, 3, num_items)):
+        genres[number, drawn[number, :how_many]] = True
+
+    def tastes() -> np.ndarray:
+        favourites = centres[generator.integers(0, len(GENRES), (num_users, 2))].sum(axis=1)
+        return _unit(_unit(favourites) + TASTE_NOISE * _unit(generator.standard_normal((num_users, TASTE_DIM))))
+
+    own = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
+    is_new = generator.permutation(num_items) < NEW_SHARE * num_items  # more than half are there for everybody
+    starts = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
+    law = TasteLaw(
+        first_tastes=tastes(),
+        last_tastes=tastes(),
+        first_days=starts,
+        last_days=starts + generator.uniform(0.1, 0.3, num_users) * SPAN_DAYS,
+        item_vectors=_unit(_unit(genres @ centres) + own),
+        log_popularity=np.log(generator.permutation(zipf_probabilities(num_items, exponent=exponent))),
+        release_days=np.where(
+            is_new, generator.uniform(0.0, SPAN_DAYS, num_items), -generator.uniform(300.0, 9_000.0, num_items)
+        ),
+    )
+    return law, genres
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def _visits(
+    generator: np.random.Generator, law: TasteLaw, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Users, items and seconds of all ratings: `counts` of each user, spread over his visits."""
+    num_users, num_items = len(counts), len(law.item_vectors)
+    shares = np.diff(counts[:, None] * np.arange(NUM_VISITS + 1) // NUM_VISITS, axis=1)
+    inner = np.sort(generator.random((num_users, NUM_VISITS - 2)), axis=1)
+    moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
+    visits = law.first_days[:, None] + moments * (law.last_days - law.first_days)[:, None]
+    found = []
+    for some in np.array_split(np.arange(num_users), 1 + num_users // 256):  # as many as have room in memory
+        is_rated = np.zeros((len(some), num_items), bool)
+        for visit in range(NUM_VISITS):
+            days, share = visits[some, visit], shares[some, visit]
+            noisy = law.log_odds(some, days) + generator.gumbel(size=is_rated.shape)
+            order = np.argsort(np.where(is_rated, np.inf, -noisy), axis=1)[:, : share.max()]
+            rows, places = np.nonzero(np.arange(share.max()) < share[:, None])
+            is_rated[rows, order[rows, places]] = True
+            seconds = START_SECONDS + (days[rows] * DAY_SECONDS).astype(np.int64) + 20 * places
+            found.append((some[rows], order[rows, places], seconds))
+    users, items, seconds = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return users, items, seconds

@@ -1,0 +1,269 @@
+"""MovieLens is read as published or refused, and what is generated in its place says so and has a law."""
+
+import hashlib
+import importlib
+import logging
+import re
+import zipfile
+
+import numpy as np
+import pytest
+
+from rsembed import datasets
+
+movielens_module = importlib.import_module("rsembed.datasets.movielens")  # the package has a function of this name
+
+RATINGS = [  # user, film, stars, seconds
+    (7, 30, 5, 1_000),
+    (2, 10, 3, 1_050),
+    (7, 10, 1, 1_000),
+    (2, 50, 4, 1_020),
+    (7, 50, 2, 990),
+]
+FILMS = {10: ("Émile (1999)", ["Comedy", "Drama"]), 30: ("A: B (1950)", ["War"]), 50: ("Seen by two (2000)", ["Drama"])}
+GENRES = ["Comedy", "Drama", "War"]
+
+
+def write_1m(file):
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("ml-1m/ratings.dat", "".join("::".join(map(str, row)) + "\n" for row in RATINGS))
+        films = "".join(f"{film}::{title}::{'|'.join(genres)}\n" for film, (title, genres) in FILMS.items())
+        archive.writestr("ml-1m/movies.dat", films.encode("latin-1"))
+
+
+def write_100k(file):
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("ml-100k/u.data", "".join("\t".join(map(str, row)) + "\n" for row in RATINGS))
+        films = "".join(
+            "|".join([str(film), title, "01-Jan-1999", "", "http://x", *(str(int(g in genres)) for g in GENRES)]) + "\n"
+            for film, (title, genres) in FILMS.items()
+        )
+        archive.writestr("ml-100k/u.item", films.encode("latin-1"))
+        archive.writestr("ml-100k/u.genre", "".join(f"{name}|{i}\n" for i, name in enumerate(GENRES)) + "\n")
+
+
+WRITE = {"ml-1m": write_1m, "ml-100k": write_100k}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """No archive of this machine: an empty cache, and no RSEMBED_DATA."""
+    monkeypatch.delenv("RSEMBED_DATA", raising=False)
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr(movielens_module, "_cache_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture(params=WRITE)
+def published(request, monkeypatch, tmp_path):
+    """A name, and a stand-in for its archive whose checksum is the expected one."""
+    file = tmp_path / "somewhere" / f"{request.param}.zip"
+    file.parent.mkdir()
+    WRITE[request.param](file)
+    monkeypatch.setitem(movielens_module.MD5, request.param, hashlib.md5(file.read_bytes()).hexdigest())
+    return request.param, file
+
+
+def test_the_published_form_is_read_in_the_order_of_time(published):
+    name, file = published
+    log = datasets.movielens(name, path=file)
+    assert log.timestamps.tolist() == [990, 1_000, 1_000, 1_020, 1_050]
+    assert log.user_ids[log.users].tolist() == [7, 7, 7, 2, 2]
+    assert log.item_ids[log.items].tolist() == [50, 30, 10, 50, 10]
+    assert log.ratings.tolist() == [2, 5, 1, 4, 3]
+    assert log.titles == ("Émile (1999)", "A: B (1950)", "Seen by two (2000)")
+    assert log.genre_names == tuple(GENRES)
+    assert log.genres.tolist() == [[True, True, False], [False, False, True], [False, True, False]]
+    assert not log.is_generated
+    assert "md5 verified" in log.source
+    assert np.diff(log.days).sum() * 86_400 == pytest.approx(60)
+
+
+def test_the_archive_is_found_in_a_folder_in_the_environment_and_in_the_cache(published, monkeypatch, cache):
+    name, file = published
+    sources = [datasets.movielens(name, path=file.parent).source]
+    monkeypatch.setenv("RSEMBED_DATA", str(file.parent))
+    sources.append(datasets.movielens(name).source)
+    monkeypatch.setenv("RSEMBED_DATA", str(file))
+    sources.append(datasets.movielens(name, source="ratings").source)
+    assert sources == [sources[0]] * 3
+    monkeypatch.delenv("RSEMBED_DATA")
+    (cache / file.name).write_bytes(file.read_bytes())
+    assert str(cache) in datasets.movielens(name).source
+
+
+def test_an_archive_with_another_checksum_is_refused_unless_it_has_another_name(published):
+    name, file = published
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("more", "more")
+    with pytest.raises(ValueError, match=r"checksum mismatch.*fetch it again"):
+        datasets.movielens(name, path=file)
+    own = file.rename(file.with_name("mine.zip"))
+    assert "your own" in datasets.movielens(name, path=own).source
+
+
+def test_a_download_with_another_checksum_is_refused(monkeypatch, published):
+    name, file = published
+
+    def other_content(url, output_file, pooch):
+        with open(output_file, "wb") as out:
+            out.write(file.read_bytes() + b"?")
+
+    monkeypatch.setattr("pooch.HTTPDownloader", lambda **kwargs: other_content)
+    with pytest.raises(ValueError, match="hash"):
+        datasets.movielens(name, download=True)
+
+
+def test_a_network_that_does_not_answer_gives_a_generated_log_that_says_so(monkeypatch, caplog):
+    asked = {}
+
+    def unreachable(url, output_file, pooch):
+        raise ConnectionError("no route to host")  # an OSError, as those of requests are
+
+    def downloader(**kwargs):
+        asked.update(kwargs)
+        return unreachable
+
+    monkeypatch.setattr("pooch.HTTPDownloader", downloader)
+    with caplog.at_level(logging.WARNING, logger="rsembed"):
+        log = datasets.movielens("ml-100k", download=True, max_users=30)
+    assert log.is_generated
+    assert asked["timeout"] <= 10
+    assert [re.search("could not fetch|GENERATED", record.message)[0] for record in caplog.records] == [
+        "could not fetch",
+        "GENERATED",
+    ]
+    with pytest.raises(FileNotFoundError, match="allow download=True"):
+        datasets.movielens("ml-100k", source="ratings", download=True)
+
+
+def test_only_the_first_users_are_kept(published):
+    name, file = published
+    log = datasets.movielens(name, path=file, max_users=1)
+    assert log.user_ids.tolist() == [2]
+    assert log.items.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "ml-25m"}, "name='ml-25m' is none of"),
+        ({"source": "web"}, "source='web' none of"),
+        ({"source": "generated", "download": True}, "drop path= and download="),
+        ({"max_users": 0}, "max_users=0 must be at least 1"),
+    ],
+)
+def test_a_wrong_argument_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        datasets.movielens(**arguments)
+
+
+def test_a_path_without_an_archive_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"neither an archive nor a folder with ml-1m\.zip"):
+        datasets.movielens("ml-1m", path=tmp_path / "nowhere")
+
+
+def test_an_archive_of_another_form_is_refused(tmp_path):
+    file = tmp_path / "mine.zip"
+    write_100k(file)
+    with pytest.raises(ValueError, match=r"has not the form of ml-1m\.zip"):
+        datasets.movielens("ml-1m", path=file)
+    file.write_text("not a zip")
+    with pytest.raises(ValueError, match=r"has not the form of ml-1m\.zip"):
+        datasets.movielens("ml-1m", path=file)
+
+
+def test_films_that_nobody_listed_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delitem(FILMS, 30)
+    write_1m(tmp_path / "mine.zip")
+    with pytest.raises(ValueError, match="films that it does not list"):
+        datasets.movielens("ml-1m", path=tmp_path / "mine.zip")
+
+
+# What is generated
+
+
+@pytest.fixture(scope="module")
+def log():
+    return datasets.generated_ratings(300, 120, seed=3)
+
+
+def test_equal_seeds_generate_equal_logs(log):
+    again, other = datasets.generated_ratings(300, 120, seed=3), datasets.generated_ratings(300, 120, seed=4)
+    for name in ("users", "items", "ratings", "timestamps", "item_ids", "genres"):
+        assert np.array_equal(getattr(log, name), getattr(again, name))
+        assert not np.array_equal(getattr(log, name), getattr(other, name))
+    assert log.titles == again.titles
+
+
+def test_a_generated_log_has_the_form_of_movielens(log):
+    assert (np.diff(log.timestamps) >= 0).all()
+    assert np.bincount(log.users, minlength=300).min() >= 20
+    assert len(np.unique(log.users.astype(np.int64) * 120 + log.items)) == len(log.users)  # nobody rates a film twice
+    assert set(log.ratings.tolist()) == {1, 2, 3, 4, 5}
+    assert set(log.genres.sum(axis=1).tolist()) == {1, 2, 3}
+    assert (np.diff(log.item_ids) > 0).all()
+    assert log.item_ids.max() > 120
+    assert len(log.titles) == len(log.item_ids) == 120
+    assert "seed 3" in log.source
+
+
+def test_nobody_rates_a_film_before_it_came_out(log):
+    # Films of one visit are 20 seconds apart, and the first is at the moment of the visit.
+    assert (log.days - log.law.release_days[log.items] >= 0).all()
+
+
+def test_choices_follow_the_law(log):
+    """Of the first choices on the first day, as many as expected are films that the law has among the ten likeliest."""
+    firsts = np.unique(log.users, return_index=True)[1]
+    odds = log.law.log_odds(log.users[firsts], log.law.first_days[log.users[firsts]])
+    probabilities = np.exp(odds) / np.exp(odds).sum(axis=1, keepdims=True)
+    likeliest = np.argsort(-probabilities, axis=1)[:, :10]
+    expected = np.take_along_axis(probabilities, likeliest, axis=1).sum(axis=1)
+    found = (likeliest == log.items[firsts][:, None]).any(axis=1)
+    error = np.sqrt((expected * (1 - expected)).sum()) / len(found)
+    assert abs(found.mean() - expected.mean()) < 4 * error
+
+
+def test_a_taste_turns_from_the_first_visit_to_the_last(log):
+    law, user = log.law, np.array([5])
+    flat = law.log_popularity[None] * 0 + np.where(law.release_days > law.first_days[5], -np.inf, 0)
+    first, last = (law.log_odds(user, moment[user]) for moment in (law.first_days, law.last_days))
+    liked = 6.0 * law.first_tastes[5] @ law.item_vectors.T + law.log_popularity + flat[0]
+    old = law.release_days < -60 * 30  # no longer new, so nothing but popularity and taste is left
+    np.testing.assert_allclose(first[0, old], liked[old], atol=1e-9)
+    assert np.abs(last[0, old] - first[0, old]).max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_items": 30}, "num_items=30 must be at least 40"),
+        ({"num_users": 0}, "num_users=0 must be at least 1"),
+        ({"ratings_per_user": 70.0}, r"from 20 to 60\.0, half of num_items"),
+    ],
+)
+def test_a_log_that_cannot_be_generated_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        datasets.generated_ratings(**({"num_users": 10, "num_items": 120, "seed": 0} | arguments))
+
+
+# What follows from a log
+
+
+def test_histories_hold_what_a_user_rated_before_and_nothing_later(log):
+    seen, histories = {}, log.histories(7)
+    for user, item, found in zip(log.users.tolist(), log.items.tolist(), histories.tolist(), strict=True):
+        before = seen.setdefault(user, [])
+        assert found == (before[::-1] + [-1] * 7)[:7]
+        before.append(item)
+    with pytest.raises(ValueError, match="length=0 must be at least 1"):
+        log.histories(0)
+
+
+def test_every_user_has_one_last_rating_and_it_is_the_latest(log):
+    last = {}
+    for number, user in enumerate(log.users.tolist()):
+        last[user] = number
+    assert np.flatnonzero(log.is_last()).tolist() == sorted(last.values())
