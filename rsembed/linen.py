@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,7 @@ class Embeddings(nn.Module):
         return activations
 
 
+@no_type_check  # a pytree holds placeholders while JAX transforms it
 class TrainState(struct.PyTreeNode):
     """A model in training, as `flax.training.train_state.TrainState` with tables.
 
@@ -102,8 +103,8 @@ class TrainState(struct.PyTreeNode):
         variables = {"params": self.params, **self.variables, _STATES: _nested(self.embeddings)}
         return self.apply_fn(variables, *args, **options)
 
-    def apply_gradients(self, gradients: Gradients, **replacements: Any) -> TrainState:
-        """The state after one step, with other fields replaced, such as `variables`.
+    def apply_gradients(self, gradients: Any, **replacements: Any) -> TrainState:
+        """The state after a step with the `Gradients` of `value_and_grad`; other fields may be replaced: `variables`.
 
         Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables.
         """

@@ -154,8 +154,8 @@ class Optimizer(nnx.Module):
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
 
-    def update(self, model: Any, gradients: Gradients, **kwargs: Any) -> None:
-        """One step, in place; `kwargs` are optax's.
+    def update(self, model: Any, gradients: Any, **kwargs: Any) -> None:
+        """One step, in place, with the `Gradients` of `value_and_grad`; `kwargs` are optax's.
 
         Raises: TypeError: the gradients are those of `nnx.grad`, which has nothing for the tables.
         """

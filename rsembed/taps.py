@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from rsembed.collection.state import Activations, Batch
 from rsembed.row_gradients import RowGradients, combine
 
 
+@no_type_check  # a pytree holds placeholders while JAX transforms it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -80,6 +81,7 @@ def _refuse(refusal: str, primals: Any, tangents: Any) -> Any:
     raise RuntimeError(refusal)
 
 
+@no_type_check  # a pytree holds placeholders while JAX transforms it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:

@@ -1,0 +1,356 @@
+"""A layer of NNX trains tables as the functional core does, and nobody forgets to."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from flax import nnx
+from flax.errors import TraceContextError
+
+import rsembed as rs
+from rsembed import checkpoint
+from tests.flax import world
+
+ALL = tuple(world.HOMES)
+
+
+class Model(nnx.Module):
+    def __init__(self, collection):
+        self.embeddings = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
+        self.embeddings.set_state(collection.init(world.KEY))
+        self.head = nnx.Linear(world.DIM, 1, use_bias=False, rngs=nnx.Rngs(0))
+        self.head.kernel.set_value(jnp.asarray(world.HEAD))
+
+    def __call__(self, ids):
+        return self.head(world.joined(self.embeddings(ids)))
+
+
+def loss_fn(model, ids):
+    return world.loss_of(model(ids), jnp.asarray(world.LABELS))
+
+
+def new(*homes, on_mesh=False):
+    """A collection, its batches, a model and its optimizer."""
+    collection = world.collection(*homes, on_mesh=on_mesh)
+    model = Model(collection)
+    return collection, world.batches(collection), model, rs.nnx.Optimizer(model, world.TX)
+
+
+def step(model, optimizer, ids):
+    loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ids)
+    optimizer.update(model, gradients)
+    return loss
+
+
+train_step = nnx.jit(step, donate_argnums=(0, 1))
+
+
+def trained_parts(model):
+    """The head, and tables and slots."""
+    return model.head.kernel.get_value(), world.contents(model.embeddings.collection, model.embeddings.state)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_model_trains_as_the_functional_core(on_mesh):
+    _, batches, model, optimizer = new(*ALL, on_mesh=on_mesh)
+    losses = [train_step(model, optimizer, batch) for batch in batches]
+    world.assert_same_run(world.core_run(*ALL), losses, *trained_parts(model))
+
+
+def test_steps_may_be_scanned():
+    _, batches, model, optimizer = new("dense")
+
+    @nnx.jit
+    def train(model, optimizer, batches):
+        def body(both, batch):
+            return both, step(*both, batch)
+
+        return nnx.scan(body, in_axes=(nnx.Carry, 0))((model, optimizer), batches)[1]
+
+    losses = train(model, optimizer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
+    world.assert_same_run(world.core_run("dense"), losses, *trained_parts(model))
+
+
+def test_a_table_trains_as_a_matrix_that_one_hot_vectors_multiply():
+    table = world.table("t", optimizer=rs.SGDOptimizerSpec(0.5))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    ids, model = [[3, 5], [5], [1, 1, 3], [9]], Model(collection)
+    matrix = sum(np.eye(world.ROWS, dtype=np.float32)[[bag[k % len(bag)] for bag in ids]] for k in range(6)) / 6
+    optimizer = rs.nnx.Optimizer(model, optax.sgd(0.25))
+    params = {"table": collection.tables(model.embeddings.state)["t"], "head": jnp.asarray(world.HEAD)}
+    tx = optax.partition({"table": optax.sgd(0.5), "head": optax.sgd(0.25)}, {"table": "table", "head": "head"})
+    opt_state = tx.init(params)
+
+    def dense_loss(params):
+        return world.loss_of(matrix @ params["table"] @ params["head"], world.LABELS)
+
+    # Outside of jit, lists of any length are a batch.
+    for train, batch in ((step, {"f": ids}), (train_step, collection.prepare({"f": ids}))):
+        expected, gradients = jax.value_and_grad(dense_loss)(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(train(model, optimizer, batch), expected, rtol=1e-5)
+    head, (tables, *_) = trained_parts(model)
+    np.testing.assert_allclose(head, params["head"], rtol=1e-5)
+    np.testing.assert_allclose(tables["t"], params["table"], rtol=1e-5, atol=1e-7)
+
+
+def test_several_calls_of_a_layer_are_one_step_of_the_sum():
+    collection, _, model, optimizer = new("dense")
+    ids = np.arange(8).reshape(2, 4) % 5
+    other, other_optimizer = Model(collection), rs.nnx.Optimizer(model, world.TX)
+
+    def halves(model, ids):
+        def half(k):
+            return world.loss_of(model({"dense": ids[k : k + 2]}), world.LABELS[k : k + 2])
+
+        return (half(0) + half(2)) / 2
+
+    @nnx.jit
+    def step_of_halves(model, optimizer, ids):
+        loss, gradients = rs.nnx.value_and_grad(nnx.remat(halves))(model, ids)
+        optimizer.update(model, gradients)
+        return loss
+
+    expected = nnx.jit(step)(model, optimizer, {"dense": ids.T})
+    loss = step_of_halves(other, other_optimizer, ids.T)
+    world.assert_same_run(([expected], *trained_parts(model)), [loss], *trained_parts(other))
+
+
+class TwoTowers(nnx.Module):
+    def __init__(self, first, second):
+        self.towers = nnx.List([first, second])
+        self.again = first
+
+    def __call__(self, ids):
+        return sum(jnp.sum(world.joined(tower({name: ids for name in tower.collection.features})) ** 2)
+                   for tower in [*self.towers, self.again])  # fmt: skip
+
+
+def test_every_layer_has_its_gradients_by_path_and_a_shared_one_has_one():
+    layers = [rs.nnx.Embeddings(world.collection("dense"), rngs=nnx.Rngs(k)) for k in range(2)]
+    model, ids = TwoTowers(*layers), np.arange(4).reshape(2, 2)
+    optimizer, before = rs.nnx.Optimizer(model, optax.sgd(0.1)), nnx.clone(model)
+
+    @nnx.jit
+    def train_step(model, optimizer, ids):
+        gradients = rs.nnx.value_and_grad(lambda model, ids: model(ids))(model, ids)[1]
+        optimizer.update(model, gradients)
+        return gradients
+
+    gradients = train_step(model, optimizer, ids)
+    assert {name: len(calls) for name, calls in gradients.calls.items()} == {"again": 2, "towers/1": 1}
+    assert model.again is model.towers[0]
+    for layer, old in zip(layers, before.towers, strict=True):
+        assert int(layer.state.step) == 1
+        moved = np.any(layer.state.tables["dense"] != old.state.tables["dense"], axis=1)
+        np.testing.assert_array_equal(np.flatnonzero(moved), np.arange(4))
+
+
+def test_row_gradients_can_be_clipped_before_the_step():
+    _, batches, model, optimizer = new("dense")
+
+    @nnx.jit
+    def clipped_step(model, optimizer, ids):
+        loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ids)
+        rows = {name: rs.clip_by_global_norm(own, 0.01) for name, own in gradients.rows.items()}
+        optimizer.update(model, gradients.with_rows(rows))
+        return loss
+
+    losses = [clipped_step(model, optimizer, batch) for batch in batches]
+    world.assert_same_run(world.core_run("dense", max_norm=0.01), losses, *trained_parts(model))
+    gradients = rs.nnx.value_and_grad(loss_fn)(model, batches[0])[1]
+    with pytest.raises(ValueError, match=r"called no layers \['embedding'\], only \['embeddings'\]"):
+        gradients.with_rows({"embedding": gradients.rows["embeddings"]})
+
+
+def test_frozen_tables_are_read_while_the_rest_trains():
+    _, (batch, *_), model, optimizer = new("dense")
+    model.set_attributes(rs.nnx.Embeddings, frozen=True)
+    before = [np.array(leaf) for leaf in jax.tree.leaves(model.embeddings.state.tables)]
+
+    @nnx.jit
+    def both(model, optimizer, ids):
+        plain = nnx.value_and_grad(loss_fn)(model, ids)
+        ours = rs.nnx.value_and_grad(loss_fn)(model, ids)
+        optimizer.update(model, ours[1])
+        return plain, ours
+
+    (loss, plain), (same_loss, ours) = both(model, optimizer, batch)
+    assert ours.calls == {} and float(loss) == float(same_loss)
+    np.testing.assert_array_equal(plain["head"]["kernel"][...], ours.dense["head"]["kernel"][...])
+    assert np.any(model.head.kernel[...] != world.HEAD)
+    np.testing.assert_array_equal(jax.tree.leaves(model.embeddings.state.tables), before)
+
+
+FORGETFUL = {
+    "nnx.grad": lambda model, ids: nnx.grad(loss_fn)(model, ids),
+    "inside jit and remat": lambda model, ids: nnx.jit(nnx.value_and_grad(nnx.remat(loss_fn)))(model, ids),
+    "nnx.vjp": lambda model, ids: nnx.vjp(lambda model: loss_fn(model, ids), model, graph_updates=False),
+    "jax.grad of a split model": lambda model, ids: jax.grad(
+        lambda params, graphdef, rest: loss_fn(nnx.merge(graphdef, params, rest), ids)
+    )(*np.array(nnx.split(model, nnx.Param, ...), object)[[1, 0, 2]]),
+}
+
+
+@pytest.mark.parametrize("way", FORGETFUL)
+def test_gradients_that_forget_the_tables_are_refused(way):
+    _, (batch, *_), model, _ = new("dense")
+    with pytest.raises(RuntimeError, match=r"layer of tables 'dense' would stay untrained.* rs\.nnx\.value_and_grad"):
+        nnx.eval_shape(FORGETFUL[way], model, batch)
+
+
+def test_gradients_by_other_things_than_the_model_need_no_tables():
+    _, (batch, *_), model, _ = new("dense")
+    by_scale = jax.eval_shape(jax.grad(lambda scale: jnp.sum(scale * model(batch))), 1.0)
+    assert by_scale.shape == ()
+
+
+def test_the_optimizer_refuses_gradients_without_tables():
+    _, _, model, optimizer = new("dense")
+    with pytest.raises(TypeError, match=r"a State, which has nothing for the tables.* rs\.nnx\.value_and_grad"):
+        optimizer.update(model, nnx.state(model, nnx.Param))
+
+
+def test_an_optimizer_of_flax_takes_the_dense_gradients():
+    _, (batch, *_), model, _ = new("dense")
+    _, gradients = rs.nnx.value_and_grad(loss_fn)(model, batch)
+    other = nnx.clone(model)
+    plain = nnx.Optimizer(other, optax.sgd(0.5), wrt=nnx.Param)
+    plain.update(other, gradients.dense)
+    np.testing.assert_allclose(
+        other.head.kernel[...], world.HEAD - 0.5 * np.asarray(gradients.dense["head"]["kernel"][...]), rtol=1e-6
+    )
+
+
+def test_a_lookup_in_a_loop_of_the_loss_is_refused():
+    _, (batch, *_), model, _ = new("dense")
+
+    def looped(model, batch):
+        return jax.lax.scan(lambda total, _: (total + loss_fn(model, batch), None), 0.0, length=2)[0]
+
+    with pytest.raises(TraceContextError):
+        rs.nnx.value_and_grad(looped)(model, batch)
+    assert model.embeddings.taps is None and model.embeddings.calls is None
+
+
+class Noisy(nnx.Module):
+    """A model that draws numbers and counts its calls."""
+
+    def __init__(self, collection):
+        self.inner = Model(collection)
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.num_calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, ids):
+        self.num_calls[...] += 1
+        return self.inner.head(self.dropout(world.joined(self.inner.embeddings(ids))))
+
+
+def test_what_a_loss_changes_is_changed_once():
+    collection, rngs = world.collection("dense"), nnx.Rngs(labels=0)
+    model, batch = Noisy(collection), world.batches(collection)[0]
+
+    def noisy_loss(model, batch, rngs):
+        return jnp.sum(model(batch)) + jnp.sum(jax.random.normal(rngs.labels(), ())), "aux"
+
+    (_, aux), gradients = rs.nnx.value_and_grad(noisy_loss, has_aux=True)(model, batch, rngs)
+    assert aux == "aux" and set(gradients.calls) == {"inner/embeddings"}
+    assert int(model.num_calls[...]) == int(rngs.labels.count[...]) == int(model.dropout.rngs.count[...]) == 1
+
+
+def test_a_step_writes_into_the_tables():
+    table = rs.TableSpec(name="t", vocabulary_size=4096, embedding_dim=8, optimizer=rs.AdagradOptimizerSpec(0.1))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    layer = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
+    optimizer, ids = rs.nnx.Optimizer(layer, world.TX), {"f": np.arange(8).reshape(4, 2)}
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def train_step(layer, optimizer, ids):
+        loss, gradients = rs.nnx.value_and_grad(lambda layer, ids: jnp.sum(layer(ids)["f"] ** 2))(layer, ids)
+        optimizer.update(layer, gradients)
+        return loss
+
+    num_bytes = 2 * 4096 * 8 * 4
+    memory = train_step.lower(layer, optimizer, ids).compile().compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= num_bytes and memory.temp_size_in_bytes < num_bytes / 4
+    given = layer.state.tables["t"]
+    train_step(layer, optimizer, ids)
+    assert given.is_deleted() and not layer.state.tables["t"].is_deleted()
+
+
+def test_tables_on_the_host_train_as_dense_ones():
+    collections = []
+    for storage in (None, rs.HostCached(cache_rows=8)):
+        feature = rs.FeatureSpec(name="dense", table_spec=world.table("dense", storage))
+        collections.append(rs.EmbeddingCollection([feature]))
+    models = [Model(collection) for collection in collections]
+    optimizers = [rs.nnx.Optimizer(model, world.TX) for model in models]
+    for batch in world.batches(collections[0]):
+        models[1].embeddings.prefetch(batch)
+        losses = [train_step(*both, batch) for both in zip(models, optimizers, strict=True)]
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+    tables = [own.tables(model.embeddings.state)["dense"] for own, model in zip(collections, models, strict=True)]
+    np.testing.assert_allclose(*tables, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model and its optimizer after one step, which nobody changes."""
+    collection, batches, model, optimizer = new(*ALL)
+    train_step(model, optimizer, batches[0])
+    return collection, batches, model, optimizer
+
+
+def go_on(batches, model, optimizer):
+    losses = [world.core_run(*ALL)[0][0]] + [train_step(model, optimizer, batch) for batch in batches[1:]]
+    world.assert_same_run(world.core_run(*ALL), losses, *trained_parts(model))
+
+
+def test_training_goes_on_from_files_of_orbax(trained, tmp_path):
+    _, batches, model, optimizer = trained
+    _, _, other, other_optimizer = new(*ALL)
+    other.embeddings.set_state(other.embeddings.collection.init(jax.random.key(7)))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", nnx.state((model, optimizer)))
+        checkpointer.wait_until_finished()
+        nnx.update(
+            (other, other_optimizer), checkpointer.restore(tmp_path / "saved", nnx.state((other, other_optimizer)))
+        )
+    go_on(batches, other, other_optimizer)
+
+
+def test_training_goes_on_from_our_files(trained, tmp_path):
+    collection, batches, model, optimizer = trained
+    others = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
+    checkpoint.save_collection(tmp_path / "saved", collection, model.embeddings.state, others=others)
+    _, _, other, other_optimizer = new(*ALL)
+    like = nnx.state((other, other_optimizer), nnx.Not(rs.nnx.Tables))
+    state, others = checkpoint.load_collection(tmp_path / "saved", collection, others=like)
+    other.embeddings.set_state(state)
+    nnx.update((other, other_optimizer), others)
+    go_on(batches, other, other_optimizer)
+    with pytest.raises(ValueError, match="does not belong to this collection"):
+        Model(world.collection("dense")).embeddings.set_state(state)
+
+
+COPIES = {
+    "nnx.clone": nnx.clone,
+    "split and merge": lambda model: nnx.merge(*nnx.split(model)),
+    "jax.tree": lambda model: jax.tree.map(jnp.copy, model),
+    "copy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_of_a_model_read_what_it_reads(trained, way):
+    _, batches, model, _ = trained
+    other = COPIES[way](model)
+    assert other.embeddings is not model.embeddings
+    np.testing.assert_array_equal(other(batches[1]), model(batches[1]))
