@@ -71,22 +71,6 @@ def test_a_model_trains_as_the_functional_core(on_mesh):
     assert int(state.step) == len(losses)
 
 
-def test_row_gradients_can_be_clipped_before_the_step():
-    collection, batches, _, state = new("dense")
-
-    @jax.jit
-    def clipped_step(state, ids):
-        loss, gradients = rs.linen.value_and_grad(loss_fn)(state, ids)
-        rows = {"words": rs.clip_by_global_norm(gradients.rows["words"], 0.01)}
-        return state.apply_gradients(gradients.with_rows(rows)), loss
-
-    losses = []
-    for batch in batches:
-        state, loss = clipped_step(state, batch)
-        losses.append(loss)
-    world.assert_same_run(world.core_run("dense", max_norm=0.01), losses, *trained_parts(collection, state))
-
-
 class Normalized(nn.Module):
     """Tables behind a rematerialized layer, and statistics of batches."""
 

@@ -16,6 +16,6 @@ def test_the_programs_of_the_page_train_freeze_and_save():
         exec(compile(program, "docs/flax.md", "exec"), names)
     for losses in (names["losses"], names["linen_losses"]):
         assert np.all(np.diff(losses) < 0)
-    assert names["num_users"] == 3 and names["probabilities"].shape == (3,)
+    assert names["rows"].shape == (1_000, 8) and names["probabilities"].shape == (3,)
     tables = names["collection"].tables(names["model"].embeddings.state)
     np.testing.assert_array_equal(tables["item"], names["as_frozen"])
