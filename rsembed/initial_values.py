@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.library import vary_alike
@@ -26,6 +27,12 @@ from rsembed.specs import TableSpec
 def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
     """The key of one table: the model's key and the table's name."""
     return jax.random.fold_in(key, zlib.crc32(table_name.encode()))
+
+
+def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> Shaped[Array, "tables ..."]:
+    """The keys of some tables, as `table_key` has them, made by one operation."""
+    numbers = np.asarray([zlib.crc32(name.encode()) for name in table_names], np.uint32)
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
 
 
 def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"]) -> Float[Array, "rows dim"]:

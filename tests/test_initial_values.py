@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.initial_values import initial_rows
+from rsembed.initial_values import initial_rows, table_key, table_keys
 
 ROWS, DIM = 3000, 8
 
@@ -74,3 +74,10 @@ def test_initializers_that_cannot_be_called_get_the_fix():
         initial_rows(jax.random.key(0), table(lambda: jnp.zeros((ROWS, DIM))), jnp.arange(2))
     with pytest.raises(ValueError, match=r"returned \[\(128, 16\)\] for shape \(3000, 8\)"):
         initial_rows(jax.random.key(0), table(lambda key, shape: jnp.zeros((128, 16))), jnp.arange(2))
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")], ids=str)
+def test_keys_of_many_tables_are_those_of_each(key):
+    names = ["item", "user", ""]
+    for own, name in zip(table_keys(key, names), names, strict=True):
+        assert jnp.array_equal(own, table_key(key, name))

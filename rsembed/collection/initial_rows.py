@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from rsembed.initial_values import initial_rows, table_key
+from rsembed.initial_values import initial_rows, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
@@ -85,7 +85,7 @@ def _filled(
     write: Callable[[tuple[Array, ...], Array, Array], tuple[Array, ...]],
 ) -> tuple[Array, ...]:
     spec, num_rows = tables[0].spec, tables[0].num_rows
-    keys = jnp.stack([table_key(key, table.spec.name) for table in tables])
+    keys = table_keys(key, [table.spec.name for table in tables])
     places = Place(*jnp.asarray([table.place for table in tables], jnp.int32).T)
     rows_of_shard = -(-num_rows // shards.spread)
     block = min(rows_of_shard, max(1, INIT_BLOCK_VALUES // spec.embedding_dim))
