@@ -9,8 +9,9 @@ Stacking, sharding and device count therefore never change a table, and building
 from __future__ import annotations
 
 import functools
+import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,20 @@ def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"])
         return table.initializer(key, shape).astype(jnp.float32)[rows]
 
 
+def form(table: TableSpec) -> Hashable:
+    """What tables have in common of which one program, that of any of them, makes all rows by `initial_rows`.
+
+    That is the initializer and the length of rows, if it makes every row by itself and their number enters no value;
+    else their number, too.
+    """
+    shape = (table.vocabulary_size, table.embedding_dim)
+    trace, whole = _trace(table, shape), (table.initializer, *shape)
+    text = str(trace)
+    if trace.consts or not _is_made_by_rows(trace, shape[0]):
+        return whole
+    return table.initializer, shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
+
+
 def keyed_rows(
     key: PRNGKeyArray, initializer: Callable[..., Any], lanes: Sequence[UInt32[Array, " rows"]], dim: int
 ) -> Float[Array, "rows dim"]:
@@ -86,6 +101,15 @@ def _trace(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
             "the shape it is given."
         )
     return trace
+
+
+def _is_made_by_rows(trace: ClosedJaxpr, num_rows: int) -> bool:
+    evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), num_rows)
+    try:
+        jax.eval_shape(functools.partial(evaluator.evaluate, trace, only_cut=True), jax.random.key(0))
+    except _MixesRowsError:
+        return False
+    return True
 
 
 # Primitives that treat every entry alone.
@@ -130,8 +154,10 @@ class _RowEvaluator:
         self.rows, self.num_rows, self.only_key = rows, num_rows, only_key
         self.lanes = [rows.astype(jnp.uint32)] if lanes is None else lanes
 
-    def evaluate(self, trace: ClosedJaxpr, key: PRNGKeyArray) -> Array:
+    def evaluate(self, trace: ClosedJaxpr, key: PRNGKeyArray, *, only_cut: bool = False) -> Array:
         (result,) = self._run(trace.jaxpr, trace.consts, [key])
+        if only_cut and not isinstance(result, _Cut):
+            raise _MixesRowsError
         return result.array if isinstance(result, _Cut) else jnp.asarray(result)[self.rows]
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

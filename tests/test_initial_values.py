@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.initial_values import initial_rows, table_key, table_keys
+from rsembed.initial_values import form, initial_rows, table_key, table_keys
 
 ROWS, DIM = 3000, 8
 
@@ -81,3 +81,47 @@ def test_keys_of_many_tables_are_those_of_each(key):
     names = ["item", "user", ""]
     for own, name in zip(table_keys(key, names), names, strict=True):
         assert jnp.array_equal(own, table_key(key, name))
+
+
+def of_size(rows, initializer):
+    return rs.TableSpec(name="t", vocabulary_size=rows, embedding_dim=DIM, initializer=initializer)
+
+
+@pytest.mark.parametrize("name", ["normal", "uniform", "truncated", "constant", "two draws", "shifted", "default"])
+def test_tables_of_one_form_have_rows_of_one_program(name):
+    small, large = of_size(10, INITIALIZERS[name]), of_size(ROWS, INITIALIZERS[name])
+    assert form(small) == form(large)
+    key, rows = jax.random.key(3), jnp.arange(10)
+    np.testing.assert_array_equal(initial_rows(key, large, rows), initial_rows(key, small, rows))
+
+
+NUMBER_OF_ROWS_MATTERS = {
+    "in a scale": jax.nn.initializers.glorot_uniform(),
+    "in a value": lambda key, shape: jnp.full(shape, shape[0], jnp.float32),
+    "in an order": lambda key, shape: jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.float32)[:, None], shape),
+    "in all rows": jax.nn.initializers.orthogonal(),
+    "in an array": lambda key, shape: jnp.asarray(np.linspace(0, 1, shape[0] * shape[1], dtype=np.float32)).reshape(
+        shape
+    ),
+}
+
+
+@pytest.mark.parametrize("where", NUMBER_OF_ROWS_MATTERS)
+def test_the_form_tells_tables_apart_whose_values_depend_on_their_size(where):
+    assert form(of_size(10, NUMBER_OF_ROWS_MATTERS[where])) != form(of_size(20, NUMBER_OF_ROWS_MATTERS[where]))
+
+
+def test_stacked_tables_of_many_sizes_and_initializers_have_their_own_values():
+    initializers = [INITIALIZERS["uniform"], *map(NUMBER_OF_ROWS_MATTERS.get, ("in a scale", "in an order"))]
+    tables = [
+        rs.TableSpec(name=f"{k} {rows}", vocabulary_size=rows, embedding_dim=DIM, initializer=initializer)
+        for k, initializer in enumerate(initializers)
+        for rows in (1, 16, 17)
+    ]
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables])
+    key = jax.random.key(5)
+    stacked = collection.tables(collection.init(key))
+    assert len(collection.plan.stacks) == 1
+    for own in tables:
+        expected = initial_rows(table_key(key, own.name), own, jnp.arange(own.vocabulary_size))
+        np.testing.assert_allclose(stacked[own.name], expected, rtol=1e-6, atol=1e-7)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from rsembed.initial_values import initial_rows, table_keys
+from rsembed.initial_values import form, initial_rows, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
@@ -67,42 +68,55 @@ def initial_shards(
     def write(arrays: tuple[Array, ...], rows: Array, values: Array) -> tuple[Array, ...]:
         return api.scatter_rows(arrays, rows, (values, *rule.init_slots(values)), implementation=implementation)
 
-    groups: dict[object, list[PlacedTable]] = {}  # tables of equal size and initializer: one compiled loop fills all
+    # Tables of one form, and of sizes that one size of blocks suits, are filled by one compiled loop.
+    groups: dict[tuple[Hashable, int], list[PlacedTable]] = {}
+    forms: dict[Hashable, Hashable] = {}
     for table in tables:
         alike = table.spec.initializer, table.spec.vocabulary_size, table.spec.embedding_dim
-        groups.setdefault(alike, []).append(table)
-    for group in groups.values():
-        arrays = _filled(arrays, key, group, shards, columns, write)
+        if alike not in forms:
+            forms[alike] = form(table.spec)
+        groups.setdefault((forms[alike], _block_of(table, shards)), []).append(table)
+    for (_, block), group in groups.items():
+        arrays = _filled(arrays, key, group, block, shards, columns, write)
     return arrays[0], arrays[1:]
+
+
+def _block_of(table: PlacedTable, shards: OwnShards) -> int:
+    """Rows that are made at a time: a power of four that holds all that a shard has, up to those of a full block."""
+    most = max(1, INIT_BLOCK_VALUES // table.spec.embedding_dim)
+    bits = max(-(-table.num_rows // shards.spread) - 1, 0).bit_length()
+    return min(most, 1 << (bits + bits % 2))
 
 
 def _filled(
     arrays: tuple[Array, ...],
     key: PRNGKeyArray,
     tables: Sequence[PlacedTable],
+    block: int,
     shards: OwnShards,
     columns: tuple[Any, int],
     write: Callable[[tuple[Array, ...], Array, Array], tuple[Array, ...]],
 ) -> tuple[Array, ...]:
-    spec, num_rows = tables[0].spec, tables[0].num_rows
-    keys = table_keys(key, [table.spec.name for table in tables])
+    spec, keys = tables[0].spec, table_keys(key, [table.spec.name for table in tables])
     places = Place(*jnp.asarray([table.place for table in tables], jnp.int32).T)
-    rows_of_shard = -(-num_rows // shards.spread)
-    block = min(rows_of_shard, max(1, INIT_BLOCK_VALUES // spec.embedding_dim))
-    num_blocks = -(-rows_of_shard // block)
+    num_blocks = np.asarray([-(-table.num_rows // (shards.spread * block)) for table in tables], np.int32)
+    num_rows = jnp.asarray([table.num_rows for table in tables], jnp.int32)
+    num_ids = jnp.asarray([table.spec.vocabulary_size for table in tables], jnp.int32)
+    ends = np.cumsum(num_blocks * shards.num_own, dtype=np.int32)
 
     def fill_block(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        own, first = number // num_blocks, number % num_blocks * block
-        table, shard = own // shards.num_own, own % shards.num_own
+        table = jnp.searchsorted(jnp.asarray(ends), number, side="right")
+        own, blocks = number - (jnp.asarray(ends) - num_blocks * shards.num_own)[table], jnp.asarray(num_blocks)[table]
+        shard, first = own // blocks, own % blocks * block
         place = jax.tree.map(lambda field: field[table], places)
         where = shards.first + shard
         rows = place.first_row(where, spread=shards.spread) + first + jnp.arange(block, dtype=jnp.int32)
         ids = place.ids(where, rows, spread=shards.spread)
-        values = initial_rows(keys[table], spec, jnp.clip(ids, 0, spec.vocabulary_size - 1))
-        values = jnp.where((ids < spec.vocabulary_size)[:, None], values, 0.0)
+        values = initial_rows(keys[table], spec, jnp.clip(ids, 0, num_ids[table] - 1))
+        values = jnp.where((ids < num_ids[table])[:, None], values, 0.0)
         values = jnp.pad(values, ((0, 0), (0, max(0, columns[1] - spec.embedding_dim))))
         values = jax.lax.dynamic_slice_in_dim(values, *columns, axis=1)
-        is_own = (ids >= 0) & (ids < num_rows)
+        is_own = (ids >= 0) & (ids < num_rows[table])
         return write(arrays, jnp.where(is_own, shard * shards.rows_per_shard + rows, NO_ROW), values)
 
-    return jax.lax.fori_loop(0, len(tables) * shards.num_own * num_blocks, fill_block, arrays)
+    return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)

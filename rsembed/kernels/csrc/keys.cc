@@ -2,7 +2,7 @@
 //
 // Whole numbers only: every result follows from the arguments, whatever threads share the work and whatever their
 // instruction set is. rsembed/kernels/native.py is the only caller; it checks values, the handlers check what memory
-// safety needs. rsembed/kernels/probing.py says what a table of keys means.
+// safety needs. rsembed/kernels/keyed.py says what a table of keys means.
 
 #include <algorithm>
 #include <cstdint>
@@ -13,6 +13,7 @@
 
 #include "arguments.h"
 #include "parallel.h"
+#include "row_kernels.h"
 #include "sorting.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -20,8 +21,9 @@ namespace rsembed {
 namespace {
 
 constexpr int64_t kEntriesPerTask = 4096;
+constexpr int64_t kBitsPerTask = 1 << 14;
 constexpr int64_t kAhead = 16;  // keys between asking for memory and reading it
-constexpr int32_t kEmpty = -1, kDeleted = -2;  // of rsembed/kernels/probing.py, as is Mix
+constexpr int32_t kEmpty = -1, kDeleted = -2;  // of rsembed/kernels/keyed.py, as is Mix
 
 using Int32s = ffi::BufferR1<ffi::S32>;
 using Words = ffi::BufferR1<ffi::U32>;
@@ -389,6 +391,26 @@ ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int3
   return ffi::Error::Success();
 }
 
+// Random bits of rows, each from a key of its own.
+ffi::Error RowBits(ffi::ThreadPool pool, ffi::BufferR1<ffi::U32> key, ffi::RemainingArgs args,
+                   ffi::Result<ffi::BufferR2<ffi::U32>> bits) {
+  const int64_t num_rows = bits->dimensions()[0], dim = bits->dimensions()[1];
+  Reader reader(args);
+  std::vector<const uint32_t*> lanes;
+  for (size_t k = 0; k < args.size(); ++k) {
+    lanes.push_back(static_cast<uint32_t*>(reader.Next("lane", ffi::U32, num_rows)));
+  }
+  if (key.element_count() != 2) reader.Fail("wrong size of key");
+  if (dim > int64_t{UINT32_MAX}) reader.Fail("too many columns");
+  if (reader.Failed()) return reader.Complaint();
+  const int64_t rows_per_task = std::max<int64_t>(kBitsPerTask / std::max<int64_t>(dim, 1), 1);
+  const auto row_bits = BestRowKernels().row_bits;
+  Workers(pool).ForEachRange(num_rows, rows_per_task, [&](int64_t first, int64_t last) {
+    row_bits(key.typed_data(), lanes.data(), lanes.size(), dim, first, last, bits->typed_data());
+  });
+  return ffi::Error::Success();
+}
+
 auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
 
 }  // namespace
@@ -436,6 +458,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_count_uses, CountUses,
                                   .Arg<Int32s>()
                                   .Ret<Int32s>()
                                   .Ret<Int32s>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_row_bits, RowBits,
+                              Bind().Arg<ffi::BufferR1<ffi::U32>>().RemainingArgs().Ret<ffi::BufferR2<ffi::U32>>());
 
 #pragma GCC visibility pop
 

@@ -1,52 +1,115 @@
-// Random bits of rows, each from a key of its own: an XLA FFI handler.
+// Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
 //
 // The numbers are those of jax.random: a key is folded with the row's lanes, one after the other, and counts the columns.
-
-#include <algorithm>
-#include <cstdint>
-#include <string>
-#include <vector>
-
-#include "arguments.h"
-#include "parallel.h"
+// Source: Threefry-2x32 with 20 rounds, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 #include "row_kernels.h"
-#include "xla/ffi/api/ffi.h"
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#ifndef RSEMBED_ISA
+#define RSEMBED_ISA baseline
+#endif
 
 namespace rsembed {
+namespace RSEMBED_ISA {
 namespace {
 
-constexpr int64_t kBitsPerTask = 1 << 14;
+#include "vectors.h"
 
-ffi::Error RowBits(ffi::ThreadPool pool, ffi::BufferR1<ffi::U32> key, ffi::RemainingArgs args,
-                   ffi::Result<ffi::BufferR2<ffi::U32>> bits) {
-  const int64_t num_rows = bits->dimensions()[0], dim = bits->dimensions()[1];
-  Reader reader(args);
-  std::vector<const uint32_t*> lanes;
-  for (size_t k = 0; k < args.size(); ++k) {
-    lanes.push_back(static_cast<uint32_t*>(reader.Next("lane", ffi::U32, num_rows)));
+template <int kDistance>
+inline Words rotated(Words x) { return x << kDistance | x >> (32 - kDistance); }
+
+// A round waits for the one before, so several blocks go side by side.
+template <int kBlocks, int kDistance>
+inline void threefry_round(Words* x, Words* y) {
+  for (int k = 0; k < kBlocks; ++k) {
+    x[k] += y[k];
+    y[k] = rotated<kDistance>(y[k]) ^ x[k];
   }
-  if (key.element_count() != 2) reader.Fail("wrong size of key");
-  if (dim > int64_t{UINT32_MAX}) reader.Fail("too many columns");
-  if (reader.Failed()) return reader.Complaint();
-  const int64_t rows_per_task = std::max<int64_t>(kBitsPerTask / std::max<int64_t>(dim, 1), 1);
-  const auto row_bits = BestRowKernels().row_bits;
-  Workers(pool).ForEachRange(num_rows, rows_per_task, [&](int64_t first, int64_t last) {
-    row_bits(key.typed_data(), lanes.data(), lanes.size(), dim, first, last, bits->typed_data());
-  });
-  return ffi::Error::Success();
+}
+
+template <int kBlocks>
+inline void threefry(Words first, Words second, Words* x, Words* y) {
+  const Words schedule[3] = {first, second, first ^ second ^ 0x1BD11BDAu};
+  for (int k = 0; k < kBlocks; ++k) {
+    x[k] += schedule[0];
+    y[k] += schedule[1];
+  }
+  for (uint32_t group = 0; group < 5; ++group) {
+    if (group % 2 == 0) {
+      threefry_round<kBlocks, 13>(x, y);
+      threefry_round<kBlocks, 15>(x, y);
+      threefry_round<kBlocks, 26>(x, y);
+      threefry_round<kBlocks, 6>(x, y);
+    } else {
+      threefry_round<kBlocks, 17>(x, y);
+      threefry_round<kBlocks, 29>(x, y);
+      threefry_round<kBlocks, 16>(x, y);
+      threefry_round<kBlocks, 24>(x, y);
+    }
+    for (int k = 0; k < kBlocks; ++k) {
+      x[k] += schedule[(group + 1) % 3];
+      y[k] += schedule[(group + 2) % 3] + (group + 1);
+    }
+  }
+}
+
+// One key for each of several rows.
+struct RowKeys {
+  uint32_t first[kLanes], second[kLanes];
+};
+
+inline RowKeys fold(const uint32_t* key, const uint32_t* const* lanes, int64_t num_lanes, int64_t row, int64_t count) {
+  Words first = Words{} + key[0], second = Words{} + key[1];
+  for (int64_t k = 0; k < num_lanes; ++k) {
+    Words zero = {}, number = {};
+    memcpy(&number, lanes[k] + row, count * sizeof(uint32_t));
+    threefry<1>(first, second, &zero, &number);
+    first = zero;
+    second = number;
+  }
+  RowKeys keys;
+  memcpy(keys.first, &first, sizeof(first));
+  memcpy(keys.second, &second, sizeof(second));
+  return keys;
+}
+
+constexpr uint32_t kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+template <int kBlocks>
+inline void draw(uint32_t first, uint32_t second, int64_t column, int64_t count, uint32_t* out) {
+  Words x[kBlocks] = {}, y[kBlocks] = {}, drawn[kBlocks], numbers;
+  memcpy(&numbers, kNumbers, sizeof(numbers));
+  for (int k = 0; k < kBlocks; ++k) y[k] = numbers + static_cast<uint32_t>(column + k * kLanes);
+  threefry<kBlocks>(Words{} + first, Words{} + second, x, y);
+  for (int k = 0; k < kBlocks; ++k) drawn[k] = x[k] ^ y[k];
+  memcpy(out + column, drawn, count * sizeof(uint32_t));
 }
 
 }  // namespace
 
-#pragma GCC visibility push(default)
+void row_bits(const uint32_t* key, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
+              int64_t last, uint32_t* bits) {
+  constexpr int kTogether = 4;
+  for (int64_t row = first; row < last; row += kLanes) {
+    const int64_t count = last - row < kLanes ? last - row : kLanes;
+    const RowKeys own = fold(key, lanes, num_lanes, row, count);
+    for (int64_t k = 0; k < count; ++k) {
+      uint32_t* const out = bits + (row + k) * dim;
+      int64_t column = 0;
+      for (; column + kTogether * kLanes <= dim; column += kTogether * kLanes) {
+        draw<kTogether>(own.first[k], own.second[k], column, kTogether * kLanes, out);
+      }
+      for (; column < dim; column += kLanes) {
+        draw<1>(own.first[k], own.second[k], column, dim - column < kLanes ? dim - column : kLanes, out);
+      }
+    }
+  }
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_row_bits, RowBits,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR1<ffi::U32>>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::BufferR2<ffi::U32>>());
-
-#pragma GCC visibility pop
-
+}  // namespace RSEMBED_ISA
 }  // namespace rsembed

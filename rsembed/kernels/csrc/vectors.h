@@ -1,7 +1,7 @@
 // Vectors as wide as the instruction set, of the compilers' own kind (`vector_size`), so that one text serves all three.
 //
-// For row_kernels.cc alone, which includes this inside the namespace of its instruction set: whatever is defined here
-// exists once per set. It has no guard and includes nothing for that reason.
+// For files that are compiled once per instruction set and include this inside a namespace of their set: whatever is
+// defined here exists once for each. It has no guard and includes nothing for that reason.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
