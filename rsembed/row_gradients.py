@@ -112,7 +112,7 @@ def clip_by_global_norm(
     Args:
       row_gradients: gradients with equal rows combined (as `pullback` returns them).
       max_norm: the largest norm allowed.
-      other_norm: norm of the dense gradients (`optax.global_norm`), to clip both by their common norm.
+      other_norm: norm of the dense gradients (`optax.tree.norm`), to clip both by their common norm.
 
     Raises: ValueError: `max_norm` is negative, which would turn the gradients round, or NaN.
     """

@@ -54,7 +54,7 @@ class LogicalTables:
             else:
                 dense = self.devices.place(stack.all_rows(state.tables[name]), PartitionSpec())
                 for table in stack.layout.stack.tables:
-                    result[table.name] = dense[stack.layout.all_rows(table.name, table.rows)]
+                    result[table.name] = _copy_of(dense, stack.layout.all_rows(table.name, table.rows))
         return result
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:
@@ -72,12 +72,13 @@ class LogicalTables:
                     tuple(jnp.asarray(rows[key]) for key in rows if key.startswith("slot_"))
                 )
             elif not stack.is_dense:
-                result[stack.table.name] = self.devices.place(state.slots[name], PartitionSpec())
+                slots = jax.tree.map(jnp.copy, state.slots[name])
+                result[stack.table.name] = self.devices.place(slots, PartitionSpec())
             else:
                 slots = self.devices.place(state.slots[name], PartitionSpec())
                 for table in stack.layout.stack.tables:
                     own = stack.layout.all_rows(table.name, table.rows)
-                    result[table.name] = rule.pack_slots(tuple(slot[own] for slot in slots))
+                    result[table.name] = rule.pack_slots(tuple(_copy_of(slot, own) for slot in slots))
         return result
 
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
@@ -186,3 +187,9 @@ class LogicalTables:
 def _first(keys: Any) -> PRNGKeyArray:
     """The PRNG key that all shards share."""
     return jax.random.wrap_key_data(jnp.asarray(on_host(jax.random.key_data(keys))[0]), impl=jax.random.key_impl(keys))
+
+
+def _copy_of(array: Any, rows: Any) -> Any:
+    """Some rows; indexing by all of them would give the array itself, which a donated step deletes."""
+    own = array[rows]
+    return jnp.copy(own) if own is array else own
