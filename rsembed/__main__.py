@@ -5,6 +5,7 @@ import ast
 import base64
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -108,12 +109,13 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def execute(notebook: Any, folder: Path) -> str | None:
+def execute(notebook: Any, folder: Path, *, beside: Path) -> str | None:
     """Runs all cells of a notebook, in place, with the interpreter that runs this.
 
     Args:
       notebook: an `nbformat` notebook; it receives the outputs, also those before a failure.
       folder: the working folder of the cells.
+      beside: the folder that the notebook lies in, whose modules its cells import.
 
     Returns: None, or what went wrong in one line.
     """
@@ -128,7 +130,9 @@ def execute(notebook: Any, folder: Path) -> str | None:
         spec = Path(folder_name) / "rsembed" / "kernel.json"
         spec.parent.mkdir()
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        spec.write_text(json.dumps({"argv": argv, "display_name": "rsembed", "language": "python"}))
+        modules = os.pathsep.join(filter(None, [str(beside.resolve()), os.environ.get("PYTHONPATH")]))
+        described = {"argv": argv, "display_name": "rsembed", "language": "python", "env": {"PYTHONPATH": modules}}
+        spec.write_text(json.dumps(described))
         manager = AsyncKernelManager(
             kernel_name="rsembed",
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[folder_name]),
@@ -202,7 +206,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     chosen = " ".join(f"{key}={value}" for key, value in settings.items())
     print(f"Running {path.stem}" + (f" with {chosen}" if chosen else "") + " ...", flush=True)
     start = time.monotonic()
-    failure = execute(notebook, Path.cwd())
+    failure = execute(notebook, Path.cwd(), beside=path.parent)
     seconds = time.monotonic() - start
     output.mkdir(parents=True, exist_ok=True)
     executed = output / path.name

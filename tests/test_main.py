@@ -12,6 +12,8 @@ STORY = """import sys
 import matplotlib.pyplot as plt
 print(f"steps={STEPS} source={SOURCE} rates={rates}")
 print(sys.prefix)
+import beside
+print(beside.SENTENCE)
 plt.plot([1, 2, 3])
 plt.show()
 f"loss {1 / STEPS:.3f}"
@@ -31,6 +33,7 @@ def notebook_folder(tmp_path, monkeypatch):
     folder = tmp_path / "notebooks"
     folder.mkdir()
     nbformat.write(notebook, folder / "01_tiny.ipynb")
+    (folder / "beside.py").write_text('SENTENCE = "a module beside the notebook"')
     monkeypatch.setattr(command_line, "_PACKAGE", tmp_path / "rsembed")
     monkeypatch.chdir(tmp_path)
     return folder
@@ -43,6 +46,7 @@ def test_run_executes_with_given_parameters_and_this_python(notebook_folder, tmp
     assert "loss 0.125" in printed
     assert sys.prefix in printed
     assert "executed/01_tiny.ipynb" in printed
+    assert "a module beside the notebook" in printed
     assert (tmp_path / "executed/01_tiny.ipynb").is_file()
     assert (tmp_path / "executed/01_tiny/cell-03-1.png").read_bytes().startswith(b"\x89PNG")
 
