@@ -1,6 +1,7 @@
 """How much memory init and a training step may take, measured in a process of their own."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -101,3 +102,37 @@ def test_compiled_training_has_no_temporary_of_the_size_of_a_table(optimizer, im
     table_bytes = ROWS * DIM * 4
     assert memory.alias_size_in_bytes >= table_bytes
     assert memory.temp_size_in_bytes < 0.1 * table_bytes
+
+
+LOOKUPS = """
+import os, resource
+import jax, numpy as np
+import rsembed as rs
+
+tables = [rs.TableSpec(name=f"t{k}", vocabulary_size=100, embedding_dim=128) for k in range(16)]
+collection = rs.EmbeddingCollection([rs.FeatureSpec(name=f"f{k}", table_spec=own) for k, own in enumerate(tables)])
+state = collection.init(jax.random.key(0))
+batch = collection.prepare({f"f{k}": np.arange(1024).reshape(1024, 1) % 100 for k in range(16)})
+lookup = jax.jit(collection.lookup)
+faults = []
+for _ in range(60):
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    activations = jax.block_until_ready(lookup(state, batch))
+num_pages = sum(leaf.nbytes for leaf in jax.tree.leaves(activations)) // os.sysconf("SC_PAGE_SIZE")
+print(np.median(np.diff(faults)[20:]) / num_pages)  # every thread has a heap to warm up
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="speaks to the allocator of glibc")
+def test_pages_of_activations_are_used_again_unless_the_user_chose_what_the_allocator_does():
+    if (reason := native.unavailable_because()) is not None:
+        pytest.skip(f"the native library speaks to the allocator: {reason}")
+
+    def share_of_new_pages(**environment):
+        command = [sys.executable, "-c", LOOKUPS]
+        output = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=240)
+        assert output.returncode == 0, output.stderr
+        return float(output.stdout)
+
+    assert share_of_new_pages() < 0.1
+    assert share_of_new_pages(MALLOC_TRIM_THRESHOLD_="131072") > 0.5

@@ -19,6 +19,11 @@ LIBRARY = "librsembed_kernels.so"
 # Names a library to load instead of the installed one, for work on the C++ itself.
 LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
 
+KEPT_BYTES = 256 << 20
+"""Freed memory that the process keeps for the next results."""
+# Whoever sets one of these has chosen what the allocator does.
+_ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
 _TARGETS = (
     *("rsembed_lookup", "rsembed_row_gradients", "rsembed_update", "rsembed_apply_rows"),
     *("rsembed_lookup_jagged", "rsembed_row_gradients_jagged", "rsembed_update_jagged", "rsembed_weight_gradients"),
@@ -48,11 +53,14 @@ def shared_library() -> ctypes.CDLL | str:
         library.rsembed_instruction_set.restype = ctypes.c_char_p
         library.rsembed_advise_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         library.rsembed_advise_huge_pages.restype = ctypes.c_bool
+        library.rsembed_keep_freed_memory.argtypes = (ctypes.c_size_t,)
     except (OSError, AttributeError) as error:  # not loadable here, or of another version
         return f"{path} cannot be used: {error}"
     for name in _TARGETS:
         if (handler := getattr(library, name, None)) is not None:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        library.rsembed_keep_freed_memory(KEPT_BYTES)
     return library
 
 

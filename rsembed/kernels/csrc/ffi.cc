@@ -7,6 +7,9 @@
 // rsembed/kernels/native.py is the only caller; it checks values, the handlers check what memory safety needs.
 
 #include <sys/mman.h>
+#if defined(__linux__)
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -440,6 +443,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate,
 extern "C" const char* rsembed_instruction_set() { return BestRowKernels().name; }
 
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
+
+// Memory that results leave behind is kept for the next ones, up to `bytes` at the end of a heap. Else the allocator
+// gives it back after every call, and the system zeroes its pages again, one fault each.
+extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
+#if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD)
+  constexpr int kMostOfOneResult = 32 << 20;  // all that glibc takes from a heap
+  return mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
+#else
+  return false;
+#endif
+}
 
 #pragma GCC visibility pop
 

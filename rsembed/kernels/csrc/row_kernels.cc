@@ -30,10 +30,14 @@ constexpr int64_t kLineBytes = 64;
 // A function that only prefetches returns nothing and changes nothing, so GCC deletes calls that it did not inline.
 #define RSEMBED_PREFETCHING __attribute__((always_inline)) inline
 
-template <int kForWriting>
+// Of `bytes`, the first kLeast are known to the compiler, which writes them out.
+template <int kForWriting, int64_t kLeast = 0>
 RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
   const char* line = static_cast<const char*>(from);
-  for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(line + at, kForWriting);
+#pragma GCC unroll 16
+  for (int64_t at = 0; at < kLeast; at += kLineBytes) __builtin_prefetch(line + at, kForWriting);
+  constexpr int64_t kRest = (kLeast + kLineBytes - 1) / kLineBytes * kLineBytes;
+  for (int64_t at = kRest; at < bytes; at += kLineBytes) __builtin_prefetch(line + at, kForWriting);
 }
 
 // --- sums of rows ---------------------------------------------------------------------------------------------------
@@ -46,7 +50,7 @@ template <int kVectors, bool kPrefetch, typename Source>
 inline void sum_panel(const Source& source, int64_t first, int64_t last, int64_t column, float scale, float* out) {
   Floats sum[kVectors] = {};
   for (int64_t i = first; i < last; ++i) {
-    if (kPrefetch) source.prefetch(i);
+    if (kPrefetch) source.template prefetch<kVectors * kLanes>(i);
     const auto* row = source.row(i);
     if (row == nullptr) continue;
     if (Source::kHasGains) {
@@ -64,7 +68,7 @@ inline void sum_tail(const Source& source, int64_t first, int64_t last, int64_t 
                      float* out) {
   Floats sum = {};
   for (int64_t i = first; i < last; ++i) {
-    if (column == 0) source.prefetch(i);
+    if (column == 0) source.template prefetch<0>(i);
     const auto* row = source.row(i);
     if (row != nullptr) sum += source.gain(i) * load_tail(row + column, count);
   }
@@ -117,10 +121,11 @@ struct TableRows {
     return contributes ? table + rows[i] * dim : nullptr;
   }
   float gain(int64_t i) const { return kWeighted ? weights[i] : 1.0f; }
+  template <int64_t kColumns>
   RSEMBED_PREFETCHING void prefetch(int64_t i) const {
     const int64_t ahead = i + entries_ahead;
     if (ahead < num_entries && static_cast<uint32_t>(rows[ahead]) < num_rows) {
-      RSEMBED_ISA::prefetch<0>(table + rows[ahead] * dim, dim * sizeof(T));
+      RSEMBED_ISA::prefetch<0, kColumns * sizeof(T)>(table + rows[ahead] * dim, dim * sizeof(T));
     }
   }
 };
@@ -183,7 +188,7 @@ void pool_segment(const Table& table, const Segment& segment, int64_t first_outp
     if (scale == 0.0f) bag.last = bag.first;  // rows that must not contribute may hold NaN
     float* const to = segment.output + output * segment.output_stride;
     if (!kWeighted && segment.streams_copies && bag.last == bag.first + 1) {
-      source.prefetch(bag.first);
+      source.template prefetch<0>(bag.first);
       if (stream_copy(source.row(bag.first), table.dim, to)) continue;
     }
     sum_rows(source, bag.first, bag.last, table.dim, scale, to);
@@ -235,9 +240,10 @@ struct OutputGradients {
     return kGained ? entries.gained[source].d_output : entries.d_outputs[source];
   }
   float gain(int64_t i) const { return kGained ? entries.gained[entries.items[i].source].gain : 1.0f; }
+  template <int64_t kColumns>
   RSEMBED_PREFETCHING void prefetch(int64_t i) const {
     if (i + kItemsAhead < entries.num_items) {
-      RSEMBED_ISA::prefetch<0>(row(i + kItemsAhead), entries.dim * sizeof(float));
+      RSEMBED_ISA::prefetch<0, kColumns * sizeof(float)>(row(i + kItemsAhead), entries.dim * sizeof(float));
     }
   }
 };
@@ -415,7 +421,7 @@ void update_groups_of(const Table& table, const SortedEntries& entries, int64_t 
       if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, next);
     }
     if (!kGained && end == begin + 1) {  // most rows of a large table occur once: step from the gradient itself
-      source.prefetch(begin);
+      source.template prefetch<0>(begin);
       stepper.step(row, source.row(begin));
     } else {
       float* const sum = sums + stepper.num_waiting() * table.dim;
