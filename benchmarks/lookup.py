@@ -96,9 +96,10 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
         return jax.block_until_ready((outputs, held["state"]))
 
     def run_sgd(k: int) -> object:  # on the same tables, without their slots
-        slots = held["state"].slots
-        outputs, state = sgd_step(held["state"]._replace(slots=dict.fromkeys(slots, ())), batches[k])
-        held["state"] = state._replace(slots=slots)
+        slots, layout = held["state"].slots, held["state"].layout
+        bare = held["state"]._replace(slots=dict.fromkeys(slots, ()), layout=None)
+        outputs, state = sgd_step(bare, batches[k])
+        held["state"] = state._replace(slots=slots, layout=layout)
         return jax.block_until_ready((outputs, state))
 
     return {

@@ -1,0 +1,58 @@
+"""Contestants of the timing scripts do the same work, on workloads too small to time."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="timing scripts come with a checkout")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scripts():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def workload(scripts):
+    import timing
+
+    return timing.Workload(
+        name="tiny", num_tables=2, vocabulary_size=50, embedding_dim=8, batch_size=16, ids_per_sample=3
+    )
+
+
+def test_ours_and_plain_jax_train_the_same_tables(workload):
+    import lookup
+    import timing
+
+    ids = timing.draw_ids(workload, "zipf", seed=3)
+    ours, plain = lookup.rsembed_contestant(workload, ids), lookup.xla_contestant(workload, ids)
+    for runs in (ours, plain):
+        for k, what in enumerate(("step, SGD", "step, Adagrad", "step, SGD")):
+            runs[what](k)
+    pairs = zip(ours["lookup"](5).values(), plain["lookup"](5), strict=True)
+    for of_ours, of_plain in pairs:
+        np.testing.assert_allclose(of_ours, of_plain, rtol=1e-5, atol=1e-6)
+
+
+def test_table_batched_contestants_agree_after_two_steps(workload):
+    import tbe
+
+    contestants = tbe.our_contestants(workload, tbe.draw_batches(workload, "uniform"), "EXACT_ROWWISE_ADAGRAD")
+    outputs = tbe.outputs_after_two_steps(contestants)
+    assert len(outputs) == 2
+    tbe.check_agreement(outputs, "EXACT_ROWWISE_ADAGRAD")
+
+
+def test_every_point_of_the_curves_is_a_time(workload):
+    import curves
+
+    record = curves.time_point(workload, 1.05, 1)
+    for what in ("lookup", curves.STEP):
+        assert 0 < record[what]["best"] <= record[what]["ns per id"] < np.inf
+    assert curves.time_new_keys(8, 1)["million keys a second"] > 0
