@@ -28,9 +28,11 @@ html_title = f"rsembed {release}"
 
 
 def copy_notebooks(source: Path, target: Path) -> None:
-    """Notebooks and their table; pictures attached to a cell become files, which is what the pages can show."""
+    """Notebooks, their table and modules; pictures attached to a cell become files, which is what pages can show."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
+    for path in source.glob("*.py"):
+        shutil.copy(path, target)
     names, pictures = [], []
     for path in sorted(source.glob("*.ipynb")):
         notebook = json.loads(path.read_text())

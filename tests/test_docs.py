@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -155,13 +156,31 @@ def test_links_between_pages_and_to_files_lead_somewhere():
     assert broken == []
 
 
-def test_the_programs_of_the_page_on_optimizers_run_as_printed():
-    page, names = (ROOT / "docs" / "optimizers.md").read_text(), {"__name__": "page"}
-    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(programs) == 3
+def run_programs(page):
+    """The names that a page's programs, run one after the other, leave behind; and how many there were."""
+    names = {"__name__": "page"}
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     for program in programs:
-        exec(compile(program, "docs/optimizers.md", "exec"), names)
+        exec(compile(program, f"docs/{page}", "exec"), names)
+    return names, len(programs)
+
+
+def test_the_programs_of_the_page_on_optimizers_run_as_printed():
+    names, count = run_programs("optimizers.md")
+    assert count == 3
     assert np.isfinite(names["two_steps"](names["quick"])).all()
+
+
+def test_the_programs_of_the_page_on_troubleshooting_find_a_way_out_of_what_they_show():
+    names, count = run_programs("troubleshooting.md")
+    assert count == 7
+    assert np.isfinite(names["collection"].tables(names["state"])["item"]).all()
+
+
+def test_the_page_on_installing_knows_every_extra():
+    page = (ROOT / "docs" / "install.md").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [extra for extra in extras if f"| `{extra}` |" not in page] == []
 
 
 def test_every_test_that_the_page_of_checks_names_exists():
