@@ -56,7 +56,7 @@ def replace_parameters(source: str, settings: dict[str, str]) -> str:
     """The parameters cell with the values of `settings` in place of its own; comments stay.
 
     Args:
-      source: the cell's code; its parameters are the top-level assignments to one name.
+      source: the cell's code; its parameters are the top-level assignments to names, also to several at once.
       settings: new values as Python literals. Where the present value is a string, bare words do too.
 
     Raises:
@@ -71,19 +71,28 @@ def replace_parameters(source: str, settings: dict[str, str]) -> str:
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if len(targets) == 1 and isinstance(targets[0], ast.Name):
-                values[targets[0].id] = node.value
+            if len(targets) == 1:
+                values |= dict(_assignments(targets[0], node.value))
     if unknown := sorted(settings.keys() - values.keys()):
         known = ", ".join(values) or "none"
         raise CommandError(f"unknown parameter {', '.join(unknown)}; this notebook knows {known}.")
     # `ast` counts columns in bytes; replacing from the end keeps the earlier positions true.
     lines = source.encode().splitlines(keepends=True)
-    for name in sorted(settings, key=lambda name: values[name].lineno, reverse=True):
+    for name in sorted(settings, key=lambda name: (values[name].lineno, values[name].col_offset), reverse=True):
         old, new = values[name], _literal(name, settings[name], values[name])
         first, last = old.lineno - 1, (old.end_lineno or old.lineno) - 1
         tail = lines[last][old.end_col_offset :]
         lines[first : last + 1] = [lines[first][: old.col_offset] + new.encode() + tail]
     return b"".join(lines).decode()
+
+
+def _assignments(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Names and what they are given, of `A = 1` as of `A, B = 1, 2`."""
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for own, part in zip(target.elts, value.elts, strict=True):
+            yield from _assignments(own, part)
 
 
 def _literal(name: str, text: str, old: ast.expr) -> str:
@@ -256,7 +265,8 @@ def bench(name: str, arguments: Sequence[str]) -> int:
     folder = _PACKAGE.parent / "benchmarks"
     script = folder / f"{name.removesuffix('.py')}.py"
     if not script.is_file():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.py")))
+        scripts = (path for path in folder.glob("*.py") if "\ndef main(" in path.read_text())
+        known = ", ".join(sorted(path.stem for path in scripts))
         raise CommandError(f"no benchmark {name!r}; known: {known or 'none (they come with a checkout)'}.")
     return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode
 

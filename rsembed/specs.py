@@ -129,6 +129,10 @@ class Storage(Protocol):
         """Numbers kept in place of rows, and beside them for the optimizer."""
 
 
+UNCHOSEN_OPTIMIZER = SGDOptimizerSpec()
+"""Of a table that was given none, as in the published system; told apart by identity."""
+
+
 @no_type_check  # wrong values are refused by name in __post_init__
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TableSpec:
@@ -139,7 +143,7 @@ class TableSpec:
       vocabulary_size: rows; ids run from 0 to `vocabulary_size - 1`.
       embedding_dim: columns.
       initializer: called as `(key, shape)` with the logical shape `(vocabulary_size, embedding_dim)`.
-      optimizer: how touched rows are stepped.
+      optimizer: how touched rows are stepped; plain SGD with learning rate 0.001 if left out, of which a log tells.
       combiner: `sum`, `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
       max_ids_per_partition: most entries one core may send to one shard. A layout limit of SparseCores: raise it
         when preprocessing says so, or let feedback-directed optimisation (`rsembed.fdo`) set it.
@@ -157,7 +161,7 @@ class TableSpec:
     vocabulary_size: int
     embedding_dim: int
     initializer: CallableTableInitializer = dataclasses.field(default_factory=lambda: default_initializer)
-    optimizer: OptimizerSpec = dataclasses.field(default_factory=SGDOptimizerSpec)
+    optimizer: OptimizerSpec = dataclasses.field(default_factory=lambda: UNCHOSEN_OPTIMIZER)
     combiner: Combiner = "sum"
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256

@@ -93,6 +93,13 @@ def test_replaced_parameters_keep_comments_and_neighbours():
     assert replaced == "STEPS = 3  # 5_000 for the docs\nSOURCE = 'real'\nrates: list = [1]  # é\n"
 
 
+def test_parameters_that_are_assigned_together_are_replaced_one_by_one():
+    source = "A, B = 1, 'two'  # both\nC = 3\n"
+    assert command_line.replace_parameters(source, {"B": "x", "A": "10"}) == "A, B = 10, 'x'  # both\nC = 3\n"
+    with pytest.raises(command_line.CommandError, match="knows A, B, C"):
+        command_line.replace_parameters(source, {"D": "1"})
+
+
 def test_doctor_names_each_kernel_implementation(capsys):
     assert command_line.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -104,11 +111,13 @@ def test_doctor_names_each_kernel_implementation(capsys):
 def test_bench_passes_arguments_and_status_on(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(command_line, "_PACKAGE", tmp_path / "rsembed")
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "lookup.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    script = "import sys\n\ndef main():\n    print(sys.argv[1:])\n    return 3\n\nsys.exit(main())"
+    (tmp_path / "benchmarks" / "lookup.py").write_text(script)
+    (tmp_path / "benchmarks" / "shared.py").write_text("NUM_BATCHES = 8")
     assert command_line.main(["bench", "lookup", "--quick"]) == 3
     assert "['--quick']" in capfd.readouterr().out
     assert command_line.main(["bench", "lookdown"]) == 2
-    assert "no benchmark 'lookdown'; known: lookup" in capfd.readouterr().err
+    assert "no benchmark 'lookdown'; known: lookup." in capfd.readouterr().err
 
 
 def test_a_failed_assert_shows_its_line(tmp_path, monkeypatch, capsys):

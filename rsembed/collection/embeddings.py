@@ -29,7 +29,7 @@ from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
 from rsembed.row_gradients import RowGradients
-from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
+from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
 
 MANY_SIZES = 8
@@ -410,6 +410,7 @@ class EmbeddingCollection:
         }
 
     def _stepped(self, state: EmbeddingState, step_stacks: Callable[..., Any], *gradients: Any) -> EmbeddingState:
+        _tell_of(tuple(name for name, table in self.table_specs.items() if table.optimizer is UNCHOSEN_OPTIMIZER))
         steps = {}
         for stack in self.plan.stacks:
             rule, rounding = stack.spec.optimizer, None
@@ -428,6 +429,17 @@ class EmbeddingCollection:
 
 # Made from all else, and nothing that pickle knows; rows on the host belong to this process.
 _OF_THIS_PROCESS = ("_engine", "_on_host", "logical", "template")
+
+
+@functools.cache
+def _tell_of(unchosen: tuple[str, ...]) -> None:
+    """Says once which tables train by a rule that nobody chose."""
+    if unchosen:
+        logging.getLogger("rsembed").warning(
+            "plain SGD with learning rate 0.001 trains the tables %s, whose optimizer was left out; for ids of uneven "
+            "frequency TableSpec(optimizer=rs.RowWiseAdagradOptimizerSpec(0.1)) is a usual start.",
+            ", ".join(map(repr, unchosen)),
+        )
 
 
 def _shape_and_kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
