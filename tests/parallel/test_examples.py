@@ -1,0 +1,102 @@
+"""The files for clusters under docs/examples, as far as one machine can run them: their commands and environment."""
+
+import contextlib
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples come with a checkout")
+
+SCRIPT = """
+import sys, jax
+from jax.experimental import multihost_utils
+from rsembed import parallel
+
+parallel.init(preemption=True)
+numbers = multihost_utils.process_allgather(jax.numpy.arange(1) + jax.process_index())
+print("process", jax.process_index(), "of", jax.process_count(), numbers.ravel().tolist(), sys.argv[1:], flush=True)
+"""
+
+# Starts two tasks and says to each what Slurm does.
+SRUN = """
+import os, subprocess, sys
+assert sys.argv[1] == "--kill-on-bad-exit=1", sys.argv
+of_all = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+tasks = [
+    subprocess.Popen(sys.argv[2:], env=os.environ | of_all | {"SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)})
+    for k in range(2)
+]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def free_port(candidates):
+    for port in candidates:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return probe.getsockname()[1]
+    pytest.skip("none of the ports is free")
+
+
+@pytest.fixture
+def environment(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    paths = [str(EXAMPLES.parents[1]), os.environ.get("PYTHONPATH", "")]
+    flags = {"XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"]}  # see tests/conftest.py
+    return {**os.environ, **flags, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def said(output):
+    """What the script printed; the runtime may print as well."""
+    return sorted(line for line in output.splitlines() if line.startswith("process"))
+
+
+def expected(process, arguments=()):
+    return f"process {process} of 2 [0, 1] {list(arguments)}"
+
+
+def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path, environment):
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!{sys.executable}\n{SRUN}")
+    srun.chmod(srun.stat().st_mode | stat.S_IEXEC)
+    # JAX takes the port from the number of the job: the last 4,096 ports, in turn.
+    first = 65535 - 2**12 + 1
+    job = free_port(range(first, 65535)) - first
+    of_slurm = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "SLURM_JOB_ID": str(job)}
+    command = ["bash", str(EXAMPLES / "train.slurm"), str(tmp_path / "script.py"), "STEPS=3"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment | of_slurm, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert said(run.stdout) == [expected(0, ["STEPS=3"]), expected(1, ["STEPS=3"])]
+
+
+def test_pods_of_the_indexed_job_find_each_other(tmp_path, environment):
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all((EXAMPLES / "train.kubernetes.yaml").read_text())
+    name, pod = service["metadata"]["name"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {own["name"]: own.get("value") for own in container["env"]}
+    host, _, port = given["RSEMBED_COORDINATOR_ADDRESS"].partition(":")
+    assert int(port) and host == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert (service["spec"]["clusterIP"], service["spec"]["selector"]["job-name"]) == ("None", job["metadata"]["name"])
+    assert pod["subdomain"] == name
+    assert int(given["RSEMBED_NUM_PROCESSES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    of_all = given | {"RSEMBED_COORDINATOR_ADDRESS": f"localhost:{free_port([0])}", "RSEMBED_NUM_PROCESSES": "2"}
+    command = [sys.executable, *container["command"][1:]]
+    pods = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment | of_all | {"RSEMBED_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outputs = [said(pod.communicate(timeout=120)[0]) for pod in pods]
+    assert outputs == [[expected(0)], [expected(1)]]
