@@ -90,9 +90,9 @@ class SetAssociativeCache:
     take the worst slots one by one. Slots that the batch uses, or that are locked, are never taken, so what the batch
     needs stays; an id that finds no slot is a conflict miss and is served by the backing store.
 
-      lru: missing ids in ascending order take the slots in order of (time of last use, slot number).
-      lfu: missing ids in order of (falling count, id) take the slots in order of (count of the occupant, slot number);
-        an empty slot counts -1, and a slot whose occupant was used more often than the id keeps it.
+    * lru: missing ids in ascending order take the slots in order of (time of last use, slot number).
+    * lfu: missing ids in order of (falling count, id) take the slots in order of (count of the occupant, slot number);
+      an empty slot counts -1, and a slot whose occupant was used more often than the id keeps it.
 
     Counts are exact and cover all ids from the start, resident or not, the present batch included. They take 8 bytes
     of host memory per id of `num_ids`; the cache itself takes 24 bytes per slot, and `admit`, while it runs, about
