@@ -42,9 +42,8 @@ class Engine:
         has_homes = any(not stack.is_dense for stack in stacks.values())
 
         def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-            # Homes other than arrays of rows work in loops, which must be one program.
             mapped = devices.on_each(function, in_specs, out_specs)
-            return jax.jit(mapped) if has_homes else mapped
+            return jax.jit(mapped)
 
         self.init = jax.jit(devices.on_each(self._init, everywhere, (state, state)))
         self.lookup = on_each(partial(self._lookup, train=False), (state, split), (split, everywhere))
