@@ -1,5 +1,9 @@
 import base64
+import dataclasses
+import enum
+import inspect
 import json
+import os
 import shutil
 import sys
 from importlib.metadata import version as installed_version
@@ -9,17 +13,35 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import reference  # noqa: E402
+from docutils import nodes  # noqa: E402
+from sphinx.addnodes import pending_xref  # noqa: E402
+from sphinx.util.inspect import signature as signature_of  # noqa: E402
+from sphinx.util.inspect import stringify_signature  # noqa: E402
 
 project = "rsembed"
 author = copyright = "The rsembed authors"
 version = release = installed_version("rsembed")
 
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+default_role = "literal"  # docstrings are written in Markdown, where one backtick means code
+
+autodoc_inherit_docstrings = False  # an overriding method without a docstring has nothing new to say
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+napoleon_custom_sections = ["Source"]
+napoleon_use_ivar = True
+add_module_names = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
-# Notebooks are executed by the tests; the pages show them as they are stored.
-nb_execution_mode = "off"
+# Notebooks are executed by the tests, and stored without what they print. Executing them takes five minutes.
+nb_execution_mode = "cache" if os.environ.get("RSEMBED_DOCS_EXECUTE") else "off"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 
 html_theme = "furo"
 html_static_path = ["_static"]
@@ -48,9 +70,44 @@ def copy_notebooks(source: Path, target: Path) -> None:
     (target / "index.md").write_text((source / "README.md").read_text() + "\n".join(contents))
 
 
+def as_napoleon_reads_it(app, kind, name, value, options, lines):
+    text = reference.restructured("\n".join(lines))
+    is_record = kind == "class" and dataclasses.is_dataclass(value)
+    lines[:] = (reference.with_all_arguments(value, text) if is_record else text).split("\n")
+
+
+def constructor(app, kind, name, value, options, signature, returns):
+    """Flax makes modules by a metaclass, whose call tells nothing of their arguments."""
+    if kind == "class" and signature == "(*args: Any, **kwargs: Any)":
+        told = signature_of(value.__init__, bound_method=True)
+        return stringify_signature(told, unqualified_typehints=True, show_return_annotation=False), None
+    return None
+
+
+def skips(app, kind, name, value, skip, options):
+    """Shows members of enumerations, and leaves out what named tuples say of their fields by themselves."""
+    if isinstance(value, enum.Enum):
+        return False
+    return True if (inspect.getdoc(value) or "").startswith("Alias for field number") else None
+
+
+def link_names(app, doctree):
+    """Code in a text that is the name of a public object leads to its entry."""
+    for code in list(doctree.findall(nodes.literal)):
+        target = reference.target(code.astext())
+        if target and isinstance(code.parent, nodes.paragraph | nodes.strong | nodes.emphasis):
+            link = pending_xref("", refdomain="py", reftype="obj", reftarget=target, refdoc=app.env.docname)
+            code.replace_self(link)
+            link += code
+
+
 def setup(app):
     def write_pages(_):
         copy_notebooks(HERE.parent / "notebooks", HERE / "notebooks")
         reference.write(HERE / "api")
 
     app.connect("builder-inited", write_pages)
+    app.connect("autodoc-process-docstring", as_napoleon_reads_it, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", constructor)
+    app.connect("autodoc-skip-member", skips)
+    app.connect("doctree-read", link_names)

@@ -7,8 +7,10 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import textwrap
 import tomllib
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -21,13 +23,6 @@ reference = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(reference)
 
 
-@functools.cache
-def targets():
-    """Every name that a page of the reference has; where its tests are only collected, no page is made."""
-    pages = (reference.page(room, modules) for room, modules in reference.rooms().items())
-    return {target for page in pages for target in re.findall(r"^% ([\w.]+)$", page, re.MULTILINE)}
-
-
 def packages():
     names = [name for _, name, is_package in pkgutil.iter_modules(rsembed.__path__, "rsembed.") if is_package]
     return ["rsembed", *names]
@@ -38,40 +33,47 @@ def test_the_reference_has_exactly_the_names_that_a_package_offers(package):
     module = importlib.import_module(package)
     imported = set(re.findall(r"\b\w+\b", Path(module.__file__).read_text()))  # not what other imports left behind
     offered = {name for name, value in vars(module).items() if not (name.startswith("_") or inspect.ismodule(value))}
-    listed = {target.removeprefix(f"{package}.") for target in targets() if target.rpartition(".")[0] == package}
-    assert listed == offered & imported
+    listed = reference.public_names(package) if package in reference.MODULES else ()
+    assert set(listed) == offered & imported
 
 
-@pytest.mark.parametrize("name", [name for modules in reference.rooms().values() for name in modules])
+@pytest.mark.parametrize("name", reference.MODULES)
 def test_the_reference_has_every_function_and_class_that_a_published_module_defines(name):
-    module = importlib.import_module(name)
     own = {
-        f"{name}.{key}"
-        for key, value in vars(module).items()
-        if not key.startswith("_") and getattr(value, "__module__", None) == name
+        key
+        for key, value in vars(importlib.import_module(name)).items()
+        if not key.startswith("_") and getattr(value, "__module__", None) == name and not isinstance(value, TypeVar)
     }
-    assert own - targets() == set()
+    assert own - set(reference.public_names(name)) == set()
+
+
+@functools.cache
+def objects(kind):
+    """Classes or functions of the reference, by name."""
+    found = {name: reference.found(name) for name in sorted({*reference.entries().values()})}
+    return {name: value for name, value in found.items() if reference.kind(value) == kind}
+
+
+def definition(function):
+    """Its source as a tree."""
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
 
 
 def test_every_public_function_and_class_says_what_it_is():
-    silent = []
-    for target in sorted(targets()):
-        module, _, name = target.rpartition(".")
-        _, node, _ = reference.find(module, name)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(node):
-            silent.append(target)
-    assert silent == []
+    named = objects("class") | objects("function")
+    made = ("{}(", "An enumeration", "Create a collection")  # by Python, where nobody wrote one
+    silent = [name for name, value in named.items() if not inspect.getdoc(value)]
+    silent += [n for n, v in named.items() if inspect.getdoc(v).startswith(tuple(t.format(v.__name__) for t in made))]
+    assert len(named) > 350 and silent == []
 
 
 def test_public_functions_tell_the_shapes_of_their_arrays():
     bare = []
-    for target in sorted(targets()):
-        module, _, name = target.rpartition(".")
-        _, node, _ = reference.find(module, name)
-        if isinstance(node, ast.FunctionDef):
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            bare += [f"{target}({a.arg})" for a in arguments if re.fullmatch(ARRAY, ast.unparse(a.annotation))]
-            bare += [target] if re.fullmatch(ARRAY, ast.unparse(node.returns)) else []
+    for name, function in objects("function").items():
+        node = definition(function)
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        bare += [f"{name}({a.arg})" for a in arguments if re.fullmatch(ARRAY, ast.unparse(a.annotation))]
+        bare += [name] if re.fullmatch(ARRAY, ast.unparse(node.returns)) else []
     assert bare == []
 
 
@@ -85,32 +87,55 @@ def errors_raised_by(node):
 
 def test_public_functions_name_the_errors_that_they_raise():
     missing = []
-    for target in sorted(targets()):
-        module, _, name = target.rpartition(".")
-        _, node, _ = reference.find(module, name)
-        if isinstance(node, ast.FunctionDef):
-            text = ast.get_docstring(node) or ""
-            missing += [f"{target}: {error}" for error in errors_raised_by(node) if error not in text]
+    for name, function in objects("function").items():
+        text = inspect.getdoc(function) or ""
+        missing += [f"{name}: {error}" for error in errors_raised_by(definition(function)) if error not in text]
     assert missing == []
 
 
-def test_docstring_sections_become_markdown():
-    docstring = """What it is.
+def test_docstrings_become_what_sphinx_reads():
+    docstring = """What `Array`s are.
 
-    Args:
-      rows: first line,
-        second line.
+Args: rows: first line,
+    second line.
+Returns: `{a: b}`.
 
-    Raises: ValueError: too few.
-    Example:
-      >>> 1 + 1
-      2
-    """
-    lines = [line for line in reference.markdown(docstring).splitlines() if line]
-    assert lines == [
-        "What it is.", "**Arguments**", "- `rows`: first line, second line.", "**Raises**", "- `ValueError`: too few.",
-        "**Example**", "```pycon", ">>> 1 + 1", "2", "```",
+```
+a `picture` of `Bags`
+```
+"""
+    assert reference.restructured(docstring).split("\n") == [
+        "What `Array`\\ s are.", "", "Args:", " rows: first line,", "    second line.", "", ":returns: `{a: b}`.", "",
+        "::", "", "  a `picture` of `Bags`", "", "",
     ]  # fmt: skip
+
+
+def test_the_entry_of_a_rule_has_all_its_arguments():
+    rules = [value for value in objects("class").values() if issubclass(value, rsembed.OptimizerSpec)]
+    for rule in rules:
+        text = reference.with_all_arguments(rule, inspect.getdoc(rule))
+        assert text.count("Args:\n") == 1 and text.count("  learning_rate: ") == 1, rule
+    adam = reference.with_all_arguments(rsembed.AdamOptimizerSpec, "Adam.")
+    assert "  learning_rate: a number, a callable" in adam and "  beta_1: in [0, 1)." in adam
+    assert len(rules) > 15
+
+
+@pytest.mark.parametrize(
+    ("code", "entry"),
+    [
+        ("rs.Bags", "rsembed.Bags"),
+        ("sok.Init(global_batch_size=64)", "rsembed.sok.Init"),
+        ("rsembed.AdamOptimizerSpec", "rsembed.optimizers.AdamOptimizerSpec"),
+        ("rsembed.sparsecore.embedding_spec.TableSpec", "rsembed.TableSpec"),
+        ("collection.update(state, batch)", "rsembed.EmbeddingCollection.update"),
+        ("TTEmbeddingBag.vjp", "rsembed.tt.TTEmbeddingBag.vjp"),
+        ("rs.Bags.from_lists([[1]])", "rsembed.Bags.from_lists"),
+        ("Bags.from_lists(rows).pad_to(8)", None),
+        ("jnp.sum(x)", None),
+    ],
+)
+def test_code_in_a_text_leads_to_the_one_entry_that_it_names(code, entry):
+    assert reference.target(code) == entry
 
 
 NAMED = re.findall(r"`(rsembed\.[\w.]+)`", (ROOT / "docs" / "migration.md").read_text())
