@@ -399,8 +399,8 @@ def placed(array: Any, leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return array
     sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return jax.device_put(array)
+    if sharding is None or not getattr(leaf, "committed", True):
+        return jax.device_put(array)  # tied to no device, as the leaf is, or steps would be compiled anew for it
     if isinstance(array, jax.Array):  # a PRNG key; device_put knows only devices of this process
         data = placed(np.asarray(jax.random.key_data(array)), leaf)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))

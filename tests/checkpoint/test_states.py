@@ -139,6 +139,30 @@ def test_a_template_of_shapes_is_enough_and_says_where_rows_go(saved):
     np.testing.assert_allclose(collection.tables(state)["item"], tables["item"], rtol=1e-6)
 
 
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_step_is_not_compiled_anew_for_what_was_loaded(tmp_path, num_devices, caplog):
+    collection = collection_of(num_devices)
+    dense = {"weights": jnp.ones((DIM, 1)), "key": jax.random.key(3)}
+    if num_devices is not None:
+        everywhere = jax.sharding.NamedSharding(collection.devices.mesh, jax.sharding.PartitionSpec())
+        dense = jax.device_put(dense, everywhere)
+
+    @jax.jit
+    def step(state, dense, batch):
+        activations = collection.lookup(state, batch)
+        return collection.update(state, batch, activations), dense
+
+    batch = collection.prepare(batch_of(0))
+    state, dense = step(*step(collection.init(jax.random.key(0)), dense, batch), batch)
+    checkpoint.save_collection(tmp_path / "c", collection, state, others=dense)
+    loaded = checkpoint.load_collection(tmp_path / "c", collection, others=dense)
+    with jax.log_compiles():
+        step(*step(*loaded, batch), batch)
+        assert [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()] == []
+        jax.jit(lambda x: x + 1)(dense["weights"])
+        assert any("Compiling" in record.getMessage() for record in caplog.records)  # as JAX says it
+
+
 def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agree(tmp_path):
     rows = {"user": 8}  # 8 rows on 4 and on 2 devices have one shape
     four, two = collection_of(4, "row", rows=rows), collection_of(2, "row", rows=rows)
