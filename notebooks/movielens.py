@@ -255,7 +255,6 @@ def restore(path: Path, collection: rs.EmbeddingCollection, fresh: Model, batche
     others = {"towers": fresh.towers, "adam": fresh.adam}
     state, others = checkpoint.load_collection(path, collection, others=others)
     batches.set_state(checkpoint.manifest(path)["metadata"]["user"]["input"])
-    others = placed(collection, jax.tree.map(np.asarray, others))  # the step need not be compiled again
     return Model(state, others["towers"], others["adam"])
 
 
