@@ -208,6 +208,14 @@ def test_the_page_on_installing_knows_every_extra():
     assert [extra for extra in extras if f"| `{extra}` |" not in page] == []
 
 
+def test_the_citation_is_of_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    for line in (f"title: {project['name']}", f"version: {project['version']}", f"license: {project['license']}"):
+        assert f"\n{line}\n" in citation
+    assert f"abstract: {project['description']}\n" in citation
+
+
 def test_every_test_that_the_page_of_checks_names_exists():
     page, file = (ROOT / "docs" / "checks.md").read_text(), None
     named = re.findall(r"`(tests/[\w/]+\.py|…)(?:::(\w+))?`", page)
