@@ -6,6 +6,7 @@
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make clean         delete all that was made here
 # Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=summary (benchmark)
+#   EXECUTE=1 (docs: with what the notebooks print; five minutes, then kept)
 
 PYTHON ?= $(or $(shell command -v python3.11 2>/dev/null),$(shell command -v python3 2>/dev/null),python3)
 VENV ?= .venv
@@ -48,8 +49,8 @@ lint: $(VENV)/.installed-dev
 lab: $(VENV)/.installed-notebooks
 	$(BIN)/jupyter lab notebooks
 
-docs: $(VENV)/.installed-docs
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env -b html docs docs/_build/html
+docs: $(VENV)/.installed-docs $(if $(EXECUTE),$(VENV)/.installed-notebooks)
+	$(if $(EXECUTE),RSEMBED_DOCS_EXECUTE=1) $(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env -b html docs docs/_build/html
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m rsembed bench $(NAME)

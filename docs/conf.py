@@ -37,11 +37,12 @@ python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
-# Notebooks are executed by the tests, and stored without what they print. Executing them takes five minutes.
+# Notebooks are stored without what they print. Executing them takes five minutes: `make docs EXECUTE=1`.
 nb_execution_mode = "cache" if os.environ.get("RSEMBED_DOCS_EXECUTE") else "off"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_output_stderr = "remove"  # bars of progress
 
 html_theme = "furo"
 html_static_path = ["_static"]
