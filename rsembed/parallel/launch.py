@@ -23,7 +23,7 @@ from rsembed.kernels import cpu_threads
 GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: " (so the system ends a process when memory runs out)",
+    getattr(signal, "SIGKILL", 9): " (so the system ends a process when memory runs out)",
     signal.SIGABRT: " (so JAX ends a process when another fell silent; its message names that one)",
 }
 _FAKE_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\S*")
@@ -61,7 +61,10 @@ def launch(script: str, arguments: Sequence[str] = (), *, num_processes: int = 2
     def pass_on(number: int, frame: Any) -> None:
         received.append(number)
         for child in children:
-            child.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else number)
+            if received.count(signal.SIGINT) > 1:
+                child.kill()
+            else:
+                child.send_signal(number)
 
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
