@@ -41,6 +41,7 @@ BASE = Workload(
     name="base", num_tables=4, vocabulary_size=1_000_000, embedding_dim=64, batch_size=4096, ids_per_sample=10
 )
 EXPONENT = 1.05
+NANOSECONDS = (5, 10, 20, 50, 100, 200, 500)
 Record = dict[str, Any]
 
 
@@ -146,9 +147,11 @@ def draw(records: dict[str, dict[float, Record]], path: Path) -> None:
             for what, label in (("lookup", "lookup"), (STEP, "lookup and update")):
                 axes.plot(places, [point[what]["ns per id"] for point in points], "o-", label=label)
             axes.set(ylabel="ns per id", yscale="log")
+            axes.set_yticks(NANOSECONDS, map(str, NANOSECONDS))
+            axes.set_yticks([], minor=True)
         axes.set(xlabel=labels[name], xscale="linear" if name == "skew" else "log")
         axes.grid(color="0.9")
-    grid.flat[0].legend()
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
     figure.suptitle(machine(), fontsize=10)
