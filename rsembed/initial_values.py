@@ -64,7 +64,7 @@ def form(table: TableSpec) -> Hashable:
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace, whole = _trace(table, shape), (table.initializer, *shape)
-    text = str(trace)
+    text = " ".join(str(trace).split())  # where its lines break depends on the length of numbers
     if trace.consts or not _is_made_by_rows(trace, shape[0]):
         return whole
     return table.initializer, shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
