@@ -104,9 +104,9 @@ def _trace(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
 
 
 def _is_made_by_rows(trace: ClosedJaxpr, num_rows: int) -> bool:
-    evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), num_rows)
+    evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), num_rows, only_cuts=True)
     try:
-        jax.eval_shape(functools.partial(evaluator.evaluate, trace, only_cut=True), jax.random.key(0))
+        jax.eval_shape(functools.partial(evaluator.evaluate, trace), jax.random.key(0))
     except _MixesRowsError:
         return False
     return True
@@ -141,6 +141,7 @@ class _RowEvaluator:
       num_rows: of the arrays.
       lanes: with which a key is folded to draw for each of the wanted rows; the rows themselves if none are given.
       only_key: if given, that of the initializer: what draws from another one, or makes one of it, cannot be cut.
+      only_cuts: refuse arrays as long as there are rows that cannot be cut; what follows from one knows their number.
     """
 
     def __init__(
@@ -150,14 +151,13 @@ class _RowEvaluator:
         *,
         lanes: Sequence[Array] | None = None,
         only_key: PRNGKeyArray | None = None,
+        only_cuts: bool = False,
     ):
-        self.rows, self.num_rows, self.only_key = rows, num_rows, only_key
+        self.rows, self.num_rows, self.only_key, self.only_cuts = rows, num_rows, only_key, only_cuts
         self.lanes = [rows.astype(jnp.uint32)] if lanes is None else lanes
 
-    def evaluate(self, trace: ClosedJaxpr, key: PRNGKeyArray, *, only_cut: bool = False) -> Array:
+    def evaluate(self, trace: ClosedJaxpr, key: PRNGKeyArray) -> Array:
         (result,) = self._run(trace.jaxpr, trace.consts, [key])
-        if only_cut and not isinstance(result, _Cut):
-            raise _MixesRowsError
         return result.array if isinstance(result, _Cut) else jnp.asarray(result)[self.rows]
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -192,7 +192,10 @@ class _RowEvaluator:
             cut_shape = (self.rows.shape[0], shape[1])
             return [_Cut(equation.primitive.bind(*inputs, **{**params, "shape": cut_shape}))]
         results = equation.primitive.bind(*inputs, **params)
-        return list(results) if equation.primitive.multiple_results else [results]
+        results = list(results) if equation.primitive.multiple_results else [results]
+        if self.only_cuts and any(self.num_rows in jnp.shape(result) for result in results):
+            raise _MixesRowsError
+        return results
 
     def _elementwise(self, equation: Any, inputs: list[Any]) -> _Cut:
         spans_rows = [not isinstance(x, _Cut) and jnp.ndim(x) > 0 and jnp.shape(x)[0] != 1 for x in inputs]

@@ -100,6 +100,10 @@ NUMBER_OF_ROWS_MATTERS = {
     "in a value": lambda key, shape: jnp.full(shape, shape[0], jnp.float32),
     "in an order": lambda key, shape: jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.float32)[:, None], shape),
     "in all rows": jax.nn.initializers.orthogonal(),
+    "in a sum": lambda key, shape: jax.random.normal(key, shape) / jnp.ones((shape[0], 2, 2)).sum(),
+    "in a largest number": lambda key, shape: (
+        jax.random.normal(key, shape) / jax.lax.broadcasted_iota(jnp.float32, (shape[0], 3), 0).max()
+    ),
     "in an array": lambda key, shape: jnp.asarray(np.linspace(0, 1, shape[0] * shape[1], dtype=np.float32)).reshape(
         shape
     ),

@@ -42,10 +42,9 @@ class Engine:
         has_homes = any(not stack.is_dense for stack in stacks.values())
 
         def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-            mapped = devices.on_each(function, in_specs, out_specs)
-            return jax.jit(mapped)
+            return jax.jit(devices.on_each(function, in_specs, out_specs))
 
-        self.init = jax.jit(devices.on_each(self._init, everywhere, (state, state)))
+        self.init = on_each(self._init, everywhere, (state, state))
         self.lookup = on_each(partial(self._lookup, train=False), (state, split), (split, everywhere))
         self.look_ahead = self.lookup
         """A lookup whose gradients will be stepped."""
