@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import os
@@ -13,16 +12,25 @@ from pathlib import Path
 import numpy as np
 
 from rsembed.datasets.batches import check_counts
+from rsembed.datasets.files import Published
 from rsembed.datasets.ratings import RatingsLog, generated_ratings
-from rsembed.progress import is_watched
 
-URL = "https://files.grouplens.org/datasets/movielens/{name}.zip"
-MD5 = {"ml-100k": "0e33842e24a9c977be4e0107933c0723", "ml-1m": "c4d9eecfca2ab87c1945afe126590906"}
-"""Of the archives, as GroupLens publishes them beside the files."""
+ARCHIVES = {
+    name: Published(
+        reader="movielens",
+        names=(f"{name}.zip", f"{name}/{name}.zip"),
+        url=f"https://files.grouplens.org/datasets/movielens/{name}.zip",
+        known_hash=f"md5:{digest}",
+    )
+    for name, digest in (
+        ("ml-100k", "0e33842e24a9c977be4e0107933c0723"),
+        ("ml-1m", "c4d9eecfca2ab87c1945afe126590906"),
+    )
+}
+"""With the sums that GroupLens publishes beside the files."""
 SIZES = {"ml-100k": (943, 1682, 106.0), "ml-1m": (6040, 3883, 165.6)}
 """Users, films and ratings per user of each, which a generated log imitates."""
 SOURCES = ("auto", "ratings", "generated")
-TIMEOUT_SECONDS = 5.0
 
 _log = logging.getLogger("rsembed")
 
@@ -72,13 +80,13 @@ def movielens(
       >>> log.is_generated, len(log.user_ids), len(log.titles)
       (True, 50, 1682)
     """
-    if name not in MD5 or source not in SOURCES:
-        raise ValueError(f"movielens: name={name!r} is none of {(*MD5,)}, or source={source!r} none of {SOURCES}.")
+    if name not in ARCHIVES or source not in SOURCES:
+        raise ValueError(f"movielens: name={name!r} is none of {(*ARCHIVES,)}, or source={source!r} none of {SOURCES}.")
     if source == "generated" and (path is not None or download):
         raise ValueError("movielens: source='generated' reads no file; drop path= and download=, or source=.")
     if max_users is not None:
         check_counts("movielens", max_users=max_users)
-    file = None if source == "generated" else _find(name, path, download=download, progress=progress)
+    file = None if source == "generated" else ARCHIVES[name].find(path, download=download, progress=progress)
     if file is not None:
         log = _read(name, file, max_users)
         _log.info("movielens: %s", log.source)
@@ -95,58 +103,10 @@ def movielens(
     return generated_ratings(num_users, num_items, ratings_per_user=ratings_per_user, seed=seed)
 
 
-def _cache_folder() -> Path:
-    import pooch
-
-    return Path(pooch.os_cache("rsembed"))
-
-
-def _find(name: str, path: str | os.PathLike[str] | None, *, download: bool, progress: bool | None) -> Path | None:
-    if path is not None:
-        if (file := _archive(name, Path(path))) is None:
-            raise FileNotFoundError(
-                f"movielens: path={os.fspath(path)!r} is neither an archive nor a folder with {name}.zip."
-            )
-        return file
-    named = os.environ.get("RSEMBED_DATA")
-    if named and (file := _archive(name, Path(named))) is not None:
-        return file
-    cached = _cache_folder() / f"{name}.zip"
-    if cached.is_file():
-        return cached
-    return _fetched(name, is_watched() if progress is None else progress) if download else None
-
-
-def _archive(name: str, place: Path) -> Path | None:
-    """The file itself if it is an archive, or the one inside a folder."""
-    place = place.expanduser()
-    if place.is_file():
-        return place if place.suffix == ".zip" else None
-    return next((file for file in (place / f"{name}.zip", place / name / f"{name}.zip") if file.is_file()), None)
-
-
-def _fetched(name: str, progress: bool) -> Path | None:
-    """The archive in the cache, or None where the network does not answer."""
-    import pooch
-
-    downloader = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS, progressbar=progress)
-    where = URL.format(name=name), f"md5:{MD5[name]}", f"{name}.zip", _cache_folder()
-    try:
-        return Path(pooch.retrieve(*where, downloader=downloader))
-    except OSError as error:  # what requests raises, too
-        _log.warning("movielens: could not fetch %s (%s).", where[0], type(error).__name__)
-        return None
-
-
 def _read(name: str, file: Path, max_users: int | None) -> RatingsLog:
     content = file.read_bytes()
-    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if digest != MD5[name] and file.name == f"{name}.zip":
-        raise ValueError(
-            f"movielens: checksum mismatch, {file} has md5 {digest}, the published archive has {MD5[name]}. "
-            "Delete a broken download and fetch it again; give an archive of your own another name."
-        )
-    whose = f"{name} (md5 verified)" if digest == MD5[name] else "an archive of your own"
+    is_published = ARCHIVES[name].check(file, content)
+    whose = f"{name} (md5 verified)" if is_published else "an archive of your own"
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             numbers, item_ids, titles, genres, genre_names = _FORMATS[name](archive)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import os
 from collections import Counter
@@ -13,14 +12,17 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int32
 
-from rsembed.progress import is_watched
+from rsembed.datasets.files import Published
 
 UNKNOWN_WORD = "<unk>"
 """The word of id 0, which stands for every word outside the vocabulary."""
 
-CORPUS_NAME = "tinyshakespeare.txt"
-CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+CORPUS = Published(
+    reader="shakespeare",
+    names=("tinyshakespeare.txt", "tinyshakespeare/input.txt"),
+    url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
 SOURCES = ("auto", "pastiche", "corpus")
 
 _log = logging.getLogger("rsembed")
@@ -85,7 +87,8 @@ def shakespeare(
         "rsembed" which; "corpus" insists on a file that was found, "pastiche" on the bundled text.
       path: a text file, or a folder with `tinyshakespeare.txt` or `tinyshakespeare/input.txt`. Your own text
         may have any other name, and is then read without a checksum.
-      download: allow fetching the corpus (1.1 MB) into the cache folder.
+      download: allow fetching the corpus (1.1 MB) into the cache folder. Without an answer within seconds, it was not
+        found.
       max_words: keep only the first words; a few hundred make a test quick.
       progress: show a bar while downloading; None shows it where somebody watches, see `rsembed.progress`.
 
@@ -117,10 +120,10 @@ def shakespeare(
     if max_words is not None and max_words < 1:
         raise ValueError(f"shakespeare: max_words={max_words} must be at least 1, or None for the whole text.")
 
-    file = None if source == "pastiche" else _find_corpus(path, download=download, progress=progress)
+    file = None if source == "pastiche" else CORPUS.find(path, download=download, progress=progress)
     if file is None and source == "corpus":
         raise FileNotFoundError(
-            f"shakespeare: source='corpus', but no {CORPUS_NAME} was found. Give path=FILE, set RSEMBED_DATA "
+            f"shakespeare: source='corpus', but no {CORPUS.names[0]} was found. Give path=FILE, set RSEMBED_DATA "
             f"to the file or its folder, allow download=True, or read the bundled text: source='pastiche'."
         )
     content, origin = (_bundled_file().read_bytes(), "bundled") if file is None else (file.read_bytes(), str(file))
@@ -148,14 +151,8 @@ def _describe(content: bytes, file: Path | None, origin: str) -> str:
     """Says which text this is, after checking that a file with the corpus' name is the corpus."""
     if file is None:
         return "pastiche, an original text in Shakespeare's manner, bundled with rsembed"
-    digest = hashlib.sha256(content).hexdigest()
-    if digest == CORPUS_SHA256:
+    if CORPUS.check(file, content):
         return f"tinyshakespeare, the real corpus (sha256 verified), from {origin}"
-    if file.name == CORPUS_NAME or file.parts[-2:] == ("tinyshakespeare", "input.txt"):
-        raise ValueError(
-            f"shakespeare: checksum mismatch, {origin} has sha256 {digest}, the corpus has {CORPUS_SHA256}. "
-            f"Delete a broken download and fetch it again; give a text of your own another name."
-        )
     return f"a text of your own, from {origin}"
 
 
@@ -167,42 +164,6 @@ def _bundled_file() -> Path:
         if candidate.is_file():
             return candidate
     raise FileNotFoundError(f"shakespeare: the bundled text is at none of {[str(c) for c in candidates]}; reinstall.")
-
-
-def _cache_folder() -> Path:
-    import pooch
-
-    return Path(pooch.os_cache("rsembed"))
-
-
-def _text_file(place: Path) -> Path | None:
-    """The file itself, or the corpus inside a folder."""
-    place = place.expanduser()
-    candidates = [place, place / CORPUS_NAME, place / "tinyshakespeare" / "input.txt"]
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
-
-
-def _find_corpus(path: str | os.PathLike[str] | None, *, download: bool, progress: bool | None) -> Path | None:
-    if path is not None:
-        file = _text_file(Path(path))
-        if file is None:
-            raise FileNotFoundError(
-                f"shakespeare: path={os.fspath(path)!r} is neither a file nor a folder with {CORPUS_NAME} or "
-                f"tinyshakespeare/input.txt; correct it, or leave it out to use the bundled text."
-            )
-        return file
-    named = os.environ.get("RSEMBED_DATA")
-    if named:
-        if (file := _text_file(Path(named))) is not None:
-            return file
-        _log.warning("shakespeare: RSEMBED_DATA=%s is no text file and holds no %s; looking on.", named, CORPUS_NAME)
-    if download:
-        import pooch
-
-        folder, bar = _cache_folder(), is_watched() if progress is None else progress
-        return Path(pooch.retrieve(CORPUS_URL, f"sha256:{CORPUS_SHA256}", CORPUS_NAME, folder, progressbar=bar))
-    cached = _cache_folder() / CORPUS_NAME
-    return cached if cached.is_file() else None
 
 
 def load_shakespeare(

@@ -1,5 +1,6 @@
 """MovieLens is read as published or refused, and what is generated in its place says so and has a law."""
 
+import dataclasses
 import hashlib
 import importlib
 import logging
@@ -51,7 +52,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.delenv("RSEMBED_DATA", raising=False)
     folder = tmp_path / "cache"
     folder.mkdir()
-    monkeypatch.setattr(movielens_module, "_cache_folder", lambda: folder)
+    monkeypatch.setattr("rsembed.datasets.files._cache_folder", lambda: folder)
     return folder
 
 
@@ -61,7 +62,10 @@ def published(request, monkeypatch, tmp_path):
     file = tmp_path / "somewhere" / f"{request.param}.zip"
     file.parent.mkdir()
     WRITE[request.param](file)
-    monkeypatch.setitem(movielens_module.MD5, request.param, hashlib.md5(file.read_bytes()).hexdigest())
+    known = dataclasses.replace(
+        movielens_module.ARCHIVES[request.param], known_hash=f"md5:{hashlib.md5(file.read_bytes()).hexdigest()}"
+    )
+    monkeypatch.setitem(movielens_module.ARCHIVES, request.param, known)
     return request.param, file
 
 

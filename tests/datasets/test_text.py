@@ -1,5 +1,6 @@
 """Words become ids by rank, and the text that is read is the one that should be."""
 
+import dataclasses
 import hashlib
 import logging
 import re
@@ -21,7 +22,7 @@ def cache(monkeypatch, tmp_path):
     """No corpus of this machine and no network: an empty cache, and no RSEMBED_DATA."""
     monkeypatch.delenv("RSEMBED_DATA", raising=False)
     folder = tmp_path / "cache"
-    monkeypatch.setattr(text_module, "_cache_folder", lambda: folder)
+    monkeypatch.setattr("rsembed.datasets.files._cache_folder", lambda: folder)
     return folder
 
 
@@ -31,7 +32,8 @@ def corpus(monkeypatch, tmp_path):
     file = tmp_path / "somewhere" / "tinyshakespeare.txt"
     file.parent.mkdir()
     file.write_text(VERSE)
-    monkeypatch.setattr(text_module, "CORPUS_SHA256", hashlib.sha256(VERSE.encode()).hexdigest())
+    known_hash = f"sha256:{hashlib.sha256(VERSE.encode()).hexdigest()}"
+    monkeypatch.setattr(text_module, "CORPUS", dataclasses.replace(text_module.CORPUS, known_hash=known_hash))
     return file
 
 
@@ -131,7 +133,7 @@ def test_the_bundled_text_is_the_one_its_readme_describes():
     figures = [f"{figure:,}" for figure in (len(words), len(set(words)), len(content))]
     assert [cell.strip() for cell in row.split("|")[3:6]] == figures
     assert hashlib.sha256(content).hexdigest() in row
-    assert text_module.CORPUS_SHA256 in README.read_text()
+    assert text_module.CORPUS.known_hash.removeprefix("sha256:") in README.read_text()
 
 
 def test_the_bundled_text_is_long_and_repeats_its_words():
@@ -176,15 +178,15 @@ def test_a_folder_may_hold_the_corpus_under_its_original_name(corpus):
 def test_the_download_is_pinned_and_asked_for(monkeypatch, corpus, cache):
     asked = []
 
-    def retrieve(url, known_hash, fname, path, *, progressbar):
-        asked.append((url, known_hash, fname, path, progressbar))
+    def retrieve(url, known_hash, fname, path, *, downloader):
+        asked.append((url, known_hash, fname, path, downloader.progressbar))
         return str(corpus)
 
     monkeypatch.setattr("pooch.retrieve", retrieve)
     assert "pastiche" in datasets.shakespeare(100).source
     assert asked == []
     assert "verified" in datasets.shakespeare(100, download=True, progress=False).source
-    expected = (text_module.CORPUS_URL, f"sha256:{text_module.CORPUS_SHA256}", corpus.name, cache, False)
+    expected = (text_module.CORPUS.url, text_module.CORPUS.known_hash, corpus.name, cache, False)
     assert asked == [expected]
 
 
@@ -200,7 +202,28 @@ def test_path_wins_over_the_variable_and_the_pastiche_over_both(monkeypatch, cor
 def test_a_variable_that_leads_nowhere_is_reported_and_passed_over(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("RSEMBED_DATA", str(tmp_path / "gone"))
     assert "pastiche" in datasets.shakespeare(10).source
-    assert re.search(r"RSEMBED_DATA=.*gone is no text file", caplog.text)
+    assert re.search(r"RSEMBED_DATA=.*gone is not a text file", caplog.text)
+
+
+def test_the_variable_may_name_what_another_reader_wants(monkeypatch, tmp_path, caplog):
+    archive = tmp_path / "ml-1m.zip"
+    archive.write_bytes(b"PK")
+    monkeypatch.setenv("RSEMBED_DATA", str(archive))
+    assert "pastiche" in datasets.shakespeare(10).source
+    monkeypatch.setenv("RSEMBED_DATA", str(own_text(tmp_path, "one two")))
+    assert datasets.movielens("ml-1m", max_users=30).is_generated
+    assert len(re.findall("looking on", caplog.text)) == 2
+
+
+def test_without_a_network_a_download_ends_in_the_bundled_text(monkeypatch, caplog):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("pooch.retrieve", unreachable)
+    assert "pastiche" in datasets.shakespeare(10, download=True).source
+    assert "could not fetch" in caplog.text
+    with pytest.raises(FileNotFoundError, match="RSEMBED_DATA"):
+        datasets.shakespeare(10, download=True, source="corpus")
 
 
 @pytest.mark.parametrize("place", ["path", "variable", "cache"])
@@ -236,7 +259,7 @@ def test_an_insisted_corpus_that_is_missing_lists_the_ways_out():
 
 def test_a_path_without_a_text_is_an_error(tmp_path):
     for place in (tmp_path, tmp_path / "gone.txt"):
-        with pytest.raises(FileNotFoundError, match=r"neither a file nor a folder with tinyshakespeare\.txt"):
+        with pytest.raises(FileNotFoundError, match=r"neither a text file nor a folder with tinyshakespeare\.txt"):
             datasets.shakespeare(10, path=place)
 
 
