@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
-from rsembed.bags import PAD_ID, Bags, as_bags
+from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.stack import Stack
 from rsembed.collection.state import Activations, Batch, LookupStatistics, Traffic
+from rsembed.kernels import api
 from rsembed.keys import as_keys, num_invalid
 from rsembed.parallel import Asking, together
 from rsembed.specs import FeatureSpec
@@ -84,16 +85,19 @@ class Engine:
 
     def _counts(self, bags: Mapping[str, Bags]) -> tuple[dict[str, Array], dict[str, Array]]:
         num_ids, num_out_of_range = {}, {}
-        for name, own in bags.items():
-            table = self.features[name].table_spec
-            used = jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1]
-            if table.storage is not None and table.storage.key_dtype is not None:
-                keys = as_keys(own.ids).only(used)
-                num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key), num_invalid(keys)
-                continue
-            inside = (own.ids >= 0) & (own.ids < table.vocabulary_size)
-            num_ids[name] = jnp.sum(used & inside)
-            num_out_of_range[name] = jnp.sum(used & ~inside & (own.ids != PAD_ID))
+        tables = {name: self.features[name].table_spec for name in bags}
+        with_rows = [name for name, table in tables.items() if table.storage is None or table.storage.key_dtype is None]
+        counts = api.count_ids(
+            [jnp.asarray(bags[name].ids) for name in with_rows],
+            [jnp.asarray(bags[name].offsets) for name in with_rows],
+            [tables[name].vocabulary_size for name in with_rows],
+        )
+        for name, (num_inside, num_outside) in zip(with_rows, counts, strict=True):
+            num_ids[name], num_out_of_range[name] = num_inside, num_outside
+        for name in sorted(set(bags) - set(with_rows)):
+            own = bags[name]
+            keys = as_keys(own.ids).only(jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1])
+            num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key, dtype=jnp.int32), num_invalid(keys)
         return num_ids, num_out_of_range
 
     def _row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from rsembed.bags import Bags
-from rsembed.kernels.contract import NO_ROW, Rounding, Segment
+from rsembed.kernels import api
+from rsembed.kernels.contract import Rounding, Segment
 from rsembed.kernels.keyed import mix
 from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
@@ -90,7 +92,11 @@ class RowLayout:
 
     def place(self, table_name: str) -> Place:
         """Where a table starts."""
-        return dict(zip((table.name for table in self.stack.tables), self.places, strict=True))[table_name]
+        return self._place_of[table_name]
+
+    @functools.cached_property
+    def _place_of(self) -> dict[str, Place]:
+        return dict(zip((table.name for table in self.stack.tables), self.places, strict=True))
 
     def rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the array; ids must lie inside the table."""
@@ -119,12 +125,18 @@ class RowLayout:
 
     def segments(self, bags: Mapping[str, Bags]) -> list[Segment]:
         """Ids of the stack's features as rows of the array; ids outside their table become `NO_ROW`."""
-        sizes = {table.name: table.rows for table in self.stack.tables}
+        features, sizes = self.stack.features, {table.name: table.rows for table in self.stack.tables}
+        names = [feature.table_name for feature in features]
+        all_rows = api.rows_of_ids(
+            [jnp.asarray(bags[feature.name].ids) for feature in features],
+            [self.place(name) for name in names],
+            [sizes[name] for name in names],
+            spread=self.spread,
+            rows_per_shard=self.rows_per_shard,
+        )
         segments = []
-        for feature in self.stack.features:
+        for feature, rows in zip(features, all_rows, strict=True):
             own = bags[feature.name]
-            is_valid = (own.ids >= 0) & (own.ids < sizes[feature.table_name])
-            rows = jnp.where(is_valid, self.rows(feature.table_name, jnp.where(is_valid, own.ids, 0)), NO_ROW)
             offsets = None if feature.combiner == "none" else jnp.asarray(own.offsets)
             weights = None if own.weights is None else jnp.asarray(own.weights)
             segments.append(Segment(rows, offsets, weights, feature.combiner))

@@ -33,6 +33,7 @@ from rsembed.kernels.contract import (
 from rsembed.kernels.keyed import Distinct
 from rsembed.keys import Keys
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
+from rsembed.places import Place
 from rsembed.specs import QuantizationConfig
 
 IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
@@ -316,6 +317,42 @@ def rows_by_bag(
 ) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
     """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
     return _dispatch("rows_by_bag", implementation, bags, num_bags)
+
+
+def rows_of_ids(
+    ids: Sequence[Int[Array, " _"]],
+    places: Sequence[Place],
+    sizes: Sequence[int],
+    *,
+    spread: int,
+    rows_per_shard: int,
+    implementation: str | None = None,
+) -> tuple[Int[Array, " _"], ...]:
+    """Row of each id of each feature in their stack, `NO_ROW` for ids outside `[0, size)` of the feature's table.
+
+    Args:
+      ids: one array per feature.
+      places: where the tables of the features lie.
+      sizes: ids of these tables.
+      spread: shards over which a table is dealt.
+      rows_per_shard: rows of every shard.
+      implementation: see `implementation_states`.
+    """
+    return _dispatch("rows_of_ids", implementation, tuple(ids), places, sizes, spread, rows_per_shard)
+
+
+def count_ids(
+    ids: Sequence[Int[Array, " _"]],
+    offsets: Sequence[Int[Array, " _"]],
+    sizes: Sequence[int],
+    *,
+    implementation: str | None = None,
+) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
+    """Of each feature, how many ids lie inside its table, and how many outside that are no padding.
+
+    Entries behind the last offset are neither.
+    """
+    return _dispatch("count_ids", implementation, tuple(ids), tuple(offsets), sizes)
 
 
 def distinct(

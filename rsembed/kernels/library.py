@@ -29,7 +29,7 @@ _TARGETS = (
     *("rsembed_lookup_jagged", "rsembed_row_gradients_jagged", "rsembed_update_jagged", "rsembed_weight_gradients"),
     *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
     *("rsembed_distinct", "rsembed_first_occurrences", "rsembed_find_keys", "rsembed_insert_keys"),
-    *("rsembed_count_uses", "rsembed_row_bits"),
+    *("rsembed_count_uses", "rsembed_row_bits", "rsembed_rows_of_ids", "rsembed_count_ids"),
     *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/native.py
 )
 

@@ -7,6 +7,7 @@ tables and slots are stepped where they lie when the caller donates them or live
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from rsembed.kernels.library import shared_library as shared_library
 from rsembed.kernels.library import unavailable_because as unavailable_because
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
+from rsembed.places import Place
 
 NAME = "native"
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -142,6 +144,28 @@ def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " n
     return offsets, order
 
 
+def rows_of_ids(
+    ids: Sequence[Int[Array, " _"]], places: Sequence[Place], sizes: Sequence[int], spread: int, rows_per_shard: int
+) -> tuple[Int[Array, " _"], ...]:
+    """Row of each id of each feature, `NO_ROW` for ids outside their table."""
+    _check_ids(ids)
+    numbers = [(*place, size) for place, size in zip(places, sizes, strict=True)]
+    attributes: dict[str, Any] = {"places": np.asarray(numbers, np.int64).reshape(-1)}
+    attributes |= {"spread": np.int64(spread), "rows_per_shard": np.int64(rows_per_shard)}
+    return call_handler("rsembed_rows_of_ids", [(own.shape, jnp.int32) for own in ids], *ids, **attributes)
+
+
+def count_ids(
+    ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
+) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
+    """Of each feature, how many ids lie inside its table, and how many outside that are no padding."""
+    _check_ids([*ids, *offsets])
+    operands = itertools.chain.from_iterable(zip(ids, offsets, strict=True))
+    results = [((), jnp.int32)] * (2 * len(ids))
+    counts = call_handler("rsembed_count_ids", results, *operands, sizes=np.asarray(sizes, np.int64))
+    return tuple(zip(counts[::2], counts[1::2], strict=True))
+
+
 def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], num_owners: int) -> Distinct:
     """Equal entries made one, in the order of their owners and then of their lanes; see `keyed.distinct`."""
     if wrong := [str(lane.dtype) for lane in lanes if lane.dtype not in (jnp.int32, jnp.uint32)]:
@@ -236,6 +260,11 @@ def advise_huge_pages(array: Array) -> bool:
     jax.block_until_ready(array)
     # A list, not a generator: one refusal must not keep the other shards from being tried.
     return all([library.rsembed_advise_huge_pages(s.unsafe_buffer_pointer(), s.nbytes) for s in shards])
+
+
+def _check_ids(ids: Sequence[Array]) -> None:
+    if wrong := [str(own.dtype) for own in ids if own.dtype != jnp.int32]:
+        raise NotImplementedError(f"native ids and offsets are int32, not {wrong[0]}")
 
 
 def _check_table(table: Array) -> None:

@@ -28,6 +28,8 @@ from rsembed.kernels.contract import (
     as_rows,
 )
 from rsembed.kernels.contract import Rounding as Rounding
+from rsembed.kernels.ids import count_ids as count_ids
+from rsembed.kernels.ids import rows_of_ids as rows_of_ids
 from rsembed.kernels.keyed import count_uses as count_uses
 from rsembed.kernels.keyed import distinct as distinct
 from rsembed.kernels.keyed import find_keys as find_keys

@@ -14,13 +14,14 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples come with a checkout")
 
 SCRIPT = """
-import sys, jax
+import os, sys, jax
 from jax.experimental import multihost_utils
 from rsembed import parallel
 
 parallel.init(preemption=True)
 numbers = multihost_utils.process_allgather(jax.numpy.arange(1) + jax.process_index())
-print("process", jax.process_index(), "of", jax.process_count(), numbers.ravel().tolist(), sys.argv[1:], flush=True)
+line = f"process {jax.process_index()} of {jax.process_count()} {numbers.ravel().tolist()} {sys.argv[1:]}\\n"
+os.write(1, line.encode())  # in one piece: both processes write here
 """
 
 # Starts two tasks and says to each what Slurm does.

@@ -114,7 +114,7 @@ class RowSort {
 
 // Calls body(segment, first, last) for the parts of entries (or outputs) [first, last) of the whole call that lie in
 // each segment; the numbers handed on count within the segment.
-template <int64_t Segment::*kFirst, int64_t Segment::*kCount, typename Body>
+template <auto kFirst, auto kCount, typename Segment, typename Body>
 void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t last, const Body& body) {
   for (const Segment& segment : segments) {
     const int64_t begin = std::max<int64_t>(first - segment.*kFirst, 0);

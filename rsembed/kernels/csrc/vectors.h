@@ -94,20 +94,89 @@ inline void store(T* to, Floats x) {
   memcpy(to, &raw, sizeof(raw));
 }
 
-// The columns behind the last full vector; missing lanes read as zero and are not written.
+// The columns behind the last full vector, fewer than kLanes; missing lanes read as zero and are not written. Short rows
+// consist of nothing else, so columns do not travel one by one.
+#if defined(__AVX512F__)
+inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
+
+inline Floats load_tail(const float* from, int64_t count) {
+  return (Floats)_mm512_maskz_loadu_ps(first_lanes(count), from);
+}
+
 template <typename T>
 inline Floats load_tail(const T* from, int64_t count) {
-  T lanes[kLanes] = {};
-  for (int64_t k = 0; k < count; ++k) lanes[k] = from[k];
-  return load(lanes);
+  return decode(from, (Halves)_mm256_maskz_loadu_epi16(first_lanes(count), from));
+}
+
+inline void store_tail(float* to, Floats x, int64_t count) {
+  _mm512_mask_storeu_ps(to, first_lanes(count), (__m512)x);
 }
 
 template <typename T>
 inline void store_tail(T* to, Floats x, int64_t count) {
-  T lanes[kLanes];
-  store(lanes, x);
-  for (int64_t k = 0; k < count; ++k) to[k] = lanes[k];
+  _mm256_mask_storeu_epi16(to, first_lanes(count), (__m256i)encode(to, x));
 }
+#else
+// The first `bytes` of eight, a multiple of 2.
+inline uint64_t load_bytes(const void* from, int64_t bytes) {
+  const char* const part = static_cast<const char*>(from);
+  uint64_t whole = 0;
+  uint32_t four = 0;
+  uint16_t two = 0;
+  if (bytes >= 8) {
+    memcpy(&whole, part, 8);
+    return whole;
+  }
+  if (bytes & 4) memcpy(&four, part, 4);
+  if (bytes & 2) memcpy(&two, part + (bytes & 4), 2);
+  return bytes & 4 ? four | static_cast<uint64_t>(two) << 32 : two;
+}
+
+inline void store_bytes(void* to, uint64_t whole, int64_t bytes) {
+  char* const part = static_cast<char*>(to);
+  const uint32_t four = static_cast<uint32_t>(whole);
+  const uint16_t two = static_cast<uint16_t>(bytes & 4 ? whole >> 32 : whole);
+  if (bytes >= 8) {
+    memcpy(part, &whole, 8);
+    return;
+  }
+  if (bytes & 4) memcpy(part, &four, 4);
+  if (bytes & 2) memcpy(part + (bytes & 4), &two, 2);
+}
+
+#if defined(__AVX2__)
+inline Floats load_tail(const float* from, int64_t count) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i is_there = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lanes);
+  return (Floats)_mm256_maskload_ps(from, is_there);
+}
+#endif
+
+template <typename T>
+inline Floats load_tail(const T* from, int64_t count) {
+  typedef uint64_t Pair __attribute__((vector_size(16)));  // parts that meet in memory would stall
+  constexpr int64_t kColumns = 8 / sizeof(T), kBytes = sizeof(T);
+  const Pair parts = {load_bytes(from, count * kBytes),
+                      count > kColumns ? load_bytes(from + kColumns, (count - kColumns) * kBytes) : 0};
+  typename VectorOf<T>::type raw;
+  static_assert(sizeof(raw) <= sizeof(parts), "wider vectors have loads of their own");
+  memcpy(&raw, &parts, sizeof(raw));
+  return decode(from, raw);
+}
+
+template <typename T>
+inline void store_tail(T* to, Floats x, int64_t count) {
+  const typename VectorOf<T>::type raw = encode(to, x);
+  constexpr int64_t kParts = sizeof(raw) / 8, kColumns = 8 / sizeof(T);
+  uint64_t parts[kParts];
+  memcpy(parts, &raw, sizeof(raw));
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < kParts; ++k) {
+    const int64_t left = count - k * kColumns;
+    if (left > 0) store_bytes(to + k * kColumns, parts[k], left * static_cast<int64_t>(sizeof(T)));
+  }
+}
+#endif
 
 // Stores past the caches, to an aligned place: nobody has to read first what is overwritten.
 inline void stream(float* to, Floats x) {
