@@ -29,7 +29,7 @@ import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
 
-from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, SavedArray
+from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, InOrder, SavedArray
 from rsembed.checkpoint.states import TableRows
 from rsembed.progress import progress
 
@@ -76,7 +76,9 @@ def _are_numbers(dtype: np.dtype[Any]) -> bool:
     return dtype == np.bool_ or (jnp.issubdtype(dtype, np.number) and not is_time)
 
 
-def write_arrays(path: Path | None, arrays: Sequence[Any]) -> tuple[list[dict[str, Any]], OSError | None]:
+def write_arrays(
+    path: Path | None, arrays: Sequence[Any], *, show: bool | None = None
+) -> tuple[list[dict[str, Any]], OSError | None]:
     """Writes arrays into folders of their own, and returns their entries and why they could not be written.
 
     With several processes all gather the rows to the end, whatever the disk of the one that writes them says, so that
@@ -85,16 +87,28 @@ def write_arrays(path: Path | None, arrays: Sequence[Any]) -> tuple[list[dict[st
     Args:
       path: where the folders come; None in processes that do not write.
       arrays: from `as_saved`.
+      show: the progress.
     """
     entries = [_described(number, array) for number, array in enumerate(arrays)]
     with _Output(path, entries) as output:
-        watched = progress(entries, description="saving", delay=1.0, leave=False)
+        watched = progress(entries, description="saving", show=show, delay=1.0, leave=False)
         for number, (entry, array) in enumerate(zip(watched, arrays, strict=True)):
             for _, first, last in _chunks(entry):
                 output.write(number, first, _rows(array, first, last - first))
                 if output.failure is not None and jax.process_count() == 1:
                     return entries, output.failure
     return entries, output.failure
+
+
+def copied(array: Any) -> np.ndarray | None:
+    """A copy in memory of process 0; all processes call this, for an array of `as_saved`."""
+    entry = _described(0, array)
+    copy = np.empty(entry["shape"] or [1], array.dtype) if jax.process_index() == 0 else None
+    for _, first, last in _chunks(entry):
+        rows = _rows(array, first, last - first)
+        if copy is not None:
+            copy[first:last] = rows
+    return None if copy is None else copy.reshape(entry["shape"])
 
 
 def _described(number: int, array: Any) -> dict[str, Any]:
@@ -190,6 +204,8 @@ def _rows(array: Any, first: int, count: int) -> np.ndarray:
     """Rows of a host or global array; every process calls this, and process 0 gets what others hold."""
     if isinstance(array, TableRows):
         return _picked(array.array, array.rows(first, count))
+    if isinstance(array, InOrder):
+        return array.next(count)
     array = array.reshape(1) if array.ndim == 0 else array
     return _picked(array, np.arange(first, first + count))
 

@@ -11,8 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsembed.checkpoint.files import check_owners, manifest, nested, placed, restored, write
+from rsembed.checkpoint.files import check_owners
+from rsembed.checkpoint.manifests import manifest
+from rsembed.checkpoint.reading import nested, placed, restored
 from rsembed.checkpoint.states import logical, tables_of, with_states
+from rsembed.checkpoint.writing import Contents, write
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 
 _log = logging.getLogger("rsembed")
@@ -43,13 +46,20 @@ def save_collection(
       ValueError: the state is not this collection's.
       FileExistsError, OSError, TypeError: as `save`.
     """
+    write(Path(path), contents_of(collection, state, others=others, metadata=metadata))
+
+
+def contents_of(
+    collection: EmbeddingCollection, state: EmbeddingState, *, others: Any, metadata: Mapping[str, Any] | None
+) -> Contents:
+    """What `save_collection` writes."""
     collection.check_state(state)
     owners = {"tables": tables_of(collection.template)}
     arrays, tables, slots = collection.logical.parted(state._replace(layout=collection.layout))
     tree = _without_step(arrays) | {"others": others}
     tree["tables"] |= tables
     tree["slots"] |= slots
-    write(Path(path), tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
+    return Contents.of(tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
 
 
 def load_collection(
@@ -86,11 +96,11 @@ def load_collection(
     for entry in found["arrays"]:
         if others is not None or entry["path"][0] != "others":
             entries[entry["path"][0] == "tables" and entry["path"][1] in by_key].append(entry)
-    tree = restored(path, entries[False], like)
+    tree = restored(path, found, entries[False], like)
     step = placed(np.asarray(found["step"], np.int32), template.step)
     state = with_states(arrays, tree | {"step": step})
     if apart:
-        keyed = nested(path, entries[True]).get("tables", {}) if by_key else {}
+        keyed = nested(path, found, entries[True]).get("tables", {}) if by_key else {}
         state = collection.logical.whole(state, tree["tables"] | keyed, tree["slots"], collection.layout)
     return state if others is None else (state, with_states(others, tree["others"]))
 

@@ -17,33 +17,21 @@ table name, all arrays of an instant or none, and a refusal of files that are mi
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import glob
-import json
 import os
-import secrets
-import shutil
-import socket
 import warnings
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 
-from rsembed.checkpoint import old_layouts
-from rsembed.checkpoint.arrays import as_saved, check_entry, open_array, write_arrays
-from rsembed.checkpoint.saved import CorruptCheckpointError, SavedArray, sharded
-from rsembed.checkpoint.states import TableRows, belongings, is_state, logical, stacks_of, with_states
-from rsembed.fingerprint import ELSEWHERE, Fingerprint, check_same
-
-LAYOUT_VERSION = 3
-_MANIFEST = "manifest.json"
+from rsembed.checkpoint.manifests import LAYOUT_VERSION, MANIFEST, manifest
+from rsembed.checkpoint.reading import in_order, nested, opened, restored
+from rsembed.checkpoint.saved import SavedArray
+from rsembed.checkpoint.states import belongings, is_state, logical, stacks_of, with_states
+from rsembed.checkpoint.writing import Contents, write
+from rsembed.fingerprint import Fingerprint, check_same
 
 
 class Checkpoint(NamedTuple):
@@ -79,39 +67,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
       TypeError: a leaf is no array of numbers, or more than that (a mask, fields), or `metadata` no JSON.
       ValueError: two leaves have the same name, or part of the state in the tree is elsewhere.
     """
-    write(Path(path), tree, belongings(tree), step=step, metadata=metadata)
-
-
-def write(path: Path, tree: Any, owners: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None) -> None:
-    """As `save`, for a tree of which the caller says what it belongs to."""
-    for name, facts in owners.items():
-        if ELSEWHERE in facts:
-            raise ValueError(f"checkpoint: {name!r} is not whole: {facts[ELSEWHERE]}")
-    leaves = {parts: as_saved(leaf, _name(parts)) for parts, leaf in _flatten(logical(tree)).items()}
-    body: dict[str, Any] = {
-        "layout_version": LAYOUT_VERSION,
-        "step": int(step),
-        "prng_implementation": jax.random.key_impl(jax.random.key(0)),
-        "belongs_to": dict(owners),
-        "metadata": dict(metadata or {}),
-    }
-    # As a load will see it (keys are texts); what JSON cannot hold is an error now, not after an hour of writing.
-    body = json.loads(json.dumps(body))
-    if _agreed(path.exists()):
-        raise _exists(path)
-    partial, failure = None, None
-    with contextlib.ExitStack() as cleanup:
-        if jax.process_index() == 0:
-            partial, failure = _partial_folder(path)
-            cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
-        entries, problem = write_arrays(None if failure else partial, [array for array, _ in leaves.values()])
-        failure = failure or problem
-        if partial is not None and failure is None:
-            for entry, (parts, (_, prng)) in zip(entries, leaves.items(), strict=True):
-                entry |= {"path": list(parts), "prng": prng}
-            failure = _published(partial, path, _encode(body | {"arrays": entries}))
-    if _agreed(failure is not None):
-        raise failure or OSError(f"checkpoint {path}: process 0 could not write it; its own error says why.")
+    write(Path(path), Contents.of(tree, belongings(tree), step=step, metadata=metadata))
 
 
 def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
@@ -133,14 +89,14 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     path = Path(path)
     found = manifest(path)
     if like is None:
-        return Checkpoint(nested(path, found["arrays"]), found["step"], found["metadata"])
+        return Checkpoint(nested(path, found, found["arrays"]), found["step"], found["metadata"])
     template = like
     if found["layout_version"] == 1:
         template = jax.tree.map(functools.partial(_as_before, path), like, is_leaf=is_state)
     else:
         owners = belongings(like)
         check_owners(path, {name: found["belongs_to"].get(name) for name in owners}, owners)
-    tree = with_states(template, restored(path, found["arrays"], logical(template)))
+    tree = with_states(template, restored(path, found, found["arrays"], logical(template)))
     # What a template of an older file left out comes back with the structure.
     tree = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
     return Checkpoint(tree, found["step"], found["metadata"])
@@ -169,30 +125,35 @@ def _as_before(path: Path, node: Any) -> Any:
     return node._replace(layout=None)
 
 
-def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
+def verify(path: str | os.PathLike[str]) -> None:
+    """Reads every byte of a checkpoint, a few MiB at a time.
 
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
     """
-    file = Path(path) / _MANIFEST
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} is no checkpoint: it has no {_MANIFEST}. An interrupted save leaves none.")
-    data = file.read_bytes()
-    try:
-        body = json.loads(data)["manifest"]
-        is_intact = _encode(body) == data and {"layout_version", "step", "metadata", "arrays"} <= body.keys()
-    except (ValueError, KeyError, TypeError, AttributeError):
-        is_intact = False
-    if not is_intact:
-        raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
-    if body["layout_version"] not in range(1, LAYOUT_VERSION + 1):
-        raise ValueError(
-            f"{path} has layout {body['layout_version']}, but this version of rsembed reads layouts up to "
-            f"{LAYOUT_VERSION}; read it with the version that wrote it."
-        )
-    for number, entry in enumerate(body["arrays"]):
-        check_entry(entry, number, is_zarr=body["layout_version"] > 2)
-    return body
+    path = Path(path)
+    found = manifest(path)
+    for array in opened(path, found, found["arrays"]).values():
+        if isinstance(array, SavedArray):
+            for _ in array.blocks():
+                pass
+
+
+def compact(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Writes what an incremental checkpoint and those that it builds on hold together as one that needs no other.
+
+    Args:
+      path: a checkpoint, which stays.
+      target: a folder that does not exist yet.
+
+    Raises: as `load` and `save`.
+    """
+    path, target = Path(path), Path(target)
+    found = manifest(path)
+    entries = {tuple(entry["path"]): entry["prng"] for entry in found["arrays"]}
+    arrays = {parts: in_order(array) for parts, array in opened(path, found, found["arrays"]).items()}
+    leaves = {parts: (arrays[parts], prng) for parts, prng in entries.items()}
+    body = {key: fact for key, fact in found.items() if key not in ("arrays", "row_numbers", "base")}
+    write(target, Contents(leaves, body | {"layout_version": LAYOUT_VERSION}))
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -209,7 +170,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
       ('step_10', [0, 1, 2])
     """
     steps: dict[Path, int] = {}
-    for file in sorted(Path(folder).glob(f"*/{_MANIFEST}")):
+    for file in sorted(Path(folder).glob(f"*/{MANIFEST}")):
         if file.parent.name.startswith("."):
             continue
         try:
@@ -217,191 +178,3 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         except (OSError, ValueError) as error:
             warnings.warn(f"{file.parent} is passed over: {error}", stacklevel=2)
     return max(steps, key=lambda path: steps[path], default=None)
-
-
-# Names
-
-
-def _flatten(tree: Any) -> dict[tuple[str, ...], Any]:
-    """The leaves by their path."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    leaves = {_parts(keys): leaf for keys, leaf in found}
-    if len(leaves) < len(found):
-        names = [_name(_parts(keys)) for keys, _ in found]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two leaves of the tree are called {repeated}; give them keys that differ as text.")
-    return leaves
-
-
-def _parts(keys: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-
-
-def _name(parts: Sequence[str]) -> str:
-    return "/".join(parts) or "the array"
-
-
-# Writing
-
-
-def _agreed(flag: bool) -> bool:
-    """What process 0 says."""
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag))) if jax.process_count() > 1 else flag
-
-
-def _exists(path: Path) -> FileExistsError:
-    return FileExistsError(f"{path} exists; checkpoints are never replaced: give every step a folder of its own.")
-
-
-def _partial_folder(path: Path) -> tuple[Path, OSError | None]:
-    """A hidden folder of this save alone, and why it could not be made.
-
-    Those that interrupted saves of the path left behind go.
-    """
-    for torn in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        if _is_abandoned(torn):
-            shutil.rmtree(torn, ignore_errors=True)
-    partial = path.with_name(f".{path.name}.{_HOST}-{os.getpid()}-{_PROCESS}-{secrets.token_hex(4)}.partial")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        return partial, error
-    return partial, None
-
-
-_HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
-_PROCESS = secrets.token_hex(4)  # process numbers come again: in a container, every time it starts
-
-
-def _is_abandoned(partial: Path) -> bool:
-    """Whether the process that wrote a partial folder is no more; of another machine's nothing is known."""
-    host, *rest = partial.name.split(".")[-2].split("-")
-    if host != _HOST or len(rest) != 3:
-        return False
-    process_id, process, _ = rest
-    if int(process_id) == os.getpid():
-        return process != _PROCESS
-    try:
-        os.kill(int(process_id), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
-
-
-def _published(partial: Path, path: Path, manifest_bytes: bytes) -> OSError | None:
-    """Gives a complete folder its name; why that could not be done."""
-    try:
-        with open(partial / _MANIFEST, "wb") as file:
-            file.write(manifest_bytes)
-            os.fsync(file.fileno())
-        _sync_folder(partial)
-        partial.rename(path)  # fails where another save of the path was faster
-        _sync_folder(path.parent)
-    except OSError as error:
-        return _exists(path) if path.exists() and partial.exists() else error
-    return None
-
-
-def _encode(body: Mapping[str, Any]) -> bytes:
-    """The manifest with its checksum, always with the same bytes, so that a load can compare them all."""
-    checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
-    return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# Reading
-
-
-def _opened(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
-    """The arrays of entries, still on the disk but for PRNG keys."""
-    found = {}
-    for entry in entries:
-        array = (open_array if "folder" in entry else old_layouts.open_array)(path, entry, _name(entry["path"]))
-        is_key = entry["prng"] is not None
-        found[tuple(entry["path"])] = (
-            jax.random.wrap_key_data(jnp.asarray(array.whole()), impl=entry["prng"]) if is_key else array
-        )
-    return found
-
-
-def _in_memory(array: Any) -> Any:
-    return array.whole() if isinstance(array, SavedArray) else array
-
-
-def nested(path: Path, entries: Sequence[Mapping[str, Any]]) -> Any:
-    """The arrays of entries, in memory, in dictionaries by the parts of their names."""
-    from flax.traverse_util import unflatten_dict
-
-    arrays = {parts: _in_memory(array) for parts, array in _opened(path, entries).items()}
-    return arrays[()] if () in arrays else unflatten_dict(arrays)
-
-
-def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: Any) -> Any:
-    """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`.
-
-    In place of the rows of tables stand those on the disk, for `with_states`.
-    """
-    arrays, wanted = _opened(path, entries), _flatten(like)
-    problems = [f"{_name(parts)!r} is missing" for parts in wanted if parts not in arrays]
-    problems += [f"{_name(parts)!r} is not wanted" for parts in arrays if parts not in wanted]
-    for parts in wanted.keys() & arrays.keys():
-        has, wants = (f"{_native(x.dtype)}{list(x.shape)}" for x in (arrays[parts], _shaped(wanted[parts])))
-        if has != wants:
-            problems.append(f"{_name(parts)!r} is {has}, wanted {wants}")
-        elif _would_narrow(arrays[parts], wanted[parts]):
-            problems.append(
-                f"{_name(parts)!r} is {has}, which a JAX array cannot hold here: give a numpy array as its template, "
-                "or set jax_enable_x64"
-            )
-    if problems:
-        raise ValueError(f"checkpoint {path} does not match: {'; '.join(sorted(problems))}.")
-    leaves = [_from_disk(arrays[parts], leaf) for parts, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _shaped(leaf: Any) -> Any:
-    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
-
-
-def _native(dtype: Any) -> Any:
-    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype  # that of a PRNG key has no byte order
-
-
-def _would_narrow(array: Any, leaf: Any) -> bool:
-    is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, TableRows))
-    return is_for_jax and isinstance(array, SavedArray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
-
-
-def _from_disk(array: Any, leaf: Any) -> Any:
-    """The array where and as what the leaf is; on several devices, without the whole of it in memory of the host."""
-    if isinstance(leaf, TableRows):
-        return array
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or len(sharding.device_set) == 1 or not isinstance(array, SavedArray) or not array.shape:
-        return placed(_in_memory(array), leaf)
-    pieces = ((np.arange(first, first + len(rows)), rows) for first, rows in array.blocks())
-    return sharded(array.shape, array.dtype, sharding, pieces)
-
-
-def placed(array: Any, leaf: Any) -> Any:
-    """The array where and as what the leaf is."""
-    if isinstance(leaf, (bool, int, float)):
-        return type(leaf)(array[()])
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return array
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or not getattr(leaf, "committed", True):
-        return jax.device_put(array)  # tied to no device, as the leaf is, or steps would be compiled anew for it
-    if isinstance(array, jax.Array):  # a PRNG key; device_put knows only devices of this process
-        data = placed(np.asarray(jax.random.key_data(array)), leaf)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
