@@ -44,7 +44,8 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
         return importlib.metadata.version(__name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    near = importlib.import_module(f"{__name__}.kinds").did_you_mean(name, __dir__())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
 
 
 def __dir__() -> list[str]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, no_type_check
+from typing import Any, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rsembed.intervals import check_within
 from rsembed.keys import Keys, join_keys
+from rsembed.kinds import check_kind, shown
 
 PAD_ID = -1
 """Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
@@ -54,6 +56,7 @@ class Bags:
           TypeError: a row is not a flat sequence of integers.
           ValueError: weights have other lengths than the ids.
         """
+        check_kind(rows, Sequence, "rows, one list of ids for each bag,")
         arrays = [_flat_ids(row, position) for position, row in enumerate(rows)]
         lengths = np.asarray([a.size for a in arrays], np.int64)
         ids = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
@@ -61,7 +64,7 @@ class Bags:
             return Bags.from_lengths(ids, lengths)
         if len(weights) != len(arrays):
             raise ValueError(f"weights have {len(weights)} rows, ids {len(arrays)}; they must match row by row.")
-        flat = [np.asarray(w, np.float32).reshape(-1) for w in weights]
+        flat = [_floats(w, f"row {position}").reshape(-1) for position, w in enumerate(weights)]
         for position, (w, a) in enumerate(zip(flat, arrays, strict=True)):
             if w.size != a.size:
                 raise ValueError(f"row {position} has {a.size} ids but {w.size} weights; give one weight per id.")
@@ -71,19 +74,28 @@ class Bags:
     def from_lengths(values: Any, lengths: Any, weights: Any = None) -> Bags:
         """From a jagged pair: all ids, and the number of ids in each bag.
 
-        Raises: ValueError: a length is negative, or they do not add up to the number of ids.
+        Raises: ValueError: a length is negative, or they do not add up to the number of ids. TypeError: lengths are no
+          integers.
         """
+        check_kind(lengths, Int[np.ndarray, " bags"], "lengths")
         values, lengths = np.asarray(values), np.asarray(lengths)
+        if values.ndim != 1:
+            raise ValueError(f"ids of all bags must have one axis, got shape {values.shape}.")
         if lengths.size and lengths.min() < 0:
             raise ValueError(f"lengths must not be negative, got {int(lengths.min())} at bag {int(lengths.argmin())}.")
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         if offsets[-1] != values.size:
             raise ValueError(f"lengths add up to {int(offsets[-1])}, but there are {values.size} ids.")
-        return Bags(values, offsets.astype(np.int32), None if weights is None else np.asarray(weights, np.float32))
+        weights = None if weights is None else _floats(weights, "from_lengths")
+        if weights is not None and weights.shape != values.shape:
+            raise ValueError(f"there are {weights.size} weights for {values.size} ids; give one weight per id.")
+        return Bags(values, offsets.astype(np.int32), weights)
 
     @staticmethod
     def from_dense(ids: Any, weights: Any = None) -> Bags:
         """From an array `[bags]` or `[bags, ids per bag]`, in which `-1` stands for no id. Works inside `jit`."""
+        if not isinstance(ids, (Keys, jax.Array, np.ndarray)):
+            raise TypeError(f"dense ids must be an array, got {shown(ids)}; Bags.from_lists takes lists.")
         xp = _module_of(ids)
         if ids.ndim not in (1, 2):
             raise ValueError(f"dense ids must have one or two axes, got shape {tuple(ids.shape)}.")
@@ -91,6 +103,8 @@ class Bags:
         if weights is not None and tuple(weights.shape) != tuple(ids.shape):
             raise ValueError(f"weights have shape {tuple(weights.shape)}, ids {tuple(ids.shape)}; they must be equal.")
         offsets = xp.arange(num_bags + 1, dtype=np.int32) * np.int32(length)
+        if weights is not None and not jnp.issubdtype(weights.dtype, np.floating):
+            weights = _floats(weights, "from_dense")
         flat_weights = None if weights is None else xp.asarray(weights).astype(np.float32).reshape(-1)
         return Bags(ids.reshape(-1), offsets, flat_weights, tuple(ids.shape))
 
@@ -100,20 +114,29 @@ class Bags:
 
         Raises: ValueError: a sample id lies outside `[0, num_samples)`, or the lists differ in length.
         """
+        check_kind(sample_ids, Int[np.ndarray, " nnz"], "sample ids")
+        check_kind(num_samples, int, "num_samples")
+        check_within("[0, inf)", num_samples, "num_samples")
         samples, ids = np.asarray(sample_ids), np.asarray(embedding_ids)
+        if gains is not None and np.shape(gains) != ids.shape:
+            raise ValueError(f"there are {np.size(gains)} gains for {ids.size} ids; give one gain per id.")
         if samples.shape != ids.shape:
             raise ValueError(f"there are {samples.size} sample ids but {ids.size} embedding ids.")
         if samples.size and (samples.min() < 0 or samples.max() >= num_samples):
             worst = int(samples.min() if samples.min() < 0 else samples.max())
             raise ValueError(f"sample id {worst} is outside [0, {num_samples}); raise num_samples or fix the list.")
         order = np.argsort(samples, kind="stable")
-        weights = None if gains is None else np.asarray(gains, np.float32)[order]
+        weights = None if gains is None else _floats(gains, "from_coo")[order]
         return Bags.from_lengths(ids[order], np.bincount(samples.astype(np.int64), minlength=num_samples), weights)
 
     @staticmethod
     def from_sparse_tensor(indices: Any, values: Any, dense_shape: Sequence[int], weights: Any = None) -> Bags:
         """From `indices [nnz, 2]` (sample, position), `values [nnz]` (ids) and `dense_shape` (samples, positions)."""
-        indices = np.asarray(indices).reshape(-1, 2)
+        check_kind(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
+        check_kind(dense_shape, Sequence, "dense_shape (samples, positions)")
+        indices = np.asarray(indices)
+        if indices.shape[1:] != (2,):
+            raise ValueError(f"indices must be (sample, position) each, [nnz, 2], got shape {indices.shape}.")
         return Bags.from_coo(indices[:, 0], values, weights, num_samples=int(dense_shape[0]))
 
     def pad_to(self, num_ids: int) -> Bags:
@@ -121,6 +144,7 @@ class Bags:
 
         Raises: ValueError: there are already more ids than that.
         """
+        check_kind(num_ids, int, "num_ids")
         missing = num_ids - self.ids.shape[0]
         if missing < 0:
             raise ValueError(f"the bags hold {self.ids.shape[0]} ids and cannot be padded to {num_ids}; raise num_ids.")
@@ -148,12 +172,26 @@ def _module_of(ids: Any) -> Any:
 
 
 def _flat_ids(row: Any, position: int) -> np.ndarray:
-    array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
+    if isinstance(row, str) or not hasattr(row, "__len__"):
+        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; give one list of ids for each bag.")
+    try:
+        array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
+    except ValueError:  # lists of other lengths
+        array = np.zeros((0, 0))
+    if array.dtype == object and all(isinstance(own, int) for own in array.ravel()):
+        raise TypeError(f"row {position} holds ids that do not fit 64 bits, such as {max(array, key=abs)}; hash them.")
     if array.ndim != 1 or array.dtype == object:
         raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; the input is nested too deeply.")
     if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"row {position} holds {array.dtype} values; ids must be integers.")
+        raise TypeError(f"row {position} holds {array.dtype} values; ids must be integers, so hash strings first.")
     return array
+
+
+def _floats(weights: Any, where: str) -> np.ndarray:
+    array = np.asarray(weights)
+    if not (array.dtype.kind in "fiu" or jnp.issubdtype(array.dtype, np.floating)):
+        raise TypeError(f"{where}: weights must be numbers, got {array.dtype}.")
+    return array.astype(np.float32)
 
 
 def as_bags(value: Any, *, feature: str) -> Bags:
@@ -163,17 +201,22 @@ def as_bags(value: Any, *, feature: str) -> Bags:
     """
     try:
         if isinstance(value, Bags):
+            _check_arrays(value)
             return value
         ids, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         _check_weights_are_floats(weights)
+        if weights is not None and not isinstance(weights, (list, tuple, jax.Array, np.ndarray)):
+            raise TypeError(f"weights must be in the form of the ids, got {shown(weights)}.")
         if isinstance(ids, Keys) or (isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object):
-            weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
+            weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
         if isinstance(ids, (list, tuple, np.ndarray)):
             if len(ids) and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
-                return Bags.from_dense(np.asarray(ids), None if weights is None else np.asarray(weights, np.float32))
+                if (array := np.asarray(ids)).dtype == object:
+                    raise TypeError(f"ids must fit 64 bits, got {max(ids, key=abs)}; hash them.")
+                return Bags.from_dense(array, None if weights is None else _floats(weights, "a pair"))
             rows = [[row] if np.ndim(row) == 0 else row for row in ids]
-            return Bags.from_lists(rows, weights)
+            return Bags.from_lists(rows, cast(Any, weights))
     except (TypeError, ValueError) as error:
         raise type(error)(f"feature {feature!r}: {error}") from error
     raise TypeError(f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}.")
@@ -188,6 +231,19 @@ def _check_weights_are_floats(weights: Any) -> None:
                 "a pair means (ids, weights), and weights must be floats; pass two samples as a list instead of a "
                 "tuple, or convert the weights."
             )
+
+
+def _check_arrays(bags: Bags) -> None:
+    """Raises: TypeError: a field is no array, or one of what it cannot hold. ValueError: ids have several axes."""
+    is_array = isinstance(bags.ids, (Keys, jax.Array, np.ndarray))
+    if not is_array or not isinstance(bags.offsets, (jax.Array, np.ndarray)):
+        name, found = ("ids", bags.ids) if not is_array else ("offsets", bags.offsets)
+        raise TypeError(f"{name} of Bags must be an array, got {shown(found)}; Bags.from_lists makes Bags from lists.")
+    if bags.ids.ndim != 1 or not jnp.issubdtype(bags.offsets.dtype, np.integer):
+        check_kind(bags.offsets, Int[np.ndarray, "..."], "offsets of Bags")
+        raise ValueError(f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two.")
+    if bags.weights is not None and not isinstance(bags.weights, jax.Array):
+        check_kind(bags.weights, Float[np.ndarray, "..."], "weights of Bags")
 
 
 def device_copy(array: Any, dtype: Any) -> Array:

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.hash_table import combine as combine_by_key
-from rsembed.intervals import check_within
+from rsembed.intervals import check_within, door
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import Keys
+from rsembed.kinds import check_kind
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -67,7 +68,8 @@ class RowGradients:
 def check_belong(
     row_gradients: RowGradients, layout: Fingerprint, num_rows: tuple[tuple[str, int], ...], *, owner: str, way_out: str
 ) -> None:
-    """Raises: ValueError: they count rows otherwise than their `owner`, whose layout and rows these are."""
+    """Raises: TypeError: they are none. ValueError: they count rows otherwise than their `owner`, who has these."""
+    check_kind(row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,")
     what = f"the row gradients do not belong to this {owner}"
     if row_gradients.layout is not None:
         check_same(row_gradients.layout, layout, what=what, way_out=way_out)
@@ -93,17 +95,25 @@ class SingleUse:
         self._is_used = True
 
 
+@door
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
     """Euclidean norm over all rows of all stacks; equals the norm of the dense gradients."""
     return jnp.sqrt(sum((jnp.sum(v * v) for v in row_gradients.values.values()), start=jnp.zeros(())))
 
 
+@door
 def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowGradients:
-    """All values times `factor`."""
+    """All values times `factor`.
+
+    Raises: ValueError: it is not finite.
+    """
+    if not isinstance(factor, jax.Array):  # nobody waits for a number of a device
+        check_within("(-inf, inf)", factor, "scale: factor")
     values = {name: v * jnp.asarray(factor, v.dtype) for name, v in row_gradients.values.items()}
     return dataclasses.replace(row_gradients, values=values)
 
 
+@door
 def clip_by_global_norm(
     row_gradients: RowGradients, max_norm: float | Float[Array, ""], *, other_norm: Float[Array, ""] | float = 0.0
 ) -> RowGradients:
@@ -114,13 +124,16 @@ def clip_by_global_norm(
       max_norm: the largest norm allowed.
       other_norm: norm of the dense gradients (`optax.tree.norm`), to clip both by their common norm.
 
-    Raises: ValueError: `max_norm` is negative, which would turn the gradients round, or NaN.
+    Raises: ValueError: a norm is negative, which would turn the gradients round, or NaN.
     """
     check_within("[0, inf]", max_norm, "clip_by_global_norm: max_norm")
+    if not isinstance(other_norm, jax.Array):
+        check_within("[0, inf]", other_norm, "clip_by_global_norm: other_norm")
     norm = jnp.sqrt(jnp.square(global_norm(row_gradients)) + jnp.square(jnp.asarray(other_norm, jnp.float32)))
     return scale(row_gradients, jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0))
 
 
+@door
 def combine(*row_gradients: RowGradients) -> RowGradients:
     """The sum of several row gradients, equal rows added up: gradient accumulation over micro-batches.
 

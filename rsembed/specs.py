@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol, no_type_check
+from typing import Any, ClassVar, Literal, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from rsembed.kinds import check_kind, dtype_among, shown
 from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec
 
 DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
@@ -35,6 +35,8 @@ class QuantizationConfig:
     num_buckets: int
 
     def __post_init__(self) -> None:
+        for name, kind in (("min_value", float), ("max_value", float), ("num_buckets", int)):
+            check_kind(getattr(self, name), kind, f"QuantizationConfig: {name}")
         if not -math.inf < self.min_value < self.max_value < math.inf:
             raise ValueError(
                 f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}, both finite."
@@ -101,6 +103,7 @@ class StackedTableSpec:
         return dataclasses.replace(self, **changes)
 
 
+@runtime_checkable
 class Storage(Protocol):
     """What declares how the rows of a table are kept, where that is no array of them: `TableSpec(storage=...)`.
 
@@ -180,6 +183,13 @@ class TableSpec:
         where = f"table {self.name!r}"
         self.vocabulary_size = _positive_int(self.vocabulary_size, where, "vocabulary_size")
         self.embedding_dim = _positive_int(self.embedding_dim, where, "embedding_dim")
+        if isinstance(self.storage, type):
+            raise TypeError(f"{where}: storage must be made first, as in {self.storage.__name__}(...).")
+        if self.storage is not None and not isinstance(self.storage, Storage):
+            raise TypeError(
+                f"{where}: storage must be None, rsembed.Hashed(...), rsembed.HostCached(...) or "
+                f"rsembed.tt.TensorTrain(...), got {shown(self.storage)}."
+            )
         takes_keys = self.storage is not None and self.storage.key_dtype is not None
         if self.vocabulary_size > MAX_ROWS and not takes_keys:
             raise ValueError(
@@ -192,6 +202,8 @@ class TableSpec:
             _positive_int(self.suggested_coo_buffer_size_per_device, where, "suggested_coo_buffer_size_per_device")
         if not callable(self.initializer):
             raise TypeError(f"{where}: initializer must be a function of (key, shape), got {self.initializer!r}.")
+        if isinstance(self.optimizer, type):
+            raise TypeError(f"{where}: optimizer must be made first, as in {self.optimizer.__name__}(...).")
         if not isinstance(self.optimizer, OptimizerSpec):
             raise TypeError(
                 f"{where}: optimizer must be an OptimizerSpec, got {type(self.optimizer).__name__}; "
@@ -199,13 +211,11 @@ class TableSpec:
             )
         if self.combiner not in COMBINERS:
             raise ValueError(f"{where}: unknown combiner {self.combiner!r}; choose one of {', '.join(COMBINERS)}.")
-        self.dtype = jnp.dtype(self.dtype).name
-        if self.dtype not in TABLE_DTYPES:
-            raise ValueError(f"{where}: dtype {self.dtype!r} is not one of {', '.join(TABLE_DTYPES)}.")
+        self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")
+        check_kind(self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config")
+        check_kind(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
         self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
         if self.storage is not None:
-            if isinstance(self.storage, type):
-                raise TypeError(f"{where}: storage must be made first, as in {self.storage.__name__}(...).")
             self.storage.check(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -267,8 +277,11 @@ class FeatureSpec:
             raise TypeError(f"{where}: table_spec must be a TableSpec, got {type(self.table_spec).__name__}.")
         for field in ("input_shape", "output_shape"):
             shape = getattr(self, field)
+            check_kind(shape, tuple | None, f"{where}: {field}")
             if shape is not None:
                 sizes = tuple(_positive_int(size, where, field) for size in shape)
+                if not sizes:
+                    raise ValueError(f"{where}: {field} must have sizes, such as (8, 4), got ().")
                 setattr(self, field, sizes)
         if self.output_shape is not None and self.output_shape[-1] > self.table_spec.embedding_dim:
             raise ValueError(
@@ -299,8 +312,7 @@ class FeatureSpec:
 
 
 def _positive_int(value: Any, where: str, field: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{where}: {field} must be an integer, got {value!r}.")
+    check_kind(value, int, f"{where}: {field}")
     if value < 1:
         raise ValueError(f"{where}: {field} must be at least 1, got {value}.")
     return int(value)
@@ -315,10 +327,13 @@ def features_of(features: Any) -> list[FeatureSpec]:
     """The feature specs of a nested structure, in leaf order (lists as given, dicts by sorted key).
 
     Raises:
-      TypeError: a leaf is not a FeatureSpec.
+      TypeError: a leaf is not a FeatureSpec, or keys have no order.
       ValueError: there is none, two features share a name, or two different tables share one.
     """
-    leaves = jax.tree.leaves(features)
+    try:
+        leaves = jax.tree.leaves(features)
+    except ValueError as error:
+        raise TypeError("features: keys of one dictionary must have an order; let all of them be texts.") from error
     for leaf in leaves:
         if not isinstance(leaf, FeatureSpec):
             raise TypeError(f"features must be FeatureSpecs (nested in lists or dicts), got {type(leaf).__name__}.")

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from rsembed.intervals import Count, door
+from rsembed.kinds import did_you_mean
 from rsembed.places import Place
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
@@ -150,13 +152,14 @@ class StackingPlan:
         for stack in self.stacks:
             if stack.name == name:
                 return stack
-        raise KeyError(f"no stack {name!r}; the plan has {[stack.name for stack in self.stacks]}.")
+        known = [stack.name for stack in self.stacks]
+        raise KeyError(f"no stack {name!r}{did_you_mean(name, known)}; the plan has {known}.")
 
     def table(self, name: str) -> tuple[StackPlan, TablePlacement]:
         """A table by its logical name, and its stack. Raises: KeyError: there is none."""
         found = {table.name: (stack, table) for stack in self.stacks for table in stack.tables}
         if name not in found:
-            raise KeyError(f"no table {name!r}; the plan has {list(found)}.")
+            raise KeyError(f"no table {name!r}{did_you_mean(name, found)}; the plan has {list(found)}.")
         return found[name]
 
     def flat_rows(self, table_name: str, ids: Any) -> Any:
@@ -175,7 +178,7 @@ class StackingPlan:
         Args:
           ids_by_feature: ids of some batches, as arrays or lists, by feature name; other features add nothing.
 
-        Raises: ValueError: a feature is unknown.
+        Raises: ValueError: a feature is unknown, or an id is none of its table.
         """
         known = {feature.name for stack in self.stacks for feature in stack.features}
         unknown = sorted(set(ids_by_feature) - known)
@@ -187,7 +190,15 @@ class StackingPlan:
             places = {table.name: place_of(table.setting, self.num_shards) for table in stack.tables}
             for feature in stack.features:
                 # Laying rows side by side flattens dense, ragged and single ids alike.
-                ids = np.hstack([np.zeros(0, np.int64), *ids_by_feature.get(feature.name, ())]).astype(np.int64)
+                given = map(np.ravel, ids_by_feature.get(feature.name, ()))
+                ids = np.concatenate([np.zeros(0, np.int64), *(row for row in given if row.size)])
+                rows = self.table(feature.table_name)[1].rows
+                is_row = (ids >= 0) & (ids < rows) if ids.dtype.kind in "iu" else np.zeros(ids.shape, bool)
+                if not is_row.all():
+                    raise ValueError(
+                        f"shard_load: feature {feature.name!r}: ids must be integers from 0 to {rows - 1}, the rows of "
+                        f"table {feature.table_name!r}, got {ids[~is_row][:3].tolist()}."
+                    )
                 shards = places[feature.table_name].shards(ids, spread=self.num_shards)
                 load += np.bincount(shards, minlength=self.num_shards)
             loads[stack.name] = load
@@ -240,14 +251,15 @@ def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
     return Place(0, setting.row_offset_in_shard * num_shards, setting.shard_rotation)
 
 
+@door
 def plan_stacking(
     features: Any,
     *,
-    num_shards: int = 1,
+    num_shards: Count = 1,
     groups: Sequence[Sequence[str]] | None = None,
     pad: bool = True,
     rotation: int = 0,
-    activation_mem_bytes_limit: int | None = None,
+    activation_mem_bytes_limit: Count | None = None,
     use_short_stack_names: bool = True,
 ) -> StackingPlan:
     """Plans all tables that `features` read; changes nothing.
@@ -265,8 +277,6 @@ def plan_stacking(
     Raises:
       ValueError: groups do not fit the tables, or a stack has too many rows. NotImplementedError: a storage is padded.
     """
-    if num_shards < 1:
-        raise ValueError(f"num_shards must be at least 1, got {num_shards}.")
     if not pad and num_shards != 1:
         raise ValueError("a plan without padding has one shard; use pad=True for several.")
     tables = tables_of(features)

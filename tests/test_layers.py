@@ -13,6 +13,7 @@ ROOMS = [
     "progress",
     "fingerprint",
     "jax_internals",
+    "kinds",
     "intervals",
     "optimizers",
     "places",

@@ -26,9 +26,11 @@ from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached
 from rsembed.initial_values import table_key
+from rsembed.intervals import door
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
-from rsembed.row_gradients import RowGradients
+from rsembed.kinds import check_kind
+from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
 
@@ -74,6 +76,7 @@ class EmbeddingCollection:
       (2, 4)
     """
 
+    @door
     def __init__(
         self,
         features: Any,
@@ -121,6 +124,7 @@ class EmbeddingCollection:
 
     def _build(self) -> None:
         self._engine = Engine(self.features, self._stacks, self.devices)
+        self._num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
         self._on_host = {n: Fetching(stack) for n, stack in self._stacks.items() if isinstance(stack.home, HostCached)}
         self.logical = LogicalTables(self.table_specs, self._stacks, self._on_host, self.devices)
 
@@ -182,8 +186,7 @@ class EmbeddingCollection:
 
         Raises: TypeError: `key` is no PRNG key.
         """
-        if not isinstance(key, jax.Array | np.ndarray):
-            raise TypeError(f"init needs a PRNG key, got {key!r}; make one with jax.random.key(0).")
+        check_kind(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
@@ -242,8 +245,9 @@ class EmbeddingCollection:
           parts: what is going to be used of it. A lookup needs no slots, which a state for serving may leave out.
 
         Raises: ValueError: its tables, their rules or the place of their rows differ (names what differs), or an array
-          has another shape or dtype.
+          has another shape or dtype. TypeError: it is no state.
         """
+        check_kind(state, EmbeddingState, "the state, which collection.init makes,")
         if state.layout is not None:
             check_same(
                 state.layout,
@@ -256,7 +260,7 @@ class EmbeddingCollection:
             found, expected = getattr(state, part), getattr(self.template, part)
             if list(map(_shape_and_kind, jax.tree.leaves(found))) == [*map(_shape_and_kind, jax.tree.leaves(expected))]:
                 continue
-            shown = (jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree) for tree in (found, expected))
+            shown = (jax.tree.map(_shown, tree) for tree in (found, expected))
             raise ValueError(
                 f"the state does not belong to this collection: {part} are {next(shown)}, expected {next(shown)}; use "
                 "a state of collection.init, or load one with load_collection."
@@ -288,6 +292,7 @@ class EmbeddingCollection:
         self.check_state(state)
         return self.logical.slots(state)
 
+    @door
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 
@@ -373,21 +378,15 @@ class EmbeddingCollection:
         """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
         batch = self.prepare(batch)
         rows, values = two_dicts(self._engine.row_gradients(batch, self._d_outputs(batch, d_activations)))
-        num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
-        return RowGradients(rows, values, num_rows, self._engine.gradient_shardings(), self.layout)
+        return RowGradients(rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout)
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """One optimizer step for every row in `row_gradients`, and only for those.
 
         Raises: ValueError: the gradients are another collection's.
         """
-        if row_gradients.layout is not None:
-            check_same(
-                row_gradients.layout,
-                self.layout,
-                what="the row gradients do not belong to this collection",
-                way_out="Take them from lookup_vjp of the collection that applies them.",
-            )
+        way_out = "Take them from lookup_vjp of the collection that applies them."
+        check_belong(row_gradients, self.layout, self._num_rows, owner="collection", way_out=way_out)
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         self.check_state(state)
         state = self._fetched(state, row_gradients.rows, is_for_good=True)
@@ -444,8 +443,15 @@ def _tell_of(unchosen: tuple[str, ...]) -> None:
 
 def _shape_and_kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Of an array; keys are of one kind, whichever generator `init` was given one of."""
+    if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return (), type(leaf)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return leaf.shape, jax.dtypes.prng_key if is_key else leaf.dtype
+
+
+def _shown(leaf: Any) -> str:
+    shape, kind = _shape_and_kind(leaf)
+    return f"{getattr(kind, '__name__', kind)}{list(shape)}"
 
 
 def _placed_shape(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Num
 
 from rsembed.bags import (
     PAD_ID,
@@ -29,6 +29,7 @@ from rsembed.bags import (
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
 from rsembed.keys import Keys, checked_keys
+from rsembed.kinds import check_kind, did_you_mean
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.specs import FeatureSpec
 
@@ -39,11 +40,12 @@ def check_names(features: Mapping[str, FeatureSpec], given: Mapping[str, Any], w
         raise TypeError(
             f"{what} must be a mapping with one entry for each of {sorted(features)}, got {type(given).__name__}."
         )
-    missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features))
+    missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features), key=str)
     if missing or unknown:
+        near = did_you_mean(unknown[0], missing) if unknown else ""
         raise ValueError(
-            f"{what} does not match the features: missing {missing}, unknown {unknown}; it needs exactly one entry "
-            f"for each of {sorted(features)}."
+            f"{what} does not match the features: missing {missing}, unknown {unknown}{near}; it needs exactly one "
+            f"entry for each of {sorted(features)}."
         )
 
 
@@ -206,8 +208,9 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: Any) -> Array:
     """The gradient of a feature's activations as one float32 row `[outputs, dim]` per output of its kernel call.
 
-    Raises: ValueError: it has another shape than the activations.
+    Raises: ValueError: it has another shape than the activations. TypeError: it is no array of numbers.
     """
+    check_kind(d_activation, Num[Array, "..."], f"feature {feature.name!r}: the activation gradient")
     gradient = device_copy(d_activation, jnp.float32)
     columns = feature.output_dim
     num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags

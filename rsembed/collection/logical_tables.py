@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Num, PRNGKeyArray
 
 from rsembed.collection.devices import Devices
 from rsembed.collection.fetching import Fetching
@@ -17,6 +17,7 @@ from rsembed.collection.stack import Stack
 from rsembed.collection.state import EmbeddingState
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes.home import on_host
+from rsembed.kinds import check_kind, did_you_mean
 from rsembed.specs import TableSpec
 
 FIRST_KEY = "initial_key"
@@ -86,7 +87,10 @@ class LogicalTables:
         replaced, slots = dict(state.tables), dict(state.slots)
         for table_name, values in tables.items():
             if table_name not in self.specs:
-                raise ValueError(f"unknown table {table_name!r}; the collection has {list(self.specs)}.")
+                near = did_you_mean(table_name, self.specs)
+                raise ValueError(f"unknown table {table_name!r}{near}; the collection has {list(self.specs)}.")
+            for part, array in _parts(values):
+                check_kind(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
             spec, stack = self.specs[table_name], self._stack_of(table_name)
             name = stack.layout.stack.name
             if not stack.is_dense and name not in self.on_host:
@@ -187,6 +191,13 @@ class LogicalTables:
 def _first(keys: Any) -> PRNGKeyArray:
     """The PRNG key that all shards share."""
     return jax.random.wrap_key_data(jnp.asarray(on_host(jax.random.key_data(keys))[0]), impl=jax.random.key_impl(keys))
+
+
+def _parts(values: Any) -> Iterable[tuple[Any, Any]]:
+    """The arrays of a table by name: of keys, of cores in a row, or one."""
+    if isinstance(values, Mapping):
+        return values.items()
+    return ((f"part {k}", part) for k, part in enumerate(values)) if isinstance(values, tuple) else [("values", values)]
 
 
 def _copy_of(array: Any, rows: Any) -> Any:

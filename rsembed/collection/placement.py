@@ -12,6 +12,7 @@ from rsembed.collection.layout import RowLayout
 from rsembed.collection.rows import Rows
 from rsembed.collection.stack import Stack
 from rsembed.homes.home import Home
+from rsembed.kinds import did_you_mean
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 
@@ -37,7 +38,8 @@ def placement_of_tables(
         given = {name: placement for name in tables if not is_known or placement.removesuffix("_wise") in known[name]}
     unknown = sorted(set(given) - set(tables))
     if unknown:
-        raise ValueError(f"placement names unknown tables {unknown}; the collection has {sorted(tables)}.")
+        near = did_you_mean(unknown[0], tables)
+        raise ValueError(f"placement names unknown tables {unknown}{near}; the collection has {sorted(tables)}.")
     given = {name: kind.removesuffix("_wise") for name, kind in given.items()}  # as `plan_placement` calls them
     for name, kind in given.items():
         if kind not in PLACEMENTS:

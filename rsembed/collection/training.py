@@ -9,8 +9,10 @@ import jax
 
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.state import Batch, EmbeddingState
+from rsembed.intervals import door
 
 
+@door
 def value_and_grad(
     loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = True
 ) -> Callable[..., Any]:
@@ -22,6 +24,8 @@ def value_and_grad(
       has_aux: as in `jax.value_and_grad`.
 
     Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
+
+    Raises: TypeError: with `has_aux`, a loss came alone.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -35,9 +39,15 @@ def value_and_grad(
       >>> state = collection.apply(state, row_gradients)
     """
 
+    def checked_loss(*args: Any) -> Any:
+        loss = loss_fn(*args)
+        if has_aux and not (isinstance(loss, tuple) and len(loss) == 2):
+            raise TypeError("value_and_grad: loss_fn must return (loss, aux); or pass has_aux=False.")
+        return loss
+
     def with_gradients(params: Any, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
         activations, pullback = collection.lookup_vjp(state, batch)
-        value, (d_params, d_activations) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=has_aux)(
+        value, (d_params, d_activations) = jax.value_and_grad(checked_loss, argnums=(0, 1), has_aux=has_aux)(
             params, activations, *args
         )
         return value, (d_params, pullback(d_activations))

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from rsembed.fingerprint import identity
 from rsembed.intervals import check_fields, within
+from rsembed.kinds import shown
 
 LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
 Slots = tuple[Array, ...]
@@ -98,17 +99,24 @@ class OptimizerSpec(abc.ABC):
     def get_learning_rate(self, step: Any = None) -> Any:
         """Learning rate at `step` (0-based).
 
-        Raises: ValueError: the learning rate is a callable of step and `step` is None.
+        Raises: ValueError: the learning rate is a callable of step and `step` is None. TypeError: it gives no scalar.
         """
         if not callable(self.learning_rate):
             return self.learning_rate
         if learning_rate_arity(self.learning_rate) == 0:
-            return self.learning_rate()  # type: ignore[call-arg]
+            return self._scheduled(self.learning_rate())  # type: ignore[call-arg]
         if step is None:
             raise ValueError(
                 f"{type(self).__name__}: the learning rate depends on the step, but step is None; pass step=."
             )
-        return self.learning_rate(step)  # type: ignore[call-arg]
+        return self._scheduled(self.learning_rate(step))  # type: ignore[call-arg]
+
+    def _scheduled(self, rate: Any) -> Any:
+        if not isinstance(rate, (int, float)) and getattr(rate, "shape", None) != ():
+            raise TypeError(
+                f"{type(self).__name__}: the learning_rate is a schedule that must give a scalar, got {shown(rate)}."
+            )
+        return rate
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
         """Scalars that the row rule receives at `step`; the learning rate comes first."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array
 
-from rsembed.intervals import within
+from rsembed.intervals import check_within, within
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots
 
 _NO_TEXT = (
@@ -52,6 +54,18 @@ class CustomOptimizerSpec(OptimizerSpec):
             )
         if self.stablehlo is not None:
             raise NotImplementedError(f"CustomOptimizerSpec: stablehlo= {_NO_TEXT}")
+        for value in self.slot_variable_initializers_tuple:
+            check_within("(-inf, inf)", value, "CustomOptimizerSpec: slot_variable_initializers_tuple")
+        count = 3 + len(self.slot_variable_initializers_tuple)
+        try:
+            inspect.signature(self.custom_computation_fn).bind(*range(count))
+        except ValueError:  # of a builtin nothing is known
+            return
+        except TypeError as error:
+            raise TypeError(
+                f"custom optimizer {self.short_name_str!r}: custom_computation_fn is called with {count} arguments "
+                f"(gradient, row, *slots, lr), which it does not take: {error}."
+            ) from error
 
     @classmethod
     def lower_to_stablehlo(cls, *args: Any, **options: Any) -> str:
@@ -77,10 +91,10 @@ class CustomOptimizerSpec(OptimizerSpec):
         def one_row(gradient: Array, row: Array, *row_slots: Array) -> tuple[Array, ...]:
             result = self.custom_computation_fn(gradient, row, *row_slots, *hyper)  # type: ignore[misc]
             result = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-            if len(result) != 1 + len(row_slots) or any(r.shape != row.shape for r in result):
+            if len(result) != 1 + len(row_slots) or any(np.shape(r) != row.shape for r in result):
                 raise ValueError(
                     f"custom optimizer {self.short_name_str!r} must return the row and its {len(row_slots)} slots, "
-                    f"each of shape {row.shape}; got {[jnp.shape(r) for r in result]}."
+                    f"each of shape {row.shape}; got {[np.shape(r) for r in result]}."
                 )
             return result
 
@@ -115,7 +129,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
         super().__post_init__()
         if not isinstance(self.transformation, optax.GradientTransformation):
             raise TypeError(
-                f"from_optax takes an optax GradientTransformation, got {type(self.transformation).__name__}."
+                f"from_optax takes an optax GradientTransformation, as optax.adam(...) makes one, got "
+                f"{type(self.transformation).__name__}."
             )
 
     def _state_structure(self, dim: int) -> Any:

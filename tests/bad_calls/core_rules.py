@@ -1,0 +1,275 @@
+"""Bad optimizers, and bad places for rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import rsembed as rs
+from rsembed import optimizers
+from tests.bad_calls.world import (
+    KEY,
+    feature,
+    keyed,
+    keyed_state,
+    mesh,
+    near,
+    near_state,
+    table,
+)
+
+NAN = float("nan")
+
+
+def stepped(rule):
+    """A step of one row by the rule."""
+    one = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rule))])
+    return one.update(one.init(KEY(0)), {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)})
+
+
+def custom(function, **fields):
+    return rs.CustomOptimizerSpec(0.1, function, **fields)
+
+
+def stored(storage, rows=9, **options):
+    spec = table(storage=storage, vocabulary_size=rows)
+    return rs.EmbeddingCollection([feature(table_spec=spec)], **options)
+
+
+def with_rows(**rows):
+    """The keyed table with these rows written."""
+    given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | rows
+    return keyed().with_tables(keyed_state(), {"client": given})
+
+
+BAD = {
+    # Hyperparameters
+    "a negative rate": (
+        lambda: rs.SGDOptimizerSpec(-0.1), ValueError, "SGDOptimizerSpec: learning_rate", "[0, inf)", "-0.1",
+    ),
+    "a rate of NaN": (lambda: rs.SGDOptimizerSpec(NAN), ValueError, "SGDOptimizerSpec: learning_rate", "nan"),
+    "an infinite rate": (lambda: rs.AdamOptimizerSpec(np.inf), ValueError, "AdamOptimizerSpec: learning_rate", "inf"),
+    "a rate as text": (lambda: rs.SGDOptimizerSpec("0.1"), TypeError, "learning_rate", "number or a callable", "str"),
+    "a rate of None": (
+        lambda: rs.SGDOptimizerSpec(None), TypeError, "learning_rate", "number or a callable", "NoneType",
+    ),
+    "a rate of True": (lambda: rs.SGDOptimizerSpec(True), TypeError, "learning_rate", "number or a callable", "bool"),
+    "two rates": (
+        lambda: rs.SGDOptimizerSpec(np.ones(2)), TypeError, "SGDOptimizerSpec: learning_rate", "scalar", "(2,)",
+    ),
+    "a traced rate": (
+        lambda: jax.jit(lambda rate: rs.SGDOptimizerSpec(rate).learning_rate)(0.1), TypeError,
+        "SGDOptimizerSpec: learning_rate", "traced", "callable of step",
+    ),
+    "a schedule of two arguments": (
+        lambda: rs.SGDOptimizerSpec(lambda step, epoch: 0.1), ValueError, "'step', 'epoch'", "functools.partial",
+    ),
+    "a schedule without its step": (
+        lambda: rs.SGDOptimizerSpec(lambda step: 0.1 / step).get_learning_rate(), ValueError, "SGDOptimizerSpec",
+        "pass step=",
+    ),
+    "a schedule of texts": (
+        lambda: stepped(rs.SGDOptimizerSpec(lambda step: "0.1")), TypeError, "learning_rate", "schedule", "str",
+    ),
+    "a schedule of vectors": (
+        lambda: stepped(rs.SGDOptimizerSpec(lambda step: jnp.ones(2))), TypeError, "learning_rate", "scalar", "(2,)",
+    ),
+    "beta_1 of 1": (lambda: rs.AdamOptimizerSpec(beta_1=1.0), ValueError, "AdamOptimizerSpec: beta_1", "[0, 1)", "1.0"),
+    "beta_2 of NaN": (lambda: rs.AdamOptimizerSpec(beta_2=NAN), ValueError, "AdamOptimizerSpec: beta_2", "nan"),
+    "a negative epsilon": (
+        lambda: rs.AdamOptimizerSpec(epsilon=-1.0), ValueError, "AdamOptimizerSpec: epsilon", "-1.0",
+    ),
+    "epsilon as text": (
+        lambda: rs.AdamOptimizerSpec(epsilon="1e-8"), TypeError, "AdamOptimizerSpec: epsilon", "number", "str",
+    ),
+    "an accumulator of NaN": (
+        lambda: rs.AdagradOptimizerSpec(0.1, NAN), ValueError, "AdagradOptimizerSpec: initial_accumulator_value", "nan",
+    ),
+    "a negative accumulator": (
+        lambda: rs.RowWiseAdagradOptimizerSpec(0.1, -1.0), ValueError, "initial_accumulator_value", "-1.0",
+    ),
+    "momentum above 1": (
+        lambda: rs.AdagradMomentumOptimizerSpec(momentum=1.5), ValueError, "AdagradMomentumOptimizerSpec: momentum",
+        "1.5",
+    ),
+    "Nesterov as text": (
+        lambda: rs.AdagradMomentumOptimizerSpec(use_nesterov="no"), TypeError, "use_nesterov", "True or False", "'no'",
+    ),
+    "a positive power": (
+        lambda: rs.FTRLOptimizerSpec(learning_rate_power=0.5), ValueError, "FTRLOptimizerSpec: learning_rate_power",
+        "0.5",
+    ),
+    "negative regularization": (
+        lambda: rs.FTRLOptimizerSpec(l1_regularization_strength=-1.0), ValueError, "l1_regularization_strength", "-1.0",
+    ),
+    "a negative clip": (
+        lambda: rs.LaPropOptimizerSpec(rms_clip_threshold=-1.0), ValueError, "LaPropOptimizerSpec: rms_clip_threshold",
+        "clip_by_global_norm",
+    ),
+    "a negative rho": (lambda: rs.F2AOptimizerSpec(rho=-0.5), ValueError, "F2AOptimizerSpec: rho", "-0.5"),
+    "negative decay": (
+        lambda: rs.AdamWOptimizerSpec(weight_decay=-0.1), ValueError, "AdamWOptimizerSpec: weight_decay",
+    ),
+    "trust of NaN": (lambda: rs.LARSOptimizerSpec(eta=NAN), ValueError, "LARSOptimizerSpec: eta", "nan"),
+    "slots of integers": (
+        lambda: rs.AdamWOptimizerSpec(slot_dtypes=("int8", None)), ValueError, "AdamWOptimizerSpec: slot_dtypes",
+        "int8", "float32, bfloat16 or float16",
+    ),
+    "slots of a dtype nobody knows": (
+        lambda: rs.AdamWOptimizerSpec(slot_dtypes=("flaot16", None)), ValueError, "slot_dtypes", "'flaot16'", "float16",
+    ),
+    "too many slot dtypes": (
+        lambda: rs.AdamWOptimizerSpec(slot_dtypes=("float16",) * 3), ValueError, "slot_dtypes", "3", "2",
+    ),
+    "one slot dtype as text": (
+        lambda: rs.AdamWOptimizerSpec(slot_dtypes="bfloat16"), TypeError, "slot_dtypes", "a list", "'bfloat16'",
+    ),
+    "a mode by name": (
+        lambda: optimizers.DecayedAdagradOptimizerSpec(weight_decay_mode="L2"), TypeError, "weight_decay_mode",
+        "WeightDecayMode", "'L2'",
+    ),
+    "a hyperparameter nobody knows": (lambda: rs.AdamOptimizerSpec(beta1=0.9), TypeError, "beta1", "AdamOptimizerSpec"),
+    # Rules of others
+    "optax by name": (lambda: rs.from_optax("adam"), TypeError, "from_optax", "GradientTransformation", "str"),
+    "optax not called": (
+        lambda: rs.from_optax(optax.adam), TypeError, "from_optax", "GradientTransformation", "optax.adam(...)",
+    ),
+    "optax with a rate of NaN": (
+        lambda: rs.from_optax(optax.sgd(0.1), learning_rate=NAN), ValueError, "OptaxOptimizerSpec: learning_rate",
+        "nan",
+    ),
+    "no rule": (
+        lambda: custom(None), TypeError, "CustomOptimizerSpec", "custom_computation_fn", "(gradient, row, *slots, lr)",
+    ),
+    "a rule that returns another shape": (
+        lambda: stepped(custom(lambda g, w, lr: (w - lr * g).sum())), ValueError, "custom optimizer 'custom'", "(1, 4)",
+        "()",
+    ),
+    "a rule that forgets its slot": (
+        lambda: stepped(custom(lambda g, w, m, lr: w - lr * g, slot_variable_initializers_tuple=(0.0,))), ValueError,
+        "custom optimizer 'custom'", "1 slots", "got [(1, 4)]",
+    ),
+    "a rule of too few arguments": (
+        lambda: stepped(custom(lambda g, w: w - g)), TypeError, "custom optimizer 'custom'",
+        "(gradient, row, *slots, lr)", "3 arguments",
+    ),
+    "a rule that returns None": (
+        lambda: stepped(custom(lambda g, w, lr: None)), ValueError, "custom optimizer 'custom'", "must return the row",
+        "got [()]",
+    ),
+    "slots that are one number": (
+        lambda: custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=0.0), TypeError,
+        "CustomOptimizerSpec: slot_variable_initializers_tuple", "tuple", "0.0",
+    ),
+    "slots by name": (
+        lambda: custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=("zeros",)), TypeError,
+        "slot_variable_initializers_tuple", "a number", "str",
+    ),
+    "a rule as compiler text": (
+        lambda: custom(lambda g, w, lr: w, stablehlo="module {}"), NotImplementedError, "stablehlo=",
+        "custom_computation_fn",
+    ),
+    # Hashed
+    "a policy nobody knows": (
+        lambda: stored(rs.Hashed(when_full="drop")), ValueError, "table 'word'", "when_full", "'drop'", "evict",
+    ),
+    "a table that grows": (lambda: stored(rs.Hashed(when_full="grow")), ValueError, "table 'word'", "vocabulary_size"),
+    "an eviction nobody knows": (
+        lambda: stored(rs.Hashed(eviction="fifo")), ValueError, "table 'word'", "eviction 'fifo'", "lru", "lfu",
+    ),
+    "negative admission": (
+        lambda: stored(rs.Hashed(admission_count=-1)), ValueError, "table 'word'", "admission_count", "-1",
+    ),
+    "half an admission": (
+        lambda: stored(rs.Hashed(admission_count=1.5)), TypeError, "table 'word'", "admission_count", "1.5",
+    ),
+    "room for nobody": (
+        lambda: stored(rs.Hashed(admission_capacity=0)), ValueError, "table 'word'", "admission_capacity", "0",
+    ),
+    "keys of 16 bits": (
+        lambda: stored(rs.Hashed(key_dtype="int16")), ValueError, "table 'word'", "'int16'", "int32", "uint64",
+    ),
+    "too many hashed rows": (
+        lambda: stored(rs.Hashed(), rows=2**40), ValueError, "['word']", "1099511627776 rows", "2147483647",
+    ),
+    "keys placed by table": (
+        lambda: stored(rs.Hashed(), mesh=mesh(), placement={"word": "table"}), ValueError, "table 'word'", "'table'",
+        "'row' or 'replicated'",
+    ),
+    "a dense array for a table of keys": (
+        lambda: keyed().with_tables(keyed_state(), {"client": np.ones((4, 4))}), ValueError, "table 'client'",
+        "'keys' [n]",
+    ),
+    "rows without keys": (
+        lambda: keyed().with_tables(keyed_state(), {"client": {"values": np.ones((2, 4))}}), ValueError,
+        "table 'client'", "'keys'",
+    ),
+    "a key twice": (
+        lambda: with_rows(keys=np.array([1, 1], np.uint64)), ValueError, "table 'client'", "distinct", "1 is not",
+    ),
+    "keys of floats in a table": (
+        lambda: with_rows(keys=np.array([1.0, 2.0])), TypeError, "table 'client'", "keys", "float64",
+    ),
+    "negative keys in a table": (lambda: with_rows(keys=np.array([1, -5])), ValueError, "table 'client'", "-5"),
+    "values of another dim": (
+        lambda: with_rows(values=np.ones((2, 3))), ValueError, "table 'client'", "(2, 3)", "(2, 4)",
+    ),
+    "values of texts": (
+        lambda: with_rows(values=np.full((2, 4), "a")), TypeError, "table 'client'", "values", "numbers",
+    ),
+    "more keys than rows": (
+        lambda: with_rows(keys=np.arange(5), values=np.ones((5, 4))), ValueError, "table 'client'", "5 imported keys",
+        "capacity=4", "grow the table",
+    ),
+    "what a table has no place for": (
+        lambda: with_rows(momentum=np.ones((2, 4))), ValueError, "table 'client'", "momentum",
+    ),
+    # HostCached
+    "no rows near": (lambda: stored(rs.HostCached(cache_rows=0)), ValueError, "table 'word'", "cache_rows", "0"),
+    "half a row near": (lambda: stored(rs.HostCached(cache_rows=2.5)), ValueError, "table 'word'", "cache_rows", "2.5"),
+    "a cache with an eviction nobody knows": (
+        lambda: stored(rs.HostCached(cache_rows=2, eviction="random")), ValueError, "table 'word'", "eviction 'random'",
+        "lru",
+    ),
+    "a folder that cannot be made": (
+        lambda: stored(rs.HostCached(cache_rows=2, folder="/dev/null/rows")).init(KEY(0)), OSError, "/dev/null/rows",
+    ),
+    "more rows than are near": (
+        lambda: near().prefetch(near().init(KEY(0)), {"what": [[1, 2, 3]]}), RuntimeError, "table 'item'",
+        "1 ids of the batch", "cache_rows=2",
+    ),
+    "prefetch inside jit": (
+        lambda: jax.jit(near().prefetch)(near_state(), {"what": jnp.array([1])}), RuntimeError, "prefetch",
+        "outside of jit",
+    ),
+    "host rows of another time": (lambda: _older(), RuntimeError, "table 'item'", "state", "checkpoint"),
+    "host rows of another shape": (
+        lambda: near().with_tables(near_state(), {"item": np.ones((9, 3))}), ValueError, "table 'item'", "(9, 4)",
+        "(9, 3)",
+    ),
+}  # fmt: skip
+
+
+def _older():
+    """A lookup in a state from before a prefetch."""
+    first = near().init(KEY(1))
+    near().prefetch(jax.tree.map(jnp.copy, first), {"what": [[1]]})
+    return near().prefetch(first, {"what": [[2]]})
+
+
+ACCEPTED = {
+    "a schedule of the step": (lambda: rs.SGDOptimizerSpec(lambda step: 0.5 * step).get_learning_rate(2), lambda: 1.0),
+    "a rate behind functools.partial": (
+        lambda: rs.SGDOptimizerSpec(functools.partial(lambda scale, step: scale * step, 0.5)).get_learning_rate(2),
+        lambda: 1.0,
+    ),
+    "a rate as a JAX scalar": (
+        lambda: str(rs.SGDOptimizerSpec(jnp.float32(0.5))), lambda: str(rs.SGDOptimizerSpec(0.5)),
+    ),
+    "keys as a list": (lambda: keyed().prepare({"who": [1, 2]}), lambda: keyed().prepare({"who": np.array([1, 2])})),
+    "values of float64": (
+        lambda: keyed().tables(with_rows(values=np.ones((2, 4)))), lambda: keyed().tables(with_rows()),
+    ),
+}  # fmt: skip

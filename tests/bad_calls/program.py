@@ -1,0 +1,69 @@
+"""Makes every call of the tables of this folder once, as users do: nobody but the library checks its arguments.
+
+    python -m tests.bad_calls.program
+
+The last line printed is JSON: by row, what a bad call raised and where, and what tells the result of a call accepted on
+purpose from that of the proper call.
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+WINGS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem not in ("program", "world"))
+OWN_FILES = (os.sep + "rsembed" + os.sep, os.sep + "bad_calls" + os.sep)
+
+
+def outcome(call: Any) -> dict[str, Any] | None:
+    """What the call raised; None where it was accepted in silence."""
+    try:
+        call()
+    except Exception as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        is_own = any(part in files[-1] for part in OWN_FILES) or isinstance(error, OSError)  # which names its file
+        return {
+            "errors": [kind.__name__ for kind in type(error).__mro__],
+            "message": str(error),
+            "raised_in": "" if is_own else files[-1],
+        }
+    return None
+
+
+def difference(call: Any, proper: Any) -> str:
+    """What tells the two results apart; empty where nothing does."""
+    try:
+        found, expected = (jax.tree.leaves_with_path(make()) for make in (call, proper))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if [path for path, _ in found] != [path for path, _ in expected]:
+        return f"other leaves: {[path for path, _ in found]}, {[path for path, _ in expected]}"
+    for (path, one), (_, two) in zip(found, expected, strict=True):
+        is_number = np.asarray(one).dtype.kind in "fiu"
+        if type(one) is not type(two) or not np.array_equal(np.asarray(one), np.asarray(two), equal_nan=is_number):
+            return f"{jax.tree_util.keystr(path)} differs: {one!r}, {two!r}"
+    return ""
+
+
+def main(wings: list[str]) -> None:
+    """Of all wings, or of some."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_disable_most_optimizations", True)
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for wing in wings or WINGS:
+        table = importlib.import_module(f"tests.bad_calls.{wing}")
+        results |= {f"{wing}: {name}": outcome(row[0]) for name, row in table.BAD.items()}
+        results |= {f"{wing}: {name}": difference(*row) for name, row in getattr(table, "ACCEPTED", {}).items()}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""What bad calls are made with: small specs, collections and states, each made when the first call wants it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+
+cached = functools.cache
+KEY = jax.random.key
+
+
+def zeros(key: Any, shape: Any, dtype: Any = jnp.float32) -> Any:
+    """Initial values that are compiled soonest."""
+    return jnp.zeros(shape, dtype)
+
+
+def table(name: str = "word", **changes: Any) -> rs.TableSpec:
+    return rs.TableSpec(
+        **{"name": name, "vocabulary_size": 9, "embedding_dim": 4, "initializer": zeros}
+        | {"optimizer": rs.SGDOptimizerSpec(0.1)}
+        | changes
+    )
+
+
+def feature(name: str = "title", table_spec: Any = None, **changes: Any) -> rs.FeatureSpec:
+    return rs.FeatureSpec(name=name, table_spec=table_spec or table(), **changes)
+
+
+@cached
+def mesh(num_devices: int = 2, axis: str = "shard") -> jax.sharding.Mesh:
+    return jax.make_mesh((num_devices,), (axis,), devices=jax.devices()[:num_devices])
+
+
+@cached
+def collection() -> rs.EmbeddingCollection:
+    """Two features of two tables that share a stack."""
+    return rs.EmbeddingCollection([feature(), feature("author", table("user", vocabulary_size=5))])
+
+
+@cached
+def other() -> rs.EmbeddingCollection:
+    """A collection whose one table has the name but not the size of another's."""
+    return rs.EmbeddingCollection([feature(table_spec=table(vocabulary_size=7))])
+
+
+@cached
+def state() -> rs.EmbeddingState:
+    return collection().init(KEY(0))
+
+
+@cached
+def other_state() -> rs.EmbeddingState:
+    return other().init(KEY(0))
+
+
+def batch(**changes: Any) -> dict[str, Any]:
+    return {"title": np.array([[1, 2], [3, -1]]), "author": np.array([4, 0])} | changes
+
+
+def title(ids: Any) -> Any:
+    """The batch with these ids, checked."""
+    return collection().prepare(batch(title=ids))
+
+
+def gradients(**changes: Any) -> dict[str, Any]:
+    return {"title": np.ones((2, 4), np.float32), "author": np.ones((2, 4), np.float32)} | changes
+
+
+@cached
+def row_gradients() -> rs.RowGradients:
+    return collection().row_gradients(batch(), gradients())
+
+
+@cached
+def other_row_gradients() -> rs.RowGradients:
+    return other().row_gradients({"title": np.array([1])}, {"title": np.ones((1, 4), np.float32)})
+
+
+@cached
+def keyed(**storage: Any) -> rs.EmbeddingCollection:
+    """A table of keys of 64 bits with room for four."""
+    return rs.EmbeddingCollection([feature("who", table("client", vocabulary_size=4, storage=rs.Hashed(**storage)))])
+
+
+@cached
+def keyed_state() -> rs.EmbeddingState:
+    return keyed().init(KEY(0))
+
+
+@cached
+def near() -> rs.EmbeddingCollection:
+    """A table on the host of which two rows are near."""
+    return rs.EmbeddingCollection([feature("what", table("item", storage=rs.HostCached(cache_rows=2)))])
+
+
+@cached
+def near_state() -> rs.EmbeddingState:
+    return near().init(KEY(0))
