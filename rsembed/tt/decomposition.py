@@ -112,6 +112,19 @@ def round_cores(
     return _stored(spec.num_embeddings, parts, cores[0].dtype)
 
 
+def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], dtype: Any = jnp.float32) -> Cores:
+    """Cores of a given train close to a table, see `from_dense`; ranks above its need are filled with zeros."""
+    found, cores = from_dense(
+        table, ranks=spec.tt_ranks, tt_p_shapes=spec.tt_p_shapes, tt_q_shapes=spec.tt_q_shapes, dtype=dtype
+    )
+    ranks = (1, *spec.tt_ranks, 1)
+    parts = [
+        np.pad(part, ((0, ranks[t] - part.shape[0]), (0, 0), (0, 0), (0, ranks[t + 1] - part.shape[3])))
+        for t, part in enumerate(_unstored(found, cores))
+    ]
+    return _stored(spec.num_embeddings, parts, dtype)[1]
+
+
 def to_tensorly(spec: TTSpec, cores: Cores) -> Any:
     """A `tensorly.tt_matrix.TTMatrix` of NumPy cores `[R_{t-1}, p_t, q_t, R_t]`."""
     import tensorly

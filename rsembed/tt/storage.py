@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.homes.home import Home
@@ -18,6 +19,7 @@ from rsembed.keys import Keys
 from rsembed.specs import TableSpec
 from rsembed.tt.chain import Cores
 from rsembed.tt.cores import rows as rows_of
+from rsembed.tt.decomposition import nearest_cores
 from rsembed.tt.fused import init_core_slots, step_cores
 from rsembed.tt.initial_cores import WEIGHT_DISTRIBUTIONS, init_cores
 from rsembed.tt.spec import TTSpec
@@ -126,6 +128,23 @@ class TensorTrain(Home):
         _, pull = jax.vjp(lambda cores: rows_of(self.spec_of(table), cores, rows), params)
         (d_cores,) = pull(gradients)
         return step_cores(table.optimizer, params, slots, d_cores, step.hyper)
+
+    def with_rows(self, params: Cores, slots: Any, rows: Any, table: TableSpec, num_shards: int) -> tuple[Any, Any]:
+        """Cores in a tuple, or in a dictionary as files have them, or those closest to a whole table; slots stay.
+
+        Raises: ValueError: they do not fit the table.
+        """
+        del num_shards
+        spec, whole, dtype = self.spec_of(table), (table.vocabulary_size, table.embedding_dim), params[0].dtype
+        cores = [rows[key] for key in sorted(rows)] if isinstance(rows, Mapping) else rows
+        if isinstance(cores, (tuple, list)) and [np.shape(core) for core in cores] == list(spec.core_shapes):
+            return tuple(jnp.asarray(core, dtype) for core in cores), slots
+        if np.shape(cores) == whole:
+            return nearest_cores(spec, np.asarray(cores, np.float32), dtype), slots
+        raise ValueError(
+            f"table {table.name!r} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
+            f"or a tuple of cores {list(spec.core_shapes)}."
+        )
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers in the cores, and in their slots."""

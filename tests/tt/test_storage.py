@@ -146,5 +146,3 @@ def test_stacked_layouts_refuse_trains():
     collection = collection_of()
     with pytest.raises(NotImplementedError, match="use EmbeddingCollection"):
         rs.plan_stacking(list(collection.features.values()), num_shards=4)
-    with pytest.raises(NotImplementedError, match="cannot take any rows"):
-        collection.with_tables(collection.init(jax.random.key(0)), {"t": np.zeros((ROWS, DIM))})
