@@ -297,7 +297,8 @@ class EmbeddingCollection:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 
         A table with keys takes what `tables` returns of it, of which only `keys` and `values` are needed; rows of other
-        keys stay, and slots that are left out start anew.
+        keys stay, and slots that are left out start anew. Tables move between storages: rows of an array have their
+        numbers for keys, a table without keys takes rows by key, and a tensor train the cores closest to an array.
 
         Raises: ValueError: a table is unknown or has another shape. NotImplementedError: its storage takes no rows.
         """

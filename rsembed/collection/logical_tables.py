@@ -93,6 +93,10 @@ class LogicalTables:
                 check_kind(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
             spec, stack = self.specs[table_name], self._stack_of(table_name)
             name = stack.layout.stack.name
+            if stack.home.takes_keys and not isinstance(values, Mapping):
+                values = {"keys": np.arange(len(values)), "values": values}
+            if isinstance(values, Mapping) and (stack.is_dense or name in self.on_host):
+                values = self._with_rows_of_keys(state, table_name, values)
             if not stack.is_dense and name not in self.on_host:
                 replaced[name], slots[name] = stack.with_rows(state.tables[name], state.slots[name], values)
                 continue
@@ -109,6 +113,23 @@ class LogicalTables:
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
             replaced[name] = self.devices.place(whole, stack.partition)
         return state._replace(tables=replaced, slots=slots)
+
+    def _with_rows_of_keys(self, state: EmbeddingState, name: str, rows: Mapping[str, Any]) -> np.ndarray:
+        """A table whose ids are rows, with those that a table with keys has."""
+        whole = np.array(self.tables(state)[name])
+        keys, values = (np.asarray(rows.get(part, ())) for part in ("keys", "values"))
+        if values.shape != (keys.size, whole.shape[1]) or not np.issubdtype(keys.dtype, np.integer):
+            raise ValueError(
+                f"table {name!r} takes rows by key as 'keys' [n] and 'values' [n, {whole.shape[1]}], got "
+                f"{ {part: np.shape(array) for part, array in rows.items()} }."
+            )
+        if (is_outside := (keys < 0) | (keys >= len(whole))).any():
+            raise ValueError(
+                f"table {name!r} has {len(whole)} rows, none for key {keys[is_outside][0]} "
+                f"({int(is_outside.sum())} such keys); hash them into the table, or keep it as rsembed.Hashed."
+            )
+        whole[keys] = values
+        return whole
 
     # For files
 

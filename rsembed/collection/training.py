@@ -25,7 +25,7 @@ def value_and_grad(
 
     Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
 
-    Raises: TypeError: with `has_aux`, a loss came alone.
+    Raises: TypeError: with `has_aux` a loss comes alone, or it is no number.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -40,10 +40,7 @@ def value_and_grad(
     """
 
     def checked_loss(*args: Any) -> Any:
-        loss = loss_fn(*args)
-        if has_aux and not (isinstance(loss, tuple) and len(loss) == 2):
-            raise TypeError("value_and_grad: loss_fn must return (loss, aux); or pass has_aux=False.")
-        return loss
+        return check_loss(loss_fn(*args), has_aux=has_aux)
 
     def with_gradients(params: Any, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
         activations, pullback = collection.lookup_vjp(state, batch)
@@ -53,3 +50,13 @@ def value_and_grad(
         return value, (d_params, pullback(d_activations))
 
     return with_gradients
+
+
+def check_loss(result: Any, *, has_aux: bool) -> Any:
+    """What a loss function returned. Raises: TypeError: it is no number, or no pair of one and what goes with it."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError("value_and_grad: loss_fn must return (loss, aux); or pass has_aux=False.")
+    loss = result[0] if has_aux else result
+    if shape := getattr(loss, "shape", ()):
+        raise TypeError(f"value_and_grad: the loss must be a scalar, got shape {shape}; take its mean or sum.")
+    return result
