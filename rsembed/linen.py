@@ -15,6 +15,9 @@ from flax.core.scope import union_filters
 from rsembed import taps
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
+from rsembed.collection.training import check_loss
+from rsembed.intervals import door
+from rsembed.kinds import check_kind
 from rsembed.taps import Gradients as Gradients
 
 # Variable collections in which a layer has `tables`; the last two only while `value_and_grad` runs.
@@ -54,6 +57,7 @@ class Embeddings(nn.Module):
 
         Raises: RuntimeError: the model is differentiated in a way that forgets the tables.
         """
+        check_kind(self.collection, EmbeddingCollection, "Embeddings: collection")
         state = self.variable(_STATES, "tables", lambda: self.collection.init(self.make_rng("params"))).value
         guard = self.param("guard", lambda _: jnp.zeros(()))
         if self.frozen:
@@ -90,10 +94,16 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
 
     @classmethod
+    @door
     def create(
         cls, *, apply_fn: Callable[..., Any], variables: Mapping[str, Any], tx: optax.GradientTransformation
     ) -> TrainState:
-        """The state before the first step, of what the model's `init` returned."""
+        """The state before the first step, of what the model's `init` returned.
+
+        Raises: ValueError: it has no parameters.
+        """
+        if "params" not in variables:
+            raise ValueError(f"variables of a model's init have 'params', these have {sorted(variables)}.")
         params, embeddings = variables["params"], _by_layer(variables.get(_STATES, {}))
         others = {name: own for name, own in variables.items() if name not in ("params", _STATES)}
         return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, tx.init(params))
@@ -106,9 +116,11 @@ class TrainState(struct.PyTreeNode):
     def apply_gradients(self, gradients: Any, **replacements: Any) -> TrainState:
         """The state after a step with the `Gradients` of `value_and_grad`; other fields may be replaced: `variables`.
 
-        Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables.
+        Raises: TypeError: the gradients are those of `jax.grad`, which has nothing for the tables. ValueError: they are
+          of another model.
         """
         taps.check_gradients(gradients, _WAY_OUT)
+        taps.check_layers(gradients, self.embeddings)
         stepped = {name: gradients.step(name, self.embeddings[name]) for name in gradients.calls}
         # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
         with jax.numpy_dtype_promotion("standard"):
@@ -118,6 +130,7 @@ class TrainState(struct.PyTreeNode):
         return self.replace(step=self.step + 1, **(changed | replacements))
 
 
+@door
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
     """Value and gradients of a loss by the parameters and tables of a model.
 
@@ -130,6 +143,8 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     """
 
     def with_gradients(state: TrainState, *args: Any) -> tuple[Any, Gradients]:
+        check_kind(state, TrainState, "value_and_grad: the first argument")
+
         def run(params: Any, own_taps: dict[str, taps.Taps], embeddings: Any) -> tuple[Any, Any]:
             calls: dict[str, Any] = {}  # nested, as later calls of `apply` go on from it
             variables = state.variables | {_TAPS: _nested(own_taps)}
@@ -140,7 +155,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
                 calls.update(changed.pop(_CALLS, {}))
                 return outputs if mutable is False else (outputs, changed)
 
-            result = loss_fn(apply, *args)
+            result = check_loss(loss_fn(apply, *args), has_aux=has_aux)
             loss, aux = result if has_aux else (result, None)
             return loss, (aux, _by_layer(calls))
 

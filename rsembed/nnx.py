@@ -13,6 +13,8 @@ from flax import nnx
 from rsembed import taps
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
+from rsembed.collection.training import check_loss
+from rsembed.intervals import door
 from rsembed.taps import Gradients as Gradients
 
 
@@ -59,6 +61,7 @@ class Embeddings(nnx.Module):
       (2, 4)
     """
 
+    @door
     def __init__(self, collection: EmbeddingCollection, *, rngs: nnx.Rngs, frozen: bool = False):
         self.collection = collection
         self.frozen = frozen
@@ -99,6 +102,7 @@ class Embeddings(nnx.Module):
         self.set_state(self.collection.prefetch(self.state, batch))
 
 
+@door
 def value_and_grad(
     loss_fn: Callable[..., Any], *, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., tuple[Any, Gradients]]:
@@ -121,7 +125,7 @@ def value_and_grad(
             layers = _trained_layers(copy)
             for layer in layers.values():
                 layer.taps, layer.calls = Taps(()), Calls(())
-            loss_fn(copy, *more, **named)
+            check_loss(loss_fn(copy, *more, **named), has_aux=has_aux)
             return {name: layer.calls.get_value() for name, layer in layers.items()}
 
         recorded, layers = jax.eval_shape(record, variables), _trained_layers(model)
@@ -151,16 +155,19 @@ class Optimizer(nnx.Module):
       wrt: as for `value_and_grad`.
     """
 
+    @door
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
 
     def update(self, model: Any, gradients: Any, **kwargs: Any) -> None:
         """One step, in place, with the `Gradients` of `value_and_grad`; `kwargs` are optax's.
 
-        Raises: TypeError: the gradients are those of `nnx.grad`, which has nothing for the tables.
+        Raises: TypeError: the gradients are those of `nnx.grad`, which has nothing for the tables. ValueError: they are
+          of another model.
         """
         taps.check_gradients(gradients, _WAY_OUT)
         layers = _trained_layers(model)
+        taps.check_layers(gradients, layers)
         for name in gradients.calls:
             layers[name].set_state(gradients.step(name, layers[name].state))
         # optax mixes its integer step counts with floats, whatever the user's promotion setting is.

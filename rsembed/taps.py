@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
+from rsembed.kinds import check_kind, did_you_mean
 from rsembed.row_gradients import RowGradients, combine
 
 
@@ -114,10 +115,13 @@ class Gradients:
     def with_rows(self, rows: Mapping[str, RowGradients]) -> Gradients:
         """The same with other gradients for some layers, such as clipped or accumulated ones.
 
-        Raises: ValueError: the loss called no such layer.
+        Raises: ValueError: the loss called no such layer. TypeError: the gradients are no `RowGradients`.
         """
+        for name, own in rows.items():
+            check_kind(own, RowGradients, f"with_rows: the gradients of layer {name!r}")
         if unknown := sorted(set(rows) - set(self.calls)):
-            raise ValueError(f"the loss called no layers {unknown}, only {sorted(self.calls)}.")
+            near = did_you_mean(unknown[0], self.calls)
+            raise ValueError(f"the loss called no layers {unknown}{near}, only {sorted(self.calls)}.")
         return dataclasses.replace(self, changed={**self.changed, **rows})
 
     def step(self, name: str, state: EmbeddingState) -> EmbeddingState:
@@ -132,6 +136,15 @@ class Gradients:
             return self.changed[name]
         each = [call.collection.row_gradients(call.batch, call.activations) for call in self.calls[name]]
         return each[0] if len(each) == 1 else combine(*each)
+
+
+def check_layers(gradients: Gradients, layers: Mapping[str, Any]) -> None:
+    """Raises: ValueError: the gradients are of layers that a model does not train."""
+    if unknown := sorted(set(gradients.calls) - set(layers)):
+        raise ValueError(
+            f"the gradients are of layers {unknown}, but this model trains {sorted(layers)}; take them from the model "
+            "that is stepped."
+        )
 
 
 def check_gradients(gradients: Any, way_out: str) -> None:

@@ -1,0 +1,162 @@
+"""Bad calls of the Flax layers, NNX and Linen."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx as flax_nnx
+
+from rsembed import linen, nnx
+from tests.bad_calls.world import KEY, batch, collection, other_state, row_gradients, state
+
+
+class Model(flax_nnx.Module):
+    def __init__(self):
+        self.words = nnx.Embeddings(collection(), rngs=flax_nnx.Rngs(0))
+        self.dense = flax_nnx.Param(jnp.ones(4))
+
+    def __call__(self, given):
+        return self.words(given)["title"] @ self.dense.get_value()
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, given):
+        return nn.Dense(1)(linen.Embeddings(collection(), name="words")(given)["title"])
+
+
+def loss_of(model, given):
+    return model(given).sum()
+
+
+@functools.cache
+def model():
+    return Model()
+
+
+def layer(**options):
+    return nnx.Embeddings(**{"collection": collection(), "rngs": flax_nnx.Rngs(0)} | options)
+
+
+@functools.cache
+def gradients():
+    return nnx.value_and_grad(loss_of)(model(), batch())[1]
+
+
+def optimizer():
+    return nnx.Optimizer(model(), optax.sgd(0.1))
+
+
+@functools.cache
+def variables():
+    return LinenModel().init(KEY(0), batch())
+
+
+@functools.cache
+def train_state():
+    return linen.TrainState.create(apply_fn=LinenModel().apply, variables=variables(), tx=optax.sgd(0.1))
+
+
+def create(**options):
+    given = {"apply_fn": LinenModel().apply, "variables": variables(), "tx": optax.sgd(0.1)}
+    return linen.TrainState.create(**given | options)
+
+
+def linen_loss(params):
+    return LinenModel().apply(variables() | {"params": params}, batch()).sum()
+
+
+BAD = {
+    # NNX
+    "a layer of a table": (lambda: layer(collection="word"), TypeError, "collection", "EmbeddingCollection", "'word'"),
+    "a layer of a state": (
+        lambda: layer(collection=state()), TypeError, "collection", "EmbeddingCollection", "EmbeddingState",
+    ),
+    "a layer with a seed": (lambda: layer(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
+    "a layer with a key": (lambda: layer(rngs=KEY(0)), TypeError, "rngs", "nnx.Rngs(0)", "key"),
+    "a layer that is frozen by text": (lambda: layer(frozen="no"), TypeError, "frozen", "True or False", "'no'"),
+    "a batch that lacks a feature": (
+        lambda: model().words({"title": [[1]]}), ValueError, "batch", "missing ['author']",
+    ),
+    "a batch of floats": (lambda: model().words(batch(title=[[1.5], [2.5]])), TypeError, "feature 'title'", "float64"),
+    "an id outside": (
+        lambda: model().words(batch(title=[[9], [1]])), ValueError, "feature 'title'", "id 9 in sample 0",
+        "table 'word'",
+    ),
+    "gradients that forget the tables": (
+        lambda: flax_nnx.grad(loss_of)(model(), batch()), RuntimeError, "'word'", "untrained", "rs.nnx.value_and_grad",
+    ),
+    "the state of another collection": (
+        lambda: model().words.set_state(other_state()), ValueError, "does not belong to this collection",
+    ),
+    "a dict as a state": (lambda: model().words.set_state({}), TypeError, "EmbeddingState", "dict"),
+    "a loss that is none": (lambda: nnx.value_and_grad(None), TypeError, "value_and_grad: loss_fn", "function", "None"),
+    "a loss of vectors": (
+        lambda: nnx.value_and_grad(lambda own, given: own(given))(model(), batch()), TypeError, "scalar", "(2,)",
+    ),
+    "a loss without its aux": (
+        lambda: nnx.value_and_grad(loss_of, has_aux=True)(model(), batch()), TypeError, "(loss, aux)", "has_aux=False",
+    ),
+    "an optimizer by name": (lambda: nnx.Optimizer(model(), "sgd"), TypeError, "tx", "GradientTransformation", "'sgd'"),
+    "an optimizer of a class": (
+        lambda: nnx.Optimizer(model(), optax.sgd), TypeError, "tx", "GradientTransformation", "function",
+    ),
+    "an update with nothing": (
+        lambda: optimizer().update(model(), None), TypeError, "gradients", "NoneType", "rs.nnx.value_and_grad",
+    ),
+    "an update with dense gradients": (
+        lambda: optimizer().update(model(), {"dense": jnp.ones(4)}), TypeError, "gradients", "dict", "tables",
+    ),
+    "an update of another model": (
+        lambda: optimizer().update(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), gradients()), ValueError, "gradients",
+        "layers", "'words'",
+    ),
+    "rows of a layer that nobody called": (
+        lambda: gradients().with_rows({"wrods": row_gradients()}), ValueError, "['wrods']", "['words']",
+    ),
+    "rows that are no row gradients": (
+        lambda: gradients().with_rows({"words": jnp.ones(3)}), TypeError, "with_rows", "RowGradients", "layer 'words'",
+    ),
+    # Linen
+    "a Linen layer of a table": (
+        lambda: linen.Embeddings("word").init(KEY(0), batch()), TypeError, "collection", "EmbeddingCollection",
+        "'word'",
+    ),
+    "a Linen batch that lacks a feature": (
+        lambda: LinenModel().apply(variables(), {"title": [[1]]}), ValueError, "batch", "missing ['author']",
+    ),
+    "Linen gradients that forget the tables": (
+        lambda: jax.grad(linen_loss)(variables()["params"]), RuntimeError, "'word'", "untrained",
+        "rs.linen.value_and_grad",
+    ),
+    "variables without parameters": (lambda: create(variables={}), ValueError, "variables", "'params'", "init"),
+    "variables that are none": (lambda: create(variables=None), TypeError, "variables", "mapping", "None"),
+    "a Linen model in place of its apply": (
+        lambda: create(apply_fn="apply"), TypeError, "apply_fn", "function", "'apply'",
+    ),
+    "a Linen optimizer by name": (lambda: create(tx="sgd"), TypeError, "tx", "GradientTransformation", "'sgd'"),
+    "Linen gradients of nothing": (
+        lambda: train_state().apply_gradients(None), TypeError, "gradients", "NoneType", "rs.linen.value_and_grad",
+    ),
+    "Linen gradients of jax.grad": (
+        lambda: train_state().apply_gradients({"Dense_0": 1.0}), TypeError, "gradients", "dict", "tables",
+    ),
+    "a Linen loss that is none": (
+        lambda: linen.value_and_grad(3), TypeError, "value_and_grad: loss_fn", "function", "3",
+    ),
+    "variables in place of the train state": (
+        lambda: linen.value_and_grad(lambda apply, given: apply(given).sum())(variables(), batch()), TypeError,
+        "TrainState", "dict",
+    ),
+    "a Linen loss of vectors": (
+        lambda: linen.value_and_grad(lambda apply, given: apply(given))(train_state(), batch()), TypeError, "scalar",
+        "(2, 1)",
+    ),
+}  # fmt: skip
+
+ACCEPTED = {
+    "a batch of lists": (lambda: model().words(batch(title=[[1, 2], [3]])), lambda: model().words(batch())),
+    "a batch that was prepared": (lambda: model().words(collection().prepare(batch())), lambda: model().words(batch())),
+}  # fmt: skip
