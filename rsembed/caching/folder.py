@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from rsembed.caching.stores import RowStore
+from rsembed.caching.undo import UndoLog, is_in_use, take_back
 from rsembed.fingerprint import Fingerprint, check_same
 
 RECORD = "tables.json"
+_UNDO = ".undo"
 _WAY_OUT = "Give another folder, and bring the tables there by load_state_dict; or delete this one."
+
+_log = logging.getLogger("rsembed")
 
 
 class StorageFolder:
     """A folder of row files beside a record of what they hold: tables, optimizers, step, and a checksum of every file.
 
     The files change while training runs, row by row; the record says that they are *whole* after `commit` only, and
-    says otherwise before the first row changes after it. So a folder that is opened again holds the rows and the step
-    of one `commit`, to the bit. After any other end, be it `kill -9`, a full disk or loss of power, files hold rows of
-    several times and lack those that were in the cache; then, and if a byte was changed, the folder is refused.
+    says otherwise before the first row changes after it. From then on, rows are noted in a log before they change. So a
+    folder that is opened again holds the rows and the step of the last `commit`, to the bit, also after `kill -9` or a
+    full disk. Where the log cannot say what was there (a system that lost power before all of it was on the disk, a
+    byte that something else changed), checksums differ, and the folder is refused.
 
     Two modules may have it open, but only the first to change a row goes on; the other is stopped before it writes.
 
@@ -45,6 +53,8 @@ class StorageFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._written = self._read()
         self.is_new = not self._written
+        self._undo: UndoLog | None = None
+        self._is_whole = False
         if self.is_new:
             if files := sorted(file.name for file in self.path.glob("*.bin")):
                 raise ValueError(f"{self.path} has {files}, but no {RECORD} that says what they hold. {_WAY_OUT}")
@@ -67,19 +77,27 @@ class StorageFolder:
             what=f"the files in {self.path} belong to another module",
             way_out=f"Construct the module as it was. {_WAY_OUT}",
         )
-        if not record["is_whole"]:
-            raise ValueError(
-                f"the files in {self.path} are not whole: training changed rows after the last flush(), which was at "
-                f"step {record['step']}, and then the process ended, or it still runs. End with flush(). {_WAY_OUT}"
-            )
         self.step, self._checksums, self._is_whole = record["step"], record["checksums"], True
+        if not record["is_whole"]:
+            log = self.path / f"{record.get('undo')}{_UNDO}"
+            if not log.is_file() or is_in_use(log):
+                why = "and its process still runs, or cannot be asked" if log.is_file() else "and there is no log of it"
+                raise ValueError(
+                    f"the files in {self.path} are not whole: training changed rows after the last flush(), which was "
+                    f"at step {record['step']}, {why}. End with flush(). {_WAY_OUT}"
+                )
+            take_back(log)
+            self._write(is_whole=True)
+            log.unlink()
+            _log.warning("%s went back to step %d, its last flush(); later steps are lost.", self.path, self.step)
 
     def store(self, label: str, shape: tuple[int, ...], dtype: DTypeLike) -> RowStore:
         """The rows of one file. Raises: ValueError: it is missing, or not as it was when it was whole."""
         file = self.path / f"{label}.bin"
         if not self.is_new and not file.exists():
             raise ValueError(f"{file} is missing, although {RECORD} lists it. {_WAY_OUT}")
-        store = self._stores[label] = RowStore.in_file(file, shape, dtype, before_change=self._before_change)
+        note = functools.partial(self._before_change, label)
+        store = self._stores[label] = RowStore.in_file(file, shape, dtype, before_change=note)
         if store.checksum != self._checksums.get(label, 0):
             raise ValueError(f"{file} was changed or damaged since it was written: its checksum differs. {_WAY_OUT}")
         return store
@@ -93,11 +111,18 @@ class StorageFolder:
             store.flush()
         self.step = step
         self._write(is_whole=True)
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
 
-    def _before_change(self) -> None:
+    def _before_change(self, label: str, rows: np.ndarray, values: np.ndarray) -> None:
         if self._is_whole:
             self._require_own()
-            self._write(is_whole=False)
+            name = secrets.token_hex(8)
+            self._undo = UndoLog(self.path / f"{name}{_UNDO}")
+            self._write(is_whole=False, undo=name)
+        if self._undo is not None:  # else the files never were whole
+            self._undo.note(label, self._stores[label].shape[0], rows, values)
 
     def _require_own(self) -> None:
         if self._read() != self._written:
@@ -110,12 +135,13 @@ class StorageFolder:
         file = self.path / RECORD
         return file.read_text() if file.exists() else ""
 
-    def _write(self, *, is_whole: bool) -> None:
+    def _write(self, *, is_whole: bool, undo: str | None = None) -> None:
         record: dict[str, Any] = {
             "tables": self._tables.facts,
             "is_whole": is_whole,
             "step": self.step,
-            "checksums": {label: store.checksum for label, store in self._stores.items()},
+            "checksums": self._checksums | {label: store.checksum for label, store in self._stores.items()},
+            "undo": undo,
             "writer": secrets.token_hex(8),  # tells what two modules have written, even if all else is equal
         }
         text = json.dumps({"record": record, "digest": Fingerprint.of(record).digest}, indent=1)

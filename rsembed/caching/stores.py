@@ -16,6 +16,9 @@ from numpy.typing import DTypeLike
 
 ROWS_PER_BLOCK = 65536
 
+BeforeChange = Callable[[np.ndarray, np.ndarray], None]
+"""Called with rows that are about to change, and their values."""
+
 
 class RowStore:
     """Rows of one shape and dtype on the host. Reads are copies; a write needs distinct rows.
@@ -39,15 +42,15 @@ class RowStore:
         self,
         values: Shaped[np.ndarray, "rows *row"],
         *,
-        before_change: Callable[[], None] | None = None,
+        before_change: BeforeChange | None = None,
         checksum: int | None = None,
     ) -> None:
         """A store over an existing array (or `np.memmap`), which it changes in place.
 
         Args:
           values: the rows.
-          before_change: called before rows are given other values. The price of it, and of keeping `checksum`, is that
-            rows are read before they are replaced.
+          before_change: called with rows and their values before these are given others. The price of it, and of
+            keeping `checksum`, is that rows are read before they are replaced.
           checksum: of the rows, where it is known; None takes one pass over all rows, if there is a `before_change`.
         """
         self.shape, self.dtype = values.shape, values.dtype
@@ -70,7 +73,7 @@ class RowStore:
         shape: tuple[int, ...],
         dtype: DTypeLike,
         *,
-        before_change: Callable[[], None] | None = None,
+        before_change: BeforeChange | None = None,
     ) -> RowStore:
         """A file of raw values, row after row. A new one is sparse: it takes disk space as rows are written.
 
@@ -130,8 +133,8 @@ class RowStore:
             differs = (old != new).any(axis=1)
             if not differs.any():
                 return
-            self._before_change()
             rows, values = rows[differs], values[differs]
+            self._before_change(rows, stored[rows])
             change = _checksum(rows, new[differs]) - _checksum(rows, old[differs])
             self.checksum = (self.checksum + change) % 2**64
         stored[rows] = values

@@ -35,10 +35,11 @@ from rsembed.checkpoint.states import belongings
 from rsembed.checkpoint.writing import Contents, agreed, already_there, hidden_beside, written
 from rsembed.collection import EmbeddingCollection
 
+fcntl: Any
 try:
     import fcntl
 except ImportError:  # a system without such locks
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 _log = logging.getLogger("rsembed")
 _LOCK = ".writer"

@@ -101,9 +101,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
       min_shrinkage: its smallest factor.
       feature_names: for messages and `{feature: Bags}` input; by default the table's name, numbered if it is shared.
       storage_folder: keep tables behind a cache in memory-mapped files there, which may be larger than memory. Files
-        that exist are continued from the last `flush()`, with its step, after a pass over them; files of other tables
-        or optimizers, damaged ones, and those that training has changed since a `flush()` are refused, as a process
-        that is killed leaves them. None keeps tables in host memory.
+        that exist are continued from the last `flush()`, with its step, after a pass over them. What a process changed
+        after it and did not flush, because it was killed, say, is taken back. Files of other tables or optimizers, and
+        damaged ones, are refused. None keeps tables in host memory.
       rngs: source of the key of initial values and stochastic rounding.
 
     Source: FBGEMM, SplitTableBatchedEmbeddingBagsCodegen.

@@ -98,7 +98,7 @@ def test_an_empty_file_store_is_refused(tmp_path):
 
 def test_the_checksum_of_a_file_follows_every_change_and_tells_equal_numbers_of_other_bits(tmp_path):
     path, changes = tmp_path / "rows.bin", []
-    store = RowStore.in_file(path, (100, 3), np.float16, before_change=lambda: changes.append(store.checksum))
+    store = RowStore.in_file(path, (100, 3), np.float16, before_change=lambda *_: changes.append(store.checksum))
     assert store.checksum == 0
     rng = np.random.default_rng(0)
     for _ in range(5):
@@ -106,7 +106,7 @@ def test_the_checksum_of_a_file_follows_every_change_and_tells_equal_numbers_of_
     store.fill(lambda start, stop: np.arange(start, stop, dtype=np.float16)[:, None], rows_per_block=30)
     store.write(np.array([0]), np.array([[0.0, -0.0, 0.0]], np.float16))
     assert len(changes) == len(set(changes)) == 5 + 4 + 1
-    again = RowStore.in_file(path, (100, 3), np.float16, before_change=lambda: None)
+    again = RowStore.in_file(path, (100, 3), np.float16, before_change=lambda *_: None)
     assert again.checksum == store.checksum
     for first, second in ((3, 4), (98, 99)):
         rows = np.array([first, second])
@@ -115,7 +115,7 @@ def test_the_checksum_of_a_file_follows_every_change_and_tells_equal_numbers_of_
 
 
 def test_writing_what_is_there_changes_nothing(tmp_path):
-    def refuse():
+    def refuse(*_):
         raise RuntimeError("a change")
 
     store = RowStore.in_file(tmp_path / "rows.bin", (5, 2), np.float32, before_change=refuse)

@@ -1,5 +1,6 @@
 """Folders of tables are continued from their last flush to the bit, or refused by name."""
 
+import gc
 import json
 import os
 import signal
@@ -115,26 +116,68 @@ def test_files_that_were_changed_after_the_last_flush_are_refused_and_a_flush_ma
     module = trained(tmp_path)
     AFTERWARDS[change](module)
     module.split_embedding_weights()  # reading brings rows to the files, and declares nothing
-    with pytest.raises(ValueError, match=r"not whole: training changed rows after the last flush\(\).* at step 3"):
+    with pytest.raises(
+        ValueError, match=r"not whole: .* the last flush\(\), which was at step 3, and its process still"
+    ):
         stored(tmp_path)
     module.flush()
     assert_same_bits(module, stored(tmp_path))
 
 
-def test_a_killed_process_leaves_a_folder_that_is_refused(tmp_path):
+@pytest.mark.parametrize("tear", [0, 7])
+def test_a_killed_process_leaves_a_folder_that_goes_back_to_its_last_flush(tmp_path, caplog, tear):
+    trained(tmp_path / "twin")
     program = f"""
         import os, signal
         import numpy as np
         from tests.tbe.test_storage import OFFSETS, ids, train, trained
-        module = trained({str(tmp_path)!r})
-        for seed in range(3, 5):
+        module = trained({str(tmp_path / "run")!r})
+        for seed in range(3, 9):
             train(module, ids(seed), OFFSETS)
+        module.split_embedding_weights()
         os.kill(os.getpid(), signal.SIGKILL)
     """
     child = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False, env=dict(os.environ))
     assert child.returncode == -signal.SIGKILL
-    with pytest.raises(ValueError, match="not whole"):
+    (log,) = (tmp_path / "run").glob("*.undo")
+    assert log.stat().st_size > 1000
+    with log.open("ab") as file:  # a record that the process did not end belongs to rows that it did not change
+        file.write(log.read_bytes()[:tear])
+    module = stored(tmp_path / "run")
+    assert "went back to step 3, its last flush()" in caplog.text and not log.exists()
+    assert_same_bits(module, stored(tmp_path / "twin"))
+    train(module, ids(3), OFFSETS)
+    module.flush()
+    assert int(stored(tmp_path / "run").step) == 4 and not list((tmp_path / "run").glob("*.undo"))
+
+
+def test_a_log_that_lacks_something_is_found_by_checksums_and_without_one_the_folder_is_refused(tmp_path):
+    module = trained(tmp_path)
+    train(module, ids(4), OFFSETS)
+    module.split_embedding_weights()
+    del module
+    gc.collect()
+    (log,) = tmp_path.glob("*.undo")
+    whole = log.read_bytes()
+    log.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="was changed or damaged since it was written"):
         stored(tmp_path)
+    for left in tmp_path.glob("*.undo"):
+        left.unlink()
+    record = tmp_path / "tables.json"
+    assert json.loads(record.read_text())["record"]["is_whole"]
+
+
+def test_a_full_disk_stops_a_step_before_rows_change(tmp_path, monkeypatch):
+    module = trained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("rsembed.caching.undo.os.write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            train(module, ids(4), OFFSETS), module.split_embedding_weights()
+    del module
+    gc.collect()
+    assert_same_bits(stored(tmp_path), stored(tmp_path))
+    assert int(stored(tmp_path).step) == 3
 
 
 def test_evaluation_leaves_the_files_whole(tmp_path):
