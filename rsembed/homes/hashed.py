@@ -16,7 +16,7 @@ from rsembed.homes import hashed_rows, logical_rows, row_map
 from rsembed.homes.hash_table import num_distinct
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Home
-from rsembed.homes.row_map import EVICTIONS, FREE, Eviction
+from rsembed.homes.row_map import FREE, Score
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
@@ -28,6 +28,8 @@ from rsembed.specs import TableSpec
 ROWS_BY_KEY = "rows by key"
 WhenFull = Literal["error", "grow", "evict", "zero"]
 WHEN_FULL: tuple[WhenFull, ...] = ("error", "grow", "evict", "zero")
+Eviction = Literal["lru", "lfu", "age", "l2"]
+EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "age", "l2")
 
 
 class RowsByKey(Home):
@@ -77,7 +79,9 @@ class Hashed(RowsByKey):
       when_full: what happens to a new key when all rows of its device are taken. "error" leaves it without a row, and
         steps outside `jit` raise; inside, `collection.counts` has them as `failed`. "zero" does the same and never
         raises. "evict" takes a row from another key.
-      eviction: whose: of the key used longest ago ("lru"), or least often ("lfu"). Never one of the same batch.
+      eviction: whose: of the key used longest ago ("lru"), or least often ("lfu"), the one that has had its row for
+        longest ("age"), or whose row has the least L2 norm ("l2"), which reads all rows of the device; of equal ones
+        the least key. Never one of the same batch.
       admission_count: a key gets a row in the first training batch after which it has occurred more often than this;
         until then it reads zeros and is not trained. 0 admits every key at once.
       admission_capacity: how many keys may wait for that at a time on a device; None means as many as have rows.
@@ -137,7 +141,9 @@ class Hashed(RowsByKey):
         """A shard of `capacity` rows, given the table's own key."""
         del shard  # all begin empty
         num_waiting = self.admission_capacity or capacity if self.admission_count else None
-        return hashed_rows.empty(table, capacity, own_key, num_waiting=num_waiting)
+        return hashed_rows.empty(
+            table, capacity, own_key, num_waiting=num_waiting, with_first_step=self.eviction == "age"
+        )
 
     def read(
         self, params: DynamicTable, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
@@ -206,7 +212,7 @@ class Hashed(RowsByKey):
         self, params: DynamicTable, slots: Slots, keys: Keys, table: TableSpec, number: Array, occurrences: Array
     ) -> tuple[DynamicTable, Slots, Array]:
         """`find` of keys without a row, which may repeat, in step `number`."""
-        evict = self.eviction if self.when_full == "evict" else None
+        evict, forget = self._scores(params) if self.when_full == "evict" else (None, None)
         first = api.first_occurrences(keys)
         keys = keys.only(first == jnp.arange(first.shape[0], dtype=jnp.int32))
         totals = jnp.zeros(first.shape, jnp.int32).at[first].add(occurrences, mode="drop")
@@ -222,7 +228,7 @@ class Hashed(RowsByKey):
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
             waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
-            waiting, places, forgotten = row_map.assign(waiting, newcomers, number, totals, evict=evict)
+            waiting, places, forgotten = row_map.assign(waiting, newcomers, number, totals, evict=forget)
             failed = failed | (newcomers.is_key & (places == NO_ROW))
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.key[0])
         counters = params.counters.add(
@@ -234,6 +240,15 @@ class Hashed(RowsByKey):
         )
         params = DynamicTable(known, vectors, waiting, counters, params.key)
         return params, tuple(kept), rows.at[first].get(mode="fill", fill_value=NO_ROW)
+
+    def _scores(self, params: DynamicTable) -> tuple[Score, Score]:
+        """What rows are worth, and the places of keys that wait, which have no rows yet."""
+        of_uses = row_map.score("lfu" if self.eviction == "lfu" else "lru")
+        if self.eviction == "age":
+            return (lambda keys: keys.first_step), of_uses
+        if self.eviction == "l2":
+            return (lambda _: hashed_rows.norms(params.rows)), of_uses
+        return of_uses, of_uses
 
     def still_theirs(
         self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys

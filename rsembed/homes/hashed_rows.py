@@ -90,7 +90,12 @@ class DynamicTable(NamedTuple):
 
 
 def empty(
-    table: TableSpec, capacity: int, key: PRNGKeyArray, *, num_waiting: int | None = None
+    table: TableSpec,
+    capacity: int,
+    key: PRNGKeyArray,
+    *,
+    num_waiting: int | None = None,
+    with_first_step: bool = False,
 ) -> tuple[DynamicTable, Slots]:
     """A shard without keys, and its slots.
 
@@ -99,10 +104,12 @@ def empty(
       capacity: how many.
       key: the table's, see `initial_values.table_key`; the same in all shards.
       num_waiting: how many keys may wait for admission; None where every key is admitted at once.
+      with_first_step: note when keys got their rows.
     """
     rows, slots = allocate(table, capacity, fill=0)
+    keys = row_map.empty(capacity, with_first_step=with_first_step)
     waiting = None if num_waiting is None else row_map.empty(num_waiting)
-    return DynamicTable(row_map.empty(capacity), rows, waiting, Counters.zeros(*Counters._fields), key[None]), slots
+    return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields), key[None]), slots
 
 
 def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Array, Slots]:
@@ -195,6 +202,12 @@ def _rounding_by_key(params: DynamicTable, step: Step) -> Rounding | None:
         return rounding(values, dtype, mix(*lanes).astype(jnp.int32))
 
     return by_key
+
+
+def norms(rows: Float[Array, "rows dim"]) -> UInt32[Array, " rows"]:
+    """Numbers in the order of the L2 norms of rows; what is not a number comes last."""
+    squares = jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1)
+    return jax.lax.bitcast_convert_type(squares, jnp.uint32)
 
 
 def evict_older(params: DynamicTable, step: Int[Array, ""], steps_to_live: int) -> DynamicTable:

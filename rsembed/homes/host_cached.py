@@ -202,7 +202,7 @@ class HostCached(Home):
         uses = jnp.zeros(position.shape, jnp.int32).at[first].add(1, mode="drop")
         touched = row_map.touch(known, rows, now, row_map.add_counts(row_map.count_of(known, rows), uses))
         strangers = distinct.only(rows == NO_ROW)
-        filled, new_rows, evicted = row_map.assign(touched, strangers, now, uses, evict=self.eviction)
+        filled, new_rows, evicted = row_map.assign(touched, strangers, now, uses, evict=row_map.score(self.eviction))
         had_key = touched.last_step.at[new_rows].get(mode="fill", fill_value=row_map.FREE) != row_map.FREE
         left = jnp.where(had_key, touched.low.at[new_rows].get(mode="fill", fill_value=0).astype(jnp.int32), -1)
         moved = compact(new_rows != NO_ROW, position.shape[0])

@@ -27,7 +27,8 @@ def export(params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_sha
     """Everything that belongs to keys, in ascending order of the keys (copies on the host).
 
     Returns: `keys` (of the table's `key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table
-    `last_step` and `count`; and with admission `waiting_keys`, `waiting_last_step` and `waiting_count`.
+    `last_step` and `count`, and `first_step` if it evicts by age; and with admission `waiting_keys`,
+    `waiting_last_step` and `waiting_count`.
 
     Raises: ValueError: a key does not fit `key_dtype`.
     """
@@ -61,6 +62,8 @@ def _keys_of(table: TableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, d
     order = np.argsort(joined)
     places = places[order]
     exported = {"keys": joined[order], "last_step": last_step[places], "count": count[places]}
+    if keys.first_step is not None:
+        exported["first_step"] = on_host(keys.first_step)[places]
     return places, {f"{prefix}{name}": array for name, array in exported.items()}
 
 
@@ -72,8 +75,9 @@ def import_rows(
     Args:
       params: rows of all shards, not inside `jit`; the arrays that change come back as arrays of numpy.
       slots: their optimizer state.
-      exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, `last_step` and
-        `count` at 0. Keys that wait for admission are dropped, with a warning, where every key is admitted at once.
+      exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, steps and
+        `count` at 0. `first_step` is dropped where nobody asks for it. Keys that wait for admission are dropped, with
+        a warning, where every key is admitted at once.
       table: whose rows these are.
       num_shards: how many share the keys.
 
@@ -82,7 +86,7 @@ def import_rows(
     """
     names, of_keys = _array_names(table, slots), ("keys", "last_step", "count")
     known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
-    if unknown := sorted(set(exported) - known):
+    if unknown := sorted(set(exported) - known - {"first_step"}):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
     keys = _checked_keys(table, exported, "")
     values = jnp.asarray(_checked(table, exported, "values", (*keys.shape, table.embedding_dim)), jnp.float32)
@@ -155,7 +159,7 @@ def _place(
 ) -> tuple[RowMap, np.ndarray]:
     """The maps of all shards with these keys in them, and where their rows are."""
     lanes = []
-    for name in (f"{prefix}last_step", f"{prefix}count"):
+    for name in (f"{prefix}last_step", f"{prefix}count", f"{prefix}first_step"):
         given = name in exported
         numbers = np.asarray(_checked(table, exported, name, keys.shape) if given else np.zeros(keys.shape, np.int32))
         if numbers.size and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
@@ -181,9 +185,11 @@ def _place(
 
 
 @jax.jit
-def _find_or_assign(keys_of_rows: RowMap, keys: Keys, steps: Array, counts: Array) -> tuple[RowMap, Array]:
+def _find_or_assign(
+    keys_of_rows: RowMap, keys: Keys, steps: Array, counts: Array, first_steps: Array
+) -> tuple[RowMap, Array]:
     rows = row_map.find(keys_of_rows, keys)
     new = keys._replace(is_key=rows == NO_ROW)
     keys_of_rows, new_rows, _ = row_map.assign(keys_of_rows, new, jnp.int32(0), counts)
     rows = jnp.where(new.is_key, new_rows, rows)
-    return row_map.touch(keys_of_rows, rows, steps, counts), rows
+    return row_map.touch(keys_of_rows, rows, steps, counts, first_steps), rows

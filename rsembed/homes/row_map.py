@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from rsembed.keys import Keys
 Eviction = Literal["lru", "lfu"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu")
 FREE = -1
+Score = Callable[["RowMap"], Array]
+"""What each row is worth, as unsigned numbers: keys of the least lose theirs first, of equal ones the least keys."""
 
 
 class RowMap(NamedTuple):
@@ -29,6 +32,7 @@ class RowMap(NamedTuple):
       low: lower half of it.
       last_step: the step that used the row last; `FREE` if it has no key.
       counts: how often its key occurred in training, up to `MAX_COUNT`.
+      first_step: the step that gave the row to its key; None where nobody asks for it.
       free: stack of rows without a key; the first `num_free` places count, and the last of them is next.
       num_free: height of the stack.
     """
@@ -38,11 +42,12 @@ class RowMap(NamedTuple):
     low: UInt32[Array, " rows"]
     last_step: Int[Array, " rows"]
     counts: Int[Array, " rows"]
+    first_step: Any
     free: Int[Array, " rows"]
     num_free: Int[Array, "1"]
 
 
-def empty(capacity: int) -> RowMap:
+def empty(capacity: int, *, with_first_step: bool = False) -> RowMap:
     """All rows free; they will be handed out as 0, 1, 2, ..."""
     return RowMap(
         hashed=hash_table.empty(capacity),
@@ -50,6 +55,7 @@ def empty(capacity: int) -> RowMap:
         low=api.allocate((capacity,), jnp.uint32, 0),
         last_step=api.allocate((capacity,), jnp.int32, FREE),
         counts=api.allocate((capacity,), jnp.int32, 0),
+        first_step=api.allocate((capacity,), jnp.int32, 0) if with_first_step else None,
         free=jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.full(1, capacity, jnp.int32),
     )
@@ -66,7 +72,7 @@ def assign(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
     *,
-    evict: Eviction | None = None,
+    evict: Score | None = None,
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, "1"]]:
     """Rows for distinct, unknown keys, in their order.
 
@@ -75,8 +81,7 @@ def assign(
       keys: those that want a row; padding gets none.
       step: number of the current step, at least 0. Rows last used by this very step are not evicted.
       occurrences: how often every key has occurred so far.
-      evict: whose rows to take when there are too few free ones: of the keys used longest ago ("lru") or least often
-        ("lfu"), and of equal ones the lowest rows. None takes none.
+      evict: whose rows to take when there are too few free ones. None takes none.
 
     Returns: the map, the row of every key (`NO_ROW` where there was none left), and the number of evicted keys.
     """
@@ -91,21 +96,31 @@ def assign(
     gets_row = keys.is_key & (rank < row_map.num_free)
     places = jnp.where(gets_row, row_map.num_free - 1 - rank, NO_ROW)
     rows = row_map.free.at[places].get(mode="fill", fill_value=NO_ROW)
-    lanes = (row_map.high, row_map.low, row_map.last_step, row_map.counts)
     steps = jnp.broadcast_to(step, rows.shape)
-    high, low, last_step, counts = api.scatter_rows(lanes, rows, (keys.high, keys.low, steps, occurrences))
+    given = {"high": keys.high, "low": keys.low, "last_step": steps, "counts": occurrences, "first_step": steps}
     hashed = hash_table.insert(row_map.hashed, keys._replace(is_key=gets_row), rows)
     num_free = row_map.num_free - jnp.sum(gets_row, dtype=jnp.int32)
-    return RowMap(hashed, high, low, last_step, counts, row_map.free, num_free), rows, num_evicted
+    return _with_lanes(row_map, rows, given)._replace(hashed=hashed, num_free=num_free), rows, num_evicted
 
 
 def touch(
-    row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, "*nnz"], occurrences: Int[Array, " nnz"]
+    row_map: RowMap,
+    rows: Int[Array, " nnz"],
+    step: Int[Array, "*nnz"],
+    occurrences: Int[Array, " nnz"],
+    first_step: Int[Array, " nnz"] | None = None,
 ) -> RowMap:
-    """Notes that distinct `rows` were used by `step`, and how often their keys have occurred so far."""
-    steps = jnp.broadcast_to(step, rows.shape)
-    last_step, counts = api.scatter_rows((row_map.last_step, row_map.counts), rows, (steps, occurrences))
-    return row_map._replace(last_step=last_step, counts=counts)
+    """Notes that distinct `rows` were used by `step`, how often their keys have occurred so far, and since when."""
+    given = {"last_step": jnp.broadcast_to(step, rows.shape), "counts": occurrences, "first_step": first_step}
+    return _with_lanes(row_map, rows, given)
+
+
+def _with_lanes(row_map: RowMap, rows: Int[Array, " nnz"], given: dict[str, Any]) -> RowMap:
+    """The map with other numbers of distinct `rows` in those lanes that it has."""
+    kept = {name: lane for name, lane in given.items() if lane is not None and getattr(row_map, name) is not None}
+    lanes = api.scatter_rows([getattr(row_map, name) for name in kept], rows, list(kept.values()))
+    changed: dict[str, Any] = dict(zip(kept, lanes, strict=True))
+    return row_map._replace(**changed)
 
 
 def use(row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]) -> RowMap:
@@ -158,32 +173,61 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
         low=extend(row_map.low, 0),
         last_step=extend(row_map.last_step, FREE),
         counts=extend(row_map.counts, 0),
+        first_step=None if row_map.first_step is None else extend(row_map.first_step, 0),
         free=jnp.concatenate([jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32), row_map.free]),
         num_free=row_map.num_free + (capacity - old),
     )
 
 
-def _evict_least(
-    row_map: RowMap, num_wanted: Int[Array, ""], step: Int[Array, ""], policy: Eviction, most: int
-) -> RowMap:
-    score = row_map.last_step if policy == "lru" else row_map.counts
+def score(policy: Eviction) -> Score:
+    """By the step that used a row last ("lru"), or by how often its key has occurred ("lfu")."""
+    return (lambda row_map: row_map.last_step) if policy == "lru" else (lambda row_map: row_map.counts)
+
+
+def _evict_least(row_map: RowMap, num_wanted: Int[Array, ""], step: Int[Array, ""], score: Score, most: int) -> RowMap:
     is_candidate = (row_map.last_step != FREE) & (row_map.last_step != step)
-    return release(row_map, compact(_least(score, is_candidate, num_wanted), most))
+    return release(row_map, compact(least(row_map, score, is_candidate, num_wanted), most))
 
 
-def _least(score: Int[Array, " rows"], is_candidate: Bool[Array, " rows"], num_wanted: Array) -> Bool[Array, " rows"]:
-    """The `num_wanted` candidates of least score, of equal ones the first; all candidates if there are fewer.
+def least(
+    row_map: RowMap, score: Score, is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, ""]
+) -> Bool[Array, " rows"]:
+    """The `num_wanted` candidates of least score, of equal ones the least keys; all if there are fewer."""
+    return _first([score(row_map).astype(jnp.uint32), row_map.high, row_map.low], is_candidate, num_wanted)
 
-    The score of the last one is found bit by bit: 31 passes over the scores take a fraction of the time of a sort.
+
+def _first(
+    lanes: Sequence[UInt32[Array, " rows"]], is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, ""]
+) -> Bool[Array, " rows"]:
+    """The first `num_wanted` candidates in the order of their lanes, the first of which counts most.
+
+    Of each lane, the number of the last one is found bit by bit: a few passes over it take a fraction of the time of a
+    sort. Bits that all candidates share need none, and none follows once all wanted ones are told apart.
     """
+    chosen = jnp.zeros_like(is_candidate)
+    for lane in lanes:
+        bound = _bound(lane, is_candidate, num_wanted)
+        is_below = is_candidate & (lane < bound)
+        chosen, is_candidate = chosen | is_below, is_candidate & (lane == bound)
+        num_wanted = num_wanted - jnp.sum(is_below, dtype=jnp.int32)
+    return chosen | (is_candidate & (num_wanted > 0))
 
-    def set_bit(i: Array, bound: Array) -> Array:
-        higher = bound | (jnp.int32(1) << (30 - i))
-        num_below = jnp.sum(is_candidate & (score < higher), dtype=jnp.int32)
-        return jnp.where(num_below < num_wanted, higher, bound)
 
-    zero = varying_zero(score, num_wanted, is_candidate)
-    bound = jax.lax.fori_loop(0, 31, set_bit, zero)
-    is_below, is_at = is_candidate & (score < bound), is_candidate & (score == bound)
-    num_at = num_wanted - jnp.sum(is_below, dtype=jnp.int32)
-    return is_below | (is_at & (jnp.cumsum(is_at, dtype=jnp.int32) <= num_at))
+def _bound(lane: UInt32[Array, " rows"], is_candidate: Bool[Array, " rows"], num_wanted: Array) -> UInt32[Array, ""]:
+    """The number of the last one of the first `num_wanted` candidates, or one behind which these end."""
+    most = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
+    differs = jnp.min(jnp.where(is_candidate, lane, most)) ^ most
+    num_bits = 32 - jax.lax.clz(differs).astype(jnp.int32)
+    for distance in (1, 2, 4, 8, 16):
+        differs |= differs >> distance
+
+    def look(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        bit, bound, _ = state
+        higher = bound | (jnp.uint32(1) << bit.astype(jnp.uint32))
+        num_below = jnp.sum(is_candidate & (lane < higher), dtype=jnp.int32)
+        return bit - 1, jnp.where(num_below <= num_wanted, higher, bound), num_below == num_wanted
+
+    is_found = num_wanted + varying_zero(lane, is_candidate) <= 0
+    start = num_bits - 1, most & ~differs, is_found
+    bound: Array = jax.lax.while_loop(lambda state: (state[0] >= 0) & ~state[2], look, start)[1]
+    return bound

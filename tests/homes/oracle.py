@@ -186,7 +186,8 @@ class KeyedTable(Table):
 
     Args:
       initial: what the row of a key starts from.
-      capacity: rows of each shard; the keys used longest ago make room for others. None is room for all.
+      capacity: rows of each shard. None is room for all.
+      eviction: which keys make room for others: those of the least score, of equal ones the least.
       num_shards: key `k` lies in shard `k % num_shards`.
     """
 
@@ -198,12 +199,14 @@ class KeyedTable(Table):
         *,
         admission_count: int = 0,
         capacity: int | None = None,
+        eviction: str = "lru",
         num_shards: int = 1,
     ):
         super().__init__(len(next(iter(initial.values()))), combiner, steps)
         self.initial, self.admission_count = initial, admission_count
-        self.capacity, self.num_shards = capacity, num_shards
+        self.capacity, self.eviction, self.num_shards = capacity, eviction, num_shards
         self.last_step: dict[int, int] = {}
+        self.first_step: dict[int, int] = {}
         self.occurrences: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         self.num_inserted = self.num_evicted = 0
@@ -225,8 +228,15 @@ class KeyedTable(Table):
         self._make_room(new)
         for key in new:
             self.rows[key] = np.array(self.initial[key], np.float64), self.steps.fresh_slots(self.dim)
-            self.last_step[key], self.occurrences[key] = self.number, self.waiting.pop(key)
+            self.last_step[key] = self.first_step[key] = self.number
+            self.occurrences[key] = self.waiting.pop(key)
             self.num_inserted += 1
+
+    def score(self, key: int) -> float:
+        """What a key's row is worth."""
+        if self.eviction == "l2":
+            return float(np.sum(self.rows[key][0] ** 2))
+        return {"lru": self.last_step, "lfu": self.occurrences, "age": self.first_step}[self.eviction][key]
 
     def _make_room(self, new: Sequence[int]) -> None:
         if self.capacity is None:
@@ -234,12 +244,11 @@ class KeyedTable(Table):
         for shard in range(self.num_shards):
             held = [key for key in self.rows if key % self.num_shards == shard]
             num_wanted = sum(key % self.num_shards == shard for key in new) + len(held) - self.capacity
-            oldest = sorted((self.last_step[key], key) for key in held if self.last_step[key] < self.number)
-            gone = oldest[: max(num_wanted, 0)]
+            worst = sorted((self.score(key), key) for key in held if self.last_step[key] < self.number)
+            gone = worst[: max(num_wanted, 0)]
             assert len(gone) == max(num_wanted, 0), "the batch has more keys than the shard has rows"
-            assert {t for t, _ in oldest[len(gone) :]}.isdisjoint({t for t, _ in gone}), "the order of rows decides"
             for _, key in gone:
-                del self.rows[key], self.last_step[key], self.occurrences[key]
+                del self.rows[key], self.last_step[key], self.first_step[key], self.occurrences[key]
                 self.num_evicted += 1
 
 

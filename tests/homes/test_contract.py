@@ -20,17 +20,19 @@ import pytest
 from jax.sharding import Mesh
 
 import rsembed as rs
+from rsembed.initial_values import table_key
+from rsembed.keys import split_keys
 from rsembed.specs import COMBINERS
 from rsembed.tt import TensorTrain
 from tests.homes.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps, TrainTable
 from tests.optimizers import test_contract as rules
 
-ROWS, SAMPLES, WIDTH, NUM_DEVICES, NUM_STEPS = 10, 8, 3, 4, 3
+ROWS, SAMPLES, WIDTH, NUM_DEVICES, NUM_STEPS = 10, 8, 3, 4, 4
 # Ids of the homes with keys; below, groups of four, one for each device. Keys of a group differ in their upper half.
-KEYS = np.arange(12) % 4 + np.repeat(np.array([5 * 2**38, 2**40, 2**62 + 2**33], np.int64), 4)
-# Which groups each step reads, and how often each id occurs in it at least: a table of eight rows must give up those
-# that the step before did not read, and gets them back.
-GROUPS = ((0, 1), (0, 2), (0, 1))
+KEYS = np.arange(16) % 4 + np.repeat(np.array([2**40, 5 * 2**38, 2**62 + 2**33, 7 * 2**33], np.int64), 4)
+# Which groups each step reads. A table of twelve rows must choose whom it gives up for the last group, and then for
+# those that come back; for other homes the last group is the first.
+GROUPS = ((0, 1), (0, 2), (3,), (0, 1))
 
 
 class Home(NamedTuple):
@@ -40,6 +42,7 @@ class Home(NamedTuple):
     ways: tuple[str, ...]
     takes_keys: bool = False
     keyed: Mapping[str, int] = MappingProxyType({})  # arguments of its oracle
+    policies: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by way, arguments of its storage and its oracle
     refuses_rules_that_move_all_rows: bool = False
 
 
@@ -60,10 +63,12 @@ WAYS = {
     "replicated": Way("replicated"),
 }
 HERE, ASKED = ("one device", "replicated"), ("row", "row, many rounds")
+# A policy is one of a device's rows, whatever the way to it: each has its own.
+EVICTIONS = dict(zip((*HERE, *ASKED), ({"eviction": name} for name in ("l2", "age", "lfu", "lru")), strict=True))
 HOMES = {
     "dense": Home(None, tuple(WAYS)),
     "hashed": Home(rs.Hashed(), (*HERE, *ASKED), True),
-    "hashed, evicting": Home(rs.Hashed(when_full="evict"), (*HERE, *ASKED), True, {"capacity": 8}),
+    "hashed, evicting": Home(rs.Hashed(when_full="evict"), (*HERE, *ASKED), True, {"capacity": 12}, EVICTIONS),
     "hashed, admitting": Home(rs.Hashed(admission_count=4), (*HERE, *ASKED), True, {"admission_count": 4}),
     "host-cached": Home(rs.HostCached(cache_rows=8), (*HERE, *ASKED), refuses_rules_that_move_all_rows=True),
     "train": Home(TensorTrain((11,)), HERE),
@@ -148,11 +153,13 @@ def spec_of(cell):
     steps, home = steps_of(cell), HOMES[cell.home]
     dim = NUM_DEVICES * max(len(steps.rules), 2)
     storage = home.storage
+    if cell.way in home.policies:
+        storage = dataclasses.replace(storage, **home.policies[cell.way])
     if isinstance(storage, TensorTrain):
         storage = dataclasses.replace(storage, tt_p_shapes=(3, 4), tt_q_shapes=(dim // 4, 4))
     return rs.TableSpec(
         name=cell.table,
-        vocabulary_size=home.keyed.get("capacity", 12) if home.takes_keys else ROWS,
+        vocabulary_size=home.keyed.get("capacity", 16) if home.takes_keys else ROWS,
         embedding_dim=dim,
         initializer=from_key,
         optimizer=steps.rules[0] if len(steps.rules) == 1 else SideBySide(rules=steps.rules),
@@ -187,7 +194,8 @@ def collection_of(way, own):
 def reads_of(home, number):
     """Ids of both features in a step: repeated in a sample and across, padding, and a device without ids."""
     generator = np.random.default_rng(number)
-    letters = np.concatenate([np.arange(4) + 4 * group for group in GROUPS[number]])
+    num_groups = 4 if "capacity" in home.keyed else 3
+    letters = np.concatenate([np.arange(4) + 4 * (group % num_groups) for group in GROUPS[number]])
     empty = SAMPLES // NUM_DEVICES
     ids = generator.choice(letters, (2, SAMPLES, WIDTH))
     for own in ids:
@@ -211,30 +219,22 @@ def batch_of(own, number):
     return batch
 
 
-def initial_vectors(collection, state, look_ahead, own):
-    """What keys start from, read one by one: three of a kind in a sample, so that they are admitted."""
-    found = {cell.table: {} for cell in own}
-    for first in range(0, KEYS.size, 4):
-        some = KEYS[first : first + 4]
-        ids = np.where(np.arange(SAMPLES)[:, None] < 4, np.resize(some, SAMPLES)[:, None], -1).repeat(WIDTH, axis=1)
-        batch = {name: ids for cell in own for name in cell.features}
-        batch |= {cell.features[1]: (ids, np.ones(ids.shape, np.float32)) for cell in own}
-        activations = look_ahead(state, collection.prepare(batch))
-        for cell in own:
-            gain = {"sum": 3.0, "sqrtn": 3.0**0.5}.get(cell.combiner, 1.0)
-            vectors = np.float64(activations[cell.features[0]]).reshape(SAMPLES, -1, spec_of(cell).embedding_dim)
-            found[cell.table] |= {int(key): vector[0] / gain for key, vector in zip(some, vectors, strict=False)}
-    return found
+def initial_vectors(cell):
+    """What keys start from, by the documented formula."""
+    own, lanes = table_key(jax.random.key(0), cell.table), split_keys(KEYS)
+    keys = jax.vmap(lambda high, low: jax.random.fold_in(jax.random.fold_in(own, high), low))(lanes.high, lanes.low)
+    dim = spec_of(cell).embedding_dim
+    return dict(zip(KEYS.tolist(), np.float64(jax.vmap(lambda key: from_key(key, (1, dim))[0])(keys)), strict=True))
 
 
-def oracle_of(cell, collection, state, initial):
+def oracle_of(cell, collection, state):
     home, steps = HOMES[cell.home], steps_of(cell)
     if home.takes_keys:
         num_shards = NUM_DEVICES if WAYS[cell.way].is_split else 1
-        made_of = dict(home.keyed, num_shards=num_shards)
+        made_of = dict(home.keyed, num_shards=num_shards, **home.policies.get(cell.way, {}))
         if "capacity" in made_of:
             made_of["capacity"] //= num_shards
-        return KeyedTable(initial[cell.table], cell.combiner, steps, **made_of)
+        return KeyedTable(initial_vectors(cell), cell.combiner, steps, **made_of)
     if isinstance(home.storage, TensorTrain):
         q_shapes = spec_of(cell).storage.tt_q_shapes
         return TrainTable([np.asarray(core) for core in state.tables[cell.table]], ROWS, q_shapes, cell.combiner, steps)
@@ -308,11 +308,7 @@ def test_a_home_on_a_way_gives_the_numbers_of_loops(home, way):
     state = collection.init(jax.random.key(0))
     shapes = {name: (SAMPLES, *([WIDTH] * (c.combiner == "none"))) for c in own for name in c.features}
     dims = {name: spec_of(cell).embedding_dim for cell in own for name in cell.features}
-    initial = {}
-    if HOMES[home].takes_keys:
-        zeros = {name: np.zeros((*shapes[name], dims[name]), np.float32) for name in shapes}
-        initial = initial_vectors(collection, state, lambda *batch: step(*batch, zeros)[1], own)
-    oracles = {cell: oracle_of(cell, collection, state, initial) for cell in own}
+    oracles = {cell: oracle_of(cell, collection, state) for cell in own}
     for number in range(NUM_STEPS):
         generator = np.random.default_rng(100 + number)
         d_activations = {n: generator.normal(size=(*shapes[n], dims[n])).astype(np.float32) for n in shapes}

@@ -339,15 +339,18 @@ def test_a_state_from_before_an_exchange_with_the_host_is_refused():
         collection.lookup(new, {"f": np.array([1, 2, 3])})
 
 
-def test_a_compiled_step_holds_one_copy_of_a_hashed_table():
-    table = rs.TableSpec(name="t", vocabulary_size=40_000, embedding_dim=32, storage=rs.Hashed())
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+@pytest.mark.parametrize(
+    ("storage", "mesh"), [(rs.Hashed(), None), (rs.Hashed(when_full="evict", eviction="l2"), 2)], ids=["plain", "l2"]
+)
+def test_a_compiled_step_holds_one_copy_of_a_hashed_table(storage, mesh):
+    table = rs.TableSpec(name="t", vocabulary_size=40_000, embedding_dim=32, storage=storage)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh and mesh_of(mesh))
     batch = collection.prepare({"f": np.arange(64)})
 
     def step(state, batch):
         activations, pullback = collection.lookup_vjp(state, batch)
         return collection.apply(state, pullback(activations))
 
-    state = jax.eval_shape(collection.init, jax.random.key(0))
+    state = collection.template
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 40_000 * 32 * 4 / 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 40_000 * 32 * 4 / (mesh or 1) / 2

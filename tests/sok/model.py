@@ -27,7 +27,8 @@ class Rows:
         if evict and len(keys) > len(self.free):
             candidates = [r for r, k in enumerate(self.keys) if k is not None and self.last_step[r] != step]
             score = self.last_step if evict == "lru" else self.counts
-            victims = sorted(sorted(candidates, key=lambda row: (score[row], row))[: len(keys) - len(self.free)])
+            worst = sorted(candidates, key=lambda row: (score[row], self.keys[row]))
+            victims = sorted(worst[: len(keys) - len(self.free)])
             self.release(victims)
         rows = []
         for key, count in zip(keys, counts, strict=True):

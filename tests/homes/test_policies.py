@@ -1,0 +1,37 @@
+"""What policies of tables with keys promise beyond the contract test."""
+
+import jax
+import numpy as np
+import pytest
+
+import rsembed as rs
+
+DIM, LR, ROWS = 4, 0.5, 8
+# Small numbers come last, so that rows in the order of arrival are not in that of the keys.
+KEYS = 2**40 * np.arange(12)[::-1]
+
+
+def one_table(rule=None, rows=ROWS, **storage):
+    rule = rs.SGDOptimizerSpec(LR) if rule is None else rule
+    table = rs.TableSpec(
+        name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=rs.Hashed(**storage)
+    )
+    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+
+
+@pytest.mark.parametrize("eviction", ["lru", "age"])
+def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(eviction):
+    collection, generator = one_table(when_full="evict", eviction=eviction), np.random.default_rng(0)
+    state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
+    batches = [generator.choice(KEYS, 4) for _ in range(8)]
+    for number, keys in enumerate(batches):
+        if number == 4:
+            rows = collection.tables(state)
+            other = collection.with_tables(collection.init(jax.random.key(0))._replace(step=state.step), rows)
+        batch, gradients = collection.prepare({"f": keys}), {"f": np.ones((4, DIM), np.float32)}
+        state = step(state, batch, gradients)
+        if number >= 4:
+            other = step(other, batch, gradients)
+            for name, found in collection.tables(other)["t"].items():
+                np.testing.assert_array_equal(found, collection.tables(state)["t"][name], err_msg=name)
+    assert collection.counts(other)["t"]["evicted"].sum() >= 2

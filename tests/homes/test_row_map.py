@@ -1,0 +1,40 @@
+"""Whose rows go first: those of the least score, of equal ones the least keys, in any order of the rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsembed.homes import hashed_rows, row_map
+from rsembed.keys import split_keys
+
+ROWS = 12
+scores = st.one_of(st.integers(0, 3), st.sampled_from([2**31 - 1, 2**31, 2**32 - 1]))
+keys = st.one_of(st.integers(0, 40), st.integers(0, 3).map(lambda n: n * 2**32), st.integers(0, 2**64 - 1))
+least = jax.jit(lambda known, score, mask, count: row_map.least(known, lambda _: score, mask, count))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    score=st.lists(scores, min_size=ROWS, max_size=ROWS),
+    key=st.lists(keys, min_size=ROWS, max_size=ROWS, unique=True),
+    mask=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS),
+    count=st.integers(-1, ROWS + 1),
+)
+def test_the_least_are_the_first_of_a_sort_by_score_and_key(score, key, mask, count):
+    lanes = split_keys(np.array(key, np.uint64))
+    known = row_map.empty(ROWS)._replace(high=lanes.high, low=lanes.low)
+    chosen = least(known, np.array(score, np.uint32), np.array(mask), np.int32(count))
+    ordered = sorted((row for row in range(ROWS) if mask[row]), key=lambda row: (score[row], key[row]))
+    assert np.flatnonzero(chosen).tolist() == sorted(ordered[: max(count, 0)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_are_in_the_order_of_those_of_numpy(dtype):
+    rows = np.random.default_rng(0).normal(size=(64, 5)) * 10.0 ** np.arange(-3, 5).repeat(8)[:, None]
+    rows = np.append(rows, [[0.0] * 5, [np.inf] * 5, [np.nan] * 5], axis=0)
+    rows = jnp.asarray(rows, dtype)
+    found = np.asarray(hashed_rows.norms(rows))
+    np.testing.assert_array_equal(np.argsort(found), np.argsort(np.linalg.norm(np.float64(rows), axis=1)))
