@@ -68,9 +68,11 @@ def door(function: Function) -> Function:
     def checked(*args: Any, **kwargs: Any) -> Any:
         hints = _hints(own)
         given = [*zip(positional, args, strict=False), *((rest, value) for value in args[len(positional) :])]
-        for name, value in (*given, *kwargs.items()):
+        given += kwargs.items()
+        label = next((f" {value!r}" for name, value in given if name == "name" and isinstance(value, str)), "")
+        for name, value in given:
             if name in hints:
-                _check(value, hints[name], f"{where}: {name}")
+                _check(value, hints[name], f"{where}{label}: {name}")
         return function(*args, **kwargs)
 
     return cast(Function, checked)

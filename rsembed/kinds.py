@@ -24,7 +24,7 @@ _WORDS: dict[Any, str] = {
     type(None): "None",
     os.PathLike: "a path",
     Callable: "a function",
-    jax.sharding.Mesh: "a mesh, as jax.make_mesh makes one",
+    jax.sharding.Mesh: "a mesh (jax.make_mesh makes one)",
 }
 _NUMBERS: dict[Any, Any] = {bool: (bool, np.bool_), int: numbers.Integral, float: numbers.Real}
 _SEQUENCES, _MAPPINGS = (Sequence, Iterable, list, tuple), (Mapping, dict)

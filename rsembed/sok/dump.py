@@ -15,12 +15,14 @@ from flax import nnx
 from rsembed import checkpoint
 from rsembed.collection.rows import asks_nobody
 from rsembed.homes.home import on_host
+from rsembed.intervals import door
 from rsembed.keys import owners, split_keys
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, grown, state_of
 
 
+@door
 def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     """All keys with what belongs to them, from all devices, in ascending order of the keys (copies on the host).
 
@@ -32,6 +34,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     return table.home.rows(state.shards, state.slots, table.spec, table.context.num_devices)
 
 
+@door
 def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     """Writes rows by key: keys that the table has are overwritten, a hash table gets those that it has not.
 

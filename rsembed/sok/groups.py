@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rsembed.bags import Bags, device_copy
+from rsembed.intervals import door
+from rsembed.kinds import check_kind, shown
 from rsembed.parallel import Agreement
 from rsembed.sok import plain_tables
 from rsembed.sok.initialize import Context
@@ -91,6 +93,8 @@ def _look_up_group(
     group = f"group {name or 'embedding'!r}"
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
+    if not isinstance(params, (list, tuple)):
+        raise TypeError(f"{group}: params must be a list of tables, got {shown(params)}.")
     known = [checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
     context = _context_of(params, group)
     # Where several processes have samples, all outputs are those of the global batch.
@@ -189,6 +193,7 @@ def group_embedding_column_scope(name: str | None = None) -> Iterator[str]:
         _open_scopes.pop()
 
 
+@door
 def embedding_column(
     feature: str,
     dimension: int,
@@ -250,6 +255,9 @@ def input_layer_vjp(
 def _read_columns(
     features: Mapping[str, Any], columns: Sequence[EmbeddingColumn], *, training: bool
 ) -> tuple[list[Array], list[tuple[list[int], StepOnce]]]:
+    for position, column in enumerate(columns):
+        check_kind(column, EmbeddingColumn, f"input_layer: columns[{position}]")
+    check_kind(features, Mapping, "input_layer: features")
     missing = [column.feature for column in columns if column.feature not in features]
     if missing or not columns:
         raise ValueError(f"input_layer: features {missing} are missing; the batch has {sorted(features)}.")

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, is_traced
 from rsembed.collection.inputs import padded
 from rsembed.keys import Keys, checked_keys
+from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.sok.initialize import Context
 from rsembed.sok.sharded_table import ShardedTable
@@ -38,7 +39,7 @@ class KeyBags:
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
     """The combiner in small letters. Raises: ValueError: it does not pool; names `what` asked for it."""
-    if combiner.lower() not in ("sum", "mean", "sqrtn"):
+    if str(combiner).lower() not in ("sum", "mean", "sqrtn"):
         raise ValueError(f"{what} must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
     return cast(Combiner, combiner.lower())
 
@@ -73,6 +74,8 @@ def read_keys(
             f"{name}: {keys.shape[-1]} keys per bag, but at most {width} were agreed (max_nnz); raise it, or cut the "
             "bags."
         )
+    if weights is not None:
+        check_kind(weights, Float[Array, "..."], f"{name}: weights")
     if weights is not None and np.shape(weights) != keys.shape:
         raise ValueError(f"{name}: weights have shape {np.shape(weights)}, keys {keys.shape}.")
     if not table.use_hashtable and _is_seen(keys.is_key):

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rsembed.bags import device_copy
+from rsembed.intervals import door
 from rsembed.keys import Keys
 from rsembed.parallel import Agreement
 from rsembed.sok.inputs import KeyBags, bring, checked_combiner, read_keys, widened
@@ -120,6 +121,7 @@ class DistributedEmbedding(_Layer):
       ((8, 2, 4), 2)
     """
 
+    @door
     def __init__(
         self,
         combiner: str,
@@ -207,6 +209,7 @@ class All2AllDenseEmbedding(_Layer):
       (3, 4)
     """
 
+    @door
     def __init__(
         self,
         max_vocabulary_size_per_gpu: int,

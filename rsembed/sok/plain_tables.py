@@ -15,13 +15,15 @@ from rsembed.bags import Bags, as_bags, check_ids_dtype, check_values, device_co
 from rsembed.collection.inputs import padded
 from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
+from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import is_global
 from rsembed.sok.initialize import Context
 from rsembed.specs import Combiner
 
 
 def read_ids(table: Any, ids: Any, weights: Any, where: str) -> Bags:
-    """The bags of a plain table. Raises: TypeError or ValueError: an id is no row of it; named `where`."""
+    """The bags of a plain table. Raises: TypeError or ValueError: it is none, or an id is no row; named `where`."""
+    check_kind(table.get_value() if isinstance(table, nnx.Variable) else table, Float[Array, "rows dim"], where)
     bags = as_bags(ids if weights is None else (ids, weights), feature=where)
     check_ids_dtype(bags, feature=where)
     if is_own(bags):

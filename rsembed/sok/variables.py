@@ -15,6 +15,9 @@ from jaxtyping import Array, PRNGKeyArray
 from rsembed.fingerprint import check_same
 from rsembed.homes import Hashed, hashed_rows
 from rsembed.homes.hashed import check_count
+from rsembed.intervals import Count, door
+from rsembed.keys import KEY_DTYPES
+from rsembed.kinds import dtype_among
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec, SGDOptimizerSpec
 from rsembed.sok.initialize import Context, current_context
 from rsembed.sok.row_numbers import RowNumbers
@@ -65,7 +68,8 @@ class EmbeddingVariable(nnx.Variable):
             )
         self.set_value(_evict_older(self.table, state_of(self)))
 
-    def grow(self, rows_per_device: int) -> None:
+    @door
+    def grow(self, rows_per_device: Count) -> None:
         """Makes room for more rows; programs that use the variable are compiled anew.
 
         Raises:
@@ -103,16 +107,17 @@ def grown(table: ShardedTable, state: TableState, capacity: int) -> TableState:
     return table.on_shards(lambda own: hashed_rows.grow(own.shards, own.slots, table.spec, capacity), state)
 
 
+@door
 def embedding_variable(
     name: str,
     embedding_dim: int,
     *,
     rows_per_device: int,
     use_hashtable: bool = True,
-    key_dtype: str = "int64",
+    key_dtype: Any = "int64",
     initializer: str | Callable[..., Array] = "uniform",
     optimizer: OptimizerSpec | None = None,
-    exchange_capacity: int | None = None,
+    exchange_capacity: Count | None = None,
     context: Context | None = None,
     rngs: nnx.Rngs | None = None,
     dtype: str = "float32",
@@ -158,7 +163,7 @@ def embedding_variable(
         check_count(steps_to_live, where, "steps_to_live", least=0)
     if grows := policies.get("when_full") == "grow":
         policies = policies | {"when_full": "error"}  # until the variable has more room
-    of_keys: dict[str, Any] = {"key_dtype": np.dtype(key_dtype).name}
+    of_keys: dict[str, Any] = {"key_dtype": dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")}
     spec = TableSpec(
         name=name,
         vocabulary_size=num_rows,

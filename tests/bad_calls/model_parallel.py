@@ -1,0 +1,304 @@
+"""Bad calls of the model-parallel wing: variables, layers, groups, dumps."""
+
+import functools
+import pathlib
+import tempfile
+
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+from rsembed import sok
+from tests.bad_calls.world import collection, mesh, state
+
+NAN = float("nan")
+
+
+@functools.cache
+def context(num_devices=1):
+    return sok.Init(mesh=mesh(num_devices))
+
+
+def made(name="word", dim=4, **options):
+    return sok.embedding_variable(name, dim, **({"rows_per_device": 4, "context": context()} | options))
+
+
+@functools.cache
+def variable(**options):
+    return made(**options)
+
+
+@functools.cache
+def other_variable():
+    return made("user", 3)
+
+
+@functools.cache
+def plain():
+    """Keys are row numbers below four."""
+    return made("number", use_hashtable=False)
+
+
+def layer(combiner="sum", rows=4, dim=4, slots=1, width=2, **options):
+    return sok.DistributedEmbedding(combiner, rows, dim, slots, width, **{"context": context()} | options)
+
+
+@functools.cache
+def pooled():
+    return layer()
+
+
+@functools.cache
+def dense():
+    return sok.All2AllDenseEmbedding(4, 4, 1, 1, context=context())
+
+
+def call(keys, *weights):
+    return pooled()(keys, *weights)
+
+
+KEYS = np.array([[[1, 2]], [[3, -1]]])
+
+
+def group(params=None, ids=None, combiners=None, **options):
+    params = [variable()] if params is None else params
+    ids = [[[1], [2]]] if ids is None else ids
+    return sok.group_embedding_lookup_sparse(params, ids, ["sum"] if combiners is None else combiners, **options)
+
+
+def column(**options):
+    return sok.embedding_column("title", 4, **{"variable": variable()} | options)
+
+
+def layered(features):
+    return sok.input_layer(features, [column()])
+
+
+def rows(**changes):
+    given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | changes
+    return sok.assign_rows(variable(), {name: array for name, array in given.items() if array is not None})
+
+
+@functools.cache
+def dumped():
+    path = pathlib.Path(tempfile.mkdtemp()) / "dump"
+    sok.dump(path, [variable()])
+    return path
+
+
+BAD = {
+    # Init
+    "a table before Init": (
+        lambda: sok.embedding_variable("word", 4, rows_per_device=4), RuntimeError, "sok.Init()", "context=",
+    ),
+    "a mesh of another axis": (lambda: sok.Init(mesh=mesh(2, "x")), ValueError, "sok.Init", "axis 'shard'", "('x',)"),
+    "a mesh by number": (lambda: sok.Init(mesh=2), TypeError, "Init: mesh", "jax.make_mesh", "int"),
+    "a batch that devices cannot share": (
+        lambda: sok.Init(3, mesh=mesh()), ValueError, "sok.Init", "global_batch_size=3", "2 devices",
+    ),
+    "a batch of half a sample": (lambda: sok.Init(2.5, mesh=mesh()), TypeError, "global_batch_size", "integer", "2.5"),
+    "a batch of none": (lambda: sok.Init(0, mesh=mesh()), ValueError, "global_batch_size", "[1, inf)", "0"),
+    "an axis by number": (lambda: sok.Init(axis=0), TypeError, "Init: axis", "a text", "0"),
+    "an option of Init nobody knows": (lambda: sok.Init(batch_size=4, mesh=mesh()), TypeError, "batch_size"),
+    # Variables
+    "no rows": (lambda: made(rows_per_device=0), ValueError, "table 'word'", "rows_per_device", "at least 1"),
+    "rows as text": (lambda: made(rows_per_device="4"), TypeError, "'word': rows_per_device", "'4'"),
+    "no columns": (lambda: made(dim=0), ValueError, "table 'word'", "embedding_dim", "at least 1"),
+    "a name that is a number": (lambda: made(3), TypeError, "embedding_variable: name", "a text", "3"),
+    "keys of 16 bits": (lambda: made(key_dtype="int16"), ValueError, "table 'word'", "'int16'", "int64"),
+    "keys of a dtype nobody knows": (lambda: made(key_dtype="int46"), ValueError, "table 'word'", "'int46'", "int64"),
+    "an initializer nobody knows": (
+        lambda: made(initializer="gauss"), ValueError, "table 'word'", "'gauss'", "uniform, normal",
+    ),
+    "an optimizer by name": (lambda: made(optimizer="adam"), TypeError, "'word': optimizer", "OptimizerSpec", "'adam'"),
+    "a policy nobody knows": (lambda: made(when_full="drop"), ValueError, "table 'word'", "when_full", "'drop'"),
+    "an option nobody knows": (lambda: made(capacity=4), TypeError, "capacity"),
+    "policies without a hash table": (
+        lambda: made(use_hashtable=False, eviction="lru"), ValueError, "table 'word'", "eviction",
+        "use_hashtable is False",
+    ),
+    "a life of less than no steps": (lambda: made(steps_to_live=-1), ValueError, "table 'word'", "steps_to_live", "-1"),
+    "no capacity of an exchange": (
+        lambda: made(exchange_capacity=0), ValueError, "'word': exchange_capacity", "[1, inf)", "0",
+    ),
+    "a context that is a mesh": (lambda: made(context=mesh()), TypeError, "'word': context", "of type Context", "Mesh"),
+    "a seed for Rngs": (lambda: made(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
+    "an eviction nobody asked for": (lambda: variable().evict_older(), ValueError, "table 'word'", "steps_to_live"),
+    "growth of a table of numbers": (lambda: plain().grow(8), NotImplementedError, "table 'number'", "no hash table"),
+    "growth to less": (lambda: variable().grow(2), ValueError, "table 'word'", "2", "4"),
+    "growth by half a row": (lambda: variable().grow(8.5), TypeError, "grow: rows_per_device", "an integer", "8.5"),
+    "a dynamic table of no capacity": (
+        lambda: sok.DynamicTableSpec(name="word", embedding_dim=4, capacity=0), ValueError, "table 'word'",
+        "at least 1",
+    ),
+    "one variable to split": (
+        lambda: sok.split_embedding_variable_from_others(variable()), ValueError, "list or a tuple",
+        "EmbeddingVariable",
+    ),
+    # Layers
+    "a combiner nobody knows": (
+        lambda: layer("max"), ValueError, "layer 'distributed_embedding'", "'sum', 'mean' or 'sqrtn'", "'max'",
+    ),
+    "a combiner by number": (lambda: layer(1), TypeError, "DistributedEmbedding: combiner", "a text", "1"),
+    "no slots": (lambda: layer(slots=0), ValueError, "layer 'distributed_embedding'", "slot_num", "got 0"),
+    "half a slot": (lambda: layer(slots=1.5), TypeError, "DistributedEmbedding: slot_num", "an integer", "1.5"),
+    "rows of a layer as text": (
+        lambda: layer(rows="4"), TypeError, "DistributedEmbedding: max_vocabulary_size_per_gpu", "'4'",
+    ),
+    "samples of no keys": (
+        lambda: layer(max_feature_num=0), ValueError, "layer 'distributed_embedding'", "max_feature_num", "0",
+    ),
+    # Batches
+    "keys of floats": (lambda: call(KEYS / 1), TypeError, "table 'distributed_embedding'", "integers", "float64"),
+    "keys of texts": (
+        lambda: call(np.full((2, 1, 2), "a")), TypeError, "table 'distributed_embedding'", "integers", "<U1",
+    ),
+    "keys of None": (lambda: call(None), TypeError, "table 'distributed_embedding'", "integers"),
+    "lists of texts": (lambda: call([["a"], ["b"]]), TypeError, "distributed_embedding", "row 0", "integers"),
+    "lists of floats": (lambda: call([[1.5], [2.5]]), TypeError, "distributed_embedding", "row 0", "float64"),
+    "keys beyond 64 bits": (lambda: call([[2**70], [1]]), TypeError, "distributed_embedding", "row 0", "64 bits"),
+    "a negative key": (
+        lambda: call(np.array([[[1, -5]], [[2, 3]]])), ValueError, "table 'distributed_embedding'", "key -5", "uint64",
+    ),
+    "keys of one axis": (
+        lambda: call(np.array([1, 2])), ValueError, "table 'distributed_embedding'", "(2,)", "axis of bags",
+    ),
+    "keys wider than agreed": (
+        lambda: call(np.ones((2, 1, 3), int)), ValueError, "3 keys per bag", "at most 2", "max_nnz",
+    ),
+    "a list longer than agreed": (
+        lambda: call([[1, 2, 3], []]), ValueError, "bag 0 has 3 keys", "at most 2", "max_nnz",
+    ),
+    "samples that devices cannot share": (
+        lambda: layer(context=context(2))(np.ones((3, 1, 2), int)), ValueError, "layer 'distributed_embedding'",
+        "3 samples", "2 devices",
+    ),
+    "weights of another shape": (
+        lambda: call(KEYS, np.ones((2, 1))), ValueError, "table 'distributed_embedding'", "weights", "(2, 1)",
+        "(2, 1, 2)",
+    ),
+    "weights of NaN": (
+        lambda: call(KEYS, np.full((2, 1, 2), NAN, np.float32)), ValueError, "table 'distributed_embedding'",
+        "weight at (0, 0, 0) is nan",
+    ),
+    "weights of texts": (
+        lambda: call(KEYS, np.full((2, 1, 2), "a")), TypeError, "table 'distributed_embedding'", "weights", "numbers",
+        "<U1",
+    ),
+    "row numbers outside": (
+        lambda: sok.group_embedding_lookup_sparse([plain()], [[[8], [1]]], ["sum"]), ValueError, "table 'number'",
+        "key 8", "below 4",
+    ),
+    "rows without room": (
+        lambda: [pooled().vjp(KEYS), pooled().vjp(KEYS + 3)], RuntimeError, "table 'distributed_embedding' is full",
+        "max_vocabulary_size_per_gpu",
+    ),
+    "keys of another width in a dense layer": (
+        lambda: dense()(np.ones((2, 1, 3), int)), ValueError, "layer 'all2all_dense_embedding'", "(2, 1, 3)",
+        "[batch, 1, 1]",
+    ),
+    "ragged keys in a dense layer": (
+        lambda: dense()([[[1]], [[1, 2]]]), ValueError, "layer 'all2all_dense_embedding'", "equally many keys",
+        "DistributedEmbedding",
+    ),
+    "a table as dynamic input": (
+        lambda: sok.All2AllDenseEmbedding(4, 4, 1, 1, True, context=context())(np.ones((2, 1), int)), ValueError,
+        "dynamic_input", "(2, 1)",
+    ),
+    "a gradient of another batch": (
+        lambda: pooled().vjp(KEYS)[1](np.ones((3, 1, 4), np.float32)), ValueError, "table 'distributed_embedding'",
+        "(3, 1, 4)", "(2, 1, 4)",
+    ),
+    "a gradient of text": (
+        lambda: pooled().vjp(KEYS)[1]("ones"), TypeError, "table 'distributed_embedding'", "gradient", "str",
+    ),
+    "two gradients of one output": (
+        lambda: pooled().vjp(KEYS)[1](np.ones((2, 1, 4)), np.ones((2, 1, 4))), ValueError, "1 outputs", "2 gradients",
+    ),
+    "a backward pass twice": (lambda: _twice(), RuntimeError, "called before", "Look up again"),
+    # Groups and columns
+    "lists of other lengths": (
+        lambda: group(combiners=["sum", "sum"]), ValueError, "group 'embedding'", "one entry per table",
+        "'combiners': 2",
+    ),
+    "an empty group": (lambda: group([], [], []), ValueError, "group 'embedding'", "not be empty"),
+    "one variable without a list": (
+        lambda: group(variable()), TypeError, "group 'embedding'", "params", "list", "EmbeddingVariable",
+    ),
+    "combiners as a text": (lambda: group(combiners="sum"), ValueError, "group 'embedding'", "combiners[0]", "got 's'"),
+    "a combiner of a group nobody knows": (
+        lambda: group(combiners=["max"]), ValueError, "group 'embedding'", "combiners[0]", "'max'",
+    ),
+    "another partition": (
+        lambda: group(partition_strategy="div"), NotImplementedError, "partition_strategy='div'", "'mod'",
+    ),
+    "a parameter that is none": (lambda: group(["word"]), TypeError, "group 'embedding'", "params[0]", "str"),
+    "a plain table that trains": (
+        lambda: sok.group_embedding_lookup_vjp([jnp.ones((9, 4))], [[[1]]], ["sum"]), TypeError, "params[0]",
+        "jax.grad",
+    ),
+    "an id outside a plain table": (
+        lambda: group([jnp.ones((9, 4))], [[[9], [1]]]), ValueError, "group 'embedding', params[0]", "id 9 in sample 0",
+    ),
+    "a plain table of one axis": (lambda: group([jnp.ones(9)]), ValueError, "params[0]", "[rows, dim]", "(9,)"),
+    "a column that is not in the batch": (
+        lambda: layered({"titel": [[1], [2]]}), ValueError, "input_layer", "['title']", "['titel']",
+    ),
+    "a batch that is a list": (lambda: layered([[1], [2]]), TypeError, "input_layer", "mapping", "list"),
+    "no columns to read": (lambda: sok.input_layer({}, []), ValueError, "input_layer"),
+    "columns by name": (
+        lambda: sok.input_layer({"title": [[1]]}, ["title"]), TypeError, "input_layer", "columns[0]", "str",
+    ),
+    "a column of another dimension": (
+        lambda: sok.embedding_column("title", 3, variable=variable()), ValueError, "column 'title'", "dimension=3",
+        "rows of 4",
+    ),
+    "a column of a combiner nobody knows": (
+        lambda: sok.embedding_column("title", 4, "max", variable=variable()), ValueError, "column 'title'", "'max'",
+    ),
+    "a column of a table by name": (
+        lambda: column(variable="word"), TypeError, "embedding_column: variable", "EmbeddingVariable", "'word'",
+    ),
+    # Rows in and out
+    "rows without values": (lambda: rows(values=None), ValueError, "table 'word'", "'values'"),
+    "rows as an array": (
+        lambda: sok.assign_rows(variable(), np.ones((2, 4))), TypeError, "assign_rows: rows", "a mapping", "(2, 4)",
+    ),
+    "values of another dim": (lambda: rows(values=np.ones((2, 3))), ValueError, "table 'word'", "(2, 3)", "(2, 4)"),
+    "a key twice": (lambda: rows(keys=np.array([1, 1], np.uint64)), ValueError, "table 'word'", "distinct"),
+    "keys of floats in rows": (lambda: rows(keys=np.array([1.0, 2.0])), TypeError, "table 'word'", "float64"),
+    "the rows of a name": (lambda: sok.export_rows("word"), TypeError, "EmbeddingVariable", "str"),
+    "a dump of nothing": (lambda: sok.dump("never", []), ValueError, "dump", "embedding variables"),
+    "a dump of two of one name": (
+        lambda: sok.dump("never", [variable(), made()]), ValueError, "['word']", "more than once", "name=",
+    ),
+    "a dump over another": (lambda: sok.dump(dumped(), [variable()]), FileExistsError, "dump"),
+    "a dump that is not there": (
+        lambda: sok.load(dumped().parent / "dupm", [variable()]), FileNotFoundError, "dupm", "no checkpoint",
+    ),
+    "a dump of other tables": (lambda: sok.load(dumped(), [other_variable()]), ValueError, "['word']", "['user']"),
+    "a dump of another dim": (
+        lambda: sok.load(dumped(), [made(dim=3)]), ValueError, "table 'word'", "embedding_dim", "assign_rows",
+    ),
+    "a checkpoint that is no dump": (lambda: _checkpoint(), ValueError, "holds the tables", "['word']"),
+}  # fmt: skip
+
+
+def _twice():
+    output, backward = pooled().vjp(KEYS)
+    backward(output)
+    backward(output)
+
+
+def _checkpoint():
+    path = pathlib.Path(tempfile.mkdtemp()) / "saved"
+    rs.checkpoint.save_collection(path, collection(), state())
+    return sok.load(path, [variable()])
+
+
+ACCEPTED = {
+    "a combiner in capitals": (lambda: layer("Mean").combiner, lambda: "mean"),
+    "keys as lists": (lambda: call([[1, 2], [3]]), lambda: call(KEYS)),
+    "keys of int32": (lambda: call(KEYS.astype(np.int32)), lambda: call(KEYS)),
+    "params as a tuple": (lambda: group((variable(),), ([[1], [2]],), ("sum",)), lambda: group()),
+}  # fmt: skip
