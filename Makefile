@@ -4,6 +4,7 @@
 #   make bench         time the kernels                  make lint    ruff and mypy only
 #   make test-browser  run a tutorial in JupyterLab in a headless Chromium
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
+#   make test-matrix   test wheels: Pythons, jax old and new, no compiler
 #   make clean         delete all that was made here
 # Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=summary (benchmark)
 #   EXECUTE=1 (docs: with what the notebooks print; five minutes, then kept)
@@ -14,7 +15,7 @@ WORKERS ?= 2
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-browser test-tpu test-gpu lab docs bench lint clean
+.PHONY: help tutorial test test-browser test-tpu test-gpu test-matrix lab docs bench lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -40,6 +41,10 @@ test-tpu: $(VENV)/.installed-dev $(VENV)/.installed-tpu
 
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-cuda
 	RSEMBED_TEST_GPU=1 $(BIN)/python -m pytest -rsP tests/kernels/test_gpu.py
+
+# Every Python that is found, oldest and newest jax, the wheel in place of the sources, and no compiler: 40 minutes.
+test-matrix:
+	WORKERS=$(WORKERS) tests/matrix.sh $(ROWS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

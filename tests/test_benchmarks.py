@@ -56,3 +56,21 @@ def test_every_point_of_the_curves_is_a_time(workload):
     for what in ("lookup", curves.STEP):
         assert 0 < record[what]["best"] <= record[what]["ns per id"] < np.inf
     assert curves.time_new_keys(8, 1)["million keys a second"] > 0
+
+
+def test_the_trial_of_faults_tells_older_checkpoints_from_wrong_ones(scripts, monkeypatch):
+    import faults
+
+    class Blind(faults.Rsembed):
+        """Restores the newest checkpoint, and looks at nothing."""
+
+        def restore(self):
+            return faults.tree_of(0)
+
+    monkeypatch.setattr(faults, "SHAPE", (2000, 4))
+    monkeypatch.setitem(faults.SUBJECTS, "blind", Blind)
+    in_files = (faults.flipped_bit, faults.cut_file, faults.missing_file, faults.swapped_files)
+    found = faults.measured(1, ["rsembed", "blind"], in_files)
+    for fault in in_files:
+        assert found[fault.__name__, "rsembed"] == {"older": 1}
+        assert found[fault.__name__, "blind"] == {"WRONG": 1}

@@ -25,6 +25,8 @@ def state_dict(tables: Mapping[str, Any], *, name: str = "{table}.weight") -> Ar
       name: where `{table}` stands for a table's: `"embedding_bags.{table}.weight"`, or `"weight"` for a single table.
         Of a table with keys, the names of its arrays follow, as in `user.weight.keys`.
 
+    Raises: ValueError: two tables get one name.
+
     Example:
       >>> import numpy as np
       >>> list(state_dict({"item": np.zeros((3, 2))}, name="encoder.{table}.weight"))

@@ -22,7 +22,7 @@ import numpy as np
 
 from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, SavedArray
 
-LEAST_BYTES = 1 << 16
+LEAST_BYTES = 1 << 14
 """Smaller arrays are written whole: two files are dearer than their rows."""
 MOST_CHANGED = 0.5
 """Share of the rows from which on an array is written whole."""

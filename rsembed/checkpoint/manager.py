@@ -59,7 +59,7 @@ class CheckpointManager:
       max_to_keep: how many of the newest stay; None keeps all.
       keep_period: those whose step is a multiple stay in any case.
       full_every: 1 makes every checkpoint a full one. `n` makes `n - 1` incremental ones follow each full one: of
-        arrays of 64 KiB and more they hold the rows that differ from the checkpoint before, which stays as long as they
+        arrays of 16 KiB and more they hold the rows that differ from the checkpoint before, which stays as long as they
         do. What is on the disk is read to find out.
       asynchronous: False writes before `save` returns, and needs no memory for copies.
 
@@ -132,7 +132,7 @@ class CheckpointManager:
             raise RuntimeError(f"the checkpoints of {self.folder} are closed; make another CheckpointManager.")
         self.wait_until_finished()
         contents = self._contents(tree, step, others, metadata)
-        path = self.folder / f"step_{contents.body['step']:09d}"
+        path = self._path(contents.body["step"])
         if agreed(path.exists()):
             raise already_there(path)
         base = self._base(contents.body["step"])
@@ -221,7 +221,7 @@ class CheckpointManager:
           ValueError: as `load_collection` and `load`.
         """
         self.wait_until_finished()
-        paths = self.paths() if step is None else [self.folder / f"step_{step:09d}"]
+        paths = self.paths() if step is None else [self._path(step)]
         failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint.")
         for path in reversed(paths):
             found: Any = None
@@ -240,7 +240,18 @@ class CheckpointManager:
                 warnings.warn(f"{path} is passed over: {failure}", stacklevel=2)
         raise failure
 
+    def metadata(self, step: int) -> dict[str, Any]:
+        """What `save` was given as metadata at a step, such as that of a state that `restore` returned.
+
+        Raises: FileNotFoundError, CorruptCheckpointError: there is no such checkpoint, or its manifest is damaged.
+        """
+        found: dict[str, Any] = manifest(self._path(step))["metadata"]
+        return found if self.collection is None else found["user"]
+
     # Parts of these
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:09d}"
 
     def _contents(self, tree: Any, step: int | None, others: Any, metadata: Mapping[str, Any] | None) -> Contents:
         if self.collection is not None:

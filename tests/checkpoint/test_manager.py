@@ -59,12 +59,13 @@ def test_what_was_given_is_written_though_training_goes_on_in_its_memory(tmp_pat
     monkeypatch.setattr(manager, "written", held_up)
     state, host = jax.tree.map(jnp.copy, states[0]), np.arange(4.0)
     with CheckpointManager(tmp_path, collection) as checkpoints:
-        checkpoints.save(state, others={"host": host})
+        checkpoints.save(state, others={"host": host}, metadata={"input": 7})
         host[:] = 0
         state = donating(state, collection.prepare(batch))
         assert checkpoints.paths() == []
         may_write.set()
         found, others = checkpoints.restore(others={"host": host})
+        assert checkpoints.metadata(int(found.step)) == {"input": 7}
     assert_same_rows(found, collection, states[0], collection)
     assert others["host"].tolist() == [0, 1, 2, 3] and int(state.step) == 2
 

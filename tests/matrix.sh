@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The suite against the wheel, in a folder without sources: every Python that is found, the oldest and the newest jax,
+# and a wheel that was made without a compiler. Takes ten minutes a row on two cores. Arguments choose rows, by number.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+work=${MATRIX_FOLDER:-$(mktemp -d)}
+oldest=$(sed -n 's/^ *"jax>=\([0-9.]*\)",$/\1/p' "$root/pyproject.toml")
+
+# Python, jax, wheel.
+rows=("python3.11 jax==$oldest native" "python3.12 jax native" "python3.13 jax native" "python3.13 jax plain")
+
+wheel() { # kind -> its path
+  local folder="$work/wheel-$1" python=$2
+  if ! compgen -G "$folder/*.whl" >/dev/null; then
+    local settings=(RSEMBED_REQUIRE_NATIVE=1)
+    [ "$1" = native ] || settings=(CC=/nonexistent CXX=/nonexistent)
+    env "${settings[@]}" "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$root" >&2
+  fi
+  echo "$folder"/*.whl
+}
+
+verdicts=()
+for number in "${@:-${!rows[@]}}"; do
+  for row in $number; do
+    read -r python jax kind <<<"${rows[$row]}"
+    label="$python, $jax, $kind wheel"
+    if ! command -v "$python" >/dev/null; then
+      verdicts+=("skipped: $label: no $python")
+      continue
+    fi
+    folder="$work/row-$row"
+    rm -rf "$folder"
+    "$python" -m venv "$folder/venv"
+    bin="$folder/venv/bin"
+    made=$(wheel "$kind" "$bin/python")
+    "$bin/python" -m pip install --quiet "$made[dev]" "$jax"
+    cp -r "$root/tests" "$root/pyproject.toml" "$folder"
+    require=$([ "$kind" = native ] && echo 1 || echo 0)
+    if "$bin/python" -m pip check && (cd "$folder" && RSEMBED_REQUIRE_NATIVE=$require "$bin/python" -m pytest -q \
+      --numprocesses="${WORKERS:-2}" --dist=loadfile tests); then
+      verdicts+=("passed:  $label")
+    else
+      verdicts+=("FAILED:  $label")
+    fi
+  done
+done
+printf '%s\n' "${verdicts[@]}"
+[[ "${verdicts[*]}" != *FAILED* ]]
