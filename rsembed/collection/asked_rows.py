@@ -16,6 +16,7 @@ from rsembed.collection.reproducible import InBlocks
 from rsembed.collection.rows import Admitted, LookedUp, Occurrences, Rows, Trip, each, keys_of_rows
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
+from rsembed.homes.home import Ahead
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
@@ -45,12 +46,13 @@ class AskedRows(Rows):
         """How many devices share the rows."""
         return self.devices.num_devices
 
-    def look_up(self, params: Any, batch: Occurrences, *, train: bool) -> Asking[LookedUp]:
+    def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> Asking[LookedUp]:
         """See `Rows`."""
 
         def answer(num_unknown: Array, question: Any) -> tuple[Array, Array]:
             keys, occurrences, _ = self._received(question)
-            vectors, more = self.home.read(params, keys, self.table, occurrences=occurrences if train else None)
+            ahead = None if number is None else Ahead(occurrences, number)
+            vectors, more = self.home.read(params, keys, self.table, ahead=ahead)
             return num_unknown + more, vectors
 
         wanted = self._distinct(batch.all_keys())

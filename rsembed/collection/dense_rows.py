@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.collection.initial_rows import OwnShards, PlacedTable, initial_shards
 from rsembed.collection.layout import RowLayout
-from rsembed.homes.home import Home
+from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
 from rsembed.keys import Keys
@@ -72,10 +72,10 @@ class DenseRows(Home):
         return self.layout.rounding(rounding, shard)
 
     def read(
-        self, params: Array, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+        self, params: Array, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows as they are stored."""
-        del occurrences
+        del ahead
         return self.vectors(params, self._rows(keys), table), jnp.zeros((), jnp.int32)
 
     def vectors(self, params: Array, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
@@ -46,11 +46,11 @@ class Engine:
             return jax.jit(devices.on_each(function, in_specs, out_specs))
 
         self.init = on_each(self._init, everywhere, (state, state))
-        self.lookup = on_each(partial(self._lookup, train=False), (state, split), (split, everywhere))
-        self.look_ahead = self.lookup
-        """A lookup whose gradients will be stepped."""
+        self.lookup = on_each(partial(self._lookup, number=None), (state, split), (split, everywhere))
+        self.look_ahead: Callable[..., Any] = lambda tables, batch, number: self.lookup(tables, batch)
+        """A lookup whose gradients will be stepped, as the step of this number."""
         if has_homes:
-            self.look_ahead = on_each(partial(self._lookup, train=True), (state, split), (split, everywhere))
+            self.look_ahead = on_each(self._lookup, (state, split, everywhere), (split, everywhere))
         self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
         self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
         self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
@@ -68,11 +68,13 @@ class Engine:
     def _init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
         return two_dicts({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
-    def _lookup(self, tables: ByStack, batch: Batch, *, train: bool) -> tuple[Activations, LookupStatistics]:
+    def _lookup(
+        self, tables: ByStack, batch: Batch, number: Int[Array, ""] | None
+    ) -> tuple[Activations, LookupStatistics]:
         bags = all_as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
-        found = self._together(lambda name, s: s.rows.look_up(tables[name], s.occurrences(bags), train=train))
+        found = self._together(lambda name, s: s.rows.look_up(tables[name], s.occurrences(bags), number))
         for name, stack in self.stacks.items():
             outputs, num_unknown, traffic[name] = found[name]
             if stack.home.takes_keys:

@@ -25,7 +25,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.layout import read_from
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
-from rsembed.homes.home import Home
+from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.kernels.reference import entry_gains
@@ -149,18 +149,19 @@ class Rows:
         return self.home.init(key, self.table, shard=shard, num_shards=self.num_shards)
 
     @asks_nobody
-    def look_up(self, params: Any, batch: Occurrences, *, train: bool) -> LookedUp:
-        """A lookup that changes nothing; `train` reads ahead of the step to come."""
+    def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> LookedUp:
+        """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
         if self.splits_columns:
             return self._look_up_columns(params, batch)
         if self.home.ids_are_rows:
             return self._pooled(params, batch.segments), jnp.zeros((), jnp.int32), Traffic.of(0, 0)
-        keys, occurrences = batch.all_keys(), self._occurrences_of_all(batch) if train else None
+        keys = batch.all_keys()
+        ahead = None if number is None else Ahead(self._occurrences_of_all(batch), number)
 
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
             return self._pooled(vectors, read_from(places, batch.segments))
 
-        pooled, num_unknown = self.home.pooled(params, keys, self.table, pool, occurrences=occurrences)
+        pooled, num_unknown = self.home.pooled(params, keys, self.table, pool, ahead=ahead)
         return pooled, num_unknown, Traffic.of(0, 0)
 
     def _look_up_columns(self, params: Any, batch: Occurrences) -> LookedUp:

@@ -10,14 +10,15 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rsembed.homes import hashed_rows, logical_rows, row_map
+from rsembed.homes import admission, hashed_rows, logical_rows, row_map
 from rsembed.homes.hash_table import num_distinct
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
-from rsembed.homes.home import Home
+from rsembed.homes.home import Ahead, Home
 from rsembed.homes.row_map import FREE, Score
 from rsembed.initial_values import table_key
+from rsembed.intervals import check_within
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.kernels.keyed import varying_zero
@@ -85,6 +86,8 @@ class Hashed(RowsByKey):
       admission_count: a key gets a row in the first training batch after which it has occurred more often than this;
         until then it reads zeros and is not trained. 0 admits every key at once.
       admission_capacity: how many keys may wait for that at a time on a device; None means as many as have rows.
+      admission_probability: a key without a row gets one with this probability whenever it occurs in training; nothing
+        is kept of those that do not. Draws depend on the model's key, the table's name, the step and the id alone.
       key_dtype: int32, int64, uint32 or uint64; larger keys are refused.
 
     Raises: ValueError: an argument is unknown or out of range, once a table uses it.
@@ -104,6 +107,7 @@ class Hashed(RowsByKey):
     eviction: Eviction = "lru"
     admission_count: int = 0
     admission_capacity: int | None = None
+    admission_probability: float = 1.0
     key_dtype: str = "int64"
     placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
 
@@ -124,6 +128,9 @@ class Hashed(RowsByKey):
             check_count(self.admission_capacity, where, "admission_capacity", least=1)
             if self.admission_capacity > MAX_CAPACITY:
                 raise ValueError(f"{where}: at most {MAX_CAPACITY} keys can wait on a device; use more devices.")
+        check_within("(0, 1]", self.admission_probability, f"{where}: admission_probability")
+        if self.admission_count and self.admission_probability < 1:
+            raise ValueError(f"{where}: keys are admitted by admission_count or by admission_probability, not by both.")
         for field, allowed in (("when_full", WHEN_FULL), ("eviction", EVICTIONS)):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{where}: {field} {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
@@ -146,25 +153,25 @@ class Hashed(RowsByKey):
         )
 
     def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """As every home. A key that `find` will meet a full table with reads ahead as what it would start from."""
         rows = row_map.find(params.keys, keys)
         strangers, vectors = keys.only(rows == NO_ROW), hashed_rows.read(params, rows)
-        if occurrences is None:
+        if ahead is None:
             return vectors, num_distinct(strangers)
 
         def with_strangers(vectors: Array) -> tuple[Array, Array]:
             first, position = api.first_occurrences(strangers), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
-            starts = first == position
-            if self.admission_count:
-                totals = jnp.zeros(position.shape, jnp.int32).at[first].add(occurrences, mode="drop")
+            totals = jnp.zeros(position.shape, jnp.int32).at[first].add(ahead.occurrences, mode="drop")
+            if params.waiting is not None:
                 seen = row_map.count_of(params.waiting, row_map.find(params.waiting, strangers))
-                starts &= row_map.add_counts(totals, seen) > self.admission_count
+                totals = row_map.add_counts(totals, seen)
+            starts = self._is_admitted(params, strangers.only(first == position), totals, ahead.number)
             entries = jnp.where(starts, position, NO_ROW)
             (fresh,) = hashed_rows.with_initial_values((vectors,), entries, keys, table, params.key[0], slots=False)
-            ahead = fresh.at[first].get(mode="fill", fill_value=0)
-            return jnp.where((first == NO_ROW)[:, None], vectors, ahead), jnp.sum(first == position, dtype=jnp.int32)
+            new = fresh.at[first].get(mode="fill", fill_value=0)
+            return jnp.where((first == NO_ROW)[:, None], vectors, new), jnp.sum(first == position, dtype=jnp.int32)
 
         def without(vectors: Array) -> tuple[Array, Array]:
             return vectors, varying_zero(strangers.is_key)
@@ -179,11 +186,11 @@ class Hashed(RowsByKey):
         table: TableSpec,
         pool: Callable[[Array, Int[Array, " nnz"]], Any],
         *,
-        occurrences: Int[Array, " nnz"] | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
         """As every home, from the rows where they lie if all keys have some."""
         rows = row_map.find(params.keys, keys)
-        read = functools.partial(super().pooled, params, keys, table, pool, occurrences=occurrences)
+        read = functools.partial(super().pooled, params, keys, table, pool, ahead=ahead)
         is_known = ~jnp.any(keys.is_key & (rows == NO_ROW))
         return jax.lax.cond(is_known, lambda: (pool(params.rows, rows), varying_zero(rows)), read)
 
@@ -216,11 +223,11 @@ class Hashed(RowsByKey):
         first = api.first_occurrences(keys)
         keys = keys.only(first == jnp.arange(first.shape[0], dtype=jnp.int32))
         totals = jnp.zeros(first.shape, jnp.int32).at[first].add(occurrences, mode="drop")
-        is_admitted, waiting = keys.is_key, params.waiting
+        waiting = params.waiting
         if waiting is not None:
             waiting_rows = row_map.find(waiting, keys)
             totals = row_map.add_counts(totals, row_map.count_of(waiting, waiting_rows))
-            is_admitted = keys.is_key & (totals > self.admission_count)
+        is_admitted = self._is_admitted(params, keys, totals, number)
         known, rows, evicted = row_map.assign(params.keys, keys.only(is_admitted), number, totals, evict=evict)
         is_left = keys.is_key & (rows == NO_ROW)
         failed, forgotten = is_admitted & is_left, jnp.zeros(1, jnp.int32)
@@ -240,6 +247,12 @@ class Hashed(RowsByKey):
         )
         params = DynamicTable(known, vectors, waiting, counters, params.key)
         return params, tuple(kept), rows.at[first].get(mode="fill", fill_value=NO_ROW)
+
+    def _is_admitted(self, params: DynamicTable, keys: Keys, totals: Array, number: Array) -> Bool[Array, " nnz"]:
+        """Which of these keys get a row in step `number`; those that wait are counted in `totals`."""
+        if self.admission_probability < 1:
+            return admission.is_drawn(params.key[0], keys, number, totals, self.admission_probability)
+        return keys.is_key & (totals > self.admission_count) if self.admission_count else keys.is_key
 
     def _scores(self, params: DynamicTable) -> tuple[Score, Score]:
         """What rows are worth, and the places of keys that wait, which have no rows yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,18 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
 from rsembed.keys import Keys, owners
 from rsembed.specs import TableSpec
+
+
+class Ahead(NamedTuple):
+    """What a lookup is told whose gradients will be stepped.
+
+    Attributes:
+      occurrences: how often each key occurred in the batch.
+      number: of the step that will follow.
+    """
+
+    occurrences: Int[Array, " nnz"]
+    number: Int[Array, ""]
 
 
 class Home(abc.ABC):
@@ -83,12 +95,11 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def read(
-        self, params: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+        self, params: Any, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows, float32, zeros for what is no key or has no row; and how many distinct keys have none.
 
-        `occurrences` says how often each key occurred in the batch, for a lookup whose gradients will be stepped: keys
-        without a row then read as what `find` is going to give them. None only looks.
+        `ahead` of a step, keys without a row read as what `find` is going to give them. None only looks.
         """
 
     def pooled(
@@ -98,10 +109,10 @@ class Home(abc.ABC):
         table: TableSpec,
         pool: Callable[[Array, Int[Array, " nnz"]], Any],
         *,
-        occurrences: Int[Array, " nnz"] | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
         """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it."""
-        vectors, num_unknown = self.read(params, keys, table, occurrences=occurrences)
+        vectors, num_unknown = self.read(params, keys, table, ahead=ahead)
         return pool(vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)), num_unknown
 
     @abc.abstractmethod

@@ -17,7 +17,7 @@ from rsembed.caching import BackingStore, RowStore
 from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hash_table import compact
 from rsembed.homes.hashed_rows import DynamicTable
-from rsembed.homes.home import Home, on_host
+from rsembed.homes.home import Ahead, Home, on_host
 from rsembed.homes.row_map import EVICTIONS, Eviction
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
@@ -124,9 +124,9 @@ class HostCached(Home):
         return CachedRows(near, jnp.zeros(1, jnp.uint32)), slots
 
     def read(
-        self, params: CachedRows, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+        self, params: CachedRows, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
-        del occurrences
+        del ahead
         return hashed_rows.read(params.near, _found(params, keys, table.name)), jnp.zeros((), jnp.int32)
 
     def vectors(self, params: CachedRows, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:

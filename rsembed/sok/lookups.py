@@ -203,7 +203,7 @@ def _evaluate(
 
     def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Asking[Any]:
         shards, own = _counted(table, state.shards, features)
-        outputs, num_unknown, _ = yield from table.engine.look_up(shards, own, train=False)
+        outputs, num_unknown, _ = yield from table.engine.look_up(shards, own, None)
         return shards.counters.add(unknown=num_unknown), tuple(outputs)
 
     return on_devices(on_device, tables, states, batch)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rsembed.homes import hashed_rows
 from rsembed.homes.hashed import RowsByKey
 from rsembed.homes.hashed_rows import Counters, DynamicTable
+from rsembed.homes.home import Ahead
 from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys, local_rows
@@ -90,9 +91,9 @@ class RowNumbers(RowsByKey):
         return jax.lax.fori_loop(0, -(-capacity // size), block, state)
 
     def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
-        del occurrences
+        del ahead
         rows = self._rows(params, keys)
         return hashed_rows.read(params, rows), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.homes.home import Home
+from rsembed.homes.home import Ahead, Home
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
@@ -96,10 +96,10 @@ class TensorTrain(Home):
         return cores, init_core_slots(table.optimizer, cores)
 
     def read(
-        self, params: Cores, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"] | None = None
+        self, params: Cores, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows, float32, made of their slices."""
-        del occurrences
+        del ahead
         return self.vectors(params, _rows(keys), table), jnp.zeros((), jnp.int32)
 
     def vectors(self, params: Cores, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:

@@ -182,10 +182,12 @@ class DenseTable(Table):
 
 
 class KeyedTable(Table):
-    """A key has a row from the batch on in which it has occurred more than `admission_count` times.
+    """A key has a row from the batch on in which it has occurred more than `admission_count` times, or was lucky.
 
     Args:
       initial: what the row of a key starts from.
+      admission_probability: the chance of each occurrence of a key without a row to give it one.
+      draw: of a key in a step, a number from 0 to 1; a key is lucky if it is not below the chance of no luck at all.
       capacity: rows of each shard. None is room for all.
       eviction: which keys make room for others: those of the least score, of equal ones the least.
       num_shards: key `k` lies in shard `k % num_shards`.
@@ -198,12 +200,15 @@ class KeyedTable(Table):
         steps: Steps,
         *,
         admission_count: int = 0,
+        admission_probability: float = 1.0,
+        draw: Callable[[int, int], float] | None = None,
         capacity: int | None = None,
         eviction: str = "lru",
         num_shards: int = 1,
     ):
         super().__init__(len(next(iter(initial.values()))), combiner, steps)
         self.initial, self.admission_count = initial, admission_count
+        self.admission_probability, self.draw = admission_probability, draw
         self.capacity, self.eviction, self.num_shards = capacity, eviction, num_shards
         self.last_step: dict[int, int] = {}
         self.first_step: dict[int, int] = {}
@@ -223,14 +228,21 @@ class KeyedTable(Table):
         for key in dict.fromkeys(keys):
             if key not in self.rows:
                 self.waiting[key] = self.waiting.get(key, 0) + keys.count(key)
-                if self.waiting[key] > self.admission_count:
+                if self.is_admitted(key):
                     new.append(key)
+                elif self.admission_probability < 1:
+                    del self.waiting[key]
         self._make_room(new)
         for key in new:
             self.rows[key] = np.array(self.initial[key], np.float64), self.steps.fresh_slots(self.dim)
             self.last_step[key] = self.first_step[key] = self.number
             self.occurrences[key] = self.waiting.pop(key)
             self.num_inserted += 1
+
+    def is_admitted(self, key: int) -> bool:
+        if self.admission_probability < 1:
+            return self.draw(self.number, key) >= (1 - self.admission_probability) ** self.waiting[key]
+        return self.waiting[key] > self.admission_count
 
     def score(self, key: int) -> float:
         """What a key's row is worth."""

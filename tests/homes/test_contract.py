@@ -65,11 +65,13 @@ WAYS = {
 HERE, ASKED = ("one device", "replicated"), ("row", "row, many rounds")
 # A policy is one of a device's rows, whatever the way to it: each has its own.
 EVICTIONS = dict(zip((*HERE, *ASKED), ({"eviction": name} for name in ("l2", "age", "lfu", "lru")), strict=True))
+COUNTED, DRAWN = {"admission_count": 4}, {"admission_probability": 0.2}
+ADMISSIONS = {"one device": COUNTED, "replicated": DRAWN, "row": DRAWN, "row, many rounds": COUNTED}
 HOMES = {
     "dense": Home(None, tuple(WAYS)),
     "hashed": Home(rs.Hashed(), (*HERE, *ASKED), True),
     "hashed, evicting": Home(rs.Hashed(when_full="evict"), (*HERE, *ASKED), True, {"capacity": 12}, EVICTIONS),
-    "hashed, admitting": Home(rs.Hashed(admission_count=4), (*HERE, *ASKED), True, {"admission_count": 4}),
+    "hashed, admitting": Home(rs.Hashed(), (*HERE, *ASKED), True, policies=ADMISSIONS),
     "host-cached": Home(rs.HostCached(cache_rows=8), (*HERE, *ASKED), refuses_rules_that_move_all_rows=True),
     "train": Home(TensorTrain((11,)), HERE),
 }
@@ -227,11 +229,26 @@ def initial_vectors(cell):
     return dict(zip(KEYS.tolist(), np.float64(jax.vmap(lambda key: from_key(key, (1, dim))[0])(keys)), strict=True))
 
 
+def draws(cell):
+    """What a key draws in a step, by the documented formula."""
+    lanes = split_keys(KEYS)
+
+    def draw(number):
+        own = jax.random.fold_in(jax.random.fold_in(table_key(jax.random.key(0), cell.table), 0x61646D74), number)
+        keys = jax.vmap(lambda high, low: jax.random.fold_in(jax.random.fold_in(own, high), low))(lanes.high, lanes.low)
+        return jax.vmap(lambda key: jax.random.bits(key, (1,), jnp.uint32)[0])(keys)
+
+    found = np.float64(jax.vmap(draw)(jnp.arange(NUM_STEPS))) / 2**32
+    return lambda number, key: found[number, KEYS.tolist().index(key)]
+
+
 def oracle_of(cell, collection, state):
     home, steps = HOMES[cell.home], steps_of(cell)
     if home.takes_keys:
         num_shards = NUM_DEVICES if WAYS[cell.way].is_split else 1
         made_of = dict(home.keyed, num_shards=num_shards, **home.policies.get(cell.way, {}))
+        if "admission_probability" in made_of:
+            made_of["draw"] = draws(cell)
         if "capacity" in made_of:
             made_of["capacity"] //= num_shards
         return KeyedTable(initial_vectors(cell), cell.combiner, steps, **made_of)

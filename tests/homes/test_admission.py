@@ -1,0 +1,49 @@
+"""Admission by chance: the draws are those of the documented formula, and as frequent as they should be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsembed.homes.admission import is_drawn
+from rsembed.keys import Keys, split_keys
+
+KEYS = split_keys(np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64))
+KEY = jax.random.key(5)
+drawn = jax.jit(is_drawn, static_argnums=4)
+
+
+def share(number, occurrences, probability, keys=KEYS):
+    return np.asarray(drawn(KEY, keys, jnp.int32(number), jnp.full(len(keys.low), occurrences, jnp.int32), probability))
+
+
+@pytest.mark.parametrize(
+    ("occurrences", "probability"), [(1, 0.3), (3, 0.3), (1000, 1e-3), (2**31 - 1, 1e-9), (1, 1e-12)]
+)
+def test_each_occurrence_has_its_chance(occurrences, probability):
+    expected = -np.expm1(occurrences * np.log1p(-probability))
+    deviation = np.sqrt(expected * (1 - expected) / KEYS.low.size)
+    assert abs(share(3, occurrences, probability).mean() - expected) <= 4 * deviation + 1e-9
+
+
+def test_steps_draw_anew_and_more_occurrences_never_hurt():
+    first, second, more = share(0, 1, 0.5), share(1, 1, 0.5), share(0, 2, 0.5)
+    assert abs((first == second).mean() - 0.5) < 0.02
+    assert (more | ~first).all() and not (first | ~more).all()
+
+
+def test_draws_belong_to_keys_not_to_places_and_padding_draws_nothing():
+    order = np.random.default_rng(1).permutation(KEYS.low.size)
+    moved = Keys(*(lane[order] for lane in KEYS)).only(order % 3 > 0)
+    np.testing.assert_array_equal(share(7, 2, 0.4, moved), share(7, 2, 0.4)[order] & (order % 3 > 0))
+
+
+def test_the_chance_of_no_luck_is_that_of_exact_numbers():
+    """To a part in 2**32 of the draw: whoever drew less stays outside, whoever drew more gets in."""
+    counts = np.arange(1, 20_001, dtype=np.int32)
+    found = np.asarray(drawn(KEY, KEYS, jnp.int32(0), jnp.asarray(counts), 0.01))
+    own = jax.random.fold_in(jax.random.fold_in(KEY, 0x61646D74), 0)
+    fold = jax.vmap(lambda high, low: jax.random.bits(jax.random.fold_in(jax.random.fold_in(own, high), low), (1,))[0])
+    lucky = np.float64(fold(KEYS.high, KEYS.low)) - 0.99 ** np.float64(counts) * 2**32
+    np.testing.assert_array_equal(found[np.abs(lucky) > 40], lucky[np.abs(lucky) > 40] > 0)
+    assert (np.abs(lucky) > 40).mean() > 0.999
