@@ -216,10 +216,11 @@ def test_the_citation_is_of_this_version():
     assert f"abstract: {project['description']}\n" in citation
 
 
-def test_every_test_that_the_page_of_checks_names_exists():
-    page, file = (ROOT / "docs" / "checks.md").read_text(), None
+@pytest.mark.parametrize(("name", "least"), [("checks", 60), ("reliability", 15)])
+def test_every_test_that_a_page_names_exists(name, least):
+    page, file = (ROOT / "docs" / f"{name}.md").read_text(), None
     named = re.findall(r"`(tests/[\w/]+\.py|…)(?:::(\w+))?`", page)
-    assert len(named) > 60 and page.count("`…") + page.count("`tests/") == len(named)
+    assert len(named) > least and page.count("`…") + page.count("`tests/") == len(named)
     for path, test in named:
         file = file if path == "…" else (ROOT / path).read_text()
         assert not test or f"def {test}(" in file, f"{path}::{test}"
