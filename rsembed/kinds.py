@@ -8,7 +8,7 @@ import functools
 import numbers
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import jax
@@ -34,9 +34,13 @@ _FEW = 1000
 
 def check_kind(value: Any, hint: Any, name: str) -> None:
     """Raises: TypeError: the annotation does not admit the value. ValueError: an array has other axes."""
-    if not is_kind(value, hint):
-        error = ValueError if is_kind(value, hint, by_axes=False) else TypeError
-        raise error(f"{name} must be {words_for(hint)}, got {shown(value)}.")
+    if is_kind(value, hint):
+        return
+    for own in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        for place, entry, entry_hint in _entries(value, own):
+            check_kind(entry, entry_hint, f"{name}[{place!r}]")
+    error = ValueError if is_kind(value, hint, by_axes=False) else TypeError
+    raise error(f"{name} must be {words_for(hint)}, got {shown(value)}.")
 
 
 def is_kind(value: Any, hint: Any, *, by_axes: bool = True) -> bool:
@@ -58,14 +62,14 @@ def is_kind(value: Any, hint: Any, *, by_axes: bool = True) -> bool:
         return any(is_own(value, own) for own in args)
     if kind is Callable:
         return callable(value)
-    if kind in _SEQUENCES:
-        if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+    if kind in (*_SEQUENCES, *_MAPPINGS):
+        if kind in _MAPPINGS and not isinstance(value, Mapping):
             return False
-        is_seen = args and isinstance(value, (list, tuple)) and len(value) <= _FEW
-        return not is_seen or all(is_own(entry, args[0]) for entry in value)
-    if kind in _MAPPINGS:
-        is_seen = args and isinstance(value, Mapping) and len(value) <= _FEW
-        return isinstance(value, Mapping) and (not is_seen or all(is_own(entry, args[1]) for entry in value.values()))
+        if kind in _SEQUENCES and (isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__")):
+            return False
+        if _is_record(hint) and isinstance(value, (list, tuple)) and len(value) != len(args):
+            return False
+        return all(is_own(entry, own) for _, entry, own in _entries(value, hint))
     if kind in (Any, object) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
     if issubclass(kind, AbstractArray):
@@ -88,6 +92,8 @@ def words_for(hint: Any) -> str:
     if kind in _WORDS:
         return _WORDS[kind]
     if kind in _SEQUENCES:
+        if _is_record(hint):
+            return f"({', '.join(map(words_for, args))})"
         return "a list" if not args or args[0] is Any else f"a list (each {words_for(args[0])})"
     if kind in _MAPPINGS:
         return "a mapping" if not args or args[1] is Any else f"a mapping (each {words_for(args[1])})"
@@ -100,7 +106,7 @@ def words_for(hint: Any) -> str:
         return f"an array of {what}" + (f" [{', '.join(axes)}]" if axes != ["..."] else "")
     name = getattr(kind, "__name__", str(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return f"a member of {name}, such as {next(iter(kind))}"
+        return f"a member of {name}, such as {name}.{next(iter(kind)).name}"
     return f"of type {name}" + (", as in nnx.Rngs(0)" if name == "Rngs" else "")
 
 
@@ -128,6 +134,23 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """The nearest known name as the end of a sentence, or nothing."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _entries(value: Any, hint: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Places and entries of a list or mapping that is not long, each with its own annotation."""
+    kind, args = get_origin(hint) or hint, get_args(hint)
+    if args and kind in _MAPPINGS and isinstance(value, Mapping) and len(value) <= _FEW:
+        yield from ((name, entry, args[1]) for name, entry in value.items())
+    elif args and kind in _SEQUENCES and isinstance(value, (list, tuple)) and len(value) <= _FEW:
+        if not _is_record(hint):
+            args = (args[0],) * len(value)
+        if len(args) == len(value):
+            yield from zip(range(len(value)), value, args, strict=True)
+
+
+def _is_record(hint: Any) -> bool:
+    """Whether a tuple has a meaning for each place."""
+    return get_origin(hint) is tuple and get_args(hint)[-1:] != (...,)
 
 
 def _letter(hint: Any) -> str:

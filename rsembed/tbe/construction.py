@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxtyping import PRNGKeyArray
 from rsembed.caching import BackingStore, NearRows, RowStore, SetAssociativeCache, StorageFolder, num_sets_for
 from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
+from rsembed.kinds import check_kind
 from rsembed.optimizers import CounterAdagradOptimizerSpec
 from rsembed.tbe import records
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, check_arguments, states_of, unused_arguments
@@ -83,6 +84,8 @@ def tables_of(
     """The tables of the constructor's arguments of these names, without rules."""
     optimizers = per_table(optimizer, len(names), "optimizer")
     rates = per_table(learning_rate, len(names), "learning_rate")
+    for rate in rates:
+        check_kind(rate, float | Callable, "learning_rate")
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
         raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
     return [

@@ -13,6 +13,7 @@ import numpy as np
 
 from rsembed.bags import PAD_ID, as_bags, is_traced, narrow_ids
 from rsembed.kernels.contract import JaggedBatch
+from rsembed.kinds import check_kind
 from rsembed.tbe.bounds import first_mistake, is_sound, repair
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
@@ -52,11 +53,14 @@ class Door:
         """
         sizes: Any = batch_size_per_feature_per_rank
         if isinstance(indices, Mapping):
+            if offsets is not None or per_sample_weights is not None or sizes is not None:
+                raise ValueError("{feature: Bags} hold offsets, weights and sizes; pass none of them beside it.")
             indices, offsets, per_sample_weights, sizes = self._flat(indices)
         if offsets is None:
             raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
         ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
         if sizes is not None:
+            check_kind(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
             sizes = tuple(tuple(int(n) for n in own) for own in sizes)
             if plan.pooling == "none":
                 raise ValueError(
@@ -97,6 +101,8 @@ class Door:
         ids_and_offsets: tuple[Any, Any] = (batch.ids, batch.offsets)
         arguments = (*ids_and_offsets, plan.bags_of(batch), [table.num_rows for table in tables])
         if not is_traced(ids_and_offsets):
+            if self.mode in _FATAL and batch.weights is not None and not is_traced(batch.weights):
+                _check_finite(np.asarray(batch.weights))
             if is_sound(*arguments) and (batch.offsets[0] == 0 or self.mode not in _FATAL):
                 return batch, 0
             mistake = first_mistake(*arguments, self.feature_names, [table.name for table in tables])
@@ -121,6 +127,12 @@ def _integers(values: Any, what: str) -> Any:
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{what} must be a flat array of integers, got {array.dtype} of shape {array.shape}.")
     return array
+
+
+def _check_finite(weights: np.ndarray) -> None:
+    if not (is_finite := np.isfinite(weights)).all():
+        place = int(is_finite.argmin())
+        raise ValueError(f"per_sample_weights: {weights[place]} at index {place} is not finite; clean the weights.")
 
 
 def _weights(plan: TBEPlan, weights: Any, ids: Any) -> Any:

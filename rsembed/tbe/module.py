@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
-from rsembed.intervals import check_within
+from rsembed.intervals import Size, check_within, door
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.tbe import construction, functional, records, whole_tables
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
@@ -119,6 +119,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
       [[-1.0, -1.0], [-0.5, -0.5]]
     """
 
+    @door
     def __init__(
         self,
         embedding_specs: Sequence[construction.EmbeddingSpec],
@@ -313,9 +314,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
         by_table = [float(rates[group]) for group, _ in self.plan.places]
         return by_table[0] if len(set(by_table)) == 1 else by_table
 
-    def set_optimizer_step(self, step: int) -> None:
+    @door
+    def set_optimizer_step(self, step: Size) -> None:
         """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
-        check_within("[0, inf)", step, "set_optimizer_step: step")
         done = jnp.asarray(step, jnp.int32)
         self.state.set_value(self.state.get_value()._replace(step=done, passed_step=done + 0))
 

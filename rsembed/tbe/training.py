@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from rsembed.bags import is_traced
 from rsembed.kernels.contract import JaggedBatch
+from rsembed.kinds import check_kind
 from rsembed.row_gradients import RowGradients, SingleUse
 from rsembed.tbe import functional
 from rsembed.tbe.bounds import feature_starts, repeat_by_feature
@@ -179,10 +180,11 @@ class TablesBackward:
         self._permit.use()
 
     def _gradient(self, d_output: Any) -> Array:
-        """The gradient in the form of an output that is no dict. Raises: ValueError: it has another shape."""
+        """The gradient in the form of an output that is no dict. Raises: TypeError, ValueError: it has another one."""
         module, shape = self._module, self._batch.output_shape(self._module.plan.dims)
         if self._by_feature:
             d_output = gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
+        check_kind(d_output, Float[Array, "..."], "the gradient of the output")
         d_output = jnp.asarray(d_output)
         if d_output.shape != shape:
             raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.intervals import check_within
+from rsembed.kinds import check_kind
 from rsembed.tbe import functional
 from rsembed.tbe.construction import per_table
 from rsembed.tbe.plan import TablePlan, TBEPlan
@@ -174,8 +175,10 @@ _OPTIONAL = {"step", "learning_rate", "max_counter", "key", "contents"}
 def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, Any]) -> None:
     """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
 
-    Raises: ValueError: an entry is missing, unknown or of another shape, or `contents` has other optimizers.
+    Raises: ValueError: an entry is missing, unknown or of another shape, or `contents` has other optimizers. TypeError:
+      it is no mapping, or an entry no array of numbers.
     """
+    check_kind(state_dict, Mapping, "the state dict")
     plan, given, expected = module.plan, state_dict, dict[str, tuple[int, ...]]()
     for table in plan.tables:
         expected |= _entries(table)
@@ -183,6 +186,7 @@ def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, 
     if missing or unknown:
         raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
     for name, shape in expected.items():
+        check_kind(given[name], Num[np.ndarray, "..."], repr(name))
         if np.shape(given[name]) != shape:
             raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {shape}.")
     if "contents" in given:
@@ -222,11 +226,15 @@ def reset_embedding_weight_momentum(
       pruned_indices_offsets: entry `k` of the lists below owns `pruned_indices[offsets[k] : offsets[k + 1]]`.
       logical_table_ids: tables.
       buffer_ids: no meaning here; accepted for the original's sake.
+
+    Raises: ValueError: there is no such table or row.
     """
     del buffer_ids
     rows, offsets = np.asarray(pruned_indices), np.asarray(pruned_indices_offsets)
     module.reset_cache_states()
     for k, table in enumerate(np.asarray(logical_table_ids).tolist()):
+        if not 0 <= table < len(module.plan.tables):
+            raise ValueError(f"logical_table_ids: there is no table {table}, only {len(module.plan.tables)} tables.")
         own = np.unique(rows[offsets[k] : offsets[k + 1]].astype(np.int64))
         plan = module.plan.tables[table]
         if own.size and not 0 <= own[0] <= own[-1] < plan.num_rows:

@@ -198,9 +198,9 @@ BAD = {
         lambda: stored(rs.Hashed(), mesh=mesh(), placement={"word": "table"}), ValueError, "table 'word'", "'table'",
         "'row' or 'replicated'",
     ),
-    "a dense array for a table of keys": (
-        lambda: keyed().with_tables(keyed_state(), {"client": np.ones((4, 4))}), ValueError, "table 'client'",
-        "'keys' [n]",
+    "a dense array of another dim for a table of keys": (
+        lambda: keyed().with_tables(keyed_state(), {"client": np.ones((4, 3))}), ValueError, "table 'client'", "(4, 3)",
+        "(4, 4)",
     ),
     "rows without keys": (
         lambda: keyed().with_tables(keyed_state(), {"client": {"values": np.ones((2, 4))}}), ValueError,

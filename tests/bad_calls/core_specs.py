@@ -160,7 +160,7 @@ BAD = {
         lambda: one(mesh=mesh(), placement={"wrod": "row"}), ValueError, "placement", "'wrod'", "'word'",
     ),
     "a placement by number": (
-        lambda: one(mesh=mesh(), placement={"word": 0}), TypeError, "placement", "each a text", "{'word': 0}",
+        lambda: one(mesh=mesh(), placement={"word": 0}), TypeError, "placement['word']", "a text", "0",
     ),
     "placements as a list": (
         lambda: one(mesh=mesh(), placement=["row"]), TypeError, "placement", "['row']", "a mapping",

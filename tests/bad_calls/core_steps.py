@@ -146,6 +146,10 @@ BAD = {
         lambda: with_tables(word=np.full((9, 4), 1j)), TypeError, "table 'word'", "numbers", "complex128",
     ),
     "no values": (lambda: with_tables(word=None), TypeError, "table 'word'", "an array of numbers", "None"),
+    "a row by key outside": (
+        lambda: with_tables(word={"keys": [9], "values": np.ones((1, 4))}), ValueError, "table 'word'", "9 rows",
+        "key 9",
+    ),
     # Gradients of activations
     "a missing gradient": (
         lambda: collection().update(state(), batch(), {"title": np.ones((2, 4))}), ValueError, "gradients",

@@ -1,0 +1,354 @@
+"""Bad calls of the table-batched wing: the module, its batches, its states."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+from rsembed.tbe import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    ComputeDevice,
+    EmbeddingLocation,
+    MultiPassPrefetchConfig,
+    OptimType,
+    PoolingMode,
+    SparseType,
+    TableBatchedEmbeddingBags,
+    TBEStatsReporterConfig,
+    WeightDecayMode,
+    functional,
+    quantized_rows,
+)
+
+HOST, CPU = EmbeddingLocation.HOST, ComputeDevice.CPU
+CACHED = (9, 4, EmbeddingLocation.MANAGED_CACHING, CPU)
+NAN = float("nan")
+IDS, OFFSETS = np.array([1, 2, 3, 4]), np.array([0, 1, 2, 3, 4])  # two bags of each table
+
+
+def module(*specs, **options):
+    specs = specs or ((9, 4, HOST, CPU), (5, 4, HOST, CPU))
+    return TableBatchedEmbeddingBags(list(specs), **({"bounds_check_mode": BoundsCheckMode.FATAL} | options))
+
+
+@functools.cache
+def bags():
+    return module(table_names=["word", "user"])
+
+
+@functools.cache
+def single():
+    return module((9, 4, HOST, CPU), optimizer=OptimType.EXACT_ADAGRAD)
+
+
+@functools.cache
+def cached():
+    return module(CACHED, cache_sets=1)
+
+
+def call(ids=IDS, offsets=OFFSETS, *rest, **options):
+    return bags()(ids, offsets, *rest, **options)
+
+
+def backward(gradient, **options):
+    return bags().vjp(IDS, OFFSETS, **options)[1](gradient)
+
+
+def by_feature(**changes):
+    return bags()({"word": rs.Bags.from_lists([[1], [2]]), "user": rs.Bags.from_lists([[3], [4]])} | changes)
+
+
+def state_dict(**changes):
+    return {name: array for name, array in (single().state_dict() | changes).items() if array is not None}
+
+
+BAD = {
+    # Tables
+    "no tables": (lambda: TableBatchedEmbeddingBags([]), ValueError, "embedding_specs", "at least one table"),
+    "a spec of two": (
+        lambda: module((9, 4)), TypeError, "embedding_specs", "(an integer, an integer, a member of EmbeddingLocation",
+        "(9, 4)",
+    ),
+    "specs of the core": (
+        lambda: module(rs.TableSpec(name="word", vocabulary_size=9, embedding_dim=4)), TypeError, "embedding_specs[0]",
+        "a member of EmbeddingLocation, such as", "TableSpec",
+    ),
+    "one spec without a list": (
+        lambda: TableBatchedEmbeddingBags((9, 4, HOST, CPU)), TypeError, "embedding_specs[0]", "9",
+        "(an integer, an integer, a member of EmbeddingLocation",
+    ),
+    "no rows": (lambda: module((0, 4, HOST, CPU)), ValueError, "table 'table_0'", "0 rows", "at least 1"),
+    "rows as text": (lambda: module(("9", 4, HOST, CPU)), TypeError, "embedding_specs[0][0]", "an integer", "'9'"),
+    "half a column": (lambda: module((9, 4.5, HOST, CPU)), TypeError, "embedding_specs[0][1]", "an integer", "4.5"),
+    "rows beyond int32": (lambda: module((2**31, 4, HOST, CPU)), ValueError, "table 'table_0'", "32-bit", "hash"),
+    "a location by name": (
+        lambda: module((9, 4, "host", CPU)), TypeError, "embedding_specs[0][2]", "a member of EmbeddingLocation",
+        "'host'",
+    ),
+    "location and device the wrong way round": (
+        lambda: module((9, 4, CPU, HOST)), TypeError, "embedding_specs[0][2]", "a member of EmbeddingLocation",
+        "ComputeDevice.CPU",
+    ),
+    "a device nobody has": (
+        lambda: module((9, 4, EmbeddingLocation.MTIA, CPU)), ValueError, "table 'table_0'", "MTIA", "DEVICE",
+    ),
+    "too few names": (lambda: module(table_names=["word"]), ValueError, "table_names", "2 different names", "['word']"),
+    "a name twice": (lambda: module(table_names=["word", "word"]), ValueError, "table_names", "2 different names"),
+    "names that are numbers": (lambda: module(table_names=[1, 2]), TypeError, "table_names[0]", "a text", "1"),
+    "a text for the names": (lambda: module(table_names="ab"), TypeError, "table_names", "list", "'ab'"),
+    "a feature of a table that is not there": (
+        lambda: module(feature_table_map=[0, 2]), ValueError, "feature", "reads table 2", "there are 2 tables",
+    ),
+    "a table without a feature": (
+        lambda: module(feature_table_map=[0, 0]), ValueError, "['table_1']", "feature_table_map",
+    ),
+    "a feature map of texts": (
+        lambda: module(feature_table_map=["0", "1"]), TypeError, "feature_table_map[0]", "an integer", "'0'",
+    ),
+    "a feature map that is a number": (
+        lambda: module(feature_table_map=1), TypeError, "feature_table_map", "list", "1",
+    ),
+    "too many feature names": (
+        lambda: module(feature_names=["a", "b", "c"]), ValueError, "feature_names", "2 different names",
+    ),
+    # Arguments
+    "an optimizer by name": (lambda: module(optimizer="adam"), TypeError, "optimizer", "EmbOptimType", "'adam'"),
+    "a deprecated optimizer": (lambda: module(optimizer=OptimType.SHAMPOO), ValueError, "SHAMPOO", "EXACT_SGD"),
+    "optimizers of other tables": (
+        lambda: module(optimizer=[OptimType.ADAM] * 3), ValueError, "optimizer", "3 entries for 2 tables",
+    ),
+    "a rate as text": (lambda: module(learning_rate="0.1"), TypeError, "learning_rate", "number", "str"),
+    "a rate of NaN": (lambda: module(learning_rate=NAN), ValueError, "learning_rate", "nan"),
+    "a negative rate": (lambda: module(learning_rate=-1.0), ValueError, "learning_rate", "-1.0"),
+    "rates of other tables": (
+        lambda: module(learning_rate=[0.1] * 3), ValueError, "learning_rate", "3 entries for 2 tables",
+    ),
+    "eps of zero": (
+        lambda: module(optimizer=OptimType.EXACT_ADAGRAD, eps=0.0), ValueError, "eps must be positive", "1e-10",
+    ),
+    "eps as text": (lambda: module(optimizer=OptimType.EXACT_ADAGRAD, eps="1e-8"), TypeError, "eps", "number", "str"),
+    "beta1 of 1": (lambda: module(optimizer=OptimType.ADAM, beta1=1.0), ValueError, "beta1", "[0, 1)", "1.0"),
+    "negative decay": (lambda: module(optimizer=OptimType.ADAM, weight_decay=-1.0), ValueError, "weight_decay", "-1.0"),
+    "a decay mode by name": (
+        lambda: module(optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, weight_decay_mode="l2"), TypeError,
+        "weight_decay_mode", "WeightDecayMode", "'l2'",
+    ),
+    "a mode of another optimizer": (
+        lambda: module(optimizer=OptimType.ADAM, weight_decay_mode=WeightDecayMode.COUNTER), ValueError, "COUNTER",
+        "ADAM",
+    ),
+    "a pooling by name": (lambda: module(pooling_mode="sum"), TypeError, "pooling_mode", "PoolingMode", "'sum'"),
+    "a precision by name": (
+        lambda: module(weights_precision="fp32"), TypeError, "weights_precision", "SparseType", "'fp32'",
+    ),
+    "a precision nobody trains": (
+        lambda: module(weights_precision=SparseType.INT8), ValueError, "weights_precision", "INT8", "FP32",
+    ),
+    "outputs of integers": (
+        lambda: module(output_dtype=SparseType.INT8), ValueError, "output_dtype", "INT8", "FP32, FP16, BF16",
+    ),
+    "a bounds check by name": (
+        lambda: module(bounds_check_mode="fatal"), TypeError, "bounds_check_mode", "BoundsCheckMode", "'fatal'",
+    ),
+    "a device that is not there": (lambda: module(device="cuda:7"), ValueError, "'cuda:7'", "cpu:0"),
+    "a gradient bound of zero": (
+        lambda: module(gradient_clipping=True, max_gradient=0.0), ValueError, "max_gradient", "(0, inf]", "0.0",
+    ),
+    "an option nobody knows": (lambda: module(lr=0.1), TypeError, "lr"),
+    "a seed for Rngs": (lambda: module(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
+    "state dtypes nobody has": (
+        lambda: module(optimizer=OptimType.ADAM, optimizer_state_dtypes={"momentum3": SparseType.FP16}), ValueError,
+        "optimizer_state_dtypes", "'momentum3'", "momentum1",
+    ),
+    # Caches
+    "a cache above all rows": (
+        lambda: module(CACHED, cache_load_factor=1.5), ValueError, "cache_load_factor", "[0, 1]", "1.5",
+    ),
+    "negative sets": (lambda: module(CACHED, cache_sets=-1), ValueError, "cache_sets", "-1"),
+    "half a set": (lambda: module(CACHED, cache_sets=1.5), TypeError, "cache_sets", "integer", "1.5"),
+    "an algorithm by name": (
+        lambda: module(CACHED, cache_algorithm="lru"), TypeError, "cache_algorithm", "CacheAlgorithm", "'lru'",
+    ),
+    "a pipeline of LFU": (
+        lambda: module(CACHED, cache_algorithm=CacheAlgorithm.LFU, prefetch_pipeline=True), ValueError,
+        "prefetch_pipeline", "LRU",
+    ),
+    "no passes": (
+        lambda: MultiPassPrefetchConfig(num_passes=0), ValueError, "MultiPassPrefetchConfig: num_passes", "0",
+    ),
+    "reports every zero steps": (
+        lambda: TBEStatsReporterConfig(interval=0), ValueError, "TBEStatsReporterConfig: interval", "0",
+    ),
+    "metrics by name": (
+        lambda: module(CACHED, record_cache_metrics="all"), TypeError, "record_cache_metrics", "RecordCacheMetrics",
+        "'all'",
+    ),
+    "counts nobody asked for": (
+        lambda: cached().get_cache_miss_counter(), RuntimeError, "record_cache_miss_counter=True",
+    ),
+    "a cache of no table": (
+        lambda: bags().get_uvm_cache_stats(), RuntimeError, "MANAGED_CACHING", "gather_uvm_cache_stats",
+    ),
+    # Batches
+    "no offsets": (lambda: bags()(IDS), TypeError, "offsets is missing", "{feature: Bags}"),
+    "ids of floats": (lambda: call(IDS + 0.5), TypeError, "indices", "integers", "float64"),
+    "ids of texts": (lambda: call(["a"] * 4), TypeError, "indices", "integers", "<U1"),
+    "ids of two axes": (lambda: call(IDS.reshape(2, 2)), TypeError, "indices", "flat", "(2, 2)"),
+    "ids of None": (lambda: call(None), TypeError, "indices", "integers", "object"),
+    "ids beyond 64 bits": (lambda: call([2**70, 1, 2, 3]), TypeError, "indices", "integers", "object"),
+    "offsets of floats": (lambda: call(IDS, OFFSETS / 1), TypeError, "offsets", "integers", "float64"),
+    "offsets that fall": (lambda: call(IDS, OFFSETS[::-1]), ValueError, "offsets begin with 4"),
+    "offsets that no tables share": (lambda: call(IDS, OFFSETS[:4]), ValueError, "offsets has 4 entries", "2 features"),
+    "offsets that do not begin at 0": (lambda: call(IDS, OFFSETS + 1), ValueError, "offset"),
+    "an id outside": (
+        lambda: call(np.array([1, 9, 3, 4])), ValueError, "feature 'word'", "9", "table 'word'", "9 rows",
+    ),
+    "a negative id": (lambda: call(np.array([1, 2, 3, -2])), ValueError, "feature 'user'", "-2", "table 'user'"),
+    "an id that wraps round": (
+        lambda: call(np.array([2**32 + 1, 2, 3, 4])), ValueError, "feature 'word'", "4294967297",
+    ),
+    "weights of integers": (
+        lambda: call(IDS, OFFSETS, np.ones(4, int)), TypeError, "per_sample_weights", "floats", "int64",
+    ),
+    "too few weights": (lambda: call(IDS, OFFSETS, np.ones(3)), ValueError, "per_sample_weights", "(3,)", "4 indices"),
+    "weights of texts": (lambda: call(IDS, OFFSETS, ["a"] * 4), TypeError, "per_sample_weights", "floats", "<U1"),
+    "weights of NaN": (
+        lambda: call(IDS, OFFSETS, np.array([1, NAN, 1, 1])), ValueError, "per_sample_weights", "nan", "index 1",
+    ),
+    "weights where nothing is pooled": (
+        lambda: module((9, 4, HOST, CPU), pooling_mode=PoolingMode.NONE)(IDS, OFFSETS, np.ones(4)), ValueError,
+        "per_sample_weights", "PoolingMode.NONE",
+    ),
+    "sizes of too few features": (
+        lambda: call(batch_size_per_feature_per_rank=[[2]]), ValueError, "batch_size_per_feature_per_rank",
+        "2 rows, one per feature", "[1]",
+    ),
+    "sizes that do not add up": (
+        lambda: call(batch_size_per_feature_per_rank=[[2], [1]]), ValueError, "batch_size_per_feature_per_rank",
+        "3 bags", "there are 5",
+    ),
+    "sizes that are numbers": (
+        lambda: call(batch_size_per_feature_per_rank=[2, 2]), TypeError, "batch_size_per_feature_per_rank",
+        "[feature][rank]", "2",
+    ),
+    "a missing feature": (
+        lambda: bags()({"word": rs.Bags.from_lists([[1]])}), ValueError, "['word']", "['user', 'word']",
+    ),
+    "a feature too many": (
+        lambda: by_feature(date=rs.Bags.from_lists([[1]])), ValueError, "'date'", "['user', 'word']",
+    ),
+    "a feature of floats": (
+        lambda: by_feature(word=[[1.5], [2.5]]), TypeError, "feature 'word'", "float64", "integers",
+    ),
+    "offsets beside a dict": (
+        lambda: bags()({"word": [[1]], "user": [[1]]}, OFFSETS), ValueError, "offsets", "{feature: Bags}",
+    ),
+    # Gradients and states
+    "a gradient of another batch": (
+        lambda: backward(np.ones((3, 8), np.float32)), ValueError, "gradient", "(3, 8)", "(2, 8)",
+    ),
+    "a gradient of text": (lambda: backward("ones"), TypeError, "gradient", "str"),
+    "a gradient of None": (lambda: backward(None), TypeError, "gradient", "NoneType"),
+    "requirements of too few features": (
+        lambda: backward(np.ones((2, 8), np.float32), feature_requires_grad=[1]), ValueError, "feature_requires_grad",
+        "(1,)", "2 numbers",
+    ),
+    "fewer rows than were read": (
+        lambda: bags().vjp(IDS, OFFSETS, total_unique_indices=1)[1].row_gradients(np.ones((2, 8), np.float32)),
+        ValueError, "total_unique_indices is 1",
+    ),
+    "a backward pass twice": (lambda: _twice(), RuntimeError, "used already", "vjp"),
+    "row gradients of the core": (
+        lambda: bags().apply(rs.RowGradients({"t": jnp.array([1])}, {"t": jnp.ones((1, 4))}, (("t", 9),))), ValueError,
+        "do not belong to this module", "backward",
+    ),
+    "row gradients that are none": (lambda: bags().apply({"word": np.ones((9, 4))}), TypeError, "RowGradients", "dict"),
+    "a rate set to text": (lambda: bags().set_learning_rate("0.1"), TypeError, "learning_rate", "number", "str"),
+    "rates set to too few": (
+        lambda: bags().set_learning_rate([0.1]), ValueError, "learning_rate", "1 entries for 2 tables",
+    ),
+    "a negative step": (lambda: bags().set_optimizer_step(-1), ValueError, "set_optimizer_step: step", "-1"),
+    "half an optimizer step": (
+        lambda: bags().set_optimizer_step(1.5), TypeError, "set_optimizer_step: step", "integer", "1.5",
+    ),
+    "a hyperparameter nobody knows": (
+        lambda: bags().update_hyper_parameters({"bete1": 0.5}), NotImplementedError, "'bete1'", "beta1",
+    ),
+    "a hyperparameter of NaN": (lambda: single().update_hyper_parameters({"eps": NAN}), ValueError, "eps", "nan"),
+    "bounds the wrong way round": (
+        lambda: bags().init_embedding_weights_uniform(1.0, 0.0), ValueError, "min_val", "(-inf, 0.0]", "1.0",
+    ),
+    "a bound as text": (lambda: bags().init_embedding_weights_uniform(0.0, "1"), TypeError, "max_val", "number", "str"),
+    "a state dict that lacks an entry": (
+        lambda: single().load_state_dict(state_dict(**{"table_0.weight": None})), ValueError,
+        "lacks ['table_0.weight']",
+    ),
+    "a state dict with too much": (
+        lambda: single().load_state_dict(state_dict(x=np.ones(1))), ValueError, "unknown entries ['x']",
+    ),
+    "a state dict of another shape": (
+        lambda: single().load_state_dict(state_dict(**{"table_0.weight": np.ones((9, 5))})), ValueError,
+        "'table_0.weight'", "(9, 5)", "(9, 4)",
+    ),
+    "a state dict of texts": (
+        lambda: single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), "a")})), TypeError,
+        "'table_0.weight'", "numbers", "<U1",
+    ),
+    "a state dict that is a list": (
+        lambda: single().load_state_dict([1]), TypeError, "the state dict", "a mapping", "[1]",
+    ),
+    "the state dict of another optimizer": (
+        lambda: single().load_state_dict(module((9, 4, HOST, CPU), optimizer=OptimType.ADAM).state_dict()), ValueError,
+        "exp_avg",
+    ),
+    "rows to forget outside": (
+        lambda: bags().reset_embedding_weight_momentum([9], [0, 1], [0]), ValueError, "rows 9", "table 'word'",
+        "9 rows",
+    ),
+    "rows to forget of a table nobody knows": (
+        lambda: bags().reset_embedding_weight_momentum([1], [0, 1], [2]), ValueError, "no table 2", "2 tables",
+    ),
+    "states of another plan": (
+        lambda: functional.lookup(bags().plan, single().state.get_value(), bags().plan.batch(IDS, OFFSETS, None)),
+        ValueError, "does not belong",
+    ),
+    "a decay that no table has": (lambda: bags().apply_global_weight_decay(), NotImplementedError, "DECOUPLE_GLOBAL"),
+    "encoded rows of one axis": (
+        lambda: quantized_rows.encode_8bit_rows(np.ones(4, np.float32)), ValueError, "8-bit rows", "a matrix", "(4,)",
+    ),
+    "encoded rows of NaN": (
+        lambda: quantized_rows.encode_8bit_rows(np.full((2, 4), np.nan, np.float32)), ValueError, "row 0", "finite",
+    ),
+    "decoded rows without parameters": (
+        lambda: quantized_rows.decode_8bit_rows(np.ones((2, 8), np.uint8)), ValueError, "encoded rows", "uint8",
+        "(2, 8)",
+    ),
+    "decoded rows of floats": (
+        lambda: quantized_rows.decode_8bit_rows(np.ones((2, 12), np.float32)), ValueError, "encoded rows", "uint8",
+        "float32",
+    ),
+}  # fmt: skip
+
+
+def _twice():
+    output, own = module(table_names=["word", "user"]).vjp(IDS, OFFSETS)
+    own(output)
+    own(output)
+
+
+ACCEPTED = {
+    "encoded rows of integers": (
+        lambda: quantized_rows.encode_8bit_rows(np.ones((2, 4), int)),
+        lambda: quantized_rows.encode_8bit_rows(np.ones((2, 4))),
+    ),
+    "ids as lists": (lambda: call(IDS.tolist(), OFFSETS.tolist()), lambda: call()),
+    "ids of JAX": (lambda: call(jnp.asarray(IDS), jnp.asarray(OFFSETS)), lambda: call()),
+    "ids of uint64": (lambda: call(IDS.astype(np.uint64)), lambda: call()),
+    "lists in place of bags": (lambda: by_feature(word=[[1], [2]]), lambda: by_feature()),
+    "weights as a list": (lambda: call(IDS, OFFSETS, [1.0] * 4), lambda: call()),
+    "a feature map as a tuple": (
+        lambda: module(feature_table_map=(0, 1)).feature_names, lambda: module(feature_table_map=[0, 1]).feature_names,
+    ),
+}  # fmt: skip
