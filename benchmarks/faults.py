@@ -1,4 +1,4 @@
-"""What a fault costs a run: each is done many times to checkpoints of rsembed and, beside it, of Orbax.
+"""What a fault costs a run: each is done many times to checkpoints of rsembed and, beside it, of Orbax and torch.
 
     rsembed bench faults --times 20
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib.util
 import os
 import random
 import resource
@@ -70,7 +71,25 @@ class Orbax:
         return self.manager.restore(step, args=self.ocp.args.StandardRestore(tree_of(0)))
 
 
-SUBJECTS: dict[str, Callable[[Path], Any]] = {"rsembed": Rsembed, "orbax": Orbax}
+class Torch:
+    """`torch.save` into a folder per step, as scripts around FBGEMM's module do."""
+
+    def __init__(self, folder: Path):
+        import torch
+
+        self.torch, self.folder = torch, folder
+
+    def save(self, step: int) -> None:
+        path = self.folder / str(step)
+        path.mkdir(parents=True)
+        self.torch.save({key: self.torch.as_tensor(value) for key, value in tree_of(step).items()}, path / "model.pt")
+
+    def restore(self) -> Any:
+        newest = max(self.folder.iterdir(), key=lambda path: int(path.name))
+        return {key: tensor.numpy() for key, tensor in self.torch.load(newest / "model.pt").items()}
+
+
+SUBJECTS: dict[str, Callable[[Path], Any]] = {"rsembed": Rsembed, "orbax": Orbax, "torch": Torch}
 
 
 def saved_in_child(subject: Callable[[Path], Any], folder: Path, largest_file: int) -> None:
@@ -149,9 +168,10 @@ def missing_file(name: str, folder: Path, chance: random.Random) -> None:
 
 def swapped_files(name: str, folder: Path, chance: random.Random) -> None:
     """Two files of the newest save are in each other's place."""
-    first, second = _files(folder, chance)[:2]
+    first, second, *_ = _files(folder, chance) * 2  # of a single file, nothing changes
     spare = folder / "spare"
-    shutil.move(first, spare), shutil.move(second, first), shutil.move(spare, second)
+    if first != second:
+        shutil.move(first, spare), shutil.move(second, first), shutil.move(spare, second)
 
 
 FAULTS = (killed, full_disk, flipped_bit, cut_file, missing_file, swapped_files)
@@ -183,7 +203,8 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--subjects", nargs="*", default=list(SUBJECTS))
+    installed = [name for name in SUBJECTS if name != "torch" or importlib.util.find_spec("torch")]
+    parser.add_argument("--subjects", nargs="*", default=installed)
     arguments = parser.parse_args()
     found = measured(arguments.times, arguments.subjects)
     print(f"| fault, {arguments.times} times | " + " | ".join(arguments.subjects) + " |")

@@ -196,6 +196,11 @@ def test_the_programs_of_the_page_on_optimizers_run_as_printed():
     assert np.isfinite(names["two_steps"](names["quick"])).all()
 
 
+def test_the_program_of_the_page_on_long_runs_saves_what_it_says(capsys):
+    assert run_programs("reliability.md")[1] == 1
+    assert capsys.readouterr().out == "step_000000000 {'input': 4096}\n"
+
+
 def test_the_programs_of_the_page_on_troubleshooting_find_a_way_out_of_what_they_show():
     names, count = run_programs("troubleshooting.md")
     assert count == 7
