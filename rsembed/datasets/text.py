@@ -1,18 +1,21 @@
-"""Text as word ids: the real Shakespeare corpus where it is found, a bundled text in his manner elsewhere."""
+"""Text as word ids: the real Shakespeare corpus where it is found, a text of our own in his manner elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from rsembed.datasets.files import Published
+from rsembed.datasets.text_grammar import generated_words, surprise_per_word
 
 UNKNOWN_WORD = "<unk>"
 """The word of id 0, which stands for every word outside the vocabulary."""
@@ -23,7 +26,9 @@ CORPUS = Published(
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
-SOURCES = ("auto", "pastiche", "corpus")
+SOURCES = ("auto", "generated", "pastiche", "corpus")
+NUM_GENERATED_WORDS = 200_000
+GENERATED = "generated, short sentences in Shakespeare's manner from a grammar of rsembed"
 
 _log = logging.getLogger("rsembed")
 
@@ -33,12 +38,15 @@ class Text:
     """A text as word ids, with its vocabulary and a sentence about its origin.
 
     `vocabulary[i]` is the word of id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the
-    `vocabulary_size` that was asked for, when the text has fewer distinct words.
+    `vocabulary_size` that was asked for, when the text has fewer distinct words. `best_loss` is the mean surprise of a
+    word, in nats, to who knows the law that the text was drawn from: no model can do better. It is None where there is
+    no such law, and where words became id 0.
     """
 
     word_ids: Int32[np.ndarray, " words"]
     vocabulary: tuple[str, ...]
     source: str
+    best_loss: float | None = None
 
     @property
     def unknown_fraction(self) -> float:
@@ -65,6 +73,13 @@ class Text:
             )
         return " ".join(self.vocabulary[number] for number in flat)
 
+    def verse(self, ids: Int[np.ndarray, "*shape"] | Sequence[int]) -> str:
+        """Words of ids as a play is printed: every speaker on a new line, and stops close to their words.
+
+        Raises: ValueError: an id has no word.
+        """
+        return re.sub(r" (?=[,.?!])", "", re.sub(r" (?=[A-Z]+:)", "\n", self.decode(ids)))
+
 
 def shakespeare(
     vocabulary_size: int = 2048,
@@ -75,7 +90,7 @@ def shakespeare(
     max_words: int | None = None,
     progress: bool | None = None,
 ) -> Text:
-    """Words of Shakespeare, or of a bundled text in his manner, ranked into ids by how often they occur.
+    """Words of Shakespeare, or of a text of our own in his manner, ranked into ids by how often they occur.
 
     The most frequent word gets id 1, ties go to the word that appears first, and id 0 stands for the words
     that found no room. The real corpus (tinyshakespeare) is searched in `path`, then in the file or folder
@@ -83,8 +98,10 @@ def shakespeare(
 
     Args:
       vocabulary_size: number of ids, id 0 included; a table of as many rows holds them all.
-      source: "auto" takes the real corpus if it is found, else the bundled text, and tells the logger
-        "rsembed" which; "corpus" insists on a file that was found, "pastiche" on the bundled text.
+      source: "corpus" insists on a file that was found. "generated" are 200,000 words of short sentences from a
+        grammar, speakers' names and stops among them: a small model learns to write such. "pastiche" is a short
+        play, bundled and written by hand, with as many rare words as any text. "auto" takes the real corpus if it is
+        found, else the generated text, and tells the logger "rsembed" which.
       path: a text file, or a folder with `tinyshakespeare.txt` or `tinyshakespeare/input.txt`. Your own text
         may have any other name, and is then read without a checksum.
       download: allow fetching the corpus (1.1 MB) into the cache folder. Without an answer within seconds, it was not
@@ -115,28 +132,41 @@ def shakespeare(
         raise ValueError(f"shakespeare: vocabulary_size={vocabulary_size}; id 0 and one word need at least 2.")
     if source not in SOURCES:
         raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
-    if source == "pastiche" and (path is not None or download):
-        raise ValueError("shakespeare: source='pastiche' is the bundled text; drop path= and download=, or source=.")
+    if source in ("generated", "pastiche") and (path is not None or download):
+        raise ValueError(f"shakespeare: source={source!r} needs no file; drop path= and download=, or source=.")
     if max_words is not None and max_words < 1:
         raise ValueError(f"shakespeare: max_words={max_words} must be at least 1, or None for the whole text.")
 
-    file = None if source == "pastiche" else CORPUS.find(path, download=download, progress=progress)
+    file = CORPUS.find(path, download=download, progress=progress) if source in ("auto", "corpus") else None
     if file is None and source == "corpus":
         raise FileNotFoundError(
             f"shakespeare: source='corpus', but no {CORPUS.names[0]} was found. Give path=FILE, set RSEMBED_DATA "
-            f"to the file or its folder, allow download=True, or read the bundled text: source='pastiche'."
+            f"to the file or its folder, allow download=True, or do without: source='generated'."
         )
-    content, origin = (_bundled_file().read_bytes(), "bundled") if file is None else (file.read_bytes(), str(file))
+    is_generated = file is None and source != "pastiche"
+    if is_generated:
+        words, sentence = list(islice(generated_words(), max_words or NUM_GENERATED_WORDS)), GENERATED
+    else:
+        words, sentence = _read_words(file)
+        words = words[:max_words]
+    _log.info("shakespeare: %s", sentence)
+    word_ids, vocabulary = _rank_words(words, vocabulary_size)
+    best_loss = surprise_per_word() if is_generated and word_ids.all() else None
+    return Text(word_ids=word_ids, vocabulary=vocabulary, source=sentence, best_loss=best_loss)
+
+
+def _read_words(file: Path | None) -> tuple[list[str], str]:
+    """Words of a file, or of the bundled text, and a sentence on which it is."""
+    origin = "bundled" if file is None else str(file)
+    content = (_bundled_file() if file is None else file).read_bytes()
     sentence = _describe(content, file, origin)
     try:
-        words = content.decode("utf-8").split()[:max_words]
+        words = content.decode("utf-8").split()
     except UnicodeDecodeError as error:
         raise ValueError(f"shakespeare: {origin} is not UTF-8 text ({error}); convert it first.") from error
     if not words:
         raise ValueError(f"shakespeare: {origin} has no words; give a text with at least one.")
-    _log.info("shakespeare: %s", sentence)
-    word_ids, vocabulary = _rank_words(words, vocabulary_size)
-    return Text(word_ids=word_ids, vocabulary=vocabulary, source=sentence)
+    return words, sentence
 
 
 def _rank_words(words: list[str], vocabulary_size: int) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -143,10 +143,11 @@ def test_the_bundled_text_is_long_and_repeats_its_words():
     assert sum(count for count in counts.values() if count > 1) > 0.75 * len(text.word_ids)
 
 
-def test_auto_takes_the_pastiche_when_there_is_no_corpus_and_says_so(caplog):
+def test_auto_generates_when_there_is_no_corpus_and_says_so(caplog):
     with caplog.at_level(logging.INFO, logger="rsembed"):
         text = datasets.shakespeare(64, max_words=20)
-    assert "pastiche" in text.source
+    assert "generated" in text.source
+    assert text.word_ids.tolist() == datasets.shakespeare(64, source="generated", max_words=20).word_ids.tolist()
     assert text.source in caplog.text
 
 
@@ -183,25 +184,26 @@ def test_the_download_is_pinned_and_asked_for(monkeypatch, corpus, cache):
         return str(corpus)
 
     monkeypatch.setattr("pooch.retrieve", retrieve)
-    assert "pastiche" in datasets.shakespeare(100).source
+    assert "generated" in datasets.shakespeare(100, max_words=5).source
     assert asked == []
     assert "verified" in datasets.shakespeare(100, download=True, progress=False).source
     expected = (text_module.CORPUS.url, text_module.CORPUS.known_hash, corpus.name, cache, False)
     assert asked == [expected]
 
 
-def test_path_wins_over_the_variable_and_the_pastiche_over_both(monkeypatch, corpus, tmp_path):
+def test_path_wins_over_the_variable_and_a_text_of_ours_over_both(monkeypatch, corpus, tmp_path):
     monkeypatch.setenv("RSEMBED_DATA", str(corpus))
     own = own_text(tmp_path, "one two two")
     text = datasets.shakespeare(10, path=own)
     assert text.source == f"a text of your own, from {own}"
     assert text.vocabulary == ("<unk>", "two", "one")
     assert "pastiche" in datasets.shakespeare(10, source="pastiche").source
+    assert "generated" in datasets.shakespeare(10, source="generated", max_words=5).source
 
 
 def test_a_variable_that_leads_nowhere_is_reported_and_passed_over(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("RSEMBED_DATA", str(tmp_path / "gone"))
-    assert "pastiche" in datasets.shakespeare(10).source
+    assert "generated" in datasets.shakespeare(10, max_words=5).source
     assert re.search(r"RSEMBED_DATA=.*gone is not a text file", caplog.text)
 
 
@@ -209,18 +211,18 @@ def test_the_variable_may_name_what_another_reader_wants(monkeypatch, tmp_path, 
     archive = tmp_path / "ml-1m.zip"
     archive.write_bytes(b"PK")
     monkeypatch.setenv("RSEMBED_DATA", str(archive))
-    assert "pastiche" in datasets.shakespeare(10).source
+    assert "generated" in datasets.shakespeare(10, max_words=5).source
     monkeypatch.setenv("RSEMBED_DATA", str(own_text(tmp_path, "one two")))
     assert datasets.movielens("ml-1m", max_users=30).is_generated
     assert len(re.findall("looking on", caplog.text)) == 2
 
 
-def test_without_a_network_a_download_ends_in_the_bundled_text(monkeypatch, caplog):
+def test_without_a_network_a_download_ends_in_generated_text(monkeypatch, caplog):
     def unreachable(*args, **kwargs):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("pooch.retrieve", unreachable)
-    assert "pastiche" in datasets.shakespeare(10, download=True).source
+    assert "generated" in datasets.shakespeare(10, max_words=5, download=True).source
     assert "could not fetch" in caplog.text
     with pytest.raises(FileNotFoundError, match="RSEMBED_DATA"):
         datasets.shakespeare(10, download=True, source="corpus")
@@ -241,10 +243,10 @@ def test_a_doctored_corpus_is_refused(monkeypatch, doctored, cache, place):
     ("options", "message"),
     [
         ({"vocabulary_size": 1}, "vocabulary_size=1; id 0 and one word"),
-        ({"source": "web"}, r"source='web' is none of \('auto', 'pastiche', 'corpus'\)"),
+        ({"source": "web"}, r"source='web' is none of \('auto', 'generated', 'pastiche', 'corpus'\)"),
         ({"max_words": 0}, "max_words=0 must be at least 1"),
         ({"source": "pastiche", "path": "x.txt"}, "drop path= and download="),
-        ({"source": "pastiche", "download": True}, "drop path= and download="),
+        ({"source": "generated", "download": True}, "drop path= and download="),
     ],
 )
 def test_shakespeare_refuses_bad_options(options, message):
@@ -253,7 +255,7 @@ def test_shakespeare_refuses_bad_options(options, message):
 
 
 def test_an_insisted_corpus_that_is_missing_lists_the_ways_out():
-    with pytest.raises(FileNotFoundError, match=r"path=FILE.*RSEMBED_DATA.*download=True.*source='pastiche'"):
+    with pytest.raises(FileNotFoundError, match=r"path=FILE.*RSEMBED_DATA.*download=True.*source='generated'"):
         datasets.shakespeare(10, source="corpus")
 
 
@@ -269,6 +271,12 @@ def test_a_file_without_words_or_in_another_encoding_is_an_error(tmp_path):
     (tmp_path / "latin.txt").write_bytes("süß".encode("latin-1"))
     with pytest.raises(ValueError, match="is not UTF-8 text"):
         datasets.shakespeare(10, path=tmp_path / "latin.txt")
+
+
+def test_verse_gives_every_speaker_a_line_and_joins_stops(tmp_path):
+    words = "KING: O fool , why dost thou wait ? Speak ! LADY: I sing ."
+    text = datasets.shakespeare(100, path=own_text(tmp_path, words))
+    assert text.verse(text.word_ids) == "KING: O fool, why dost thou wait? Speak!\nLADY: I sing."
 
 
 def test_a_broken_installation_is_named(monkeypatch, tmp_path):
