@@ -4,6 +4,7 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba_array
 
 from rsembed import plot
 
@@ -147,22 +148,6 @@ def test_principal_plane_needs_two_points():
         plot.principal_plane(np.ones((1, 3)))
 
 
-def test_placed_labels_cover_neither_each_other_nor_a_point():
-    points = RNG.uniform(50, 350, size=(40, 2))
-    sizes = np.tile([40.0, 11.0], (40, 1))
-    centres = plot.place_labels(points, sizes, (400.0, 400.0))
-    for i, centre in enumerate(centres):
-        assert np.all(centre >= sizes[i] / 2) and np.all(centre <= 400 - sizes[i] / 2)
-        for j in range(i):
-            assert np.any(np.abs(centre - centres[j]) >= sizes[i] - 1e-9), (i, j)
-        assert not np.any(np.all(np.abs(points - centre) < sizes[i] / 2, axis=1)), i
-
-
-def test_a_label_without_room_stays_in_the_picture():
-    centres = plot.place_labels(np.full((30, 2), 15.0), np.full((30, 2), 10.0), (30.0, 30.0))
-    assert centres.min() >= 5.0 and centres.max() <= 25.0
-
-
 def test_row_norms_are_euclidean():
     assert plot.row_norms(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist() == [5.0, 0.0]
 
@@ -224,34 +209,59 @@ def test_plot_neighbourhoods_joins_nearest_rows_and_labels_every_point():
     ax = plot.plot_neighbourhoods(VECTORS, LABELS, num_neighbours=2)
     nearest, _ = plot.nearest_neighbours(VECTORS, range(40), 2)
     pairs = {frozenset((a, int(b))) for a in range(40) for b in nearest[a]}
-    points = ax.collections[0].get_offsets()
+    lines, dots = ax.collections
+    points = dots.get_offsets()
     drawn = {
-        frozenset(int(np.linalg.norm(points - end, axis=1).argmin()) for end in line.get_xydata()) for line in ax.lines
+        frozenset(int(np.linalg.norm(points - end, axis=1).argmin()) for end in line) for line in lines.get_segments()
     }
     assert drawn == pairs
     assert texts(ax) == LABELS
-    assert plot.plot_neighbourhoods(VECTORS, LABELS, num_neighbours=0).lines[:] == []
+    assert len(plot.plot_neighbourhoods(VECTORS, LABELS, num_neighbours=0).collections) == 1
+
+
+def test_plot_neighbourhoods_colours_rows_and_labels_by_kind():
+    kinds = ["even", "odd"] * 20
+    ax = plot.plot_neighbourhoods(VECTORS, LABELS, kinds=kinds, num_neighbours=0)
+    legend = {
+        text.get_text(): line.get_color()
+        for text, line in zip(ax.get_legend().get_texts(), ax.get_legend().get_lines(), strict=True)
+    }
+    assert legend == {"even": plot.COLOURS[0], "odd": plot.COLOURS[1]}
+    wanted = [legend[kind] for kind in kinds]
+    assert [text.get_color() for text in ax.texts] == wanted
+    assert np.array_equal(ax.collections[0].get_facecolors(), to_rgba_array(wanted))
 
 
 def test_plot_neighbourhoods_sees_directions_alone():
     stretched = VECTORS * RNG.uniform(1, 5, size=(40, 1))
-    first, second = (plot.plot_neighbourhoods(v, LABELS).collections[0].get_offsets() for v in (VECTORS, stretched))
+    first, second = (plot.plot_neighbourhoods(v, LABELS).collections[1].get_offsets() for v in (VECTORS, stretched))
     np.testing.assert_allclose(first, second, atol=1e-9)
 
 
-def test_labels_that_are_drawn_do_not_overlap():
+def test_labels_cover_neither_each_other_nor_a_point_and_stay_in_the_picture():
     ax = plot.plot_neighbourhoods(VECTORS, LABELS)
     ax.figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in ax.texts]
-    overlapping = [
-        (a, b) for a in range(40) for b in range(a) if boxes[a].shrunk(0.98, 0.8).overlaps(boxes[b].shrunk(0.98, 0.8))
-    ]
-    assert overlapping == []
+    boxes = [text.get_window_extent().shrunk(0.98, 0.8) for text in ax.texts]
+    assert [(a, b) for a in range(40) for b in range(a) if boxes[a].overlaps(boxes[b])] == []
+    points = ax.transData.transform(ax.collections[1].get_offsets())
+    assert [
+        text for text, box in zip(LABELS, boxes, strict=True) if any(box.contains(*point) for point in points)
+    ] == []
+    assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
+    assert all(ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1 for box in boxes)
 
 
-def test_plot_neighbourhoods_needs_a_label_per_row():
-    with pytest.raises(ValueError, match="1 labels for 40 rows"):
-        plot.plot_neighbourhoods(VECTORS, ["one"])
+def test_labels_find_the_same_places_every_time():
+    first, second = (
+        [text.get_position() for text in plot.plot_neighbourhoods(VECTORS, LABELS).texts] for _ in range(2)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("given", [{"labels": ["one"]}, {"labels": LABELS, "kinds": ["one"]}])
+def test_plot_neighbourhoods_needs_a_text_per_row(given):
+    with pytest.raises(ValueError, match=r"1 (labels|kinds) for 40 rows"):
+        plot.plot_neighbourhoods(VECTORS, **given)
 
 
 def test_plot_row_norms_shows_rows_never_seen_at_one_half():

@@ -35,7 +35,6 @@ from rsembed.plot.live import plot_cache_choice as plot_cache_choice
 from rsembed.plot.live import plot_limit_choice as plot_limit_choice
 from rsembed.plot.live import profile_stream as profile_stream
 from rsembed.plot.pictures import nearest_neighbours as nearest_neighbours
-from rsembed.plot.pictures import place_labels as place_labels
 from rsembed.plot.pictures import plot_limits as plot_limits
 from rsembed.plot.pictures import plot_loss as plot_loss
 from rsembed.plot.pictures import plot_loss_against_state as plot_loss_against_state

@@ -6,16 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import textalloc
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.textpath import TextPath
 
 from rsembed.plot.drawing import (
     COLOURS,
     LABEL_POINTS,
     MUTED,
     axes_or_new,
+    colour_of,
     finish,
     line_look,
     reference_lines,
@@ -91,46 +94,6 @@ def principal_plane(
     coordinates = left[:, :2] * singular[:2]
     coordinates *= np.sign(coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]] + 0.0) + (singular[:2] == 0)
     return coordinates, singular[:2] ** 2 / max(float(np.sum(singular**2)), 1e-300)
-
-
-def place_labels(
-    points: Float[np.ndarray, "points 2"],
-    sizes: Float[np.ndarray, "points 2"],
-    box: tuple[float, float],
-    *,
-    gap: float = 6.0,
-    max_distance: float = 60.0,
-) -> Float[np.ndarray, "points 2"]:
-    """Centres for labels such that none covers another label or a point, each as near to its point as can be.
-
-    Points are served in order: put the important ones first. All lengths are in one unit, such as 1/72 inch.
-
-    Args:
-      points: what is labelled.
-      sizes: width and height of each label.
-      box: width and height of the picture, which labels do not leave.
-      gap: between a point and its label.
-      max_distance: a label that finds no room up to there takes the nearest place in the box, free or not.
-    """
-    angles = np.deg2rad([0, 180, 90, 270, 45, 135, 315, 225, *np.arange(22.5, 360.0, 45.0)])
-    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    centres = np.empty_like(points, dtype=np.float64)
-    for i, (point, size) in enumerate(zip(points, sizes, strict=True)):
-        distances = np.arange(0.0, max_distance, 4.0)[:, None, None]
-        reach = directions * (size / 2 + gap)
-        places = (point + reach + directions * distances).reshape(-1, 2)
-        places = np.clip(places, size / 2, np.maximum(np.asarray(box) - size / 2, size / 2))
-        on_label = _overlaps(places, size, centres[:i], sizes[:i])
-        on_point = _overlaps(places, size, points, np.full_like(points, gap))
-        free = np.flatnonzero(~(on_label | on_point))
-        centres[i] = places[free[0] if free.size else 0]
-    return centres
-
-
-def _overlaps(places: np.ndarray, size: np.ndarray, centres: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Whether a box of `size` at each place would cover any of the other boxes."""
-    apart = np.abs(places[:, None] - centres[None]) >= (size + sizes[None]) / 2
-    return ~np.all(np.any(apart, axis=-1), axis=1)
 
 
 # Training
@@ -255,11 +218,12 @@ def plot_neighbourhoods(
     vectors: Float[np.ndarray, "points dim"],
     labels: Sequence[str],
     *,
+    kinds: Sequence[str] | None = None,
     num_neighbours: int = 1,
     ax: Axes | None = None,
     **scatter_kwargs: Any,
 ) -> Axes:
-    """Rows of a table in the plane in which they differ most, each tied to its nearest neighbours.
+    """Rows of a table in the plane in which they differ most, coloured by kind or tied to their nearest neighbours.
 
     Rows are scaled to norm one first: the picture is about directions. Lines join rows whose cosine, taken in
     all dimensions, is largest; a long line says that the plane does not show all there is.
@@ -268,47 +232,45 @@ def plot_neighbourhoods(
       vectors: the rows, the most important first: labels are placed in this order. About 80
         stay legible.
       labels: one text per row.
+      kinds: what kind of thing each row is, if that is known: one colour each, in a legend beside the picture.
       num_neighbours: neighbours to join to each row; 0 draws no lines.
       ax: None makes a figure.
       **scatter_kwargs: for the points.
 
-    Raises: ValueError: there are not as many labels as rows.
+    Raises: ValueError: there are not as many labels or kinds as rows.
     """
-    if len(labels) != len(vectors):
-        raise ValueError(f"plot_neighbourhoods: {len(labels)} labels for {len(vectors)} rows; give one text per row.")
+    for name, texts in (("labels", labels), ("kinds", kinds)):
+        if texts is not None and len(texts) != len(vectors):
+            raise ValueError(
+                f"plot_neighbourhoods: {len(texts)} {name} for {len(vectors)} rows; give one text per row."
+            )
     ax = axes_or_new(ax, (8.0, 6.0))
     points, shares = principal_plane(unit_rows(vectors))
     if num_neighbours:
         nearest, _ = nearest_neighbours(vectors, np.arange(len(vectors)), num_neighbours)
-        pairs = {(min(a, b), max(a, b)) for a, row in enumerate(nearest.tolist()) for b in row}
-        for a, b in sorted(pairs):
-            ax.plot(*points[[a, b]].T, color=COLOURS[5], linewidth=1.0, zorder=1)
-    ax.scatter(*points.T, **with_defaults(scatter_kwargs, color=COLOURS[0], s=16, zorder=2))
+        pairs = sorted({(min(a, b), max(a, b)) for a, row in enumerate(nearest.tolist()) for b in row})
+        ax.add_collection(LineCollection(list(points[np.array(pairs)]), colors=COLOURS[5], linewidths=1.0, zorder=1))
+    colours = {kind: colour_of(number) for number, kind in enumerate(dict.fromkeys(kinds or ()))}
+    of_rows = None if kinds is None else [colours[kind] for kind in kinds]
+    ax.scatter(*points.T, **with_defaults(scatter_kwargs, color=of_rows or COLOURS[0], s=16, zorder=2))
     ax.margins(0.06)
     first = f"first principal axis of unit rows ({shares[0]:.0%} of variance)"
     finish(ax, first, f"second principal axis ({shares[1]:.0%})")
-    _label_points(ax, points, labels)
+    if colours:
+        dots = [Line2D([], [], color=colour, marker="o", linestyle="", label=kind) for kind, colour in colours.items()]
+        ax.legend(handles=dots, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _label_points(ax, points, labels, of_rows)
     return ax
 
 
-def _label_points(ax: Axes, points: np.ndarray, labels: Sequence[str]) -> None:
+def _label_points(ax: Axes, points: np.ndarray, labels: Sequence[str], colours: list[str] | None = None) -> None:
     """Writes labels beside points, where there is room; a thin line leads to those further away."""
-    figure = ax.figure.canvas.figure
-    figure.draw_without_rendering()  # fixes the size of the axes, which layout engines decide late
-    points_per_pixel = 72.0 / figure.dpi
-    corner = ax.bbox.min
-    places = (ax.transData.transform(points) - corner) * points_per_pixel
-    widths = [TextPath((0, 0), label, size=LABEL_POINTS).get_extents().width for label in labels]
-    sizes = np.array([(width + 3, 1.25 * LABEL_POINTS) for width in widths])
-    centres = place_labels(places, sizes, (ax.bbox.width * points_per_pixel, ax.bbox.height * points_per_pixel))
-    for label, point, place, centre, size in zip(labels, points, places, centres, sizes, strict=True):
-        is_far = bool(np.any(np.abs(centre - place) > size / 2 + 8.0))
-        line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2} if is_far else None
-        ax.annotate(
-            label, point, xytext=centre - place, textcoords="offset points", ha="center", va="center",
-            fontsize=LABEL_POINTS, arrowprops=line, zorder=4,
-            path_effects=[withStroke(linewidth=2.5, foreground="white")],
-        )  # fmt: skip
+    x, y = points.T
+    textalloc.allocate(
+        ax, x, y, list(labels), x_scatter=x, y_scatter=y, textsize=LABEL_POINTS, textcolor=colours or "black",
+        min_distance=0.006, max_distance=0.15, margin=0.004, nbr_candidates=600,  # nearer than the defaults
+        linecolor=MUTED, linewidth=0.6, zorder=4, path_effects=[withStroke(linewidth=2.5, foreground="white")],
+    )  # fmt: skip
 
 
 def row_norms(table: Float[np.ndarray, "rows dim"]) -> Float[np.ndarray, " rows"]:
