@@ -43,7 +43,7 @@ class LogicalTables:
     ):
         self.specs, self.stacks, self.on_host, self.devices = specs, stacks, on_host, devices
 
-    def tables(self, state: EmbeddingState) -> dict[str, Any]:
+    def tables(self, state: EmbeddingState, *, since: int | None = None) -> dict[str, Any]:
         """See `EmbeddingCollection.tables`."""
         result: dict[str, Any] = {}
         for name, stack in self.stacks.items():
@@ -51,7 +51,7 @@ class LogicalTables:
                 fetching = self.on_host[name]
                 result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots.get(name))[0]
             elif stack.home.takes_keys:
-                result[stack.table.name] = self._rows(stack, state)
+                result[stack.table.name] = self._rows(stack, state, since=since)
             else:
                 dense = self.devices.place(stack.all_rows(state.tables[name]), PartitionSpec())
                 for table in stack.layout.stack.tables:
@@ -95,6 +95,9 @@ class LogicalTables:
             name = stack.layout.stack.name
             if stack.home.takes_keys and not isinstance(values, Mapping):
                 values = {"keys": np.arange(len(values)), "values": values}
+            if stack.home.takes_keys and isinstance(values, Mapping) and "last_step" not in values:
+                # They count as used now: else they would be the first to go, and missing among changes since now.
+                values = {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(state.step)))}
             if isinstance(values, Mapping) and (stack.is_dense or name in self.on_host):
                 values = self._with_rows_of_keys(state, table_name, values)
             if not stack.is_dense and name not in self.on_host:
@@ -200,9 +203,10 @@ class LogicalTables:
                 return stack
         raise KeyError(table_name)
 
-    def _rows(self, stack: Stack, state: EmbeddingState) -> dict[str, np.ndarray]:
+    def _rows(self, stack: Stack, state: EmbeddingState, *, since: int | None = None) -> dict[str, np.ndarray]:
         name = stack.layout.stack.name
-        return stack.home.rows(state.tables[name], state.slots.get(name, ()), stack.table, stack.rows.num_shards)
+        given = state.tables[name], state.slots.get(name, ()), stack.table, stack.rows.num_shards
+        return stack.home.rows(*given, since=since)
 
     def _slot_names(self, stack: Stack) -> list[str]:
         rule = stack.layout.stack.spec.optimizer

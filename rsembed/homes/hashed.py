@@ -49,8 +49,10 @@ class RowsByKey(Home):
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step_distinct(params, slots, rows, gradients, step)
 
-    def rows(self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
-        return logical_rows.export(params, slots, table, num_shards)
+    def rows(
+        self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int, *, since: int | None = None
+    ) -> dict[str, np.ndarray]:
+        return logical_rows.export(params, slots, table, num_shards, since=since)
 
     def with_rows(
         self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int

@@ -161,8 +161,13 @@ class Home(abc.ABC):
         """One optimizer step of rows of which none comes twice."""
         return self.step(params, slots, [Segment(rows, None, None, "none")], [gradients], table, step=step)
 
-    def rows(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
-        """All rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""
+    def rows(
+        self, params: Any, slots: Any, table: TableSpec, num_shards: int, *, since: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host.
+
+        All of them, or those that step `since` or a later one used, and the `other_keys`.
+        """
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
     def with_rows(self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int) -> tuple[Any, Any]:

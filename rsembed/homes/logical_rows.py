@@ -22,27 +22,52 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.specs import TableSpec
 
+OTHER_KEYS = "other_keys"
+"""Of changes, the keys whose rows did not change."""
 
-def export(params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_shards: int = 1) -> dict[str, np.ndarray]:
+
+def export(
+    params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_shards: int = 1, *, since: int | None = None
+) -> dict[str, np.ndarray]:
     """Everything that belongs to keys, in ascending order of the keys (copies on the host).
+
+    With `since`, rows of keys that this step used, or one after it; of all others `other_keys` alone. `import_rows`
+    takes these changes on top of rows that were exported when this was the next step, or later.
 
     Returns: `keys` (of the table's `key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table
     `last_step` and `count`, and `first_step` if it evicts by age; and with admission `waiting_keys`,
     `waiting_last_step` and `waiting_count`.
 
-    Raises: ValueError: a key does not fit `key_dtype`.
+    Raises: ValueError: a key does not fit `key_dtype`. NotImplementedError: nothing says which rows changed.
     """
+    if since is not None:
+        check_notes_changes(table, params)
     if params.keys is None:
         keys = np.arange(params.rows.shape[0])
         places = _fixed_places(table, split_keys(keys), keys.size, num_shards)
         exported = {"keys": keys.astype(_key_dtype(table))}
     else:
         places, exported = _keys_of(table, params.keys, "")
+    if since is not None:
+        is_used, keys = exported["last_step"] >= since, exported["keys"]
+        places, exported = places[is_used], {name: lane[is_used] for name, lane in exported.items()}
+        exported[OTHER_KEYS] = keys[~is_used]
     for name, array in zip(_array_names(table, slots), (params.rows, *slots), strict=True):
         exported[name] = on_host(array)[places]
     if params.waiting is not None:
         exported |= _keys_of(table, params.waiting, "waiting_")[1]
     return exported
+
+
+def check_notes_changes(table: TableSpec, params: DynamicTable) -> None:
+    """Raises: NotImplementedError: rows change that the steps of keys do not tell."""
+    reason = ""
+    if params.keys is None:
+        reason = "has no hash table, which would note when a key was used"
+    elif table.optimizer.moves_all_rows:
+        reason = f"is stepped by {type(table.optimizer).__name__}, which moves all rows in every step"
+    if reason:
+        raise NotImplementedError(f"table {table.name!r} {reason}: take all rows, without since=.")
 
 
 def _key_dtype(table: TableSpec) -> str:
@@ -76,16 +101,17 @@ def import_rows(
       params: rows of all shards, not inside `jit`; the arrays that change come back as arrays of numpy.
       slots: their optimizer state.
       exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, steps and
-        `count` at 0. `first_step` is dropped where nobody asks for it. Keys that wait for admission are dropped, with
+        `count` at 0. With `other_keys`, keys of the table that are in neither lose their rows, and none waits but those
+        given. `first_step` is dropped where nobody asks for it. Keys that wait for admission are dropped, with
         a warning, where every key is admitted at once.
       table: whose rows these are.
       num_shards: how many share the keys.
 
-    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit `key_dtype`, or
-      there are too few free rows.
+    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit `key_dtype`,
+      there are too few free rows, or the table has not all of the `other_keys`.
     """
     names, of_keys = _array_names(table, slots), ("keys", "last_step", "count")
-    known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
+    known = {*names, *of_keys, OTHER_KEYS, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known - {"first_step"}):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
     keys = _checked_keys(table, exported, "")
@@ -95,6 +121,10 @@ def import_rows(
         if number and name in exported:
             parts[number] = jnp.asarray(_checked(table, exported, name, parts[number].shape), parts[number].dtype)
     known_keys, waiting = params.keys, params.waiting
+    if OTHER_KEYS in exported:
+        check_notes_changes(table, params)
+        known_keys = _without_removed(table, known_keys, keys, _checked_keys(table, exported, "other_"), num_shards)
+        waiting = None if waiting is None else _only(waiting, np.zeros(0, np.uint64), num_shards)
     if known_keys is None:
         places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
     else:
@@ -154,26 +184,67 @@ def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) 
     return owners(keys, num_shards).astype(np.int64) * capacity + rows
 
 
+def _without_removed(table: TableSpec, maps: RowMap, keys: Keys, others: Keys, num_shards: int) -> RowMap:
+    """The maps of all shards without keys that are in neither; all of the others must be there."""
+    present, (numbers, left) = _present(maps), (join_keys(own.high, own.low) for own in (keys, others))
+    if (missing := np.setdiff1d(left, present)).size:
+        raise ValueError(
+            f"table {table.name!r} has no rows of {missing.size} keys that these changes leave as they are, such as "
+            f"{missing[0]}; write the rows first that they are changes of."
+        )
+    return _only(maps, np.concatenate([numbers, left]), num_shards)
+
+
+def _present(maps: RowMap) -> np.ndarray:
+    """The keys of all shards."""
+    high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
+    return join_keys(high, low)[last_step != row_map.FREE]
+
+
+def _only(maps: RowMap, kept: np.ndarray, num_shards: int) -> RowMap:
+    """The maps of all shards without other keys than these."""
+    high, low, last_step = map(on_host, (maps.high, maps.low, maps.last_step))
+    is_gone = (last_step != row_map.FREE) & ~np.isin(join_keys(high, low), kept)
+    parts = zip(_parted(maps, num_shards), is_gone.reshape(num_shards, -1), strict=True)
+    return _joined([_released(own_map, gone) for own_map, gone in parts])
+
+
+def _parted(maps: RowMap, num_shards: int) -> list[RowMap]:
+    """The map of each shard."""
+    parted = jax.tree.map(lambda leaf: on_host(leaf).reshape(num_shards, -1, *leaf.shape[1:]), maps)
+    return [jax.tree.map(lambda leaf, shard=shard: leaf[shard], parted) for shard in range(num_shards)]
+
+
+def _joined(maps: Sequence[RowMap]) -> RowMap:
+    """The inverse of `_parted`."""
+    joined: RowMap = jax.tree.map(lambda *leaves: np.concatenate(leaves), *maps)
+    return joined
+
+
+@jax.jit
+def _released(keys_of_rows: RowMap, is_gone: Array) -> RowMap:
+    rows = jnp.arange(is_gone.shape[0], dtype=jnp.int32)
+    return row_map.release(keys_of_rows, jnp.where(is_gone, rows, NO_ROW))
+
+
 def _place(
     table: TableSpec, maps: RowMap, keys: Keys, exported: Mapping[str, Any], prefix: str, num_shards: int
 ) -> tuple[RowMap, np.ndarray]:
     """The maps of all shards with these keys in them, and where their rows are."""
-    lanes = []
+    lanes: list[np.ndarray] = []
     for name in (f"{prefix}last_step", f"{prefix}count", f"{prefix}first_step"):
-        given = name in exported
-        numbers = np.asarray(_checked(table, exported, name, keys.shape) if given else np.zeros(keys.shape, np.int32))
+        default = lanes[0] if name == "first_step" else np.zeros(keys.shape, np.int32)
+        numbers = np.asarray(_checked(table, exported, name, keys.shape) if name in exported else default)
         if numbers.size and (numbers.min() < 0 or numbers.max() > row_map.MAX_COUNT):
             raise ValueError(f"table {table.name!r}: imported {name!r} must lie in [0, {row_map.MAX_COUNT}].")
         lanes.append(numbers.astype(np.int32))
-    parted = jax.tree.map(lambda leaf: on_host(leaf).reshape(num_shards, -1, *leaf.shape[1:]), maps)
     capacity, owner = maps.last_step.shape[0] // num_shards, owners(keys, num_shards)
     places, placed = np.zeros(keys.shape, np.int64), []
-    for shard in range(num_shards):
-        own_map, is_own = jax.tree.map(lambda leaf, shard=shard: leaf[shard], parted), owner == shard
+    for shard, own_map in enumerate(_parted(maps, num_shards)):
+        is_own, free = owner == shard, int(own_map.num_free[0])
         own_map, found = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
         rows = np.asarray(found)
         if num_left := int(np.sum(rows == NO_ROW)):
-            free = int(parted.num_free[shard, 0])
             what = f"admission_capacity={capacity}" if prefix else f"capacity={capacity}"
             raise ValueError(
                 f"table {table.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
@@ -181,7 +252,7 @@ def _place(
             )
         places[is_own] = shard * capacity + rows
         placed.append(own_map)
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *placed), places
+    return _joined(placed), places
 
 
 @jax.jit

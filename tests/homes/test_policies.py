@@ -1,6 +1,7 @@
 """What policies of tables with keys promise beyond the contract test."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,3 +36,31 @@ def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(evict
             for name, found in collection.tables(other)["t"].items():
                 np.testing.assert_array_equal(found, collection.tables(state)["t"][name], err_msg=name)
     assert collection.counts(other)["t"]["evicted"].sum() >= 2
+
+
+@pytest.mark.parametrize("policy", [{"when_full": "evict"}, {"admission_count": 1}], ids=str)
+def test_changes_since_a_step_make_earlier_rows_those_of_now(policy):
+    collection, generator = one_table(rs.AdagradOptimizerSpec(LR), **policy), np.random.default_rng(1)
+    state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
+    for number in range(8):
+        if number == 6:
+            before = collection.tables(state)
+        batch = collection.prepare({"f": generator.choice(KEYS[number % 3 :], 4)})
+        state = step(state, batch, {"f": generator.normal(size=(4, DIM)).astype(np.float32)})
+    now, changes = collection.tables(state)["t"], collection.tables(state, since=6)
+    assert 0 < changes["t"]["keys"].size < now["keys"].size
+    assert set(changes["t"]["keys"]) | set(changes["t"]["other_keys"]) == set(now["keys"].tolist())
+    fresh = collection.init(jax.random.key(0))
+    found = collection.tables(collection.with_tables(collection.with_tables(fresh, before), changes))["t"]
+    assert found.keys() == now.keys()
+    for name, array in now.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert "evict" not in str(policy) or set(before["t"]["keys"]) - set(now["keys"])
+
+
+def test_rows_that_are_written_count_as_used_now():
+    collection = one_table(eviction="age")
+    state = collection.init(jax.random.key(0))._replace(step=jnp.int32(5))
+    rows = {"keys": KEYS[:2], "values": np.ones((2, DIM), np.float32)}
+    found = collection.tables(collection.with_tables(state, {"t": rows}), since=5)["t"]
+    assert found["last_step"].tolist() == found["first_step"].tolist() == [5, 5] and not found["other_keys"].size

@@ -46,6 +46,60 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, use_has
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("num_devices", [2, 1])
+def test_changes_are_loaded_on_top_of_the_dumps_before_them(tmp_path, num_devices):
+    """Keys are used, come anew, go by age, come back and are assigned; a table without hash table is beside."""
+    there = [model(2, steps_to_live=2), model(2, use_hashtable=False, rows=8, name="whole")]
+    variables = [layer.variable for layer in there]
+    for number, part in enumerate((range(3), [5], [12, 3])):
+        for layer in there:
+            train(layer, part)
+        there[0].variable.evict_older()
+        sok.dump(tmp_path / f"{number}", variables, since=tmp_path / f"{number - 1}" if number else None)
+        sok.assign_rows(there[0].variable, {"keys": [7, 2**41], "values": np.full((2, DIM), number, np.float32)})
+    before, changes = (checkpoint.load(tmp_path / path).tree["all2all_dense_embedding"] for path in "01")
+    left = {*changes["keys"].tolist(), *changes["other_keys"].tolist()}
+    assert changes["other_keys"].size and set(before["keys"].tolist()) - left  # some stay as they are, some go
+    there[0].variable.evict_older()
+    sok.dump(tmp_path / "3", variables, since=tmp_path / "2")
+    here = [
+        model(num_devices, rows=32, steps_to_live=2),
+        model(num_devices, use_hashtable=False, rows=16, name="whole"),
+    ]
+    sok.load([tmp_path / f"{number}" for number in range(4)], [layer.variable for layer in here])
+    for one, other in zip(here, there, strict=True):
+        found, expected = sok.export_rows(one.variable), sok.export_rows(other.variable)
+        assert int(one.variable.get_value().step) == int(other.variable.get_value().step)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name][: len(array)], array, err_msg=name)
+    assert len(sok.export_rows(here[0].variable)["keys"]) == here[0].variable.num_rows == there[0].variable.num_rows
+
+
+def test_changes_without_what_they_change_are_refused(tmp_path):
+    layer = model(1)
+    train(layer, [0])
+    sok.dump(tmp_path / "0", layer)
+    train(layer, [1])
+    sok.dump(tmp_path / "1", layer, since=tmp_path / "0")
+    train(layer, [2])
+    sok.dump(tmp_path / "2", layer, since=tmp_path / "1")
+    with pytest.raises(ValueError, match="since step 1, but none is before it; give load all dumps in their order"):
+        sok.load(tmp_path / "1", layer)
+    with pytest.raises(ValueError, match="since step 2, but the one before it is of step 1"):
+        sok.load([tmp_path / "0", tmp_path / "2"], layer)
+    with pytest.raises(ValueError, match="load needs a folder that dump wrote"):
+        sok.load([], layer)
+    fresh = model(1)
+    with pytest.raises(ValueError, match=r"is at step 0, but .* is a dump of step 3, a later one"):
+        sok.dump(tmp_path / "3", fresh, since=tmp_path / "2")
+    with pytest.raises(ValueError, match=r"has no rows of .* keys that these changes leave as they are, such as"):
+        sok.assign_rows(fresh.variable, sok.export_rows(layer.variable, since=2))
+    with pytest.raises(NotImplementedError, match="has no hash table, which would note when a key was used"):
+        sok.export_rows(model(1, use_hashtable=False).variable, since=0)
+    with pytest.raises(NotImplementedError, match=r"is stepped by .*, which moves all rows in every step"):
+        sok.export_rows(model(1, optimizer=sok.optimizers.Adam(0.1)).variable, since=0)
+
+
 def test_rows_are_assigned_by_key():
     layer = model(2)
     keys = np.asarray([2**40, 5, 9])
