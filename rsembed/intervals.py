@@ -60,7 +60,7 @@ def door(function: Function) -> Function:
       TypeError: cut: num_parts must be an integer, got '2' (str).
     """
     own = inspect.unwrap(function)
-    code, where = own.__code__, own.__qualname__.removesuffix(".__init__")
+    code, where = own.__code__, own.__qualname__
     positional = code.co_varnames[: code.co_argcount]
     rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if code.co_flags & inspect.CO_VARARGS else None
 
@@ -69,10 +69,11 @@ def door(function: Function) -> Function:
         hints = _hints(own)
         given = [*zip(positional, args, strict=False), *((rest, value) for value in args[len(positional) :])]
         given += kwargs.items()
+        what = type(args[0]).__name__ if own.__name__ == "__init__" else where
         label = next((f" {value!r}" for name, value in given if name == "name" and isinstance(value, str)), "")
         for name, value in given:
             if name in hints:
-                _check(value, hints[name], f"{where}{label}: {name}")
+                _check(value, hints[name], f"{what}{label}: {name}")
         return function(*args, **kwargs)
 
     return cast(Function, checked)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from rsembed.intervals import door
 from rsembed.tt.module import positional_shapes
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
@@ -39,6 +40,7 @@ class TableBatchedTTEmbeddingBag(TTTables):
       (2, 2, 4)
     """
 
+    @door
     def __init__(
         self,
         num_tables: int,

@@ -35,6 +35,12 @@ IMPLEMENTATIONS = ("native", "grouped", "chunked", "unique", "plain")
 Cores = tuple[Array, ...]
 
 
+def check_implementation(implementation: str | None) -> None:
+    """Raises: ValueError: there is none of this name."""
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(IMPLEMENTATIONS)}.")
+
+
 class Config(NamedTuple):
     """What is static in a call."""
 
@@ -88,8 +94,7 @@ def pooled_rows(
       ValueError: the implementation is unknown.
       NotImplementedError: it is "native", which cannot run here.
     """
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(IMPLEMENTATIONS)}.")
+    check_implementation(implementation)
     reason = native.unavailable_because(cores) if implementation in (None, "native") else None
     if implementation == "native" and reason is not None:
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")

@@ -5,22 +5,17 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from rsembed.intervals import check_within
 
+CORE_DTYPES = ("float32", "bfloat16")
 
-def check_options(
-    num_rows: int, *, mode: str, bounds_check: str, dtype: np.dtype[Any], padding_idx: int | None
-) -> None:
+
+def check_options(num_rows: int, *, mode: str, bounds_check: str, padding_idx: int | None) -> None:
     """Raises: ValueError: an option is unknown, or the padding id is none of the `num_rows` that every table has."""
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}; max is not a linear function of the cores.")
     if bounds_check not in ("raise", "ignore"):
         raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype}.")
     if padding_idx is not None and not 0 <= padding_idx < num_rows:
         raise ValueError(f"padding_idx={padding_idx} is no row of every table; it must be an id that all have.")
 
@@ -29,14 +24,6 @@ def check_numbers(**given: Any) -> None:
     """Raises: TypeError, ValueError: one of the numbers is negative or not finite. None and traced ones pass."""
     for name, value in given.items():
         check_within("[0, inf)", value, name)
-
-
-def check_whole_numbers(**given: Any) -> None:
-    """Raises: TypeError, ValueError: one of the numbers is negative or not whole. None passes."""
-    check_numbers(**given)
-    for name, value in given.items():
-        if value is not None and not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be a whole number, got {value!r}.")
 
 
 def check_one_of(what: str, **given: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rsembed.intervals import door
 from rsembed.progress import progress
 from rsembed.tt.checks import check_one_of
 from rsembed.tt.cores import full_weight
@@ -88,6 +89,7 @@ class _Task:
 Answer = tuple[int, Any, np.ndarray]
 
 
+@door
 def compress(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,

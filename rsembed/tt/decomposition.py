@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from rsembed.intervals import door
 from rsembed.progress import progress
 from rsembed.tt.chain import Cores
 from rsembed.tt.checks import check_one_of
@@ -25,6 +26,7 @@ MAX_EXACT_SIDE = 2048
 """Above this smaller side a truncated SVD to a known rank is randomised; below, it is exact."""
 
 
+@door
 def from_dense(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,
@@ -57,8 +59,8 @@ def from_dense(
     """
     check_one_of("from_dense", ranks=ranks, max_relative_error=max_relative_error, bytes=bytes)
     dense = np.asarray(table, np.float32)
-    if not np.isfinite(dense).all():
-        raise ValueError("the table holds numbers that are not finite; clean it before it is decomposed.")
+    if not dense.size or not np.isfinite(dense).all():
+        raise ValueError(f"the table of shape {dense.shape} must hold numbers that are finite; clean it before.")
     rows, dim = dense.shape
     if bytes is not None:
         spec = TTSpec.for_budget(rows, dim, bytes=bytes, num_cores=num_cores, dtype=dtype)
@@ -67,7 +69,7 @@ def from_dense(
     p = tuple(tt_p_shapes or suggested_tt_shapes(rows, d))
     q = tuple(tt_q_shapes or suggested_tt_shapes(dim, d, False))
     caps = [ranks] * (d - 1) if isinstance(ranks, int) else ranks
-    TTSpec(rows, p, q, tuple(caps or [1] * (d - 1)))  # refuses factors that do not fit
+    TTSpec.suggest(rows, dim, caps or [1] * (d - 1), p, q)  # refuses factors that do not fit
     remainder = digit_tensor(dense, p, q).reshape(1, -1)
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
     cores = []
@@ -79,6 +81,7 @@ def from_dense(
     return _stored(rows, cores, dtype)
 
 
+@door
 def round_cores(
     spec: TTSpec, cores: Cores, *, ranks: Sequence[int] | int | None = None, max_relative_error: float | None = None
 ) -> tuple[TTSpec, Cores]:
@@ -92,12 +95,15 @@ def round_cores(
       ranks: inner ranks at most, or one for all boundaries.
       max_relative_error: or: what the padded table may lose, relative to its norm.
 
-    Raises: ValueError: not exactly one of `ranks` and `max_relative_error`, or the error is negative or not finite.
+    Raises: ValueError: not exactly one of `ranks` and `max_relative_error`, the error is negative or not finite, or
+      there are too many ranks or too few.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
     """
     check_one_of("round_cores", ranks=ranks, max_relative_error=max_relative_error)
     caps = [ranks] * (spec.num_cores - 1) if isinstance(ranks, int) else ranks
-    parts = [core.astype(np.float64) for core in _unstored(spec, cores)]
+    if caps is not None and len(caps) != spec.num_cores - 1:
+        raise ValueError(f"ranks: {list(caps)} are not one for each boundary of {spec.num_cores} cores.")
+    parts = [core.astype(np.float64) for core in _unstored(spec, check_cores(spec, cores))]
     for t in range(spec.num_cores - 1, 0, -1):  # rows of every core but the first become orthonormal
         left, p, q, right = parts[t].shape
         basis, factor = np.linalg.qr(parts[t].reshape(left, -1).T)
@@ -143,8 +149,13 @@ def from_tensorly(
       tt_matrix: what to read.
       num_embeddings: rows of the table when fewer than the row factors make.
       dtype: of the cores.
+
+    Raises: ValueError: the arrays have other axes.
     """
     parts = [np.asarray(core) for core in tt_matrix]
+    if not parts or any(part.ndim != 4 for part in parts):
+        shapes = [part.shape for part in parts]
+        raise ValueError(f"from_tensorly: cores must be arrays [R, p, q, R], got shapes {shapes}.")
     return _stored(num_embeddings or math.prod(core.shape[1] for core in parts), parts, dtype)
 
 

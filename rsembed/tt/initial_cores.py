@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
+from rsembed.intervals import door
+from rsembed.kinds import dtype_among
+from rsembed.tt.checks import CORE_DTYPES
 from rsembed.tt.spec import TTSpec
 
 WEIGHT_DISTRIBUTIONS = ("normal", "uniform", "approx-normal", "approx-uniform", "naive-uniform")
@@ -32,6 +35,7 @@ def core_std(spec: TTSpec) -> float:
     return (target_std(spec) ** 2 / math.prod(spec.tt_ranks)) ** (1 / (2 * spec.num_cores))
 
 
+@door
 def init_cores(
     key: PRNGKeyArray, spec: TTSpec, weight_dist: str = "normal", *, dtype: Any = jnp.float32
 ) -> tuple[Array, ...]:
@@ -49,6 +53,7 @@ def init_cores(
 
     Raises: ValueError: the distribution is unknown, or the ranks are too small for it.
     """
+    dtype_among(CORE_DTYPES, dtype, "init_cores: dtype")
     std = core_std(spec)
     if weight_dist in ("normal", "approx-normal"):
         cores = _split(spec, std * jax.random.normal(key, (spec.num_params,)))

@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rsembed.intervals import door
 from rsembed.tt.cores import check_cores
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
@@ -64,6 +65,7 @@ class TTEmbeddingBag(TTTables):
       (2, 3)
     """
 
+    @door
     def __init__(
         self,
         num_embeddings: int,

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.kinds import check_kind
 
 FINGERPRINT = "fingerprint"
 # Spilled rows make the arrays of a cache longer.
@@ -32,8 +33,10 @@ def saved_state(module: nnx.Module, fingerprint: Fingerprint) -> dict[str, np.nd
 def load_saved_state(module: nnx.Module, state: Mapping[str, Any], fingerprint: Fingerprint) -> None:
     """Puts a `saved_state` into the variables.
 
-    Raises: ValueError: names, shapes, dtypes or the fingerprint are those of another module; then nothing changes.
+    Raises: TypeError: it is no mapping. ValueError: names, shapes, dtypes or the fingerprint are those of another
+      module. Then nothing changes.
     """
+    check_kind(state, Mapping, "the state")
     own = saved_state(module, fingerprint)
     if own.keys() != state.keys():
         raise ValueError(f"the state is that of another module: {sorted(own.keys() ^ state.keys())} are not in both.")

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from rsembed.intervals import door
 
+
+@door
 def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
     """The most even way to write `n`, or a slightly larger round number, as a product of `d` integers.
 
@@ -67,10 +70,14 @@ def cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[i
     largest slices gets the fewest of them. Integers are searched around that point, one core after the other, the
     largest slices first.
 
+    Raises: ValueError: there are no slices.
+
     Example:
       >>> cheapest_p_shapes(11_000_000, [4 * 32, 32 * 4 * 32, 32 * 4])
       [706, 22, 709]
     """
+    if not len(slice_sizes):
+        raise ValueError("cheapest_p_shapes: slice_sizes is empty; give the size of a slice of each core.")
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
 
     def search(rows: int, places: list[int]) -> tuple[int, dict[int, int]]:

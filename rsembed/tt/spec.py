@@ -10,7 +10,9 @@ from typing import Any, Literal, no_type_check
 
 import jax.numpy as jnp
 
-from rsembed.intervals import check_within
+from rsembed.intervals import Count, check_within, door
+from rsembed.kinds import check_kind, dtype_among
+from rsembed.specs import TABLE_DTYPES
 from rsembed.tt.checks import check_one_of
 from rsembed.tt.shapes import cheapest_p_shapes, suggested_tt_shapes
 
@@ -52,6 +54,7 @@ class TTSpec:
 
     def __post_init__(self) -> None:
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
+            check_kind(getattr(self, name), tuple[int, ...], f"TTSpec: {name}")
             object.__setattr__(self, name, tuple(_whole_number(name, value) for value in getattr(self, name)))
         object.__setattr__(self, "num_embeddings", _whole_number("num_embeddings", self.num_embeddings))
         d = len(self.tt_p_shapes)
@@ -67,9 +70,10 @@ class TTSpec:
             )
 
     @staticmethod
+    @door
     def suggest(
-        num_embeddings: int,
-        embedding_dim: int,
+        num_embeddings: Count,
+        embedding_dim: Count,
         tt_ranks: Sequence[int],
         tt_p_shapes: Sequence[int] | None = None,
         tt_q_shapes: Sequence[int] | None = None,
@@ -89,9 +93,10 @@ class TTSpec:
         return TTSpec(num_embeddings, tuple(p_shapes), tuple(q_shapes), tuple(tt_ranks))
 
     @staticmethod
+    @door
     def for_budget(
-        rows: int,
-        dim: int,
+        rows: Count,
+        dim: Count,
         *,
         bytes: int | None = None,
         ratio: float | None = None,
@@ -118,7 +123,8 @@ class TTSpec:
         """
         check_one_of("for_budget", bytes=bytes, ratio=ratio)
         check_within("(0, inf)", ratio, "ratio")
-        item_bytes = jnp.dtype(dtype).itemsize
+        check_within("[2, inf)", 2 if num_cores == "auto" else num_cores, "num_cores")
+        item_bytes = jnp.dtype(dtype_among(TABLE_DTYPES, dtype, "dtype")).itemsize
         num_numbers = int(rows * dim / ratio) if ratio is not None else int(bytes or 0) // item_bytes
         choices = (2, 3, 4) if num_cores == "auto" else (num_cores,)
         best: TTSpec | None = None
@@ -208,8 +214,7 @@ class TTSpec:
 
 
 def _whole_number(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must hold integers, got {value!r}.")
+    check_kind(value, int, f"TTSpec: {name}")
     if int(value) < 1:
         raise ValueError(f"{name} must hold integers of at least 1, got {value!r}.")
     return int(value)

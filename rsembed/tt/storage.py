@@ -16,6 +16,7 @@ from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
+from rsembed.kinds import check_kind
 from rsembed.specs import TableSpec
 from rsembed.tt.chain import Cores
 from rsembed.tt.cores import rows as rows_of
@@ -62,6 +63,7 @@ class TensorTrain(Home):
     def __post_init__(self) -> None:
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
             value = getattr(self, name)
+            check_kind(value, tuple[int, ...] | None, f"TensorTrain: {name}")
             object.__setattr__(self, name, None if value is None else tuple(value))
         if (self.tt_ranks is None) == (self.bytes is None):
             raise ValueError("TensorTrain needs either tt_ranks or bytes.")
@@ -85,7 +87,10 @@ class TensorTrain(Home):
                 f"table {table.name!r}: TensorTrain keeps float32 or bfloat16 cores, rounded to nearest; got dtype "
                 f"{table.dtype!r} and stochastic_rounding={table.stochastic_rounding}."
             )
-        self.spec_of(table)
+        try:
+            self.spec_of(table)
+        except ValueError as error:
+            raise ValueError(f"table {table.name!r}: {error}") from error
 
     def init(
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int

@@ -15,11 +15,13 @@ from jaxtyping import Array, Float
 
 from rsembed.bags import Bags
 from rsembed.fingerprint import Fingerprint, identity
+from rsembed.intervals import Size, door
 from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW
+from rsembed.kinds import check_kind, dtype_among
 from rsembed.optimizers import OptimizerSpec, Slots
-from rsembed.tt.chain import Cores, pooled_rows
-from rsembed.tt.checks import check_numbers, check_options, check_whole_numbers
+from rsembed.tt.chain import Cores, check_implementation, pooled_rows
+from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
 from rsembed.tt.cores import full_weight, rows_of
 from rsembed.tt.fused import OptimType, init_core_slots, rule_of, step_cores
 from rsembed.tt.hot_rows import CacheReport, HotRows
@@ -66,6 +68,7 @@ class TTTables(nnx.Module):
       learning_rate: of the fused update; a variable, so changing it compiles nothing.
     """
 
+    @door
     def __init__(
         self,
         specs: Sequence[TTSpec],
@@ -82,23 +85,18 @@ class TTTables(nnx.Module):
         include_last_offset: bool | None = None,
         implementation: str | None = None,
         use_cache: bool = False,
-        cache_size: int = 0,
-        hashtbl_size: int = 0,
-        max_spilled_rows: int | None = None,
-        populate_every: int = 0,
-        halve_counts_every: int = 0,
+        cache_size: Size = 0,
+        hashtbl_size: Size = 0,
+        max_spilled_rows: Size | None = None,
+        populate_every: Size = 0,
+        halve_counts_every: Size = 0,
         rngs: nnx.Rngs | None = None,
     ):
-        num_rows, dtype = min(spec.num_embeddings for spec in specs), jnp.dtype(dtype)
-        check_options(num_rows, mode=mode, bounds_check=bounds_check, dtype=dtype, padding_idx=padding_idx)
+        num_rows = min(spec.num_embeddings for spec in specs)
+        dtype = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype"))
+        check_implementation(implementation)
+        check_options(num_rows, mode=mode, bounds_check=bounds_check, padding_idx=padding_idx)
         check_numbers(learning_rate=learning_rate, eps=eps)
-        check_whole_numbers(
-            cache_size=cache_size,
-            hashtbl_size=hashtbl_size,
-            max_spilled_rows=max_spilled_rows,
-            populate_every=populate_every,
-            halve_counts_every=halve_counts_every,
-        )
         if max_spilled_rows and not sparse:
             raise ValueError(
                 f"max_spilled_rows={max_spilled_rows} needs sparse=True: with sparse=False an optimizer outside knows "
@@ -158,7 +156,8 @@ class TTTables(nnx.Module):
             cache.reset()
         self.step.set_value(jnp.zeros((), jnp.int32))
 
-    def set_learning_rate(self, learning_rate: Any) -> None:
+    @door
+    def set_learning_rate(self, learning_rate: float | Float[Array, ""]) -> None:
         """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
         check_numbers(learning_rate=learning_rate)
         self.learning_rate.set_value(jnp.asarray(learning_rate, jnp.float32))
@@ -172,6 +171,8 @@ class TTTables(nnx.Module):
 
     def _place_of(self, table: int) -> tuple[int, list[TTSpec]]:
         """A table's group, and the tables that stand before it there."""
+        if not 0 <= table < len(self.specs):
+            raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
         ((g, group),) = [(g, group) for g, group in enumerate(self.groups) if table in group]
         return g, [self.specs[k] for k in group[: group.index(table)]]
 
@@ -256,6 +257,7 @@ class TTTables(nnx.Module):
             outputs, pull = jax.vjp(lambda cores: lookup(cores, cached, weights), cores)
         else:
             outputs, pull = jax.vjp(lookup, cores, cached, weights)
+        shapes = [output.shape for output in outputs]
         directories, is_spent = [cache.directory() for cache in self.caches], False
 
         def backward(d_outputs: Sequence[Any]) -> TTGradients | None:
@@ -264,6 +266,10 @@ class TTTables(nnx.Module):
                 raise RuntimeError("the cache was populated or reset after this lookup; look the batch up again.")
             if is_spent:
                 raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
+            for table, (d_output, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
+                check_kind(d_output, Float[Array, "..."], f"d_output of table {table}")
+                if np.shape(d_output) != shape:
+                    raise ValueError(f"d_output of table {table} has shape {np.shape(d_output)}, its output {shape}.")
             d_outputs = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]
             if not self.sparse:
                 d_cores, d_cached, d_weights = pull(d_outputs)

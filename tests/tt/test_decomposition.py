@@ -156,5 +156,5 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="make 99 rows"):
         from_dense(table, ranks=2, tt_p_shapes=[11, 9])
     table[0, 0] = np.nan
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="must hold numbers that are finite"):
         from_dense(table, ranks=2)

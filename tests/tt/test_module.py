@@ -273,7 +273,7 @@ def test_other_optimizers_are_refused_by_name(name):
         ({"scale_grad_by_freq": True}, NotImplementedError, "scale_grad_by_freq"),
         ({"mode": "max"}, ValueError, "mode must be 'sum' or 'mean'"),
         ({"bounds_check": "warn"}, ValueError, "bounds_check must be"),
-        ({"dtype": jnp.float16}, ValueError, "float32 or bfloat16"),
+        ({"dtype": jnp.float16}, ValueError, "'float16' is not one of float32, bfloat16"),
         ({"padding_idx": 10}, ValueError, "padding_idx=10 is no row"),
         ({"optimizer": "adamw"}, ValueError, "unknown optimizer 'adamw'; choose one of OptimType.SGD"),
     ],
@@ -339,7 +339,7 @@ def test_numbers_without_a_meaning_are_refused_by_name(options, message):
 
 
 def test_a_truth_value_is_no_number():
-    with pytest.raises(TypeError, match=r"halve_counts_every must be a number in \[0, inf\), got bool"):
+    with pytest.raises(TypeError, match="halve_counts_every must be an integer, got True"):
         TTEmbeddingBag(10, 2, [2], [3, 4], [1, 2], halve_counts_every=True)
 
 

@@ -101,7 +101,7 @@ def test_strides_and_stored_shapes(name):
         ((10, (10,), (3,), ()), ValueError, "d >= 2"),
         ((10, (5, 2), (1, 3), (2, 2)), ValueError, "d - 1 ranks"),
         ((10, (5, 2), (1, 0), (2,)), ValueError, "tt_q_shapes must hold integers of at least 1, got 0"),
-        ((10, (5, 2.5), (1, 3), (2,)), TypeError, "tt_p_shapes must hold integers, got 2.5"),
+        ((10, (5, 2.5), (1, 3), (2,)), TypeError, r"tt_p_shapes\[1\] must be an integer, got 2.5"),
         ((0, (5, 2), (1, 3), (2,)), ValueError, "num_embeddings must hold integers of at least 1, got 0"),
     ],
 )

@@ -1,0 +1,268 @@
+"""Bad tensor trains: specs, storages, functions of cores, modules."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+from rsembed import tt
+from tests.bad_calls.world import KEY, feature, mesh, table
+
+NAN = float("nan")
+SPEC = tt.TTSpec(9, (3, 3), (2, 2), (2,))
+DENSE = np.ones((9, 4), np.float32)
+
+
+@functools.cache
+def cores():
+    return tt.init_cores(KEY(0), SPEC)
+
+
+@functools.cache
+def bag():
+    return tt.TTEmbeddingBag(9, 4, tt_ranks=[2], use_cache=False)
+
+
+@functools.cache
+def several():
+    return tt.TableBatchedTTEmbeddingBag(2, 9, 4, tt_ranks=[2], use_cache=False)
+
+
+def module(**options):
+    return tt.TTEmbeddingBag(9, 4, **({"tt_ranks": [2], "use_cache": False} | options))
+
+
+def stored(*ranks, dtype="float32", **fields):
+    spec = table(storage=tt.TensorTrain(*ranks, **fields), dtype=dtype)
+    return rs.EmbeddingCollection([feature(table_spec=spec)])
+
+
+def tuned(**options):
+    return tt.fine_tune(SPEC, cores(), DENSE, **({"key": KEY(0), "num_steps": 1, "batch_rows": 2} | options))
+
+
+IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2])
+
+BAD = {
+    # TTSpec
+    "one core": (lambda: tt.TTSpec(9, (9,), (4,), ()), ValueError, "d >= 2", "tt_p_shapes=[9]"),
+    "too many ranks": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (2, 2)), ValueError, "d - 1 ranks", "tt_ranks=[2, 2]"),
+    "a rank of zero": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (0,)), ValueError, "tt_ranks", "at least 1", "0"),
+    "half a rank": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (2.5,)), TypeError, "tt_ranks[0]", "an integer", "2.5"),
+    "one rank for all": (lambda: tt.TTSpec(9, (3, 3), (2, 2), 2), TypeError, "tt_ranks", "each an integer", "got 2"),
+    "factors as text": (lambda: tt.TTSpec(9, "33", (2, 2), (2,)), TypeError, "tt_p_shapes", "each an integer", "'33'"),
+    "too few rows": (lambda: tt.TTSpec(10, (3, 3), (2, 2), (2,)), ValueError, "make 9 rows", "num_embeddings=10"),
+    "rows of a train as text": (lambda: tt.TTSpec("9", (3, 3), (2, 2), (2,)), TypeError, "num_embeddings", "'9'"),
+    "columns that do not multiply": (
+        lambda: tt.TTSpec.suggest(9, 4, [2], tt_q_shapes=[2, 3]), ValueError, "tt_q_shapes", "multiply to 6",
+        "embedding_dim=4",
+    ),
+    "suggested ranks as a number": (
+        lambda: tt.TTSpec.suggest(9, 4, 2), TypeError, "tt_ranks", "each an integer", "got 2",
+    ),
+    "no suggested rows": (lambda: tt.TTSpec.suggest(0, 4, [2]), ValueError, "num_embeddings", "[1, inf)", "0"),
+    "no suggested columns": (lambda: tt.TTSpec.suggest(9, 0, [2]), ValueError, "embedding_dim", "[1, inf)", "0"),
+    "two budgets": (
+        lambda: tt.TTSpec.for_budget(9, 4, bytes=99, ratio=2.0), ValueError, "exactly one", "bytes=", "ratio=",
+    ),
+    "no budget": (lambda: tt.TTSpec.for_budget(9, 4), ValueError, "exactly one", "bytes=", "ratio="),
+    "a budget that holds nothing": (
+        lambda: tt.TTSpec.for_budget(9, 4, bytes=8), ValueError, "8 bytes", "9 x 4", "rank 1",
+    ),
+    "a budget as text": (lambda: tt.TTSpec.for_budget(9, 4, bytes="1MB"), TypeError, "bytes", "an integer", "'1MB'"),
+    "a ratio of zero": (lambda: tt.TTSpec.for_budget(9, 4, ratio=0), ValueError, "ratio", "(0, inf)", "0"),
+    "no rows for a budget": (lambda: tt.TTSpec.for_budget(0, 4, bytes=999), ValueError, "rows", "[1, inf)", "0"),
+    "one core for a budget": (
+        lambda: tt.TTSpec.for_budget(9, 4, bytes=999, num_cores=1), ValueError, "num_cores", "[2, inf)", "1",
+    ),
+    "cores as text": (
+        lambda: tt.TTSpec.for_budget(9, 4, bytes=999, num_cores="two"), TypeError, "num_cores", "a number", "str",
+    ),
+    "a dtype of cores nobody knows": (
+        lambda: tt.TTSpec.for_budget(9, 4, bytes=999, dtype="flaot"), ValueError, "dtype", "'flaot'", "float32",
+    ),
+    "no factors": (lambda: tt.suggested_tt_shapes(0, 3), ValueError, "suggested_tt_shapes", "n=0"),
+    "half a factor": (lambda: tt.suggested_tt_shapes(9.5, 2), TypeError, "suggested_tt_shapes", "n", "integer", "9.5"),
+    "factors of nothing": (lambda: tt.cheapest_p_shapes(9, []), ValueError, "cheapest_p_shapes", "slice_sizes"),
+    # Storage
+    "neither ranks nor bytes": (lambda: stored(), ValueError, "TensorTrain", "tt_ranks or bytes"),
+    "both ranks and bytes": (lambda: stored((2,), bytes=999), ValueError, "TensorTrain", "tt_ranks or bytes"),
+    "ranks of a storage as a number": (
+        lambda: stored(2), TypeError, "TensorTrain: tt_ranks", "each an integer", "got 2",
+    ),
+    "a distribution nobody knows": (
+        lambda: stored((2,), weight_dist="gauss"), ValueError, "weight_dist 'gauss'", "normal",
+    ),
+    "factors that do not fit the table": (
+        lambda: stored((2,), tt_p_shapes=(2, 2)), ValueError, "table 'word'", "make 4 rows", "num_embeddings=9",
+    ),
+    "too few bytes for the table": (lambda: stored(bytes=8), ValueError, "table 'word'", "8 bytes"),
+    "float16 cores": (
+        lambda: stored((2,), dtype="float16"), ValueError, "table 'word'", "float32 or bfloat16", "float16",
+    ),
+    "a train placed by row": (
+        lambda: rs.EmbeddingCollection(
+            [feature(table_spec=table(storage=tt.TensorTrain((2,))))], mesh=mesh(), placement={"word": "row"}
+        ),
+        ValueError, "table 'word'", "'row'", "'replicated'",
+    ),
+    # Functions of cores
+    "cores of another spec": (
+        lambda: tt.rows(tt.TTSpec(9, (3, 3), (4, 1), (2,)), cores(), jnp.array([1])), ValueError, "cores have shapes",
+    ),
+    "a spec that is none": (lambda: tt.rows((9, 4), cores(), jnp.array([1])), TypeError, "TTSpec", "tuple"),
+    "rows of float ids": (lambda: tt.rows(SPEC, cores(), jnp.array([1.5])), TypeError, "ids", "integers", "float32"),
+    "a kernel nobody knows": (
+        lambda: tt.rows(SPEC, cores(), jnp.array([1]), implementation="fast"), ValueError, "'fast'", "chunked",
+    ),
+    "a bag's mode nobody knows": (
+        lambda: tt.bag(SPEC, cores(), rs.Bags.from_lists([[1]]), mode="max"), ValueError, "mode", "'max'",
+        "'sum' or 'mean'",
+    ),
+    "lists for a bag": (lambda: tt.bag(SPEC, cores(), [[1]]), TypeError, "Bags", "list", "Bags.from_lists"),
+    "the weight of other cores": (
+        lambda: tt.full_weight(SPEC, cores()[:1]), ValueError, "cores have shapes", "spec asks for",
+    ),
+    "cores by a seed": (lambda: tt.init_cores(0, SPEC), TypeError, "init_cores", "PRNG key", "jax.random.key(0)"),
+    "cores of a distribution nobody knows": (
+        lambda: tt.init_cores(KEY(0), SPEC, "gauss"), ValueError, "'gauss'", "normal",
+    ),
+    "cores of integers": (
+        lambda: tt.init_cores(KEY(0), SPEC, dtype=jnp.int32), ValueError, "dtype", "int32", "float32",
+    ),
+    # From and to tables
+    "ranks and an error": (
+        lambda: tt.from_dense(DENSE, ranks=2, max_relative_error=0.1), ValueError, "from_dense", "exactly one",
+    ),
+    "a table of one axis": (
+        lambda: tt.from_dense(np.ones(9), ranks=2), ValueError, "from_dense: table", "[vocab, dim]", "(9,)",
+    ),
+    "a table of texts": (lambda: tt.from_dense(np.full((9, 4), "a"), ranks=2), TypeError, "table", "numbers", "<U1"),
+    "a table with NaN": (lambda: tt.from_dense(DENSE * np.nan, ranks=2), ValueError, "the table", "(9, 4)", "finite"),
+    "a table without rows": (lambda: tt.from_dense(DENSE[:0], ranks=2), ValueError, "table", "(0, 4)"),
+    "a negative error": (
+        lambda: tt.from_dense(DENSE, max_relative_error=-0.1), ValueError, "max_relative_error", "-0.1",
+    ),
+    "a rank of zero for a table": (lambda: tt.from_dense(DENSE, ranks=0), ValueError, "ranks", "at least 1", "0"),
+    "factors of another table": (
+        lambda: tt.from_dense(DENSE, ranks=2, tt_p_shapes=(2, 2)), ValueError, "tt_p_shapes", "make 4 rows", "9",
+    ),
+    "column factors of another table": (
+        lambda: tt.from_dense(DENSE, ranks=2, tt_q_shapes=(3, 3)), ValueError, "tt_q_shapes", "multiply to 9", "4",
+    ),
+    "rounding to nothing": (lambda: tt.round_cores(SPEC, cores()), ValueError, "round_cores", "exactly one"),
+    "rounding of other cores": (
+        lambda: tt.round_cores(SPEC, cores()[:1], ranks=1), ValueError, "cores have shapes", "spec asks for",
+    ),
+    "rounding to too many ranks": (
+        lambda: tt.round_cores(SPEC, cores(), ranks=[1, 1]), ValueError, "ranks", "each boundary of 2 cores", "[1, 1]",
+    ),
+    "a matrix from one array": (
+        lambda: tt.from_tensorly(np.ones((3, 3))), ValueError, "from_tensorly", "[R, p, q, R]", "(3,), (3,)",
+    ),
+    "a matrix of text": (lambda: tt.from_tensorly("cores"), ValueError, "from_tensorly", "cores must be arrays", "()"),
+    "no bytes to compress to": (lambda: tt.compress(DENSE), ValueError, "compress", "exactly one"),
+    "an error of NaN": (lambda: tt.compress(DENSE, max_relative_error=NAN), ValueError, "max_relative_error", "nan"),
+    "a compressed vector": (
+        lambda: tt.compress(np.ones(9), bytes=99), ValueError, "compress: table", "[vocab, dim]", "(9,)",
+    ),
+    "too few row weights": (
+        lambda: tt.compress(DENSE, bytes=99, row_weights=np.ones(8)), ValueError, "row_weights", "9",
+    ),
+    "negative row weights": (lambda: tuned(row_weights=-np.ones(9)), ValueError, "row_weights", "not negative"),
+    "a table to tune to of another shape": (
+        lambda: tt.fine_tune(SPEC, cores(), DENSE.T, key=KEY(0)), ValueError, "(4, 9)", "(9, 4)",
+    ),
+    "tuning by a seed": (lambda: tuned(key=0), TypeError, "key", "PRNG key", "jax.random.key(0)"),
+    "fewer steps than none": (lambda: tuned(num_steps=-1), ValueError, "num_steps=-1", "at least 0"),
+    "half a step": (lambda: tuned(num_steps=1.5), TypeError, "fine_tune: num_steps", "an integer", "1.5"),
+    "tuning at a rate of NaN": (lambda: tuned(learning_rate=NAN), ValueError, "learning_rate", "nan"),
+    # Modules
+    "no ranks": (lambda: module(tt_ranks=None), TypeError, "tt_ranks is missing", "tt_ranks=[16]"),
+    "ranks twice": (lambda: tt.TTEmbeddingBag(9, 4, [2], [3, 3], [2, 2], [2]), TypeError, "too many shapes"),
+    "ranks of a module as a number": (lambda: module(tt_ranks=2), TypeError, "tt_ranks", "each an integer", "got 2"),
+    "a mode nobody knows": (lambda: module(mode="max"), ValueError, "mode", "'sum' or 'mean'", "'max'"),
+    "an optimizer nobody knows": (lambda: module(optimizer="adma"), ValueError, "optimizer", "'adma'", "ADAM"),
+    "an optimizer by number": (lambda: module(optimizer=3), TypeError, "optimizer", "OptimType.SGD", "3"),
+    "a dtype of a module nobody knows": (
+        lambda: module(dtype="flaot32"), ValueError, "dtype", "'flaot32'", "float32, bfloat16",
+    ),
+    "a module of integers": (lambda: module(dtype="int32"), ValueError, "dtype", "float32, bfloat16", "int32"),
+    "a negative rate of a module": (lambda: module(learning_rate=-1.0), ValueError, "learning_rate", "-1.0"),
+    "a rate of a module as text": (lambda: module(learning_rate="0.1"), TypeError, "learning_rate", "number", "str"),
+    "a padding id outside": (lambda: module(padding_idx=9), ValueError, "padding_idx=9", "no row"),
+    "a padding id of half": (lambda: module(padding_idx=1.5), TypeError, "padding_idx", "integer", "1.5"),
+    "a bounds check nobody knows": (lambda: module(bounds_check="clip"), ValueError, "bounds_check", "'clip'"),
+    "a kernel of a module nobody knows": (lambda: module(implementation="fast"), ValueError, "'fast'", "chunked"),
+    "a cache of half a row": (
+        lambda: module(use_cache=True, cache_size=1.5), TypeError, "cache_size", "an integer", "1.5",
+    ),
+    "renormalised rows": (lambda: module(max_norm=1.0), NotImplementedError, "max_norm=1.0"),
+    "a seed for Rngs": (lambda: module(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
+    "no tables": (
+        lambda: tt.TableBatchedTTEmbeddingBag(0, 9, 4, tt_ranks=[2]), ValueError, "num_tables", "at least 1", "0",
+    ),
+    "rows of other tables": (
+        lambda: tt.TableBatchedTTEmbeddingBag(2, [9, 9, 9], 4, tt_ranks=[2]), ValueError, "num_embeddings", "3",
+        "2 tables",
+    ),
+    # Their batches
+    "a batch without offsets": (lambda: bag()(IDS), ValueError, "(3,)", "need offsets"),
+    "a batch of floats": (lambda: bag()(np.array([1.5]), np.array([0])), TypeError, "indices", "integers", "float64"),
+    "a batch of texts": (lambda: bag()(["a"], [0]), TypeError, "indices", "integers"),
+    "a batch of None": (lambda: bag()(None, OFFSETS), ValueError, "offsets go with flat indices", "()"),
+    "offsets of floats": (lambda: bag()(IDS, np.array([0.0, 2.0])), TypeError, "offsets", "integers", "float64"),
+    "offsets that fall": (lambda: bag()(IDS, np.array([0, 3, 2])), ValueError, "offsets", "never fall"),
+    "an id outside": (
+        lambda: bag()(np.array([9]), np.array([0])), ValueError, "id 9 in sample 0", "TTEmbeddingBag",
+        "vocabulary_size=9",
+    ),
+    "weights of NaN": (lambda: bag()(IDS, OFFSETS, np.array([1, NAN, 1])), ValueError, "weight nan", "sample 0"),
+    "too few weights": (lambda: bag()(IDS, OFFSETS, np.ones(2)), ValueError, "per_sample_weights", "2", "3 indices"),
+    "weights as a list": (lambda: bag()(IDS, OFFSETS, ["a", "b", "c"]), TypeError, "per_sample_weights", "numbers"),
+    "bags for too few tables": (
+        lambda: several()(rs.Bags.from_lists([[1], [2], [3]])), ValueError, "3 bags", "2 tables",
+    ),
+    "a gradient of another batch": (
+        lambda: bag().vjp(IDS, OFFSETS)[1](np.ones((3, 4), np.float32)), ValueError, "d_output", "(3, 4)", "(2, 4)",
+    ),
+    "a gradient of None": (lambda: bag().vjp(IDS, OFFSETS)[1](None), TypeError, "d_output", "NoneType"),
+    "a backward pass twice": (lambda: _twice(), RuntimeError, "already stepped", "look the batch up again"),
+    "cores of other shapes": (
+        lambda: bag().set_cores([jnp.ones((3, 3))]), ValueError, "cores have shapes", "((3, 3),)",
+    ),
+    "the state of another module": (
+        lambda: bag().load_state_dict(module(tt_ranks=[1]).state_dict()), ValueError, "core_groups", "(3, 2)", "(3, 4)",
+    ),
+    "a state that is none": (lambda: bag().load_state_dict([1, 2]), TypeError, "the state", "a mapping", "[1, 2]"),
+    "a rate of None": (lambda: bag().set_learning_rate(None), TypeError, "learning_rate", "number", "None"),
+    "a rate set to NaN": (lambda: bag().set_learning_rate(NAN), ValueError, "learning_rate", "nan"),
+    "the cores of a table nobody knows": (lambda: several().cores_of(2), ValueError, "no table 2", "2 tables"),
+}  # fmt: skip
+
+
+def _twice():
+    one = module()
+    output, backward = one.vjp(IDS, OFFSETS)
+    backward(output)
+    backward(output)
+
+
+def looked_up(*batch):
+    return bag()(*batch)
+
+
+ACCEPTED = {
+    "factors as lists": (lambda: str(tt.TTSpec(9, [3, 3], [2, 2], [2])), lambda: str(SPEC)),
+    "factors of numpy": (lambda: str(tt.TTSpec(np.int64(9), np.array([3, 3]), (2, 2), (2,))), lambda: str(SPEC)),
+    "ids as a list with offsets": (lambda: looked_up([1, 2, 3], [0, 2]), lambda: looked_up(IDS, OFFSETS)),
+    "an optimizer by name": (
+        lambda: str(module(optimizer="adam").rule), lambda: str(module(optimizer=tt.OptimType.ADAM).rule),
+    ),
+    "an integer rate": (
+        lambda: module(learning_rate=1).learning_rate.get_value(),
+        lambda: module(learning_rate=1.0).learning_rate.get_value(),
+    ),
+    "a dtype by name": (lambda: str(module(dtype="bfloat16").dtype), lambda: str(module(dtype=jnp.bfloat16).dtype)),
+}  # fmt: skip
