@@ -143,7 +143,7 @@ def _segment_cotangent(table: Array, segment: Segment, d_output: Array) -> Segme
     return Segment(_no_gradient(segment.rows), _no_gradient(segment.offsets), d_weights, segment.combiner)
 
 
-def _no_gradient(integers: Array | None) -> Any:
+def _no_gradient(integers: Any) -> Any:
     return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 

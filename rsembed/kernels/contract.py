@@ -26,8 +26,9 @@ Rounding = Callable[[Array, Any, Array], Array]
 NO_ROW = 2**31 - 1
 
 
-def as_rows(rows: Array) -> Int[Array, " nnz"]:
+def as_rows(rows: Any) -> Int[Array, " nnz"]:
     """The same numbers as int32; those that do not fit become `NO_ROW`, which no table has."""
+    rows = jnp.asarray(rows)
     if rows.dtype == jnp.int32:
         return rows
     if rows.dtype.itemsize < 4:

@@ -52,8 +52,8 @@ def check_specs(
         if len(given) != count or len(set(given)) != count:
             raise ValueError(f"{what} must be {count} different names, got {list(given)}.")
     for (rows, dim, location, compute_device), name in zip(specs, names, strict=True):
-        if rows < 1 or dim < 1:
-            raise ValueError(f"table {name!r} has {rows} rows of {dim} numbers; both must be at least 1.")
+        if rows < 0 or dim < 1:
+            raise ValueError(f"table {name!r} has {rows} rows of {dim} numbers; a row has at least 1.")
         if rows >= NO_ROW:
             raise ValueError(
                 f"table {name!r} has {rows} rows, but ids are 32-bit numbers here, so that a table has {NO_ROW - 1} at "
@@ -138,14 +138,17 @@ def with_hyper_parameters(
 ) -> tuple[TBEPlan, OptimizerArguments]:
     """The plan with other hyperparameters in its rules, and the arguments of the optimizers from now on.
 
-    Raises: NotImplementedError: a name is unknown, or no table's optimizer reads it. ValueError: a value is impossible.
+    Raises: NotImplementedError: a name is unknown. ValueError: a value is impossible.
     """
+    if unknown := sorted(set(changes) - set(HYPER_PARAMETERS)):
+        raise NotImplementedError(
+            f"setting hyper-parameter {unknown[0]!r} is not supported; there are lr, {', '.join(HYPER_PARAMETERS)}."
+        )
+    is_read = {name: any(_reads(table, name, arguments) for table in plan.tables) for name in changes}
+    warn_of_no_effect([name for name in changes if not is_read[name]], "no table's optimizer uses them")
     for name, value in changes.items():
-        if name not in HYPER_PARAMETERS or not any(_reads(table, name, arguments) for table in plan.tables):
-            raise NotImplementedError(
-                f"setting hyper-parameter {name!r} is not supported by this module's optimizers; there are lr and, as "
-                f"far as an optimizer reads them, {', '.join(HYPER_PARAMETERS)}."
-            )
+        if not is_read[name]:
+            continue
         change: dict[str, Any] = {name: value}
         if name == "lower_bound":
             decay = dataclasses.replace(arguments.global_weight_decay, lower_bound=value)  # type: ignore[type-var]

@@ -46,7 +46,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
 
     An eager training step takes over the module's arrays: copies that share them (`nnx.clone`, `nnx.split`) end there.
     With tables behind a cache `nnx.state` holds the cache alone; one that is not of this moment and module is refused.
-    `state_dict` and `load_state_dict` copy a module, and take it back to another time.
+    `state_dict` and `load_state_dict` copy a module, and take it back to another time. Members of enums may also be
+    given by name or value ("exact_sgd", 0); `FBGEMM_TBE_BOUNDS_CHECK_MODE` in the environment overrules the bounds
+    check's.
 
     Args:
       embedding_specs: `(rows, dim, location, compute device)` of every table. Tables live on `device` whatever their
@@ -124,15 +126,15 @@ class TableBatchedEmbeddingBags(nnx.Module):
         self,
         embedding_specs: Sequence[construction.EmbeddingSpec],
         feature_table_map: Sequence[int] | None = None,
-        cache_algorithm: CacheAlgorithm = CacheAlgorithm.LRU,
+        cache_algorithm: CacheAlgorithm | str | int = CacheAlgorithm.LRU,
         cache_load_factor: float = 0.2,
         cache_sets: int = 0,
         cache_reserved_memory: float = 0.0,
-        cache_precision: SparseType | None = None,
-        weights_precision: SparseType = SparseType.FP32,
-        output_dtype: SparseType = SparseType.FP32,
+        cache_precision: SparseType | str | None = None,
+        weights_precision: SparseType | str | int = SparseType.FP32,
+        output_dtype: SparseType | str | int = SparseType.FP32,
         enforce_hbm: bool = False,
-        optimizer: EmbOptimType | Sequence[EmbOptimType] = EmbOptimType.EXACT_SGD,
+        optimizer: EmbOptimType | str | Sequence[EmbOptimType | str] = EmbOptimType.EXACT_SGD,
         record_cache_metrics: records.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
@@ -143,16 +145,16 @@ class TableBatchedEmbeddingBags(nnx.Module):
         eps: float = 1e-8,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE,
+        weight_decay_mode: WeightDecayMode | str | int = WeightDecayMode.NONE,
         eta: float = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
         ensemble_mode: records.EnsembleModeDefinition | None = None,
         counter_based_regularization: records.CounterBasedRegularizationDefinition | None = None,
         cowclip_regularization: records.CowClipDefinition | None = None,
-        pooling_mode: PoolingMode = PoolingMode.SUM,
+        pooling_mode: PoolingMode | str | int = PoolingMode.SUM,
         device: Any = None,
-        bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING,
+        bounds_check_mode: BoundsCheckMode | str | int = BoundsCheckMode.WARNING,
         uvm_non_rowwise_momentum: bool = False,
         use_experimental_tbe: bool = False,
         prefetch_pipeline: bool = False,
@@ -172,8 +174,17 @@ class TableBatchedEmbeddingBags(nnx.Module):
         storage_folder: str | Path | None = None,
         rngs: nnx.Rngs | None = None,
     ):
+        cache_algorithm = records.member(CacheAlgorithm, cache_algorithm)
+        weights_precision = records.member(SparseType, weights_precision)
+        output_dtype = records.member(SparseType, output_dtype)
+        weight_decay_mode = records.member(WeightDecayMode, weight_decay_mode)
+        pooling_mode = records.member(PoolingMode, pooling_mode)
+        bounds_check_mode = records.bounds_check_mode(bounds_check_mode)
+        if cache_precision is not None:
+            cache_precision = records.member(SparseType, cache_precision)
         if cache_precision == weights_precision:
             cache_precision = None  # no other one
+        optimizer = records.optimizers(optimizer)
         given = {name: value for name, value in locals().items() if name != "learning_rate"}  # each table has its own
         names = tuple(table_names or (f"table_{t}" for t in range(len(embedding_specs))))
         features = tuple(range(len(names))) if feature_table_map is None else tuple(feature_table_map)
@@ -328,7 +339,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
     def update_hyper_parameters(self, parameters: Mapping[str, float]) -> None:
         """Changes `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound` (of global decay) from now on.
 
-        All but `lr` are compiled into steps. Raises: NotImplementedError: no table's optimizer reads the name.
+        All but `lr` are compiled into steps. What no table's optimizer reads has no effect, and a warning says so.
+
+        Raises: NotImplementedError: a name is none of these.
         """
         parameters = dict(parameters)
         if "lr" in parameters:
@@ -342,6 +355,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
     # What concerns whole tables is written where they are: these are functions of a module.
     init_embedding_weights_uniform = whole_tables.init_embedding_weights_uniform
     split_embedding_weights = whole_tables.split_embedding_weights
+    set_embedding_weights = whole_tables.set_embedding_weights
     split_optimizer_states = whole_tables.split_optimizer_states
     state_dict = whole_tables.state_dict
     load_state_dict = whole_tables.load_state_dict
@@ -349,9 +363,32 @@ class TableBatchedEmbeddingBags(nnx.Module):
     state_bytes = whole_tables.state_bytes
 
     def get_optimizer_state(self) -> list[dict[str, Any]]:
-        """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`."""
+        """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
+
+        Tables with global decay or counters have the number of steps, too, as `iter`.
+        """
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
-        return [dict(zip(table.torch_state_names, states, strict=True)) for table, states in by_table]
+        return [
+            dict(zip(table.torch_state_names, states, strict=True))
+            | ({"iter": self.step} if table.counts_steps else {})
+            for table, states in by_table
+        ]
+
+    def get_optimizer_buffer(self, state: str) -> Array:
+        """One state of all tables, flat and one after the other: `momentum1`, `momentum2_dev`, ...; or `iter`.
+
+        Raises: ValueError: no table has it; names those that there are.
+        """
+        if state == "iter":
+            return self.step.reshape(1)
+        wanted = state.removesuffix("_dev").removesuffix("_host").removesuffix("_uvm")
+        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
+        named = [pair for table, states in by_table for pair in zip(table.state_names, states, strict=True)]
+        found = [own for name, own in named if name == wanted]
+        if not found:
+            known = sorted({name for name, _ in named} | {"iter"})
+            raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(known)}.")
+        return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
 
     def apply_global_weight_decay(self) -> None:
         """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables.

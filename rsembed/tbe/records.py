@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 
@@ -119,6 +121,37 @@ class SparseType(enum.Enum):
     INT4 = "int4"
     INT2 = "int2"
     MX4 = "mx4"
+
+
+Member = TypeVar("Member", bound=enum.Enum)
+
+
+def member(kind: type[Member], given: Member | str | int) -> Member:
+    """A member of an enum, given as itself, as its value or by its name in any case.
+
+    Raises: ValueError: there is no such member; names those that there are.
+    """
+    for own in kind:
+        if given is own or (
+            not isinstance(given, enum.Enum) and str(given).lower() in (str(own.value), own.name.lower())
+        ):
+            return own
+    raise ValueError(f"{kind.__name__} has no member {given!r}; there are {', '.join(own.name for own in kind)}.")
+
+
+def optimizers(given: EmbOptimType | str | Sequence[EmbOptimType | str]) -> EmbOptimType | list[EmbOptimType]:
+    """One for all tables, or one each. Raises: ValueError: as `member`."""
+    if isinstance(given, (EmbOptimType, str)):
+        return member(EmbOptimType, given)
+    return [member(EmbOptimType, own) for own in given]
+
+
+def bounds_check_mode(given: BoundsCheckMode | str | int) -> BoundsCheckMode:
+    """The mode, or that of the environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE`, which overrules it.
+
+    Raises: ValueError: as `member`.
+    """
+    return member(BoundsCheckMode, os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", given))
 
 
 _DTYPES = {SparseType.FP32: "float32", SparseType.FP16: "float16", SparseType.BF16: "bfloat16"}

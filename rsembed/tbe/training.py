@@ -137,7 +137,9 @@ class TablesBackward:
         module, host_rows = self._module, self._module.host_rows
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
-        gradient, mask = self._gradient(d_output), self._mask_of_ids()
+        gradient, mask = self._gradient(d_output), None
+        if self._mask is not None:
+            mask = mask_of_ids(module.plan, self._batch, self._mask)
         self._use()
         if module.state.get_value().generation is not self._generation:
             # Rows may have moved since the lookup: other batches came between.
@@ -190,15 +192,14 @@ class TablesBackward:
             raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
         return d_output
 
-    def _mask_of_ids(self) -> Float[Array, " nnz"] | None:
-        """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
-        if self._mask is None:
-            return None
-        num_bags, mask = self._module.plan.bags_of(self._batch), jnp.asarray(self._mask, jnp.float32)
-        if mask.shape != (len(num_bags),):
-            raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(num_bags)} numbers.")
-        starts = feature_starts(jnp.asarray(self._batch.offsets), num_bags)
-        return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, self._batch.ids.shape[0])
+
+def mask_of_ids(plan: TBEPlan, batch: JaggedBatch, feature_requires_grad: Any) -> Float[Array, " nnz"]:
+    """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
+    num_bags, mask = plan.bags_of(batch), jnp.asarray(feature_requires_grad, jnp.float32)
+    if mask.shape != (len(num_bags),):
+        raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(num_bags)} numbers.")
+    starts = feature_starts(jnp.asarray(batch.offsets), num_bags)
+    return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, batch.ids.shape[0])
 
 
 def _cut(gradients: RowGradients, bound: int) -> RowGradients:

@@ -135,6 +135,27 @@ def split_embedding_weights(module: TableBatchedEmbeddingBags) -> list[Any]:
     return [read_table(module, table)[0] for table in range(len(module.plan.tables))]
 
 
+def set_embedding_weights(module: TableBatchedEmbeddingBags, table: int | str, weights: Any) -> None:
+    """Overwrites the weights of one table; optimizer states stay.
+
+    Args:
+      module: whose table it is.
+      table: its number or name.
+      weights: `[rows, dim]`, of numpy, JAX or torch.
+
+    Raises: ValueError: there is no such table, or it has another shape.
+    """
+    names = [own.name for own in module.plan.tables]
+    number = names.index(table) if table in names else table
+    if not isinstance(number, int) or not 0 <= number < len(names):
+        raise ValueError(f"there is no table {table!r}; there are {names}.")
+    values, shape = np.asarray(weights), (module.plan.tables[number].num_rows, module.plan.tables[number].dim)
+    check_kind(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
+    if values.shape != shape:
+        raise ValueError(f"table {names[number]!r} has shape {shape}, the new weights {values.shape}.")
+    write_table(module, number, lambda first, last: values[first:last])
+
+
 def split_optimizer_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]:
     """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
 

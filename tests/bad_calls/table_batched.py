@@ -79,7 +79,7 @@ BAD = {
         lambda: TableBatchedEmbeddingBags((9, 4, HOST, CPU)), TypeError, "embedding_specs[0]", "9",
         "(an integer, an integer, a member of EmbeddingLocation",
     ),
-    "no rows": (lambda: module((0, 4, HOST, CPU)), ValueError, "table 'table_0'", "0 rows", "at least 1"),
+    "fewer than no rows": (lambda: module((-1, 4, HOST, CPU)), ValueError, "table 'table_0'", "-1 rows"),
     "rows as text": (lambda: module(("9", 4, HOST, CPU)), TypeError, "embedding_specs[0][0]", "an integer", "'9'"),
     "half a column": (lambda: module((9, 4.5, HOST, CPU)), TypeError, "embedding_specs[0][1]", "an integer", "4.5"),
     "rows beyond int32": (lambda: module((2**31, 4, HOST, CPU)), ValueError, "table 'table_0'", "32-bit", "hash"),
@@ -114,7 +114,7 @@ BAD = {
         lambda: module(feature_names=["a", "b", "c"]), ValueError, "feature_names", "2 different names",
     ),
     # Arguments
-    "an optimizer by name": (lambda: module(optimizer="adam"), TypeError, "optimizer", "EmbOptimType", "'adam'"),
+    "an unknown optimizer": (lambda: module(optimizer="adan"), ValueError, "EmbOptimType", "'adan'", "ADAM"),
     "a deprecated optimizer": (lambda: module(optimizer=OptimType.SHAMPOO), ValueError, "SHAMPOO", "EXACT_SGD"),
     "optimizers of other tables": (
         lambda: module(optimizer=[OptimType.ADAM] * 3), ValueError, "optimizer", "3 entries for 2 tables",
@@ -131,26 +131,24 @@ BAD = {
     "eps as text": (lambda: module(optimizer=OptimType.EXACT_ADAGRAD, eps="1e-8"), TypeError, "eps", "number", "str"),
     "beta1 of 1": (lambda: module(optimizer=OptimType.ADAM, beta1=1.0), ValueError, "beta1", "[0, 1)", "1.0"),
     "negative decay": (lambda: module(optimizer=OptimType.ADAM, weight_decay=-1.0), ValueError, "weight_decay", "-1.0"),
-    "a decay mode by name": (
-        lambda: module(optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, weight_decay_mode="l2"), TypeError,
-        "weight_decay_mode", "WeightDecayMode", "'l2'",
+    "an unknown decay mode": (
+        lambda: module(optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, weight_decay_mode="l3"), ValueError,
+        "WeightDecayMode", "'l3'", "L2",
     ),
     "a mode of another optimizer": (
         lambda: module(optimizer=OptimType.ADAM, weight_decay_mode=WeightDecayMode.COUNTER), ValueError, "COUNTER",
         "ADAM",
     ),
-    "a pooling by name": (lambda: module(pooling_mode="sum"), TypeError, "pooling_mode", "PoolingMode", "'sum'"),
-    "a precision by name": (
-        lambda: module(weights_precision="fp32"), TypeError, "weights_precision", "SparseType", "'fp32'",
-    ),
+    "an unknown pooling": (lambda: module(pooling_mode="max"), ValueError, "PoolingMode", "'max'", "SUM, MEAN, NONE"),
+    "an unknown precision": (lambda: module(weights_precision="f32"), ValueError, "SparseType", "'f32'", "FP32"),
     "a precision nobody trains": (
         lambda: module(weights_precision=SparseType.INT8), ValueError, "weights_precision", "INT8", "FP32",
     ),
     "outputs of integers": (
         lambda: module(output_dtype=SparseType.INT8), ValueError, "output_dtype", "INT8", "FP32, FP16, BF16",
     ),
-    "a bounds check by name": (
-        lambda: module(bounds_check_mode="fatal"), TypeError, "bounds_check_mode", "BoundsCheckMode", "'fatal'",
+    "an unknown bounds check": (
+        lambda: module(bounds_check_mode="strict"), ValueError, "BoundsCheckMode", "'strict'", "FATAL",
     ),
     "a device that is not there": (lambda: module(device="cuda:7"), ValueError, "'cuda:7'", "cpu:0"),
     "a gradient bound of zero": (
@@ -168,8 +166,8 @@ BAD = {
     ),
     "negative sets": (lambda: module(CACHED, cache_sets=-1), ValueError, "cache_sets", "-1"),
     "half a set": (lambda: module(CACHED, cache_sets=1.5), TypeError, "cache_sets", "integer", "1.5"),
-    "an algorithm by name": (
-        lambda: module(CACHED, cache_algorithm="lru"), TypeError, "cache_algorithm", "CacheAlgorithm", "'lru'",
+    "an unknown algorithm": (
+        lambda: module(CACHED, cache_algorithm="fifo"), ValueError, "CacheAlgorithm", "'fifo'", "LRU",
     ),
     "a pipeline of LFU": (
         lambda: module(CACHED, cache_algorithm=CacheAlgorithm.LFU, prefetch_pipeline=True), ValueError,

@@ -1,0 +1,137 @@
+"""Names and forms of the original that programs around it use."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rsembed import tbe as rt
+from tests.tbe.oracle import make, train
+
+SPECS = ((9, 4), (6, 4), (5, 2))
+IDS = np.array([3, 3, 8, 0, 5, 5, 1, 4])
+OFFSETS = np.array([0, 2, 3, 5, 6, 7, 8])  # three features of two bags
+
+
+def dense_oracle(weights, ids, offsets, sample_weights, mean):
+    pooled = []
+    for feature, table in enumerate(weights):
+        rows = []
+        for bag in range(2):
+            first, last = offsets[2 * feature + bag], offsets[2 * feature + bag + 1]
+            total = sum((sample_weights[k] * table[ids[k]] for k in range(first, last)), np.zeros(table.shape[1]))
+            rows.append(total / max(last - first, 1) if mean else total)
+        pooled.append(np.stack(rows))
+    return np.concatenate(pooled, axis=1)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_dense_module_pools_and_has_the_gradients_of_a_loop(mean):
+    pooling = "mean" if mean else rt.PoolingMode.SUM
+    module = rt.DenseTableBatchedEmbeddingBagsCodegen([*SPECS], pooling_mode=pooling)
+    module.init_embedding_weights_uniform(-1.0, 1.0)
+    tables = [np.asarray(table, np.float64) for table in module.split_embedding_weights()]
+    sample_weights = np.linspace(0.5, 2.0, 8).astype(np.float32)
+    upstream = np.random.default_rng(0).normal(size=(2, 10))
+
+    def loss(module, weights):
+        return jnp.sum(module(IDS, OFFSETS, weights) * jnp.asarray(upstream, jnp.float32))
+
+    found, (d_module, d_weights) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(
+        module, jnp.asarray(sample_weights)
+    )
+    assert found == pytest.approx(np.sum(dense_oracle(tables, IDS, OFFSETS, sample_weights, mean) * upstream), rel=1e-5)
+    by_group = [
+        leaf.get_value() for leaf in jax.tree.leaves(d_module, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
+    ]
+    d_tables = [by_group[0][:9], by_group[0][9:], by_group[1]]
+    for number, (table, d_table) in enumerate(zip(tables, d_tables, strict=True)):
+        expected = np.zeros_like(table)
+        columns = slice(4 * number, 4 * number + table.shape[1])
+        for bag in range(2):
+            first, last = OFFSETS[2 * number + bag], OFFSETS[2 * number + bag + 1]
+            for k in range(first, last):
+                expected[IDS[k]] += sample_weights[k] * upstream[bag, columns] / (last - first if mean else 1)
+        np.testing.assert_allclose(d_table, expected, rtol=1e-5)
+    for k in range(8):
+        bumped = sample_weights.astype(np.float64)
+        bumped[k] += 1.0
+        more = dense_oracle(tables, IDS, OFFSETS, bumped, mean) - dense_oracle(
+            tables, IDS, OFFSETS, sample_weights, mean
+        )
+        assert d_weights[k] == pytest.approx(np.sum(more * upstream), rel=1e-4, abs=1e-5)
+
+
+def test_features_that_need_none_give_their_weights_no_gradient():
+    module = rt.DenseTableBatchedEmbeddingBags([*SPECS])
+    module.init_embedding_weights_uniform(1.0, 2.0)
+    d_weights = jax.grad(lambda w: module(IDS, OFFSETS, w, feature_requires_grad=[1, 0, 1]).sum())(jnp.ones(8))
+    assert (np.asarray(d_weights) == 0).tolist() == [False] * 3 + [True] * 3 + [False] * 2
+
+
+def test_members_may_be_given_by_name_or_value(monkeypatch):
+    spec = [(9, 4, rt.EmbeddingLocation.DEVICE, rt.ComputeDevice.CPU)]
+    module = rt.TableBatchedEmbeddingBags(spec, pooling_mode=1, optimizer="exact_adagrad", weights_precision="FP16")
+    assert (module.plan.pooling, module.plan.tables[0].dtype) == ("mean", "float16")
+    assert module.plan.tables[0].optimizer == rt.OptimType.EXACT_ADAGRAD
+    with pytest.raises(ValueError, match=r"PoolingMode has no member 7; there are SUM, MEAN, NONE"):
+        rt.TableBatchedEmbeddingBags(spec, pooling_mode=7)
+    monkeypatch.setenv("FBGEMM_TBE_BOUNDS_CHECK_MODE", "0")
+    strict = rt.TableBatchedEmbeddingBags(spec, bounds_check_mode=rt.BoundsCheckMode.IGNORE)
+    with pytest.raises(ValueError, match="id 9"):
+        strict(np.array([9]), np.array([0, 1]))
+
+
+def test_one_table_can_be_set_by_number_or_name():
+    module = make(SPECS, uniform=None)
+    weights = np.arange(24.0).reshape(6, 4)
+    module.set_embedding_weights("table_1", weights)
+    module.set_embedding_weights(2, jnp.ones((5, 2)))
+    found = module.split_embedding_weights()
+    assert (found[0] == 0).all() and (found[2] == 1).all()
+    np.testing.assert_array_equal(found[1], weights)
+    with pytest.raises(ValueError, match=r"'table_1' has shape \(6, 4\), the new weights \(5, 4\)"):
+        module.set_embedding_weights(1, weights[1:])
+    with pytest.raises(ValueError, match="there is no table 3"):
+        module.set_embedding_weights(3, weights)
+
+
+def test_a_table_without_rows_reads_zeros_and_stands_in_nobodys_way():
+    module = make(((9, 4), (0, 4), (0, 2)), optimizer=rt.OptimType.EXACT_ADAGRAD, uniform=(1, 2))
+    ids, offsets = np.array([3, 3]), np.array([0, 2, 2, 2])
+    out, backward = module.vjp(ids, offsets)
+    assert out.shape == (1, 10) and (np.asarray(out)[:, 4:] == 0).all()
+    backward(jnp.ones_like(out))
+    assert [table.shape for table in module.split_embedding_weights()] == [(9, 4), (0, 4), (0, 2)]
+    with pytest.warns(UserWarning, match="was corrected"):
+        assert (np.asarray(module(np.array([3, 0]), np.array([0, 1, 2, 2])))[:, 4:] == 0).all()
+
+
+def test_hyper_parameters_that_nobody_reads_are_taken_with_a_word():
+    module = make(SPECS, optimizer=rt.OptimType.EXACT_SGD)
+    with pytest.warns(UserWarning, match="beta1, eps: no effect, no table's optimizer uses them"):
+        module.update_hyper_parameters({"beta1": 0.5, "eps": 1e-3, "lr": 0.25})
+    assert module.get_learning_rate() == 0.25
+    with pytest.raises(NotImplementedError, match="hyper-parameter 'gamma' is not supported; there are lr, eps"):
+        module.update_hyper_parameters({"gamma": 1.0})
+
+
+def test_optimizer_buffers_are_flat_and_tell_the_step():
+    module = make(SPECS, optimizer=rt.OptimType.EXACT_ROWWISE_ADAGRAD)
+    train(module, IDS, OFFSETS)
+    states = np.concatenate([np.asarray(states[0]) for states in module.split_optimizer_states()])
+    np.testing.assert_array_equal(module.get_optimizer_buffer("momentum1_dev"), states)
+    assert module.get_optimizer_buffer("iter").tolist() == [1]
+    with pytest.raises(ValueError, match="'momentum2'; there are iter, momentum1"):
+        module.get_optimizer_buffer("momentum2")
+    decay = rt.CounterBasedRegularizationDefinition(counter_weight_decay_mode=rt.CounterWeightDecayMode.ADAGRADW)
+    counting = make(
+        SPECS,
+        optimizer=rt.OptimType.EXACT_ROWWISE_ADAGRAD,
+        weight_decay_mode=rt.WeightDecayMode.COUNTER,
+        counter_based_regularization=decay,
+    )
+    train(counting, IDS, OFFSETS)
+    assert [int(state["iter"]) for state in counting.get_optimizer_state()] == [1, 1, 1]
+    assert all("iter" not in state for state in module.get_optimizer_state())
