@@ -9,7 +9,7 @@ import numbers
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,11 @@ def words_for(hint: Any) -> str:
     if kind in _SEQUENCES:
         if _is_record(hint):
             return f"({', '.join(map(words_for, args))})"
-        return "a list" if not args or args[0] is Any else f"a list (each {words_for(args[0])})"
+        return (
+            "a list"
+            if not args or args[0] is Any or isinstance(args[0], TypeVar)
+            else f"a list (each {words_for(args[0])})"
+        )
     if kind in _MAPPINGS:
         return "a mapping" if not args or args[1] is Any else f"a mapping (each {words_for(args[1])})"
     if (letter := _letter(kind)) == "k":

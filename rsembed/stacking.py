@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from rsembed.intervals import Count, door
-from rsembed.kinds import did_you_mean
+from rsembed.kinds import check_kind, did_you_mean
 from rsembed.places import Place
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
@@ -420,6 +420,8 @@ def plan_stack(
         readers.sort(key=lambda feature: feature.name)
     feature_placements, total_samples = _place_features(readers, placements, num_shards)
     limits = [max_ids_per_partition, max_unique_ids_per_partition]
+    for limit, name in zip(limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True):
+        check_kind(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
     declared = [[t.max_ids_per_partition for t in tables], [t.max_unique_ids_per_partition for t in tables]]
     max_ids, max_unique = (
         own[0] if len(tables) == 1 else max(int(limit(stack_name, total_samples)), *own)

@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray
 from rsembed.collection.devices import Devices
 from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
+from rsembed.intervals import door
 from rsembed.sparsecore.layout import Nested as Nested
 from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
 from rsembed.sparsecore.layout import (
@@ -99,6 +100,7 @@ def compute_coo_buffer_size_per_device(
     return {name: layout.buffer_size_per_device(enable_minibatching) for name, layout in layouts.items()}
 
 
+@door
 def init_embedding_variables(
     rng: PRNGKeyArray,
     table_specs: Nested[TableSpec],

@@ -132,7 +132,7 @@ def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense
                 f"{where}: a sparse tensor has indices [n, 2], values [n] and a dense shape [2], got shapes "
                 f"{index.shape}, {value.shape} and {shape.shape}."
             )
-        samples, num_samples = index[:, 0].astype(np.int64), int(shape[0])
+        samples, num_samples = _integers(index[:, 0], f"{where}, indices").astype(np.int64), int(shape[0])
         if samples.size and (samples.min() < 0 or samples.max() >= num_samples):
             worst = samples.min() if samples.min() < 0 else samples.max()
             raise ValueError(f"{where}: sparse index names sample {worst}, outside the dense shape's {num_samples}.")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, Union
 
 import jax
 
+from rsembed.kinds import check_kind
 from rsembed.places import Place
 from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import SUBLANES, place_of, round_up
@@ -56,6 +57,8 @@ def num_sparsecores_per_device(device: jax.Device | None = None, *, global_devic
 
 def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> int:
     """`num_sc_per_device`, checked, or the default of this machine."""
+    check_kind(global_device_count, int, "global_device_count")
+    check_kind(num_sc_per_device, int | None, "num_sc_per_device")
     if global_device_count < 1:
         raise ValueError(f"global_device_count must be at least 1, got {global_device_count}.")
     if num_sc_per_device is None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rsembed import optimizers
+from rsembed.kinds import check_kind
 from rsembed.optimizers import OptimizerSpec
 from rsembed.places import Place
 from rsembed.sparsecore.layout import Nested, stack_layouts
@@ -128,8 +129,11 @@ class EmbeddingSpecRecord:
 
     @classmethod
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
-        """The inverse of `to_json`."""
-        return _restored(cls, json.loads(text))
+        """The inverse of `to_json`. Raises: ValueError: the text is no record."""
+        try:
+            return _restored(cls, json.loads(text))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"the text is no EmbeddingSpecRecord in JSON: {error}.") from error
 
 
 _NESTED = {"stacked_table_specs": StackRecord, "table_specs": TableRecord, "feature_specs": FeatureRecord}
@@ -199,6 +203,7 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
 
 def get_optimizer_type(optimizer: OptimizerSpec) -> int:
     """The code of an optimizer; rules that are functions of the user's all have `CUSTOM_CODE`."""
+    check_kind(optimizer, OptimizerSpec, "get_optimizer_type: optimizer")
     return _CODES.get(type(optimizer), CUSTOM_CODE)
 
 

@@ -13,6 +13,7 @@ from rsembed.initial_values import table_key
 from rsembed.intervals import check_within
 from rsembed.kernels import api
 from rsembed.kernels.contract import Rounding, Step
+from rsembed.kinds import check_kind
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore import device
 from rsembed.sparsecore.layout import (
@@ -135,6 +136,7 @@ def sparse_dense_matmul_grad(
 
 
 def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -> EmbeddingVariables:
+    check_kind(embedding_variables, Mapping, "embedding_variables")
     if layout.name not in embedding_variables:
         raise ValueError(
             f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "
@@ -150,10 +152,15 @@ def unstack_embedding_activations(
     global_device_count: int,
     num_sc_per_device: int | None = None,
 ) -> Any:
-    """Activations of every feature, in a tree like `feature_specs`, from those of the stacks on one device."""
+    """Activations of every feature, in a tree like `feature_specs`, from those of the stacks on one device.
+
+    Raises: ValueError: those of a stack are missing, or have another shape.
+    """
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     by_name: dict[str, Array] = {}
     for name, layout in layouts.items():
+        if name not in activations:
+            raise ValueError(f"activations have no stack {name!r}, only {sorted(activations)}.")
         stacked = layout.checked_activations(activations[name])
         by_core = stacked.reshape(layout.num_cores, layout.samples_per_core, -1)
         for feature in layout.features:
@@ -206,6 +213,8 @@ def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]
         raise ValueError(
             f"activation gradients must have the tree structure of feature_specs, {structure}; got {given}."
         )
+    for feature, leaf in zip(features_of(feature_specs), leaves, strict=True):
+        check_kind(leaf, Float[Array, "..."], f"feature {feature.name!r}: activation gradients")
     return [jnp.asarray(leaf) for leaf in leaves]
 
 
@@ -227,6 +236,7 @@ def _entries(
     axis_name: AxisName | None,
 ) -> list[device.StackEntries]:
     """What this device looks up in every stack."""
+    check_kind(inputs, PreprocessedInput, "preprocessed_inputs")
     inputs.check_minibatching(enable_minibatching)
     num_minibatches = None
     if enable_minibatching:
@@ -262,7 +272,9 @@ def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str
             f"embedding_var_limits must name every stack: got {sorted(limits)}, need {sorted(stacks)}; (None, None) "
             "sets no limit."
         )
-    for name, (minimum, maximum) in limits.items():
+    for name, pair in limits.items():
+        check_kind(pair, tuple[Any, Any], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
+        minimum, maximum = pair
         for which, limit in (("minimum", minimum), ("maximum", maximum)):
             check_within("[-inf, inf]", limit, f"embedding_var_limits of stack {name!r}: {which}")
         if minimum is not None and maximum is not None and minimum > maximum:

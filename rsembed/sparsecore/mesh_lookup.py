@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from rsembed.collection.devices import Devices
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.kernels.cpu_threads import check_threads
+from rsembed.kinds import check_kind
 from rsembed.sparsecore.layout import Nested
 from rsembed.sparsecore.matmul import sparse_dense_matmul, sparse_dense_matmul_grad
 from rsembed.sparsecore.preprocessing import PreprocessedInput, preprocess_sparse_dense_matmul_input
@@ -33,6 +34,7 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
 
     Raises: ValueError: the mesh lacks an axis, or is missing while there are several.
     """
+    check_kind(mesh, Mesh | None, "mesh")
     axes = (sharding_axis,) if isinstance(sharding_axis, str) else tuple(sharding_axis)
     if mesh is None:
         if len(axes) != 1:
@@ -98,6 +100,7 @@ class MeshTables:
 
         The step is a float, or autodiff would not ask for its gradient; float32 counts exactly to 16 million.
         """
+        check_kind(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
 
         @jax.custom_vjp
         def lookup(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:

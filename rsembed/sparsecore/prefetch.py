@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from rsembed.intervals import door
+
 Batch = TypeVar("Batch")
 Prepared = TypeVar("Prepared")
 
@@ -60,6 +62,7 @@ class Prefetcher(Iterator[Prepared], Generic[Prepared]):
         self.close()
 
 
+@door
 def prefetch(
     batches: Iterable[Batch], function: Callable[[Batch], Prepared], *, depth: int = 2
 ) -> Prefetcher[Prepared]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsembed.kinds import check_kind
 from rsembed.sparsecore.layout import (
     Nested,
     StackLayout,
@@ -116,6 +117,8 @@ def stack_tables(
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
     """
+    check_kind(table_names, Sequence[str], "table_names")
+    check_kind(stack_name, str | None, "stack_name")
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
@@ -246,6 +249,7 @@ def stack_and_shard_tables(
     for name, layout in stacks_of(jax.tree.leaves(table_specs)).items():
         cores_of(layout.tables, 1, num_shards)
         for table in layout.tables:
+            _check_given(tables, table.name, "tables")
             check_logical(tables[table.name], table.optimizer, where=f"table {table.name!r}")
         stack = functools.partial(_stacked, layout, pad_value)
         stacked = jax.tree.map(stack, *(labelled(tables[table.name], None) for table in layout.tables))
@@ -283,6 +287,7 @@ def unshard_and_unstack_tables(
     result: dict[str, Any] = {}
     for name, members in get_table_stacks(table_specs).items():
         cores_of(members, 1, num_shards)
+        _check_given(stacked_tables, name, "stacked_tables")
         layout = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
         check_layout(stacked_tables[name], layout)
         shards = num_shards, layout.rows_per_shard
@@ -295,6 +300,11 @@ def unshard_and_unstack_tables(
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked_tables[name])
         result |= {table.name: logical_form(table, flat) for table in layout.tables}
     return result
+
+
+def _check_given(given: Mapping[str, Any], name: str, what: str) -> None:
+    if name not in given:
+        raise ValueError(f"{what} have no {name!r}, only {sorted(given)}.")
 
 
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:

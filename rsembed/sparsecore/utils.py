@@ -7,16 +7,17 @@ import math
 import numpy as np
 from jaxtyping import Array, Float
 
-from rsembed.intervals import check_within
+from rsembed.intervals import Count, check_within, door
 from rsembed.sparsecore.layout import num_sparsecores_per_device as num_sparsecores_per_device
 from rsembed.stacking import SUBLANES, round_up
 
 
+@door
 def estimate_preprocessing_parameters(
     *,
-    global_batch_size: int,
-    global_device_count: int,
-    num_sc_per_device: int,
+    global_batch_size: Count,
+    global_device_count: Count,
+    num_sc_per_device: Count,
     valency: float,
     hot_shard_fraction: float = 0.2,
     headroom_factor: float = 1.25,
@@ -58,8 +59,9 @@ def estimate_preprocessing_parameters(
     }
 
 
+@door
 def shard_emb_table(
-    emb_table: Float[Array | np.ndarray, "vocab dim"], num_devices: int, num_sc_per_device: int
+    emb_table: Float[Array | np.ndarray, "vocab dim"], num_devices: Count, num_sc_per_device: Count
 ) -> Float[Array | np.ndarray, "devices rows dim"]:
     """One table, cut into the parts of the devices: row `v*S + c*C + s` is device `c`'s row `s*(vocab/S) + v`.
 

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Int, Num, PRNGKeyArray
 
 from rsembed.collection.devices import Devices
 from rsembed.collection.initial_rows import OwnShards, PlacedTable, initial_shards
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.kinds import check_kind
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.sparsecore.layout import Nested, StackLayout, cores_of, placed_stack, stacks_of
 from rsembed.sparsecore.row_rule import rule_of
@@ -239,6 +240,7 @@ def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> Em
     new = jax.tree.leaves(given) if isinstance(given, EmbeddingVariables) else [given]
     if isinstance(given, EmbeddingVariables) and len(new) != len(old):
         raise ValueError(f"{where}: got {len(new) - 1} slots, but its optimizer has {len(old) - 1}.")
+    check_kind(new[0], Num[Array, "..."], where)
     if jnp.shape(new[0]) != shape:
         raise ValueError(f"{where}: got shape {jnp.shape(new[0])}, its spec says {shape}.")
     if isinstance(given, EmbeddingVariables):

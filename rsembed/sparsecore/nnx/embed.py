@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.intervals import door
 from rsembed.sparsecore.layout import Nested, sharding_strategy_to_enum
 from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, table_mesh
 from rsembed.sparsecore.preprocessing import PreprocessedInput
@@ -53,6 +54,7 @@ class SparseCoreEmbed(nnx.Module):
       num_sc_per_device: cores per device; None takes the number that the specs were placed for.
     """
 
+    @door
     def __init__(
         self,
         feature_specs: Nested[FeatureSpec],

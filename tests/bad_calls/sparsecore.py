@@ -1,0 +1,349 @@
+"""Bad calls of the SparseCore wing: stacking, preprocessing, lookup and update, layers, pipelines."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed.sparsecore import embedding, embedding_spec, prefetch, table_stacking, utils
+from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
+from rsembed.sparsecore.linen import embed as linen
+from rsembed.sparsecore.nnx import embed
+from tests.bad_calls.world import KEY, mesh
+
+NAN = float("nan")
+IDS = np.arange(16).reshape(8, 2)
+
+
+def made(name="word", batch=8, rows=32, **fields):
+    table = embedding_spec.TableSpec(**{"name": name, "vocabulary_size": rows, "embedding_dim": 8} | fields)
+    return embedding_spec.FeatureSpec(name=f"f_{name}", table_spec=table, input_shape=(batch, 2))
+
+
+def placed(*features, devices=1, cores=2):
+    features = list(features) or [made()]
+    embedding.prepare_feature_specs_for_training(features, devices, cores)
+    return features
+
+
+@functools.cache
+def specs():
+    return placed()
+
+
+def run(ids=IDS, weights=None, *, given=None, local=1, devices=1, **options):
+    weights = None if weights is None else [weights]
+    return embedding.preprocess_sparse_dense_matmul_input([ids], weights, given or specs(), local, devices, **options)
+
+
+@functools.cache
+def processed():
+    return run()[0]
+
+
+def variables(**changes):
+    return {"word": embedding.EmbeddingVariables(jnp.zeros((32, 8)), ())} | changes
+
+
+def look_up(inputs=None, tables=None, given=None, **options):
+    tables = variables() if tables is None else tables
+    options = {"global_device_count": 1} | options
+    return embedding.sparse_dense_matmul(inputs or processed(), tables, given or specs(), **options)
+
+
+def update(gradients=None, **options):
+    gradients = [jnp.ones((8, 8))] if gradients is None else gradients
+    return embedding.sparse_dense_matmul_grad(gradients, processed(), variables(), specs(), **options)
+
+
+def stack(names=("a", "b"), *features, devices=1, cores=1, **options):
+    return table_stacking.stack_tables(list(features) or [made("a"), made("b")], names, devices, cores, **options)
+
+
+def auto(*sizes, **options):
+    return table_stacking.auto_stack_tables([made("a"), made("b")], *(sizes or (1, 1)), **options)
+
+
+def sharding(*axes):
+    return NamedSharding(mesh(1, "x"), P(*axes))
+
+
+def init(key=None, given=None, where=None):
+    key, where = KEY(0) if key is None else key, where or sharding("x", None)
+    tables = embedding.get_table_specs(specs()) if given is None else given
+    return embedding.init_embedding_variables(key, tables, where)
+
+
+def linen_layer(**options):
+    return linen.SparseCoreEmbed(feature_specs=specs(), mesh=mesh(1, "x"), **options).init(KEY(0), processed())
+
+
+def layer(**options):
+    return embed.SparseCoreEmbed(specs(), **{"sharding_axis": "x", "mesh": mesh(1, "x"), "rngs": nnx.Rngs(0)} | options)
+
+
+@functools.cache
+def trained():
+    return layer()
+
+
+def sparse(indices, values, shape=(8, 4)):
+    trees = [[np.asarray(part)] for part in (indices, values, shape)]
+    return embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(*trees, specs(), 1, 1)
+
+
+def guess(**options):
+    sizes = {"global_batch_size": 8, "global_device_count": 1, "num_sc_per_device": 1, "valency": 2.0}
+    return utils.estimate_preprocessing_parameters(**sizes | options)
+
+
+BAD = {
+    # Placing tables
+    "no devices": (lambda: auto(0, 1), ValueError, "global_device_count", "at least 1", "0"),
+    "devices as text": (lambda: auto("1", 1), TypeError, "global_device_count", "integer", "'1'"),
+    "no cores": (lambda: auto(1, 0), ValueError, "num_sc_per_device", "at least 1", "0"),
+    "half a core": (lambda: auto(1, 1.5), TypeError, "num_sc_per_device", "integer", "1.5"),
+    "limits in the place of the rotation": (
+        lambda: auto(1, 1, lambda name, size: 8), TypeError, "rotation", "stack_to_max_ids_per_partition=",
+    ),
+    "a limit that is no function": (
+        lambda: auto(stack_to_max_ids_per_partition=64), TypeError, "stack_to_max_ids_per_partition", "function", "64",
+    ),
+    "tables in place of features": (
+        lambda: table_stacking.auto_stack_tables([made().table_spec], 1, 1), TypeError, "FeatureSpec", "TableSpec",
+    ),
+    "features without a batch": (
+        lambda: embedding.prepare_feature_specs_for_training(
+            embedding_spec.FeatureSpec(name="f", table_spec=made().table_spec), 1, 1
+        ),
+        ValueError, "feature 'f'", "declare the global batch",
+    ),
+    "a table of no combiner": (
+        lambda: placed(made(combiner="none")), ValueError, "table 'word'", "combiner 'none'", "'sum'",
+    ),
+    "a batch that cores cannot share": (
+        lambda: run(given=placed(made(batch=7))), ValueError, "feature 'f_word'", "7 samples", "2",
+    ),
+    "an unknown table in a stack": (lambda: stack(["a", "x"]), ValueError, "'x'", "'a'", "'b'"),
+    "a table twice in a stack": (lambda: stack(["a", "a"]), ValueError, "'a'"),
+    "one name in place of a list": (lambda: stack("ab"), TypeError, "table_names", "list", "'ab'"),
+    "a stack of nothing": (lambda: stack([]), ValueError, "no feature reads tables []", "'a'"),
+    "tables of other optimizers in a stack": (
+        lambda: stack(["a", "b"], made("a"), made("b", optimizer=embedding_spec.AdamOptimizerSpec())), ValueError,
+        "'a'", "'b'", "optimizer",
+    ),
+    "more padding than allowed": (
+        lambda: stack(["a", "b"], made("a"), made("b", embedding_dim=16), fail_on_excess_padding=True), ValueError,
+        "stack 'a_b'", "adds",
+    ),
+    "a stack named by a number": (lambda: stack(stack_name=3), TypeError, "stack_name", "3"),
+    "other shards than placed": (
+        lambda: run(num_sc_per_device=4), ValueError, "table 'word'", "another number of shards",
+    ),
+    "specs without a place": (lambda: run(given=[made()]), ValueError, "table 'word'", "no place in a stack"),
+    # Preprocessing
+    "features of another tree": (
+        lambda: embedding.preprocess_sparse_dense_matmul_input({"f": IDS}, None, specs(), 1, 1), ValueError, "features",
+        "tree structure",
+    ),
+    "too many features": (
+        lambda: embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, specs(), 1, 1), ValueError, "features",
+        "tree structure",
+    ),
+    "ids of floats": (lambda: run(IDS / 2), TypeError, "feature 'f_word'", "integers", "float64"),
+    "ids of texts": (lambda: run(np.full((8, 2), "a")), TypeError, "feature 'f_word'", "integers", "<U1"),
+    "ids of one axis": (lambda: run(np.zeros(8, int)), ValueError, "feature 'f_word'", "1 dimensions", "reshape"),
+    "ids of None": (lambda: run(None), ValueError, "feature 'f_word'", "one array per sample", "()"),
+    "an id outside": (
+        lambda: run(IDS + 17), ValueError, "feature 'f_word'", "id 32 in sample 7", "table 'word'",
+        "vocabulary_size=32",
+    ),
+    "a negative id": (lambda: run(IDS - 1), ValueError, "feature 'f_word'", "id -1 in sample 0", "table 'word'"),
+    "an id that wraps round": (lambda: run(IDS + 2**32), ValueError, "feature 'f_word'", "id 4294967311 in sample 7"),
+    "an id beyond 64 bits": (lambda: run([[2**70, 1]] * 8), ValueError, "feature 'f_word'", "fit 64 bits", "hash"),
+    "lists of other depth": (lambda: run([[0, [1]]] * 8), ValueError, "feature 'f_word'", "sample 0 mixes"),
+    "a batch of another size": (
+        lambda: run(np.zeros((9, 2), int)), ValueError, "feature 'f_word'", "9 samples", "batch of 8",
+    ),
+    "a pair whose lengths do not add up": (
+        lambda: run((np.arange(8), np.full(8, 2))), ValueError, "feature 'f_word'", "(values, lengths)", "8 values",
+    ),
+    "weights of texts": (
+        lambda: run(IDS, np.full((8, 2), "a")), TypeError, "feature 'f_word'", "weights", "numbers", "<U1",
+    ),
+    "weights of NaN": (
+        lambda: run(IDS, np.full((8, 2), NAN)), ValueError, "feature 'f_word'", "weight nan in sample 0",
+    ),
+    "too few weights": (lambda: run(IDS, np.ones((8, 1))), ValueError, "feature 'f_word'", "one value per id"),
+    "a strategy nobody knows": (lambda: run(sharding_strategy="DIV"), ValueError, "sharding strategy 'DIV'", "MOD"),
+    "a strategy by number": (lambda: run(sharding_strategy=1), ValueError, "sharding strategy 1", "MOD"),
+    "more local devices than all": (lambda: run(local=2), ValueError, "local_device_count=2", "global_device_count=1"),
+    "local devices as text": (lambda: run(local="1"), TypeError, "local_device_count", "integer", "'1'"),
+    "a limit too low": (
+        lambda: run(2 * (IDS % 2), given=placed(made(max_ids_per_partition=3))), ValueError, "max_ids_per_partition=3",
+        "word",
+    ),
+    "a buffer too small": (
+        lambda: run(given=placed(made(suggested_coo_buffer_size_per_device=8))), ValueError,
+        "suggested_coo_buffer_size_per_device", "word",
+    ),
+    "an agreement that is none": (
+        lambda: run(enable_minibatching=True, all_reduce_interface="mpi"), TypeError, "all_reduce_interface",
+        "AllReduce", "'mpi'",
+    ),
+    "sparse indices of three columns": (
+        lambda: sparse([[0, 0, 0]], [1]), ValueError, "feature 'f_word'", "indices [n, 2]",
+    ),
+    "sparse indices of floats": (
+        lambda: sparse([[0.5, 0]], [1]), TypeError, "feature 'f_word'", "indices", "integers", "float64",
+    ),
+    "a sparse sample outside": (lambda: sparse([[8, 0]], [1]), ValueError, "feature 'f_word'", "sample 8"),
+    # Variables
+    "a seed in place of a key": (lambda: init(0), TypeError, "rng", "PRNG key", "jax.random.key(0)", "got 0"),
+    "a sharding of no rows": (
+        lambda: init(where=sharding()), ValueError, "global_sharding", "PartitionSpec('x', None)",
+    ),
+    "a mesh in place of a sharding": (
+        lambda: init(where=mesh(1, "x")), TypeError, "global_sharding", "NamedSharding", "Mesh",
+    ),
+    "tables that were not placed": (
+        lambda: init(given=[made().table_spec]), ValueError, "table 'word'", "no place in a stack",
+    ),
+    "features in place of tables": (lambda: init(given=specs()), TypeError, "table_specs", "TableSpec", "FeatureSpec"),
+    "a seed for Rngs": (lambda: layer(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
+    "no Rngs": (lambda: layer(rngs=None), ValueError, "needs rngs", "nnx.Rngs(0)"),
+    "an unknown axis": (lambda: layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
+    "a mesh by number": (lambda: layer(mesh=1), TypeError, "mesh", "jax.make_mesh", "int"),
+    # Lookup and update
+    "no stack of this name": (lambda: look_up(tables={}), ValueError, "no stack 'word'", "feature_specs"),
+    "tables as an array": (
+        lambda: look_up(tables=jnp.zeros((32, 8))), TypeError, "embedding_variables", "a mapping", "(32, 8)",
+    ),
+    "a table of another shape": (
+        lambda: look_up(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), ()))), ValueError,
+        "stack 'word'", "(16, 8)", "(32, 8)",
+    ),
+    "raw ids in place of an input": (
+        lambda: look_up([IDS]), TypeError, "preprocessed_inputs", "PreprocessedInput", "list",
+    ),
+    "an input of other specs": (
+        lambda: look_up(given=placed(made("user"))), ValueError, "preprocessed for stacks ['word']", "['user']",
+    ),
+    "a number of devices that does not fit": (lambda: look_up(global_device_count=3), ValueError, "3 devices"),
+    "no devices to look up on": (
+        lambda: look_up(global_device_count=0), ValueError, "global_device_count", "at least 1", "0",
+    ),
+    "other cores than preprocessed": (
+        lambda: look_up(num_sc_per_device=4), ValueError, "num_sc_per_device=4", "with 2",
+    ),
+    "minibatches nobody made": (
+        lambda: look_up(enable_minibatching=True), ValueError, "enable_minibatching=True", "preprocessed",
+    ),
+    "gradients of another tree": (
+        lambda: update({"f": jnp.ones((8, 8))}), ValueError, "activation gradients", "tree structure",
+    ),
+    "gradients of another batch": (
+        lambda: update([jnp.ones((4, 8))], global_device_count=1), ValueError, "feature 'f_word'", "(4, 8)", "(8, 8)",
+    ),
+    "gradients of other columns": (
+        lambda: update([jnp.ones((8, 9))], global_device_count=1), ValueError, "feature 'f_word'", "(8, 9)", "(8, 8)",
+    ),
+    "gradients of text": (
+        lambda: update(["ones"], global_device_count=1), TypeError, "feature 'f_word'", "gradient", "str",
+    ),
+    "limits of no stack": (
+        lambda: update(embedding_var_limits={}), ValueError, "embedding_var_limits", "every stack", "word",
+    ),
+    "limits of NaN": (
+        lambda: update(embedding_var_limits={"word": (NAN, None)}), ValueError, "stack 'word'", "minimum", "nan",
+    ),
+    "limits the wrong way round": (
+        lambda: update(embedding_var_limits={"word": (2, 1)}), ValueError, "minimum 2", "maximum 1",
+    ),
+    "one limit in place of two": (
+        lambda: update(embedding_var_limits={"word": 1.0}), TypeError, "stack 'word'", "(minimum, maximum)", "1.0",
+    ),
+    "stacked activations of another size": (
+        lambda: embedding.unstack_embedding_activations({"word": jnp.ones((4, 8))}, specs(), 1), ValueError, "word",
+        "(4, 8)",
+    ),
+    "activations of no stack": (
+        lambda: embedding.unstack_embedding_activations({}, specs(), 1), ValueError, "activations", "'word'",
+    ),
+    # Tables by name
+    "tables of an array": (
+        lambda: embedding.logical_tables(jnp.ones(3), specs()), ValueError, "no EmbeddingVariables", "'word'",
+    ),
+    "a table nobody has": (
+        lambda: embedding.with_logical_tables(variables(), specs(), {"wrod": jnp.ones((32, 8))}), ValueError,
+        "['wrod']", "['word']",
+    ),
+    "a table of other rows": (
+        lambda: embedding.with_logical_tables(variables(), specs(), {"word": jnp.ones((31, 8))}), ValueError,
+        "table 'word'", "(31, 8)", "(32, 8)",
+    ),
+    "a table of texts": (
+        lambda: embedding.with_logical_tables(variables(), specs(), {"word": np.full((32, 8), "a")}), TypeError,
+        "table 'word'", "numbers", "<U1",
+    ),
+    "shards of another number": (
+        lambda: table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.ones((32, 8))}, 3),
+        ValueError, "another number of shards",
+    ),
+    "a table that is not given": (
+        lambda: table_stacking.stack_and_shard_tables([specs()[0].table_spec], {}, 2), ValueError, "tables", "'word'",
+    ),
+    "a stack that is not given": (
+        lambda: table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {}, 2), ValueError, "stacked_tables",
+        "'word'",
+    ),
+    "rows that shards cannot share": (
+        lambda: utils.shard_emb_table(np.zeros((10, 2)), 2, 2), ValueError, "10 rows", "4 shards", "12",
+    ),
+    "a table of one axis": (
+        lambda: utils.shard_emb_table(np.zeros(8), 2, 2), ValueError, "shard_emb_table", "[vocab, dim]", "(8,)",
+    ),
+    "no devices for a table": (
+        lambda: utils.shard_emb_table(np.zeros((8, 2)), 0, 2), ValueError, "num_devices", "[1, inf)", "0",
+    ),
+    "a table cut for others": (
+        lambda: utils.unshard_emb_table(np.zeros((3, 2, 2)), 2, 2), ValueError, "(3, 2, 2)", "2 devices with 2 cores",
+    ),
+    "an optimizer code nobody knows": (lambda: embedding.get_optimizer_class(99), ValueError, "optimizer code 99"),
+    "an optimizer code of a class": (lambda: embedding.get_optimizer_type("adam"), TypeError, "OptimizerSpec", "str"),
+    "a record of a broken text": (
+        lambda: EmbeddingSpecRecord.from_json("{"), ValueError, "EmbeddingSpecRecord", "JSON",
+    ),
+    # Helpers
+    "a negative valency": (
+        lambda: guess(valency=-1.0), ValueError, "estimate_preprocessing_parameters: valency", "-1.0",
+    ),
+    "no devices to estimate for": (
+        lambda: guess(global_device_count=0), ValueError, "estimate_preprocessing_parameters: global_device_count",
+        "[1, inf)",
+    ),
+    "no core to estimate for": (
+        lambda: guess(num_sc_per_device=0), ValueError, "estimate_preprocessing_parameters: num_sc_per_device",
+        "[1, inf)",
+    ),
+    "a hot shard above all": (lambda: guess(hot_shard_fraction=2.0), ValueError, "hot_shard_fraction", "[0, 1]", "2.0"),
+    "no depth": (lambda: prefetch.prefetch([], sum, depth=0), ValueError, "depth", "at least 1", "0"),
+    "half a depth": (lambda: prefetch.prefetch([], sum, depth=1.5), TypeError, "depth", "integer", "1.5"),
+    "nothing to prefetch": (lambda: prefetch.prefetch(3, sum), TypeError, "prefetch: batches", "a list", "int"),
+    "prefetching without a function": (lambda: prefetch.prefetch([], None), TypeError, "function", "NoneType"),
+    "a linen layer of another axis": (lambda: linen_layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
+    "raw ids for a layer": (lambda: trained()([IDS]), TypeError, "PreprocessedInput", "list"),
+}  # fmt: skip
+
+ACCEPTED = {
+    "lists of lists": (lambda: run(IDS.tolist())[0], lambda: processed()),
+    "ids of uint64": (lambda: run(IDS.astype(np.uint64))[0], lambda: processed()),
+    "ids of JAX": (lambda: run(jnp.asarray(IDS))[0], lambda: processed()),
+    "weights of integers": (lambda: run(IDS, np.ones((8, 2), int))[0], lambda: run(IDS, np.ones((8, 2)))[0]),
+    "a raw key": (lambda: init(jax.random.PRNGKey(0)), lambda: init(KEY(0))),
+    "table names as a tuple": (lambda: stack(("a", "b")), lambda: stack(["a", "b"])),
+}  # fmt: skip
