@@ -60,7 +60,11 @@ class BackingStore:
           stores: with equally many rows.
           first_values: what rows hold in all arrays until they are written, which is made when they are read. It is
             called with few different numbers of rows, of which it may be asked again. None leaves it to `stores`.
+
+        Raises: ValueError: there is no store, or their numbers of rows differ.
         """
+        if len(sizes := {store.shape[0] for store in stores}) != 1:
+            raise ValueError(f"BackingStore needs at least one store, all with equally many rows, got {sorted(sizes)}.")
         self.stores, self._first_values = tuple(stores), first_values
         self._is_written = np.zeros(0 if first_values is None else self.stores[0].shape[0], bool)
 
@@ -79,6 +83,8 @@ class BackingStore:
 
     def write(self, rows: Rows, arrays: Sequence[Any]) -> None:
         """Replaces distinct rows of all arrays by the first of the values, which may be more."""
+        if len(arrays) != len(self.stores):
+            raise ValueError(f"there are {len(arrays)} arrays of rows for {len(self.stores)} stores.")
         for store, values in zip(self.stores, arrays, strict=True):
             store.write(rows, np.ascontiguousarray(values)[: rows.size])
         if self._first_values is not None:

@@ -6,8 +6,10 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64
 
 from rsembed.caching.hashing import mix64
+from rsembed.intervals import door
 
 
+@door
 def reuse_distances(ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
     """For each id, how many distinct other ids came since its last use; -1 at its first use.
 
@@ -20,6 +22,7 @@ def reuse_distances(ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
       >>> reuse_distances(np.array([5, 6, 7, 6, 6, 5])).tolist()
       [-1, -1, -1, 1, 0, 2]
     """
+    ids = np.asarray(ids)
     order = np.argsort(ids, kind="stable")
     previous = np.full(ids.size, -1, np.int64)
     is_reused = ids[order[1:]] == ids[order[:-1]]
@@ -53,6 +56,7 @@ def _scatter(places: np.ndarray, values: np.ndarray) -> np.ndarray:
     return moved
 
 
+@door
 def miss_ratio_curve(
     ids: Int[np.ndarray, " ids"],
     cache_rows: Int[np.ndarray, " sizes"],
@@ -70,7 +74,8 @@ def miss_ratio_curve(
         curves of different seeds disagree a larger fraction helps.
       seed: which ids are sampled.
 
-    Raises: ValueError: the stream is empty, the fraction is outside (0, 1], or the sample caught no id.
+    Raises: ValueError: the stream is empty, a size is negative, the fraction is outside (0, 1], or the sample caught no
+      id.
     Source: sampling: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015, at a fixed rate and with
       its correction (SHARDS-adj) for a sample that is larger or smaller than expected.
 
@@ -78,6 +83,9 @@ def miss_ratio_curve(
       >>> miss_ratio_curve(np.array([1, 2, 1, 2, 3, 1]), np.array([0, 1, 2, 3])).round(2).tolist()
       [1.0, 1.0, 0.67, 0.5]
     """
+    ids, cache_rows = np.asarray(ids), np.asarray(cache_rows)
+    if (cache_rows < 0).any():
+        raise ValueError(f"cache_rows must not be negative, got {cache_rows.min()}.")
     if not ids.size:
         raise ValueError("the stream holds no id, so nothing can be missed.")
     expected, fraction = float(ids.size), 1.0

@@ -14,6 +14,7 @@ from jaxtyping import Int, Int64
 
 from rsembed.caching.hashing import set_of
 from rsembed.caching.statistics import CacheCounts
+from rsembed.intervals import Count, Size, door
 
 NEVER = np.iinfo(np.int64).max
 """Rank of a slot that may not be a victim: above every count and every time."""
@@ -47,12 +48,13 @@ class Admission:
     counts: CacheCounts
 
 
+@door
 def num_sets_for(
-    total_rows: int,
+    total_rows: Size,
     load_factor: float,
     *,
-    num_ways: int = 32,
-    row_bytes: int,
+    num_ways: Count = 32,
+    row_bytes: Count,
     free_bytes: int | None = None,
     reserved_bytes: int = 0,
 ) -> int:
@@ -112,6 +114,7 @@ class SetAssociativeCache:
       [7]
     """
 
+    @door
     def __init__(self, num_sets: int, *, num_ways: int = 32, algorithm: str = "lru", num_ids: int) -> None:
         """An empty cache.
 
@@ -241,12 +244,15 @@ class SetAssociativeCache:
         return slots
 
     def _check_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.asarray(ids)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"ids must be a flat integer array, got {ids.dtype} of shape {ids.shape}; convert them.")
         ids = ids.astype(np.int64)
         return ids, (ids >= 0) & (ids < self.num_ids)
 
     def _check_slots(self, slots: np.ndarray) -> np.ndarray:
+        if not np.issubdtype(slots.dtype, np.integer):
+            raise TypeError(f"slots must be an integer array, got {slots.dtype}.")
         slots = slots[slots != -1]
         if slots.size and not 0 <= slots.min() <= slots.max() < self.tags.size:
             raise ValueError(f"slots must be 0 to {self.tags.size - 1}, or -1; got {slots.min()} to {slots.max()}.")

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
+from rsembed.intervals import Size, door
+
 
 class CacheCounts(NamedTuple):
     """What happened in one call, or summed over calls. The first six are FBGEMM's counters in its order.
@@ -69,7 +71,8 @@ class CacheStatistics:
       (0.75, (1, 1))
     """
 
-    def __init__(self, num_groups: int = 0) -> None:
+    @door
+    def __init__(self, num_groups: Size = 0) -> None:
         """Nothing recorded yet, for `num_groups` groups such as features or tables."""
         self.unique_misses_by_group: Int64[np.ndarray, " groups"] = np.zeros(num_groups, np.int64)
         self.reset()

@@ -14,6 +14,8 @@ import numpy as np
 from jaxtyping import Int, Shaped
 from numpy.typing import DTypeLike
 
+from rsembed.kinds import check_kind
+
 ROWS_PER_BLOCK = 65536
 
 BeforeChange = Callable[[np.ndarray, np.ndarray], None]
@@ -53,6 +55,7 @@ class RowStore:
             keeping `checksum`, is that rows are read before they are replaced.
           checksum: of the rows, where it is known; None takes one pass over all rows, if there is a `before_change`.
         """
+        check_kind(values, np.ndarray, "RowStore: values")
         self.shape, self.dtype = values.shape, values.dtype
         self._values = values
         self._before_change, self.checksum = before_change, checksum or 0
@@ -111,7 +114,7 @@ class RowStore:
         return store
 
     def read(self, rows: Int[np.ndarray, " n"]) -> Shaped[np.ndarray, "n *row"]:
-        """Copies of the rows. Raises: IndexError: a row is outside the store."""
+        """Copies of the rows. Raises: IndexError: a row is outside the store. TypeError: rows are no integers."""
         return np.asarray(self._checked(rows)[rows])
 
     def view(self, first_row: int, last_row: int) -> Shaped[np.ndarray, "n *row"]:
@@ -155,6 +158,8 @@ class RowStore:
             self._values.flush()
 
     def _checked(self, rows: np.ndarray) -> np.ndarray:
+        if rows.dtype.kind not in "iu":
+            raise TypeError(f"rows must be an integer array, got {rows.dtype}.")
         # numpy would take a negative row, such as the -1 of "not here", for one from the end.
         if rows.size and not 0 <= rows.min() <= rows.max() < self.shape[0]:
             raise IndexError(f"rows must lie in 0 to {self.shape[0] - 1}, got {rows.min()} to {rows.max()}.")

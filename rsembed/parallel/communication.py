@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Num
 
-from rsembed.intervals import check_fields, check_within, within
+from rsembed.intervals import Count, check_fields, check_within, door, within
 
 PATHS = (
     "dedup",
@@ -58,6 +58,7 @@ class IdDistribution(NamedTuple):
         return float(np.sum(self.num_ids * -np.expm1(never)))
 
 
+@door
 def zipf_ids(vocabulary_size: int, exponent: float) -> IdDistribution:
     """The id of rank `r` has a probability proportional to `r ** -exponent`; 0 draws all ids alike.
 
@@ -79,6 +80,7 @@ def zipf_ids(vocabulary_size: int, exponent: float) -> IdDistribution:
     return IdDistribution(weights / np.sum(weights * num_ids), num_ids)
 
 
+@door
 def observed_ids(counts: Num[np.ndarray, " vocab"]) -> IdDistribution:
     """The distribution of a histogram, such as `plot.id_counts` returns.
 
@@ -117,14 +119,15 @@ class DeviceLoad:
     value_bytes: int = 4
 
 
+@door
 def device_load(
     ids: IdDistribution,
     *,
-    local_batch: int,
-    num_features: int,
-    ids_per_sample: int,
-    embedding_dim: int,
-    devices_per_node: int = 8,
+    local_batch: Count,
+    num_features: Count,
+    ids_per_sample: Count,
+    embedding_dim: Count,
+    devices_per_node: Count = 8,
     key_bytes: int = 8,
     value_bytes: int = 4,
 ) -> DeviceLoad:
@@ -167,7 +170,7 @@ class Hardware:
       memory_bytes: of a device, for tables and optimizer state.
     """
 
-    devices_per_node: int = 8
+    devices_per_node: int = within("[1, inf)", default=8)
     intra_node_bytes_per_second: float = within("(0, inf]", default=300e9)
     inter_node_bytes_per_second: float = within("(0, inf]", default=25e9)
     intra_node_latency_seconds: float = within("[0, inf)", default=15e-6)

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Num
 
+from rsembed.intervals import Count, check_within, door
+from rsembed.kinds import did_you_mean
 from rsembed.parallel.communication import (
     DeviceLoad,
     Hardware,
@@ -99,7 +101,10 @@ class PlacementPlan:
 
     def table(self, name: str) -> PlacedTable:
         """The place of one table. Raises: KeyError: there is none of this name."""
-        return {table.name: table for table in self.tables}[name]
+        found = {table.name: table for table in self.tables}
+        if name not in found:
+            raise KeyError(f"no table {name!r}{did_you_mean(name, found)}; the plan has {list(found)}.")
+        return found[name]
 
     def __str__(self) -> str:
         lines = [
@@ -118,10 +123,11 @@ class PlacementPlan:
         return "\n".join(lines)
 
 
+@door
 def plan_placement(
     features: Any,
     *,
-    num_devices: int,
+    num_devices: Count,
     hardware: Hardware | None = None,
     id_counts: Mapping[str, Num[np.ndarray, " vocab"]] | None = None,
     zipf_exponent: float = 1.05,
@@ -152,6 +158,7 @@ def plan_placement(
       ValueError: a feature without shape or with a batch that does not split, an unknown table or placement.
       NotImplementedError: a table with `storage=`, or columns asked for where they cannot be split.
     """
+    check_within("[1, inf)", padding, "plan_placement: padding")
     hardware = hardware or Hardware()
     tables, settled = tables_of(features), dict(placements or {})
     for name, placement in settled.items():
@@ -159,6 +166,8 @@ def plan_placement(
             raise ValueError(
                 f"placements: {name!r} -> {placement!r}: tables are {sorted(tables)}, placements are {PLACEMENTS}."
             )
+    if unknown := sorted(set(id_counts or {}) - set(tables)):
+        raise ValueError(f"id_counts: there are no tables {unknown}, only {sorted(tables)}.")
     choices: dict[str, list[Choice]] = {}
     wire = {"key_bytes": key_bytes, "value_bytes": value_bytes}
     for name, table in tables.items():

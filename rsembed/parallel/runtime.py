@@ -20,11 +20,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rsembed.intervals import door
 from rsembed.kernels.cpu_threads import check_threads, provide_threads
+from rsembed.kinds import check_kind
 
 _log = logging.getLogger("rsembed")
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES")
@@ -32,6 +35,7 @@ _terminated = threading.Event()
 _watches_preemption = False
 
 
+@door
 def init(
     coordinator_address: str | None = None,
     *,
@@ -189,6 +193,7 @@ def preempted(step: int) -> bool:
     return _terminated.is_set()
 
 
+@door
 def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     """A mesh of one axis over the devices of all processes; tables and batches are split along it.
 
@@ -229,13 +234,19 @@ def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:
 
     Returns: the same structure with `jax.Array`s whose first dimension counts the samples of all processes.
 
-    Raises: ValueError: an array does not split over the local devices, or its integers do not fit JAX's 32 bits.
+    Raises: ValueError: the mesh has no such axis, or an array does not split over the local devices, or its integers do
+      not fit JAX's 32 bits. TypeError: it holds no numbers.
     """
+    check_kind(mesh, Mesh, "put_global: mesh")
+    if axis not in (None, *mesh.axis_names):
+        raise ValueError(f"put_global: axis {axis!r} is not in the mesh, which has {mesh.axis_names}.")
     sharding = NamedSharding(mesh, PartitionSpec(axis))
     own_devices = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
     def put(path: Any, leaf: Any) -> jax.Array:
         array, name = np.asarray(leaf), f"put_global: array {jax.tree_util.keystr(path) or 'given'}"
+        if not jnp.issubdtype(array.dtype, np.number) and array.dtype != bool:
+            raise TypeError(f"{name} holds {array.dtype}; only numbers can be put on devices.")
         if axis is not None and (array.ndim == 0 or array.shape[0] % own_devices):
             raise ValueError(
                 f"{name} of shape {array.shape} does not split over the {own_devices} devices of this process; pad "
