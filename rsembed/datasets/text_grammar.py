@@ -122,7 +122,7 @@ _KINDS = {
     "things and places": ("thing", "thing+s", "place"),
     "qualities": ("manner", "quality", "good"),
     "deeds": ("act", "act+eth", "act+est", "rest", "rest+eth"),
-    "which one": ("one", "some"),
+    "whose, which": ("one", "some"),
     "will, must": ("I_will", "thou_wilt", "he_will"),
     "where": ("near",),
 }
@@ -228,7 +228,7 @@ def word_kinds() -> dict[str, str]:
     Example:
       >>> kinds = word_kinds()
       >>> kinds["king"], kinds["loveth"], kinds["The"]
-      ('people', 'deeds', 'which one')
+      ('people', 'deeds', 'whose, which')
     """
     found: dict[str, str] = {}
     for kind, classes in _KINDS.items():

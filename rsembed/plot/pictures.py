@@ -250,7 +250,7 @@ def plot_neighbourhoods(
         nearest, _ = nearest_neighbours(vectors, np.arange(len(vectors)), num_neighbours)
         pairs = sorted({(min(a, b), max(a, b)) for a, row in enumerate(nearest.tolist()) for b in row})
         ax.add_collection(LineCollection(list(points[np.array(pairs)]), colors=COLOURS[5], linewidths=1.0, zorder=1))
-    colours = {kind: colour_of(number) for number, kind in enumerate(dict.fromkeys(kinds or ()))}
+    colours = {kind: colour_of(number) for number, kind in enumerate(dict.fromkeys([] if kinds is None else kinds))}
     of_rows = None if kinds is None else [colours[kind] for kind in kinds]
     ax.scatter(*points.T, **with_defaults(scatter_kwargs, color=of_rows or COLOURS[0], s=16, zorder=2))
     ax.margins(0.06)
