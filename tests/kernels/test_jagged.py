@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rsembed as rs
-from rsembed.kernels import native, reference
+from rsembed.kernels import library, native, reference
 from rsembed.kernels.contract import Block, JaggedBatch, JaggedGradients, Step
 
 IMPLEMENTATIONS = [reference, native]
@@ -210,3 +210,28 @@ def test_arguments_that_would_leave_memory_are_refused(offsets, blocks, reason):
     d_output = jax.device_put(np.ones(batch.output_places([3])[0], np.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
         jax.block_until_ready(native.row_gradients(4, JaggedGradients(batch, d_output, 0, [3])))
+
+
+@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
+@pytest.mark.parametrize(
+    ("place", "number", "combiner", "reason"),
+    [
+        (0, 2**63 - 1, 0, "outside the offsets"),
+        (1, 2**63 - 1, 0, "outside the offsets"),
+        (3, 2**63 - 1, 0, "outside the tables"),
+        (4, 2**63 - 1, 0, "outside the tables"),
+        (5, 2**63 - 1, 0, "outside the output"),
+        (5, 2**63 - 1, -1, "outside the output"),
+        (6, 2**62, 0, "outside the output"),
+        (6, 2**62, -1, "outside the output"),
+        (6, 0, 2**40, "unreadable blocks"),
+    ],
+)
+def test_numbers_whose_sums_or_products_wrap_around_are_refused(place, number, combiner, reason):
+    block = np.int64([1, 2, 0, 1, 3, 0, 2])
+    block[place] = number
+    ids, offsets, table = jax.device_put((np.zeros(8, np.int32), np.int32([0, 2, 5, 7]), np.ones((4, 2), np.float32)))
+    attributes = {"blocks": block, "combiner": np.int64(combiner), "has_weights": np.bool_(False)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+        results = [((16,), jnp.float32)]
+        jax.block_until_ready(library.call_handler("rsembed_lookup_jagged", results, ids, offsets, table, **attributes))

@@ -16,6 +16,26 @@ namespace ffi = xla::ffi;
 
 constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
 
+// Numbers of a call may be anything, so sums and products of them are made here, where none of them wraps around.
+
+// The product of two sizes, or a size that no buffer has.
+inline int64_t Times(int64_t a, int64_t b) {
+  int64_t product;
+  return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
+
+// Whether [first, first + count) lies in [0, size).
+inline bool LiesIn(int64_t first, int64_t count, int64_t size) {
+  return first >= 0 && count >= 0 && count <= size && first <= size - count;
+}
+
+// Whether `count` vectors of `dim` numbers lie in an array of `size`, the first at `first` and others `stride` apart.
+inline bool VectorsLieIn(int64_t first, int64_t count, int64_t stride, int64_t dim, int64_t size) {
+  int64_t length;  // from the first number to behind the last
+  const bool wraps = __builtin_mul_overflow(count - 1, stride, &length) || __builtin_add_overflow(length, dim, &length);
+  return stride >= 0 && !wraps && LiesIn(first, length, size);
+}
+
 // Reads buffers one after the other and keeps the first complaint; what is read after one must not be used.
 class Reader {
  public:
@@ -54,7 +74,7 @@ class Reader {
       s.num_rows = num_rows;
       s.output_stride = dim;
       if (flags & 8) s.weights = static_cast<float*>(Next("weights", ffi::F32, s.num_entries));
-      if (with_gradients) s.d_output = static_cast<float*>(Next("d_output", ffi::F32, s.num_outputs * dim));
+      if (with_gradients) s.d_output = static_cast<float*>(Next("d_output", ffi::F32, Times(s.num_outputs, dim)));
       num_entries += s.num_entries;
       num_outputs += s.num_outputs;
       segments.push_back(s);
@@ -78,15 +98,13 @@ class Reader {
     num_ids_ = all.num_entries;
     if (has_weights) all.weights = static_cast<float*>(Next("weights", ffi::F32, all.num_entries));
     if (with_gradients) all.d_output = static_cast<float*>(Next("d_output", ffi::F32, output_size));
-    if (blocks.size() % kNumbers != 0) Fail("unreadable blocks");
+    if (blocks.size() % kNumbers != 0 || combiner > kMeanByCount) Fail("unreadable blocks");
     for (size_t at = 0; at + kNumbers <= blocks.size() && !Failed(); at += kNumbers) {
       const int64_t* const block = blocks.begin() + at;
       const int64_t first_bag = block[0], num_bags = block[1];
-      if (first_bag < 0 || num_bags < 0 || first_bag + num_bags >= num_offsets) Fail("blocks lie outside the offsets");
+      if (!LiesIn(first_bag, num_bags, num_offsets - 1)) Fail("blocks lie outside the offsets");
       const bool has_table = block[2] >= 0 && block[2] < static_cast<int64_t>(tables.size());
-      if (!has_table || block[3] < 0 || block[4] < 0 || block[3] + block[4] > tables[block[2]].num_rows) {
-        Fail("blocks lie outside the tables");
-      }
+      if (!has_table || !LiesIn(block[3], block[4], tables[block[2]].num_rows)) Fail("blocks lie outside the tables");
       if (Failed()) break;
       const auto clamped = [&](int64_t bag) { return std::clamp<int64_t>(all.offsets[bag], 0, all.num_entries); };
       const int64_t first_entry = clamped(first_bag), last_entry = clamped(first_bag + num_bags);
@@ -102,18 +120,21 @@ class Reader {
       s.first_row = block[3];
       s.num_rows = block[4];
       s.output_stride = block[6];
-      int64_t first_number = block[5];
+      int64_t first_number = block[5], skipped = 0;
       if (combiner < 0) {  // every entry has a vector of its own, which lies where the entry does
         s.offsets = nullptr;
         s.num_outputs = s.num_entries;
-        first_number += first_entry * s.output_stride;
+        skipped = Times(first_entry, s.output_stride);
       }
-      const int64_t last_number = first_number + (s.num_outputs - 1) * s.output_stride + tables[s.table].dim;
-      if (first_number < 0 || s.output_stride < 0 || (s.num_outputs > 0 && last_number > output_size)) {
-        Fail("blocks lie outside the output");
+      if (s.num_outputs > 0) {  // else it has no place in the output
+        const bool wraps = __builtin_add_overflow(first_number, skipped, &first_number);
+        if (wraps || !VectorsLieIn(first_number, s.num_outputs, s.output_stride, tables[s.table].dim, output_size)) {
+          Fail("blocks lie outside the output");
+          break;
+        }
+        if (output != nullptr) s.output = output + first_number;
+        if (with_gradients) s.d_output = all.d_output + first_number;
       }
-      if (output != nullptr) s.output = output + first_number;
-      if (with_gradients) s.d_output = all.d_output + first_number;
       s.first_entry = num_entries;
       s.first_output = num_outputs;
       num_entries += s.num_entries;

@@ -71,14 +71,17 @@ bool AdviseHugePages(void* data, size_t bytes, bool now) {
 
 // Pools every segment from its table into the output it names.
 void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::vector<Segment>& segments) {
-  int64_t num_outputs = 0, num_bytes = 0, output_bytes = 0;
+  int64_t num_outputs = 0;
+  double num_bytes = 0.0, output_bytes = 0.0;  // a table without rows may have columns that no memory could hold
   for (const Segment& segment : segments) {
+    const double row_bytes = 4.0 * static_cast<double>(tables[segment.table].dim);
     num_outputs += segment.num_outputs;
-    num_bytes += (segment.num_entries + segment.num_outputs) * tables[segment.table].dim * 4;
-    output_bytes += segment.num_outputs * tables[segment.table].dim * 4;
+    num_bytes += row_bytes * static_cast<double>(segment.num_entries + segment.num_outputs);
+    output_bytes += row_bytes * static_cast<double>(segment.num_outputs);
   }
   for (Segment& segment : segments) segment.streams_copies = output_bytes >= kStreamedBytes;
-  const int64_t num_blocks = std::max<int64_t>(num_bytes / (4 * kBlockBytes), 1);
+  const double most_blocks = std::max(1.0, static_cast<double>(num_outputs));
+  const int64_t num_blocks = static_cast<int64_t>(std::clamp(num_bytes / (4 * kBlockBytes), 1.0, most_blocks));
   const int64_t outputs_per_block = std::max<int64_t>((num_outputs + num_blocks - 1) / num_blocks, 1);
   Workers(pool).ForEachRange(num_outputs, outputs_per_block, [&](int64_t first, int64_t last) {
     ForEachPart<&Segment::first_output, &Segment::num_outputs>(
@@ -97,7 +100,7 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::RemainingArg
   std::vector<Segment> segments = reader.Segments(layout, table.num_rows, table.dim, false);
   for (size_t i = 0; i < segments.size(); ++i) {
     auto output = rets.get<ffi::AnyBuffer>(i);
-    const int64_t size = segments[i].num_outputs * table.dim;
+    const int64_t size = Times(segments[i].num_outputs, table.dim);
     if (!output.has_value() || static_cast<int64_t>((*output)->element_count()) != size) {
       reader.Fail("wrong size of output");
       break;
@@ -140,13 +143,13 @@ ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   const std::vector<Table> tables = reader.TablesBehind(3, args.size() - 3);
   if (reader.Failed()) return reader.Complaint();
   std::vector<Segment> segments = reader.Blocks(blocks, combiner, false, tables, nullptr, output_size, true);
+  if (reader.num_ids() != static_cast<int64_t>(out->element_count())) reader.Fail("wrong size of the gradients");
+  if (reader.Failed()) return reader.Complaint();
   int64_t num_outputs = 0;
   for (Segment& segment : segments) {
     segment.d_weights = out->typed_data() + segment.first_id;
     num_outputs += segment.num_outputs;
   }
-  if (reader.num_ids() != static_cast<int64_t>(out->element_count())) reader.Fail("wrong size of the gradients");
-  if (reader.Failed()) return reader.Complaint();
   std::fill(out->typed_data(), out->typed_data() + out->element_count(), 0.0f);
   Workers(pool).ForEachRange(num_outputs, kItemsPerBlock, [&](int64_t first, int64_t last) {
     ForEachPart<&Segment::first_output, &Segment::num_outputs>(
@@ -231,7 +234,7 @@ Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, 
   table.slot_width = rule == kRowWiseAdagrad ? 1 : table.dim;
   table.hyper = static_cast<float*>(reader.Next("hyperparameters", ffi::F32, kNumHyperparameters[rule], true));
   for (int k = 0; k < kNumSlots[rule]; ++k) {
-    table.slots[k] = static_cast<float*>(reader.Next("slot", ffi::F32, table.num_rows * table.slot_width));
+    table.slots[k] = static_cast<float*>(reader.Next("slot", ffi::F32, Times(table.num_rows, table.slot_width)));
   }
   for (int k = 0; k <= kNumSlots[rule]; ++k) {
     auto result = rets.get<ffi::AnyBuffer>(k);
@@ -278,7 +281,7 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
   const Table table = ReadTable(reader, values, rets, rule);
   int64_t num_rows = 0;
   const auto* rows = static_cast<int32_t*>(reader.Next("rows", ffi::S32, &num_rows));
-  const auto* gradients = static_cast<float*>(reader.Next("gradients", ffi::F32, num_rows * table.dim));
+  const auto* gradients = static_cast<float*>(reader.Next("gradients", ffi::F32, Times(num_rows, table.dim)));
   if (reader.Failed()) return reader.Complaint();
   const auto step_rows = BestRowKernels().step_rows[table.type][rule];
   Workers(pool).ForEachRange(num_rows, kItemsPerBlock, [&](int64_t first, int64_t last) {
@@ -330,7 +333,7 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
 ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Result<ffi::BufferR1<ffi::S32>> offsets,
                      ffi::Result<ffi::BufferR1<ffi::S32>> order) {
   const int64_t num_bags = static_cast<int64_t>(offsets->element_count()) - 1, num_entries = bags.element_count();
-  if (num_bags < 0 || static_cast<int64_t>(order->element_count()) != num_entries) {
+  if (num_bags < 0 || num_entries > kNoRow || static_cast<int64_t>(order->element_count()) != num_entries) {
     return ffi::Error::InvalidArgument("rsembed: wrong size of offsets or order");
   }
   return WithMemory([&] {

@@ -19,8 +19,9 @@ namespace {
 constexpr int64_t kIdsPerTask = 1 << 14;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
 
+// Numbers without a sign, so that no sum or product of them is undefined.
 struct Place {
-  int64_t owner, first, rotation, num_ids;
+  uint64_t owner, first, rotation, num_ids;
 };
 
 // The ids of a feature; `first_entry` counts those of the features before it.
@@ -32,16 +33,16 @@ struct Feature {
 };
 
 // Ids are compared as unsigned numbers, so that negative ones are outside every table.
-void WriteRows(const Feature& feature, int64_t spread, int64_t rows_per_shard, int64_t begin, int64_t end) {
+void WriteRows(const Feature& feature, uint64_t spread, uint64_t rows_per_shard, int64_t begin, int64_t end) {
   const Place& place = feature.place;
   const uint32_t num_ids = static_cast<uint32_t>(place.num_ids);
-  const int64_t phase = place.first + place.rotation;
+  const uint64_t phase = place.first + place.rotation;
   const uint32_t first_row = static_cast<uint32_t>(place.owner * rows_per_shard + place.first);
   for (int64_t i = begin; i < end; ++i) {
     const uint32_t id = static_cast<uint32_t>(feature.ids[i]);
     uint32_t row = id + first_row;
     if (spread > 1) {
-      const int64_t shard = place.owner + (id + phase) % spread;
+      const uint64_t shard = place.owner + (id + phase) % spread;
       row = static_cast<uint32_t>(shard * rows_per_shard + (place.first + id) / spread);
     }
     feature.rows[i] = id < num_ids ? static_cast<int32_t>(row) : kNoRow;
@@ -55,11 +56,11 @@ ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   std::vector<Feature> features;
   int64_t num_entries = 0;
   for (size_t k = 0; k < args.size() && !reader.Failed(); ++k) {
-    const int64_t* const numbers = places.begin() + 4 * k;
+    const auto number = [&](size_t at) { return static_cast<uint64_t>(places.begin()[4 * k + at]); };
     Feature feature = {};
     feature.ids = static_cast<int32_t*>(reader.Next("ids", ffi::S32, &feature.num_entries));
     feature.first_entry = num_entries;
-    feature.place = {numbers[0], numbers[1], numbers[2], numbers[3]};
+    feature.place = {number(0), number(1), number(2), number(3)};
     auto rows = rets.get<ffi::BufferR1<ffi::S32>>(k);
     if (!rows.has_value() || static_cast<int64_t>((*rows)->element_count()) != feature.num_entries) {
       reader.Fail("wrong size of rows");

@@ -336,7 +336,7 @@ ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_
       seekers.push_back(static_cast<uint32_t>(i));
       --room;
     }
-    held += static_cast<int32_t>(seekers.size());
+    held = static_cast<int32_t>(int64_t{held} + static_cast<int64_t>(seekers.size()));
     for (int64_t step = 0; !seekers.empty() && step < slots.count; ++step) {
       size_t num_left = 0;
       for (size_t k = 0; k < seekers.size(); ++k) {
@@ -348,7 +348,7 @@ ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_
           seekers[num_left++] = i;
           continue;
         }
-        deleted -= state == kDeleted;
+        deleted = static_cast<int32_t>(int64_t{deleted} - (state == kDeleted));
         slots.rows[slot] = new_rows.typed_data()[i];
         slots.lanes[2 * slot] = keys.high[i];
         slots.lanes[2 * slot + 1] = keys.low[i];

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -65,6 +66,7 @@ class Workers {
     }
     job->Work();
     job->WaitForOthers();
+    if (job->is_out_of_memory.load(std::memory_order_relaxed)) throw std::bad_alloc();
   }
 
   // The same over ranges [first, last) of at most `block_size` numbers.
@@ -87,6 +89,7 @@ class Workers {
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};
+    std::atomic<bool> is_out_of_memory{false};  // told to the caller: out of a helper no exception may come
     int64_t num_blocks;
     const void* body;
     void (*run)(const void*, int64_t);
@@ -96,7 +99,11 @@ class Workers {
 
     void Work() {
       for (int64_t block; (block = next.fetch_add(1, std::memory_order_relaxed)) < num_blocks;) {
-        run(body, block);
+        try {
+          run(body, block);
+        } catch (const std::bad_alloc&) {
+          is_out_of_memory.store(true, std::memory_order_relaxed);
+        }
         if (num_done.fetch_add(1, std::memory_order_acq_rel) + 1 == num_blocks) {
           std::lock_guard<std::mutex> lock(mutex);
           all_done.notify_one();

@@ -64,17 +64,18 @@ Call ReadCall(Reader& reader, ffi::Span<const int64_t> shapes, int64_t grouped, 
     train.left[t] = shape[0];
     train.columns[t] = shape[1];
     train.right[t] = shape[2];
-    train.size[t] = shape[0] * shape[1] * shape[2];
-    train.rows[t] = train.dim;
-    train.dim *= shape[1];
-    train.product[t] = train.dim * shape[2];
     const bool fits = shape[0] == (t == 0 ? 1 : shape[-1]) && (t < train.num_cores - 1 || shape[2] == 1);
     if (!fits || std::min({shape[0], shape[1], shape[2]}) < 1) reader.Fail("unreadable train");
+    train.size[t] = Times(Times(shape[0], shape[1]), shape[2]);
+    train.rows[t] = train.dim;
+    train.dim = Times(train.dim, shape[1]);
+    train.product[t] = Times(train.dim, shape[2]);
+    if (std::max(train.size[t], train.product[t]) > kNoRow) reader.Fail("slices and products have less than 2**31 numbers");
+    if (reader.Failed()) return call;
   }
-  if (reader.Failed()) return call;
   call.bags = static_cast<int32_t*>(reader.Next("bags", ffi::S32, &call.num_lookups));
   call.gains = static_cast<float*>(reader.Next("gains", ffi::F32, call.num_lookups));
-  if (has_gradient) call.d_pooled = static_cast<float*>(reader.Next("d_pooled", ffi::F32, num_bags * train.dim));
+  if (has_gradient) call.d_pooled = static_cast<float*>(reader.Next("d_pooled", ffi::F32, Times(num_bags, train.dim)));
   for (int64_t t = 0; t < train.num_cores; ++t) {
     int64_t count;
     train.digits[t] = static_cast<int32_t*>(reader.Next("digits", ffi::S32, call.num_lookups));
@@ -190,7 +191,8 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::
     Workers workers(pool);
     Clear(workers, out->typed_data(), out->element_count());
     const Units units = MakeUnits(workers, call);
-    const int64_t tile = std::clamp<int64_t>(kTileFloats / train.dim, 1, std::max<int64_t>(units.size(), 1));
+    if (units.size() == 0) return;
+    const int64_t tile = std::clamp<int64_t>(kTileFloats / train.dim, 1, units.size());
     const Scratch<float> made(tile * train.dim);
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
@@ -223,7 +225,7 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
   float* outputs[kMaxCores + 1];
   for (int64_t t = 0; t <= train.num_cores && !reader.Failed(); ++t) {
     auto result = rets.get<ffi::AnyBuffer>(t);
-    const int64_t wanted = t == train.num_cores ? call.num_lookups : train.num_digits[t] * train.size[t];
+    const int64_t wanted = t == train.num_cores ? call.num_lookups : Times(train.num_digits[t], train.size[t]);
     if (!result.has_value() || static_cast<int64_t>((*result)->element_count()) != wanted) {
       reader.Fail("wrong size of gradients");
     } else {
@@ -237,9 +239,10 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     float* const d_gains = outputs[train.num_cores];
     Clear(workers, d_gains, call.num_lookups);
     const Units units = MakeUnits(workers, call);
+    if (units.size() == 0) return;
     int64_t floats = 0;
     for (int64_t t = 0; t < train.num_cores; ++t) floats += t == grouped ? 0 : train.size[t];
-    const int64_t tile = std::clamp<int64_t>(kTileFloats / floats, 1, std::max<int64_t>(units.size(), 1));
+    const int64_t tile = std::clamp<int64_t>(kTileFloats / floats, 1, units.size());
     const Scratch<float> made(tile * floats);
     const Scratch<bool> is_head(tile);
     float* d_slices[kMaxCores] = {};
