@@ -137,7 +137,7 @@ UNCHOSEN_OPTIMIZER = SGDOptimizerSpec()
 
 
 @no_type_check  # wrong values are refused by name in __post_init__
-@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class TableSpec:
     """One embedding table.
 
@@ -171,9 +171,9 @@ class TableSpec:
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
     # The plan's printout shows these two; the spec prints as the published system's does.
-    dtype: str = dataclasses.field(default="float32", repr=False)
-    stochastic_rounding: bool = dataclasses.field(default=False, repr=False)
-    storage: Storage | None = dataclasses.field(default=None, repr=False)
+    dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
+    stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
+    storage: Storage | None = dataclasses.field(default=None, repr=False, kw_only=True)
     _stacked_table_spec: StackedTableSpec | None = dataclasses.field(default=None, init=False)
     _setting_in_stack: TableSettingInStack = dataclasses.field(init=False)
 
@@ -251,21 +251,23 @@ class TableSpec:
 
 
 @no_type_check  # wrong values are refused by name in __post_init__
-@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class FeatureSpec:
     """One categorical input that reads a table.
 
     Args:
       name: unique among the features of a model.
       table_spec: the table; several features may share one.
-      input_shape: `(samples, ids per sample)` of the GLOBAL batch; None accepts any batch.
+      input_shape: `(samples, ids per sample)` of the GLOBAL batch, the second None for samples of any length; None
+        accepts any batch.
       output_shape: `(..., dim)` of the global activations, `prod(output_shape[:-1])` samples. `dim` may be below the
-        table's `embedding_dim`: the leading columns are returned. None follows the input.
+        table's `embedding_dim`: the leading columns are returned. In padded layouts it may be the dim rounded up to 8:
+        the columns behind the table's are zero. None follows the input.
     """
 
     name: str
     table_spec: TableSpec
-    input_shape: tuple[int, ...] | None = None
+    input_shape: tuple[Any, ...] | None = None  # sizes, or None
     output_shape: tuple[int, ...] | None = None
     _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation, init=False)
 
@@ -279,11 +281,16 @@ class FeatureSpec:
             shape = getattr(self, field)
             check_kind(shape, tuple | None, f"{where}: {field}")
             if shape is not None:
-                sizes = tuple(_positive_int(size, where, field) for size in shape)
+                is_open = [field == "input_shape" and place > 0 and size is None for place, size in enumerate(shape)]
+                sizes = tuple(
+                    None if free else _positive_int(size, where, field)
+                    for size, free in zip(shape, is_open, strict=True)
+                )
                 if not sizes:
                     raise ValueError(f"{where}: {field} must have sizes, such as (8, 4), got ().")
                 setattr(self, field, sizes)
-        if self.output_shape is not None and self.output_shape[-1] > self.table_spec.embedding_dim:
+        dim, tile = self.table_spec.embedding_dim, 8
+        if self.output_shape is not None and dim < self.output_shape[-1] != -(-dim // tile) * tile:
             raise ValueError(
                 f"{where}: output_shape {self.output_shape} asks for {self.output_shape[-1]} columns, but table "
                 f"{self.table_spec.name!r} has embedding_dim={self.table_spec.embedding_dim}."

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from rsembed.intervals import Count, door
+from rsembed.intervals import Count, check_within, door
 from rsembed.kinds import check_kind, did_you_mean
 from rsembed.places import Place
 from rsembed.specs import (
@@ -392,9 +392,9 @@ def plan_stack(
 ) -> StackPlan:
     """One stack of the given tables, in the given order.
 
-    A single table keeps its own limits; several take those of the two callables `(stack_name, total_sample_count)`,
-    or the largest limit that one of the tables declares, if that is higher. Suggested buffer sizes are added; a table
-    without one leaves the stack without.
+    A single table keeps its own limits; several take those of the two callables `(stack_name, total_sample_count)`.
+    Where nobody chose a callable, the largest limit that one of the tables declares counts if it is higher. Suggested
+    buffer sizes are added; a table without one leaves the stack without.
 
     Raises: ValueError: a table is repeated or unknown, or the tables disagree in what one physical table must share.
     """
@@ -416,6 +416,9 @@ def plan_stack(
         for k, (table, rows, offset) in enumerate(zip(tables, padded_rows, offsets[:-1], strict=True))
     )
     readers = [f for f in features_of(features) if f.table_spec.name in set(table_names)]
+    wide = [f.name for f in readers if f.output_dim > f.table_spec.embedding_dim]
+    if wide and not pad:
+        raise ValueError(f"features {wide}: output_shape has more columns than the table, which no layout here pads.")
     if sort_features_by_name:
         readers.sort(key=lambda feature: feature.name)
     feature_placements, total_samples = _place_features(readers, placements, num_shards)
@@ -423,9 +426,12 @@ def plan_stack(
     for limit, name in zip(limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True):
         check_kind(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
     declared = [[t.max_ids_per_partition for t in tables], [t.max_unique_ids_per_partition for t in tables]]
+    chosen = [int(limit(stack_name, total_samples)) for limit in limits]
+    for value in chosen:
+        check_within("[1, inf)", value, f"stack {stack_name!r}: the limit of ids in a partition")
     max_ids, max_unique = (
-        own[0] if len(tables) == 1 else max(int(limit(stack_name, total_samples)), *own)
-        for limit, own in zip(limits, declared, strict=True)
+        own[0] if len(tables) == 1 else max(value, *(own if by is get_default_limits else [value]))
+        for by, value, own in zip(limits, chosen, declared, strict=True)
     )
     suggested = [table.suggested_coo_buffer_size_per_device for table in tables]
     spec = StackedTableSpec(

@@ -31,7 +31,7 @@ class FDOClient(abc.ABC):
     """Collects the statistics of batches and hands back those of all processes."""
 
     @abc.abstractmethod
-    def record(self, stats: SparseDenseMatmulInputStats) -> None:
+    def record(self, data: SparseDenseMatmulInputStats) -> None:
         """Remembers the statistics of one batch."""
 
     @abc.abstractmethod
@@ -71,9 +71,9 @@ class FileFDOClient(FDOClient):
         # Files whose records this client remembers, so that its next file replaces them.
         self._known: set[Path] = set()
 
-    def record(self, stats: SparseDenseMatmulInputStats) -> None:
+    def record(self, data: SparseDenseMatmulInputStats) -> None:
         """Appends one row to every statistic, or raises the running maximum."""
-        history = append_record(self._history, stats)
+        history = append_record(self._history, data)
         self._history = history if self._retain_history else running_maximum(history)
 
     def publish(self) -> None:

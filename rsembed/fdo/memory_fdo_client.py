@@ -20,9 +20,9 @@ class MemoryFDOClient(FDOClient):
         self._recorded: History = {}
         self._published: History = {}
 
-    def record(self, stats: SparseDenseMatmulInputStats) -> None:
+    def record(self, data: SparseDenseMatmulInputStats) -> None:
         """Raises the running maximum."""
-        self._recorded = running_maximum(append_record(self._recorded, stats))
+        self._recorded = running_maximum(append_record(self._recorded, data))
 
     def publish(self) -> None:
         """Makes the running maximum the one that `load` returns."""

@@ -43,31 +43,35 @@ class SparseDenseMatmulInputStats:
     id_drop_counters: dict[str, Any] = dataclasses.field(default_factory=dict)
     id_drops_by_table: dict[str, TableDrops] = dataclasses.field(default_factory=dict)
 
-    def get_required_buffer_size_per_device(self, table_name: str, num_sc: int | None = None) -> int | None:
+    def get_required_buffer_size_per_device(self, table_name: str, num_sc_per_device: int | None = None) -> int | None:
         """Buffer places a device needs: the fullest core's need times the cores; None for an unknown stack.
 
         Args:
           table_name: name of the stack.
-          num_sc: cores per device; None takes one core per recorded value.
+          num_sc_per_device: None takes one core per recorded value.
         """
         if table_name not in self.required_buffer_size_per_sc:
             return None
         values = np.asarray(self.required_buffer_size_per_sc[table_name])
-        return int(np.max(values) * (num_sc or len(values)))
+        return int(np.max(values) * (num_sc_per_device or len(values)))
 
-    def set_required_buffer_size_per_device(self, table_name: str, size: int, num_sc: int | None = None) -> None:
-        """Records `size` buffer places per device, in equal parts for `num_sc` cores.
+    def set_required_buffer_size_per_device(
+        self, table_name: str, required_buffer_size_per_device: int, num_sc_per_device: int | None = None
+    ) -> None:
+        """Records so many buffer places per device, in equal parts for its cores.
 
         Raises:
-          ValueError: the stack is unknown and `num_sc` is missing.
+          ValueError: the stack is unknown and `num_sc_per_device` is missing.
         """
-        if num_sc is None:
+        if num_sc_per_device is None:
             if table_name not in self.required_buffer_size_per_sc:
                 raise ValueError(
-                    f"stack {table_name!r} has no recorded buffer size, so its cores are unknown; pass num_sc."
+                    f"stack {table_name!r} has no recorded buffer size, so its cores are unknown; pass "
+                    "num_sc_per_device."
                 )
-            num_sc = len(self.required_buffer_size_per_sc[table_name])
-        self.required_buffer_size_per_sc[table_name] = np.full(num_sc, size / num_sc)
+            num_sc_per_device = len(self.required_buffer_size_per_sc[table_name])
+        each = required_buffer_size_per_device / num_sc_per_device
+        self.required_buffer_size_per_sc[table_name] = np.full(num_sc_per_device, each)
 
 
 KINDS: dict[str, str] = {

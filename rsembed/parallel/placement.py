@@ -207,7 +207,7 @@ def _load_of(
                 f"sample) with a batch that {num_devices} devices can share equally."
             )
         samples = feature.input_shape[0] // num_devices
-        drawn = samples * math.prod(feature.input_shape[1:])
+        drawn = samples * math.prod(size or 1 for size in feature.input_shape[1:])
         num_ids += drawn
         num_outputs += drawn if table.combiner == "none" else samples
     return DeviceLoad(

@@ -27,7 +27,8 @@ MAX_SAMPLES_PER_DEVICE = 2**26 - 1
 EMULATED_SHARDS = 32
 """Shards laid out where there are no SparseCores, over all devices together."""
 
-_CORES_BY_DEVICE_KIND = {"TPU v5": 4, "TPU v5p": 4, "TPU v6 lite": 2, "TPU v6e": 2, "TPU7x": 2}
+NUM_SC_PER_DEVICE_MAP = {"TPU v5": 4, "TPU v5p": 4, "TPU v6 lite": 2, "TPU v6e": 2, "TPU7x": 2}
+"""SparseCores of a device, by its kind."""
 
 
 def num_sparsecores_per_device(device: jax.Device | None = None, *, global_device_count: int | None = None) -> int:
@@ -46,12 +47,12 @@ def num_sparsecores_per_device(device: jax.Device | None = None, *, global_devic
     """
     device = jax.devices()[0] if device is None else device
     if device.platform == "tpu":
-        if device.device_kind not in _CORES_BY_DEVICE_KIND:
+        if device.device_kind not in NUM_SC_PER_DEVICE_MAP:
             raise ValueError(
-                f"{device.device_kind!r} is not known to have SparseCores (known: {', '.join(_CORES_BY_DEVICE_KIND)}); "
+                f"{device.device_kind!r} is not known to have SparseCores (known: {', '.join(NUM_SC_PER_DEVICE_MAP)}); "
                 "pass num_sc_per_device to lay tables out as if it had."
             )
-        return _CORES_BY_DEVICE_KIND[device.device_kind]
+        return NUM_SC_PER_DEVICE_MAP[device.device_kind]
     return max(1, EMULATED_SHARDS // (global_device_count or jax.device_count(device.platform)))
 
 

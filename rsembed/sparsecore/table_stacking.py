@@ -64,8 +64,8 @@ def auto_stack_tables(
       global_device_count: devices of all processes.
       num_sc_per_device: cores per device; None means `utils.num_sparsecores_per_device()`.
       rotation: shards by which each further table of a stack is rotated; None means one device.
-      stack_to_max_ids_per_partition: `(stack name, samples) -> limit` for stacks of several tables. A higher limit
-        of one of the tables wins.
+      stack_to_max_ids_per_partition: `(stack name, samples) -> limit` for stacks of several tables, whatever
+        those declare; left out, 256, or the highest that one of the tables declares.
       stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
       use_short_stack_names: cut names over 50 characters and add a hash.
       activation_mem_bytes_limit: activations per shard beyond which a group is split.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float
 
 from rsembed.intervals import Count, check_within, door
+from rsembed.sparsecore.layout import NUM_SC_PER_DEVICE_MAP as NUM_SC_PER_DEVICE_MAP
 from rsembed.sparsecore.layout import num_sparsecores_per_device as num_sparsecores_per_device
+from rsembed.sparsecore.layout import sharding_strategy_to_enum
 from rsembed.stacking import SUBLANES, round_up
 
 
@@ -59,43 +62,62 @@ def estimate_preprocessing_parameters(
     }
 
 
+def embedding_table_format(mesh: Mesh, partition_spec: PartitionSpec) -> Sharding:
+    """The sharding of tables on a mesh; in the published system, with the memory layout of a SparseCore."""
+    return embedding_table_format_with_sharding(NamedSharding(mesh, partition_spec))
+
+
+def embedding_table_format_with_sharding(sharding: Sharding) -> Sharding:
+    """The sharding itself: tables lie in memory as any array does."""
+    return sharding
+
+
 @door
 def shard_emb_table(
-    emb_table: Float[Array | np.ndarray, "vocab dim"], num_devices: Count, num_sc_per_device: Count
+    table: Float[Array | np.ndarray, "vocab dim"],
+    num_devices: Count,
+    num_sc_per_device: Count,
+    sharding_strategy: str = "MOD",
 ) -> Float[Array | np.ndarray, "devices rows dim"]:
     """One table, cut into the parts of the devices: row `v*S + c*C + s` is device `c`'s row `s*(vocab/S) + v`.
 
     Args:
-      emb_table: the table.
+      table: the table.
       num_devices: devices.
       num_sc_per_device: cores per device.
+      sharding_strategy: "MOD".
 
     Raises:
       ValueError: the rows cannot be dealt evenly.
     """
+    sharding_strategy_to_enum(sharding_strategy)
     num_shards = num_devices * num_sc_per_device
-    if emb_table.shape[0] % num_shards:
+    if table.shape[0] % num_shards:
         raise ValueError(
-            f"a table of {emb_table.shape[0]} rows cannot be dealt to {num_shards} shards evenly; pad it to "
-            f"{round_up(emb_table.shape[0], num_shards)} rows."
+            f"a table of {table.shape[0]} rows cannot be dealt to {num_shards} shards evenly; pad it to "
+            f"{round_up(table.shape[0], num_shards)} rows."
         )
-    shards = emb_table.reshape(-1, num_shards, emb_table.shape[1]).swapaxes(0, 1)
-    return shards.reshape(num_devices, -1, emb_table.shape[1])
+    shards = table.reshape(-1, num_shards, table.shape[1]).swapaxes(0, 1)
+    return shards.reshape(num_devices, -1, table.shape[1])
 
 
+@door
 def unshard_emb_table(
-    sharded: Float[Array | np.ndarray, "devices rows dim"], num_devices: int, num_sc_per_device: int
+    sharded_table: Float[Array | np.ndarray, "devices rows dim"],
+    num_sc_per_device: Count,
+    sharding_strategy: str = "MOD",
 ) -> Float[Array | np.ndarray, "vocab dim"]:
-    """The inverse of `shard_emb_table`; also takes the flat `[devices * rows, dim]`.
+    """The inverse of `shard_emb_table`.
 
     Raises:
-      ValueError: the table was cut for another number of devices, or the rows cannot have been dealt evenly.
+      ValueError: the rows cannot have been dealt evenly to so many cores.
     """
-    *first, rows, dim = sharded.shape
-    if first not in ([], [num_devices]) or rows * math.prod(first) % (num_devices * num_sc_per_device):
+    sharding_strategy_to_enum(sharding_strategy)
+    num_devices, rows, dim = sharded_table.shape
+    if rows % num_sc_per_device:
         raise ValueError(
-            f"a table of shape {sharded.shape} was not cut for {num_devices} devices with {num_sc_per_device} cores "
-            "each; pass the numbers that shard_emb_table was given."
+            f"a table of shape {sharded_table.shape} was not cut for {num_devices} devices with {num_sc_per_device} "
+            "cores each; pass the number that shard_emb_table was given."
         )
-    shards = sharded.reshape(num_devices * num_sc_per_device, -1, dim)
+    shards = sharded_table.reshape(num_devices * num_sc_per_device, -1, dim)
     return shards.swapaxes(0, 1).reshape(-1, dim)

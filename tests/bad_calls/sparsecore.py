@@ -311,7 +311,7 @@ BAD = {
         lambda: utils.shard_emb_table(np.zeros((8, 2)), 0, 2), ValueError, "num_devices", "[1, inf)", "0",
     ),
     "a table cut for others": (
-        lambda: utils.unshard_emb_table(np.zeros((3, 2, 2)), 2, 2), ValueError, "(3, 2, 2)", "2 devices with 2 cores",
+        lambda: utils.unshard_emb_table(np.zeros((3, 3, 2)), 2), ValueError, "(3, 3, 2)", "3 devices with 2 cores",
     ),
     "an optimizer code nobody knows": (lambda: embedding.get_optimizer_class(99), ValueError, "optimizer code 99"),
     "an optimizer code of a class": (lambda: embedding.get_optimizer_type("adam"), TypeError, "OptimizerSpec", "str"),

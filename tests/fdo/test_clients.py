@@ -228,11 +228,11 @@ def test_a_single_process_keeps_its_history():
 def test_buffer_sizes_per_device():
     statistics = stats([3, 4], required=[16, 24])
     assert statistics.get_required_buffer_size_per_device("t") == 48
-    assert statistics.get_required_buffer_size_per_device("t", num_sc=4) == 96
+    assert statistics.get_required_buffer_size_per_device("t", num_sc_per_device=4) == 96
     assert statistics.get_required_buffer_size_per_device("unknown") is None
     statistics.set_required_buffer_size_per_device("t", 80)
     assert statistics.required_buffer_size_per_sc["t"].tolist() == [40.0, 40.0]
-    statistics.set_required_buffer_size_per_device("new", 90, num_sc=3)
+    statistics.set_required_buffer_size_per_device("new", 90, num_sc_per_device=3)
     assert statistics.required_buffer_size_per_sc["new"].tolist() == [30.0] * 3
     with pytest.raises(ValueError, match="stack 'other' has no recorded buffer size"):
         statistics.set_required_buffer_size_per_device("other", 8)
