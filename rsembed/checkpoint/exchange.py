@@ -12,11 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from rsembed.intervals import door
+
 Arrays = dict[str, np.ndarray]
 _PART = "."
 """Between the name of a table with keys and those of its arrays."""
 
 
+@door
 def state_dict(tables: Mapping[str, Any], *, name: str = "{table}.weight") -> Arrays:
     """Tables under the names of another program's parameters.
 
@@ -44,6 +47,7 @@ def state_dict(tables: Mapping[str, Any], *, name: str = "{table}.weight") -> Ar
     return arrays
 
 
+@door
 def tables_of_state_dict(state_dict: Mapping[str, Any], *, name: str = "{table}.weight") -> dict[str, Any]:
     """The inverse of `state_dict`, for `collection.with_tables`: tables by name, those with keys as dictionaries.
 
@@ -69,6 +73,7 @@ def tables_of_state_dict(state_dict: Mapping[str, Any], *, name: str = "{table}.
     return tables
 
 
+@door
 def export_tables(path: str | os.PathLike[str], tables: Mapping[str, Any], *, name: str = "{table}") -> None:
     """Writes tables into one file that other programs read.
 
@@ -92,6 +97,7 @@ def export_tables(path: str | os.PathLike[str], tables: Mapping[str, Any], *, na
         partial.unlink(missing_ok=True)
 
 
+@door
 def import_tables(path: str | os.PathLike[str], *, name: str = "{table}") -> dict[str, Any]:
     """Tables of a file, for `collection.with_tables`.
 

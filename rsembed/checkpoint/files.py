@@ -31,7 +31,9 @@ from rsembed.checkpoint.reading import in_order, nested, opened, restored
 from rsembed.checkpoint.saved import SavedArray
 from rsembed.checkpoint.states import belongings, is_state, logical, stacks_of, with_states
 from rsembed.checkpoint.writing import Contents, write
+from rsembed.collection import EmbeddingCollection
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.intervals import Size, door
 
 
 class Checkpoint(NamedTuple):
@@ -48,7 +50,8 @@ class Checkpoint(NamedTuple):
     metadata: dict[str, Any]
 
 
-def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Mapping[str, Any] | None = None) -> None:
+@door
+def save(path: str | os.PathLike[str], tree: Any, *, step: Size = 0, metadata: Mapping[str, Any] | None = None) -> None:
     """Writes a checkpoint folder; it appears complete or not at all.
 
     With several processes all call this with the same tree, on storage that process 0 can write: it gathers arrays
@@ -70,6 +73,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: int = 0, metadata: Ma
     write(Path(path), Contents.of(tree, belongings(tree), step=step, metadata=metadata))
 
 
+@door
 def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
@@ -85,7 +89,10 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
       CorruptCheckpointError: a byte differs from what was written; names file, chunk, array and rows.
       ValueError: it does not match `like` (names the arrays, or what their tables differ in), or a newer version of
         the library wrote it.
+      TypeError: `like` is a collection.
     """
+    if isinstance(like, EmbeddingCollection):
+        raise TypeError("load: like must be a tree, such as collection.template; load_collection takes a collection.")
     path = Path(path)
     found = manifest(path)
     if like is None:
@@ -125,6 +132,7 @@ def _as_before(path: Path, node: Any) -> Any:
     return node._replace(layout=None)
 
 
+@door
 def verify(path: str | os.PathLike[str]) -> None:
     """Reads every byte of a checkpoint, a few MiB at a time.
 
@@ -138,6 +146,7 @@ def verify(path: str | os.PathLike[str]) -> None:
                 pass
 
 
+@door
 def compact(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Writes what an incremental checkpoint and those that it builds on hold together as one that needs no other.
 
@@ -156,6 +165,7 @@ def compact(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> Non
     write(target, Contents(leaves, body | {"layout_version": LAYOUT_VERSION}))
 
 
+@door
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in `folder` with the highest step, or None.
 

@@ -34,6 +34,7 @@ from rsembed.checkpoint.saved import CorruptCheckpointError
 from rsembed.checkpoint.states import belongings
 from rsembed.checkpoint.writing import Contents, agreed, already_there, hidden_beside, written
 from rsembed.collection import EmbeddingCollection
+from rsembed.intervals import Size, door
 
 fcntl: Any
 try:
@@ -80,6 +81,7 @@ class CheckpointManager:
       {'loss': 0.5}
     """
 
+    @door
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -112,8 +114,9 @@ class CheckpointManager:
 
     # Writing
 
+    @door
     def save(
-        self, tree: Any, *, step: int | None = None, others: Any = None, metadata: Mapping[str, Any] | None = None
+        self, tree: Any, *, step: Size | None = None, others: Any = None, metadata: Mapping[str, Any] | None = None
     ) -> None:
         """Begins a checkpoint `step_<step>` of one instant; the one before is waited for.
 
@@ -205,6 +208,7 @@ class CheckpointManager:
                 warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
         return None
 
+    @door
     def restore(self, like: Any = None, *, others: Any = None, step: int | None = None) -> Any:
         """What was saved at a step, or the newest that is good.
 

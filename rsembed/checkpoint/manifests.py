@@ -14,6 +14,7 @@ import jax
 from rsembed.checkpoint import increments
 from rsembed.checkpoint.arrays import check_entry
 from rsembed.checkpoint.saved import CorruptCheckpointError
+from rsembed.intervals import door
 
 LAYOUT_VERSION = 3
 INCREMENT_VERSION = 4
@@ -21,6 +22,7 @@ INCREMENT_VERSION = 4
 MANIFEST = "manifest.json"
 
 
+@door
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
 

@@ -66,9 +66,12 @@ def with_states(like: Any, tree: Any) -> Any:
 
 def belongings(tree: Any) -> dict[str, Any]:
     """By path, what states and other owners of a `Fingerprint` in the tree belong to, wherever it lies."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, Fingerprint) or _layout_of(node) is not None
-    )
+    try:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda node: isinstance(node, Fingerprint) or _layout_of(node) is not None
+        )
+    except ValueError as error:
+        raise TypeError("checkpoint: keys of one dictionary must have an order; let all of them be texts.") from error
     found = {}
     for keys, leaf in leaves:
         name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"

@@ -62,9 +62,13 @@ class Contents(NamedTuple):
             "belongs_to": dict(owners),
             "metadata": dict(metadata or {}),
         }
+        try:
+            text = json.dumps(body)
+        except TypeError as error:
+            raise TypeError(f"checkpoint: metadata must be what JSON can hold: {error}.") from error
         leaves = {parts: as_saved(leaf, joined(parts)) for parts, leaf in flattened(logical(tree)).items()}
         # As a load will see it (keys are texts); what JSON cannot hold is an error now, not after an hour of writing.
-        return Contents(leaves, json.loads(json.dumps(body)))
+        return Contents(leaves, json.loads(text))
 
     def in_memory(self) -> Contents:
         """The same with copies that no step changes, in process 0; elsewhere the arrays are left out.

@@ -1,0 +1,261 @@
+"""Bad calls of checkpoints: saved, loaded, kept, exchanged."""
+
+import functools
+import json
+import pathlib
+import shutil
+import tempfile
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+from rsembed import checkpoint
+from tests.bad_calls.world import collection, feature, keyed_state, other, other_state, state, table
+
+FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="rsembed-bad-calls-"))
+ARRAYS = {"x": np.arange(6.0, dtype=np.float32), "y": np.ones((2, 2), np.float32)}
+
+
+def fresh():
+    return pathlib.Path(tempfile.mkdtemp(dir=FOLDER)) / "saved"
+
+
+@functools.cache
+def saved():
+    checkpoint.save_collection(path := fresh(), collection(), state(), others={"w": jnp.ones(3)})
+    return path
+
+
+@functools.cache
+def arrays():
+    checkpoint.save(path := fresh(), ARRAYS, step=3, metadata={"rate": 0.1})
+    return path
+
+
+def damaged(change):
+    """A copy of a checkpoint of which one file was changed."""
+    path = fresh()
+    shutil.copytree(arrays(), path)
+    change(path)
+    return path
+
+
+def flipped(path):
+    file = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: len(file.parts))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def torn(path):
+    file = path / "manifest.json"
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def newer(path):
+    body = json.loads((path / "manifest.json").read_text())["manifest"] | {"layout_version": 99}
+    checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+    (path / "manifest.json").write_text(json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1))
+
+
+def load_into(*features):
+    return checkpoint.load_collection(saved(), rs.EmbeddingCollection(list(features)))
+
+
+USER = feature("author", table("user", vocabulary_size=5))
+
+
+def manager(folder=None, **options):
+    return checkpoint.CheckpointManager(fresh() if folder is None else folder, **options)
+
+
+@functools.cache
+def kept():
+    return manager(FOLDER / "kept", asynchronous=False)
+
+
+def closed():
+    one = manager()
+    one.close()
+    return one
+
+
+BAD = {
+    # Saving
+    "a path that exists": (
+        lambda: checkpoint.save(arrays(), ARRAYS), FileExistsError, "saved exists", "never replaced",
+    ),
+    "a path by number": (lambda: checkpoint.save(3, ARRAYS), TypeError, "save: path", "a text or a path", "3"),
+    "a path that cannot be made": (lambda: checkpoint.save("/dev/null/x", ARRAYS), OSError, "/dev/null"),
+    "a leaf of text": (lambda: checkpoint.save(fresh(), {"x": "text"}), TypeError, "'x'", "text"),
+    "a leaf of objects": (lambda: checkpoint.save(fresh(), {"x": np.array([None])}), TypeError, "'x'", "object"),
+    "a leaf that is a function": (
+        lambda: checkpoint.save(fresh(), {"x": print}), TypeError, "'x'", "made of a builtin_function",
+    ),
+    "two leaves of one name": (
+        lambda: checkpoint.save(fresh(), {"1": ARRAYS["x"], "a": {}} | {1: ARRAYS["x"]}), TypeError, "keys", "order",
+        "texts",
+    ),
+    "metadata of arrays": (
+        lambda: checkpoint.save(fresh(), ARRAYS, metadata={"x": np.ones(1)}), TypeError, "metadata", "JSON", "ndarray",
+    ),
+    "metadata as a list": (
+        lambda: checkpoint.save(fresh(), ARRAYS, metadata=[1]), TypeError, "save: metadata", "a mapping", "[1]",
+    ),
+    "a step as text": (
+        lambda: checkpoint.save(fresh(), ARRAYS, step="three"), TypeError, "save: step", "an integer", "'three'",
+    ),
+    "half a step": (lambda: checkpoint.save(fresh(), ARRAYS, step=1.5), TypeError, "step", "integer", "1.5"),
+    "a negative step": (lambda: checkpoint.save(fresh(), ARRAYS, step=-1), ValueError, "save: step", "[0, inf)", "-1"),
+    "path and tree the wrong way round": (lambda: checkpoint.save(ARRAYS, fresh()), TypeError, "save: path", "dict"),
+    "a plain save of keys": (
+        lambda: checkpoint.save(fresh(), keyed_state()), ValueError, "'client'", "save_collection",
+    ),
+    "the state of another collection": (
+        lambda: checkpoint.save_collection(fresh(), collection(), other_state()), ValueError,
+        "does not belong to this collection",
+    ),
+    "a state in place of its collection": (
+        lambda: checkpoint.save_collection(fresh(), state(), collection()), TypeError, "save_collection: collection",
+        "EmbeddingCollection", "EmbeddingState",
+    ),
+    "a state that is none": (
+        lambda: checkpoint.save_collection(fresh(), collection(), {}), TypeError, "EmbeddingState", "dict",
+    ),
+    "a collection saved without its state": (
+        lambda: checkpoint.save(fresh(), collection()), TypeError, "made of a EmbeddingCollection",
+        "of a collection its state",
+    ),
+    # Loading
+    "a path that is not there": (
+        lambda: checkpoint.load(FOLDER / "nothing"), FileNotFoundError, "nothing", "no checkpoint", "manifest.json",
+    ),
+    "a file in place of a folder": (
+        lambda: checkpoint.load(arrays() / "manifest.json"), FileNotFoundError, "no checkpoint",
+    ),
+    "a load by number": (lambda: checkpoint.load(3), TypeError, "load: path", "a path", "3"),
+    "a flipped bit": (lambda: checkpoint.load(damaged(flipped)), checkpoint.CorruptCheckpointError, "saved", "'x'"),
+    "a torn manifest": (
+        lambda: checkpoint.load(damaged(torn)), checkpoint.CorruptCheckpointError, "manifest.json", "older checkpoint",
+    ),
+    "a missing array": (
+        lambda: checkpoint.load(damaged(lambda path: shutil.rmtree(path / "0000"))), checkpoint.CorruptCheckpointError,
+        "0000", "'x'",
+    ),
+    "a newer layout": (lambda: checkpoint.load(damaged(newer)), ValueError, "layout 99", "version that wrote it"),
+    "a template of another shape": (
+        lambda: checkpoint.load(arrays(), like=ARRAYS | {"x": np.ones(7, np.float32)}), ValueError, "'x' is float32[6]",
+        "wanted float32[7]",
+    ),
+    "a template of another dtype": (
+        lambda: checkpoint.load(arrays(), like=ARRAYS | {"x": np.ones(6, int)}), ValueError, "'x' is float32[6]",
+        "wanted int64[6]",
+    ),
+    "a template of other names": (
+        lambda: checkpoint.load(arrays(), like={"x": ARRAYS["x"], "z": ARRAYS["y"]}), ValueError, "'z' is missing",
+        "'y' is not wanted",
+    ),
+    "a template of text": (lambda: checkpoint.load(arrays(), like=ARRAYS | {"x": "x"}), ValueError, "'x'", "wanted"),
+    "a collection as a template": (
+        lambda: checkpoint.load(saved(), like=collection()), TypeError, "like", "collection.template",
+        "load_collection",
+    ),
+    "a checkpoint of another collection": (
+        lambda: checkpoint.load_collection(saved(), other()), ValueError, "does not match", "user", "with_tables",
+    ),
+    "a checkpoint that is no collection": (
+        lambda: checkpoint.load_collection(arrays(), collection()), ValueError, "does not match",
+        "tables/user is missing", "load(path).tree",
+    ),
+    "path and collection the wrong way round": (
+        lambda: checkpoint.load_collection(collection(), saved()), TypeError, "load_collection: path",
+        "EmbeddingCollection",
+    ),
+    "a state to load into": (
+        lambda: checkpoint.load_collection(saved(), state()), TypeError, "collection", "EmbeddingCollection",
+        "EmbeddingState",
+    ),
+    "another optimizer than saved": (
+        lambda: load_into(feature(table_spec=table(optimizer=rs.AdamOptimizerSpec(0.1))), USER), ValueError,
+        "word/optimizer", "AdamOptimizerSpec",
+    ),
+    "another dim than saved": (
+        lambda: load_into(feature(table_spec=table(embedding_dim=5)), USER), ValueError,
+        "word/embedding_dim is 4, expected 5",
+    ),
+    "more rows than saved": (
+        lambda: load_into(feature(table_spec=table(vocabulary_size=10)), USER), ValueError,
+        "word/vocabulary_size is 9, expected 10",
+    ),
+    "a table more than saved": (
+        lambda: load_into(feature(), USER, feature("c", table("shop"))), ValueError, "shop is missing",
+    ),
+    "a table less than saved": (lambda: load_into(feature()), ValueError, "user is not expected"),
+    "a dense table into one of keys": (
+        lambda: load_into(feature(table_spec=table(storage=rs.Hashed())), USER), ValueError, "word/storage",
+        "rows by key",
+    ),
+    "others of another shape": (
+        lambda: checkpoint.load_collection(saved(), collection(), others={"w": jnp.ones(4)}), ValueError,
+        "'others/w' is float32[3]", "wanted float32[4]",
+    ),
+    "the manifest of nothing": (lambda: checkpoint.manifest(FOLDER), FileNotFoundError, "no checkpoint"),
+    "the latest in a number": (lambda: checkpoint.latest(3), TypeError, "latest: folder", "a path", "3"),
+    # Managers
+    "a folder by number": (lambda: manager(3), TypeError, "CheckpointManager: folder", "a path", "3"),
+    "nothing to keep": (lambda: manager(max_to_keep=0), ValueError, "max_to_keep", "at least 1", "0"),
+    "half a checkpoint to keep": (lambda: manager(max_to_keep=1.5), TypeError, "max_to_keep", "an integer", "1.5"),
+    "a state in place of a manager's collection": (
+        lambda: manager(collection=state()), TypeError, "CheckpointManager: collection", "EmbeddingCollection",
+        "EmbeddingState",
+    ),
+    "a tree without its step": (lambda: kept().save(ARRAYS), ValueError, "a tree needs step"),
+    "a kept step as text": (lambda: kept().save(ARRAYS, step="3"), TypeError, "save: step", "an integer", "'3'"),
+    "a step that is kept": (
+        lambda: [kept().save(ARRAYS, step=1) for _ in range(2)], FileExistsError, "step_000000001", "never replaced",
+    ),
+    "a step that is not there": (lambda: kept().restore(step=9), FileNotFoundError, "step_000000009"),
+    "the metadata of a step that is not there": (lambda: kept().metadata(9), FileNotFoundError, "step_000000009"),
+    "a restored step as text": (lambda: kept().restore(step="9"), TypeError, "restore: step", "an integer", "'9'"),
+    "a folder of two managers": (lambda: manager(kept().folder), RuntimeError, "kept", "another"),
+    "a closed manager": (lambda: closed().save(ARRAYS, step=1), RuntimeError, "closed", "another CheckpointManager"),
+    # Other programs
+    "tables of one name": (
+        lambda: checkpoint.state_dict({"a": ARRAYS["y"], "b": ARRAYS["y"]}, name="weight"), ValueError, "'weight'",
+        "['a', 'b']", "{table}",
+    ),
+    "tables that are an array": (
+        lambda: checkpoint.state_dict(ARRAYS["y"]), TypeError, "state_dict: tables", "a mapping", "(2, 2)",
+    ),
+    "a name that fits nothing": (
+        lambda: checkpoint.tables_of_state_dict({"a.bias": ARRAYS["y"]}), ValueError, "'{table}.weight'", "['a.bias']",
+    ),
+    "an ending nobody reads": (
+        lambda: checkpoint.export_tables(fresh() / "x.csv", {}), ValueError, "x.csv", ".npz", ".safetensors",
+    ),
+    "a file of tables that is not there": (
+        lambda: checkpoint.import_tables("nothing.npz"), FileNotFoundError, "nothing.npz",
+    ),
+}  # fmt: skip
+
+
+def reloaded(path, **changes):
+    checkpoint.save(path, **{"tree": ARRAYS, "step": 3} | changes)
+    return checkpoint.load(path)
+
+
+ACCEPTED = {
+    "a path as text": (lambda: reloaded(str(fresh())).tree, lambda: reloaded(fresh()).tree),
+    "a step of numpy": (lambda: reloaded(fresh(), step=np.int64(3)).step, lambda: reloaded(fresh()).step),
+    "a template of shapes": (
+        lambda: checkpoint.load(arrays(), like=jax.eval_shape(lambda: ARRAYS)).tree["x"],
+        lambda: jnp.asarray(ARRAYS["x"]),
+    ),
+    "a collection loaded onto fresh specs": (
+        lambda: collection().tables(checkpoint.load_collection(saved(), collection())),
+        lambda: collection().tables(state()),
+    ),
+}  # fmt: skip
