@@ -12,12 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
-_TAIL_LINES = 15
 _COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _FAILED_LINE = re.compile(r"^-+>\s*\d+(.*)$", re.MULTILINE)
 
@@ -118,13 +117,14 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def execute(notebook: Any, folder: Path, *, beside: Path) -> str | None:
+def execute(notebook: Any, folder: Path, *, beside: Path, after_cell: Callable[..., None]) -> str | None:
     """Runs all cells of a notebook, in place, with the interpreter that runs this.
 
     Args:
       notebook: an `nbformat` notebook; it receives the outputs, also those before a failure.
       folder: the working folder of the cells.
       beside: the folder that the notebook lies in, whose modules its cells import.
+      after_cell: called with `cell=` and its number from 0, `cell_index=`, as soon as a code cell has run.
 
     Returns: None, or what went wrong in one line.
     """
@@ -148,7 +148,8 @@ def execute(notebook: Any, folder: Path, *, beside: Path) -> str | None:
             connection_file=f"{folder_name}/connection.json",
             transport="ipc",
         )
-        client = NotebookClient(notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}})
+        where = {"metadata": {"path": str(folder)}}
+        client = NotebookClient(notebook, km=manager, timeout=None, resources=where, on_cell_executed=after_cell)
         try:
             client.execute(cleanup_kc=True)
         except CellExecutionError as error:
@@ -163,32 +164,27 @@ def execute(notebook: Any, folder: Path, *, beside: Path) -> str | None:
     return None
 
 
-def text_lines(notebook: Any) -> Iterator[str]:
-    """What the cells printed, and the text form of their results, line by line."""
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            if output.output_type == "stream" and output.name == "stdout":
-                yield from output.text.splitlines()
-            elif output.output_type == "execute_result" and "image/png" not in output.data:
-                yield from output.data.get("text/plain", "").splitlines()
+def text_lines(cell: Any) -> Iterator[str]:
+    """What a cell printed, and the text form of its result, line by line."""
+    for output in cell.get("outputs", []):
+        if output.output_type == "stream" and output.name == "stdout":
+            yield from output.text.splitlines()
+        elif output.output_type == "execute_result" and "image/png" not in output.data:
+            yield from output.data.get("text/plain", "").splitlines()
 
 
-def save_pictures(notebook: Any, folder: Path) -> list[Path]:
-    """Writes each picture as `cell-<cell>-<picture>.png` in place of those of an earlier run; returns the new files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("cell-*.png"):
-        old.unlink()
+def save_pictures(cell: Any, number: int, folder: Path) -> list[Path]:
+    """Writes each picture of cell `number` as `cell-<number>-<picture>.png`; returns the files."""
+    pictures = (output.get("data", {}).get("image/png") for output in cell.get("outputs", []))
     written = []
-    for number, cell in enumerate(notebook.cells, 1):
-        pictures = (output.get("data", {}).get("image/png") for output in cell.get("outputs", []))
-        for count, picture in enumerate(filter(None, pictures), 1):
-            written.append(folder / f"cell-{number:02d}-{count}.png")
-            written[-1].write_bytes(base64.b64decode(picture))
+    for count, picture in enumerate(filter(None, pictures), 1):
+        written.append(folder / f"cell-{number:02d}-{count}.png")
+        written[-1].write_bytes(base64.b64decode(picture))
     return written
 
 
 def run(name: str, settings: dict[str, str], output: Path) -> int:
-    """Executes a tutorial with other parameters, and keeps the result and its pictures.
+    """Executes a tutorial with other parameters, tells what it prints and draws at once, and keeps the result.
 
     Args:
       name: see `find_notebook`.
@@ -214,22 +210,26 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
 
     chosen = " ".join(f"{key}={value}" for key, value in settings.items())
     print(f"Running {path.stem}" + (f" with {chosen}" if chosen else "") + " ...", flush=True)
-    start = time.monotonic()
-    failure = execute(notebook, Path.cwd(), beside=path.parent)
+    start, executed, folder = time.monotonic(), output / path.name, output / path.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in folder.glob("cell-*.png"):  # of an earlier run
+        picture.unlink()
+
+    def tell(*, cell: Any, cell_index: int, **_: Any) -> None:
+        for line in text_lines(cell):
+            print(f"  {line}", flush=True)
+        for picture in save_pictures(cell, cell_index + 1, folder):
+            print(f"  {time.monotonic() - start:.0f} s: {picture}", flush=True)
+
+    failure = execute(notebook, Path.cwd(), beside=path.parent, after_cell=tell)
     seconds = time.monotonic() - start
-    output.mkdir(parents=True, exist_ok=True)
-    executed = output / path.name
     nbformat.write(notebook, executed)
-    pictures = save_pictures(notebook, output / path.stem)
-    for line in list(text_lines(notebook))[-_TAIL_LINES:]:
-        print(f"  {line}")
     if failure:
         print(f"{path.stem} failed after {seconds:.0f} s: {failure}", file=sys.stderr)
         print(f"The notebook up to there, with the traceback: {executed}", file=sys.stderr)
         return 1
     print(f"Finished in {seconds:.0f} s.")
     print(f"Executed notebook: {executed}")
-    print(f"Pictures: {', '.join(map(str, pictures)) or 'none'}")
     return 0
 
 

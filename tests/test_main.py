@@ -46,6 +46,8 @@ def test_run_executes_with_given_parameters_and_this_python(notebook_folder, tmp
     assert "loss 0.125" in printed
     assert sys.prefix in printed
     assert "executed/01_tiny.ipynb" in printed
+    before_the_end = printed.partition("Finished in")[0]
+    assert " s: executed/01_tiny/cell-03-1.png" in before_the_end
     assert "a module beside the notebook" in printed
     assert (tmp_path / "executed/01_tiny.ipynb").is_file()
     assert (tmp_path / "executed/01_tiny/cell-03-1.png").read_bytes().startswith(b"\x89PNG")
