@@ -313,6 +313,34 @@ class EmbeddingCollection:
         self.check_state(state)
         return self.logical.with_tables(state, tables)
 
+    def evict(
+        self,
+        state: EmbeddingState,
+        table: str,
+        *,
+        keep: int | None = None,
+        unused_for: int | None = None,
+        norm_below: float | None = None,
+    ) -> tuple[EmbeddingState, dict[str, np.ndarray]]:
+        """Takes their rows from keys of a table; not inside `jit`. The state is given away.
+
+        Args:
+          state: whose.
+          table: name of one with keys.
+          keep: as many keys keep their rows, over all devices: those that the table's `eviction` lets go last.
+          unused_for: keys go that were not used in training for more than this many steps; those that wait for
+            admission are no longer counted.
+          norm_below: keys go whose rows have a smaller L2 norm.
+
+        Returns: the state, and what belonged to the keys, as `tables` returns it: for a `SecondTier`, a file, or
+          another store. `with_tables` brings it back.
+
+        Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no
+          keys. RuntimeError: this is inside `jit`.
+        """
+        self.check_state(state)
+        return self.logical.evicted(state, table, keep=keep, unused_for=unused_for, norm_below=norm_below)
+
     # Forward
 
     def prepare(self, batch: Batch) -> dict[str, Any]:

@@ -11,12 +11,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Num, PRNGKeyArray
 
+from rsembed.bags import is_traced
 from rsembed.collection.devices import Devices
+from rsembed.collection.engine import all_as_bags
 from rsembed.collection.fetching import Fetching
+from rsembed.collection.moving import Moving
 from rsembed.collection.stack import Stack
 from rsembed.collection.state import EmbeddingState
 from rsembed.fingerprint import Fingerprint
+from rsembed.homes import Hashed
 from rsembed.homes.home import on_host
+from rsembed.homes.logical_rows import check_reason, keys_to_leave
 from rsembed.kinds import check_kind, did_you_mean
 from rsembed.specs import TableSpec
 
@@ -42,6 +47,7 @@ class LogicalTables:
         devices: Devices,
     ):
         self.specs, self.stacks, self.on_host, self.devices = specs, stacks, on_host, devices
+        self._moving: dict[str, Moving] = {}
 
     def tables(self, state: EmbeddingState, *, since: int | None = None) -> dict[str, Any]:
         """See `EmbeddingCollection.tables`."""
@@ -86,9 +92,7 @@ class LogicalTables:
         """See `EmbeddingCollection.with_tables`."""
         replaced, slots = dict(state.tables), dict(state.slots)
         for table_name, values in tables.items():
-            if table_name not in self.specs:
-                near = did_you_mean(table_name, self.specs)
-                raise ValueError(f"unknown table {table_name!r}{near}; the collection has {list(self.specs)}.")
+            self._check_known(table_name)
             for part, array in _parts(values):
                 check_kind(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
             spec, stack = self.specs[table_name], self._stack_of(table_name)
@@ -116,6 +120,39 @@ class LogicalTables:
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
             replaced[name] = self.devices.place(whole, stack.partition)
         return state._replace(tables=replaced, slots=slots)
+
+    def evicted(self, state: EmbeddingState, table_name: str, **reason: Any) -> tuple[EmbeddingState, dict[str, Any]]:
+        """See `EmbeddingCollection.evict`."""
+        check_reason(f"evict from table {table_name!r}", **reason)
+        if is_traced(state):
+            raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
+        moving = self.moving(table_name)
+        name = moving.stack_name
+        params, step = state.tables[name], int(on_host(state.step))
+        keys = keys_to_leave(params, moving.score, **reason, step=step)
+        params, rows = moving.take_out(params, state.slots.get(name, ()), keys)
+        if (unused_for := reason["unused_for"]) is not None:
+            params = moving.forget_older(params, state.step, unused_for)
+        return state._replace(tables=state.tables | {name: params}), rows
+
+    def moving(self, table_name: str) -> Moving:
+        """What moves the rows of a table with keys. Raises: ValueError: the table is unknown, or has none."""
+        if table_name in self._moving:
+            return self._moving[table_name]
+        self._check_known(table_name)
+        stack = self._stack_of(table_name)
+        if not isinstance(stack.home, Hashed):
+            raise ValueError(
+                f"table {table_name!r} is kept as {self.specs[table_name].storage or 'an array'}: rows leave tables of "
+                "keys, with storage=Hashed(...)."
+            )
+        moving = Moving(stack.rows, lambda batch: stack.occurrences(all_as_bags(batch)), stack.layout.stack.name)
+        return self._moving.setdefault(table_name, moving)
+
+    def _check_known(self, table_name: str) -> None:
+        if table_name not in self.specs:
+            near = did_you_mean(table_name, self.specs)
+            raise ValueError(f"unknown table {table_name!r}{near}; the collection has {list(self.specs)}.")
 
     def _with_rows_of_keys(self, state: EmbeddingState, name: str, rows: Mapping[str, Any]) -> np.ndarray:
         """A table whose ids are rows, with those that a table with keys has."""

@@ -164,12 +164,8 @@ class Hashed(RowsByKey):
             return vectors, num_distinct(strangers)
 
         def with_strangers(vectors: Array) -> tuple[Array, Array]:
-            first, position = api.first_occurrences(strangers), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
-            totals = jnp.zeros(position.shape, jnp.int32).at[first].add(ahead.occurrences, mode="drop")
-            if params.waiting is not None:
-                seen = row_map.count_of(params.waiting, row_map.find(params.waiting, strangers))
-                totals = row_map.add_counts(totals, seen)
-            starts = self._is_admitted(params, strangers.only(first == position), totals, ahead.number)
+            first, starts = self.newcomers(params, strangers, ahead)
+            position = jnp.arange(first.shape[0], dtype=jnp.int32)
             entries = jnp.where(starts, position, NO_ROW)
             (fresh,) = hashed_rows.with_initial_values((vectors,), entries, keys, table, params.key[0], slots=False)
             new = fresh.at[first].get(mode="fill", fill_value=0)
@@ -180,6 +176,17 @@ class Hashed(RowsByKey):
 
         # Late in training most batches have no strangers, and need none of their work.
         return jax.lax.cond(jnp.any(strangers.is_key), with_strangers, without, vectors)
+
+    def newcomers(
+        self, params: DynamicTable, strangers: Keys, ahead: Ahead
+    ) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
+        """Of keys without a row, where each occurs first, and at these places whether the step is to give it one."""
+        first, position = api.first_occurrences(strangers), jnp.arange(strangers.shape[0], dtype=jnp.int32)
+        totals = jnp.zeros(position.shape, jnp.int32).at[first].add(ahead.occurrences, mode="drop")
+        if params.waiting is not None:
+            seen = row_map.count_of(params.waiting, row_map.find(params.waiting, strangers))
+            totals = row_map.add_counts(totals, seen)
+        return first, self._is_admitted(params, strangers.only(first == position), totals, ahead.number)
 
     def pooled(
         self,
@@ -221,7 +228,7 @@ class Hashed(RowsByKey):
         self, params: DynamicTable, slots: Slots, keys: Keys, table: TableSpec, number: Array, occurrences: Array
     ) -> tuple[DynamicTable, Slots, Array]:
         """`find` of keys without a row, which may repeat, in step `number`."""
-        evict, forget = self._scores(params) if self.when_full == "evict" else (None, None)
+        evict, forget = self.scores(params) if self.when_full == "evict" else (None, None)
         first = api.first_occurrences(keys)
         keys = keys.only(first == jnp.arange(first.shape[0], dtype=jnp.int32))
         totals = jnp.zeros(first.shape, jnp.int32).at[first].add(occurrences, mode="drop")
@@ -256,7 +263,7 @@ class Hashed(RowsByKey):
             return admission.is_drawn(params.key[0], keys, number, totals, self.admission_probability)
         return keys.is_key & (totals > self.admission_count) if self.admission_count else keys.is_key
 
-    def _scores(self, params: DynamicTable) -> tuple[Score, Score]:
+    def scores(self, params: DynamicTable) -> tuple[Score, Score]:
         """What rows are worth, and the places of keys that wait, which have no rows yet."""
         of_uses = row_map.score("lfu" if self.eviction == "lfu" else "lru")
         if self.eviction == "age":

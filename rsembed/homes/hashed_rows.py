@@ -217,11 +217,16 @@ def evict_older(params: DynamicTable, step: Int[Array, ""], steps_to_live: int) 
     """
     left = row_map.release_older(params.keys, step, steps_to_live)
     counters = params.counters.add(evicted=left.num_free - params.keys.num_free)
-    waiting = params.waiting
-    if waiting is not None:
-        waiting = row_map.release_older(waiting, step, steps_to_live)
-        counters = counters.add(forgotten=waiting.num_free - params.waiting.num_free)
-    return params._replace(keys=left, waiting=waiting, counters=counters)
+    return forget_older(params._replace(keys=left, counters=counters), step, steps_to_live)
+
+
+def forget_older(params: DynamicTable, step: Int[Array, ""], steps_to_live: int | Int[Array, ""]) -> DynamicTable:
+    """The same for keys that wait for admission, if any can."""
+    if params.waiting is None:
+        return params
+    waiting = row_map.release_older(params.waiting, step, steps_to_live)
+    counters = params.counters.add(forgotten=waiting.num_free - params.waiting.num_free)
+    return params._replace(waiting=waiting, counters=counters)
 
 
 def grow(params: DynamicTable, slots: Slots, table: TableSpec, capacity: int) -> tuple[DynamicTable, Slots]:

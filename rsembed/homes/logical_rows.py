@@ -6,7 +6,7 @@ The shares of the shards lie side by side in every array: row `r` of shard `s` s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -14,14 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from rsembed.homes import row_map
+from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Home, on_host
 from rsembed.homes.row_map import RowMap
+from rsembed.intervals import check_within
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.specs import TableSpec
 
+_find_or_assign = jax.jit(row_map.find_or_assign)
 OTHER_KEYS = "other_keys"
 """Of changes, the keys whose rows did not change."""
 
@@ -52,11 +54,52 @@ def export(
         is_used, keys = exported["last_step"] >= since, exported["keys"]
         places, exported = places[is_used], {name: lane[is_used] for name, lane in exported.items()}
         exported[OTHER_KEYS] = keys[~is_used]
-    for name, array in zip(_array_names(table, slots), (params.rows, *slots), strict=True):
+    for name, array in zip(array_names(table, slots), (params.rows, *slots), strict=True):
         exported[name] = on_host(array)[places]
     if params.waiting is not None:
         exported |= _keys_of(table, params.waiting, "waiting_")[1]
     return exported
+
+
+def keys_to_leave(
+    params: DynamicTable,
+    score: Callable[[DynamicTable], Any],
+    *,
+    keep: int | None,
+    unused_for: int | None,
+    norm_below: float | None,
+    step: int,
+) -> np.ndarray:
+    """Keys of all shards, uint64, that any of the reasons lets go; see `EmbeddingCollection.evict`.
+
+    `score` says what each row is worth, before step `step`.
+    """
+    last_step = on_host(params.keys.last_step)
+    is_used = leaves = last_step != row_map.FREE
+    keys = join_keys(on_host(params.keys.high), on_host(params.keys.low))
+    if unused_for is not None:
+        leaves = leaves & (step - last_step.astype(np.int64) > unused_for)
+    if norm_below is not None:
+        squares = on_host(jax.jit(hashed_rows.norms)(params.rows)).view(np.float32)
+        leaves = leaves & (np.sqrt(squares) < norm_below)
+    if keep is not None:
+        num_leaving = max(int(is_used.sum()) - keep, 0)
+        scores = on_host(jax.jit(score)(params)).astype(np.uint32)
+        first = np.lexsort((keys[is_used], scores[is_used]))[:num_leaving]
+        leaves = np.isin(np.arange(keys.size), np.flatnonzero(is_used)[first])
+    return keys[leaves]
+
+
+def check_reason(where: str, **given: float | None) -> None:
+    """Raises: TypeError or ValueError: not one of the reasons to leave is given, or it is out of range."""
+    reasons = {name: value for name, value in given.items() if value is not None}
+    if len(reasons) != 1:
+        raise ValueError(f"{where}: give one of {', '.join(given)}, not {len(reasons)} of them.")
+    for name, value in reasons.items():
+        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if name in ("keep", "unused_for") and not is_whole:
+            raise TypeError(f"{where}: {name} must be an integer, got {value!r}.")
+        check_within("[0, inf)", value, f"{where}: {name}")
 
 
 def check_notes_changes(table: TableSpec, params: DynamicTable) -> None:
@@ -74,7 +117,7 @@ def _key_dtype(table: TableSpec) -> str:
     return cast(str, cast(Home, table.storage).key_dtype)
 
 
-def _array_names(table: TableSpec, slots: Sequence[Any]) -> list[str]:
+def array_names(table: TableSpec, slots: Sequence[Any]) -> list[str]:
     """Vectors and slots, as they are called in exports, in the order of the state."""
     names = getattr(table.optimizer.slot_type, "_fields", range(len(slots)))
     return ["values", *(f"slot_{name}" for name in names)][: 1 + len(slots)]  # a state for serving has none
@@ -110,7 +153,7 @@ def import_rows(
     Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit `key_dtype`,
       there are too few free rows, or the table has not all of the `other_keys`.
     """
-    names, of_keys = _array_names(table, slots), ("keys", "last_step", "count")
+    names, of_keys = array_names(table, slots), ("keys", "last_step", "count")
     known = {*names, *of_keys, OTHER_KEYS, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known - {"first_step"}):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
@@ -242,7 +285,7 @@ def _place(
     places, placed = np.zeros(keys.shape, np.int64), []
     for shard, own_map in enumerate(_parted(maps, num_shards)):
         is_own, free = owner == shard, int(own_map.num_free[0])
-        own_map, found = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
+        own_map, found, _ = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
         rows = np.asarray(found)
         if num_left := int(np.sum(rows == NO_ROW)):
             what = f"admission_capacity={capacity}" if prefix else f"capacity={capacity}"
@@ -253,14 +296,3 @@ def _place(
         places[is_own] = shard * capacity + rows
         placed.append(own_map)
     return _joined(placed), places
-
-
-@jax.jit
-def _find_or_assign(
-    keys_of_rows: RowMap, keys: Keys, steps: Array, counts: Array, first_steps: Array
-) -> tuple[RowMap, Array]:
-    rows = row_map.find(keys_of_rows, keys)
-    new = keys._replace(is_key=rows == NO_ROW)
-    keys_of_rows, new_rows, _ = row_map.assign(keys_of_rows, new, jnp.int32(0), counts)
-    rows = jnp.where(new.is_key, new_rows, rows)
-    return row_map.touch(keys_of_rows, rows, steps, counts, first_steps), rows

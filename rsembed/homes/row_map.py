@@ -103,6 +103,24 @@ def assign(
     return _with_lanes(row_map, rows, given)._replace(hashed=hashed, num_free=num_free), rows, num_evicted
 
 
+def find_or_assign(
+    row_map: RowMap,
+    keys: Keys,
+    steps: Int[Array, " nnz"],
+    counts: Int[Array, " nnz"],
+    first_steps: Int[Array, " nnz"],
+) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, ""]]:
+    """Rows of distinct keys that are written from outside, with when they were used, how often, and since when.
+
+    Returns: the map, the row of every key (`NO_ROW` for padding and where there was none left), and how many are new.
+    """
+    rows = find(row_map, keys)
+    new = keys.only(rows == NO_ROW)
+    row_map, new_rows, _ = assign(row_map, new, jnp.int32(0), counts)
+    rows = jnp.where(new.is_key, new_rows, rows)
+    return touch(row_map, rows, steps, counts, first_steps), rows, jnp.sum(new_rows != NO_ROW, dtype=jnp.int32)
+
+
 def touch(
     row_map: RowMap,
     rows: Int[Array, " nnz"],
@@ -153,7 +171,7 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     )
 
 
-def release_older(row_map: RowMap, step: Int[Array, ""], steps_to_live: int) -> RowMap:
+def release_older(row_map: RowMap, step: Int[Array, ""], steps_to_live: int | Int[Array, ""]) -> RowMap:
     """Takes all rows that were last used more than `steps_to_live` steps before `step`."""
     is_old = (row_map.last_step != FREE) & (step - row_map.last_step > steps_to_live)
     rows = jnp.arange(is_old.shape[0], dtype=jnp.int32)
