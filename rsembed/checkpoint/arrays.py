@@ -66,7 +66,7 @@ def as_saved(leaf: Any, name: str) -> tuple[Any, str | None]:
     if not _are_numbers(array.dtype):
         raise TypeError(
             f"checkpoint: leaf {name!r} is {array.dtype}, made of a {type(leaf).__name__}; only arrays of numbers can "
-            "be saved. Save the fields of a record as leaves of their own, texts as metadata, of a collection its state."
+            "be saved. Save fields of a record as leaves of their own, texts as metadata, of a collection its state."
         )
     return array.astype(array.dtype.newbyteorder("="), copy=False), None
 

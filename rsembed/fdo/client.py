@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import os
 import re
 import secrets
 import time
@@ -23,6 +24,7 @@ from rsembed.fdo.statistics import (
     running_maximum,
     to_statistics,
 )
+from rsembed.intervals import door
 
 _log = logging.getLogger("rsembed")
 
@@ -62,7 +64,8 @@ class FileFDOClient(FDOClient):
     def _decode(content: bytes) -> History:
         """Raises: ValueError: a file is not of this form."""
 
-    def __init__(self, base_dir: str, retain_history: bool = True):
+    @door
+    def __init__(self, base_dir: str | os.PathLike[str], retain_history: bool = True):
         self._folder = Path(base_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._retain_history = retain_history

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.intervals import Count, check_fields, door
 from rsembed.specs import StackedTableSpec, features_of
 from rsembed.stacking import SUBLANES, round_up
 
@@ -39,6 +40,7 @@ class LimitsPolicy:
     bucket: float | None = 1.25
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 <= self.headroom_fraction < math.inf:
             raise ValueError(f"headroom_fraction must be at least 0, got {self.headroom_fraction}.")
         if self.bucket is not None and not 1 < self.bucket < math.inf:
@@ -65,10 +67,11 @@ class PartitionLimits(NamedTuple):
     suggested_coo_buffer_size_per_device: int | None
 
 
+@door
 def limits_from_statistics(
     stacks: Iterable[StackedTableSpec],
     statistics: SparseDenseMatmulInputStats,
-    num_sc_per_device: int,
+    num_sc_per_device: Count,
     *,
     policy: LimitsPolicy | None = None,
 ) -> dict[str, PartitionLimits]:
@@ -156,6 +159,7 @@ def _round_up_to_bucket(value: int, growth: float) -> int:
     return step
 
 
+@door
 def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_per_device: int) -> str:
     """A table of limits, of the largest values seen, and of what was dropped, one line per stack; print it.
 

@@ -1,0 +1,85 @@
+"""Bad calls of statistics and limits."""
+
+import pathlib
+import tempfile
+
+import numpy as np
+
+import rsembed as rs
+from rsembed import fdo
+from rsembed.fdo import LimitsPolicy, SparseDenseMatmulInputStats
+from tests.bad_calls.world import feature
+
+FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="rsembed-bad-calls-"))
+
+
+def statistics(**changes):
+    seen = {"max_ids_per_partition": {"word": [8, 9]}, "max_unique_ids_per_partition": {"word": [8, 9]}}
+    return SparseDenseMatmulInputStats(**seen | changes)
+
+
+def client(name="stats"):
+    return fdo.NPZFileFDOClient(str(FOLDER / name))
+
+
+def unread():
+    """A folder with a file of statistics that was changed."""
+    made = client("changed")
+    made.record(statistics())
+    made.publish()
+    (file,) = (FOLDER / "changed").glob("*.npz")
+    file.write_bytes(b"no statistics")
+    return made.load()
+
+
+def limits(**options):
+    stack = rs.plan_stacking([feature(input_shape=(8, 1))]).stacks[0].spec
+    given = {"stacks": [stack], "statistics": statistics(), "num_sc_per_device": 1}
+    return fdo.limits_from_statistics(**given | options)
+
+
+def _two_layouts():
+    made = client("layouts")
+    made.record(statistics())
+    made.record(statistics(max_ids_per_partition={"word": [1, 2, 3]}))
+
+
+BAD = {
+    # Statistics
+    "a folder of statistics by number": (
+        lambda: fdo.NPZFileFDOClient(3), TypeError, "NPZFileFDOClient: base_dir", "a path", "3",
+    ),
+    "a folder that is a file": (lambda: fdo.CSVFileFDOClient("/dev/null/x"), OSError, "/dev/null"),
+    "nothing published": (lambda: client("empty").load(), FileNotFoundError, "empty", "publish() before load()"),
+    "a changed file of statistics": (unread, ValueError, "damaged", "CRC-32"),
+    "statistics of another layout": (
+        lambda: _two_layouts(), ValueError, "'word_max_ids'", "3 values", "recorded with 2",
+    ),
+    "a batch for statistics": (
+        lambda: client().record({"word": [1]}), TypeError, "SparseDenseMatmulInputStats", "dict",
+    ),
+    "negative headroom": (lambda: LimitsPolicy(headroom_fraction=-0.1), ValueError, "headroom_fraction", "-0.1"),
+    "headroom of NaN": (lambda: LimitsPolicy(headroom_fraction=float("nan")), ValueError, "headroom_fraction", "nan"),
+    "headroom as text": (
+        lambda: LimitsPolicy(headroom_fraction="0.1"), TypeError, "headroom_fraction", "number", "str",
+    ),
+    "a bucket that does not grow": (lambda: LimitsPolicy(bucket=1.0), ValueError, "bucket", "factor above 1", "1.0"),
+    "a policy by name": (lambda: limits(policy="exact"), TypeError, "policy", "LimitsPolicy", "'exact'"),
+    "no core for limits": (
+        lambda: limits(num_sc_per_device=0), ValueError, "limits_from_statistics: num_sc_per_device", "[1, inf)", "0",
+    ),
+    "stacks by name": (lambda: limits(stacks=["word"]), TypeError, "stacks", "StackedTableSpec", "str"),
+    "a buffer of an unknown stack": (
+        lambda: statistics().set_required_buffer_size_per_device("x", 64), ValueError, "stack 'x'", "num_sc",
+    ),
+    "a report of features without a place": (
+        lambda: fdo.report([feature()], {}, 1), TypeError, "SparseDenseMatmulInputStats", "dict",
+    ),
+}  # fmt: skip
+
+ACCEPTED = {
+    "statistics as lists": (
+        lambda: limits()["word"]._asdict(),
+        lambda: limits(statistics=statistics(max_ids_per_partition={"word": np.array([8, 9])}))["word"]._asdict(),
+    ),
+}  # fmt: skip
