@@ -7,9 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int, Int32
 
+from rsembed.intervals import Size, door
+
 SPLITS = ("train", "validation")
 
 
+@door
 def word_id_batches(
     word_ids: Int[np.ndarray, " words"], num_steps: int, batch_size: int, seq_length: int, num_tables: int = 1
 ) -> tuple[dict[str, list[Int32[np.ndarray, "batch seq 1"]]], list[Int32[np.ndarray, " batch"]]]:
@@ -49,13 +52,14 @@ def word_id_batches(
     return features, [windows[:, -1]] * num_steps
 
 
+@door
 def next_word_batches(
     word_ids: Int[np.ndarray, " words"],
     *,
     batch_size: int,
     sequence_length: int,
     num_batches: int | None = None,
-    seed: int = 0,
+    seed: Size = 0,
     split: str = "train",
     validation_fraction: float = 0.1,
 ) -> Iterator[tuple[Int32[np.ndarray, "batch seq"], Int32[np.ndarray, " batch"]]]:
@@ -114,6 +118,7 @@ def check_counts(where: str, *, least: int = 1, **counts: int) -> None:
             raise ValueError(f"{where}: {name}={count} must be at least {least}.")
 
 
+@door
 def unigram_entropy(word_ids: Int[np.ndarray, " words"], vocabulary_size: int) -> float:
     """Entropy of the words' frequencies, in nats: the loss of a model that knows them and sees no context.
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
 from rsembed.datasets.batches import check_counts
+from rsembed.intervals import Size, door
 
 CLICK_INTERCEPT = -1.0
 """Log-odds of a click before any feature speaks; the deviations leave clicks learnable but not certain."""
@@ -19,8 +20,9 @@ CLICK_BIAS_STD = 0.8
 CLICK_INTERACTION_STD = 0.8
 
 
+@door
 def zipf_probabilities(
-    vocabulary_size: int, *, exponent: float = 1.15, seed: int | None = None
+    vocabulary_size: int, *, exponent: float = 1.15, seed: Size | None = None
 ) -> Float64[np.ndarray, " vocab"]:
     """Probabilities of the bounded Zipf law: rank `r = 1, 2, …` has probability `r**-exponent / sum`.
 
@@ -48,8 +50,9 @@ def zipf_probabilities(
     return by_id
 
 
+@door
 def zipf_ids(
-    num_ids: int, vocabulary_size: int, *, exponent: float = 1.15, seed: int, shuffle: bool = True
+    num_ids: int, vocabulary_size: int, *, exponent: float = 1.15, seed: Size, shuffle: bool = True
 ) -> Int32[np.ndarray, " ids"]:
     """Ids drawn from the bounded Zipf law, by exact inversion of its distribution function.
 
@@ -108,13 +111,14 @@ class ClickLog:
     base_rate_log_loss: float
 
 
+@door
 def synthetic_clicks(
     num_samples: int,
     *,
     vocabulary_sizes: Sequence[int] = (1000, 300, 100),
     num_dense: int = 4,
-    seed: int,
-    sample_seed: int = 0,
+    seed: Size,
+    sample_seed: Size = 0,
     exponent: float = 1.05,
     ids_per_feature: int = 1,
     embedding_dim: int = 4,

@@ -1,0 +1,163 @@
+"""Bad calls of pictures, data sets and the command line."""
+
+import contextlib
+import io
+import pathlib
+import tempfile
+
+import matplotlib as mpl
+import numpy as np
+
+from rsembed import datasets, plot
+from rsembed.__main__ import CommandError, find_notebook, main, parse_settings, replace_parameters
+
+mpl.use("Agg")
+NAN = float("nan")
+COUNTS, IDS = np.array([3, 1, 0]), np.array([0, 1, 1, 0, 1, 0, 1, 1])
+WORDS = np.arange(20)
+FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="rsembed-bad-calls-"))
+
+
+def file(name, content):
+    (FOLDER / name).write_bytes(content)
+    return FOLDER / name
+
+
+def command(*arguments):
+    """What the command line prints as an error, raised; it returns 2 and ends with 2 where arguments are none."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = main(list(arguments))
+        except SystemExit as error:
+            status = error.code
+    if status:
+        raise CommandError(errors.getvalue())
+
+
+def clicks(num_samples=8, **options):
+    return datasets.synthetic_clicks(num_samples, **{"seed": 0, "vocabulary_sizes": (9, 5)} | options)
+
+
+def words(**options):
+    return datasets.shakespeare(32, **{"source": "pastiche", "max_words": 200} | options)
+
+
+def windows(**options):
+    return datasets.next_word_batches(WORDS, **{"batch_size": 2, "sequence_length": 3} | options)
+
+
+BAD = {
+    # Generated data
+    "ids of no vocabulary": (lambda: datasets.zipf_ids(5, 0, seed=0), ValueError, "vocabulary_size", "0"),
+    "fewer ids than none": (lambda: datasets.zipf_ids(-1, 9, seed=0), ValueError, "zipf_ids: num_ids=-1"),
+    "ids as text": (lambda: datasets.zipf_ids("5", 9, seed=0), TypeError, "zipf_ids: num_ids", "an integer", "'5'"),
+    "an exponent of NaN": (lambda: datasets.zipf_ids(5, 9, seed=0, exponent=NAN), ValueError, "exponent=nan", "finite"),
+    "a negative exponent": (
+        lambda: datasets.zipf_probabilities(9, exponent=-1.0), ValueError, "exponent=-1.0", "not negative",
+    ),
+    "a seed as text": (lambda: datasets.zipf_ids(5, 9, seed="a"), TypeError, "zipf_ids: seed", "integer", "'a'"),
+    "a negative seed": (lambda: datasets.zipf_ids(5, 9, seed=-1), ValueError, "zipf_ids: seed", "-1"),
+    "no samples": (lambda: clicks(0), ValueError, "synthetic_clicks: num_samples=0", "at least 1"),
+    "half a sample": (lambda: clicks(2.5), TypeError, "synthetic_clicks: num_samples", "integer", "2.5"),
+    "no features": (lambda: clicks(vocabulary_sizes=()), ValueError, "synthetic_clicks: len(vocabulary_sizes)=0"),
+    "a feature of no ids": (lambda: clicks(vocabulary_sizes=(9, 0)), ValueError, "vocabulary_size", "0"),
+    "one size for all features": (
+        lambda: clicks(vocabulary_sizes=9), TypeError, "synthetic_clicks: vocabulary_sizes", "list", "9",
+    ),
+    "fewer dense features than none": (lambda: clicks(num_dense=-1), ValueError, "synthetic_clicks: num_dense=-1"),
+    "too few items": (
+        lambda: datasets.generated_ratings(5, 9, seed=0), ValueError, "generated_ratings: num_items=9", "at least 40",
+    ),
+    "more ratings than items": (
+        lambda: datasets.generated_ratings(5, 80, ratings_per_user=99, seed=0), ValueError, "ratings_per_user=99",
+        "half of num_items",
+    ),
+    "histories of no length": (
+        lambda: datasets.generated_ratings(5, 80, seed=0).histories(0), ValueError, "histories: length=0",
+    ),
+    # Texts and ratings
+    "a text of one word": (lambda: datasets.shakespeare(1), ValueError, "shakespeare: vocabulary_size=1", "at least 2"),
+    "a source nobody knows": (lambda: words(source="folio"), ValueError, "shakespeare: source='folio'", "'pastiche'"),
+    "no words": (lambda: words(max_words=0), ValueError, "shakespeare: max_words=0"),
+    "a path for a bundled text": (lambda: words(path="x.txt"), ValueError, "source='pastiche'", "drop path="),
+    "a path that is not there": (lambda: words(source="auto", path="nothing.txt"), FileNotFoundError, "nothing.txt"),
+    "a text that is none": (
+        lambda: words(source="auto", path=file("own.txt", b"\xff\xfe\xff")), ValueError, "own.txt", "not UTF-8",
+    ),
+    "an empty text": (lambda: words(source="auto", path=file("empty.txt", b" ")), ValueError, "empty.txt", "no words"),
+    "an id without a word": (lambda: words().decode([99]), ValueError, "Text.decode: id 99 at position 0", "0 to 31"),
+    "ratings nobody has": (lambda: datasets.movielens("ml-2m"), ValueError, "movielens: name='ml-2m'", "ml-1m"),
+    "ratings of no users": (
+        lambda: datasets.movielens("ml-100k", source="generated", max_users=0), ValueError, "movielens: max_users=0",
+    ),
+    "an archive that is none": (
+        lambda: datasets.movielens(path=file("own.zip", b"no archive")), ValueError, "own.zip", "zip",
+    ),
+    # Batches of words
+    "no steps": (lambda: datasets.word_id_batches(WORDS, 0, 2, 3), ValueError, "word_id_batches: num_steps=0"),
+    "a text too short": (
+        lambda: datasets.word_id_batches(WORDS[:3], 1, 2, 3), ValueError, "3 words are too few", "seq_length=3",
+    ),
+    "a split nobody knows": (
+        lambda: windows(split="test"), ValueError, "next_word_batches: split='test'", "validation",
+    ),
+    "all words for validation": (lambda: windows(validation_fraction=1.0), ValueError, "validation_fraction=1.0"),
+    "a batch of no windows": (lambda: windows(batch_size=0), ValueError, "next_word_batches: batch_size=0"),
+    "windows too long": (
+        lambda: windows(sequence_length=30), ValueError, "the train part has 18 words", "sequence_length=30",
+    ),
+    "the entropy of nothing": (
+        lambda: datasets.unigram_entropy(WORDS[:0], 9), ValueError, "unigram_entropy", "no words",
+    ),
+    "words outside": (
+        lambda: datasets.unigram_entropy(WORDS, 9), ValueError, "unigram_entropy: ids reach from 0 to 19",
+        "vocabulary_size=9",
+    ),
+    # Pictures
+    "ids outside a picture": (
+        lambda: plot.id_counts(WORDS, 9), ValueError, "id_counts: ids reach from 0 to 19", "vocabulary_size=9",
+    ),
+    "coverage of nothing": (lambda: plot.coverage_curve(np.zeros(3)), ValueError, "coverage_curve", "above 0"),
+    "coverage of negative counts": (
+        lambda: plot.coverage_curve(np.array([-1, 2])), ValueError, "coverage_curve", "not be negative",
+    ),
+    "a share above all": (
+        lambda: plot.coverage_curve(COUNTS).of_rows(2.0), ValueError, "row_fraction=2.0", "from 0 to 1",
+    ),
+    "a law of one row": (lambda: plot.zipf_exponent(np.array([3])), ValueError, "zipf_exponent", "two rows"),
+    "drift from zero": (lambda: plot.norm_drift([np.zeros((2, 2))]), ValueError, "norm_drift", "above 0"),
+    "drift of no tables": (lambda: plot.norm_drift([]), ValueError, "norm_drift", "above 0"),
+    "a mean over no steps": (lambda: plot.running_mean(np.ones(3), 0), ValueError, "window", "0"),
+    "more neighbours than rows": (
+        lambda: plot.nearest_neighbours(np.eye(3), [0], 9), ValueError, "nearest_neighbours", "k", "9",
+    ),
+    # The command line
+    "a command nobody knows": (lambda: command("docter"), CommandError, "docter", "doctor"),
+    "no command": (lambda: command(), CommandError, "command"),
+    "a notebook nobody has": (
+        lambda: command("run", "99_nothing"), CommandError, "no notebook '99_nothing'", "01_shakespeare",
+    ),
+    "a notebook of several": (lambda: find_notebook("0"), CommandError, "'0' could mean", "01_shakespeare"),
+    "a setting without a value": (lambda: command("run", "01", "STEPS"), CommandError, "'STEPS'", "NAME=VALUE"),
+    "a setting without a name": (lambda: parse_settings(["=3"]), CommandError, "'=3'", "NAME=VALUE"),
+    "a parameter nobody knows": (
+        lambda: replace_parameters("STEPS = 2", {"STEP": "3"}), CommandError, "unknown parameter STEP", "STEPS",
+    ),
+    "a value that is none": (
+        lambda: replace_parameters("STEPS = 2", {"STEPS": "many"}), CommandError, "STEPS=many", "Python literal",
+    ),
+    "a benchmark nobody has": (lambda: command("bench", "sumary"), CommandError, "no benchmark 'sumary'", "summary"),
+    "a script nobody has": (lambda: command("launch", "nothing.py"), CommandError, "no script 'nothing.py'"),
+    "no processes": (lambda: command("launch", "--processes", "0", "x.py"), CommandError, "at least one process", "0"),
+    "processes in words": (
+        lambda: command("launch", "--processes", "two", "x.py"), CommandError, "--processes", "'two'",
+    ),
+}  # fmt: skip
+
+ACCEPTED = {
+    "ids as lists": (
+        lambda: plot.id_counts([[2, 0], [2, -1]], 4), lambda: plot.id_counts(np.array([[2, 0], [2, -1]]), 4),
+    ),
+    "words as a list": (lambda: words().encode(["the", "x"]), lambda: words().encode("the x")),
+}  # fmt: skip
