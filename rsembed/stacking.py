@@ -377,6 +377,17 @@ def split_by_memory(groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, i
     return result
 
 
+def settings_in_stack(
+    stack_name: str, padded_rows: Sequence[int], padded_dim: int, *, num_shards: int, rotation: int
+) -> list[TableSettingInStack]:
+    """Where tables of so many rows lie in a stack, one under the other."""
+    first_rows = [sum(padded_rows[:k]) // num_shards for k in range(len(padded_rows))]
+    return [
+        TableSettingInStack(stack_name, rows, padded_dim, first_row, (k * rotation) % num_shards)
+        for k, (rows, first_row) in enumerate(zip(padded_rows, first_rows, strict=True))
+    ]
+
+
 def plan_stack(
     features: Any,
     table_names: Sequence[str],
@@ -410,11 +421,8 @@ def plan_stack(
             f"stack {stack_name!r} would have {total_rows} rows, above {MAX_ROWS}; give tables {list(table_names)} "
             "separate stacks."
         )
-    offsets = np.concatenate([[0], np.cumsum(padded_rows)]) // num_shards
-    placements = tuple(
-        TablePlacement.of(table, TableSettingInStack(stack_name, rows, dim, int(offset), (k * rotation) % num_shards))
-        for k, (table, rows, offset) in enumerate(zip(tables, padded_rows, offsets[:-1], strict=True))
-    )
+    settings = settings_in_stack(stack_name, padded_rows, dim, num_shards=num_shards, rotation=rotation)
+    placements = tuple(TablePlacement.of(*pair) for pair in zip(tables, settings, strict=True))
     readers = [f for f in features_of(features) if f.table_spec.name in set(table_names)]
     wide = [f.name for f in readers if f.output_dim > f.table_spec.embedding_dim]
     if wide and not pad:

@@ -154,7 +154,7 @@ def stacked_tables(sizes, num_shards, rotation, seed):
 def test_stacking_and_sharding_puts_each_row_where_the_plan_says_and_comes_back(sizes, num_shards, rotation, seed):
     tables, specs, plan = stacked_tables(sizes, num_shards, rotation, seed)
     stacked = stack_and_shard_tables(specs, tables, num_shards)
-    back = unshard_and_unstack_tables(specs, stacked, num_shards)
+    back = unshard_and_unstack_tables({table.name: table for table in specs}, stacked, num_shards)
     assert back.keys() == tables.keys()
     for name, values in back.items():
         np.testing.assert_array_equal(values, tables[name])
@@ -178,7 +178,8 @@ def test_tables_on_a_device_are_stacked_like_tables_on_the_host_and_come_back(si
     assert stacked.keys() == on_host.keys()
     for name, array in stacked.items():
         np.testing.assert_array_equal(array, on_host[name])
-    for name, values in unshard_and_unstack_tables(specs, stacked, num_shards).items():
+    by_name = {table.name: table for table in specs}
+    for name, values in unshard_and_unstack_tables(by_name, stacked, num_shards).items():
         np.testing.assert_array_equal(values, tables[name])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -12,6 +12,7 @@ from rsembed.collection.devices import Devices
 from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.intervals import door
+from rsembed.sparsecore import table_stacking
 from rsembed.sparsecore.layout import Nested as Nested
 from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
 from rsembed.sparsecore.layout import (
@@ -21,6 +22,7 @@ from rsembed.sparsecore.layout import (
     resolve_cores,
     row_pointers_size,
     stack_layouts,
+    with_place,
 )
 from rsembed.sparsecore.layout import sharding_strategy_to_enum as sharding_strategy_to_enum
 from rsembed.sparsecore.layout_record import create_proto_from_feature_specs as create_proto_from_feature_specs
@@ -46,7 +48,6 @@ from rsembed.sparsecore.preprocessing import (
 from rsembed.sparsecore.preprocessing import (
     preprocess_sparse_dense_matmul_input_from_sparse_tensor as preprocess_sparse_dense_matmul_input_from_sparse_tensor,
 )
-from rsembed.sparsecore.table_stacking import auto_stack_tables as auto_stack_tables
 from rsembed.sparsecore.table_stacking import prepare_feature_specs_for_training as prepare_feature_specs_for_training
 from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
 from rsembed.sparsecore.variables import ArrayLike as ArrayLike
@@ -55,9 +56,37 @@ from rsembed.sparsecore.variables import initialize
 from rsembed.sparsecore.variables import logical_tables as logical_tables
 from rsembed.sparsecore.variables import logical_variables as logical_variables
 from rsembed.sparsecore.variables import with_logical_tables as with_logical_tables
-from rsembed.specs import FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
+from rsembed.specs import CallableTableInitializer, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import LimitsCallable as LimitsCallable
 from rsembed.stacking import get_default_limits as get_default_limits
+
+
+class EmbeddingVariablesInitializer(NamedTuple):
+    """Functions `(key, shape)` that make a table and its slots: `EmbeddingVariables` before they are made."""
+
+    table: CallableTableInitializer
+    slot: tuple[CallableTableInitializer, ...]
+
+
+def auto_stack_tables(
+    feature_specs: Nested[FeatureSpec],
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    stack_to_max_ids_per_partition: LimitsCallable = get_default_limits,
+    stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
+    use_short_stack_names: bool = True,
+    **options: Any,
+) -> None:
+    """As `table_stacking.auto_stack_tables`, which has the same arguments in another order, and those in `options`."""
+    table_stacking.auto_stack_tables(
+        feature_specs,
+        global_device_count,
+        num_sc_per_device,
+        stack_to_max_ids_per_partition=stack_to_max_ids_per_partition,
+        stack_to_max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
+        use_short_stack_names=use_short_stack_names,
+        **options,
+    )
 
 
 def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
@@ -115,7 +144,7 @@ def init_embedding_variables(
 
     Args:
       rng: the model's key.
-      table_specs: placed tables, for example of `get_table_specs`.
+      table_specs: tables, for example of `get_table_specs`; those that have no place yet stand alone.
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`.
       num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for.
       bypass_mesh_check: ignored; rows follow the mesh, whatever the order of its devices.
@@ -131,7 +160,9 @@ def init_embedding_variables(
         )
     mesh: Any = global_sharding.mesh  # an abstract one serves as well
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
-    return initialize(rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device)
+    num_shards = devices.num_devices * resolve_cores(num_sparsecore_per_device, devices.num_devices)
+    tables = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
+    return initialize(rng, tables, devices, num_cores=num_sparsecore_per_device)
 
 
 def update_preprocessing_parameters(

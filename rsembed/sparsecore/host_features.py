@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Int64, Integer
 
 from rsembed.bags import PAD_ID, Bags
+from rsembed.sparsecore.layout import leaves_like
 from rsembed.specs import FeatureSpec, features_of
 
 
@@ -88,10 +89,8 @@ def read_features(
     Weights inside `Bags` need not be repeated in `weights`, of which a leaf may be None.
     """
     specs = features_of(feature_specs)
-    leaves = _matching_leaves(feature_specs, features, "features")
-    all_weights = (
-        [None] * len(specs) if weights is None else _matching_leaves(feature_specs, weights, "features_weights")
-    )
+    leaves = leaves_like(feature_specs, features, "features")
+    all_weights = [None] * len(specs) if weights is None else leaves_like(feature_specs, weights, "features_weights")
     result = []
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
         where = f"feature {spec.name!r}"
@@ -120,7 +119,7 @@ def read_features(
 def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense_shapes: Any) -> Any:
     """Ids at `(sample, position)` coordinates as pairs `(values, lengths)`, which `read_features` takes."""
     trees = [
-        _matching_leaves(feature_specs, tree, name)
+        leaves_like(feature_specs, tree, name)
         for tree, name in ((indices, "indices"), (values, "values"), (dense_shapes, "dense_shapes"))
     ]
     pairs = []
@@ -141,15 +140,6 @@ def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense
             samples, value = samples[order], value[order]
         pairs.append((_integers(value, where), np.bincount(samples, minlength=num_samples)))
     return jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
-
-
-def _matching_leaves(feature_specs: Any, tree: Any, name: str) -> list[Any]:
-    structure: Any = jax.tree.structure(feature_specs)
-    try:
-        # Lists of lists are leaves here, so the tree is only taken apart as far as the specs go.
-        return structure.flatten_up_to(tree)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{name} must have the tree structure of feature_specs, {structure}: {error}") from error
 
 
 def _pairs_of(bags: Bags, weight: Any, where: str) -> tuple[Any, Any]:
@@ -197,7 +187,9 @@ def _rows(leaf: Any, where: str) -> tuple[np.ndarray, np.ndarray, int | None]:
                     "reshape it to (-1, 1) for one id per sample."
                 )
             return leaf.reshape(-1), np.full(leaf.shape[0], leaf.shape[1], np.int64), leaf.shape[1]
-        if leaf.ndim != 1:
+        if leaf.ndim == 2:
+            leaf = leaf.tolist()  # rows that happen to have equal lengths
+        elif leaf.ndim != 1:
             raise ValueError(f"{where}: an object array must hold one array per sample, got shape {leaf.shape}.")
     return (*_ragged_rows(leaf, where), None)
 

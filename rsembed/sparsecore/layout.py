@@ -15,7 +15,15 @@ import jax
 
 from rsembed.kinds import check_kind
 from rsembed.places import Place
-from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
+from rsembed.specs import (
+    FeatureIdTransformation,
+    FeatureSpec,
+    StackedTableSpec,
+    TableSettingInStack,
+    TableSpec,
+    features_of,
+    tables_of,
+)
 from rsembed.stacking import SUBLANES, place_of, round_up
 
 T = TypeVar("T")
@@ -320,6 +328,60 @@ _PLACE_ANEW = (
     "A stack serves just the features that it was placed with, all of them, unchanged and not copied. For other batch "
     "sizes or more features, make new TableSpecs and FeatureSpecs of all and place them by the same calls: variables "
     "go with both."
+)
+
+
+def leaves_like(specs: Any, tree: Any, name: str) -> list[Any]:
+    """The leaves of `tree` in the order of those of `specs`, matched by path: what kind of container is no matter.
+
+    Raises: ValueError: something is missing, or left over.
+    """
+
+    def inside(paths: list[tuple[Any, ...]], tree: Any, where: str) -> list[Any]:
+        if paths == [()]:
+            return [tree]
+        keys = list(dict.fromkeys(path[0] for path in paths))
+        found = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list | tuple) else None
+        if found is None or set(found) != set(keys):
+            has = f"{type(tree).__name__}" if found is None else f"{sorted(map(str, found))}"
+            raise ValueError(
+                f"{where} must have the tree structure of feature_specs, with {sorted(map(str, keys))}; got {has}."
+            )
+        parts = [([path[1:] for path in paths if path[0] == key], found[key], f"{where}[{key!r}]") for key in keys]
+        return [leaf for part in parts for leaf in inside(*part)]
+
+    def key_of(step: Any) -> Any:
+        return getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
+
+    structure: Any = jax.tree.structure(specs)
+    try:
+        return structure.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError):
+        paths = [tuple(map(key_of, path)) for path, _ in jax.tree_util.tree_leaves_with_path(specs)]
+        return inside(paths, tree, name)
+
+
+def with_place(table: TableSpec, num_shards: int) -> TableSpec:
+    """The table, or a copy of it with a stack of its own if it has none yet."""
+    if table.stacked_table_spec is not None:
+        return table
+    rows, dim = round_up(table.vocabulary_size, SUBLANES * num_shards), round_up(table.embedding_dim, SUBLANES)
+    shared = {name: getattr(table, name) for name in _OF_ONE_TABLE}
+    table = dataclasses.replace(table)
+    table.setting_in_stack = TableSettingInStack(table.name, rows, dim)
+    table.stacked_table_spec = StackedTableSpec(
+        table.name, rows, dim, total_sample_count=0, num_shards=num_shards, **shared
+    )
+    return table
+
+
+_OF_ONE_TABLE = (
+    "optimizer",
+    "combiner",
+    "max_ids_per_partition",
+    "max_unique_ids_per_partition",
+    "suggested_coo_buffer_size_per_device",
+    "quantization_config",
 )
 
 

@@ -52,7 +52,7 @@ class CallablePlaceholder:
 class OptimizerRecord:
     """An optimizer by its code; `learning_rate` is None for a function, of which `learning_rate_tag` is left."""
 
-    type_enum: int
+    type: int
     short_name: str
     learning_rate: float | None
     learning_rate_tag: str | None = None
@@ -227,7 +227,7 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
         names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
         values = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) is not None}
     return OptimizerRecord(
-        type_enum=get_optimizer_type(optimizer),
+        type=get_optimizer_type(optimizer),
         short_name=optimizer.short_name(),
         learning_rate=None if callable(learning_rate) else float(learning_rate),
         learning_rate_tag=tag,
@@ -247,7 +247,7 @@ def proto_to_optimizer_spec(
 
     Raises: ValueError: a custom rule is not among `custom`.
     """
-    if record.type_enum == CUSTOM_CODE:
+    if record.type == CUSTOM_CODE:
         if custom is None or record.short_name not in custom:
             raise ValueError(
                 f"optimizer {record.short_name!r} is a function, which a record cannot hold; pass "
@@ -258,7 +258,7 @@ def proto_to_optimizer_spec(
     if learning_rate is None:
         learning_rate = CallablePlaceholder(record.learning_rate_tag or "function")
     parameters: dict[str, Any] = {**record.float_params, **record.bool_params}
-    return get_optimizer_class(record.type_enum)(learning_rate, **parameters)
+    return get_optimizer_class(record.type)(learning_rate, **parameters)
 
 
 def compute_physical_row_ids(
@@ -299,13 +299,20 @@ def get_row_ids_in_stacked_table(
 
 
 def get_row_ids_in_stacked_tables(
-    embedding_specs: EmbeddingSpecRecord, row_ids_by_table: Mapping[str, Sequence[int]]
+    embedding_spec_proto: EmbeddingSpecRecord, row_ids: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """As `get_row_ids_in_stacked_table`, by table name. Raises: ValueError: a table is unknown."""
-    places = {
-        table.table_name: (stack, table) for stack in embedding_specs.stacked_table_specs for table in stack.table_specs
-    }
-    unknown = sorted(set(row_ids_by_table) - set(places))
+    """As `get_row_ids_in_stacked_table`, of some tables: by stack, the rows of its tables in the record's order.
+
+    Raises: ValueError: a table is unknown.
+    """
+    places = [(stack, table) for stack in embedding_spec_proto.stacked_table_specs for table in stack.table_specs]
+    unknown = sorted(set(row_ids) - {table.table_name for _, table in places})
     if unknown:
-        raise ValueError(f"no tables {unknown} in the record; it has {sorted(places)}.")
-    return {name: get_row_ids_in_stacked_table(*places[name], ids) for name, ids in row_ids_by_table.items()}
+        known = sorted(table.table_name for _, table in places)
+        raise ValueError(f"no tables {unknown} in the record; it has {known}.")
+    rows: dict[str, list[int]] = {}
+    for stack, table in places:
+        if table.table_name in row_ids:
+            found = get_row_ids_in_stacked_table(stack, table, row_ids[table.table_name])
+            rows.setdefault(stack.stack_name, []).extend(found)
+    return rows

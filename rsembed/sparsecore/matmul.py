@@ -21,18 +21,19 @@ from rsembed.sparsecore.layout import (
     Nested,
     StackLayout,
     cores_from_row_pointers,
+    leaves_like,
     placed_stack,
     sharding_strategy_to_enum,
     stack_layouts,
 )
-from rsembed.sparsecore.preprocessing import PreprocessedInput
+from rsembed.sparsecore.preprocessing import PreprocessedInput, SparseDenseMatmulInput
 from rsembed.sparsecore.row_rule import RowLimits, rule_of
 from rsembed.sparsecore.variables import EmbeddingVariables, check_variables
 from rsembed.specs import FeatureSpec, features_of
 
 
 def sparse_dense_matmul(
-    preprocessed_inputs: PreprocessedInput,
+    preprocessed_inputs: PreprocessedInput | SparseDenseMatmulInput,
     embedding_variables: Mapping[str, EmbeddingVariables],
     feature_specs: Nested[FeatureSpec],
     *,
@@ -59,7 +60,8 @@ def sparse_dense_matmul(
       axis_name: mesh axes that shard the tables, outermost first; None takes those that fit the device count.
 
     Returns:
-      Float32 activations `[samples of this device, output dim]` in a tree like `feature_specs`.
+      Activations `[samples of this device, output dim]` in a tree like `feature_specs`, summed in float32 and handed
+      out in the dtype of the table.
 
     Raises:
       ValueError: input, variables and specs do not belong together.
@@ -71,13 +73,13 @@ def sparse_dense_matmul(
     for entries in _entries(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name):
         variables = _variables_of(entries.layout, embedding_variables)
         check_variables(variables, entries.layout)
-        activations[entries.layout.name] = entries.lookup(variables.table)
+        activations[entries.layout.name] = entries.lookup(variables.table).astype(variables.table.dtype)
     return unstack_embedding_activations(activations, feature_specs, *cut) if perform_unstacking else activations
 
 
 def sparse_dense_matmul_grad(
     activation_gradients: Any,
-    preprocessed_inputs: PreprocessedInput,
+    preprocessed_inputs: PreprocessedInput | SparseDenseMatmulInput,
     embedding_variables: Mapping[str, EmbeddingVariables],
     feature_specs: Nested[FeatureSpec],
     *,
@@ -97,7 +99,7 @@ def sparse_dense_matmul_grad(
     Args:
       activation_gradients: like the activations; `{stack: gradients}` without `perform_stacking`.
       preprocessed_inputs: as given to `sparse_dense_matmul`.
-      embedding_variables: this device's part of the variables.
+      embedding_variables: this device's part of the variables; a plain tuple of a table and its slots serves, too.
       feature_specs: placed specs.
       global_device_count: devices that share the tables; None reads it off the gradients' size.
       sharding_strategy: "MOD".
@@ -127,7 +129,7 @@ def sparse_dense_matmul_grad(
         layout, optimizer = entries.layout, entries.layout.spec.optimizer
         variables, rule = _variables_of(layout, embedding_variables), rule_of(layout, limits[layout.name])
         check_variables(variables, layout, rule=rule)
-        d_activations = layout.checked_activations(activation_gradients[layout.name])
+        d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(jnp.float32)
         rounding = _rounding(step, entries) if layout.tables[0].stochastic_rounding else None
         how = Step(optimizer.get_hyperparameters(step), rule, rounding)
         table, slots = entries.update(variables.table, variables.slots(), d_activations, how)
@@ -143,7 +145,9 @@ def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -
             "for these feature_specs?"
         )
     variables = embedding_variables[layout.name]
-    return variables if isinstance(variables, EmbeddingVariables) else EmbeddingVariables(*variables)
+    if isinstance(variables, EmbeddingVariables):
+        return variables
+    return EmbeddingVariables(variables[0], tuple(jax.tree.leaves(tuple(variables[1:]))))
 
 
 def unstack_embedding_activations(
@@ -151,11 +155,13 @@ def unstack_embedding_activations(
     feature_specs: Nested[FeatureSpec],
     global_device_count: int,
     num_sc_per_device: int | None = None,
+    use_activation_unstack_primitive: bool = False,
 ) -> Any:
     """Activations of every feature, in a tree like `feature_specs`, from those of the stacks on one device.
 
     Raises: ValueError: those of a stack are missing, or have another shape.
     """
+    del use_activation_unstack_primitive  # a TPU detail
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     by_name: dict[str, Array] = {}
     for name, layout in layouts.items():
@@ -178,12 +184,14 @@ def stack_embedding_gradients(
     feature_specs: Nested[FeatureSpec],
     num_sc_per_device: int | None = None,
     global_device_count: int | None = None,
+    use_gradient_stacking_primitive: bool = False,
 ) -> dict[str, Array]:
     """The inverse of `unstack_embedding_activations`; columns that a feature does not have are zero.
 
     Raises:
       ValueError: the tree differs from `feature_specs`, or a gradient has another number of samples.
     """
+    del use_gradient_stacking_primitive  # a TPU detail
     num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, True)
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
     leaves = _gradient_leaves(activation_gradients, feature_specs)
@@ -201,18 +209,14 @@ def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Arra
                 f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, expected "
                 f"({expected}, {feature.output_dim}) on each of {layout.num_devices} devices."
             )
+        gradient = gradient[:, : feature.table_spec.embedding_dim]  # columns behind the table's are no parameters
         padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
         pieces.append(padded.reshape(layout.num_cores, -1, width))
     return jnp.concatenate(pieces, axis=1).reshape(-1, width)
 
 
 def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]:
-    structure: Any = jax.tree.structure(feature_specs)
-    leaves, given = jax.tree.flatten(activation_gradients)
-    if given != structure:
-        raise ValueError(
-            f"activation gradients must have the tree structure of feature_specs, {structure}; got {given}."
-        )
+    leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     for feature, leaf in zip(features_of(feature_specs), leaves, strict=True):
         check_kind(leaf, Float[Array, "..."], f"feature {feature.name!r}: activation gradients")
     return [jnp.asarray(leaf) for leaf in leaves]
@@ -228,7 +232,7 @@ def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking
 
 
 def _entries(
-    inputs: PreprocessedInput,
+    inputs: PreprocessedInput | SparseDenseMatmulInput,
     feature_specs: Any,
     num_devices: int,
     num_sc_per_device: int | None,
@@ -236,6 +240,8 @@ def _entries(
     axis_name: AxisName | None,
 ) -> list[device.StackEntries]:
     """What this device looks up in every stack."""
+    if isinstance(inputs, SparseDenseMatmulInput):
+        inputs = PreprocessedInput(inputs)
     check_kind(inputs, PreprocessedInput, "preprocessed_inputs")
     inputs.check_minibatching(enable_minibatching)
     num_minibatches = None

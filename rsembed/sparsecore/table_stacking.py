@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from rsembed.kinds import check_kind
 from rsembed.sparsecore.layout import (
@@ -17,17 +19,27 @@ from rsembed.sparsecore.layout import (
     check_places,
     cores_of,
     first_row_first,
+    leaves_like,
     placed_stack,
     read_stacks,
     resolve_cores,
     stacks_of,
+    with_place,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
+from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
 from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.variables import check_layout, check_logical, fingerprint_of, labelled, logical_form, rows_of
-from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, FeatureSpec, TableSpec, features_of, tables_of
+from rsembed.specs import (
+    DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+    FeatureSpec,
+    TableSettingInStack,
+    TableSpec,
+    features_of,
+    tables_of,
+)
 from rsembed.stacking import (
     SUBLANES,
     FeaturePlacement,
@@ -40,6 +52,7 @@ from rsembed.stacking import (
     plan_groups,
     plan_stack,
     round_up,
+    settings_in_stack,
     stack_name_of,
 )
 
@@ -231,13 +244,14 @@ def _check_excess_padding(stack: StackPlan) -> None:
 
 
 def stack_and_shard_tables(
-    table_specs: Nested[TableSpec], tables: Mapping[str, Any], num_shards: int, pad_value: float = np.nan
+    table_specs: Nested[TableSpec], tables: Any, num_shards: int, pad_value: float = np.nan
 ) -> dict[str, Any]:
     """Logical tables to stacked arrays `[num_shards, rows per shard, columns]`, padding filled with `pad_value`.
 
     Args:
-      table_specs: placed tables, all of a stack.
-      tables: `[vocabulary, dim]` by table name, or trees of such arrays (a table and its slots).
+      table_specs: all tables of some stacks; those without a place stand alone.
+      tables: `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name, or in a tree like `table_specs`;
+        or trees of such arrays (a table and its slots).
       num_shards: devices times cores.
       pad_value: what padding rows and columns hold.
 
@@ -245,8 +259,11 @@ def stack_and_shard_tables(
       ValueError: the tables were placed for another number of shards, some of a stack are missing, or an array has
         another number of rows than its table.
     """
-    result = {}
-    for name, layout in stacks_of(jax.tree.leaves(table_specs)).items():
+    result, specs = {}, [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
+    if not isinstance(tables, Mapping) or not {table.name for table in specs} & set(tables):
+        leaves = leaves_like(table_specs, tables, "tables")
+        tables = {table.name: leaf for table, leaf in zip(specs, leaves, strict=True)}
+    for name, layout in stacks_of(specs).items():
         cores_of(layout.tables, 1, num_shards)
         for table in layout.tables:
             _check_given(tables, table.name, "tables")
@@ -257,7 +274,8 @@ def stack_and_shard_tables(
     return result
 
 
-def _stacked(layout: StackLayout, pad_value: float, *arrays: Any) -> Any:
+def _stacked(layout: StackLayout, pad_value: float, *given: Any) -> Any:
+    arrays = [array[:, None] if array.ndim == 1 else array for array in given]
     for table, array in zip(layout.tables, arrays, strict=True):
         if array.shape[0] != table.vocabulary_size:
             raise ValueError(
@@ -279,13 +297,16 @@ def _stacked(layout: StackLayout, pad_value: float, *arrays: Any) -> Any:
 
 def unshard_and_unstack_tables(
     table_specs: Nested[TableSpec], stacked_tables: Mapping[str, Any], num_shards: int
-) -> dict[str, Any]:
-    """The inverse of `stack_and_shard_tables`, padding removed; flat arrays `[shards * rows, columns]` work too.
+) -> Any:
+    """The inverse of `stack_and_shard_tables`, padding removed, in a tree like `table_specs`.
+
+    Flat arrays `[shards * rows, columns]` work too.
 
     Raises: ValueError: the tables were placed for another number of shards, or an array has another number of rows.
     """
     result: dict[str, Any] = {}
-    for name, members in get_table_stacks(table_specs).items():
+    specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
+    for name, members in get_table_stacks(specs).items():
         cores_of(members, 1, num_shards)
         _check_given(stacked_tables, name, "stacked_tables")
         layout = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
@@ -299,7 +320,99 @@ def unshard_and_unstack_tables(
                 )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked_tables[name])
         result |= {table.name: logical_form(table, flat) for table in layout.tables}
+    return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
+
+
+def stack_and_shard_feature_tables(
+    feature_tables: Mapping[str, Any], embedding_specs: EmbeddingSpecRecord, delete_input: bool = False
+) -> dict[str, Array]:
+    """Logical tables to flat stacked arrays `[shards * rows, columns]` as a record tells, padding filled with zeros.
+
+    Args:
+      feature_tables: `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name.
+      embedding_specs: of `create_proto_from_feature_specs`.
+      delete_input: free the tables of a stack when it is made.
+
+    Returns:
+      An array per stack, sharded as its first table.
+
+    Raises: ValueError: a table is missing, or has another shape than it was recorded with.
+    """
+    result = {}
+    for stack in embedding_specs.stacked_table_specs:
+        tables, flat = [], jnp.zeros((stack.stack_vocab_size, stack.stack_embedding_dim))
+        for table in stack.table_specs:
+            _check_given(feature_tables, table.table_name, "feature_tables")
+            tables.append(jnp.asarray(feature_tables[table.table_name]))
+            values, shape = jnp.atleast_2d(tables[-1].T).T, (table.vocab_size, table.embedding_dim)
+            if values.shape != shape:
+                raise ValueError(
+                    f"table {table.table_name!r}: got shape {values.shape}, but it was recorded as {shape}."
+                )
+            rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
+            flat = flat.astype(values.dtype).at[rows, : table.embedding_dim].set(values)
+        sharding = tables[0].sharding
+        result[stack.stack_name] = jax.device_put(flat, sharding if len(sharding.device_set) > 1 else None)
+        for values in tables if delete_input else ():
+            values.delete()
     return result
+
+
+def unstack_and_unshard_stacked_tables(
+    stacked_tables: Mapping[str, Array], embedding_specs: EmbeddingSpecRecord, donate: bool = False
+) -> dict[str, Array]:
+    """The inverse of `stack_and_shard_feature_tables`: logical tables by name.
+
+    Args:
+      stacked_tables: flat arrays, or `[shards, rows, columns]`, by stack name.
+      embedding_specs: the record of what they were made for.
+      donate: free a stack when its tables are made.
+
+    Raises: ValueError: a stack is missing, or has another shape than it was recorded with.
+    """
+    result = {}
+    for stack in embedding_specs.stacked_table_specs:
+        _check_given(stacked_tables, stack.stack_name, "stacked_tables")
+        shape, given = (stack.stack_vocab_size, stack.stack_embedding_dim), stacked_tables[stack.stack_name]
+        if math.prod(given.shape) != math.prod(shape) or given.shape[-1] != shape[-1]:
+            raise ValueError(f"stack {stack.stack_name!r}: got shape {given.shape}, but it was recorded as {shape}.")
+        flat = given.reshape(shape)
+        for table in stack.table_specs:
+            rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
+            result[table.table_name] = flat[rows, : table.embedding_dim]
+        if donate and isinstance(given, jax.Array):
+            jax.block_until_ready(result)
+            given.delete()
+    return result
+
+
+def round_up_dim_and_vocab_size(tables: Mapping[str, TableSpec], num_sc: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Columns and rows of tables with padding, by table name, for so many cores over all devices."""
+    dims = {name: round_up(table.embedding_dim, SUBLANES) for name, table in tables.items()}
+    return dims, {name: round_up(table.vocabulary_size, SUBLANES * num_sc) for name, table in tables.items()}
+
+
+def compute_table_to_setting_in_stack(
+    stack_name: str,
+    table_names: Sequence[str],
+    padded_embedding_dim: int,
+    table_to_padded_vocab_size: Mapping[str, int],
+    global_device_count: int,
+    num_sc_per_device: int,
+    rotation: int,
+) -> dict[str, TableSettingInStack]:
+    """Where tables of padded sizes lie in a stack, one under the other, by table name.
+
+    Raises: ValueError: the rows of a table are missing.
+    """
+    for name in table_names:
+        _check_given(table_to_padded_vocab_size, name, "table_to_padded_vocab_size")
+    rows, num_shards = (
+        [table_to_padded_vocab_size[name] for name in table_names],
+        global_device_count * num_sc_per_device,
+    )
+    settings = settings_in_stack(stack_name, rows, padded_embedding_dim, num_shards=num_shards, rotation=rotation)
+    return dict(zip(table_names, settings, strict=True))
 
 
 def _check_given(given: Mapping[str, Any], name: str, what: str) -> None:

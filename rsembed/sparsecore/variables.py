@@ -212,8 +212,8 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
     Args:
       tree: as for `logical_tables`.
       feature_specs: the placed specs it was made for.
-      tables: `[vocabulary, dim]` by table name, which leaves the slots alone, or `EmbeddingVariables` as
-        `logical_variables` returns them.
+      tables: `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name, which leaves the slots alone, or
+        `EmbeddingVariables` as `logical_variables` returns them.
 
     Raises:
       ValueError: a table is unknown or has another shape than its spec, slots are not those of its optimizer, or the
@@ -241,6 +241,8 @@ def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> Em
     if isinstance(given, EmbeddingVariables) and len(new) != len(old):
         raise ValueError(f"{where}: got {len(new) - 1} slots, but its optimizer has {len(old) - 1}.")
     check_kind(new[0], Num[Array, "..."], where)
+    if jnp.shape(new[0]) == shape[:1] and shape[1] == 1:
+        new[0] = new[0][:, None]
     if jnp.shape(new[0]) != shape:
         raise ValueError(f"{where}: got shape {jnp.shape(new[0])}, its spec says {shape}.")
     if isinstance(given, EmbeddingVariables):

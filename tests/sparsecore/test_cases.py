@@ -443,7 +443,7 @@ def test_optimizers_are_recorded_with_the_published_codes():
         assert embedding.proto_to_optimizer_spec(record) == optimizer
         if fields["type"] == "laprop":  # the published record has no code for it, and gives SGD back
             continue
-        assert (record.type_enum, record.short_name) == (wanted["type_enum"], wanted["back"])
+        assert (record.type, record.short_name) == (wanted["type_enum"], wanted["back"])
         assert record.bool_params == wanted["bool_params"]
         assert set(record.float_params) == set(wanted["float_params"])
         for name, value in wanted["float_params"].items():
