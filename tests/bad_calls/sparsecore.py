@@ -210,9 +210,6 @@ BAD = {
     "a mesh in place of a sharding": (
         lambda: init(where=mesh(1, "x")), TypeError, "global_sharding", "NamedSharding", "Mesh",
     ),
-    "tables that were not placed": (
-        lambda: init(given=[made().table_spec]), ValueError, "table 'word'", "no place in a stack",
-    ),
     "features in place of tables": (lambda: init(given=specs()), TypeError, "table_specs", "TableSpec", "FeatureSpec"),
     "a seed for Rngs": (lambda: layer(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
     "no Rngs": (lambda: layer(rngs=None), ValueError, "needs rngs", "nnx.Rngs(0)"),
@@ -295,7 +292,8 @@ BAD = {
         ValueError, "another number of shards",
     ),
     "a table that is not given": (
-        lambda: table_stacking.stack_and_shard_tables([specs()[0].table_spec], {}, 2), ValueError, "tables", "'word'",
+        lambda: table_stacking.stack_and_shard_tables([specs()[0].table_spec], {}, 2), ValueError, "tables",
+        "tree structure of feature_specs",
     ),
     "a stack that is not given": (
         lambda: table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {}, 2), ValueError, "stacked_tables",
