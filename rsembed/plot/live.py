@@ -1,12 +1,13 @@
 """A picture to play with: drag a limit or a cache size, and see drops, bytes and hits change.
 
-The stream is counted once; every setting is then answered from the counts. Where a notebook has no widgets, the same
+The stream is counted once; every setting is then answered from the counts. Where no kernel runs, as on a page, the same
 picture stands still.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ class Explorer:
     def __init__(self, profile: StreamProfile, *, max_ids_per_partition: int, cache_rows: int, embedding_dim: int):
         self.profile, self.embedding_dim = profile, embedding_dim
         self.max_ids_per_partition, self.cache_rows = max_ids_per_partition, cache_rows
-        self._widget: Any = None
+        self._pictures: list[Any] = []  # handles of those on display
 
     def costs_now(self) -> Costs:
         """What the present choice costs."""
@@ -174,46 +175,42 @@ class Explorer:
         return file.getvalue()
 
     def widget(self) -> Any:
-        """Two sliders above the picture, which follows them.
+        """Two sliders, which every picture shown of this explorer follows.
 
         Raises: ImportError: ipywidgets is missing; the extra `notebooks` brings it.
         """
         import ipywidgets
 
-        if self._widget is None:
-            picture = ipywidgets.Image(value=self.png(), format="png")
+        def slider(name: str, text: str, largest: int) -> Any:
+            start = getattr(self, name)
+            values = sorted({start, *np.geomspace(1, max(largest, start), 60).astype(int).tolist()})
+            made = ipywidgets.SelectionSlider(
+                options=[(f"{value:,}", value) for value in values], value=start, description=text,
+                style={"description_width": "12em"}, layout={"width": "40em"},
+            )  # fmt: skip
 
-            def slider(name: str, text: str, largest: int) -> Any:
-                start = getattr(self, name)
-                values = sorted({start, *np.geomspace(1, max(largest, start), 60).astype(int).tolist()})
-                made = ipywidgets.SelectionSlider(
-                    options=[(f"{value:,}", value) for value in values], value=start, description=text,
-                    style={"description_width": "12em"}, layout={"width": "40em"},
-                )  # fmt: skip
+            def follow(change: Any) -> None:
+                setattr(self, name, change["new"])
+                for picture in self._pictures:
+                    picture.update(self._picture(), raw=True)
 
-                def follow(change: Any) -> None:
-                    setattr(self, name, change["new"])
-                    picture.value = self.png()
+            made.observe(follow, names="value")
+            return made
 
-                made.observe(follow, names="value")
-                return made
+        largest = int(self.profile.entries.max()), self.profile.num_rows
+        limit = slider("max_ids_per_partition", "limit (ids per partition)", largest[0])
+        return ipywidgets.VBox([limit, slider("cache_rows", "cache (rows)", largest[1])])
 
-            self._widget = ipywidgets.VBox(
-                [
-                    slider("max_ids_per_partition", "limit (ids per partition)", int(self.profile.entries.max())),
-                    slider("cache_rows", "cache (rows)", self.profile.num_rows),
-                    picture,
-                ]
-            )
-        return self._widget
+    def _picture(self) -> dict[str, str]:
+        return {"text/plain": repr(self.costs_now()), "image/png": base64.b64encode(self.png()).decode()}
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """Widgets for those who can show them, and the picture for all others."""
-        bundle = {"text/plain": repr(self.costs_now()), "image/png": base64.b64encode(self.png()).decode()}
-        try:
-            return self.widget()._repr_mimebundle_() | bundle
-        except ImportError:
-            return bundle
+    def _ipython_display_(self) -> None:
+        """Shows sliders, where there are widgets, and the picture as an output of its own, which every page keeps."""
+        from IPython.display import display
+
+        with contextlib.suppress(ImportError):
+            display(self.widget())
+        self._pictures.append(display(self._picture(), raw=True, display_id=True))
 
 
 def explore(

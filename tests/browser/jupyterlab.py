@@ -177,8 +177,11 @@ def test_the_shakespeare_tutorial_runs_and_shows_its_loss(driver, lab):
 
 def test_the_live_picture_follows_its_slider(driver, lab):
     open_and_run(driver, *lab, "live.ipynb")
-    (picture,) = wait_for(driver, "the picture", lambda: driver.find_elements("css selector", "img.widget-image"))
+
+    def pictures():
+        return driver.find_elements("css selector", ".jp-CodeCell .jp-OutputArea-output img")
+
+    (before,) = [picture.get_attribute("src") for picture in wait_for(driver, "the picture", pictures)]
     handles = wait_for(driver, "sliders", lambda: driver.find_elements("css selector", ".widget-slider .noUi-handle"))
-    before = picture.get_attribute("src")
     handles[0].send_keys("\ue012")  # the left arrow key
-    wait_for(driver, "another picture", lambda: picture.get_attribute("src") != before)
+    wait_for(driver, "another picture", lambda: pictures()[0].get_attribute("src") != before)
