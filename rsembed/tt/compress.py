@@ -165,7 +165,9 @@ def _train(task: _Task, table: np.ndarray, used_bytes: int = 0, error: float | N
             return None
         spec, cores = from_dense(table, bytes=task.most_bytes - used_bytes)
     else:
-        spec, cores = from_dense(table, max_relative_error=task.most_error if error is None else error)
+        spec, cores = from_dense(
+            table, max_relative_error=task.most_error if error is None else error, allow_larger=True
+        )
     return used_bytes + spec.num_bytes(), (spec, cores), np.asarray(full_weight(spec, cores))
 
 

@@ -7,6 +7,7 @@ backend would switch the whole process to 64 bits.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,13 +31,14 @@ MAX_EXACT_SIDE = 2048
 def from_dense(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,
-    ranks: Sequence[int] | int | None = None,
+    ranks: Sequence[int] | int | np.integer[Any] | None = None,
     max_relative_error: float | None = None,
     bytes: int | None = None,
     num_cores: int = 2,
     tt_p_shapes: Sequence[int] | None = None,
     tt_q_shapes: Sequence[int] | None = None,
     dtype: Any = jnp.float32,
+    allow_larger: bool = False,
 ) -> tuple[TTSpec, Cores]:
     """The cores of a tensor train close to a table, by TT-SVD.
 
@@ -52,12 +54,14 @@ def from_dense(
       tt_p_shapes: row factors; None takes `suggested_tt_shapes`.
       tt_q_shapes: column factors; None takes `suggested_tt_shapes`.
       dtype: of the cores.
+      allow_larger: take cores for `max_relative_error` even if they hold more numbers than the table.
 
     Raises: ValueError: not exactly one of `ranks`, `max_relative_error` and `bytes`, or the error is negative or not
-      finite, or the table is not finite.
+      finite, or needs cores larger than the table, or the table is not finite.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
     check_one_of("from_dense", ranks=ranks, max_relative_error=max_relative_error, bytes=bytes)
+    ranks = int(ranks) if isinstance(ranks, numbers.Integral) else ranks
     dense = np.asarray(table, np.float32)
     if not dense.size or not np.isfinite(dense).all():
         raise ValueError(f"the table of shape {dense.shape} must hold numbers that are finite; clean it before.")
@@ -78,6 +82,11 @@ def from_dense(
         basis, remainder = truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
         cores.append(basis.reshape(left, p[t], q[t], -1))
     cores.append(remainder.reshape(-1, p[-1], q[-1], 1))
+    if max_relative_error is not None and not allow_larger and (size := sum(core.size for core in cores)) > dense.size:
+        raise ValueError(
+            f"max_relative_error={max_relative_error} needs {size} numbers in cores, more than the {dense.size} of the "
+            "table: it is not close to a small train. Allow a larger error, or pass allow_larger=True."
+        )
     return _stored(rows, cores, dtype)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -93,6 +94,41 @@ class TTEmbeddingBag(TTTables):
     def spec(self) -> TTSpec:
         """Rows, factors and ranks."""
         return self.specs[0]
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table."""
+        return self.spec.num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Length of a row."""
+        return self.spec.embedding_dim
+
+    @property
+    def tt_p_shapes(self) -> list[int]:
+        """Row factors."""
+        return list(self.spec.tt_p_shapes)
+
+    @property
+    def tt_q_shapes(self) -> list[int]:
+        """Column factors."""
+        return list(self.spec.tt_q_shapes)
+
+    @property
+    def tt_ranks(self) -> list[int]:
+        """All ranks, from 1 to 1, as published."""
+        return list(self.spec.ranks)
+
+    @property
+    def optimizer_state(self) -> list[Array]:
+        """The state of the fused update, one array per core and slot."""
+        return jax.tree.leaves(self.slots[0].get_value())
+
+    @property
+    def cache_weight(self) -> Float[Array, "rows dim"] | None:
+        """The cached rows, None without a cache."""
+        return self.caches[0].rows.get_value() if self.caches else None
 
     @property
     def tt_cores(self) -> Sequence[nnx.Variable]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,23 +45,36 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
     low = np.arange(1, math.isqrt(n) + 1)
     low = low[n % low == 0]
     divisors = sorted({*low.tolist(), *(n // low).tolist()})
+    best: tuple[float, tuple[int, ...]] = (-1.0, ())
 
-    def entropy(factors: tuple[int, ...]) -> float:
-        total = sum(factors)
-        return round(-sum(x / total * math.log(x / total) for x in factors), 12)
-
-    return max((entropy(factors), factors) for factors in _ascending_factors(n, d, divisors))
-
-
-def _ascending_factors(n: int, d: int, divisors: list[int]) -> Iterator[tuple[int, ...]]:
-    if d == 1:
-        yield (n,)
-        return
-    for place, first in enumerate(divisors):
-        if first**d > n:
+    def search(chosen: tuple[int, ...], left: int) -> None:
+        """From the most even on: what is left, in equal parts, bounds what it can still give, and bounds fall."""
+        nonlocal best
+        count, least = d - len(chosen), chosen[-1] if chosen else 1
+        if count == 1:
+            best = max(best, (_entropy((*chosen, left)), (*chosen, left)))
             return
-        if n % first == 0:
-            yield from ((first, *rest) for rest in _ascending_factors(n // first, d - 1, divisors[place:]))
+        for place in range(bisect.bisect_right(divisors, round(left ** (1 / count)) + 1) - 1, -1, -1):
+            factor = divisors[place]
+            if factor < least:
+                return
+            if factor**count > left or left % factor:
+                continue
+            rest = left // factor
+            if _entropy((*chosen, factor, *[rest ** (1 / (count - 1))] * (count - 1))) < best[0] - _SLACK:
+                return
+            search((*chosen, factor), rest)
+
+    search((), n)
+    return best
+
+
+_SLACK = 1e-9  # roots are not exact
+
+
+def _entropy(factors: tuple[float, ...]) -> float:
+    total = sum(factors)
+    return round(-sum(x / total * math.log(x / total) for x in factors), 12)
 
 
 def cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:

@@ -42,11 +42,11 @@ class FusedState(nnx.Variable):
 
 
 class TTGradients(NamedTuple):
-    """What `backward` returns with `sparse=False`.
+    """What `backward` returns with `sparse=False`, and for weights with `sparse=True`, too.
 
     Attributes:
-      cores: in the structure of `core_groups`: per group of tables, one array per core.
-      cached_rows: per group those of the cached rows; empty without a cache.
+      cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
+      cached_rows: per group those of the cached rows; empty without a cache, and with `sparse=True`.
       per_sample_weights: of the weights, None without.
     """
 
@@ -149,9 +149,9 @@ class TTTables(nnx.Module):
         for state, own in zip(self.slots, slots, strict=True):
             state.set_value(own)
 
-    def reset_parameters(self, weight_dist: str | None = None, *, rngs: nnx.Rngs) -> None:
+    def reset_parameters(self, weight_dist: str | None = None, *, rngs: nnx.Rngs | None = None) -> None:
         """Draws all cores anew, by default as the constructor did; forgets optimizer state, counts and cached rows."""
-        self._set_cores(*self._draw(weight_dist or self.weight_dist, rngs.params()))
+        self._set_cores(*self._draw(weight_dist or self.weight_dist, (rngs or nnx.Rngs(0)).params()))
         for cache in self.caches:
             cache.reset()
         self.step.set_value(jnp.zeros((), jnp.int32))
@@ -254,7 +254,7 @@ class TTTables(nnx.Module):
         batch = self._with_places(batch)
         lookup, cores, cached = functools.partial(self._pooled, batch), self._core_values(), self._cached_values()
         if self.sparse:  # the cached rows are stepped where they lie, without a gradient of them all
-            outputs, pull = jax.vjp(lambda cores: lookup(cores, cached, weights), cores)
+            outputs, pull = jax.vjp(lambda cores, weights: lookup(cores, cached, weights), cores, weights)
         else:
             outputs, pull = jax.vjp(lookup, cores, cached, weights)
         shapes = [output.shape for output in outputs]
@@ -275,8 +275,9 @@ class TTTables(nnx.Module):
                 d_cores, d_cached, d_weights = pull(d_outputs)
                 return TTGradients(d_cores, d_cached, None if d_weights is None else d_weights[: bags.ids.shape[0]])
             is_spent = True
-            self._update(pull(d_outputs)[0], batch, weights, d_outputs)
-            return None
+            d_cores, d_weights = pull(d_outputs)
+            self._update(d_cores, batch, weights, d_outputs)
+            return None if d_weights is None else TTGradients((), (), d_weights[: bags.ids.shape[0]])
 
         return outputs, backward
 

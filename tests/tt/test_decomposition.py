@@ -54,7 +54,7 @@ def test_full_ranks_are_exact(d):
 def test_an_error_is_kept_at_ranks_no_larger_than_needed(d, wanted):
     p, q = SHAPES[d]
     table = random_table(decay=0.3)
-    spec, cores = from_dense(table, max_relative_error=wanted, tt_p_shapes=p, tt_q_shapes=q)
+    spec, cores = from_dense(table, max_relative_error=wanted, tt_p_shapes=p, tt_q_shapes=q, allow_larger=True)
     assert error(spec, cores, table) <= wanted
     tail = wanted * np.linalg.norm(table) / math.sqrt(d - 1)
     for rank, values in zip(spec.tt_ranks, unfolding_tails(table, p, q), strict=True):
@@ -158,3 +158,12 @@ def test_wrong_arguments_are_refused():
     table[0, 0] = np.nan
     with pytest.raises(ValueError, match="must hold numbers that are finite"):
         from_dense(table, ranks=2)
+
+
+def test_an_error_target_that_needs_more_numbers_than_the_table_is_refused_unless_asked_for():
+    noise = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
+    with pytest.raises(ValueError, match=r"needs \d+ numbers in cores, more than the 480 of the table"):
+        from_dense(noise, max_relative_error=1e-4, num_cores=3)
+    spec, _ = from_dense(noise, max_relative_error=1e-4, num_cores=3, allow_larger=True)
+    assert spec.num_params > 480
+    assert from_dense(noise, ranks=np.int64(2))[0].tt_ranks == (2,)

@@ -348,3 +348,28 @@ def test_a_learning_rate_without_a_meaning_is_not_set():
     with pytest.raises(ValueError, match=r"learning_rate must be in \[0, inf\), got -1"):
         emb.set_learning_rate(-1)
     assert float(emb.learning_rate.get_value()) == pytest.approx(0.1)
+
+
+def test_published_attributes_tell_what_the_table_is():
+    emb = TTEmbeddingBag(60, 8, [3, 2], [4, 5, 3], [2, 2, 2], optimizer=OptimType.EXACT_ADAGRAD)
+    assert (emb.num_embeddings, emb.embedding_dim, emb.tt_ranks) == (60, 8, [1, 3, 2, 1])
+    assert (emb.tt_p_shapes, emb.tt_q_shapes) == ([4, 5, 3], [2, 2, 2])
+    assert [state.shape for state in emb.optimizer_state] == [core.shape for core in emb.get_params()]
+    assert emb.cache_weight.shape[1] == 8 and TTEmbeddingBag(60, 8, [2], use_cache=False).cache_weight is None
+    before = emb.full_weight()
+    emb.reset_parameters("uniform")
+    assert not np.array_equal(before, emb.full_weight())
+
+
+def test_a_fused_step_returns_the_gradients_of_weights():
+    options = {"tt_ranks": [3, 2], "use_cache": False}
+    fused, plain = (TTEmbeddingBag(60, 8, sparse=sparse, **options) for sparse in (True, False))
+    arguments = np.array([5, 9, 5]), np.array([0, 2]), np.array([0.5, 2.0, 1.0], np.float32)
+    upstream = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+    expected = [
+        row @ upstream[bag] for row, bag in zip(np.asarray(plain.full_weight())[[5, 9, 5]], (0, 0, 1), strict=True)
+    ]
+    for module in (fused, plain):
+        found = module.vjp(*arguments)[1](upstream)
+        np.testing.assert_allclose(found.per_sample_weights, expected, rtol=1e-4, atol=1e-7)
+    assert found.cores and fused.vjp(*arguments[:2])[1](upstream) is None

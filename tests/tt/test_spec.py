@@ -121,3 +121,23 @@ def test_wrong_budgets_are_refused():
         TTSpec.for_budget(11_000_000, 64, bytes=100)
     with pytest.raises(ValueError, match=r"n >= 1"):
         suggested_tt_shapes(0)
+
+
+def every_product(n, d, least=1):
+    if d == 1:
+        return [(n,)] if n >= least else []
+    return [(f, *rest) for f in range(least, n + 1) if n % f == 0 for rest in every_product(n // f, d - 1, f)]
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 3), (97, 2), (720, 4), (1024, 5), (2310, 3), (1680, 4)])
+def test_suggested_factors_are_the_most_even_of_all_products(n, d):
+    def evenness(factors):
+        shares = np.asarray(factors) / sum(factors)
+        return round(float(-(shares * np.log(shares)).sum()), 10)
+
+    best = max(map(evenness, every_product(n, d)))
+    assert evenness(suggested_tt_shapes(n, d, allow_round_up=False)) == best
+
+
+def test_numbers_of_many_divisors_are_factored_without_going_through_all_products():
+    assert suggested_tt_shapes(735_134_400, 5) == [51, 63, 55, 64, 65]  # of some ten million products
