@@ -7,7 +7,6 @@ backend would switch the whole process to 64 bits.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +60,8 @@ def from_dense(
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
     check_one_of("from_dense", ranks=ranks, max_relative_error=max_relative_error, bytes=bytes)
-    ranks = int(ranks) if isinstance(ranks, numbers.Integral) else ranks
+    if isinstance(ranks, np.integer):
+        ranks = int(ranks)
     dense = np.asarray(table, np.float32)
     if not dense.size or not np.isfinite(dense).all():
         raise ValueError(f"the table of shape {dense.shape} must hold numbers that are finite; clean it before.")
