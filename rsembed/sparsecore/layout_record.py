@@ -65,7 +65,7 @@ class FeatureRecord:
     """A feature and its place in the stacked batch."""
 
     feature_name: str
-    input_shape: tuple[int, ...] | None
+    input_shape: tuple[int | None, ...] | None
     output_shape: tuple[int, ...] | None
     row_offset: int
     col_offset: int

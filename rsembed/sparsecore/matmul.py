@@ -34,7 +34,7 @@ from rsembed.specs import FeatureSpec, features_of
 
 def sparse_dense_matmul(
     preprocessed_inputs: PreprocessedInput | SparseDenseMatmulInput,
-    embedding_variables: Mapping[str, EmbeddingVariables],
+    embedding_variables: Mapping[str, tuple[Any, ...]],
     feature_specs: Nested[FeatureSpec],
     *,
     global_device_count: int,
@@ -80,7 +80,7 @@ def sparse_dense_matmul(
 def sparse_dense_matmul_grad(
     activation_gradients: Any,
     preprocessed_inputs: PreprocessedInput | SparseDenseMatmulInput,
-    embedding_variables: Mapping[str, EmbeddingVariables],
+    embedding_variables: Mapping[str, tuple[Any, ...]],
     feature_specs: Nested[FeatureSpec],
     *,
     global_device_count: int | None = None,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -98,7 +99,7 @@ class MeshTables:
     def train(self, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
         """A lookup whose "gradients" are the variables and the step after one update.
 
-        The step is a float, or autodiff would not ask for its gradient; float32 counts exactly to 16 million.
+        The step is a counter of floats, or autodiff would not ask for its gradient.
         """
         check_kind(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
 
@@ -110,7 +111,8 @@ class MeshTables:
             return self.look_up(variables, inputs), (variables, step, inputs)
 
         def backward(saved: Any, d_activations: Any) -> Any:
-            return self.update(d_activations, *saved), next_step(saved[1]), None
+            variables, step, inputs = saved
+            return self.update(d_activations, variables, step_number(step), inputs), next_step(step), None
 
         lookup.defvjp(forward, backward)
         return lookup(variables, step, inputs)
@@ -160,6 +162,23 @@ class MeshTables:
         return jax.shard_map(function, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
 
 
-def next_step(step: Float[Array, ""] | None) -> Float[Array, ""] | None:
-    """The step after `step`; a hidden step stays hidden."""
-    return None if step is None else step + 1.0
+_PLACES = np.asarray([1, 2**8, 2**16], np.float32)
+
+
+def step_counter(step: Any) -> Float[Array, " digits"]:
+    """A step as three digits to base 256, which any cast of all parameters to a 16-bit type leaves exact."""
+    return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
+
+
+def step_number(counter: Float[Array, "..."] | None) -> Float[Array, ""] | None:
+    """The step that a counter tells, as float32 (exact for 16 million steps); a scalar tells itself, None nothing."""
+    if counter is None or counter.ndim == 0:
+        return counter
+    return jnp.sum(counter.astype(jnp.float32) * _PLACES)
+
+
+def next_step(counter: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
+    """The counter after one step, of the same kind; a hidden step stays hidden."""
+    if counter is None or counter.ndim == 0:
+        return None if counter is None else counter + 1.0
+    return step_counter(jnp.sum(counter.astype(jnp.float32) * _PLACES) + 1.0).astype(counter.dtype)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.core import meta
 from jax.sharding import Mesh
 
 from rsembed.sparsecore import embedding, embedding_spec
@@ -94,7 +95,7 @@ def test_linen_autodiff_trains_as_dense_loops(frozen_step):
     steps = [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)
     small_world.assert_close(after, dense_adam(before, steps))
     if not frozen_step:
-        assert float(found[-1][linen_embed.STEP_PARAM_NAME]) == NUM_STEPS
+        assert float(linen_embed.step_number(found[-1][linen_embed.STEP_PARAM_NAME])) == NUM_STEPS
 
 
 @pytest.mark.parametrize("frozen_step", [False, True])
@@ -102,13 +103,13 @@ def test_nnx_autodiff_trains_as_dense_loops(frozen_step):
     layer, _, before, after = nnx_run(frozen_step=frozen_step)
     steps = [0] * NUM_STEPS if frozen_step else range(NUM_STEPS)
     small_world.assert_close(after, dense_adam(before, steps))
-    assert layer.step is None if frozen_step else float(layer.step.get_value()) == NUM_STEPS
+    assert layer.step is None if frozen_step else float(nnx_embed.step_number(layer.step.get_value())) == NUM_STEPS
 
 
 def test_a_given_step_wins_and_the_counter_goes_on_from_it():
     layer, _, before, after = nnx_run(steps=(None, 7, None))
     small_world.assert_close(after, dense_adam(before, (0, 7, 8)))
-    assert float(layer.step.get_value()) == 9
+    assert float(nnx_embed.step_number(layer.step.get_value())) == 9
 
 
 def test_a_frozen_nnx_layer_obeys_a_given_step():
@@ -121,9 +122,10 @@ def test_linen_apply_gradient_equals_autodiff():
     activations = jax.jit(layer.apply)({"params": params}, inputs)
     apply = jax.jit(lambda *args: layer.apply({"params": args[0]}, *args[1:], method="apply_gradient"))
     explicit = apply(params, activations, inputs)
+    updated = meta.unbox(updated)
     assert jax.tree.structure(explicit) == jax.tree.structure(updated)
     jax.tree.map(np.testing.assert_array_equal, explicit, updated)
-    with pytest.raises(ValueError, match="apply_gradient needs the layer's parameters"):
+    with pytest.raises(ValueError, match="the layer has no parameters here"):
         layer.apply({"params": {}}, activations, inputs, method="apply_gradient")
 
 
@@ -139,7 +141,7 @@ def test_nnx_apply_gradient_equals_autodiff():
 
     train(layer, inputs)
     small_world.assert_close(embedding.logical_tables(nnx.state(layer), specs), expected)
-    assert float(layer.step.get_value()) == 1
+    assert float(nnx_embed.step_number(layer.step.get_value())) == 1
 
 
 class LinenModel(nn.Module):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore import embedding
-from rsembed.sparsecore.layout import sharding_strategy_to_enum
-from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, table_mesh
-from rsembed.specs import FeatureSpec
+from rsembed.sparsecore.layout import cores_of, sharding_strategy_to_enum
+from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, step_counter, table_mesh
+from rsembed.sparsecore.mesh_lookup import step_number as step_number
+from rsembed.specs import FeatureSpec, tables_of
 
 EMBEDDING_PARAM_NAME = "sc_embedding_variables"
 STEP_PARAM_NAME = "sc_embedding_step"
@@ -38,8 +39,10 @@ class SparseCoreEmbed(nn.Module):
       enable_minibatching: split batches that exceed a limit, instead of refusing them.
       frozen_step: hide the step from the optimizers: Adam corrects its bias as in the first step for ever, and
         learning rates that depend on the step fail. So does the published layer; by default a counter beside the
-        tables keeps the true step (as float32, exact for 16 million steps).
-      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
+        tables keeps the true step, which `step_number` reads; a cast of all parameters leaves it exact.
+      num_sc_per_device: cores per device; None (or -1) takes the number that the specs were placed for.
+
+    A layer fills in mesh and num_sc_per_device.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -49,6 +52,36 @@ class SparseCoreEmbed(nn.Module):
     enable_minibatching: bool = False
     frozen_step: bool = False
     num_sc_per_device: int | None = None
+
+    def __post_init__(self) -> None:
+        sharding_strategy_to_enum(self.table_sharding_strategy)
+        devices = table_mesh(self.mesh, self.sharding_axis)
+        self.mesh = devices.mesh
+        if self.num_sc_per_device in (None, -1):
+            self.num_sc_per_device = cores_of(list(tables_of(self.feature_specs).values()), devices.num_devices, None)
+        super().__post_init__()
+
+    @property
+    def embedding_table(self) -> Any:
+        """The variables of a bound layer, by stack."""
+        if not self.has_variable("params", EMBEDDING_PARAM_NAME):
+            raise ValueError("the layer has no parameters here; pass those that init or training returned.")
+        return meta.unbox(self.get_variable("params", EMBEDDING_PARAM_NAME))
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that share the tables."""
+        return self._tables().devices.num_devices
+
+    @property
+    def embedding_table_partition(self) -> P:
+        """How tables are cut."""
+        return P(self.sharding_axis, None)
+
+    @property
+    def data_partition(self) -> P:
+        """How batches are cut."""
+        return P(self.sharding_axis)
 
     @nn.compact
     def __call__(self, embedding_lookup_inputs: embedding.PreprocessedInput) -> Any:
@@ -60,7 +93,7 @@ class SparseCoreEmbed(nn.Module):
         tables = self._tables()
         axes: Any = (tables.devices.axes,)  # one entry of a partition spec may be several mesh axes
         variables = self.param(EMBEDDING_PARAM_NAME, with_sparsecore_layout(tables.init, axes))
-        step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: jnp.zeros((), jnp.float32))
+        step = None if self.frozen_step else self.param(STEP_PARAM_NAME, lambda key: step_counter(0))
         return tables.train(variables, step, embedding_lookup_inputs)
 
     def apply_gradient(
@@ -69,23 +102,21 @@ class SparseCoreEmbed(nn.Module):
         """The layer's parameters after one update with the given gradients: what autodiff returns, without it.
 
         Call it as `layer.apply({"params": params}, gradients, inputs, method="apply_gradient")` and put the result in
-        the place of `params`.
+        the place of `params`. Names of a layer inside a model begin with its path, as in "tower/embed/...".
 
         Args:
           gradients: gradients of the activations, in a tree like `feature_specs`.
           embedding_lookup_inputs: the batch that was looked up.
           step: 0-based step; None reads the layer's own counter (or hides the step, if it is frozen).
         """
-        boxed: Any = self.get_variable("params", EMBEDDING_PARAM_NAME)
-        if boxed is None:
-            raise ValueError("apply_gradient needs the layer's parameters; pass those that init or training returned.")
-        if step is None and not self.frozen_step:
-            step = self.get_variable("params", STEP_PARAM_NAME)
-        updated = self._tables().update(gradients, meta.unbox(boxed), step, embedding_lookup_inputs)
-        result = {EMBEDDING_PARAM_NAME: meta.replace_boxed(boxed, updated)}
+        counter = None if step is None else step_counter(step)
+        if counter is None and not self.frozen_step:
+            counter = self.get_variable("params", STEP_PARAM_NAME)
+        variables, number = self.embedding_table, step_number(counter)
+        result = {EMBEDDING_PARAM_NAME: self._tables().update(gradients, variables, number, embedding_lookup_inputs)}
         if not self.frozen_step:
-            result[STEP_PARAM_NAME] = next_step(jnp.asarray(step, jnp.float32))
-        return result
+            result[STEP_PARAM_NAME] = next_step(counter)
+        return {"/".join((*self.path, name)): value for name, value in result.items()}
 
     def preprocess_inputs(
         self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
@@ -107,7 +138,6 @@ class SparseCoreEmbed(nn.Module):
         return self._tables().prepare(features, features_weights, **options)
 
     def _tables(self) -> MeshTables:
-        sharding_strategy_to_enum(self.table_sharding_strategy)
         return MeshTables(
             feature_specs=self.feature_specs,
             devices=table_mesh(self.mesh, self.sharding_axis),

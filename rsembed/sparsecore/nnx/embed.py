@@ -14,10 +14,11 @@ from jaxtyping import Array
 
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.intervals import door
-from rsembed.sparsecore.layout import Nested, sharding_strategy_to_enum
-from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, table_mesh
+from rsembed.sparsecore.layout import Nested, cores_of, sharding_strategy_to_enum
+from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, step_counter, table_mesh
+from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.preprocessing import PreprocessedInput
-from rsembed.specs import FeatureSpec
+from rsembed.specs import FeatureSpec, tables_of
 
 
 class EmbeddingVariablesParam(nnx.Param):
@@ -50,8 +51,9 @@ class SparseCoreEmbed(nnx.Module):
       enable_minibatching: split batches that exceed a limit, instead of refusing them.
       table_sharding_strategy: "MOD".
       frozen_step: hide the step from the optimizers unless a call names it: Adam corrects its bias as in the first
-        step for ever. By default a counter beside the tables keeps the true step.
-      num_sc_per_device: cores per device; None takes the number that the specs were placed for.
+        step for ever. By default a counter beside the tables keeps the true step, which `step_number` reads; a
+        cast of all parameters leaves it exact.
+      num_sc_per_device: cores per device; None takes the number that the specs were placed for, which the layer tells.
     """
 
     @door
@@ -72,11 +74,33 @@ class SparseCoreEmbed(nnx.Module):
             raise ValueError("SparseCoreEmbed needs rngs, the source of its initial tables, as in rngs=nnx.Rngs(0).")
         self.feature_specs = nnx.static(feature_specs)
         self.devices = nnx.static(table_mesh(mesh, sharding_axis))
-        self.num_sc_per_device = num_sc_per_device
+        self.sharding_axis, self.table_sharding_strategy = sharding_axis, table_sharding_strategy
+        placed = list(tables_of(feature_specs).values())
+        self.num_sc_per_device = cores_of(placed, self.devices.num_devices, num_sc_per_device)
         self.enable_minibatching = enable_minibatching
         variables = self._tables().init(rngs.params())
         self.embedding_table = EmbeddingVariablesParam(variables, table_axes=self.devices.axes)
-        self.step = None if frozen_step else EmbeddingVariablesParam(jnp.zeros((), jnp.float32))
+        self.step = None if frozen_step else EmbeddingVariablesParam(step_counter(0))
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices, with those along other axes of the mesh."""
+        return self.devices.mesh
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that share the tables."""
+        return self.devices.num_devices
+
+    @property
+    def embedding_table_partition(self) -> P:
+        """How tables are cut."""
+        return P(self.sharding_axis, None)
+
+    @property
+    def data_partition(self) -> P:
+        """How batches are cut."""
+        return P(self.sharding_axis)
 
     def __call__(self, inputs: PreprocessedInput, step: Any = None) -> Any:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
@@ -98,7 +122,7 @@ class SparseCoreEmbed(nnx.Module):
         """
         step = self._step(step)
         variables = self.embedding_table.get_value()
-        self.embedding_table.set_value(self._tables().update(gradients, variables, step, inputs))
+        self.embedding_table.set_value(self._tables().update(gradients, variables, step_number(step), inputs))
         if self.step is not None:
             self.step.set_value(next_step(step))
 
@@ -134,12 +158,32 @@ class SparseCoreEmbed(nnx.Module):
         counter = None if self.step is None else self.step.get_value()
         if step is None or counter is None:
             return counter if step is None else jnp.asarray(step, jnp.float32)
-        return counter + jax.lax.stop_gradient(jnp.asarray(step, jnp.float32) - counter)
+        return counter + jax.lax.stop_gradient(step_counter(step).astype(counter.dtype) - counter)
 
 
 def embedding_lookup(layer: SparseCoreEmbed, inputs: PreprocessedInput, step: Any = None) -> Any:
     """The trainable lookup of a layer; see `SparseCoreEmbed.__call__`."""
     return layer(inputs, step)
+
+
+def embedding_lookup_bwd(res: Any, g: Any) -> Any:
+    """What autodiff makes of a lookup: the "gradients" of layer, inputs and step, in the form of `nnx.custom_vjp`.
+
+    Args:
+      res: layer, inputs and step of the lookup.
+      g: a state of the layer beside what is returned for inputs and step, and the gradients of the activations.
+
+    Returns:
+      The state with updated tables and counter in it, and the other two as they came.
+    """
+    (layer, inputs, step), ((state, *others), d_activations) = res, g
+    updated = jax.tree.map(lambda leaf: leaf, state)
+    counter = layer._step(step)
+    variables = layer._tables().update(d_activations, layer.embedding_table.get_value(), step_number(counter), inputs)
+    updated["embedding_table"] = updated["embedding_table"].replace(variables)
+    if layer.step is not None and "step" in updated:
+        updated["step"] = updated["step"].replace(next_step(counter))
+    return updated, *others
 
 
 class PartitionedOptimizer(nnx.Module):

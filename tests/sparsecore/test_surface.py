@@ -1,0 +1,283 @@
+"""Calls in the forms that published programs use, each against a few lines of numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import FrozenDict, meta
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
+from rsembed.sparsecore.linen import embed as linen_embed
+from rsembed.sparsecore.mesh_lookup import next_step, step_counter, step_number
+from rsembed.sparsecore.nnx import embed as nnx_embed
+
+DIM, BATCH, CORES, RATE = 4, 8, 2, 0.5
+ROWS = {"t0": 20, "t1": 21}
+IDS = {"f0": np.arange(16).reshape(8, 2), "f1": np.arange(5, 21).reshape(8, 2)}
+
+
+def new_tables(dim=DIM, **fields):
+    fields = {"optimizer": embedding_spec.SGDOptimizerSpec(RATE)} | fields
+    return [embedding_spec.TableSpec(name, rows, dim, **fields) for name, rows in ROWS.items()]
+
+
+def new_features(out=DIM, **fields):
+    return {
+        f"f{i}": embedding_spec.FeatureSpec(f"f{i}", t, (BATCH, None), (BATCH, out))
+        for i, t in enumerate(new_tables(**fields))
+    }
+
+
+def placed(**fields):
+    features = new_features(**fields)
+    embedding.auto_stack_tables(feature_specs=features, global_device_count=1, num_sc_per_device=CORES)
+    return features
+
+
+def values(dim=DIM):
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=(rows, dim)).astype(np.float32) for name, rows in ROWS.items()}
+
+
+def variables_of(features, tables):
+    """The stack's table as a published program may hold it, `(table,)`."""
+    record = embedding.create_proto_from_feature_specs(features, 1, CORES)
+    return {name: (table,) for name, table in table_stacking.stack_and_shard_feature_tables(tables, record).items()}
+
+
+def preprocessed(features, ids, weights=None):
+    return embedding.preprocess_sparse_dense_matmul_input(ids, weights, features, 1, 1)[0]
+
+
+# Stacking
+
+
+@pytest.mark.parametrize("auto_stack_tables", [embedding.auto_stack_tables, table_stacking.auto_stack_tables])
+@pytest.mark.parametrize(
+    ("chosen", "limit"), [({"stack_to_max_ids_per_partition": lambda name, samples: 100}, 100), ({}, 300)]
+)
+def test_a_chosen_limit_holds_whatever_tables_declare(auto_stack_tables, chosen, limit):
+    features = new_features(max_ids_per_partition=300)
+    auto_stack_tables(features, 1, CORES, **chosen)
+    assert features["f0"].table_spec.stacked_table_spec.max_ids_per_partition == limit
+
+
+def test_the_limits_of_the_runtime_module_come_fourth_and_fifth():
+    features = new_features()
+    embedding.auto_stack_tables(features, 1, CORES, lambda name, samples: samples, lambda name, samples: 7, False)
+    stack = features["f1"].table_spec.stacked_table_spec
+    assert (stack.max_ids_per_partition, stack.max_unique_ids_per_partition) == (2 * BATCH, 7)
+    with pytest.raises(ValueError, match=r"limit of ids in a partition must be in \[1, inf\)"):
+        embedding.auto_stack_tables(new_features(), 1, CORES, lambda name, samples: 0)
+
+
+def test_sizes_and_places_of_tables_follow_their_formulas():
+    tables = {table.name: table for table in new_tables()}
+    dims, rows = table_stacking.round_up_dim_and_vocab_size(tables, 4)
+    assert (dims, rows) == ({"t0": 8, "t1": 8}, {"t0": 32, "t1": 32})
+    settings = table_stacking.compute_table_to_setting_in_stack("s", ["t1", "t0"], 8, rows, 2, 2, 3)
+    setting = embedding_spec.TableSettingInStack
+    assert settings == {"t1": setting("s", 32, 8, 0, 0), "t0": setting("s", 32, 8, 8, 3)}
+    with pytest.raises(ValueError, match="table_to_padded_vocab_size have no 't2'"):
+        table_stacking.compute_table_to_setting_in_stack("s", ["t2"], 8, rows, 2, 2, 3)
+
+
+@pytest.mark.parametrize("dim", [DIM, 1])
+def test_tables_are_stacked_by_a_record_and_come_back(dim):
+    features = new_features(out=dim, dim=dim)
+    table_stacking.stack_tables(features, ["t1", "t0"], 2, 2, rotation=3)
+    record, tables = embedding.create_proto_from_feature_specs(features, 2, 2), values(dim)
+    given = {name: jnp.asarray(table if dim > 1 else table[:, 0]) for name, table in tables.items()}
+    stacked = table_stacking.stack_and_shard_feature_tables(given, record)
+    expected = np.zeros((64, 8), np.float32)
+    for name, first, rotation in (("t1", 0, 0), ("t0", 8, 3)):
+        for row, vector in enumerate(tables[name]):
+            expected[(row + rotation) % 4 * 16 + first + row // 4, :dim] = vector
+    np.testing.assert_array_equal(stacked["t1_t0"], expected)
+    by_spec = table_stacking.stack_and_shard_tables(embedding.get_table_specs(features), given, 4, pad_value=0.0)
+    np.testing.assert_array_equal(by_spec["t1_t0"].reshape(64, 8), expected)
+    back = table_stacking.unstack_and_unshard_stacked_tables({"t1_t0": stacked["t1_t0"].reshape(4, 16, 8)}, record)
+    jax.tree.map(np.testing.assert_array_equal, back, tables)
+    assert table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True).keys() == tables.keys()
+    assert stacked["t1_t0"].is_deleted()
+    with pytest.raises(ValueError, match=r"table 't1': got shape \(3, 2\)"):
+        table_stacking.stack_and_shard_feature_tables(given | {"t1": jnp.zeros((3, 2))}, record)
+    with pytest.raises(ValueError, match=r"stack 't1_t0': got shape \(3, 8\)"):
+        table_stacking.unstack_and_unshard_stacked_tables({"t1_t0": jnp.zeros((3, 8))}, record)
+    table_stacking.stack_and_shard_feature_tables(given, record, delete_input=True)
+    assert all(table.is_deleted() for table in given.values())
+
+
+def test_tables_without_a_place_stand_alone():
+    tables, mesh = new_tables(), Mesh(np.asarray(jax.devices()[:1]), ("x",))
+    made = embedding.init_embedding_variables(jax.random.key(0), tables, NamedSharding(mesh, P("x", None)), CORES)
+    features = new_features()
+    embedding.prepare_feature_specs_for_training(features, 1, CORES)
+    same = embedding.init_embedding_variables(
+        jax.random.key(0), embedding.get_table_specs(features), NamedSharding(mesh, P("x", None)), CORES
+    )
+    jax.tree.map(np.testing.assert_array_equal, made, same)
+    assert all(table.stacked_table_spec is None for table in tables)
+    listed = [values()[table.name] for table in tables]
+    stacked = table_stacking.stack_and_shard_tables(tables, tuple(listed), CORES)
+    assert {name: table.shape for name, table in stacked.items()} == {"t0": (2, 16, 8), "t1": (2, 16, 8)}
+    back = table_stacking.unshard_and_unstack_tables(tables, stacked, CORES)
+    jax.tree.map(np.testing.assert_array_equal, back, listed)
+
+
+def test_one_table_is_cut_for_devices_by_the_formula_and_comes_back():
+    table = np.arange(24.0).reshape(24, 1)
+    cut = utils.shard_emb_table(table=table, num_devices=3, num_sc_per_device=2, sharding_strategy="MOD")
+    assert cut[1, :, 0].tolist() == [2, 8, 14, 20, 3, 9, 15, 21]
+    np.testing.assert_array_equal(utils.unshard_emb_table(cut, 2, "MOD"), table)
+    with pytest.raises(ValueError, match="unknown sharding strategy 'DIV'"):
+        utils.unshard_emb_table(cut, 2, "DIV")
+    assert utils.NUM_SC_PER_DEVICE_MAP["TPU v5p"] == 4
+
+
+def test_the_format_of_a_table_is_its_sharding():
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:2]), ("x",)), P("x", None))
+    assert utils.embedding_table_format(sharding.mesh, sharding.spec) == sharding
+    assert utils.embedding_table_format_with_sharding(sharding) is sharding
+
+
+# Batches, lookups and updates
+
+CONTAINERS = {
+    "frozen specs, plain batch": (FrozenDict, dict),
+    "plain specs, frozen batch": (dict, FrozenDict),
+    "listed specs, tuple of a batch": (lambda tree: list(tree.values()), lambda tree: tuple(tree.values())),
+}
+
+
+@pytest.mark.parametrize("case", CONTAINERS)
+def test_containers_are_matched_by_path(case):
+    of_specs, of_batch = CONTAINERS[case]
+    tables, features = values(), of_specs(placed())
+    weights = {name: np.full(ids.shape, 2.0, np.float32) for name, ids in IDS.items()}
+    variables = variables_of(features, tables)
+    batch = preprocessed(features, of_batch(IDS), of_batch(weights))
+    activations = embedding.tpu_sparse_dense_matmul(batch, variables, features, global_device_count=1)
+    assert jax.tree.structure(activations) == jax.tree.structure(features)
+    for found, (feature, ids) in zip(jax.tree.leaves(activations), IDS.items(), strict=True):
+        np.testing.assert_allclose(found, 2 * tables[f"t{feature[1]}"][ids].sum(axis=1), rtol=1e-6)
+    gradients = of_batch({name: jnp.ones((BATCH, DIM)) for name in IDS})
+    after = embedding.tpu_sparse_dense_matmul_grad(gradients, batch, variables, features, global_device_count=1)
+    for feature, ids in IDS.items():
+        tables[f"t{feature[1]}"][ids.ravel()] -= RATE * 2
+    record = embedding.create_proto_from_feature_specs(features, 1, CORES)
+    found = table_stacking.unstack_and_unshard_stacked_tables({name: v.table for name, v in after.items()}, record)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, tables)
+
+
+def test_what_a_container_lacks_is_named():
+    with pytest.raises(ValueError, match=r"features must have the tree structure.*\['f0', 'f1'\]; got \['f0'\]"):
+        preprocessed(FrozenDict(placed()), {"f0": IDS["f0"]})
+    with pytest.raises(ValueError, match=r"features must have the tree structure.*\['0', '1'\]; got ndarray"):
+        preprocessed(list(placed().values()), np.zeros((2, 8, 2), np.int32))
+
+
+def test_a_regular_object_array_is_a_ragged_batch():
+    features = placed()
+    regular = {name: np.asarray(ids.tolist(), object) for name, ids in IDS.items()}
+    jax.tree.map(np.testing.assert_array_equal, preprocessed(features, regular), preprocessed(features, IDS))
+
+
+def test_activations_have_the_dtype_of_the_table():
+    features, tables = placed(), values()
+    halves = {name: jnp.asarray(table, jnp.bfloat16) for name, table in tables.items()}
+    batch, variables = preprocessed(features, IDS), variables_of(features, halves)
+    found = embedding.tpu_sparse_dense_matmul(
+        batch.sparse_dense_matmul_input, variables, features, global_device_count=1
+    )
+    expected = np.asarray(halves["t0"], np.float32)[IDS["f0"]].sum(axis=1)
+    np.testing.assert_array_equal(found["f0"], jnp.asarray(expected, jnp.bfloat16))
+    after = embedding.tpu_sparse_dense_matmul_grad(found, batch, variables, features, global_device_count=1)
+    assert after["t0_t1"].table.dtype == jnp.bfloat16
+
+
+def test_padding_columns_are_zero_and_take_no_gradient():
+    features, tables = placed(out=8), values()
+    batch, variables = preprocessed(features, IDS), variables_of(features, tables)
+    found = embedding.tpu_sparse_dense_matmul(batch, variables, features, global_device_count=1)["f0"]
+    np.testing.assert_allclose(found[:, :DIM], tables["t0"][IDS["f0"]].sum(axis=1), rtol=1e-6)
+    assert found.shape == (BATCH, 8) and not found[:, DIM:].any()
+    gradients = {name: jnp.ones((BATCH, 8)) for name in IDS}
+    after = embedding.tpu_sparse_dense_matmul_grad(gradients, batch, variables, features, global_device_count=1)
+    assert not after["t0_t1"].table[:, DIM:].any() and after["t0_t1"].table[:, :DIM].any()
+
+
+def test_an_initializer_pair_is_a_named_tuple():
+    made = embedding.EmbeddingVariablesInitializer(jax.nn.initializers.ones, (jax.nn.initializers.zeros,))
+    assert made.table(jax.random.key(0), (2, 2)).sum() == 4 and len(made.slot) == 1
+
+
+# Layers
+
+
+def test_layers_tell_mesh_and_cores():
+    features = placed()
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("x",))
+    linen = linen_embed.SparseCoreEmbed(feature_specs=features, sharding_axis="x", mesh=mesh, num_sc_per_device=-1)
+    layers = [linen, nnx_embed.SparseCoreEmbed(features, "x", mesh, nnx.Rngs(0))]
+    for layer in layers:
+        assert (layer.mesh, layer.num_sc_per_device, layer.num_shards) == (mesh, CORES, 1)
+        assert (layer.embedding_table_partition, layer.data_partition) == (P("x", None), P("x"))
+    many = new_features()
+    embedding.prepare_feature_specs_for_training(many, jax.device_count(), 1)
+    assert linen_embed.SparseCoreEmbed(many).mesh.shape == {"sparsecore_sharding": jax.device_count()}
+
+
+class Tower(nn.Module):
+    layer: nn.Module
+
+    def __call__(self, inputs):
+        return self.layer(inputs)
+
+    def apply_gradient(self, *args):
+        return self.layer.apply_gradient(*args)
+
+
+def test_what_apply_gradient_returns_can_be_indexed_by_path_and_stack():
+    features = placed()
+    layer = linen_embed.SparseCoreEmbed(features, "x", Mesh(np.asarray(jax.devices()[:1]), ("x",)))
+    tower, inputs = Tower(layer), preprocessed(features, IDS)
+    params = jax.jit(tower.init)(jax.random.key(0), inputs)["params"]
+    before = meta.unbox(params)["layer"]["sc_embedding_variables"]["t0_t1"].table
+    bound = layer.bind({"params": params["layer"]})
+    assert bound.embedding_table["t0_t1"].table is before
+    gradients = {name: jnp.zeros((BATCH, DIM)).at[0].set(1.0) for name in IDS}
+    apply = jax.jit(lambda *args: tower.apply({"params": args[0]}, *args[1:], method="apply_gradient"))
+    updated = apply(params, gradients, inputs)
+    assert float(step_number(updated["layer/sc_embedding_step"])) == 1
+    changed = np.flatnonzero((updated["layer/sc_embedding_variables"]["t0_t1"].table != before).any(axis=1))
+    assert len(changed) == 4  # two ids of the first sample, of each of two features
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_cast_of_all_parameters_leaves_the_step_exact(dtype):
+    for step in (0, 255, 256, 65_535, 65_536, 2**24 - 2):
+        counter = step_counter(step).astype(dtype)
+        assert int(step_number(counter)) == step
+        after = next_step(counter)
+        assert after.dtype == dtype and int(step_number(after)) == step + 1
+
+
+def test_the_backward_pass_of_nnx_is_what_autodiff_calls():
+    layer = nnx_embed.SparseCoreEmbed(placed(), "x", Mesh(np.asarray(jax.devices()[:1]), ("x",)), nnx.Rngs(0))
+    inputs, gradients = preprocessed(layer.feature_specs, IDS), {name: jnp.ones((BATCH, DIM)) for name in IDS}
+    by_autodiff = nnx.jit(nnx.grad(lambda layer: sum(jnp.sum(leaf) for leaf in layer(inputs).values())))(layer)
+    state = nnx.state(layer, nnx.Param)
+
+    @nnx.jit
+    def backward(layer, state, gradients):
+        return nnx_embed.embedding_lookup_bwd((layer, inputs, None), ((state, None, None), gradients))
+
+    updated, *others = backward(layer, state, gradients)
+    assert others == [None, None]
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff))
+    assert float(step_number(layer.step.get_value())) == 0
