@@ -94,11 +94,8 @@ def words_for(hint: Any) -> str:
     if kind in _SEQUENCES:
         if _is_record(hint):
             return f"({', '.join(map(words_for, args))})"
-        return (
-            "a list"
-            if not args or args[0] is Any or isinstance(args[0], TypeVar)
-            else f"a list (each {words_for(args[0])})"
-        )
+        is_open = not args or args[0] is Any or isinstance(args[0], TypeVar)
+        return "a list" if is_open else f"a list (each {words_for(args[0])})"
     if kind in _MAPPINGS:
         return "a mapping" if not args or args[1] is Any else f"a mapping (each {words_for(args[1])})"
     if (letter := _letter(kind)) == "k":
