@@ -83,16 +83,17 @@ class KeyedStore:
 
     def take(self, keys: Integer[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """The rows of those of the distinct keys that are here, in ascending order; they are no longer kept."""
-        found = self._read(np.sort(keys[self.has(keys)]))
-        places = np.fromiter(map(self._places.pop, found["keys"].tolist()), np.int64)
-        self._free = np.concatenate([self._free, places])
-        return found
+        keys = np.sort(keys)
+        places = np.fromiter(map(self._places.pop, keys.tolist(), itertools.repeat(-1)), np.int64, keys.size)
+        is_here = places >= 0
+        self._free = np.concatenate([self._free, places[is_here]])
+        return self._read(keys[is_here], places[is_here])
 
     def rows(self) -> dict[str, np.ndarray]:
         """All rows, in ascending order of their keys (copies)."""
-        return self._read(np.sort(np.fromiter(self._places, np.uint64, len(self))))
+        keys = np.sort(np.fromiter(self._places, np.uint64, len(self)))
+        return self._read(keys, np.fromiter(map(self._places.__getitem__, keys.tolist()), np.int64, keys.size))
 
-    def _read(self, keys: np.ndarray) -> dict[str, np.ndarray]:
-        places = np.fromiter(map(self._places.__getitem__, keys.tolist()), np.int64, keys.size)
+    def _read(self, keys: np.ndarray, places: np.ndarray) -> dict[str, np.ndarray]:
         dtype = cast(str, cast(Home, self.table.storage).key_dtype)
         return {"keys": keys.astype(dtype), **dict(zip(self._names, self._store.read(places), strict=True))}
