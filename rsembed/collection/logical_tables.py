@@ -129,7 +129,9 @@ class LogicalTables:
         moving = self.moving(table_name)
         name = moving.stack_name
         params, step = state.tables[name], int(on_host(state.step))
-        keys = keys_to_leave(params, moving.score, **reason, step=step)
+        given = {"keep": reason["keep"], "unused_for": reason["unused_for"]}
+        squares = None if reason["norm_below"] is None else float(reason["norm_below"]) ** 2
+        keys = keys_to_leave(params, moving.score, **given, squares_below=squares, step=step)
         params, rows = moving.take_out(params, state.slots.get(name, ()), keys)
         if (unused_for := reason["unused_for"]) is not None:
             params = moving.forget_older(params, state.step, unused_for)

@@ -76,12 +76,19 @@ class Moving:
       rows: the engine of the table.
       occurrences: of a batch, on one device.
       stack_name: what the table is called in a state.
+      partition: how parameters and slots are split; None is as the engine has it.
     """
 
-    def __init__(self, rows: Rows, occurrences: Callable[[Any], Occurrences], stack_name: str = ""):
+    def __init__(
+        self,
+        rows: Rows,
+        occurrences: Callable[[Any], Occurrences],
+        stack_name: str = "",
+        partition: PartitionSpec | None = None,
+    ):
         self.rows, self.home, self.occurrences = rows, cast(Hashed, rows.home), occurrences
-        self.stack_name = stack_name
-        part, split, everywhere = rows.partition, rows.devices.split, PartitionSpec()
+        self.stack_name, self.partition = stack_name, rows.partition if partition is None else partition
+        part, split, everywhere = self.partition, rows.devices.split, PartitionSpec()
         on_each = rows.devices.on_each
         self._look = jax.jit(on_each(self._look_on_device, (part, split, everywhere), part))
         self._gather = jax.jit(on_each(_gather, (part, part, part), part))
@@ -179,7 +186,7 @@ class Moving:
         return {name: array[order] for name, array in joined.items()}
 
     def _placed(self, trees: list[Any]) -> list[Any]:
-        placed: list[Any] = self.rows.devices.place_from_host(trees, self.rows.partition)
+        placed: list[Any] = self.rows.devices.place_from_host(trees, self.partition)
         return placed
 
     # On one device

@@ -67,26 +67,31 @@ def keys_to_leave(
     *,
     keep: int | None,
     unused_for: int | None,
-    norm_below: float | None,
+    squares_below: float | None,
     step: int,
 ) -> np.ndarray:
-    """Keys of all shards, uint64, that any of the reasons lets go; see `EmbeddingCollection.evict`.
+    """Keys of all shards, uint64, that any of the reasons lets go, before step `step`.
 
-    `score` says what each row is worth, before step `step`.
+    Args:
+      params: rows of all shards.
+      score: says what each row is worth.
+      keep: so many stay, of all; those of the largest score, of equal ones the largest keys. None is no reason.
+      unused_for: those go that were not used for more than so many steps.
+      squares_below: those go whose squares add up to less.
+      step: the one to come.
     """
     last_step = on_host(params.keys.last_step)
-    is_used = leaves = last_step != row_map.FREE
+    is_used, leaves = last_step != row_map.FREE, np.zeros(last_step.shape, bool)
     keys = join_keys(on_host(params.keys.high), on_host(params.keys.low))
     if unused_for is not None:
-        leaves = leaves & (step - last_step.astype(np.int64) > unused_for)
-    if norm_below is not None:
+        leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)
+    if squares_below is not None:
         squares = on_host(jax.jit(hashed_rows.norms)(params.rows)).view(np.float32)
-        leaves = leaves & (np.sqrt(squares) < norm_below)
+        leaves |= is_used & (squares.astype(np.float64) < squares_below)
     if keep is not None:
-        num_leaving = max(int(is_used.sum()) - keep, 0)
+        used = np.flatnonzero(is_used)
         scores = on_host(jax.jit(score)(params)).astype(np.uint32)
-        first = np.lexsort((keys[is_used], scores[is_used]))[:num_leaving]
-        leaves = np.isin(np.arange(keys.size), np.flatnonzero(is_used)[first])
+        leaves[used[np.lexsort((keys[used], scores[used]))[: max(used.size - keep, 0)]]] = True
     return keys[leaves]
 
 

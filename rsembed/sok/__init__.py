@@ -19,6 +19,11 @@ from rsembed.sok.initialize import Init as Init
 from rsembed.sok.layers import All2AllDenseEmbedding as All2AllDenseEmbedding
 from rsembed.sok.layers import DistributedEmbedding as DistributedEmbedding
 from rsembed.sok.lookups import StepOnce as StepOnce
+from rsembed.sok.policies import CounterFilter as CounterFilter
+from rsembed.sok.policies import EmbeddingVariableOption as EmbeddingVariableOption
+from rsembed.sok.policies import GlobalStepEvict as GlobalStepEvict
+from rsembed.sok.policies import L2WeightEvict as L2WeightEvict
+from rsembed.sok.second_tier import SecondTier as SecondTier
 from rsembed.sok.variables import DynamicTableSpec as DynamicTableSpec
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
 from rsembed.sok.variables import embedding_variable as embedding_variable

@@ -17,10 +17,12 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.devices import Devices
-from rsembed.collection.rows import Rows, asks_nobody
+from rsembed.collection.moving import Moving
+from rsembed.collection.rows import Occurrences, Rows, asks_nobody, each
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
 from rsembed.kernels.contract import Step
+from rsembed.keys import Keys
 from rsembed.parallel import Asking, together
 from rsembed.sok.initialize import Context
 from rsembed.sok.row_numbers import RowNumbers
@@ -53,6 +55,7 @@ class ShardedTable:
       exchange_capacity: places per block of the exchange, see `parallel.rounds.ask`; None means `default_capacity`.
       grows: whether it is made larger before new keys find it full.
       steps_to_live: after how many steps without use a key is old; None means never.
+      l2_weight_threshold: of which half of a squared L2 norm a row is too small; None means of none.
     """
 
     spec: TableSpec
@@ -60,6 +63,7 @@ class ShardedTable:
     exchange_capacity: int | None = None
     grows: bool = False
     steps_to_live: int | None = None
+    l2_weight_threshold: float | None = None
 
     @property
     def home(self) -> Hashed | RowNumbers:
@@ -78,6 +82,11 @@ class ShardedTable:
         if devices.num_devices > 1:
             return AskedRows(devices, self.spec, self.home, capacity=self.exchange_capacity)
         return Rows(devices, self.spec, self.home)
+
+    @functools.cached_property
+    def moving(self) -> Moving:
+        """What moves the rows of a hash table between two steps; a batch is a list of keys."""
+        return Moving(self.engine, _each_by_itself, partition=self.engine.devices.split)
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: PRNGKeyArray) -> TableState:
@@ -114,6 +123,10 @@ class ShardedTable:
 
         ((shards, slots),) = on_devices(on_device, [self], [state])
         return state._replace(shards=shards, slots=slots)
+
+
+def _each_by_itself(keys: Keys) -> Occurrences:
+    return Occurrences.of([(keys, each(keys.low.astype(jnp.int32)))])
 
 
 def on_devices(

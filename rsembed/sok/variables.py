@@ -7,36 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array
 
+from rsembed.bags import is_traced
 from rsembed.fingerprint import check_same
 from rsembed.homes import Hashed, hashed_rows
 from rsembed.homes.hashed import check_count
-from rsembed.intervals import Count, door
+from rsembed.homes.logical_rows import keys_to_leave
+from rsembed.intervals import Count, check_within, door
 from rsembed.keys import KEY_DTYPES
 from rsembed.kinds import dtype_among
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec, SGDOptimizerSpec
 from rsembed.sok.initialize import Context, current_context
+from rsembed.sok.named_initializers import named_initializer, uniform_initializer
+from rsembed.sok.policies import EmbeddingVariableOption, core_policies
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.sok.sharded_table import ShardedTable, TableState
 from rsembed.specs import TableSpec
-
-
-def uniform_initializer(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
-    """Uniform values in [-0.05, 0.05). Source: the default of `sok.DistributedEmbedding`."""
-    return jax.random.uniform(key, shape, jnp.float32, -0.05, 0.05)
-
-
-NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
-    "uniform": uniform_initializer,
-    "normal": lambda key, shape: 0.05 * jax.random.normal(key, shape, jnp.float32),
-    "zeros": jax.nn.initializers.zeros,
-    "ones": jax.nn.initializers.ones,
-}
-"""Keras' names and scales; `random_uniform` and `random_normal` mean the same."""
 
 
 class EmbeddingVariable(nnx.Variable):
@@ -57,8 +46,56 @@ class EmbeddingVariable(nnx.Variable):
         """
         return hashed_rows.counts(self.get_value().shards, self.table.context.num_devices)
 
+    @door
+    def evict(
+        self, *, keep: int | None = None, steps_to_live: int | None = None, l2_weight_threshold: float | None = None
+    ) -> dict[str, np.ndarray]:
+        """Takes their rows from keys, outside of `jit`, and hands them out.
+
+        Args:
+          keep: so many keys keep their rows, over all devices: those that `eviction` lets go last.
+          steps_to_live: keys go that were not used in training for more than this many steps, as in `evict_older`.
+          l2_weight_threshold: keys go whose rows have less than this half of a squared L2 norm, as DeepRec has it.
+
+        Without any of these, what the table was made with decides.
+
+        Returns: the rows, as `export_rows` returns them; `assign_rows` brings them back.
+
+        Raises:
+          TypeError or ValueError: nothing says who goes, or a number is out of range.
+          NotImplementedError: the table has no hash table.
+          RuntimeError: this is inside `jit`.
+        """
+        table = self.table
+        if keep is None and steps_to_live is None and l2_weight_threshold is None:
+            steps_to_live, l2_weight_threshold = table.steps_to_live, table.l2_weight_threshold
+        if keep is None and steps_to_live is None and l2_weight_threshold is None:
+            raise ValueError(
+                f"table {table.spec.name!r}: evict needs keep, steps_to_live or l2_weight_threshold; pass one, or make "
+                "the table with one."
+            )
+        if not table.use_hashtable:
+            raise NotImplementedError(f"table {table.spec.name!r} has no hash table; its keys keep their rows.")
+        for name, value in (("keep", keep), ("steps_to_live", steps_to_live)):
+            if value is not None:
+                check_count(value, f"table {table.spec.name!r}: evict", name, least=0)
+        check_within("[0, inf)", l2_weight_threshold, f"table {table.spec.name!r}: evict: l2_weight_threshold")
+        state, moving = state_of(self), table.moving
+        if is_traced(state):
+            raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
+        squares = None if l2_weight_threshold is None else 2 * l2_weight_threshold
+        reasons: dict[str, Any] = {"keep": keep, "unused_for": steps_to_live, "squares_below": squares}
+        keys = keys_to_leave(state.shards, moving.score, **reasons, step=int(state.step))
+        shards, rows = moving.take_out(state.shards, state.slots, keys)
+        if steps_to_live is not None:
+            shards = moving.forget_older(shards, state.step, steps_to_live)
+        self.set_value(state._replace(shards=shards))
+        return rows
+
     def evict_older(self) -> None:
         """Frees the rows of keys that were not trained for `steps_to_live` steps; see `hashed_rows.evict_older`.
+
+        As `evict`, but compiled, also inside `jit`, and the rows are gone.
 
         Raises: ValueError: the table was made without `steps_to_live`.
         """
@@ -115,13 +152,15 @@ def embedding_variable(
     rows_per_device: int,
     use_hashtable: bool = True,
     key_dtype: Any = "int64",
-    initializer: str | Callable[..., Array] = "uniform",
+    initializer: str | float | Callable[..., Array] = "uniform",
     optimizer: OptimizerSpec | None = None,
     exchange_capacity: Count | None = None,
     context: Context | None = None,
     rngs: nnx.Rngs | None = None,
     dtype: str = "float32",
     steps_to_live: int | None = None,
+    l2_weight_threshold: float | None = None,
+    ev_option: EmbeddingVariableOption | None = None,
     **policies: Any,
 ) -> EmbeddingVariable:
     """A table whose row of key `k` lies on device `k % n`.
@@ -134,16 +173,20 @@ def embedding_variable(
         `rows_per_device * n`.
       key_dtype: int32, int64, uint32 or uint64.
       initializer: `(key, shape) -> array`, called for single rows; or "uniform" (from -0.05 to 0.05), "normal" (0.05),
-        "zeros", "ones". A key's first row depends on `rngs`, the table's name and the key alone.
+        "truncated_normal", "zeros", "ones", by any name that Keras has for them; or a number. A key's first row depends
+        on `rngs`, the table's name and the key alone.
       optimizer: steps the rows that a batch looked up; None is Adagrad. `sok.optimizers` has those of the original.
       exchange_capacity: places per block of the exchange, see `parallel.rounds.ask`; None sizes it for one round.
       context: the devices; None means those of `Init`.
       rngs: its stream `params` seeds the table; None means `nnx.Rngs(0)`.
       dtype: of the rows: float32, bfloat16 or float16.
-      steps_to_live: `evict_older` takes rows that were not used in training for more than this many steps; None keeps
-        them.
-      **policies: `when_full`, `eviction`, `admission_count` and `admission_capacity` of a hash table: see
-        `rsembed.Hashed`. Here `when_full="error"` raises in the lookup, and `when_full="grow"` makes the table larger.
+      steps_to_live: `evict` takes rows that were not used in training for more than this many steps; None keeps them.
+      l2_weight_threshold: `evict` takes rows of which half of the squared L2 norm is less; None keeps them.
+      ev_option: the same, and admission, as DeepRec has it.
+      **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and `admission_probability` of a hash
+        table: see `rsembed.Hashed`. Here `when_full="error"` raises in the lookup, and `when_full="grow"` makes the
+        table larger. By the names of SOK, `evict_strategy` ("LRU" or "LFU", evicts when full) and `filter_ratio` (the
+        probability).
 
     Raises: ValueError: an argument is out of range or unknown.
     """
@@ -151,16 +194,20 @@ def embedding_variable(
     check_count(rows_per_device, where, "rows_per_device", least=1)
     num_devices = context.num_devices
     num_rows = rows_per_device * num_devices
+    stay = {"steps_to_live": steps_to_live, "l2_weight_threshold": l2_weight_threshold}
+    policies = core_policies(where, ev_option, policies | stay)
     if not use_hashtable:
-        if unused := [*policies, *(["steps_to_live"] if steps_to_live is not None else [])]:
+        if unused := list(policies):
             raise ValueError(f"{where}: {', '.join(unused)} concern hash tables; use_hashtable is False.")
         if num_rows > 2**32:
             raise ValueError(
                 f"{where}: {rows_per_device} rows on each of {num_devices} devices are more than 2**32; take "
                 "use_hashtable=True."
             )
+    steps_to_live, l2_weight_threshold = (policies.pop(name, None) for name in stay)
     if steps_to_live is not None:
         check_count(steps_to_live, where, "steps_to_live", least=0)
+    check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
     if grows := policies.get("when_full") == "grow":
         policies = policies | {"when_full": "error"}  # until the variable has more room
     of_keys: dict[str, Any] = {"key_dtype": dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")}
@@ -168,26 +215,14 @@ def embedding_variable(
         name=name,
         vocabulary_size=num_rows,
         embedding_dim=embedding_dim,
-        initializer=_initializer(initializer, name),
+        initializer=named_initializer(initializer, name),
         optimizer=AdagradOptimizerSpec() if optimizer is None else optimizer,
         dtype=dtype,
         storage=Hashed(**of_keys, **policies) if use_hashtable else RowNumbers(**of_keys, num_shards=num_devices),
     )
-    table = ShardedTable(spec, context, exchange_capacity, grows, steps_to_live)
+    table = ShardedTable(spec, context, exchange_capacity, grows, steps_to_live, l2_weight_threshold)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
-
-
-def _initializer(initializer: Any, name: str) -> Callable[..., Array]:
-    if callable(initializer):
-        return initializer
-    known = str(initializer).removeprefix("random_")
-    if known not in NAMED_INITIALIZERS:
-        raise ValueError(
-            f"table {name!r}: unknown initializer {initializer!r}; choose one of {', '.join(NAMED_INITIALIZERS)}, or "
-            "pass a function of (key, shape)."
-        )
-    return NAMED_INITIALIZERS[known]
 
 
 def DynamicTableSpec(

@@ -1,0 +1,85 @@
+"""Who gets a row and who loses one, by the names of DeepRec and SOK."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CounterFilter:
+    """A key gets a row when it has occurred more than `filter_freq` times. Source: DeepRec, `tf.CounterFilter`."""
+
+    filter_freq: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalStepEvict:
+    """Keys go that were not used for more than `steps_to_live` steps. Source: DeepRec, `tf.GlobalStepEvict`."""
+
+    steps_to_live: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class L2WeightEvict:
+    """Keys go whose rows have less than this half of a squared L2 norm; none below 0.
+
+    Source: DeepRec, `tf.L2WeightEvict`, whose pages say norm and whose code takes half of the sum of squares.
+    """
+
+    l2_weight_threshold: float = -1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingVariableOption:
+    """Options of an embedding variable. Source: DeepRec, `tf.EmbeddingVariableOption`.
+
+    Args:
+      evict_option: which keys `variable.evict()` lets go; None keeps all.
+      filter_option: which keys get rows; None admits every key at once.
+    """
+
+    evict_option: GlobalStepEvict | L2WeightEvict | None = None
+    filter_option: CounterFilter | None = None
+
+
+def core_policies(where: str, option: EmbeddingVariableOption | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`steps_to_live`, `l2_weight_threshold` and arguments of `rsembed.Hashed`, whichever way they were said.
+
+    Args:
+      where: names the table in errors.
+      option: as DeepRec has it.
+      given: the same without it, or by SOK's `evict_strategy` and `filter_ratio`; None is not said.
+
+    Raises: ValueError: a strategy has no counterpart, or two arguments say the same.
+    """
+    policies = {name: value for name, value in given.items() if value is not None}
+    strategy = str(policies.pop("evict_strategy", "lru")).lower()
+    if strategy not in ("lru", "lfu"):
+        raise ValueError(
+            f"{where}: evict_strategy {given['evict_strategy']!r} has no counterpart; choose 'LRU' or 'LFU', or "
+            "when_full='evict' with eviction='age' or 'l2'."
+        )
+    asked: list[tuple[str, dict[str, Any]]] = []
+    if given.get("evict_strategy") is not None:
+        asked.append(("evict_strategy", {"when_full": "evict", "eviction": strategy}))
+    if "filter_ratio" in policies:
+        asked.append(("filter_ratio", {"admission_probability": policies.pop("filter_ratio")}))
+    if option is not None:
+        asked.append(("ev_option", _said_by(option)))
+    for source, own in asked:
+        if both := sorted(set(policies) & set(own)):
+            raise ValueError(f"{where}: {source} says what {', '.join(both)} says, too; leave one of them out.")
+        policies |= own
+    return policies
+
+
+def _said_by(option: EmbeddingVariableOption) -> dict[str, Any]:
+    evict, admit = option.evict_option, option.filter_option
+    said: dict[str, Any] = {} if admit is None else {"admission_count": admit.filter_freq}
+    if isinstance(evict, GlobalStepEvict) and evict.steps_to_live is not None:
+        said["steps_to_live"] = evict.steps_to_live
+    if isinstance(evict, L2WeightEvict) and evict.l2_weight_threshold >= 0:
+        said["l2_weight_threshold"] = evict.l2_weight_threshold
+    return said

@@ -1,0 +1,133 @@
+"""The names of DeepRec and SOK for who gets a row, who loses one, what rows start from, and where they wait."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from rsembed import sok
+from rsembed.sok.policies import core_policies
+
+DIM = 2
+COUNTED = sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2))
+
+
+def context(num_devices=1):
+    return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
+
+
+def variable(**options):
+    return sok.embedding_variable("t", DIM, **{"rows_per_device": 8, "context": context()} | options)
+
+
+def said(evict=None, admit=None, **policies):
+    return core_policies("t", sok.EmbeddingVariableOption(evict_option=evict, filter_option=admit), policies)
+
+
+def test_published_options_say_what_those_of_the_core_say():
+    assert said(sok.GlobalStepEvict(4), sok.CounterFilter(filter_freq=3)) == {"steps_to_live": 4, "admission_count": 3}
+    assert said(sok.L2WeightEvict(0.5)) == {"l2_weight_threshold": 0.5}
+    assert said(sok.L2WeightEvict()) == said(sok.GlobalStepEvict()) == said(filter_ratio=None) == {}
+    assert said(evict_strategy="LFU", filter_ratio=0.2) == {
+        "when_full": "evict", "eviction": "lfu", "admission_probability": 0.2,
+    }  # fmt: skip
+    table = variable(ev_option=sok.EmbeddingVariableOption(sok.GlobalStepEvict(4)), filter_ratio=0.2).table
+    assert (table.steps_to_live, table.home.admission_probability) == (4, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evict_strategy": "CUSTOMIZED"}, "evict_strategy 'CUSTOMIZED' has no counterpart; choose 'LRU' or 'LFU'"),
+        (
+            {"evict_strategy": "LRU", "eviction": "lfu"},
+            "evict_strategy says what eviction says, too; leave one of them",
+        ),
+        (
+            {"ev_option": sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(2)), "admission_count": 2},
+            "ev_option",
+        ),
+        ({"filter_ratio": 1.5}, r"admission_probability must be in \(0, 1\], got 1.5"),
+        ({"l2_weight_threshold": -0.5}, r"l2_weight_threshold must be in \[0, inf\), got -0.5"),
+        ({"use_hashtable": False, "filter_ratio": 0.5}, "admission_probability concern hash tables"),
+    ],
+)
+def test_what_has_no_counterpart_or_is_said_twice_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        variable(**options)
+
+
+def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
+    """A row of which this is the threshold itself stays, as in the original."""
+    table = variable(ev_option=sok.EmbeddingVariableOption(sok.L2WeightEvict(1.0)), rows_per_device=16)
+    values = np.asarray([[1, 1], [1, 0.999], [2, 0], [0, 0], [0, 1.5]], np.float32)
+    rows = {"keys": np.arange(5) + 2**40, "values": values, "last_step": np.asarray([0, 0, 3, 3, 9])}
+    sok.assign_rows(table, rows)
+    gone = table.evict()
+    assert (gone["keys"] - 2**40).tolist() == [1, 3] and gone["last_step"].tolist() == [0, 3]
+    np.testing.assert_array_equal(gone["values"], values[[1, 3]])
+    sok.assign_rows(table, gone)
+    table.set_value(table.get_value()._replace(step=jnp.asarray(5, jnp.int32)))
+    assert (table.evict(steps_to_live=2)["keys"] - 2**40).tolist() == [0, 1]
+    assert (table.evict(keep=1)["keys"] - 2**40).tolist() == [2, 3]
+    assert table.num_rows == 1
+    with pytest.raises(ValueError, match="table 't': evict needs keep, steps_to_live or l2_weight_threshold"):
+        variable().evict()
+    with pytest.raises(NotImplementedError, match="table 't' has no hash table; its keys keep their rows"):
+        variable(use_hashtable=False).evict(keep=1)
+    with pytest.raises(ValueError, match="table 't': evict: keep must be at least 0, got -1"):
+        table.evict(keep=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "deviation"),
+    [
+        ("RandomUniform", -0.05, 0.05, 0.1 / 12**0.5),
+        ("random", -0.05, 0.05, 0.1 / 12**0.5),
+        ("random_normal", -0.4, 0.4, 0.05),
+        ("TruncatedNormal", -0.1, 0.1, 0.044),
+        ("Zeros", 0, 0, 0),
+        ("one", 1, 1, 0),
+        ("13", 13, 13, 0),
+        (-0.5, -0.5, -0.5, 0),
+    ],
+)
+def test_rows_start_as_the_names_of_keras_say(name, low, high, deviation):
+    table = variable(initializer=name, rows_per_device=2048, use_hashtable=False)
+    values = sok.export_rows(table)["values"]
+    assert low <= values.min() <= values.max() <= high
+    np.testing.assert_allclose(values.std(), deviation, rtol=0.05)
+
+
+def test_initializers_of_whole_tables_are_refused_with_the_reason():
+    with pytest.raises(ValueError, match="'glorot_uniform' follows from the number of rows, and rows for keys are"):
+        variable(initializer="glorot_uniform")
+    with pytest.raises(
+        ValueError, match="unknown initializer 'gauss'; choose one of uniform, normal, truncated_normal"
+    ):
+        variable(initializer="gauss")
+
+
+def test_a_second_tier_on_a_mesh_gives_the_bits_of_a_table_with_room_for_all():
+    generator, keys = np.random.default_rng(0), 2**40 + np.arange(24)
+    layers = [
+        sok.DistributedEmbedding("sum", rows, DIM, 1, 2, name="t", context=context(2), eviction="lfu")
+        for rows in (5, 20)
+    ]
+    tier = sok.SecondTier(layers[0].variable, num_rows=99)
+    for _ in range(6):
+        batch = generator.choice(keys, 8, replace=False).reshape(4, 1, 2)
+        tier.fetch(batch)
+        gradient = generator.normal(size=(4, 1, DIM)).astype(np.float32)
+        for layer in layers:
+            layer.vjp(batch)[1](gradient)
+    here, there, expected = sok.export_rows(layers[0].variable), tier.rows(), sok.export_rows(layers[1].variable)
+    assert len(here["keys"]) <= 10 < len(expected["keys"]) and len(tier) == len(there["keys"])
+    order = np.argsort(np.concatenate([here["keys"], there["keys"]]))
+    for name, array in expected.items():
+        np.testing.assert_array_equal(np.concatenate([here[name], there[name]])[order], array, err_msg=name)
+    tier.fetch([[int(there["keys"][0])], []])
+    assert len(tier) <= len(there["keys"]) and there["keys"][0] in sok.export_rows(layers[0].variable)["keys"]
+    with pytest.raises(NotImplementedError, match="table 't' has no hash table; its keys keep their rows"):
+        sok.SecondTier(variable(use_hashtable=False), num_rows=5)
