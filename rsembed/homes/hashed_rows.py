@@ -21,6 +21,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
+from rsembed.kinds import dtype_among
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 
@@ -126,9 +127,7 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
 
 def check(table: TableSpec) -> None:
     """Raises: ValueError: the type of the keys is unknown, or the initializer does not make single rows."""
-    dtype = np.dtype(cast(Home, table.storage).key_dtype).name
-    if dtype not in KEY_DTYPES:
-        raise ValueError(f"table {table.name!r}: key_dtype {dtype!r} is not one of {', '.join(KEY_DTYPES)}.")
+    dtype_among(KEY_DTYPES, cast(Home, table.storage).key_dtype, f"table {table.name!r}: key_dtype")
     one_row = (1, table.embedding_dim)
     shape = jax.eval_shape(lambda: table.initializer(jax.random.key(0), one_row)).shape
     if shape != one_row:

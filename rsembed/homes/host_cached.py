@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,6 +24,7 @@ from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
+from rsembed.kinds import check_kind
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 
@@ -108,6 +110,7 @@ class HostCached(Home):
             raise ValueError(
                 f"table {table.name!r}: cache_rows must be an integer of at least 1, got {self.cache_rows}."
             )
+        check_kind(self.folder, str | os.PathLike | None, f"table {table.name!r}: folder")
         if self.eviction not in EVICTIONS:
             raise ValueError(f"table {table.name!r}: eviction {self.eviction!r} is not one of {', '.join(EVICTIONS)}.")
         if table.optimizer.moves_all_rows:

@@ -26,7 +26,8 @@ NAN = float("nan")
 def stepped(rule):
     """A step of one row by the rule."""
     one = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rule))])
-    return one.update(one.init(KEY(0)), {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)})
+    given = {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)}
+    return jax.eval_shape(lambda: one.update(one.init(KEY(0)), *given))
 
 
 def custom(function, **fields):
@@ -226,12 +227,18 @@ BAD = {
     "what a table has no place for": (
         lambda: with_rows(momentum=np.ones((2, 4))), ValueError, "table 'client'", "momentum",
     ),
+    "keys of a dtype nobody knows": (
+        lambda: stored(rs.Hashed(key_dtype="int46")), ValueError, "table 'word'", "key_dtype", "'int46'", "uint64",
+    ),
     # HostCached
     "no rows near": (lambda: stored(rs.HostCached(cache_rows=0)), ValueError, "table 'word'", "cache_rows", "0"),
     "half a row near": (lambda: stored(rs.HostCached(cache_rows=2.5)), ValueError, "table 'word'", "cache_rows", "2.5"),
     "a cache with an eviction nobody knows": (
         lambda: stored(rs.HostCached(cache_rows=2, eviction="random")), ValueError, "table 'word'", "eviction 'random'",
         "lru",
+    ),
+    "a folder by number": (
+        lambda: stored(rs.HostCached(cache_rows=2, folder=3)), TypeError, "table 'word'", "folder", "3",
     ),
     "a folder that cannot be made": (
         lambda: stored(rs.HostCached(cache_rows=2, folder="/dev/null/rows")).init(KEY(0)), OSError, "/dev/null/rows",
