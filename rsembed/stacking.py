@@ -48,9 +48,9 @@ def round_up(value: Size, multiple: int) -> Size:
     return -(-value // multiple) * multiple
 
 
-def get_default_limits(stack_name: str, batch_size: int) -> int:
+def get_default_limits(name: str, batch_size: int) -> int:
     """The limit of a stack of several tables when nobody chose one: 256 entries."""
-    del stack_name, batch_size
+    del name, batch_size
     return 256
 
 

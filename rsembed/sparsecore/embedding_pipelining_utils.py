@@ -1,5 +1,10 @@
-"""`rsembed.sparsecore.pipelining` under its published name."""
+"""`rsembed.sparsecore.pipelining` under its published name, with the types of its default stages."""
 
+from types import NoneType
+
+import jax
+
+from rsembed.sparsecore.layout import Nested
 from rsembed.sparsecore.pipelining import CurrentStepInput as CurrentStepInput
 from rsembed.sparsecore.pipelining import LastStepInput as LastStepInput
 from rsembed.sparsecore.pipelining import PipelineState as PipelineState
@@ -14,3 +19,13 @@ from rsembed.sparsecore.pipelining import get_pipeline_state_sharding as get_pip
 from rsembed.sparsecore.pipelining import get_pipeline_train_steps as get_pipeline_train_steps
 from rsembed.sparsecore.pipelining import is_output_valid as is_output_valid
 from rsembed.sparsecore.pipelining import step as step
+from rsembed.sparsecore.preprocessing import PreprocessedInput
+from rsembed.sparsecore.variables import EmbeddingVariables
+from rsembed.specs import FeatureSpec
+
+NestedArray = Nested[jax.Array]
+NestedFeatureSpecs = Nested[FeatureSpec]
+NestedEmbeddingVariables = Nested[EmbeddingVariables]
+DefaultSparseInputs = PreprocessedInput
+DefaultEmbeddingActivations = DefaultEmbeddingGradients = jax.Array | None
+DefaultScFwdAux = DefaultTcAux = DefaultScBwdAux = NoneType

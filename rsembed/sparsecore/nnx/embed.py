@@ -102,15 +102,15 @@ class SparseCoreEmbed(nnx.Module):
         """How batches are cut."""
         return P(self.sharding_axis)
 
-    def __call__(self, inputs: PreprocessedInput, step: Any = None) -> Any:
+    def __call__(self, embedding_lookup_inputs: PreprocessedInput, step: Any = None) -> Any:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
-          inputs: a preprocessed batch of all devices.
+          embedding_lookup_inputs: a preprocessed batch of all devices.
           step: 0-based step of the update that autodiff will ask for; the counter goes on from it. None reads the
             counter.
         """
-        return self._tables().train(self.embedding_table.get_value(), self._step(step), inputs)
+        return self._tables().train(self.embedding_table.get_value(), self._step(step), embedding_lookup_inputs)
 
     def apply_gradient(self, gradients: Any, inputs: PreprocessedInput, step: Any = None) -> None:
         """Updates tables, slots and counter in place: what autodiff and `PartitionedOptimizer` do, without them.
@@ -161,9 +161,11 @@ class SparseCoreEmbed(nnx.Module):
         return counter + jax.lax.stop_gradient(step_counter(step).astype(counter.dtype) - counter)
 
 
-def embedding_lookup(layer: SparseCoreEmbed, inputs: PreprocessedInput, step: Any = None) -> Any:
+def embedding_lookup(
+    embedding_layer: SparseCoreEmbed, embedding_lookup_inputs: PreprocessedInput, step: Any = None
+) -> Any:
     """The trainable lookup of a layer; see `SparseCoreEmbed.__call__`."""
-    return layer(inputs, step)
+    return embedding_layer(embedding_lookup_inputs, step)
 
 
 def embedding_lookup_bwd(res: Any, g: Any) -> Any:
