@@ -251,19 +251,11 @@ BAD = {
         lambda: jax.jit(near().prefetch)(near_state(), {"what": jnp.array([1])}), RuntimeError, "prefetch",
         "outside of jit",
     ),
-    "host rows of another time": (lambda: _older(), RuntimeError, "table 'item'", "state", "checkpoint"),
     "host rows of another shape": (
         lambda: near().with_tables(near_state(), {"item": np.ones((9, 3))}), ValueError, "table 'item'", "(9, 4)",
         "(9, 3)",
     ),
 }  # fmt: skip
-
-
-def _older():
-    """A lookup in a state from before a prefetch."""
-    first = near().init(KEY(1))
-    near().prefetch(jax.tree.map(jnp.copy, first), {"what": [[1]]})
-    return near().prefetch(first, {"what": [[2]]})
 
 
 ACCEPTED = {

@@ -16,7 +16,7 @@ DENSE = np.ones((9, 4), np.float32)
 
 @functools.cache
 def cores():
-    return tt.init_cores(KEY(0), SPEC)
+    return tuple(jnp.ones(shape) for shape in SPEC.core_shapes)
 
 
 @functools.cache
