@@ -1,3 +1,5 @@
+import datetime
+import os
 import subprocess
 import sys
 
@@ -81,6 +83,12 @@ def test_a_picture_changes_no_global_setting(name):
 def test_importing_the_library_does_not_import_matplotlib():
     code = "import sys, rsembed; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_times_can_be_told_with_processor_and_date():
+    processor, cores, date = plot.measured_on().rsplit(", ", 2)
+    assert len(processor) > 2 and cores == f"{os.cpu_count()} cores"
+    assert datetime.date.fromisoformat(date) <= datetime.date.today()
 
 
 # Numbers

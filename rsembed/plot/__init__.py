@@ -27,6 +27,7 @@ from rsembed.plot.distributions import unique_ratios as unique_ratios
 from rsembed.plot.distributions import zipf_exponent as zipf_exponent
 from rsembed.plot.drawing import COLOURS as COLOURS
 from rsembed.plot.drawing import MUTED as MUTED
+from rsembed.plot.drawing import measured_on as measured_on
 from rsembed.plot.live import Costs as Costs
 from rsembed.plot.live import Explorer as Explorer
 from rsembed.plot.live import StreamProfile as StreamProfile

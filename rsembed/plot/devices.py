@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Num
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from rsembed.plot.drawing import COLOURS, DASHED, LABEL_POINTS, axes_or_new, finish, line_look, with_defaults
 
@@ -115,4 +115,9 @@ def plot_scaling(
     ax.minorticks_off()
     if efficiency:
         return finish(ax, "devices", "weak-scaling efficiency (%)", ylim=(0, 105), legend=True)
-    return finish(ax, "devices", "time of a step (ms)", yscale="log", legend=True)
+    finish(ax, "devices", "time of a step (ms)", yscale="log", legend=True)
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    ax.yaxis.set_major_formatter("{x:,g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    return ax

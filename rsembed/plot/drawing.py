@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
+import textalloc
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -54,6 +61,43 @@ def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: Any) ->
 def note_at_height(ax: Axes, text: str, value: float) -> None:
     """The text to the right of the axes, where no curve runs."""
     note(ax, text, (1.0, value), xycoords=("axes fraction", "data"))
+
+
+def measured_on() -> str:
+    """The processor of this machine, its cores and today's date: they belong to every time that is shown.
+
+    Example:
+      >>> measured_on()
+      '... cores, ...-...-...'
+    """
+    described = Path("/proc/cpuinfo")  # of Linux; elsewhere Python knows a name
+    lines = described.read_text().splitlines() if described.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = names[0] if names else platform.processor() or platform.machine()
+    return f"{processor}, {os.cpu_count()} cores, {datetime.date.today()}"
+
+
+def label_points(
+    ax: Axes,
+    points: Sequence[tuple[float, float]] | np.ndarray,
+    labels: Sequence[str],
+    *,
+    colours: list[str] | None = None,
+    curves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+    **options: Any,
+) -> None:
+    """Writes labels beside points, where neither a point nor one of the curves runs; thin lines lead to those far away.
+
+    The axes must have their limits and scales, as the places are those of this size. Other options are textalloc's.
+    """
+    x, y = np.asarray(points, np.float64).T
+    textalloc.allocate(
+        ax, x, y, list(labels), x_scatter=x, y_scatter=y,
+        x_lines=[own for own, _ in curves], y_lines=[own for _, own in curves],
+        textsize=LABEL_POINTS, textcolor=colours or "black", linecolor=MUTED, linewidth=0.6, zorder=4,
+        min_distance=0.015 if curves else 0.006, max_distance=0.15, margin=0.004, nbr_candidates=600,
+        path_effects=[withStroke(linewidth=2.5, foreground="white")], **options,
+    )  # fmt: skip
 
 
 def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:

@@ -6,20 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import textalloc
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
 
 from rsembed.plot.drawing import (
     COLOURS,
-    LABEL_POINTS,
-    MUTED,
     axes_or_new,
     colour_of,
     finish,
+    label_points,
     line_look,
     reference_lines,
     with_defaults,
@@ -177,7 +174,7 @@ def plot_loss_against_state(
     low, high = ax.get_xlim()
     ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= high])  # the margin is not for negative bytes
     finish(ax, "optimizer state (bytes per row)", "validation loss (nats)", xlim=(low, high))
-    _label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
+    label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
     return ax
 
 
@@ -259,18 +256,8 @@ def plot_neighbourhoods(
     if colours:
         dots = [Line2D([], [], color=colour, marker="o", linestyle="", label=kind) for kind, colour in colours.items()]
         ax.legend(handles=dots, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _label_points(ax, points, labels, of_rows)
+    label_points(ax, points, labels, colours=of_rows)
     return ax
-
-
-def _label_points(ax: Axes, points: np.ndarray, labels: Sequence[str], colours: list[str] | None = None) -> None:
-    """Writes labels beside points, where there is room; a thin line leads to those further away."""
-    x, y = points.T
-    textalloc.allocate(
-        ax, x, y, list(labels), x_scatter=x, y_scatter=y, textsize=LABEL_POINTS, textcolor=colours or "black",
-        min_distance=0.006, max_distance=0.15, margin=0.004, nbr_candidates=600,  # nearer than the defaults
-        linecolor=MUTED, linewidth=0.6, zorder=4, path_effects=[withStroke(linewidth=2.5, foreground="white")],
-    )  # fmt: skip
 
 
 def row_norms(table: Float[np.ndarray, "rows dim"]) -> Float[np.ndarray, " rows"]:

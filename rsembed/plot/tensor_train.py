@@ -10,7 +10,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from rsembed.plot.drawing import axes_or_new, colour_of, finish, marker_look, reference_lines
+from rsembed.plot.drawing import axes_or_new, colour_of, finish, label_points, marker_look, reference_lines
 
 
 def rank_tails(
@@ -66,7 +66,7 @@ def plot_against_bytes(
     ylabel: str = "relative error",
     ax: Axes | None = None,
 ) -> Axes:
-    """What each method reaches with so many bytes, on a logarithmic axis of bytes.
+    """What each method reaches with so many bytes, on a logarithmic axis; its name stands where the bytes are most.
 
     Args:
       results: `{method: (bytes, value) pairs}`, in any order; such as a reconstruction error or a loss.
@@ -75,13 +75,18 @@ def plot_against_bytes(
       ax: None makes a figure.
     """
     ax = axes_or_new(ax)
-    for number, (name, points) in enumerate(results.items()):
-        num_bytes, values = zip(*sorted(points), strict=True)
-        ax.plot(num_bytes, values, **marker_look(number), linewidth=1.5, label=name)
+    curves = [np.array(sorted(points), np.float64).T for points in results.values()]
+    for number, (name, curve) in enumerate(zip(results, curves, strict=True)):
+        ax.plot(*curve, **marker_look(number), linewidth=1.5, label=name)
     reference_lines(ax, references)
     ax.set_xscale("log")  # sets a formatter of its own
+    ax.margins(x=0.2)
     ax.xaxis.set_major_formatter(FuncFormatter(_bytes_label))
-    return finish(ax, "table (bytes)", ylabel, legend=True)
+    finish(ax, "table (bytes)", ylabel)
+    colours, lines = [colour_of(number) for number in range(len(results))], [(own[0], own[1]) for own in curves]
+    ends = [(own[0, -1], own[1, -1]) for own in curves]
+    label_points(ax, ends, list(results), colours=colours, curves=lines, direction="east")
+    return ax
 
 
 def _bytes_label(num_bytes: float, _: int) -> str:

@@ -40,6 +40,10 @@ def test_results_are_sorted_by_bytes_on_a_logarithmic_axis():
     ax = plot.plot_against_bytes(results, references={"best": 0.1}, ylabel="loss (nats)", ax=right)
     assert ax is right and not left.lines and ax.get_xscale() == "log" and ax.get_ylabel() == "loss (nats)"
     assert ax.lines[0].get_xdata().tolist() == [2e3, 4e6] and ax.lines[0].get_ydata().tolist() == [0.5, 0.2]
-    assert ax.lines[2].get_ydata() == [0.1, 0.1] and [text.get_text() for text in ax.texts] == ["best\n0.100"]
+    assert ax.lines[2].get_ydata() == [0.1, 0.1] and [text.get_text() for text in ax.texts] == [
+        "best\n0.100",
+        "tt",
+        "dense",
+    ]
     label = ax.xaxis.get_major_formatter()
     assert [label(value, 0) for value in (4e6, 2e3, 2.8e9, 10)] == ["4 MB", "2 kB", "2.8 GB", "10 B"]
