@@ -18,6 +18,8 @@ from rsembed.kernels.keyed import DELETED, EMPTY, varying_zero
 from rsembed.keys import Keys
 
 REBUILD_BLOCK = 16_384
+FEW, FEW_BLOCK = 8, 16
+"""How many entries there are for each wanted one, at least, where they are counted by blocks of so many."""
 
 
 class HashTable(NamedTuple):
@@ -113,6 +115,20 @@ def num_distinct(keys: Keys) -> Int[Array, ""]:
 
 def compact(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
     """Positions of the first `size` True entries, and `NO_ROW` behind them."""
+    if mask.shape[0] > FEW * size:
+        return _compact_few(mask, size)
     offsets, order = api.rows_by_bag(jnp.where(mask, 0, 1), 1)
     places = jnp.arange(size, dtype=jnp.int32)
     return jnp.where(places < offsets[1], order.at[places].get(mode="fill", fill_value=NO_ROW), NO_ROW)
+
+
+def _compact_few(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
+    """The same: entries are counted by blocks, and looked for in the blocks that have some."""
+    blocks = jnp.pad(mask, (0, -mask.shape[0] % FEW_BLOCK)).reshape(-1, FEW_BLOCK)
+    counts = jnp.sum(blocks, axis=1, dtype=jnp.int32)
+    ends, wanted = jnp.cumsum(counts, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
+    block = jnp.searchsorted(ends, wanted, side="right").astype(jnp.int32)
+    own, first = blocks.at[block].get(mode="fill", fill_value=False), (ends - counts).at[block].get(mode="clip")
+    is_it = own & (jnp.cumsum(own, axis=1, dtype=jnp.int32) == (wanted - first)[:, None] + 1)
+    inside = jnp.argmax(is_it, axis=1).astype(jnp.int32)
+    return jnp.where(wanted < ends[-1], block * FEW_BLOCK + inside, NO_ROW)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.homes import hashed_rows, row_map
+from rsembed.homes import hash_table, hashed_rows, row_map
+from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import split_keys
 
 ROWS = 12
@@ -29,6 +30,15 @@ def test_the_least_are_the_first_of_a_sort_by_score_and_key(score, key, mask, co
     chosen = least(known, np.array(score, np.uint32), np.array(mask), np.int32(count))
     ordered = sorted((row for row in range(ROWS) if mask[row]), key=lambda row: (score[row], key[row]))
     assert np.flatnonzero(chosen).tolist() == sorted(ordered[: max(count, 0)])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.02, 1.0])
+@pytest.mark.parametrize("length", [40, 6_001])
+def test_the_first_of_many_entries_are_found_like_those_of_few(share, length):
+    mask = np.random.default_rng(0).random(length) < share
+    found = np.asarray(jax.jit(hash_table.compact, static_argnums=1)(mask, 30))
+    expected = np.flatnonzero(mask)[:30]
+    assert found[: expected.size].tolist() == expected.tolist() and set(found[expected.size :].tolist()) <= {NO_ROW}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
