@@ -95,8 +95,8 @@ def label_points(
         ax, x, y, list(labels), x_scatter=x, y_scatter=y,
         x_lines=[own for own, _ in curves], y_lines=[own for _, own in curves],
         textsize=LABEL_POINTS, textcolor=colours or "black", linecolor=MUTED, linewidth=0.6, zorder=4,
-        min_distance=0.015 if curves else 0.006, max_distance=0.15, margin=0.004, nbr_candidates=600,
-        path_effects=[withStroke(linewidth=2.5, foreground="white")], **options,
+        max_distance=0.15, margin=0.004, nbr_candidates=600,
+        path_effects=[withStroke(linewidth=2.5, foreground="white")], **({"min_distance": 0.015} | options),
     )  # fmt: skip
 
 

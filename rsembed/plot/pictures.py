@@ -256,7 +256,7 @@ def plot_neighbourhoods(
     if colours:
         dots = [Line2D([], [], color=colour, marker="o", linestyle="", label=kind) for kind, colour in colours.items()]
         ax.legend(handles=dots, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    label_points(ax, points, labels, colours=of_rows)
+    label_points(ax, points, labels, colours=of_rows, min_distance=0.006)  # many, and small dots
     return ax
 
 
