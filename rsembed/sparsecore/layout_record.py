@@ -146,7 +146,8 @@ def _restored(record: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
         if name in _NESTED:
             value = tuple(_restored(_NESTED[name], one) for one in value)
         elif name == "optimizer":
-            value = OptimizerRecord(**value)
+            # Older records have this name.
+            value = OptimizerRecord(**{"type" if key == "type_enum" else key: one for key, one in value.items()})
         values[name] = tuple(value) if isinstance(value, list) else value
     return record(**values)
 

@@ -28,7 +28,8 @@ def test_numbers_are_those_of_before(name):
     for key, array in found.items():
         assert array.dtype == EXPECTED[key].dtype
         np.testing.assert_allclose(array, EXPECTED[key], rtol=2e-5, atol=2e-6, err_msg=key)
-        assert bits is None or runs.digest(array) == bits[key], f"{key}: other bits"
+        # Of numbers that were meant to change, a platform may have no bits yet.
+        assert bits is None or key not in bits or runs.digest(array) == bits[key], f"{key}: other bits"
 
 
 def test_every_record_has_its_run():
