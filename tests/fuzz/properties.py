@@ -1,0 +1,49 @@
+"""Targets: properties that the tests try a few times, tried for minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+
+from tests.caching import test_set_associative
+from tests.sparsecore import test_native_partitioner
+
+SETTINGS = hypothesis.settings(
+    max_examples=50, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+
+
+def tried(property_: Callable[..., Any], seed: int, **drawn: Any) -> int:
+    """Tries what a test of the suite says of what it draws; returns how often."""
+    inner, cases = property_.hypothesis.inner_test, 0  # type: ignore[attr-defined]
+
+    @hypothesis.seed(seed)
+    @SETTINGS
+    @hypothesis.given(hypothesis.strategies.fixed_dictionaries(drawn))
+    def each(arguments: dict[str, Any]) -> None:
+        nonlocal cases
+        cases += 1
+        inner(**arguments)
+
+    each()
+    return cases
+
+
+def partitioner(seed: int) -> int:
+    """The partitioner in C++ gives the buffers and counts of the one in numpy, bit by bit."""
+    return tried(test_native_partitioner.test_equals_the_definition, seed, problem=test_native_partitioner.problems())
+
+
+def cache(seed: int) -> int:
+    """A cache puts rows where a list of slots does, batch by batch, locked or not."""
+    integers = hypothesis.strategies.integers
+    return tried(
+        test_set_associative.test_admission_equals_the_simulation,
+        seed,
+        algorithm=hypothesis.strategies.sampled_from(["lru", "lfu"]),
+        batches=test_set_associative.batches,
+        num_sets=integers(1, 3),
+        num_ways=integers(1, 4),
+    )
