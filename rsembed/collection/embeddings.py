@@ -387,8 +387,8 @@ class EmbeddingCollection:
         self._traced_sizes.add(sizes)
         if len(self._traced_sizes) == MANY_SIZES:
             logging.getLogger("rsembed").warning(
-                "a step was traced for %d different sizes of a batch, and compiled for each; call collection.prepare "
-                "outside jit, which rounds sizes up, or give all batches one size with Bags.pad_to.",
+                "rsembed.collection: a step was traced for %d different sizes of a batch, and compiled for each; call "
+                "collection.prepare outside jit, which rounds sizes up, or give all batches one size with Bags.pad_to.",
                 MANY_SIZES,
             )
 
@@ -472,8 +472,9 @@ def _tell_of(unchosen: tuple[str, ...]) -> None:
     """Says once which tables train by a rule that nobody chose."""
     if unchosen:
         logging.getLogger("rsembed").warning(
-            "plain SGD with learning rate 0.001 trains the tables %s, whose optimizer was left out; for ids of uneven "
-            "frequency TableSpec(optimizer=rs.RowWiseAdagradOptimizerSpec(0.1)) is a usual start.",
+            "rsembed.collection: plain SGD with learning rate 0.001 trains the tables %s, whose optimizer was left "
+            "out; for ids of uneven frequency TableSpec(optimizer=rs.RowWiseAdagradOptimizerSpec(0.1)) is a usual "
+            "start.",
             ", ".join(map(repr, unchosen)),
         )
 

@@ -152,8 +152,8 @@ class FileFDOClient(FDOClient):
         strangers = sorted({process for process, _ in newest if process >= jax.process_count()})
         if strangers:
             _log.warning(
-                "%s holds statistics of processes %s, which are not in this run; they are used, too. Remove them if "
-                "they are of a run that does not matter.",
+                "rsembed.fdo: %s holds statistics of processes %s, which are not in this run; they are used, too. "
+                "Remove them if they are of a run that does not matter.",
                 self._folder,
                 strangers,
             )

@@ -130,9 +130,9 @@ def _warn_of_other_cores(stack: StackedTableSpec, statistics: SparseDenseMatmulI
     if num_cores < 1 or num_shards % num_cores or (is_whole and not fits):
         # The published call takes any number, and buffers that are too small are an error of their own later.
         _log.warning(
-            "stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not fit "
-            "num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed for, "
-            "and statistics of batches that were preprocessed for it.",
+            "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
+            "fit num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed "
+            "for, and statistics of batches that were preprocessed for it.",
             name,
             num_shards,
             num_values,

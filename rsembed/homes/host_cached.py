@@ -237,8 +237,8 @@ def _found(params: CachedRows, keys: Keys, table_name: str) -> Int[Array, " nnz"
 
     def stop(num_missing: Any) -> None:
         raise RuntimeError(
-            f"{int(num_missing)} ids of the batch have no row of table {table_name!r} on the device; call "
-            "collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
+            f"rsembed.homes: {int(num_missing)} ids of the batch have no row of table {table_name!r} on the device; "
+            "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
         )
 
     jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)

@@ -42,6 +42,8 @@ class OptimizerSpec(abc.ABC):
     """Fields with the initial value of each slot."""
     fused_as: ClassVar[str | None] = None
     """Name of the formula in the native kernels that takes these hyperparameters; a subclass does not inherit it."""
+    tells_all: ClassVar[bool] = False
+    """Whether specs print the hyperparameters, too: of the rule that a table has when none was chosen."""
     saved_as: ClassVar[str | None] = None
     """The name in files of a class that was renamed; a subclass does not inherit it."""
 
@@ -83,7 +85,7 @@ class OptimizerSpec(abc.ABC):
 
     def __repr__(self) -> str:
         """The short form that specs print; `str(optimizer)` lists the hyperparameters."""
-        return f"{type(self).__name__}()"
+        return str(self) if self.tells_all else f"{type(self).__name__}()"
 
     def __str__(self) -> str:
         fields = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))

@@ -50,8 +50,8 @@ def _warn_once(table: str, stack: str, kind: str, count: int, limit: int | None)
         return
     _told.add((table, stack, kind))
     _log.warning(
-        "table %r in stack %r: %d ids were dropped in one batch by %s=%s; id_drops_by_table of the statistics counts "
-        "them. This is said once per table and limit.",
+        "rsembed.sparsecore: table %r in stack %r: %d ids were dropped in one batch by %s=%s; id_drops_by_table of the "
+        "statistics counts them. This is said once per table and limit.",
         table,
         stack,
         count,

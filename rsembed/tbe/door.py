@@ -111,7 +111,8 @@ class Door:
             if self.mode in _WARNING and not self.has_warned:
                 self.has_warned = True
                 message = (
-                    f"{mistake} It was corrected as FBGEMM does; this is told once, bounds_check_warning counts on."
+                    f"rsembed.tbe: {mistake} It was corrected as FBGEMM does; this is told once, bounds_check_warning "
+                    "counts on."
                 )
                 warnings.warn(message, stacklevel=5)
         ids, offsets, num_corrected = repair(*arguments)

@@ -132,7 +132,7 @@ def _check_values(bags: Bags, specs: Sequence[TTSpec], name: str, allow_out_of_r
         )
         num_outside += int(((own != PAD_ID) & ((own < 0) | (own >= spec.num_embeddings))).sum())
     if num_outside:
-        warnings.warn(f"{num_outside} ids outside their table contribute nothing.", stacklevel=6)
+        warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=6)
 
 
 def _note_size(num_ids: int, name: str, specs: tuple[TTSpec, ...]) -> None:

@@ -283,7 +283,7 @@ def on_host(cache_rows):
 def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     collection = on_host(4)
     state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": np.array([3, 99])})
-    with pytest.raises(Exception, match="2 ids of the batch have no row of table 't' on the device"):
+    with pytest.raises(Exception, match=r"rsembed\.homes: 2 ids of the batch have no row of table 't' on the device"):
         jax.block_until_ready(jax.jit(collection.lookup)(state, batch))
     with pytest.raises(RuntimeError, match="call it outside of jit"):
         jax.jit(collection.prefetch)(state, batch)

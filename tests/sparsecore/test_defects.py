@@ -115,7 +115,7 @@ def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
     assert statistics.id_drop_counters == {"left_right": 4 + 4}
     assert statistics.id_drops_by_table == {"left": (0, 0, 0), "right": (4, 0, 4)}
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        f"table 'right' in stack 'left_right': 4 ids were dropped in one batch by {limit}"
+        f"rsembed.sparsecore: table 'right' in stack 'left_right': 4 ids were dropped in one batch by {limit}"
         for limit in ("max_ids_per_partition=12", "suggested_coo_buffer_size_per_device=8")
     ]
     monkeypatch.setattr(drops, "_told", set())
