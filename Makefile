@@ -5,6 +5,7 @@
 #   make test-browser  run a tutorial in JupyterLab in a headless Chromium
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make test-matrix   test wheels: Pythons, jax old and new, no compiler
+#   make fuzz          random calls under sanitizers, random lives of tables and files: a minute each (MINUTES=10)
 #   make clean         delete all that was made here
 # Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=summary (benchmark)
 #   EXECUTE=1 (docs: with what the notebooks print; five minutes, then kept)
@@ -15,7 +16,7 @@ WORKERS ?= 2
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-browser test-tpu test-gpu test-matrix lab docs bench lint clean
+.PHONY: help tutorial test test-browser test-tpu test-gpu test-matrix lab docs bench fuzz lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -59,6 +60,10 @@ docs: $(VENV)/.installed-docs $(if $(EXECUTE),$(VENV)/.installed-notebooks)
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m rsembed bench $(NAME)
+
+fuzz: MINUTES ?= 1
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) .venv-ci docs/_build docs/api docs/notebooks executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
