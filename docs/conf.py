@@ -77,6 +77,12 @@ def as_napoleon_reads_it(app, kind, name, value, options, lines):
     lines[:] = (reference.with_all_arguments(value, text) if is_record else text).split("\n")
 
 
+def as_told_where_defined(app, kind, name, value, options, lines):
+    """Of a constant that a module passes on, autodoc finds no more than the docstring of its type."""
+    if kind == "data" and inspect.getdoc(value) == inspect.getdoc(type(value)):
+        lines[:] = reference.restructured(reference.told_of_constant(name)).split("\n")
+
+
 def constructor(app, kind, name, value, options, signature, returns):
     """Flax makes modules by a metaclass, whose call tells nothing of their arguments."""
     if kind == "class" and signature == "(*args: Any, **kwargs: Any)":
@@ -109,6 +115,7 @@ def setup(app):
 
     app.connect("builder-inited", write_pages)
     app.connect("autodoc-process-docstring", as_napoleon_reads_it, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", as_told_where_defined, priority=600)  # behind it
     app.connect("autodoc-process-signature", constructor)
     app.connect("autodoc-skip-member", skips)
     app.connect("doctree-read", link_names)

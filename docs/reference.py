@@ -92,13 +92,28 @@ def entries() -> dict[str, str]:
 
 def summary(value: object) -> str:
     """The first line of a docstring; numbers and types tell that of their class, which says nothing of them."""
-    return "" if kind(value) == "data" else (inspect.getdoc(value) or "").partition("\n")[0]
+    return "" if kind(value) == "data" else _with_apart_code((inspect.getdoc(value) or "").partition("\n")[0])
+
+
+def told_of_constant(name: str) -> str:
+    """What stands below a constant where it is defined, from which its module may have imported it."""
+    module, _, constant = name.rpartition(".")
+    source = Path(str(importlib.import_module(module).__file__)).read_text()
+    if origin := re.search(rf"^from ([\w.]+) import .*\b{constant}\b", source, re.M):
+        return told_of_constant(f"{origin[1]}.{constant}")
+    told = re.search(rf'^{constant}\b[^=\n]* = .*\n"""((?:.|\n)*?)"""', source, re.M)
+    return told[1] if told else ""
+
+
+def _with_apart_code(text: str) -> str:
+    """`Array`s, which reStructuredText does not read as code: a mark goes between it and the letters behind."""
+    return re.sub(r"(`[^`]+`)(\w?)", lambda code: "\\ ".join(filter(None, code.groups())), text)
 
 
 def restructured(text: str) -> str:
     """A docstring in Markdown as reStructuredText, its sections as Sphinx's napoleon wants them."""
     text = re.sub(r"^```\n(.*?)^```$", lambda block: "::\n\n" + indent(block[1], "  "), text, flags=re.M | re.S)
-    text = re.sub(r"(`[^`]+`)(\w?)", lambda code: "\\ ".join(filter(None, code.groups())), text)  # `Array`s
+    text = _with_apart_code(text)
     text = re.sub(r"^Returns: ", "\n:returns: ", text, flags=re.M)  # whose first colon ends no type
     return re.sub(r"^(Args|Attributes|Raises|Yields|Source|Example): (?=\S)", r"\1:\n ", text, flags=re.M)
 
