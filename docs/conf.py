@@ -12,6 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import launch  # noqa: E402
 import reference  # noqa: E402
 from docutils import nodes  # noqa: E402
 from sphinx.addnodes import pending_xref  # noqa: E402
@@ -56,7 +57,7 @@ def copy_notebooks(source: Path, target: Path) -> None:
     target.mkdir()
     for path in source.glob("*.py"):
         shutil.copy(path, target)
-    names, pictures = [], []
+    names, pictures, public = [], [], launch.source(source)
     for path in sorted(source.glob("*.ipynb")):
         notebook = json.loads(path.read_text())
         for cell in notebook["cells"]:
@@ -65,6 +66,9 @@ def copy_notebooks(source: Path, target: Path) -> None:
                 pictures += ["```{image} " + picture, f":target: {path.stem}.html", ":width: 49%", "```"]
                 (target / picture).write_bytes(base64.b64decode(attached["image/png"]))
                 cell["source"] = "".join(cell["source"]).replace(f"attachment:{name}", picture)
+        if public:
+            note = {"cell_type": "markdown", "id": "run-it", "metadata": {}, "source": launch.links(*public, path.stem)}
+            notebook["cells"].insert(1, note)
         (target / path.name).write_text(json.dumps(notebook))
         names.append(path.stem)
     contents = ["", "## The pictures", "", *pictures, "", "```{toctree}", ":hidden:", "", *names, "```", ""]

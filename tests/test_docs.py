@@ -18,9 +18,16 @@ import pytest
 import rsembed
 
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
+
+
+def module_of_docs(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference, launch = module_of_docs("reference"), module_of_docs("launch")
 
 
 def packages():
@@ -229,3 +236,42 @@ def test_every_test_that_a_page_names_exists(name, least):
     for path, test in named:
         file = file if path == "…" else (ROOT / path).read_text()
         assert not test or f"def {test}(" in file, f"{path}::{test}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://github.com/someone/rsembed.git",
+        "git@github.com:someone/rsembed.git",
+        "https://github.com/someone/rsembed",
+    ],
+)
+def test_a_host_that_knows_the_sources_links_notebooks_to_binder_and_colab(tmp_path, url):
+    environment = {"READTHEDOCS_GIT_CLONE_URL": url, "READTHEDOCS_GIT_COMMIT_HASH": "abc"}
+    line = launch.links(*launch.source(tmp_path, environment), "00_quickstart")
+    assert "mybinder.org/v2/gh/someone/rsembed/abc?labpath=notebooks%2F00_quickstart.ipynb)" in line
+    assert "colab.research.google.com/github/someone/rsembed/blob/abc/notebooks/00_quickstart.ipynb)" in line
+    assert "git+https://github.com/someone/rsembed@abc" in line
+
+
+def test_sources_that_are_nowhere_to_be_fetched_are_not_linked(tmp_path):
+    assert launch.source(tmp_path, {}) is None
+    assert launch.source(tmp_path, {"READTHEDOCS_GIT_CLONE_URL": "/home/me/rsembed"}) is None
+
+
+def test_binder_installs_what_notebooks_need():
+    assert (ROOT / ".binder" / "requirements.txt").read_text().strip() == ".[notebooks]"
+    assert "g++" in (ROOT / ".binder" / "apt.txt").read_text().split()
+
+
+def test_badges_say_what_the_package_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floor = next(own for own in project["dependencies"] if own.startswith("jax>")).removeprefix("jax>=")
+    python = project["requires-python"].removeprefix(">=")
+    wanted = {"python": f"{python}+", "jax": f"{floor}+", "licence": project["license"]}
+    readme = (ROOT / "README.md").read_text()
+    shown = {path.stem.removeprefix("badge-"): path for path in (ROOT / "docs" / "images").glob("badge-*.svg")}
+    assert set(shown) == set(wanted)
+    for name, path in shown.items():
+        assert f"<title>{name}: {wanted[name]}</title>" in path.read_text()
+        assert f"docs/images/{path.name}" in readme

@@ -53,7 +53,9 @@ def check_specs(
             raise ValueError(f"{what} must be {count} different names, got {list(given)}.")
     for (rows, dim, location, compute_device), name in zip(specs, names, strict=True):
         if rows < 0 or dim < 1:
-            raise ValueError(f"table {name!r} has {rows} rows of {dim} numbers; a row has at least 1.")
+            raise ValueError(
+                f"table {name!r} has {rows} rows of {dim} numbers; at least 0 rows of 1 number are needed."
+            )
         if rows >= NO_ROW:
             raise ValueError(
                 f"table {name!r} has {rows} rows, but ids are 32-bit numbers here, so that a table has {NO_ROW - 1} at "

@@ -130,7 +130,7 @@ def test_defaults_warn_of_nothing_and_every_offered_optimizer_trains_on_this_bac
 
 REFUSED = {
     "nothing": ({"specs": ()}, "embedding_specs is empty"),
-    "no rows": ({"specs": ((0, 4),)}, r"table 'table_0' has 0 rows of 4 numbers"),
+    "fewer than no rows": ({"specs": ((-1, 4),)}, r"table 'table_0' has -1 rows of 4 numbers"),
     "table without feature": (
         {"specs": ((4, 4), (4, 4)), "feature_table_map": [0, 0]},
         r"tables \['table_1'\] have no",
