@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 from jaxtyping import Array
 
 from rsembed.kernels.devices import target_device
@@ -56,9 +57,16 @@ def shared_library() -> ctypes.CDLL | str:
         library.rsembed_keep_freed_memory.argtypes = (ctypes.c_size_t,)
     except (OSError, AttributeError) as error:  # not loadable here, or of another version
         return f"{path} cannot be used: {error}"
-    for name in _TARGETS:
-        if (handler := getattr(library, name, None)) is not None:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    try:
+        for name in _TARGETS:
+            if (handler := getattr(library, name, None)) is not None:
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    except jax.errors.JaxRuntimeError as error:
+        # pip builds with the newest jaxlib of its index, whose handlers the one installed here may not know.
+        return (
+            f"{path} was not made for jaxlib {jaxlib.__version__}: {error}; reinstall rsembed with "
+            f"PIP_CONSTRAINT naming a file that says jaxlib=={jaxlib.__version__}"
+        )
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         library.rsembed_keep_freed_memory(KEPT_BYTES)
     return library

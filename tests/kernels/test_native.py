@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rsembed.optimizers as ro
-from rsembed.kernels import api, native, reference
+from rsembed.kernels import api, library, native, reference
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from tests import oracles
 from tests.kernels.cases import (
@@ -246,6 +246,15 @@ def test_unserved_calls_say_why():
     d_output = jax.device_put(np.zeros((2, 2), np.float32))
     with pytest.raises(ValueError, match="2 segments but 1 output gradients"):
         native.row_gradients(3, SegmentGradients([Segment(rows, None, None, "none")] * 2, [d_output]))
+
+
+def test_a_library_for_another_jaxlib_is_passed_over(monkeypatch):
+    def refuse(*_, **__):
+        raise jax.errors.JaxRuntimeError("the handler's API version (0.5) is incompatible")
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    reason = library.shared_library.__wrapped__()
+    assert "was not made for jaxlib" in reason and "API version (0.5)" in reason and "PIP_CONSTRAINT" in reason
 
 
 @pytest.mark.parametrize("name", ["rowwise_adagrad", "ftrl"])
