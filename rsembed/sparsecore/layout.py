@@ -361,8 +361,18 @@ def leaves_like(specs: Any, tree: Any, name: str) -> list[Any]:
         return inside(paths, tree, name)
 
 
+def check_is_array(table: TableSpec) -> None:
+    """Raises: NotImplementedError: rows are kept by a storage, which partitioned layouts do not know."""
+    if table.storage is not None:
+        raise NotImplementedError(
+            f"table {table.name!r} has storage={type(table.storage).__name__}(...), which partitioned layouts do not "
+            "know; use rsembed.EmbeddingCollection for it."
+        )
+
+
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
     """The table, or a copy of it with a stack of its own if it has none yet."""
+    check_is_array(table)
     if table.stacked_table_spec is not None:
         return table
     rows, dim = round_up(table.vocabulary_size, SUBLANES * num_shards), round_up(table.embedding_dim, SUBLANES)

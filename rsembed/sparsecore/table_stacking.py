@@ -16,6 +16,7 @@ from rsembed.kinds import check_kind
 from rsembed.sparsecore.layout import (
     Nested,
     StackLayout,
+    check_is_array,
     check_places,
     cores_of,
     first_row_first,
@@ -202,6 +203,7 @@ def _checked_sizes(
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     for feature in features_of(features):
         table = feature.table_spec
+        check_is_array(table)
         if feature.num_samples is None:
             raise ValueError(
                 f"feature {feature.name!r}: declare the global batch with input_shape=(samples, ids) or "

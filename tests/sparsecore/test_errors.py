@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
 from rsembed.sparsecore.layout import cores_from_row_pointers
 from rsembed.sparsecore.linen import embed
+from rsembed.tt import TensorTrain
 
 
 def specs_for(*, batch=8, devices=1, cores=2, is_prepared=True, **fields):
@@ -202,3 +203,12 @@ def test_layers_check_their_mesh_and_options():
 def test_one_table_is_dealt_evenly_or_not_at_all():
     with pytest.raises(ValueError, match="cannot be dealt to 4 shards evenly; pad it to 12 rows"):
         utils.shard_emb_table(np.zeros((10, 2), np.float32), 2, 2)
+
+
+def test_a_table_with_a_storage_of_its_own_is_refused_and_not_laid_out_as_an_array():
+    with pytest.raises(NotImplementedError, match=r"table 'words' has storage=TensorTrain.*EmbeddingCollection"):
+        specs_for(storage=TensorTrain((4,)))
+    (feature,) = specs_for(storage=TensorTrain((4,)), is_prepared=False)
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), P("x", None))
+    with pytest.raises(NotImplementedError, match="storage=TensorTrain"):
+        embedding.init_embedding_variables(jax.random.key(0), [feature.table_spec], sharding, 2)
