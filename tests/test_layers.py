@@ -15,6 +15,7 @@ ROOMS = [
     "jax_internals",
     "kinds",
     "intervals",
+    "refusals",
     "optimizers",
     "places",
     "specs",

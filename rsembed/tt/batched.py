@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from rsembed.intervals import door
-from rsembed.tt.module import positional_shapes
+from rsembed.tt.module import SHAPES, by_name
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
 
@@ -23,7 +23,7 @@ class TableBatchedTTEmbeddingBag(TTTables):
       num_tables: number of tables.
       num_embeddings: rows.
       embedding_dim: length of a row.
-      shapes: `tt_ranks, tt_p_shapes, tt_q_shapes` by position, as for `TTEmbeddingBag`.
+      published: by position, as for `TTEmbeddingBag`.
       tt_ranks: ranks, or one sequence of ranks per table.
       tt_p_shapes: row factors or None, or one of these per table.
       tt_q_shapes: column factors or None, or one of these per table.
@@ -46,23 +46,21 @@ class TableBatchedTTEmbeddingBag(TTTables):
         num_tables: int,
         num_embeddings: int | Sequence[int],
         embedding_dim: int | Sequence[int],
-        *shapes: Sequence[Any] | None,
+        *published: Any,
         tt_ranks: Sequence[Any] | None = None,
         tt_p_shapes: Sequence[Any] | None = None,
         tt_q_shapes: Sequence[Any] | None = None,
         enforce_embedding_dim: bool = True,
         **options: Any,
     ):
-        del enforce_embedding_dim
+        del enforce_embedding_dim  # it always is
         if num_tables < 1:
             raise ValueError(f"num_tables must be at least 1, got {num_tables}.")
-        ranks, p_shapes, q_shapes = positional_shapes(shapes, tt_ranks, tt_p_shapes, tt_q_shapes)
+        shapes, options = by_name(published, (tt_ranks, tt_p_shapes, tt_q_shapes), options)
         per_table = [
             _per_table("num_embeddings", num_embeddings, num_tables, isinstance(num_embeddings, Sequence)),
             _per_table("embedding_dim", embedding_dim, num_tables, isinstance(embedding_dim, Sequence)),
-            _per_table("tt_ranks", ranks, num_tables, _is_nested(ranks)),
-            _per_table("tt_p_shapes", p_shapes, num_tables, _is_nested(p_shapes)),
-            _per_table("tt_q_shapes", q_shapes, num_tables, _is_nested(q_shapes)),
+            *(_per_table(name, own, num_tables, _is_nested(own)) for name, own in zip(SHAPES, shapes, strict=True)),
         ]
         super().__init__([TTSpec.suggest(*arguments) for arguments in zip(*per_table, strict=True)], **options)
 

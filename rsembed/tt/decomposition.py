@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from rsembed.intervals import door
 from rsembed.progress import progress
@@ -22,6 +22,8 @@ from rsembed.tt.cores import check_cores
 from rsembed.tt.shapes import suggested_tt_shapes
 from rsembed.tt.spec import TTSpec
 
+Integers = Sequence[int] | Int[np.ndarray, "_"]
+
 MAX_EXACT_SIDE = 2048
 """Above this smaller side a truncated SVD to a known rank is randomised; below, it is exact."""
 
@@ -30,12 +32,12 @@ MAX_EXACT_SIDE = 2048
 def from_dense(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,
-    ranks: Sequence[int] | int | np.integer[Any] | None = None,
+    ranks: Integers | int | np.integer[Any] | None = None,
     max_relative_error: float | None = None,
     bytes: int | None = None,
     num_cores: int = 2,
-    tt_p_shapes: Sequence[int] | None = None,
-    tt_q_shapes: Sequence[int] | None = None,
+    tt_p_shapes: Integers | None = None,
+    tt_q_shapes: Integers | None = None,
     dtype: Any = jnp.float32,
     allow_larger: bool = False,
 ) -> tuple[TTSpec, Cores]:
@@ -60,8 +62,6 @@ def from_dense(
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
     check_one_of("from_dense", ranks=ranks, max_relative_error=max_relative_error, bytes=bytes)
-    if isinstance(ranks, np.integer):
-        ranks = int(ranks)
     dense = np.asarray(table, np.float32)
     if not dense.size or not np.isfinite(dense).all():
         raise ValueError(f"the table of shape {dense.shape} must hold numbers that are finite; clean it before.")
@@ -69,10 +69,11 @@ def from_dense(
     if bytes is not None:
         spec = TTSpec.for_budget(rows, dim, bytes=bytes, num_cores=num_cores, dtype=dtype)
         tt_p_shapes, tt_q_shapes, ranks = spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks
-    d = len(tt_p_shapes or tt_q_shapes or ()) or (len(ranks) + 1 if isinstance(ranks, Sequence) else num_cores)
-    p = tuple(tt_p_shapes or suggested_tt_shapes(rows, d))
-    q = tuple(tt_q_shapes or suggested_tt_shapes(dim, d, False))
-    caps = [ranks] * (d - 1) if isinstance(ranks, int) else ranks
+    given = [shapes for shapes in (tt_p_shapes, tt_q_shapes) if shapes is not None]
+    d = len(given[0]) if given else num_cores if ranks is None or np.ndim(ranks) == 0 else np.size(ranks) + 1
+    p = tuple(map(int, suggested_tt_shapes(rows, d) if tt_p_shapes is None else tt_p_shapes))
+    q = tuple(map(int, suggested_tt_shapes(dim, d, False) if tt_q_shapes is None else tt_q_shapes))
+    caps = _ranks_of(ranks, d)
     TTSpec.suggest(rows, dim, caps or [1] * (d - 1), p, q)  # refuses factors that do not fit
     remainder = digit_tensor(dense, p, q).reshape(1, -1)
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
@@ -92,7 +93,11 @@ def from_dense(
 
 @door
 def round_cores(
-    spec: TTSpec, cores: Cores, *, ranks: Sequence[int] | int | None = None, max_relative_error: float | None = None
+    spec: TTSpec,
+    cores: Cores,
+    *,
+    ranks: Integers | int | np.integer[Any] | None = None,
+    max_relative_error: float | None = None,
 ) -> tuple[TTSpec, Cores]:
     """The same table at lower ranks, from its cores alone; never builds the table.
 
@@ -109,7 +114,7 @@ def round_cores(
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
     """
     check_one_of("round_cores", ranks=ranks, max_relative_error=max_relative_error)
-    caps = [ranks] * (spec.num_cores - 1) if isinstance(ranks, int) else ranks
+    caps = _ranks_of(ranks, spec.num_cores)
     if caps is not None and len(caps) != spec.num_cores - 1:
         raise ValueError(f"ranks: {list(caps)} are not one for each boundary of {spec.num_cores} cores.")
     parts = [core.astype(np.float64) for core in _unstored(spec, check_cores(spec, cores))]
@@ -125,6 +130,13 @@ def round_cores(
         parts[t] = basis.reshape(left, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
     return _stored(spec.num_embeddings, parts, cores[0].dtype)
+
+
+def _ranks_of(ranks: Any, num_cores: int) -> list[int] | None:
+    """One rank per boundary, of one for all or one each."""
+    if ranks is None:
+        return None
+    return [int(ranks)] * (num_cores - 1) if np.ndim(ranks) == 0 else [int(rank) for rank in ranks]
 
 
 def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], dtype: Any = jnp.float32) -> Cores:

@@ -35,6 +35,15 @@ class OptimType(enum.Enum):
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
 
 
+def member_of(optimizer: Any) -> OptimType:
+    """A member, given as itself, by name or by value. Raises: ValueError: there is no such name."""
+    for member in OptimType:
+        if optimizer is member or str(optimizer).lower() in (member.value, member.name.lower()):
+            return member
+    names = ", OptimType.".join(member.name for member in OptimType)
+    raise ValueError(f"unknown optimizer {optimizer!r}; choose one of OptimType.{names}.")
+
+
 def rule_of(optimizer: Any, eps: float) -> OptimizerSpec:
     """The row rule of a published name; its learning rate is given at every step.
 
@@ -44,10 +53,7 @@ def rule_of(optimizer: Any, eps: float) -> OptimizerSpec:
 
     Raises: NotImplementedError: the rule is not offered. ValueError: there is no such name.
     """
-    names = [member.name for member in OptimType]
-    name = optimizer.name if isinstance(optimizer, OptimType) else str(optimizer).upper()
-    if name not in names:
-        raise ValueError(f"unknown optimizer {optimizer!r}; choose one of OptimType.{', OptimType.'.join(names)}.")
+    name = member_of(optimizer).name
     if name in ("SGD", "EXACT_SGD"):
         return SGDOptimizerSpec()
     if name == "EXACT_ADAGRAD":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from flax import nnx
 from jaxtyping import Array, Float
 
 from rsembed.intervals import door
@@ -21,7 +19,9 @@ class TTEmbeddingBag(TTTables):
     Args:
       num_embeddings: rows.
       embedding_dim: any length of row.
-      shapes: `tt_ranks, tt_p_shapes, tt_q_shapes` by position; without `tt_ranks` when it is given by keyword.
+      published: by position, as published: `tt_ranks, tt_p_shapes, tt_q_shapes, optimizer, learning_rate, eps, sparse,
+        use_cache, cache_size, hashtbl_size, weight_dist, enforce_embedding_dim`; without those given by keyword before
+        them, as in `TTEmbeddingBag(10, 3, None, None, tt_ranks=[2, 2])`.
       tt_ranks: one per boundary between cores, so `d - 1` of them make `d` cores.
       tt_p_shapes: row factors, of product at least `num_embeddings`; None takes `suggested_tt_shapes`.
       tt_q_shapes: column factors, of product `embedding_dim`; None takes `suggested_tt_shapes` without rounding up.
@@ -71,69 +71,26 @@ class TTEmbeddingBag(TTTables):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        *shapes: Sequence[int] | None,
+        *published: Any,
         tt_ranks: Sequence[int] | None = None,
         tt_p_shapes: Sequence[int] | None = None,
         tt_q_shapes: Sequence[int] | None = None,
         enforce_embedding_dim: bool = True,
         max_norm: float | None = None,
         scale_grad_by_freq: bool = False,
-        use_cache: bool = True,
         **options: Any,
     ):
-        del enforce_embedding_dim
+        del enforce_embedding_dim  # it always is
         for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
             if value:
                 raise NotImplementedError(f"{name}={value!r} is not offered: no row is stored that it could change.")
-        ranks, p_shapes, q_shapes = positional_shapes(shapes, tt_ranks, tt_p_shapes, tt_q_shapes)
-        super().__init__(
-            [TTSpec.suggest(num_embeddings, embedding_dim, ranks, p_shapes, q_shapes)], use_cache=use_cache, **options
-        )
+        shapes, options = by_name(published, (tt_ranks, tt_p_shapes, tt_q_shapes), options)
+        super().__init__([TTSpec.suggest(num_embeddings, embedding_dim, *shapes)], **{"use_cache": True, **options})
 
     @property
     def spec(self) -> TTSpec:
         """Rows, factors and ranks."""
         return self.specs[0]
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the table."""
-        return self.spec.num_embeddings
-
-    @property
-    def embedding_dim(self) -> int:
-        """Length of a row."""
-        return self.spec.embedding_dim
-
-    @property
-    def tt_p_shapes(self) -> list[int]:
-        """Row factors."""
-        return list(self.spec.tt_p_shapes)
-
-    @property
-    def tt_q_shapes(self) -> list[int]:
-        """Column factors."""
-        return list(self.spec.tt_q_shapes)
-
-    @property
-    def tt_ranks(self) -> list[int]:
-        """All ranks, from 1 to 1, as published."""
-        return list(self.spec.ranks)
-
-    @property
-    def optimizer_state(self) -> list[Array]:
-        """The state of the fused update, one array per core and slot."""
-        return jax.tree.leaves(self.slots[0].get_value())
-
-    @property
-    def cache_weight(self) -> Float[Array, "rows dim"] | None:
-        """The cached rows, None without a cache."""
-        return self.caches[0].rows.get_value() if self.caches else None
-
-    @property
-    def tt_cores(self) -> Sequence[nnx.Variable]:
-        """The cores' variables, `[p_t, R_{t-1} * q_t * R_t]` each."""
-        return self.core_groups[0]
 
     def set_cores(self, cores: Sequence[Array]) -> None:
         """Puts cores in place, such as those of `from_dense`. Raises: ValueError: their shapes do not fit."""
@@ -173,24 +130,33 @@ class TTEmbeddingBag(TTTables):
         return output, lambda d_output: backward([d_output])
 
 
-def positional_shapes(
-    shapes: Sequence[Any], tt_ranks: Any, tt_p_shapes: Any, tt_q_shapes: Any
-) -> tuple[Sequence[Any], Any, Any]:
-    """Ranks, row and column factors, given by position or by keyword.
+SHAPES = ("tt_ranks", "tt_p_shapes", "tt_q_shapes")
+AFTER_SHAPES = (
+    *("optimizer", "learning_rate", "eps", "sparse", "use_cache", "cache_size", "hashtbl_size", "weight_dist"),
+    "enforce_embedding_dim",
+)
+
+
+def by_name(
+    published: Sequence[Any], shapes: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Ranks, row and column factors, and all other arguments, of which any may be given by position.
 
     Raises: TypeError: one is given twice, there are too many, or ranks are missing.
     """
-    names = ["tt_ranks", "tt_p_shapes", "tt_q_shapes"]
-    given = {"tt_ranks": tt_ranks, "tt_p_shapes": tt_p_shapes, "tt_q_shapes": tt_q_shapes}
-    places = names[1:] if tt_ranks is not None else names
-    if len(shapes) > len(places):
-        raise TypeError(f"too many shapes by position: {len(shapes)} for {', '.join(places)}.")
-    for name, value in zip(places, shapes, strict=False):
-        if given[name] is not None and value is not None:
+    given = {name: value for name, value in zip(SHAPES, shapes, strict=True) if value is not None} | dict(options)
+    places = [name for name in (*SHAPES, *AFTER_SHAPES) if name != "tt_ranks" or name not in given]
+    if len(published) > len(places):
+        raise TypeError(f"too many arguments by position: {len(published)} for {', '.join(places)}.")
+    for name, value in zip(places, published, strict=False):
+        if value is None:
+            continue
+        if name in given:
             raise TypeError(f"{name} is given by position and by keyword.")
-        given[name] = given[name] if value is None else value
-    if given["tt_ranks"] is None:
+        given[name] = value
+    if "tt_ranks" not in given:
         raise TypeError(
             "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
         )
-    return given["tt_ranks"], given["tt_p_shapes"], given["tt_q_shapes"]
+    given.pop("enforce_embedding_dim", None)
+    return [given.pop(name, None) for name in SHAPES], given

@@ -33,6 +33,7 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
     """
     if n < 1 or d < 1:
         raise ValueError(f"suggested_tt_shapes needs n >= 1 and d >= 1, got n={n}, d={d}.")
+    n, d = int(n), int(d)  # of numpy, too
     powers = [10**k for k in range(len(str(n)))] if allow_round_up else [1]
     candidates = [_most_even_factors(-(-n // power) * power, d) for power in powers]
     _, factors = max(candidates, key=lambda candidate: candidate[0])  # the first of equals
@@ -42,9 +43,7 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
 
 def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
     """Greatest entropy and its ascending factors; of equals the lexicographically largest."""
-    low = np.arange(1, math.isqrt(n) + 1)
-    low = low[n % low == 0]
-    divisors = sorted({*low.tolist(), *(n // low).tolist()})
+    divisors = _divisors(n)
     best: tuple[float, tuple[int, ...]] = (-1.0, ())
 
     def search(chosen: tuple[int, ...], left: int) -> None:
@@ -67,6 +66,24 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
 
     search((), n)
     return best
+
+
+def _divisors(n: int) -> list[int]:
+    """Ascending. Twos and fives, of which round numbers have many, are divided out before anything is tried."""
+    primes, rest = [], n
+    for prime in (2, 5):
+        while rest % prime == 0:
+            primes.append(prime)
+            rest //= prime
+    tried = np.arange(3, math.isqrt(rest) + 1, 2)
+    for factor in tried[rest % tried == 0].tolist():  # ascending: what divides the rest still is a prime
+        while rest % factor == 0:
+            primes.append(factor)
+            rest //= factor
+    found = {1}
+    for prime in (*primes, rest):
+        found |= {prime * divisor for divisor in found}
+    return sorted(found)
 
 
 _SLACK = 1e-9  # roots are not exact

@@ -20,10 +20,12 @@ from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kinds import check_kind, dtype_among
 from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.refusals import refuses_names
+from rsembed.tt import refused
 from rsembed.tt.chain import Cores, check_implementation, pooled_rows
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
 from rsembed.tt.cores import full_weight, rows_of
-from rsembed.tt.fused import OptimType, init_core_slots, rule_of, step_cores
+from rsembed.tt.fused import OptimType, init_core_slots, member_of, rule_of, step_cores
 from rsembed.tt.hot_rows import CacheReport, HotRows
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.lookups import Lookups, gains_of_entries, lookups_of, with_room
@@ -55,6 +57,7 @@ class TTGradients(NamedTuple):
     per_sample_weights: Float[Array, " nnz"] | None
 
 
+@refuses_names(refused.ATTRIBUTES)
 class TTTables(nnx.Module):
     """State and behaviour that both modules share; they add the published constructor and the shape of the output.
 
@@ -110,6 +113,7 @@ class TTTables(nnx.Module):
         self.groups = nnx.static(tuple(map(tuple, by_shape.values())))
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse, self.mode, self.padding_idx = sparse, mode, padding_idx
+        self.optimizer, self.eps = member_of(optimizer), eps
         self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
         self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
         self.populate_every, self.halve_counts_every = populate_every, halve_counts_every
@@ -157,10 +161,10 @@ class TTTables(nnx.Module):
         self.step.set_value(jnp.zeros((), jnp.int32))
 
     @door
-    def set_learning_rate(self, learning_rate: float | Float[Array, ""]) -> None:
+    def set_learning_rate(self, lr: float | Float[Array, ""]) -> None:
         """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
-        check_numbers(learning_rate=learning_rate)
-        self.learning_rate.set_value(jnp.asarray(learning_rate, jnp.float32))
+        check_numbers(learning_rate=lr)
+        self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
 
     def cores_of(self, table: int = 0) -> tuple[Array, ...]:
         """The cores of one table."""
@@ -177,8 +181,64 @@ class TTTables(nnx.Module):
         return g, [self.specs[k] for k in group[: group.index(table)]]
 
     def get_params(self) -> list[Array]:
-        """The values of all cores, group after group; changes nothing."""
-        return [core.get_value() for group in self.core_groups for core in group]
+        """The values of all cores, group after group, then those of cached rows; changes nothing."""
+        cores = [core.get_value() for group in self.core_groups for core in group]
+        return cores + [cache.rows.get_value() for cache in self.caches]
+
+    @property
+    def num_tables(self) -> int:
+        """Number of tables."""
+        return len(self.specs)
+
+    @property
+    def num_embeddings(self) -> int | list[int]:
+        """Rows: of each table, or one number where all have as many; so do the next ones."""
+        return _of_all([spec.num_embeddings for spec in self.specs])
+
+    @property
+    def embedding_dim(self) -> int | list[int]:
+        """Length of a row."""
+        return _of_all([spec.embedding_dim for spec in self.specs])
+
+    @property
+    def tt_p_shapes(self) -> list[Any]:
+        """Row factors."""
+        return _of_all([list(spec.tt_p_shapes) for spec in self.specs])
+
+    @property
+    def tt_q_shapes(self) -> list[Any]:
+        """Column factors."""
+        return _of_all([list(spec.tt_q_shapes) for spec in self.specs])
+
+    @property
+    def tt_ranks(self) -> list[Any]:
+        """All ranks, from 1 to 1."""
+        return _of_all([list(spec.ranks) for spec in self.specs])
+
+    @property
+    def tt_ndim(self) -> int | list[int]:
+        """Number of cores."""
+        return _of_all([spec.num_cores for spec in self.specs])
+
+    @property
+    def tt_cores(self) -> list[nnx.Variable]:
+        """The cores' variables, group after group; tables of a group stand one behind the other."""
+        return [core for group in self.core_groups for core in group]
+
+    @property
+    def optimizer_state(self) -> list[Array]:
+        """The state of the fused update, one array per core and slot."""
+        return [leaf for own in self.slots for leaf in jax.tree.leaves(own.get_value())]
+
+    @property
+    def use_cache(self) -> bool:
+        """Whether rows may be cached."""
+        return bool(self.caches)
+
+    @property
+    def cache_weight(self) -> Any:
+        """The cached rows `[rows, dim]`, in a list where there are several groups of tables; None without a cache."""
+        return _of_all([cache.rows.get_value() for cache in self.caches]) if self.caches else None
 
     def table_weight(self, table: int = 0) -> Float[Array, "vocab dim"]:
         """One table, expanded, cached rows included."""
@@ -195,7 +255,15 @@ class TTTables(nnx.Module):
         return weight.at[ids].set(jnp.where(True, rows, weight[ids]))  # `where` brings rows to the mesh of the weight
 
     def update_cache(self, indices: Any, offsets: Any = None) -> None:
-        """Counts reads without a lookup. A lookup counts as well, except inside `jit` and after `eval()`."""
+        """Counts reads without a lookup. A lookup counts as well, except inside `jit` and after `eval()`.
+
+        Args:
+          indices: ids as for a lookup; of one table also flat ids without offsets.
+          offsets: as for a lookup.
+        """
+        if offsets is None and len(self.specs) == 1 and not isinstance(indices, Bags):
+            flat = np.asarray(indices) if all(np.ndim(own) == 0 for own in indices) else None
+            indices = indices if flat is None else flat.reshape(-1, 1)
         self._count(self._look_up(self._checked_bags(indices, offsets, None))[0])
 
     def cache_populate(self) -> None:
@@ -357,6 +425,13 @@ class TTTables(nnx.Module):
             gains = gains_of_entries(asked.bags, asked.num_bags, weights, self.mode)  # type: ignore[arg-type]
             cache.step(asked.cached(gains), jnp.concatenate([d_outputs[k] for k in group]), hyper)
         self.step.set_value(self.step.get_value() + 1)
+
+
+def _of_all(values: list[Any]) -> Any:
+    """One value, if it is the same for all tables, or one for each."""
+    if len(values) > 1 and (isinstance(values[0], Array) or any(value != values[0] for value in values)):
+        return values
+    return values[0]
 
 
 def _rows_by_number(specs: Sequence[TTSpec], cores: Cores, ids: np.ndarray) -> np.ndarray:

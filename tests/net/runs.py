@@ -172,7 +172,7 @@ def tensor_train(**options):
         found[f"{step}/output"] = np.asarray(output)
         if step == 0 and "cache_size" in options:
             module.cache_populate()
-    return found | named(module.get_params(), "cores/") | {"table": np.asarray(module.full_weight())}
+    return found | named(module.cores_of(), "cores/") | {"table": np.asarray(module.full_weight())}
 
 
 def model_parallel(*, devices, use_hashtable=True, optimizer=None, combiner="mean", **options):

@@ -188,3 +188,15 @@ def test_under_jit_with_fused_update():
     )
     for found, wanted in zip(jax.tree.leaves(emb.get_params()), jax.tree.leaves(twin.get_params()), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_published_attributes_are_one_for_all_tables_or_one_for_each():
+    alike = TableBatchedTTEmbeddingBag(2, 60, 8, [3], [6, 10], [2, 4], optimizer="exact_adagrad", use_cache=True)
+    assert (alike.num_tables, alike.num_embeddings, alike.embedding_dim, alike.tt_ndim) == (2, 60, 8, 2)
+    assert (alike.tt_p_shapes, alike.tt_q_shapes, alike.tt_ranks) == ([6, 10], [2, 4], [1, 3, 1])
+    assert [core.get_value().shape for core in alike.tt_cores] == [state.shape for state in alike.optimizer_state]
+    assert alike.cache_weight.shape[1] == 8
+    other = TableBatchedTTEmbeddingBag(2, [60, 61], [8, 4], tt_ranks=[[3], [2]], use_cache=True)
+    assert (other.num_embeddings, other.embedding_dim, other.tt_ranks) == ([60, 61], [8, 4], [[1, 3, 1], [1, 2, 1]])
+    assert [rows.shape[1] for rows in other.cache_weight] == [8, 4] and other.tt_ndim == 2
+    assert len(other.get_params()) == 6 and len(other.tt_cores) == 4

@@ -167,3 +167,10 @@ def test_an_error_target_that_needs_more_numbers_than_the_table_is_refused_unles
     spec, _ = from_dense(noise, max_relative_error=1e-4, num_cores=3, allow_larger=True)
     assert spec.num_params > 480
     assert from_dense(noise, ranks=np.int64(2))[0].tt_ranks == (2,)
+
+
+def test_ranks_and_factors_may_be_numbers_and_arrays_of_numpy():
+    table = random_table(60, 4)
+    spec, cores = from_dense(table, ranks=np.array([2, 3]), tt_p_shapes=np.array([3, 4, 5]))
+    assert (spec.tt_ranks, spec.tt_p_shapes) == ((2, 3), (3, 4, 5))
+    assert round_cores(spec, cores, ranks=np.int64(2))[0].tt_ranks == (2, 2)

@@ -110,7 +110,7 @@ def test_the_worked_life_of_a_cache():
     emb.update_cache(batch)
     output, _ = step(emb, batch, d_output)
     np.testing.assert_array_equal(output, expect["output"])
-    for core, wanted in zip(emb.get_params(), expect["cores_after"], strict=True):
+    for core, wanted in zip(emb.cores_of(), expect["cores_after"], strict=True):
         np.testing.assert_allclose(core, np.asarray(wanted).reshape(core.shape), rtol=1e-6, atol=1e-6)
     for id, wanted in expect["cache_after"].items():
         row = np.asarray(emb.caches[0].rows.get_value())[place_of(int(id), emb)]
@@ -136,7 +136,7 @@ def test_nothing_learned_is_lost_while_the_stream_drifts(optimizer, max_spilled_
         emb.cache_populate()
         np.testing.assert_allclose(all_rows(emb), before, rtol=2e-5, atol=1e-7)
         ids, rows = (np.asarray(x) for x in emb.caches[0].learned())
-        cores_only = dense_table(emb.spec, emb.get_params())
+        cores_only = dense_table(emb.spec, emb.cores_of())
         for id, row in zip(old_ids.tolist(), np.asarray(old_rows), strict=True):
             if id in ids:  # the very bits, and the state with them
                 np.testing.assert_array_equal(rows[list(ids).index(id)], row)
@@ -158,7 +158,7 @@ def test_an_evicted_id_is_served_its_own_row():
         emb.update_cache(six_bags([ids]))
         emb.cache_populate()
     assert emb.caches[0].learned()[0].tolist() == [1]
-    table = dense_table(emb.spec, emb.get_params())
+    table = dense_table(emb.spec, emb.cores_of())
     np.testing.assert_allclose(all_rows(emb)[[4, 1]], table[[4, 1]], rtol=1e-5, atol=1e-7)
     assert emb.cache_reports()[0].evictions == 1
 
@@ -192,9 +192,9 @@ def test_hits_send_no_gradient_to_the_cores():
     emb = make()
     emb.update_cache(six_bags([[4, 9]]))
     emb.cache_populate()
-    before = emb.get_params()
+    before = emb.cores_of()
     train(emb, [[4], [9]])
-    assert all((np.asarray(a) == b).all() for a, b in zip(before, emb.get_params(), strict=True))
+    assert all((np.asarray(a) == b).all() for a, b in zip(before, emb.cores_of(), strict=True))
 
 
 def test_nnx_grad_reaches_cores_and_cached_rows_of_sparse_false():
@@ -295,7 +295,7 @@ def test_reset_returns_what_was_learned():
     assert ids.tolist() == [4, 9]
     np.testing.assert_array_equal(rows, learned[[4, 9]])
     assert emb.cache_reports()[0][:3] == (0, 0, 0)
-    np.testing.assert_allclose(all_rows(emb), dense_table(emb.spec, emb.get_params()), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-5, atol=1e-7)
 
 
 def test_new_parameters_are_not_hidden_by_old_rows():
@@ -303,7 +303,7 @@ def test_new_parameters_are_not_hidden_by_old_rows():
     emb.update_cache(six_bags([[4, 9]]))
     emb.cache_populate()
     emb.reset_parameters(rngs=nnx.Rngs(9))
-    np.testing.assert_allclose(emb.full_weight(), dense_table(emb.spec, emb.get_params()), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(emb.full_weight(), dense_table(emb.spec, emb.cores_of()), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -358,11 +358,11 @@ def test_tables_of_a_batch_share_a_cache_without_mixing_rows():
     ids = (3, 5, 3)
     bags = six_bags([[3], [], [5], [], [3]])
     before, _ = step(emb, bags, np.zeros((3, 2, 4), np.float32))
-    before, cores = np.asarray(before)[:, 0], [np.asarray(core) for core in emb.get_params()]
+    before, cores = np.asarray(before)[:, 0], [np.asarray(core) for core in emb.cores_of()]
     for spec, own, id, row in zip(emb.specs, cores_of_tables(emb), ids, before, strict=True):
         np.testing.assert_allclose(row, dense_table(spec, own)[id], rtol=1e-5, atol=1e-7)
     step(emb, bags, np.ones((3, 2, 4), np.float32))
-    assert all((a == np.asarray(b)).all() for a, b in zip(cores, emb.get_params(), strict=True))
+    assert all((a == np.asarray(b)).all() for a, b in zip(cores, emb.cores_of(), strict=True))
     np.testing.assert_allclose(looked_up(emb, bags)[:, 0], before - 0.3, rtol=1e-5)
     emb.update_cache(bags)
     emb.cache_populate()
@@ -426,3 +426,13 @@ def test_wrong_use_is_refused():
         backward(output)
     with pytest.raises(ValueError, match="fewer than 2147483647 rows"):
         TTEmbeddingBag(2**31, 1, [1], [2**16, 2**15], [1, 1])
+
+
+def test_flat_ids_are_counted_without_offsets_as_published():
+    emb = TTEmbeddingBag(60, 4, [2], cache_size=2, hashtbl_size=32)
+    for ids in (np.array([7, 7, 9]), jnp.array([9, 7]), [9, 3, 9]):
+        emb.update_cache(ids)
+    emb.cache_populate()
+    np.testing.assert_array_equal(emb.reset_cache()[0][0], [7, 9])
+    with pytest.raises(ValueError, match="need offsets"):  # nobody says whose rows these are
+        TableBatchedTTEmbeddingBag(2, 60, 4, [2], use_cache=True).update_cache([7, 9])

@@ -76,7 +76,7 @@ def test_a_module_trains_on_arrays_of_explicit_axes_as_on_one_device(mesh, jit, 
 
 def test_modules_work_while_a_mesh_of_explicit_axes_is_set(mesh):
     expected = make_module(True)
-    table = dense_table(expected.spec, expected.get_params())
+    table = dense_table(expected.spec, expected.cores_of())
     with jax.set_mesh(mesh):
         emb = make_module(True)
         np.testing.assert_allclose(emb(placed(mesh, IDS, SPLIT)), table[IDS].sum(axis=1), rtol=1e-5, atol=1e-7)

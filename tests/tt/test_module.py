@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from rsembed import Bags
-from rsembed.tt import FusedParam, OptimType, TTEmbeddingBag
+from rsembed.tt import FusedParam, OptimType, TableBatchedTTEmbeddingBag, TTEmbeddingBag
 from tests.tt.tt_oracles import CASES, dense_table, pooled
 
 PAGE_IDS, PAGE_OFFSETS = [1, 2, 4, 5, 4, 3, 2, 9], [0, 4]
@@ -23,7 +23,7 @@ def step(emb, d_output, bags):
 
 
 def values(module):
-    return [np.asarray(core) for core in module.get_params()]
+    return [np.asarray(core) for core in module.cores_of()]
 
 
 def worked(name, **options):
@@ -65,8 +65,21 @@ def test_shapes_by_position():
         TTEmbeddingBag(10, 3)
     with pytest.raises(TypeError, match="tt_p_shapes is given by position and by keyword"):
         TTEmbeddingBag(10, 3, [2], [5, 2], tt_p_shapes=[5, 2])
-    with pytest.raises(TypeError, match="too many shapes by position: 3"):
-        TTEmbeddingBag(10, 3, [5, 2], [1, 3], None, tt_ranks=[2])
+    with pytest.raises(TypeError, match="optimizer is given by position and by keyword"):
+        TTEmbeddingBag(10, 3, [2], None, None, OptimType.SGD, optimizer="sgd")
+    with pytest.raises(TypeError, match="too many arguments by position: 13 for tt_ranks, tt_p_shapes"):
+        TTEmbeddingBag(10, 3, [2], *[None] * 12)
+
+
+def test_all_published_arguments_by_position():
+    emb = TTEmbeddingBag(
+        10, 3, [2], [5, 2], [1, 3], OptimType.EXACT_ADAGRAD, 0.3, 1e-6, True, False, 0, 0, "uniform", True
+    )
+    assert (emb.optimizer, emb.eps, emb.sparse, emb.use_cache) == (OptimType.EXACT_ADAGRAD, 1e-6, True, False)
+    assert float(emb.learning_rate.get_value()) == pytest.approx(0.3) and emb.weight_dist == "uniform"
+    assert TTEmbeddingBag(10, 3, [5, 2], [1, 3], "adam", tt_ranks=[2]).optimizer is OptimType.ADAM
+    batched = TableBatchedTTEmbeddingBag(2, 10, 3, [2], [5, 2], [1, 3], OptimType.SGD, 0.3, 1e-6, False)
+    assert batched.num_tables == 2 and not batched.sparse and not batched.use_cache
 
 
 @pytest.mark.parametrize("dim", [13, 96, 127, 128])
@@ -167,7 +180,7 @@ def test_fused_rules_are_their_formulas_on_whole_cores(name, loop):
     start, gradients = values(emb), []
     for scale in (1.0, -0.5):
         d_output = scale * np.asarray(given["d_output"], np.float32)
-        twin.set_cores(emb.get_params())
+        twin.set_cores(emb.cores_of())
         gradients.append([np.asarray(g, np.float32) for g in step(twin, d_output, bags)[1].cores[0]])
         step(emb, d_output, bags)
     for t, found in enumerate(values(emb)):
@@ -242,6 +255,7 @@ def test_state_survives_a_round_trip_through_a_file(tmp_path):
 def test_get_params_and_reset_parameters():
     emb = small(sparse=True, optimizer="exact_adagrad")
     assert len(emb.get_params()) == len(emb.get_params()) == 3
+    assert [own.shape for own in small(use_cache=True, cache_size=4).get_params()[3:]] == [(4, emb.embedding_dim)]
     first = values(emb)
     step(emb, np.ones((1, 3), np.float32), np.asarray([[1, 2]]))
     emb.reset_parameters(rngs=nnx.Rngs(0))
@@ -354,7 +368,7 @@ def test_published_attributes_tell_what_the_table_is():
     emb = TTEmbeddingBag(60, 8, [3, 2], [4, 5, 3], [2, 2, 2], optimizer=OptimType.EXACT_ADAGRAD)
     assert (emb.num_embeddings, emb.embedding_dim, emb.tt_ranks) == (60, 8, [1, 3, 2, 1])
     assert (emb.tt_p_shapes, emb.tt_q_shapes) == ([4, 5, 3], [2, 2, 2])
-    assert [state.shape for state in emb.optimizer_state] == [core.shape for core in emb.get_params()]
+    assert [state.shape for state in emb.optimizer_state] == [core.shape for core in emb.cores_of()]
     assert emb.cache_weight.shape[1] == 8 and TTEmbeddingBag(60, 8, [2], use_cache=False).cache_weight is None
     before = emb.full_weight()
     emb.reset_parameters("uniform")

@@ -141,3 +141,11 @@ def test_suggested_factors_are_the_most_even_of_all_products(n, d):
 
 def test_numbers_of_many_divisors_are_factored_without_going_through_all_products():
     assert suggested_tt_shapes(735_134_400, 5) == [51, 63, 55, 64, 65]  # of some ten million products
+
+
+@pytest.mark.parametrize("n", [2**31 - 1, 10**12, 2 * 3 * 5 * 7 * 11 * 13, 1, 2**5 * 5**3])
+def test_suggestions_multiply_to_at_least_n_and_are_plain_integers(n):
+    for d in (2, 3):
+        shape = suggested_tt_shapes(n, d)
+        assert math.prod(shape) >= n and all(type(factor) is int for factor in shape)
+    assert math.prod(suggested_tt_shapes(n, 3, allow_round_up=False)) == n
