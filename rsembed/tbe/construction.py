@@ -222,6 +222,12 @@ def host_rows_of(plan: TBEPlan, caching: CacheArguments) -> HostRows | None:
     return HostRows(plan, groups, counts_features=counts_features, folder=folder)
 
 
+def _memory_of_device() -> dict[str, int] | None:
+    """What the device says about its memory, if it does."""
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return memory if "bytes_limit" in memory else None
+
+
 def _cache_of(group: GroupPlan, caching: CacheArguments) -> SetAssociativeCache:
     table = group.table
     if table.placement == "host":
@@ -229,12 +235,12 @@ def _cache_of(group: GroupPlan, caching: CacheArguments) -> SetAssociativeCache:
     elif caching.cache_sets > 0:
         num_sets = caching.cache_sets
     else:
-        memory = jax.local_devices()[0].memory_stats() or {}
+        memory = _memory_of_device()
         num_sets = num_sets_for(
             group.num_rows,
             caching.cache_load_factor,
             row_bytes=table.dim * caching.dtype_of(table).itemsize + sum(slot.nbytes for slot in table.first_slots()),
-            free_bytes=memory["bytes_limit"] - memory.get("bytes_in_use", 0) if "bytes_limit" in memory else None,
+            free_bytes=None if memory is None else memory["bytes_limit"] - memory.get("bytes_in_use", 0),
             reserved_bytes=int(caching.cache_reserved_memory * 2**30),
         )
     return SetAssociativeCache(num_sets, algorithm=caching.cache_algorithm.name.lower(), num_ids=group.num_rows)
@@ -315,6 +321,10 @@ def warn_of_arguments(plan: TBEPlan, caching: CacheArguments, given: Mapping[str
         if EmbeddingLocation.MANAGED_CACHING in {location for _, _, location, _ in specs}:
             unused, why = [name for name in unused if name != "enforce_hbm"], "as enforce_hbm is set"
         warn_of_no_effect(unused, why)
+    elif caching.cache_reserved_memory and caching.cache_sets:
+        warn_of_no_effect(["cache_reserved_memory"], "as cache_sets says how large caches are")
+    elif caching.cache_reserved_memory and _memory_of_device() is None:
+        warn_of_no_effect(["cache_reserved_memory"], "as this device does not tell how much memory it has")
     of_others = ("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
     unused = [name for name in of_others if given[name]]
     unused += ["max_gradient"] if not given["gradient_clipping"] and given["max_gradient"] != 1.0 else []

@@ -14,8 +14,9 @@ from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.intervals import Size, check_within, door
+from rsembed.refusals import refuses, refuses_names
 from rsembed.row_gradients import RowGradients, check_belong
-from rsembed.tbe import construction, functional, records, whole_tables
+from rsembed.tbe import construction, functional, records, refused, whole_tables
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
 from rsembed.tbe.door import Door
 from rsembed.tbe.host_rows import HostRows
@@ -33,6 +34,7 @@ class TBEVariable(nnx.Variable):
     """Tables, optimizer states and counters of a module: trained by its backward pass, not by optax."""
 
 
+@refuses_names(refused.METHODS)
 class TableBatchedEmbeddingBags(nnx.Module):
     """Embedding bags of many tables in one call; the backward pass is the optimizer.
 
@@ -59,7 +61,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
       cache_algorithm: which cached row makes room.
       cache_load_factor: rows of the cache as a share of all rows of the group.
       cache_sets: sets of 32 rows, instead of the load factor; 0 uses that.
-      cache_reserved_memory: GiB of device memory that caches leave alone.
+      cache_reserved_memory: GiB of device memory that caches leave alone, where the device tells how much it has; where
+        it does not, as on CPUs, or `cache_sets` says the size, a warning says that this changes nothing.
       cache_precision: dtype of cached rows; None is that of the weights. With another one, training no longer equals
         that of uncached tables: a narrower one rounds rows to nearest when they enter the cache and as steps are
         rounded in it; a wider one rounds them as steps are rounded when they leave it.
@@ -121,6 +124,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
       [[-1.0, -1.0], [-0.5, -0.5]]
     """
 
+    @refuses(refused.ARGUMENTS)
     @door
     def __init__(
         self,
@@ -226,6 +230,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
             self._host_rows.settle(self.state.get_value())
         return self._host_rows
 
+    @refuses(refused.CALL_ARGUMENTS)
     def __call__(
         self,
         indices: Any,
@@ -253,6 +258,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
         return pooled(self, bring_near(self, batch), by_feature=isinstance(indices, Mapping))
 
+    @refuses(refused.CALL_ARGUMENTS)
     def vjp(
         self,
         indices: Any,
@@ -311,12 +317,12 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if self.host_rows is not None:
             prefetch(self, indices, offsets, None, batch_size_per_feature_per_rank)
 
-    def set_learning_rate(self, learning_rate: float | Sequence[float]) -> None:
+    def set_learning_rate(self, lr: float | Sequence[float]) -> None:
         """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
 
         Raises: ValueError: tables that share an array (see the class) are given different rates.
         """
-        rates = whole_tables.rates_of_groups(self.plan, learning_rate)
+        rates = whole_tables.rates_of_groups(self.plan, lr)
         self.state.set_value(self.state.get_value()._replace(learning_rates=rates))
 
     def get_learning_rate(self) -> float | list[float]:
@@ -336,14 +342,14 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """Updates done so far."""
         return self.state.get_value().step + 0  # the array itself goes to the next update
 
-    def update_hyper_parameters(self, parameters: Mapping[str, float]) -> None:
+    def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
         """Changes `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound` (of global decay) from now on.
 
         All but `lr` are compiled into steps. What no table's optimizer reads has no effect, and a warning says so.
 
         Raises: NotImplementedError: a name is none of these.
         """
-        parameters = dict(parameters)
+        parameters = dict(params_dict)
         if "lr" in parameters:
             self.set_learning_rate(parameters.pop("lr"))
         if parameters:
@@ -416,6 +422,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
                 whole_tables.bring_home(self)
             self.state.set_value(self._host_rows.forget(self.state.get_value()))
 
+    @refuses(refused.LOCAL_CACHE)
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
         return self._statistics("gather_uvm_cache_stats").totals
@@ -424,6 +431,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
         self._statistics("gather_uvm_cache_stats").reset()
 
+    @refuses(refused.LOCAL_CACHE)
     def print_uvm_cache_stats(self) -> None:
         """Prints means per call since the last print. Raises: as `get_uvm_cache_stats`."""
         print(self._statistics("gather_uvm_cache_stats").report())

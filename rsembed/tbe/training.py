@@ -88,7 +88,7 @@ def prefetch(module: TableBatchedEmbeddingBags, *arguments: Any) -> None:
     parts = [batch] if config is None else _in_parts(batch, config.num_passes, config.min_splitable_pass_size)
     module.state.set_value(host_rows.prefetch(module.state.get_value(), parts, lock=module.caching.prefetch_pipeline))
     if module.reporter is not None:
-        module.reporter.prefetch_seconds += time.perf_counter() - started
+        module.reporter.note_prefetch(batch.ids, time.perf_counter() - started)
 
 
 def _in_parts(batch: JaggedBatch, num_parts: int, min_ids: int) -> list[JaggedBatch]:

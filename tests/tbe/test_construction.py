@@ -213,17 +213,33 @@ def test_figures_are_reported_every_so_many_steps_to_a_function_or_the_log(caplo
     reports = []
     config = rt.TBEStatsReporterConfig(2, lambda step, figures: reports.append((step, dict(figures))))
     module = make(((40, 4),), location=CACHED, stats_reporter_config=config, optimizer=ROWWISE)
-    for _ in range(5):
+    for step in range(5):
+        if step == 1:
+            module.prefetch(np.array([1, 2], np.int32), np.array([0, 1, 2]))
         train(module, np.array([1, 2], np.int32), np.array([0, 1, 2]))
     assert [step for step, _ in reports] == [2, 4]
     figures = reports[0][1]
+    assert figures["tbe.prefetch_input_count"] == 2 and figures["tbe.prefetch_input_size"] == 8
+    assert reports[1][1]["tbe.prefetch_input_count"] == 0
+    row_bytes = 4 * 4  # of a table of four columns; two batches make one a step
+    assert reports[1][1]["tbe.prefetch.cache_stats_by_data_size.num_calls"] == row_bytes
+    assert reports[1][1]["tbe.prefetch.cache_stats_by_data_size.num_unique_indices"] == 2 * row_bytes
+    assert reports[1][1]["tbe.prefetch.cache_stats_by_data_size.num_unique_misses"] == 0
     assert figures["tbe.fwd_input_count"] == 2 and figures["tbe.fwd_input_size"] == 8
     assert figures["tbe.fwd_output_count"] == 8 and figures["tbe.fwd_output_size"] == 32
     assert figures["tbe.uvm.embeddings"] == 40 * 4 * 4 and figures["tbe.total_uvm_usage"] == 40 * 4 * 4 + 40 * 4
-    assert figures["tbe.total_hbm_usage"] == figures["tbe.hbm.cache"] > 0
+    assert figures["tbe.total_hbm_usage"] == figures["tbe.hbm.total_static_sparse"] == figures["tbe.hbm.cache"] > 0
     with caplog.at_level(logging.INFO, logger="rsembed"):
         train(make(((4, 2),), stats_reporter_config=rt.TBEStatsReporterConfig(1)), np.array([1]), np.array([0, 1]))
     assert "step 1: " in caplog.text and "tbe.fwd_input_count 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cache_sets", "reason"), [(1, "as cache_sets says how large caches are"), (0, "as this device does not tell")]
+)
+def test_memory_that_is_reserved_for_nothing_is_told(cache_sets, reason):
+    with pytest.warns(UserWarning, match=f"cache_reserved_memory: no effect, {reason}"):
+        make(((40, 4),), location=CACHED, cache_sets=cache_sets, cache_reserved_memory=1.0)
 
 
 def test_any_order_of_features_reads_its_table():
