@@ -175,6 +175,21 @@ def row_gradients(
     return RowGradients(rows, values, row_counts(plan), layout=plan.row_layout)
 
 
+def weight_gradients(
+    plan: TBEPlan,
+    state: TBEState,
+    batch: JaggedBatch,
+    d_output: Float[Array, "*output"],
+    rates: Float[Array, " groups"],
+    *,
+    max_gradient: float | None = None,
+) -> Float[Array, " nnz"]:
+    """Gradients of the weights of the ids, where rows are those of `state`."""
+    d_weights = api.weight_gradients(state.weights, batch, _flat(d_output, max_gradient))
+    factors = _owed_factors(plan, state, batch, rates)
+    return d_weights if factors is None else factors * d_weights
+
+
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
     """Rows of every group by its name, as `RowGradients` have them."""
     return tuple(sorted((group.name, group.num_rows) for group in plan.groups))
@@ -329,9 +344,7 @@ def backward(
     flat = _flat(d_output, max_gradient)
     if not wants_weight_gradients:
         return update(plan, state, batch, flat, rates), None
-    d_weights = api.weight_gradients(state.weights, batch, flat)
-    if (factors := _owed_factors(plan, state, batch, rates)) is not None:
-        d_weights = factors * d_weights
+    d_weights = weight_gradients(plan, state, batch, flat, rates)
     # Without this dependence, whose sum is 0, the update could be scheduled first, on a copy of the tables.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
     return update(plan, state, batch, flat + jnp.minimum(total, 0.0), rates), d_weights

@@ -35,6 +35,7 @@ _backward = jax.jit(
     donate_argnums=1,
     static_argnames=("max_gradient", "wants_weight_gradients"),
 )
+_weight_gradients = jax.jit(functional.weight_gradients, static_argnums=0, static_argnames="max_gradient")
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
 learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
@@ -103,7 +104,10 @@ def _in_parts(batch: JaggedBatch, num_parts: int, min_ids: int) -> list[JaggedBa
 
 
 class TablesBackward:
-    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`."""
+    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`.
+
+    `backward.weight_gradients(d_out)` before that gives the gradients of `per_sample_weights` alone.
+    """
 
     def __init__(
         self,
@@ -137,13 +141,9 @@ class TablesBackward:
         module, host_rows = self._module, self._module.host_rows
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
-        gradient, mask = self._gradient(d_output), None
-        if self._mask is not None:
-            mask = mask_of_ids(module.plan, self._batch, self._mask)
+        gradient, mask = self._gradient(d_output), self._mask_of_ids()
         self._use()
-        if module.state.get_value().generation is not self._generation:
-            # Rows may have moved since the lookup: other batches came between.
-            self._near = bring_near(module, self._batch, admit=False)
+        self._bring_near()
         state, d_weights = _backward(
             module.plan,
             module.state.get_value(),
@@ -157,6 +157,35 @@ class TablesBackward:
         if module.reporter is not None and not is_traced((self._batch.ids, self._batch.offsets)):
             module.reporter.step(module, self._batch.ids, d_output)
         return d_weights if d_weights is None or mask is None else d_weights * mask
+
+    def weight_gradients(self, d_output: Any) -> Float[Array, " nnz"]:
+        """The gradient of `per_sample_weights`, changing nothing: for OptimType.NONE, and beside `row_gradients`.
+
+        Args:
+          d_output: gradient of what `vjp` returned, in its form.
+
+        Raises:
+          ValueError: the lookup had no weights.
+          RuntimeError: this backward has been used, and tables may have changed since.
+        """
+        if self._batch.weights is None:
+            raise ValueError("weight_gradients needs a lookup with per_sample_weights; give them to vjp.")
+        gradient, mask = self._gradient(d_output), self._mask_of_ids()
+        self._permit.check()
+        self._bring_near()
+        state, module = self._module.state.get_value(), self._module
+        d_weights = _weight_gradients(
+            module.plan, state, self._near, gradient, self._rates, max_gradient=module.max_gradient
+        )
+        return d_weights if mask is None else d_weights * mask
+
+    def _mask_of_ids(self) -> Float[Array, " nnz"] | None:
+        return None if self._mask is None else mask_of_ids(self._module.plan, self._batch, self._mask)
+
+    def _bring_near(self) -> None:
+        """Rows may have moved since the lookup, if other batches came between."""
+        if self._module.state.get_value().generation is not self._generation:
+            self._near = bring_near(self._module, self._batch, admit=False)
 
     def row_gradients(self, d_output: Any) -> RowGradients:
         """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
