@@ -73,12 +73,19 @@ def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) 
 
 
 @door
-def dump(path: str | os.PathLike[str], variables: Any, *, since: str | os.PathLike[str] | None = None) -> None:
+def dump(
+    path: str | os.PathLike[str],
+    variables: Any,
+    optimizer: Any = None,
+    *,
+    since: str | os.PathLike[str] | None = None,
+) -> None:
     """Writes keys, rows, optimizer state and step of tables, all of one instant, as a checksummed checkpoint.
 
     Args:
       path: a folder that does not exist yet.
       variables: `EmbeddingVariable`s, or a model that has some.
+      optimizer: accepted, as published; states belong to their tables, and are always written.
       since: an earlier dump of the same run. Only keys are written that were used in training since then, and which
         other keys there are: `load([since, path], ...)`. Tables without hash table, and those whose rule moves all
         rows, are written whole.
@@ -87,6 +94,7 @@ def dump(path: str | os.PathLike[str], variables: Any, *, since: str | os.PathLi
       ValueError: there is none, two have the same name, or the earlier dump has other tables.
       FileExistsError: the folder exists.
     """
+    del optimizer
     by_name = _by_name(variables)
     steps = {} if since is None else {name: table["step"] for name, table in _tables_of(since, by_name).items()}
     tree, tables = {}, {}
@@ -102,7 +110,9 @@ def dump(path: str | os.PathLike[str], variables: Any, *, since: str | os.PathLi
     checkpoint.save(path, tree, step=max(t["step"] for t in tables.values()), metadata={"sok_tables": tables})
 
 
-def load(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], variables: Any) -> None:
+def load(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], variables: Any, optimizer: Any = None
+) -> None:
     """Makes tables what they were at the time of a `dump`, on this run's devices, however many there were then.
 
     Without hash table, the rows behind the last one that was ever trained may differ in number.
@@ -110,12 +120,14 @@ def load(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], variab
     Args:
       path: the folder; of a dump of changes, all folders from the whole dump on, in their order.
       variables: as for `dump`; keys that the dump does not have are forgotten.
+      optimizer: accepted, as published.
 
     Raises:
       ValueError: the dump has other tables, or they have other dims, optimizers, a dtype that cannot hold the dumped
         one, or more keys than there is room for; or it has changes of another dump than the one before it.
       CorruptCheckpointError: the files were changed.
     """
+    del optimizer
     by_name = _by_name(variables)
     paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     if not paths:

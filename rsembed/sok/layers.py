@@ -60,6 +60,11 @@ class _Layer(nnx.Module):
         """The table's name."""
         return self.variable.table.spec.name
 
+    @property
+    def embedding_variable(self) -> EmbeddingVariable:
+        """The table, by its published name."""
+        return self.variable
+
     def _agreement(self, *given: Any) -> Agreement:
         return Agreement(self.variable.table.context.mesh, f"layer {self.name!r}", given)
 

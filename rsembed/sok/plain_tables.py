@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -24,6 +25,9 @@ from rsembed.specs import Combiner
 def read_ids(table: Any, ids: Any, weights: Any, where: str) -> Bags:
     """The bags of a plain table. Raises: TypeError or ValueError: it is none, or an id is no row; named `where`."""
     check_kind(table.get_value() if isinstance(table, nnx.Variable) else table, Float[Array, "rows dim"], where)
+    if isinstance(weights, jax.core.Tracer) and isinstance(ids, np.ndarray):  # differentiated by their weights
+        read_ids(table, ids, None, where)
+        ids = jnp.asarray(ids)
     bags = as_bags(ids if weights is None else (ids, weights), feature=where)
     check_ids_dtype(bags, feature=where)
     if is_own(bags):

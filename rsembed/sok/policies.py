@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from rsembed.refusals import refuses
+from rsembed.sok import refused
+
 
 @dataclasses.dataclass(frozen=True)
 class CounterFilter:
@@ -31,6 +34,7 @@ class L2WeightEvict:
     l2_weight_threshold: float = -1.0
 
 
+@refuses(refused.OPTION)
 @dataclasses.dataclass(frozen=True)
 class EmbeddingVariableOption:
     """Options of an embedding variable. Source: DeepRec, `tf.EmbeddingVariableOption`.

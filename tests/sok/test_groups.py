@@ -139,3 +139,24 @@ def test_what_is_wrong_with_a_group_is_said(change, error, message):
 def test_plain_tables_are_not_trained_by_the_group():
     with pytest.raises(TypeError, match=r"params\[0\] is .* only EmbeddingVariables train themselves"):
         sok.group_embedding_lookup_vjp([jnp.ones((3, 2))], [[[1]]], ["sum"])
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_lookups_are_differentiated_by_their_weights(combiner):
+    variable = sok.embedding_variable("weighted", 3, rows_per_device=8, context=sok.Init())
+    plain = jnp.arange(18.0).reshape(6, 3)
+    ids, weights = np.array([[1, 2]] * 7 + [[3, -1]]), np.full((8, 2), 0.5, np.float32)
+    sok.group_embedding_lookup_sparse([variable], [ids], [combiner], training=True)
+    rows = sok.export_rows(variable)
+    tables = [dict(zip(rows["keys"].tolist(), rows["values"], strict=True)), dict(enumerate(np.asarray(plain)))]
+
+    def total(weights, table):
+        (pooled,) = sok.group_embedding_lookup_sparse([table], [ids], [combiner], sp_weights=[weights])
+        return pooled[0].sum()  # of the first sample, whose ids are 1 and 2
+
+    for table, known in zip((variable, plain), tables, strict=True):
+        found = jax.grad(total)(jnp.asarray(weights), table)
+        sums = np.array([known[1].sum(), known[2].sum()])
+        expected = sums if combiner == "sum" else sums - sums.mean()  # divided by the sum of the weights, which is 1
+        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+        assert not np.asarray(found[1:]).any()

@@ -18,12 +18,16 @@ def own_part(array):
 
 
 def train(context):
-    """Losses of every step, and all rows by key."""
+    """Losses of every step, and all rows by key with the state of both Adams."""
     generator = np.random.default_rng(0)
     keys = generator.choice(generator.integers(0, 2**62, 30), (STEPS, BATCH, 2, 3))
     keys[generator.random(keys.shape) < 0.3] = -1
     targets = generator.normal(size=(STEPS, BATCH, 2, DIM)).astype(np.float32)
-    layer = sok.DistributedEmbedding("mean", 32, DIM, 2, 3, optimizer=sok.optimizers.LazyAdam(0.1), context=context)
+    rules = {"lazy_adam": sok.optimizers.LazyAdam(0.1), "adam": sok.optimizers.Adam(0.1)}  # one moves all rows
+    layers = {
+        name: sok.DistributedEmbedding("mean", 32, DIM, 2, 3, optimizer=rule, context=context, name=name)
+        for name, rule in rules.items()
+    }
     normal, adagrad = jax.nn.initializers.normal(), rs.AdagradOptimizerSpec(0.1)
     table = rs.TableSpec(name="t", vocabulary_size=30, embedding_dim=DIM, initializer=normal, optimizer=adagrad)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh)
@@ -35,13 +39,15 @@ def train(context):
         return ((out - target) ** 2).sum() / BATCH, 2 * (out - target) / BATCH
 
     for own, target in zip(keys, targets, strict=True):
-        out, backward = layer.vjp(own_part(own))
-        loss, gradient = loss_and_gradient(out, context.place(own_part(target)))
-        backward(gradient)
-        losses.append(float(loss))
+        for layer in layers.values():
+            out, backward = layer.vjp(own_part(own))
+            loss, gradient = loss_and_gradient(out, context.place(own_part(target)))
+            backward(gradient)
+            losses.append(float(loss))
         batch = collection.prepare({"f": own_part(np.where(own[:, 0] < 0, -1, own[:, 0] % 30))})
         activations = lookup(state, batch)
         loss, gradient = loss_and_gradient(activations["f"], context.place(own_part(target[:, 0])))
         state = update(state, batch, {"f": gradient})
         losses.append(float(loss))
-    return {"losses": np.asarray(losses), "layer": sok.export_rows(layer.variable), "tables": collection.tables(state)}
+    learned = {name: sok.export_rows(layer.variable) for name, layer in layers.items()}
+    return {"losses": np.asarray(losses), "layers": learned, "tables": collection.tables(state)}
