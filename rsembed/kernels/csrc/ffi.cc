@@ -313,6 +313,7 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
     if (kScatter && array->untyped_data() != (*result)->untyped_data()) {
       return ffi::Error::InvalidArgument("rsembed: results must alias the arrays");
     }
+    if (row_bytes == 0) continue;  // arrays of nothing may have no address
     char* const in_array = static_cast<char*>(array->untyped_data());
     char* const in_list = static_cast<char*>(list.untyped_data());
     const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);

@@ -1,0 +1,38 @@
+"""The soak notices what it is there for; `make soak` is the long one."""
+
+import jax
+import pytest
+
+from tests import soak
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return soak.Soak(tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_a_run_that_is_thrown_away_repeats_the_losses_of_one_that_is_not(run):
+    for what in ("advance", "advance", "save", "advance", "advance", "restore", "advance", "advance", "advance"):
+        getattr(run, what)()
+    run.manager.close()
+    assert (run.twin.number, run.num_repeated, run.num_saves, run.num_restores) == (5, 2, 1, 1)
+    assert not run.complaints and run.counts.are_right()
+
+
+def test_a_bit_that_changed_is_heard_of(run):
+    run.run.others = jax.tree.map(lambda x: x * (1 + 2**-12), run.run.others)
+    run.advance()
+    (complaint,) = run.complaints
+    assert complaint.startswith("step 5: loss")
+
+
+def test_memory_that_grows_is_told_from_memory_that_is_flat(run):
+    run.mebibytes = [100.0] * 10 + [200.0] * 10 + [201.0] * 10
+    assert 0 < run.growth() < soak.MOST_GROWTH
+    run.mebibytes[-10:] = [210.0] * 10
+    assert run.growth() > soak.MOST_GROWTH
+
+
+def test_a_row_that_was_not_counted_is_heard_of(run):
+    run.counts.expected[run.counts.expected.argmax()] += 1
+    assert not run.counts.are_right()
