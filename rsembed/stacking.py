@@ -335,7 +335,10 @@ def group_tables(
     pad: bool = True,
     activation_mem_bytes_limit: int | None = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> list[list[str]]:
-    """Table names that can share a physical table, in first-seen order, split so that activations fit the limit."""
+    """Table names that can share a physical table, in first-seen order, split so that rows and activations fit.
+
+    A table that would take a stack beyond `MAX_ROWS` opens the next one.
+    """
     tables, groups = tables_of(features), dict[Any, list[str]]()
     for name, table in tables.items():
         dim = round_up(table.embedding_dim, SUBLANES) if pad else table.embedding_dim
@@ -352,13 +355,16 @@ def group_tables(
             None if table.storage is None else name,
         )
         groups.setdefault(key, []).append(name)
+    shares = SUBLANES * num_shards if pad else 1
+    num_rows = {name: round_up(table.vocabulary_size, shares) for name, table in tables.items()}
+    numbered = split_by_memory(groups.values(), num_rows, MAX_ROWS)
     if activation_mem_bytes_limit is None:
-        return list(groups.values())
+        return numbered
     num_bytes = dict.fromkeys(tables, 0)  # of float32 activations per shard
     for feature in features_of(features):
         samples = (feature.num_samples or 0) // num_shards
         num_bytes[feature.table_spec.name] += round_up(feature.table_spec.embedding_dim, SUBLANES) * 4 * samples
-    return split_by_memory(groups.values(), num_bytes, activation_mem_bytes_limit)
+    return split_by_memory(numbered, num_bytes, activation_mem_bytes_limit)
 
 
 def split_by_memory(groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int) -> list[list[Name]]:

@@ -197,7 +197,7 @@ def test_bad_groups_and_huge_stacks_are_refused():
         rs.plan_stacking(features, num_shards=2, pad=False)
     _, huge = tables_and_features((2**30, 1), (2**30, 1))
     with pytest.raises(ValueError, match=r"would have 2147483648 rows.*separate stacks"):
-        rs.plan_stacking(huge, pad=False)
+        rs.plan_stacking(huge, pad=False, groups=[["t0", "t1"]])
     with pytest.raises(KeyError, match="no table 'x'"):
         rs.plan_stacking(features).table("x")
     with pytest.raises(KeyError, match="no stack 'x'"):
@@ -218,3 +218,13 @@ def test_stacked_spec_is_replaced_not_changed():
     assert spec.replace(max_ids_per_partition=8).max_ids_per_partition == 8
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.max_ids_per_partition = 8
+
+
+@pytest.mark.parametrize(("pad", "num_shards"), [(False, 1), (True, 8)])
+def test_a_table_that_would_take_a_stack_beyond_its_most_rows_opens_the_next(pad, num_shards):
+    _, features = tables_and_features((2**31 - 256, 8), (64, 8), (200, 8), (2**30, 8))
+    plan = rs.plan_stacking(features, num_shards=num_shards, pad=pad)
+    assert [[table.name for table in stack.tables] for stack in plan.stacks] == [["t0", "t1"], ["t2", "t3"]]
+    assert all(stack.spec.stack_vocab_size < 2**31 for stack in plan.stacks)
+    with pytest.raises(ValueError, match=r"above 2147483647; give tables \['t0', 't1', 't2'\] separate stacks"):
+        rs.plan_stacking(features, num_shards=num_shards, pad=pad, groups=[["t0", "t1", "t2"], ["t3"]])
