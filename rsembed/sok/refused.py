@@ -33,6 +33,12 @@ NAMES = {
     "CheckpointOption": "use `rsembed.checkpoint.CheckpointManager`, whose `full_every=` asks for changes alone",
 }
 
+ARGUMENTS = {
+    "reproducible": "gradients of keys are summed on each device first; for bits that no number of devices changes, "
+    "give the core rows by number, and `EmbeddingCollection(..., reproducible='world_size')`",
+    "mode": f"all devices share a table. {_LOCALIZED}",
+}
+
 OPTION = {
     "ht_type": "there is one kind of hash table",
     "ht_partition_num": "tables are split by device alone",

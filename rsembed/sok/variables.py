@@ -20,6 +20,8 @@ from rsembed.intervals import Count, check_within, door
 from rsembed.keys import KEY_DTYPES
 from rsembed.kinds import dtype_among
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec, SGDOptimizerSpec
+from rsembed.refusals import refuses
+from rsembed.sok import refused
 from rsembed.sok.initialize import Context, current_context
 from rsembed.sok.named_initializers import named_initializer, uniform_initializer
 from rsembed.sok.policies import EmbeddingVariableOption, core_policies
@@ -144,6 +146,7 @@ def grown(table: ShardedTable, state: TableState, capacity: int) -> TableState:
     return table.on_shards(lambda own: hashed_rows.grow(own.shards, own.slots, table.spec, capacity), state)
 
 
+@refuses(refused.ARGUMENTS)
 @door
 def embedding_variable(
     name: str,
