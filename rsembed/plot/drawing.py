@@ -94,9 +94,25 @@ def label_points(
     textalloc.allocate(
         ax, x, y, list(labels), x_scatter=x, y_scatter=y,
         x_lines=[own for own, _ in curves], y_lines=[own for _, own in curves],
-        textsize=LABEL_POINTS, textcolor=colours or "black", linecolor=MUTED, linewidth=0.6, zorder=4,
+        textsize=LABEL_POINTS, textcolor=colours or "black", linewidth=0.6, zorder=4,
         max_distance=0.15, margin=0.004, nbr_candidates=600,
-        path_effects=[withStroke(linewidth=2.5, foreground="white")], **({"min_distance": 0.015} | options),
+        path_effects=[withStroke(linewidth=2.5, foreground="white")],
+        **with_defaults(options, min_distance=0.015, linecolor=MUTED),
+    )  # fmt: skip
+
+
+def label_ends(
+    ax: Axes,
+    points: Sequence[tuple[float, float]] | np.ndarray,
+    labels: Sequence[str],
+    *,
+    colours: list[str],
+    curves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+) -> None:
+    """Writes labels to the right of large markers, such as ends of curves; thin lines in their colours lead there."""
+    label_points(
+        ax, points, [f" {label}" for label in labels], colours=colours, curves=curves, direction="east",
+        linecolor=colours, min_distance=0.025, avoid_label_lines_overlap=True, avoid_crossing_label_lines=True,
     )  # fmt: skip
 
 

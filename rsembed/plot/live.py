@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from rsembed.caching import reuse_distances
+from rsembed.intervals import Count, door
 from rsembed.plot.caching import plot_miss_ratio
 from rsembed.plot.drawing import COLOURS, axes_or_new, finish, with_defaults
 from rsembed.stacking import SUBLANES, round_up
@@ -66,14 +67,15 @@ class StreamProfile(NamedTuple):
         return Costs(float(dropped), places * BYTES_PER_PLACE, float(hits), cache_rows * embedding_dim * 4)
 
 
-def profile_stream(batches: Int[np.ndarray, "batches samples ids"], *, num_shards: int) -> StreamProfile:
+@door
+def profile_stream(batches: Int[np.ndarray, "batches samples ids"], *, num_shards: Count) -> StreamProfile:
     """Counts a stream of batches once, for one device of `num_shards` cores that own the rows `id % num_shards`.
 
     Args:
       batches: ids in order of time; `-1` is no id. Samples are cut into equal parts, one per core.
       num_shards: cores.
 
-    Raises: ValueError: the samples cannot be cut evenly, or there is no id.
+    Raises: ValueError: the samples cannot be cut evenly, `num_shards` is below 1, or there is no id.
 
     Example:
       >>> profile = profile_stream(np.array([[[0, 2], [3, 3]], [[2, 1], [0, -1]]]), num_shards=2)

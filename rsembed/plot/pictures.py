@@ -59,7 +59,7 @@ def nearest_neighbours(
       ids: rows of `table`.
       k: neighbours per row, fewer than the table has rows.
 
-    Raises: ValueError: `k` is out of range.
+    Raises: ValueError: `k` is out of range, or an id is no row.
 
     Example:
       >>> ids, cosines = nearest_neighbours(np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]), [0], 1)
@@ -69,6 +69,8 @@ def nearest_neighbours(
     if not 1 <= k < len(table):
         raise ValueError(f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table.")
     queries, unit = np.asarray(ids, np.int64), unit_rows(table)
+    if len(outside := queries[(queries < 0) | (queries >= len(table))]):
+        raise ValueError(f"nearest_neighbours: id {outside[0]} is none of the rows 0 to {len(table) - 1} of the table.")
     cosines = unit[queries] @ unit.T
     cosines[np.arange(len(queries)), queries] = -np.inf
     nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :k]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 
-from rsembed.plot.drawing import MUTED, axes_or_new, finish, marker_look, note, with_defaults
+from rsembed.plot.drawing import MUTED, axes_or_new, colour_of, finish, label_ends, marker_look, note, with_defaults
 
 
 class Work(NamedTuple):
@@ -70,14 +70,17 @@ def plot_roofline(
     ridge = flops_per_second / bytes_per_second
     span = np.geomspace(min(work.intensity, ridge) / 8, max(work.intensity, ridge) * 4, 200)
     line = with_defaults(line_kwargs, color=MUTED, linewidth=2.0)
-    ax.loglog(span, roof(span, bytes_per_second, flops_per_second) / 1e9, **line)
+    curve = span, roof(span, bytes_per_second, flops_per_second) / 1e9
+    ax.loglog(*curve, **line)
     ax.axvline(work.intensity, color=MUTED, linewidth=0.8, linestyle=":")
     best = roof(work.intensity, bytes_per_second, flops_per_second)
-    for number, (name, taken) in enumerate(seconds.items()):
-        reached = work.flops / taken
-        label = f"{name}: {100 * reached / best:.0f} % of the roof"
-        ax.plot(work.intensity, reached / 1e9, **marker_look(number), linestyle="none", markersize=9, label=label)
-    place = span[20], roof(span[20], bytes_per_second, flops_per_second) / 1e9
-    note(ax, f"{bytes_per_second / 1e9:.0f} GB/s", place, xytext=(-4, 6), ha="right", va="baseline")
-    ax.legend(frameon=False, loc="lower right")
-    return finish(ax, "operations per byte of memory", "10⁹ operations per second")
+    reached = [work.flops / taken / 1e9 for taken in seconds.values()]
+    labels = [f"{name}: {100e9 * own / best:.0f} % of the roof" for name, own in zip(seconds, reached, strict=True)]
+    for number, (own, label) in enumerate(zip(reached, labels, strict=True)):
+        ax.plot(work.intensity, own, **marker_look(number), linestyle="none", markersize=9, label=label)
+    slope = curve[0][20], curve[1][20]
+    note(ax, f"{bytes_per_second / 1e9:.0f} GB/s", slope, xytext=(-4, 6), ha="right", va="baseline")
+    finish(ax, "operations per byte of memory", "10⁹ operations per second")
+    points, colours = [(work.intensity, own) for own in reached], [colour_of(k) for k in range(len(reached))]
+    label_ends(ax, points, labels, colours=colours, curves=[curve])
+    return ax

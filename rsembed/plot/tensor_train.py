@@ -10,7 +10,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from rsembed.plot.drawing import axes_or_new, colour_of, finish, label_points, marker_look, reference_lines
+from rsembed.plot.drawing import axes_or_new, colour_of, finish, label_ends, marker_look, reference_lines
 
 
 def rank_tails(
@@ -80,12 +80,11 @@ def plot_against_bytes(
         ax.plot(*curve, **marker_look(number), linewidth=1.5, label=name)
     reference_lines(ax, references)
     ax.set_xscale("log")  # sets a formatter of its own
-    ax.margins(x=0.2)
+    ax.margins(x=0.25)
     ax.xaxis.set_major_formatter(FuncFormatter(_bytes_label))
     finish(ax, "table (bytes)", ylabel)
     colours, lines = [colour_of(number) for number in range(len(results))], [(own[0], own[1]) for own in curves]
-    ends = [(own[0, -1], own[1, -1]) for own in curves]
-    label_points(ax, ends, list(results), colours=colours, curves=lines, direction="east")
+    label_ends(ax, [(own[0, -1], own[1, -1]) for own in curves], list(results), colours=colours, curves=lines)
     return ax
 
 

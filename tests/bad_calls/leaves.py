@@ -132,6 +132,12 @@ BAD = {
     "more neighbours than rows": (
         lambda: plot.nearest_neighbours(np.eye(3), [0], 9), ValueError, "nearest_neighbours", "k", "9",
     ),
+    "neighbours of a row that is not there": (
+        lambda: plot.nearest_neighbours(np.eye(3), [9], 1), ValueError, "nearest_neighbours", "9", "0 to 2",
+    ),
+    "a stream for no shard": (
+        lambda: plot.profile_stream(np.ones((2, 4, 1), int), num_shards=0), ValueError, "num_shards", "0",
+    ),
     # The command line
     "a command nobody knows": (lambda: command("docter"), CommandError, "docter", "doctor"),
     "no command": (lambda: command(), CommandError, "command"),
