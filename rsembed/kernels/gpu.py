@@ -1,7 +1,9 @@
 """Kernels for NVIDIA GPUs in Pallas, compiled by Triton. Equal inputs give equal bits: nothing is added atomically.
 
 A program of `lookup` sums one bag, a program of `update` sums the gradient of one distinct row and steps it where it
-lies. Where the computation is for no GPU, a direct call runs in Pallas' interpreter, which is for tests: it is slow.
+lies. Rows that very many entries share are cut into pieces first, so that no program works long after the others: with
+Zipf ids a tenth of a batch can be one row. Where the computation is for no GPU, a direct call runs in Pallas'
+interpreter, which is for tests: it is slow.
 
 Source: one program per bag and one per distinct row of the sorted batch, as in FBGEMM's TBE kernels.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +28,35 @@ NAME = "gpu"
 
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _PRIMITIVES = ELEMENTWISE | {"pow", "log", "log1p", "expm1", "exp2", "tanh", "floor", "ceil", "is_finite"}
-# Triton's blocks have powers of two as sizes. A block of entries is read at once, so that many reads are under way.
-_MAX_COLUMNS, _MAX_ENTRIES, _BLOCK_NUMBERS = 8192, 16, 4096
+_MAX_COLUMNS = 8192
+
+
+class Tiling(NamedTuple):
+    """How the work of a program is cut. Powers of two, as Triton's blocks have; not yet chosen on a card.
+
+    Args:
+      max_entries: entries of a bag whose rows are read at once, so that many reads are under way.
+      max_columns: numbers of a row that one program of a lookup sums.
+      max_numbers: numbers that are read at once.
+      num_warps: threads of a program, in units of 32.
+      piece_entries: a distinct row with more entries than this is summed in pieces of so many.
+    """
+
+    max_entries: int = 16
+    max_columns: int = 256
+    max_numbers: int = 4096
+    num_warps: int = 4
+    piece_entries: int = 256
+
+
+tiling = Tiling()
+
+
+class _Pieces(NamedTuple):
+    """Sums of pieces of long bags, and where in them those of every bag begin; a short bag has none."""
+
+    first: Int[Array, " bags_plus_1"]
+    sums: Float[Array, "pieces dim"]
 
 
 def unavailable_because() -> str | None:
@@ -50,7 +79,7 @@ def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -
     """Row gradients and one optimizer step per distinct row, fused: the gradients are never written to memory."""
     rows, entries, _, d_output = reference.group_rows(table.shape[0], gradients)
     if step.rounds(table):
-        return reference.apply_rows(table, slots, rows, lookup(d_output, [entries])[0], step)
+        return reference.apply_rows(table, slots, rows, _lookup_uneven(d_output, [entries])[0], step)
     return _step(table, slots, rows, entries, d_output, step)
 
 
@@ -62,10 +91,16 @@ def apply_rows(
         return reference.apply_rows(table, slots, rows, gradients, step)
     each = jnp.arange(rows.shape[0] + 1, dtype=jnp.int32)
     entries = Segment(each[:-1], each, None, "sum")
-    return _step(table, slots, as_rows(rows), entries, gradients.astype(jnp.float32), step)
+    return _step(table, slots, as_rows(rows), entries, gradients.astype(jnp.float32), step, may_be_long=False)
 
 
-row_gradients = partial(reference.row_gradients, lookup=lookup)
+def _lookup_uneven(table: Table, segments: Sequence[Segment]) -> Outputs:
+    """Pooled rows of bags with combiner "sum" that may be as long as the batch."""
+    _check_table(table)
+    return tuple(_pool(table, segment, _long_bags(table, segment)) for segment in segments)
+
+
+row_gradients = partial(reference.row_gradients, lookup=_lookup_uneven)
 lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
 weight_gradients, rows_by_bag, allocate = reference.weight_gradients, reference.rows_by_bag, reference.allocate
 gather_rows, scatter_rows = reference.gather_rows, reference.scatter_rows
@@ -90,69 +125,135 @@ def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _sum_bag(refs: Sequence[Any], table: Any, bag: Any, columns: Array, combiner: str) -> Array:
-    """Pooled row of one bag, in a kernel; `refs` are those of `_operands`."""
+def _sum_bag(
+    refs: Sequence[Any], table: Any, start: Any, stop: Any, columns: Array, combiner: str, pieces: Sequence[Any] = ()
+) -> Array:
+    """Pooled row of one bag, in a kernel.
+
+    Args:
+      refs: rows of all entries, and their weights if there are any.
+      table: what is pooled.
+      start: first entry of the bag.
+      stop: the entry behind its last.
+      columns: which numbers of the rows.
+      combiner: of the segment.
+      pieces: sums of pieces, the first that belong to this bag, and the first behind them. Entries of a bag that has
+        any are not read.
+    """
     from jax.experimental.pallas import triton
 
-    rows_ref, offsets_ref, *weights_ref = refs
+    rows_ref, *weights_ref = refs
     num_rows, dim = table.shape
     width = columns.shape[0]
-    block = max(1, min(_MAX_ENTRIES, _BLOCK_NUMBERS // width))
-    start, stop = offsets_ref[bag], offsets_ref[bag + 1]
+    block = max(1, min(1 if combiner == "none" else tiling.max_entries, tiling.max_numbers // width))
+    is_column = (columns < dim)[None, :]
 
     def add_block(number: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         total, divisor = sums
         entries = start + number * block + jnp.arange(block, dtype=jnp.int32)
         is_entry = entries < stop
         rows = triton.load(rows_ref.at[entries], mask=is_entry, other=-1)
-        gains = jnp.where((rows >= 0) & (rows < num_rows), 1.0, 0.0)
-        if weights_ref:
-            gains = gains * triton.load(weights_ref[0].at[entries], mask=is_entry, other=0.0)
+        is_row = (rows >= 0) & (rows < num_rows)
+        gains = jnp.where(is_row, 1.0, 0.0)
+        if weights_ref:  # of entries without a row they may be anything, and must not lead to a read outside the table
+            weights = triton.load(weights_ref[0].at[entries], mask=is_entry, other=0.0)
+            gains = jnp.where(is_row, weights, 0.0)
         # Rows that contribute nothing are not read: they may hold anything, NaN included.
-        is_read = (gains != 0.0)[:, None] & (columns < dim)[None, :]
-        places = jnp.where(gains != 0.0, rows, 0)[:, None], columns[None, :]
+        is_read = (gains != 0.0)[:, None] & is_column
+        places = jnp.where(is_row, rows, 0)[:, None], columns[None, :]
         vectors = triton.load(table.at[places], mask=is_read, other=0.0).astype(jnp.float32)
         total = total + jnp.sum(gains[:, None] * vectors, axis=0)
         return total, divisor + jnp.sum(gains if combiner == "mean" else gains * gains)
 
-    num_blocks = (jnp.maximum(stop - start, 0) + block - 1) // block
-    zeros = jnp.zeros(width, jnp.float32), jnp.zeros((), jnp.float32)
-    total, divisor = jax.lax.fori_loop(0, num_blocks, add_block, zeros)
+    def blocks_of(number: Any) -> Any:
+        return (jnp.maximum(number, 0) + block - 1) // block
+
+    num_blocks, zeros = blocks_of(stop - start), jnp.zeros(width, jnp.float32)
+    if pieces:
+        sums_ref, first, last = pieces
+        num_blocks = jnp.where(last > first, 0, num_blocks)
+    total, divisor = jax.lax.fori_loop(0, num_blocks, add_block, (zeros, jnp.zeros((), jnp.float32)))
+    if pieces:
+
+        def add_pieces(number: Any, total: Array) -> Array:
+            own = first + number * block + jnp.arange(block, dtype=jnp.int32)
+            is_own = (own < last)[:, None] & is_column
+            return total + jnp.sum(triton.load(sums_ref.at[own[:, None], columns[None, :]], mask=is_own, other=0.0), 0)
+
+        total = jax.lax.fori_loop(0, blocks_of(last - first), add_pieces, total)
     if combiner in ("sum", "none"):
         return total
     divisor = divisor if combiner == "mean" else jnp.sqrt(divisor)
     return jnp.where(divisor == 0.0, 0.0, total / jnp.where(divisor == 0.0, 1.0, divisor))
 
 
-def _pool(table: Array, segment: Segment) -> Float[Array, "outputs dim"]:
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
+def _long_bags(table: Array, segment: Segment) -> _Pieces | None:
+    """Sums of the pieces of bags with many entries; None where a batch is too small to have such bags."""
+    length = tiling.piece_entries
+    rows, offsets, *weights = _operands(segment)
+    if rows.shape[0] <= length or 0 in (table.shape[0], table.shape[1], segment.num_outputs):
+        return None
+    lengths = offsets[1:] - offsets[:-1]
+    num_own = jnp.where(lengths > length, (lengths + length - 1) // length, 0)
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_own, dtype=jnp.int32)])
+    num_pieces = 2 * (rows.shape[0] // length)  # n > length entries make less than 2 n / length pieces
+    piece = jnp.arange(num_pieces, dtype=jnp.int32)
+    bag = jnp.searchsorted(first, piece, side="right").astype(jnp.int32) - 1
+    bag = jnp.minimum(bag, segment.num_outputs - 1)
+    start = offsets[bag] + (piece - first[bag]) * length
+    stop = jnp.where(piece < first[-1], jnp.minimum(start + length, offsets[bag + 1]), start)
+    bounds = jnp.stack([start, stop], axis=1).reshape(-1)
+    return _Pieces(first, _sum_bags(table, [rows, bounds, *weights], num_pieces, "sum", apart=2))
 
+
+def _pool(table: Array, segment: Segment, pieces: _Pieces | None = None) -> Float[Array, "outputs dim"]:
     (num_rows, dim), num_outputs = table.shape, segment.num_outputs
     if 0 in (num_rows, dim, num_outputs, segment.rows.shape[0]):
         return jnp.zeros((num_outputs, dim), jnp.float32)
-    width = min(256, _power_of_two(dim))
+    return _sum_bags(table, _operands(segment), num_outputs, segment.combiner, pieces=pieces)
 
-    def kernel(table_ref: Any, *refs: Any) -> None:
-        *operands, out_ref = refs
+
+def _sum_bags(
+    table: Array, operands: Sequence[Array], num_bags: int, combiner: str, *, apart: int = 1, pieces: Any = None
+) -> Float[Array, "num_bags dim"]:
+    """One program per bag, whose bounds are two neighbours in the second operand, `apart` from those of the next."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    dim = table.shape[1]
+    width = min(tiling.max_columns, _power_of_two(dim))
+
+    def kernel(table_ref: Any, rows_ref: Any, bounds_ref: Any, *refs: Any) -> None:
+        *others, out_ref = refs
         bag = pl.program_id(0)
         columns = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
-        pooled = _sum_bag(operands, table_ref, bag, columns, segment.combiner)
+        start, stop, of_bag = bounds_ref[apart * bag], bounds_ref[apart * bag + 1], []
+        if pieces is not None:
+            *others, first_ref, sums_ref = others
+            of_bag = [sums_ref, first_ref[bag], first_ref[bag + 1]]
+        pooled = _sum_bag([rows_ref, *others], table_ref, start, stop, columns, combiner, of_bag)
         triton.store(out_ref.at[bag, columns], pooled, mask=columns < dim)
 
     call = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((num_outputs, dim), jnp.float32),
-        grid=(num_outputs, pl.cdiv(dim, width)),
+        out_shape=jax.ShapeDtypeStruct((num_bags, dim), jnp.float32),
+        grid=(num_bags, pl.cdiv(dim, width)),
         interpret=target_device().platform != "gpu",
         name="rsembed_pool",
-        compiler_params=triton.CompilerParams(),
+        compiler_params=triton.CompilerParams(num_warps=tiling.num_warps),
     )
-    return call(table, *_operands(segment))
+    return call(table, *operands, *(pieces or ()))
 
 
 def _step(
-    table: Table, slots: Slots, rows: Int[Array, " capacity"], entries: Segment, d_output: Array, step: Step
+    table: Table,
+    slots: Slots,
+    rows: Int[Array, " capacity"],
+    entries: Segment,
+    d_output: Array,
+    step: Step,
+    *,
+    may_be_long: bool = True,
 ) -> tuple[Table, Slots]:
     """Steps `rows`, whose gradients are what `entries` pool from `d_output`; table and slots stay where they are."""
     from jax.experimental import pallas as pl
@@ -161,19 +262,23 @@ def _step(
     _check_table(table)
     traced = trace_rule(step.rule, table, slots, len(step.hyper), elementwise=_PRIMITIVES)
     (num_rows, dim), state = table.shape, (table, *slots)
-    if 0 in (num_rows, dim, rows.shape[0]):
+    if 0 in (num_rows, dim, rows.shape[0], d_output.shape[0]):
         return table, slots
     width = _power_of_two(dim)
     if width > _MAX_COLUMNS:
         raise NotImplementedError(f"the GPU step holds rows of up to {_MAX_COLUMNS} numbers, not {dim}")
-    operands = _operands(entries)
+    operands, pieces = _operands(entries), _long_bags(d_output, entries) if may_be_long else None
 
     def kernel(*refs: Any) -> None:
         old, new = refs[: len(state)], refs[-len(state) :]
-        rows_ref, d_ref, hyper_ref, *segment = refs[len(state) : -len(state)]
-        group = pl.program_id(0)
+        rows_ref, d_ref, hyper_ref, entries_ref, offsets_ref, *others = refs[len(state) : -len(state)]
+        group, of_group = pl.program_id(0), []
+        if pieces is not None:
+            *others, first_ref, sums_ref = others
+            of_group = [sums_ref, first_ref[group], first_ref[group + 1]]
         columns = jnp.arange(width, dtype=jnp.int32)
-        gradient = _sum_bag(segment, d_ref, group, columns, "sum")
+        start, stop = offsets_ref[group], offsets_ref[group + 1]
+        gradient = _sum_bag([entries_ref, *others], d_ref, start, stop, columns, "sum", of_group)
         is_row = (rows_ref[group] >= 0) & (rows_ref[group] < num_rows)
         row = jnp.where(is_row, rows_ref[group], 0)
         masks = [is_row & (columns < array.shape[1]) for array in state]
@@ -198,7 +303,7 @@ def _step(
         input_output_aliases={number: number for number in range(len(state))},
         interpret=target_device().platform != "gpu",
         name="rsembed_step",
-        compiler_params=triton.CompilerParams(),
+        compiler_params=triton.CompilerParams(num_warps=tiling.num_warps),
     )
-    new_table, *new_slots = call(*state, rows, d_output, step.hyper_vector(), *operands)
+    new_table, *new_slots = call(*state, rows, d_output, step.hyper_vector(), *operands, *(pieces or ()))
     return new_table, tuple(new_slots)

@@ -1,6 +1,6 @@
-"""Compiles the GPU kernels for an H100 that need not be here, with JAX's CUDA plugin, and prints what came out as JSON.
+"""Compiles the GPU kernels for an H100 that need not be here, with JAX's CUDA plugin: a line of JSON for each case.
 
-python -m tests.kernels.compile_gpu adam
+python -m tests.kernels.compile_gpu adam "adagrad 100 bfloat16"
 """
 
 import json
@@ -28,12 +28,9 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } device_description_
 """
 
 
-def main(name):
-    jax.devices()  # registers the plugin
-    topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
-    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
+def compile_case(mesh, name, dim="128", dtype="float32"):
     rule, shape = RULES[name], jax.ShapeDtypeStruct
-    table, rows, offsets = shape((1 << 20, 128), jnp.float32), shape((4096,), jnp.int32), shape((513,), jnp.int32)
+    table, rows, offsets = shape((1 << 20, int(dim)), dtype), shape((4096,), jnp.int32), shape((513,), jnp.int32)
     slots = jax.eval_shape(rule.init_slots, table)
 
     def train(table, slots, rows, offsets):
@@ -51,9 +48,17 @@ def main(name):
         "kernels": compiled.as_text().count("__gpu$xla.gpu.triton"),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
-        "state_bytes": sum(array.size * 4 for array in (table, *slots)),
+        "state_bytes": sum(array.size * array.dtype.itemsize for array in (table, *slots)),
     }
-    print(json.dumps(record))
+    return record
+
+
+def main(*cases):
+    jax.devices()  # registers the plugin
+    topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
+    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
+    for case in cases:
+        print(json.dumps({"case": case, **compile_case(mesh, *case.split())}), flush=True)
 
 
 if __name__ == "__main__":
