@@ -149,6 +149,8 @@ def with_initial_values(
     slots: bool = True,
 ) -> tuple[Array, ...]:
     """The arrays with the initial values (and slots) of `keys` in `rows`."""
+    if not rows.shape[0]:
+        return arrays
     num_blocks = -(-rows.shape[0] // INITIAL_BLOCK)
     order = compact(rows != NO_ROW, num_blocks * INITIAL_BLOCK)
     num_used = -(-jnp.sum(rows != NO_ROW, dtype=jnp.int32) // INITIAL_BLOCK)
