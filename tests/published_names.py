@@ -345,8 +345,11 @@ def rows(system, record):
                 assert reason, f"{key}: {argument} is neither an argument of {place} nor refused"
                 refusals.append(f"refused: {argument} ({reason})")
             resolve(place)
+            owner, _, attribute = place.rpartition(".")
+            is_set_by_init = isinstance(resolve(owner), type) and not hasattr(resolve(owner), attribute)
+            shown_place = f"`{owner}`, its attribute `{attribute}`" if is_set_by_init else f"`{place}`"
             told = [", ".join(told), *refusals] if told else refusals
-            lines.append(f"| `{shown}{name}` | `{place}` | {'; '.join(told)} |")
+            lines.append(f"| `{shown}{name}` | {shown_place} | {'; '.join(told)} |")
     return lines
 
 

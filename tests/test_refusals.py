@@ -37,4 +37,4 @@ def test_a_name_that_is_not_there_is_no_refused_one_and_tells_what_is_near(modul
     with pytest.raises(AttributeError, match=f"has no attribute '{near}x'.*{near}"):
         getattr(wing, f"{near}x")
     with pytest.raises(RefusedNameError):
-        exec(f"from {module} import {next(iter(wing.REFUSED))}")
+        exec(f"from {module} import {next(iter(wing.refused.NAMES))}")

@@ -31,6 +31,6 @@ from rsembed.tbe.records import TailIdThreshold as TailIdThreshold
 from rsembed.tbe.records import TBEStatsReporterConfig as TBEStatsReporterConfig
 from rsembed.tbe.records import UserEnabledConfigDefinition as UserEnabledConfigDefinition
 from rsembed.tbe.records import WeightDecayMode as WeightDecayMode
-from rsembed.tbe.refused import NAMES as REFUSED
+from rsembed.tbe.refused import NAMES as _REFUSED
 
-__getattr__ = _refused_names(__name__, REFUSED, globals())
+__getattr__ = _refused_names(__name__, _REFUSED, globals())
