@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,9 +41,30 @@ IS_LEAST = not {"RSEMBED_TEST_TPU", "RSEMBED_TEST_GPU"} & set(os.environ)
 if IS_LEAST:
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# The last flag: by default code of a page is split into 32 parts, which threads compile while the other core is busy.
 QUICK_COMPILES = (
-    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
+
+
+def reused(make: Callable[[], Any], times: int = 50) -> Callable[[], Any]:
+    """In each thread, what `make` made is handed out so often before it makes another."""
+    kept = threading.local()
+
+    def one() -> Any:
+        made, left = getattr(kept, "made_and_left", (None, 0))
+        kept.made_and_left = (made, left - 1) if left else (make(), times - 1)
+        return kept.made_and_left[0]
+
+    return one
+
+
+# A context of MLIR takes 5 ms to make, as long as the rest of lowering a small program; newer versions of JAX reuse it.
+if jax.version.__version_info__ < (0, 12):
+    from jax._src.interpreters import mlir
+
+    mlir.make_ir_context = reused(mlir.make_ir_context)
 
 # Compiled programs are many small objects that live on; looking for garbage among them took a sixth of a collection.
 gc.set_threshold(50_000, 20, 20)

@@ -403,7 +403,8 @@ ffi::Error RowBits(ffi::ThreadPool pool, ffi::BufferR1<ffi::U32> key, ffi::Remai
   if (key.element_count() != 2) reader.Fail("wrong size of key");
   if (dim > int64_t{UINT32_MAX}) reader.Fail("too many columns");
   if (reader.Failed()) return reader.Complaint();
-  const int64_t rows_per_task = std::max<int64_t>(kBitsPerTask / std::max<int64_t>(dim, 1), 1);
+  if (dim == 0) return ffi::Error::Success();  // of rows that take no memory there may be any number
+  const int64_t rows_per_task = std::max<int64_t>(kBitsPerTask / dim, 1);
   const auto row_bits = BestRowKernels().row_bits;
   Workers(pool).ForEachRange(num_rows, rows_per_task, [&](int64_t first, int64_t last) {
     row_bits(key.typed_data(), lanes.data(), lanes.size(), dim, first, last, bits->typed_data());
