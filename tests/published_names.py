@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping
 
 from rsembed.refusals import REFUSALS
+from rsembed.sparsecore import refused as sparsecore
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "migration.md"
@@ -70,20 +71,13 @@ class System:
 
 
 TYPING = "a type variable or alias that only annotations use"
-LOWERING = "a program for TPUs; every rule here is a function of JAX, see `CustomOptimizerSpec`"
 PLACES = "`dataclasses.replace` would carry a place to a table of another size; set the public property instead"
-CHECKPOINTS = "other items in files than here; `rsembed.checkpoint` keeps logical tables, which any topology restores"
 _SPARSECORE_REFUSED = {
-    "lib.auto_pipelining": "takes a traced step apart by its TPU primitives; give the three parts of yours to "
-    "`rsembed.sparsecore.pipelining.step`",
-    "lib.core.constants": "padding is `rsembed.kernels.contract.NO_ROW`, the same number",
-    "lib.core.input_preprocessing": "a slow reference for one table; what its aliases name, arrays and ragged rows, is "
-    "taken by `rsembed.sparsecore.embedding.preprocess_sparse_dense_matmul_input`",
-    "lib.core.primitives": "TPU custom calls; `sparse_dense_matmul` and its gradient run on every backend",
-    "lib.proto.embedding_spec_pb2": "`EmbeddingSpecRecord` is written as JSON, with the published field names",
-    "lib.flax.nnx.checkpoint_utils": CHECKPOINTS,
-    "lib.flax.nnx.offline_converter": CHECKPOINTS,
-    "lib.nn.custom_optimizer_lowering": LOWERING,
+    "lib.auto_pipelining": sparsecore.NAMES["auto_pipelining"],
+    **{f"lib.core.{name}": sparsecore.NAMES[name] for name in ("constants", "input_preprocessing", "primitives")},
+    "lib.proto.embedding_spec_pb2": sparsecore.NAMES["embedding_spec_pb2"],
+    **{f"lib.flax.nnx.{name}": reason for name, reason in sparsecore.NAMES_OF_NNX.items()},
+    "lib.nn.custom_optimizer_lowering": sparsecore.NAMES["custom_optimizer_lowering"],
     "lib.nn.embedding.T": TYPING,
     "lib.nn.table_stacking.T": TYPING,
     "lib.nn.table_stacking.Shape": TYPING,
@@ -93,7 +87,7 @@ _SPARSECORE_REFUSED = {
     "lib.flax.linen.embed.Nested": TYPING,
     "lib.flax.linen.embed.A": TYPING,
     "lib.nn.embedding.SparseDenseMatmulInputStats.from_cc": "there is no C++ object to copy from",
-    "get_optimizer_primitive": LOWERING,
+    "get_optimizer_primitive": sparsecore.NAMES["custom_optimizer_lowering"],
     "lib.nn.embedding_spec.TableSpec(_stacked_table_spec)": PLACES,
     "lib.nn.embedding_spec.TableSpec(_setting_in_stack)": PLACES,
     "lib.nn.embedding_spec.FeatureSpec(_id_transformation)": PLACES,

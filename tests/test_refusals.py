@@ -38,3 +38,11 @@ def test_a_name_that_is_not_there_is_no_refused_one_and_tells_what_is_near(modul
         getattr(wing, f"{near}x")
     with pytest.raises(RefusedNameError):
         exec(f"from {module} import {next(iter(wing.refused.NAMES))}")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("sparsecore", "auto_pipelining"), ("sparsecore.nnx", "checkpoint_utils")]
+)
+def test_a_published_module_that_is_not_there_says_where_to_go(module, name):
+    with pytest.raises(RefusedNameError, match=f"rsembed.{module} has no {name}: .*`rsembed"):
+        exec(f"from rsembed.{module} import {name}")
