@@ -150,7 +150,9 @@ def plot_row_path(
         look = with_defaults(line_kwargs, **line_look(number), linewidth=2.0, label=name)
         ax.plot(np.arange(1, len(values) + 1), values, **look)
     xlabel = "training step (grey: the row is looked up)" if len(lookups) else "training step"
-    return finish(ax, xlabel, ylabel, counts_on_x=True, legend=True)
+    finish(ax, xlabel, ylabel, counts_on_x=True)
+    ax.legend(framealpha=1.0, edgecolor="none")  # the marks do not run through it
+    return ax
 
 
 def plot_loss_against_state(
