@@ -112,6 +112,15 @@ def link_names(app, doctree):
             link += code
 
 
+def link_to_where_described(app, env, node, content):
+    """A member without an entry of its own leads to that of a base class, or to its class."""
+    python = env.get_domain("py")
+    for name in reference.where_described(node["reftarget"]) if node.get("refdomain") == "py" else ():
+        if name in python.objects:
+            return python.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, content)
+    return None
+
+
 def setup(app):
     def write_pages(_):
         copy_notebooks(HERE.parent / "notebooks", HERE / "notebooks")
@@ -123,3 +132,4 @@ def setup(app):
     app.connect("autodoc-process-signature", constructor)
     app.connect("autodoc-skip-member", skips)
     app.connect("doctree-read", link_names)
+    app.connect("missing-reference", link_to_where_described)

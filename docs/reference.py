@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, TypeVar
 
 PAGES = {
@@ -30,7 +30,7 @@ PAGES = {
             f"rsembed.sparsecore.{module}"
             for module in (
                 *("embedding", "embedding_spec", "table_stacking", "utils", "linen.embed", "linen.embed_optimizer"),
-                *("nnx.embed", "pipelining", "prefetch"),
+                *("nnx.embed", "pipelining", "embedding_pipelining_utils", "prefetch"),
             )
         ],
     ),
@@ -66,7 +66,7 @@ def found(name: str) -> object:
 
 def kind(value: object) -> str:
     """What autodoc calls it: class, function (also one behind `jax.jit`), or data."""
-    if inspect.isclass(value):
+    if inspect.isclass(value) and value is not NoneType:  # which stands for what a stage does not pass on
         return "class"
     return "function" if inspect.isfunction(inspect.unwrap(value)) else "data"  # type: ignore[arg-type]
 
@@ -145,7 +145,8 @@ def words() -> dict[str, str]:
         bare.setdefault(name.rpartition(".")[2], set()).add(name)
     short = {name.removeprefix("rsembed."): entry for name, entry in entries().items()}
     classes = {word: min(names) for word, names in bare.items() if word[0].isupper() and len(names) == 1}
-    return entries() | {name: entry for name, entry in short.items() if "." in name} | classes
+    modules = {name: name for name in MODULES if "." in name}
+    return modules | entries() | {name: entry for name, entry in short.items() if "." in name} | classes
 
 
 def target(code: str) -> str | None:
@@ -159,6 +160,18 @@ def target(code: str) -> str | None:
         if owner := words().get(".".join(parts[:length])):
             return ".".join([owner, *parts[length:]])
     return None
+
+
+def where_described(member: str) -> Iterator[str]:
+    """Where a member may have its entry that has none below its class: there under its other names, in a base class.
+
+    The last is the class itself, whose text may tell of a member without an entry.
+    """
+    owner, _, name = member.rpartition(".")
+    if inspect.isclass(value := found(owner) if owner in entries() else None):
+        origins = (f"{base.__module__}.{base.__name__}" for base in value.__mro__)
+        yield from (f"{entries()[origin]}.{name}" for origin in origins if origin in entries())
+        yield entries().get(f"{value.__module__}.{value.__name__}", owner)
 
 
 def page(room: str) -> str:
@@ -178,11 +191,19 @@ def _part(module: str) -> Iterator[str]:
     for name in names:
         if entries()[name] == name:
             value = found(name)
-            options = ["   :members:"] if kind(value) == "class" else []
+            options = (
+                ["   :members:", f"   :inherited-members: {_described_apart(value)}"] if kind(value) == "class" else []
+            )
             bases = {f"{base.__module__}.{base.__name__}" for base in getattr(value, "__bases__", ())}
             options += ["   :show-inheritance:"] if bases & set(entries()) else []
             options += ["   :no-value:"] if "<module" in repr(value) else []  # and where this machine has it
             yield from (f".. auto{kind(value)}:: {name}", *options, "")
+
+
+def _described_apart(value: Any) -> str:
+    """Bases whose members an entry leaves out: those with entries of their own, and other packages'."""
+    bases = [(base.__module__, base.__name__) for base in value.__mro__[1:]]
+    return ", ".join(n for m, n in bases if f"{m}.{n}" in entries() or m.partition(".")[0] != "rsembed")
 
 
 def write(folder: Path) -> None:

@@ -145,6 +145,31 @@ def test_code_in_a_text_leads_to_the_one_entry_that_it_names(code, entry):
     assert reference.target(code) == entry
 
 
+@pytest.mark.parametrize(
+    ("member", "places"),
+    [
+        (
+            "rsembed.optimizers.LARSOptimizerSpec.short_name",
+            ["LARSOptimizerSpec.short_name", "OptimizerSpec.short_name"],
+        ),
+        ("rsembed.tbe.SplitTableBatchedEmbeddingBagsCodegen.flush", ["TableBatchedEmbeddingBags.flush"]),
+        ("rsembed.tt.TTEmbeddingBag.__call__", ["TTEmbeddingBag.__call__"]),
+        ("rsembed.plot.nothing", None),
+    ],
+)
+def test_a_member_without_an_entry_leads_to_a_base_class_or_to_its_class(member, places):
+    found = [name.split(".", 2)[2] for name in reference.where_described(member)]
+    assert found == ([] if places is None else [*places, places[0].split(".")[0]])
+
+
+def test_an_entry_has_what_bases_without_an_entry_give_it():
+    options = dict(re.findall(r"^\.\. autoclass:: (\S+)\n   :members:\n   :inherited-members: (.*)$", BAGS, re.M))
+    bag = options["rsembed.tt.TTEmbeddingBag"].split(", ")
+    assert "Module" in bag and "object" in bag and "TTTables" not in bag
+
+
+BAGS = reference.page("tt")
+
 NAMED = re.findall(r"`(rsembed\.[\w.]+)`", (ROOT / "docs" / "migration.md").read_text())
 
 
