@@ -157,7 +157,7 @@ def _sum_bag(
         is_entry = entries < stop
         rows = triton.load(rows_ref.at[entries], mask=is_entry, other=-1)
         is_row = (rows >= 0) & (rows < num_rows)
-        gains = jnp.where(is_row, 1.0, 0.0)
+        gains = is_row.astype(jnp.float32)
         if weights_ref:  # of entries without a row they may be anything, and must not lead to a read outside the table
             weights = triton.load(weights_ref[0].at[entries], mask=is_entry, other=0.0)
             gains = jnp.where(is_row, weights, 0.0)
