@@ -42,7 +42,7 @@ test-tpu: $(VENV)/.installed-dev $(VENV)/.installed-tpu
 	RSEMBED_TEST_TPU=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rsP tests/kernels/test_tpu.py
 
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-cuda
-	RSEMBED_TEST_GPU=1 $(BIN)/python -m pytest -rsP tests/kernels/test_gpu.py
+	RSEMBED_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -rsP tests/kernels/test_gpu.py
 
 # Every Python that is found, oldest and newest jax, the wheel in place of the sources, and no compiler: 40 minutes.
 test-matrix:
