@@ -12,6 +12,7 @@ keys; it counts how often it saw each, and must be right at the end.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import logging
 import os
@@ -37,6 +38,7 @@ MOST_GROWTH = 0.03
 BATCH, WIDTH, DIM, NUM_CORES = 128, 4, 16, 4
 RATE_STEPS, LIMIT_STEPS = 100, 250
 MOST_GROWING_KEYS, NEW_KEYS_A_STEP = 1 << 16, 16
+LIBC = ctypes.CDLL(None)
 MESH = Mesh(np.asarray(jax.devices()[:1]), ("shard",))
 TABLES = {
     "word": (20_000, None),
@@ -136,7 +138,7 @@ class Run:
         self.client.record(statistics)
         if self.number % LIMIT_STEPS == LIMIT_STEPS - 1:
             self.client.publish()
-            policy = fdo.LimitsPolicy(headroom_fraction=1.0, monotone=False)
+            policy = fdo.LimitsPolicy(headroom_fraction=1.0, monotone=False, bucket=2.0)
             embedding.update_preprocessing_parameters(self.specs, self.client.load(), NUM_CORES, policy=policy)
             self.limits.add(self.specs[0].table_spec.stacked_table_spec.max_ids_per_partition)
         return inputs
@@ -185,6 +187,9 @@ class Counts:
 
 
 def resident_mebibytes():
+    """What is in use: memory that the allocator keeps to use it again, up to 256 MB, is given back before."""
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
