@@ -2,9 +2,7 @@
 
 import functools
 import json
-import pathlib
 import shutil
-import tempfile
 import zlib
 
 import jax
@@ -13,14 +11,13 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import checkpoint
-from tests.bad_calls.world import collection, feature, keyed_state, other, other_state, state, table
+from tests.bad_calls.world import FOLDER, collection, feature, keyed_state, new_path, other, other_state, state, table
 
-FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="rsembed-bad-calls-"))
 ARRAYS = {"x": np.arange(6.0, dtype=np.float32), "y": np.ones((2, 2), np.float32)}
 
 
 def fresh():
-    return pathlib.Path(tempfile.mkdtemp(dir=FOLDER)) / "saved"
+    return new_path("saved")
 
 
 @functools.cache

@@ -1,8 +1,6 @@
 """Bad calls of meshes, processes, placement plans and caches."""
 
 import functools
-import pathlib
-import tempfile
 
 import numpy as np
 
@@ -20,10 +18,9 @@ from rsembed.caching import (
 )
 from rsembed.fingerprint import Fingerprint
 from rsembed.kernels import api
-from tests.bad_calls.world import feature, mesh, table
+from tests.bad_calls.world import FOLDER, feature, mesh, table
 
 NAN = float("nan")
-FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="rsembed-bad-calls-"))
 IDS = np.array([1, 2, 1, 3])
 
 

@@ -2,20 +2,18 @@
 
 import contextlib
 import io
-import pathlib
-import tempfile
 
 import matplotlib as mpl
 import numpy as np
 
 from rsembed import datasets, plot
 from rsembed.__main__ import CommandError, find_notebook, main, parse_settings, replace_parameters
+from tests.bad_calls.world import FOLDER
 
 mpl.use("Agg")
 NAN = float("nan")
 COUNTS, IDS = np.array([3, 1, 0]), np.array([0, 1, 1, 0, 1, 0, 1, 1])
 WORDS = np.arange(20)
-FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="rsembed-bad-calls-"))
 
 
 def file(name, content):

@@ -1,15 +1,13 @@
 """Bad calls of the model-parallel wing: variables, layers, groups, dumps."""
 
 import functools
-import pathlib
-import tempfile
 
 import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
 from rsembed import sok
-from tests.bad_calls.world import collection, mesh, state
+from tests.bad_calls.world import collection, mesh, new_path, state
 
 NAN = float("nan")
 
@@ -81,7 +79,7 @@ def rows(**changes):
 
 @functools.cache
 def dumped():
-    path = pathlib.Path(tempfile.mkdtemp()) / "dump"
+    path = new_path("dump")
     sok.dump(path, [variable()])
     return path
 
@@ -291,7 +289,7 @@ def _twice():
 
 
 def _checkpoint():
-    path = pathlib.Path(tempfile.mkdtemp()) / "saved"
+    path = new_path("saved")
     rs.checkpoint.save_collection(path, collection(), state())
     return sok.load(path, [variable()])
 

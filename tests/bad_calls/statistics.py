@@ -1,16 +1,11 @@
 """Bad calls of statistics and limits."""
 
-import pathlib
-import tempfile
-
 import numpy as np
 
 import rsembed as rs
 from rsembed import fdo
 from rsembed.fdo import LimitsPolicy, SparseDenseMatmulInputStats
-from tests.bad_calls.world import feature
-
-FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="rsembed-bad-calls-"))
+from tests.bad_calls.world import FOLDER, feature
 
 
 def statistics(**changes):

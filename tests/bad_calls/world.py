@@ -1,6 +1,8 @@
 """What bad calls are made with: small specs, collections and states, each made when the first call wants it."""
 
 import functools
+import pathlib
+import tempfile
 from typing import Any
 
 import jax
@@ -10,6 +12,9 @@ import numpy as np
 import rsembed as rs
 
 cached = functools.cache
+_folder = tempfile.TemporaryDirectory(prefix="rsembed-bad-calls-")
+FOLDER = pathlib.Path(_folder.name)
+"""Goes with the process."""
 KEY = jax.random.key
 
 
@@ -100,3 +105,8 @@ def near() -> rs.EmbeddingCollection:
 @cached
 def near_state() -> rs.EmbeddingState:
     return near().init(KEY(0))
+
+
+def new_path(name: str) -> pathlib.Path:
+    """In a folder of its own, which is there."""
+    return pathlib.Path(tempfile.mkdtemp(dir=FOLDER)) / name
