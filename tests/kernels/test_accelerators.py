@@ -130,7 +130,7 @@ def test_jagged_calls_agree_with_reference():
         assert_close(one, other)
     for module in (gpu, sparsecore):
         assert module.lookup_jagged.keywords == {"lookup": module.lookup}
-        assert module.row_gradients.keywords == {"lookup": module.lookup}
+        assert module.row_gradients.keywords["lookup"].__module__ == module.__name__  # that of sums of any length
 
 
 def test_gpu_tables_of_two_bytes_are_rounded_once_per_step():
