@@ -53,7 +53,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy rsembed
 
-lab: $(VENV)/.installed-notebooks
+lab: $(VENV)/.installed-lab
 	$(BIN)/jupyter lab notebooks
 
 docs: $(VENV)/.installed-docs $(if $(EXECUTE),$(VENV)/.installed-notebooks)
@@ -75,10 +75,11 @@ clean:
 	find rsembed tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Python files are used from the checkout; only these make an installation out of date. The last are packages: an
-# installation remembers which names are packages and which are files.
+# installation remembers which names are packages and which are files. Bytecode is made when a module is first imported:
+# for all files of all packages it takes a fifth of the wait for the first picture.
 $(VENV)/.installed-%: pyproject.toml CMakeLists.txt $(wildcard rsembed/kernels/csrc/* rsembed/*/__init__.py) | $(BIN)/python
-	@echo "Installing rsembed[$*] into $(VENV); the first time takes a few minutes."
-	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@echo "Installing rsembed[$*] into $(VENV); the first time takes a minute or two."
+	PIP_COMPILE=0 $(BIN)/python -m pip install --quiet --editable '.[$*]'
 	$(BIN)/python -m rsembed doctor
 	@touch $@
 
