@@ -126,8 +126,20 @@ def show(name: str, records: dict[float, Record]) -> None:
         print(f"{name:<12}{place:>12,g}{cells[0]:>18}{cells[1]:>18}{record['first step s']:>10.1f}", flush=True)
 
 
+def conclusion(name: str, records: dict[float, Record]) -> str:
+    """What one curve says of a step, from its first and last point."""
+    points, places = list(records.values()), list(records)
+    if name == "keys":
+        return f"at most {max(point['million keys a second'] for point in points):.1f} million new keys a second"
+    first, last = points[0][STEP]["ns per id"], points[-1][STEP]["ns per id"]
+    change = f"{last / first:.1f} times the cost" if last > first else f"{first / last:.1f} times cheaper"
+    if name == "skew":
+        return f"uniform to {places[-1]:g}: {change}"
+    return f"{places[-1] / places[0]:,.0f} times as many: {change}"
+
+
 def draw(records: dict[str, dict[float, Record]], path: Path) -> None:
-    """One small plot a curve."""
+    """One small plot a curve, under what it says."""
     labels = {
         "ids a step": "ids a step",
         "dim": "numbers a row",
@@ -150,11 +162,12 @@ def draw(records: dict[str, dict[float, Record]], path: Path) -> None:
             axes.set_yticks(NANOSECONDS, map(str, NANOSECONDS))
             axes.set_yticks([], minor=True)
         axes.set(xlabel=labels[name], xscale="linear" if name == "skew" else "log")
+        axes.set_title(conclusion(name, records[name]), fontsize=9)
         axes.grid(color="0.9")
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
-    figure.suptitle(machine(), fontsize=10)
+    figure.suptitle(f"What an id costs as one thing grows ({machine()})", fontsize=11)
     figure.savefig(path, dpi=80)
 
 

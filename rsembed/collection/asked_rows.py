@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
@@ -167,9 +166,7 @@ class AskedRows(Rows):
         """What an owner is told: ids; or keys, how often each occurs here, and where first."""
         if not self.home.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
-        zeros = jnp.zeros_like(wanted.entry_of)
-        counts = api.count_uses(zeros, zeros, wanted.entry_of, jnp.int32(0), zeros + 1)[1]
-        return *wanted.lanes[:2], counts, wanted.first_of
+        return *wanted.lanes[:2], wanted.counts, wanted.first_of
 
     def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
         """The same at the owner."""
@@ -187,7 +184,8 @@ class AskedRows(Rows):
         place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
         device = place // max(first_of.shape[0] // self.num_shards, 1)
         in_order = distinct(device, [first_of, place], num_devices=self.num_shards)  # places tell all entries apart
-        keys, occurrences = jax.tree.map(lambda lane: lane[in_order.first_of], (keys, occurrences))
+        high, low, is_key, occurrences = api.gather_rows((*keys, occurrences), in_order.first_of)
+        keys = Keys(high, low, is_key)
         params, slots, rows = self._find(params, slots, keys, occurrences, step)
         return params, slots, rows[in_order.entry_of]
 

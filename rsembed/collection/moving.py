@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Int, Integer
 from rsembed.caching import padded_size
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.homes import Hashed, hashed_rows, row_map
-from rsembed.homes.hash_table import compact
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Ahead, on_host
 from rsembed.homes.logical_rows import array_names
@@ -198,7 +197,7 @@ class Moving:
         ones = jnp.ones(keys.shape, jnp.int32)
         first, is_admitted = self.home.newcomers(params, strangers, Ahead(ones, number))
         is_first = first == jnp.arange(keys.shape[0], dtype=jnp.int32)
-        places, count = compact(is_first, keys.shape[0]), jnp.sum(is_first, dtype=jnp.int32)
+        places, count = api.compact(is_first, keys.shape[0])
         lanes = (lane.at[places].get(mode="fill", fill_value=0) for lane in (keys.high, keys.low, is_admitted))
         num_held = jnp.sum(is_held, dtype=jnp.int32)
         return *lanes, count.reshape(1), params.keys.num_free, num_held.reshape(1)
@@ -210,7 +209,7 @@ class Moving:
         score, _ = self.home.scores(params._replace(rows=rows))
         may_leave = (known.last_step != FREE) & ~_marked(params, row_map.find(known, keys))
         chosen = row_map.least(known, score, may_leave, num_wanted[0])
-        return _without(params, compact(chosen, size))
+        return _without(params, api.compact(chosen, size)[0])
 
 
 def _bare(params: DynamicTable) -> DynamicTable:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
@@ -18,8 +18,6 @@ from rsembed.kernels.keyed import DELETED, EMPTY, varying_zero
 from rsembed.keys import Keys
 
 REBUILD_BLOCK = 16_384
-FEW, FEW_BLOCK = 8, 16
-"""How many entries there are for each wanted one, at least, where they are counted by blocks of so many."""
 
 
 class HashTable(NamedTuple):
@@ -45,9 +43,9 @@ def empty(max_keys: int) -> HashTable:
     return HashTable(lanes, rows, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
 
 
-def find(table: HashTable, keys: Keys) -> Int[Array, " nnz"]:
-    """The row of every key, `NO_ROW` for absent keys and padding; a key may occur several times."""
-    return api.find_keys(table.keys, table.rows, keys)[1]
+def find(table: HashTable, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
+    """The row of every key, `NO_ROW` for absent keys and padding; and how many are absent. A key may occur again."""
+    return api.find_keys(table.keys, table.rows, keys)[1:]
 
 
 def insert(table: HashTable, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
@@ -60,7 +58,7 @@ def insert(table: HashTable, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
 
 def remove(table: HashTable, keys: Keys) -> HashTable:
     """The table without these distinct keys; absent keys and padding are skipped."""
-    slots, _ = api.find_keys(table.keys, table.rows, keys)
+    slots = api.find_keys(table.keys, table.rows, keys)[0]
     num_removed = jnp.sum(slots != NO_ROW, dtype=jnp.int32)
     table = table._replace(
         rows=api.scatter_rows((table.rows,), slots, (jnp.full_like(slots, DELETED),))[0],
@@ -96,7 +94,7 @@ def combine(
     is_first = first == position
     number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     place = number.at[first].get(mode="fill", fill_value=NO_ROW)
-    starts, zeros = compact(is_first, position.size), jnp.zeros_like(position)
+    starts, zeros = api.compact(is_first, position.size)[0], jnp.zeros_like(position)
     high, low = (lane.at[starts].get(mode="fill", fill_value=0) for lane in (keys.high, keys.low))
     counts = api.count_uses(zeros, zeros, place, jnp.int32(0), occurrences)[1]
     # Every place occurs, so the sum in row `p` is that of place `p`.
@@ -111,24 +109,3 @@ def num_distinct(keys: Keys) -> Int[Array, ""]:
         return jnp.sum(api.first_occurrences(keys) == jnp.arange(keys.low.shape[0], dtype=jnp.int32), dtype=jnp.int32)
 
     return jax.lax.cond(jnp.any(keys.is_key), count, lambda keys: varying_zero(keys.is_key), keys)
-
-
-def compact(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
-    """Positions of the first `size` True entries, and `NO_ROW` behind them."""
-    if mask.shape[0] > FEW * size:
-        return _compact_few(mask, size)
-    offsets, order = api.rows_by_bag(jnp.where(mask, 0, 1), 1)
-    places = jnp.arange(size, dtype=jnp.int32)
-    return jnp.where(places < offsets[1], order.at[places].get(mode="fill", fill_value=NO_ROW), NO_ROW)
-
-
-def _compact_few(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
-    """The same: entries are counted by blocks, and looked for in the blocks that have some."""
-    blocks = jnp.pad(mask, (0, -mask.shape[0] % FEW_BLOCK)).reshape(-1, FEW_BLOCK)
-    counts = jnp.sum(blocks, axis=1, dtype=jnp.int32)
-    ends, wanted = jnp.cumsum(counts, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
-    block = jnp.searchsorted(ends, wanted, side="right").astype(jnp.int32)
-    own, first = blocks.at[block].get(mode="fill", fill_value=False), (ends - counts).at[block].get(mode="clip")
-    is_it = own & (jnp.cumsum(own, axis=1, dtype=jnp.int32) == (wanted - first)[:, None] + 1)
-    inside = jnp.argmax(is_it, axis=1).astype(jnp.int32)
-    return jnp.where(wanted < ends[-1], block * FEW_BLOCK + inside, NO_ROW)

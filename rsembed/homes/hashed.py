@@ -158,7 +158,7 @@ class Hashed(RowsByKey):
         self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """As every home. A key that `find` will meet a full table with reads ahead as what it would start from."""
-        rows = row_map.find(params.keys, keys)
+        rows, num_absent = row_map.search(params.keys, keys)
         strangers, vectors = keys.only(rows == NO_ROW), hashed_rows.read(params, rows)
         if ahead is None:
             return vectors, num_distinct(strangers)
@@ -175,7 +175,7 @@ class Hashed(RowsByKey):
             return vectors, varying_zero(strangers.is_key)
 
         # Late in training most batches have no strangers, and need none of their work.
-        return jax.lax.cond(jnp.any(strangers.is_key), with_strangers, without, vectors)
+        return jax.lax.cond(num_absent > 0, with_strangers, without, vectors)
 
     def newcomers(
         self, params: DynamicTable, strangers: Keys, ahead: Ahead
@@ -198,10 +198,9 @@ class Hashed(RowsByKey):
         ahead: Ahead | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
         """As every home, from the rows where they lie if all keys have some."""
-        rows = row_map.find(params.keys, keys)
+        rows, num_absent = row_map.search(params.keys, keys)
         read = functools.partial(super().pooled, params, keys, table, pool, ahead=ahead)
-        is_known = ~jnp.any(keys.is_key & (rows == NO_ROW))
-        return jax.lax.cond(is_known, lambda: (pool(params.rows, rows), varying_zero(rows)), read)
+        return jax.lax.cond(num_absent == 0, lambda: (pool(params.rows, rows), varying_zero(rows)), read)
 
     def find(
         self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
@@ -210,7 +209,7 @@ class Hashed(RowsByKey):
 
         Several calls may share a step: none of them evicts a row that another one used.
         """
-        number, rows = _number(step), row_map.find(params.keys, keys)
+        number, (rows, num_absent) = _number(step), row_map.search(params.keys, keys)
         params = params._replace(keys=row_map.use(params.keys, rows, number, occurrences))
 
         def admit(_: Array, state: tuple[DynamicTable, Slots, Array]) -> tuple[DynamicTable, Slots, Array]:
@@ -220,8 +219,8 @@ class Hashed(RowsByKey):
             return params, slots, jnp.where(strangers.is_key, new_rows, rows)
 
         # Most batches have no strangers. A loop of one turn or none keeps the table where it lies, a branch may not.
-        num_turns = jnp.any(keys.is_key & (rows == NO_ROW)).astype(jnp.int32)
-        found: tuple[DynamicTable, Slots, Array] = jax.lax.fori_loop(0, num_turns, admit, (params, slots, rows))
+        num_turns, start = jnp.minimum(num_absent, 1), (params, slots, rows)
+        found: tuple[DynamicTable, Slots, Array] = jax.lax.fori_loop(0, num_turns, admit, start)
         return found
 
     def _admit(
@@ -237,20 +236,22 @@ class Hashed(RowsByKey):
             waiting_rows = row_map.find(waiting, keys)
             totals = row_map.add_counts(totals, row_map.count_of(waiting, waiting_rows))
         is_admitted = self._is_admitted(params, keys, totals, number)
-        known, rows, evicted = row_map.assign(params.keys, keys.only(is_admitted), number, totals, evict=evict)
-        is_left = keys.is_key & (rows == NO_ROW)
-        failed, forgotten = is_admitted & is_left, jnp.zeros(1, jnp.int32)
+        assigned = row_map.assign(params.keys, keys.only(is_admitted), number, totals, evict=evict)
+        known, rows, evicted, num_failed = assigned
+        forgotten = jnp.zeros(1, jnp.int32)
         if waiting is not None:
+            is_left = keys.is_key & (rows == NO_ROW)
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
             waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
-            waiting, places, forgotten = row_map.assign(waiting, newcomers, number, totals, evict=forget)
-            failed = failed | (newcomers.is_key & (places == NO_ROW))
+            waiting, places, forgotten, _ = row_map.assign(waiting, newcomers, number, totals, evict=forget)
+            has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
+            num_failed = jnp.sum(has_none, dtype=jnp.int32)
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.key[0])
         counters = params.counters.add(
-            inserted=jnp.sum(rows != NO_ROW, dtype=jnp.int32),
+            inserted=params.keys.num_free + evicted - known.num_free,
             evicted=evicted,
-            failed=jnp.sum(failed, dtype=jnp.int32),
+            failed=num_failed,
             not_admitted=jnp.sum(keys.is_key & ~is_admitted, dtype=jnp.int32),
             forgotten=forgotten,
         )

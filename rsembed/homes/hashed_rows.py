@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.homes import row_map
-from rsembed.homes.hash_table import compact
 from rsembed.homes.home import Home, on_host
 from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
@@ -152,15 +151,15 @@ def with_initial_values(
     if not rows.shape[0]:
         return arrays
     num_blocks = -(-rows.shape[0] // INITIAL_BLOCK)
-    order = compact(rows != NO_ROW, num_blocks * INITIAL_BLOCK)
-    num_used = -(-jnp.sum(rows != NO_ROW, dtype=jnp.int32) // INITIAL_BLOCK)
+    order, num_new = api.compact(rows != NO_ROW, num_blocks * INITIAL_BLOCK)
+    num_used = -(-num_new // INITIAL_BLOCK)
 
     def fill_block(i: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
-        high, low = (lane.at[entries].get(mode="fill", fill_value=0) for lane in (keys.high, keys.low))
+        own, high, low = api.gather_rows((rows, keys.high, keys.low), entries, missing=NO_ROW)
         values = initial_values(table, key, Keys(high, low, entries != NO_ROW))
         parts = (values, *(table.optimizer.init_slots(values) if slots else ()))
-        return api.scatter_rows(arrays, rows.at[entries].get(mode="fill", fill_value=NO_ROW), parts)
+        return api.scatter_rows(arrays, own, parts)
 
     return jax.lax.fori_loop(0, num_used, fill_block, arrays)
 

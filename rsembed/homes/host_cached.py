@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.caching import BackingStore, RowStore
 from rsembed.homes import hashed_rows, row_map
-from rsembed.homes.hash_table import compact
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Ahead, Home, on_host
 from rsembed.homes.row_map import EVICTIONS, Eviction
@@ -205,22 +204,23 @@ class HostCached(Home):
         uses = jnp.zeros(position.shape, jnp.int32).at[first].add(1, mode="drop")
         touched = row_map.touch(known, rows, now, row_map.add_counts(row_map.count_of(known, rows), uses))
         strangers = distinct.only(rows == NO_ROW)
-        filled, new_rows, evicted = row_map.assign(touched, strangers, now, uses, evict=row_map.score(self.eviction))
+        filled, new_rows, evicted, num_without = row_map.assign(
+            touched, strangers, now, uses, evict=row_map.score(self.eviction)
+        )
         had_key = touched.last_step.at[new_rows].get(mode="fill", fill_value=row_map.FREE) != row_map.FREE
         left = jnp.where(had_key, touched.low.at[new_rows].get(mode="fill", fill_value=0).astype(jnp.int32), -1)
-        moved = compact(new_rows != NO_ROW, position.shape[0])
+        moved, count = api.compact(new_rows != NO_ROW, position.shape[0])
 
         def first_ones(lane: Array, fill: int) -> Array:
             return lane.at[moved].get(mode="fill", fill_value=fill)
 
-        count = jnp.sum(new_rows != NO_ROW, dtype=jnp.int32)
         counters = near.counters.add(inserted=count, evicted=evicted)
         moves = Moves(
             first_ones(new_rows, NO_ROW),
             first_ones(keys.low.astype(jnp.int32), -1),
             first_ones(left, -1),
             count.reshape(1),
-            jnp.sum(strangers.is_key & (new_rows == NO_ROW), dtype=jnp.int32).reshape(1),
+            num_without.reshape(1),
         )
         return params._replace(near=near._replace(keys=filled, counters=counters)), moves
 

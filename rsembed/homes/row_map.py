@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
 from rsembed.homes import hash_table
-from rsembed.homes.hash_table import HashTable, compact
+from rsembed.homes.hash_table import HashTable
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import MAX_COUNT, varying_zero
@@ -63,6 +63,11 @@ def empty(capacity: int, *, with_first_step: bool = False) -> RowMap:
 
 def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
     """The row of every key; `NO_ROW` for unknown keys and padding."""
+    return search(row_map, keys)[0]
+
+
+def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
+    """The same, and how many keys are unknown."""
     return hash_table.find(row_map.hashed, keys)
 
 
@@ -73,7 +78,7 @@ def assign(
     occurrences: Int[Array, " nnz"],
     *,
     evict: Score | None = None,
-) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, "1"]]:
+) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, "1"], Int[Array, ""]]:
     """Rows for distinct, unknown keys, in their order.
 
     Args:
@@ -83,7 +88,8 @@ def assign(
       occurrences: how often every key has occurred so far.
       evict: whose rows to take when there are too few free ones. None takes none.
 
-    Returns: the map, the row of every key (`NO_ROW` where there was none left), and the number of evicted keys.
+    Returns: the map, the row of every key (`NO_ROW` where there was none left), the number of evicted keys, and for
+      how many there was none left.
     """
     num_before = row_map.num_free
     if evict is not None:
@@ -92,15 +98,12 @@ def assign(
             short > 0, lambda m: _evict_least(m, short, step, evict, keys.low.shape[0]), lambda m: m, row_map
         )
     num_evicted = row_map.num_free - num_before
-    rank = jnp.cumsum(keys.is_key, dtype=jnp.int32) - 1
-    gets_row = keys.is_key & (rank < row_map.num_free)
-    places = jnp.where(gets_row, row_map.num_free - 1 - rank, NO_ROW)
-    rows = row_map.free.at[places].get(mode="fill", fill_value=NO_ROW)
+    rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key)
     steps = jnp.broadcast_to(step, rows.shape)
     given = {"high": keys.high, "low": keys.low, "last_step": steps, "counts": occurrences, "first_step": steps}
-    hashed = hash_table.insert(row_map.hashed, keys._replace(is_key=gets_row), rows)
-    num_free = row_map.num_free - jnp.sum(gets_row, dtype=jnp.int32)
-    return _with_lanes(row_map, rows, given)._replace(hashed=hashed, num_free=num_free), rows, num_evicted
+    hashed = hash_table.insert(row_map.hashed, keys._replace(is_key=rows != NO_ROW), rows)
+    filled = _with_lanes(row_map, rows, given)._replace(hashed=hashed, num_free=num_free)
+    return filled, rows, num_evicted, num_without
 
 
 def find_or_assign(
@@ -116,9 +119,10 @@ def find_or_assign(
     """
     rows = find(row_map, keys)
     new = keys.only(rows == NO_ROW)
-    row_map, new_rows, _ = assign(row_map, new, jnp.int32(0), counts)
+    num_free = row_map.num_free[0]
+    row_map, new_rows, *_ = assign(row_map, new, jnp.int32(0), counts)
     rows = jnp.where(new.is_key, new_rows, rows)
-    return touch(row_map, rows, steps, counts, first_steps), rows, jnp.sum(new_rows != NO_ROW, dtype=jnp.int32)
+    return touch(row_map, rows, steps, counts, first_steps), rows, num_free - row_map.num_free[0]
 
 
 def touch(
@@ -204,7 +208,7 @@ def score(policy: Eviction) -> Score:
 
 def _evict_least(row_map: RowMap, num_wanted: Int[Array, ""], step: Int[Array, ""], score: Score, most: int) -> RowMap:
     is_candidate = (row_map.last_step != FREE) & (row_map.last_step != step)
-    return release(row_map, compact(least(row_map, score, is_candidate, num_wanted), most))
+    return release(row_map, api.compact(least(row_map, score, is_candidate, num_wanted), most)[0])
 
 
 def least(

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt32
 
 from rsembed.kernels import gpu, native, reference, sparsecore
+from rsembed.kernels.blocks import Queue, Rows
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -290,10 +291,10 @@ def weight_gradients(
 
 
 def gather_rows(
-    arrays: Sequence[Array], rows: Int[Array, " capacity"], *, implementation: str | None = None
+    arrays: Sequence[Array], rows: Int[Array, " capacity"], *, missing: int = 0, implementation: str | None = None
 ) -> tuple[Array, ...]:
-    """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
-    return _dispatch("gather_rows", implementation, tuple(arrays), rows)
+    """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
+    return _dispatch("gather_rows", implementation, tuple(arrays), rows, missing)
 
 
 def scatter_rows(
@@ -305,6 +306,60 @@ def scatter_rows(
 ) -> tuple[Array, ...]:
     """The arrays with distinct `rows` overwritten, in place when they are donated; rows outside are skipped."""
     return _dispatch("scatter_rows", implementation, tuple(arrays), rows, tuple(values))
+
+
+def pack_blocks(
+    arrays: Sequence[Array], rows: Sequence[Rows], *, implementation: str | None = None
+) -> Shaped[Array, "devices places *row"]:
+    """Blocks of several arrays beside each other, to travel in one exchange.
+
+    Args:
+      arrays: `[n, ...]`, or blocks `[devices, capacity, ...]`; of one kind: rows of one shape and type, or lanes of 32
+        bits, which become uint32.
+      rows: for each array those rows that go into the places of its blocks, or for none. A row outside is an empty
+        place, with `NO_ROW` in int32 arrays and zeros in others.
+      implementation: see `implementation_states`.
+    """
+    return _dispatch("pack_blocks", implementation, tuple(arrays), tuple(rows))
+
+
+def unpack_blocks(
+    packed: Shaped[Array, "devices places *row"], shapes: Sequence[Any], *, implementation: str | None = None
+) -> tuple[Array, ...]:
+    """The blocks of each array again, given their shapes and types."""
+    return _dispatch("unpack_blocks", implementation, packed, tuple(shapes))
+
+
+def block_ends(
+    queues: Sequence[Queue], *, implementation: str | None = None
+) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
+    """Of each owner in each queue: 1 if all entries that are left have places in this round, 0 if not.
+
+    Where they have not, what tells the first one without a place from others, as words of the same order: one per lane
+    of the queue that has most, of others the last again. Zeros where all fit.
+    """
+    return _dispatch("block_ends", implementation, tuple(queues))
+
+
+def round_places(
+    queues: Sequence[Queue],
+    fit: Int[Array, "queues devices"],
+    cuts: UInt32[Array, "levels queues devices"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
+    """What every queue sends to every owner in a round.
+
+    Args:
+      queues: of one device.
+      fit: 1 where no device has more entries for an owner than places, 0 where some has.
+      cuts: and then the least entry without a place, in the words of `block_ends`; only those before it travel.
+      implementation: see `implementation_states`.
+
+    Returns: of each queue the entries in the places, `NO_ROW` in empty ones, and the cursor behind them; and whether
+      any queue has entries left.
+    """
+    return _dispatch("round_places", implementation, tuple(queues), fit, cuts)
 
 
 def stochastic_rounding(key: PRNGKeyArray) -> reference.Rounding:
@@ -370,7 +425,8 @@ def distinct(
       num_owners: how many there are.
       implementation: see `implementation_states`.
 
-    Returns: lanes, entry of every occurrence, first occurrence of every entry, and offsets; see `keyed.distinct`.
+    Returns: lanes, entry of every occurrence, first occurrence of every entry, offsets, and how often every entry
+      occurs; see `keyed.distinct`.
     """
     return _dispatch("distinct", implementation, owners, tuple(lanes), num_owners)
 
@@ -382,8 +438,11 @@ def first_occurrences(keys: Keys, *, implementation: str | None = None) -> Int[A
 
 def find_keys(
     lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, *, implementation: str | None = None
-) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"]]:
-    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; a key may occur several times."""
+) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
+    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; and how many of them are absent.
+
+    A key may occur several times.
+    """
     return _dispatch("find_keys", implementation, lanes, rows, keys)
 
 
@@ -402,6 +461,27 @@ def insert_keys(
     Keys that would leave less than a quarter of the slots empty are left out.
     """
     return _dispatch("insert_keys", implementation, lanes, rows, num_keys, num_deleted, keys, new_rows)
+
+
+def compact(
+    mask: Bool[Array, " n"], size: int, *, implementation: str | None = None
+) -> tuple[Int[Array, " size"], Int[Array, ""]]:
+    """Positions of the first `size` True entries, `NO_ROW` behind them; and how many there are."""
+    return _dispatch("compact", implementation, mask, size)
+
+
+def take_rows(
+    free: Int[Array, " rows"],
+    num_free: Int[Array, "1"],
+    wants: Bool[Array, " n"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Int[Array, " n"], Int[Array, "1"], Int[Array, ""]]:
+    """Rows from the top of a stack for those that want one, in their order, `NO_ROW` for the others.
+
+    Returns: the rows, how many are left in the stack, and for how many there was none.
+    """
+    return _dispatch("take_rows", implementation, free, num_free, wants)
 
 
 def count_uses(

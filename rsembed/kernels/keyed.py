@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PRNGKeyArray, Shaped, UInt32
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, Shaped, UInt32
 
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys
@@ -31,7 +31,11 @@ CLAIM = -(2**31)
 MIN_WIDTH = 2048
 
 Distinct = tuple[
-    tuple[Shaped[Array, " nnz"], ...], Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, " owners_plus_1"]
+    tuple[Shaped[Array, " nnz"], ...],
+    Int[Array, " nnz"],
+    Int[Array, " nnz"],
+    Int[Array, " owners_plus_1"],
+    Int[Array, " nnz"],
 ]
 
 
@@ -48,7 +52,7 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
 
     Returns: the lanes of every distinct entry (zeros behind the last one), the entry of every occurrence (`NO_ROW`
     without an owner), the first occurrence of every entry (`NO_ROW` behind the last one), and where each owner's
-    entries begin.
+    entries begin, and how often every entry occurs (0 behind the last one).
     """
     owners = jnp.where((owners >= 0) & (owners < num_owners), owners, num_owners).astype(jnp.int32)
     occurrences = jnp.arange(owners.shape[0], dtype=jnp.int32)
@@ -63,7 +67,8 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
     first_of = jnp.full(owners.shape, NO_ROW, jnp.int32).at[place].set(order, mode="drop")
     counts = jnp.zeros(num_owners, jnp.int32).at[keys[0]].add(is_first.astype(jnp.int32), mode="drop")
     offsets = jnp.zeros(num_owners + 1, jnp.int32).at[1:].set(jnp.cumsum(counts, dtype=jnp.int32))
-    return sorted_lanes, entry_of, first_of, offsets
+    num_occurrences = jnp.zeros(owners.shape, jnp.int32).at[entry_of].add(1, mode="drop")
+    return sorted_lanes, entry_of, first_of, offsets, num_occurrences
 
 
 def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
@@ -87,8 +92,11 @@ def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
 
 def find_keys(
     lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys
-) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"]]:
-    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; a key may occur several times."""
+) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
+    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; and how many of them are absent.
+
+    A key may occur several times.
+    """
 
     def probe(zero: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
         found_rows, found = rows[places], lanes[places]
@@ -96,7 +104,29 @@ def find_keys(
         return zero, is_hit | (active & (found_rows == EMPTY)), jnp.where(is_hit, places, NO_ROW)
 
     slots = _probe_all(probe, varying_zero(rows, keys.low), keys, rows.shape[0])[1]
-    return slots, rows.at[slots].get(mode="fill", fill_value=NO_ROW)
+    num_absent = jnp.sum(keys.is_key & (slots == NO_ROW), dtype=jnp.int32)
+    return slots, rows.at[slots].get(mode="fill", fill_value=NO_ROW), num_absent
+
+
+def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
+    """Positions of the first `size` True entries, `NO_ROW` behind them; and how many there are."""
+    counts = jnp.cumsum(mask, dtype=jnp.int32)
+    places = jnp.searchsorted(counts, jnp.arange(1, size + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return jnp.where(places < mask.shape[0], places, NO_ROW), jnp.sum(mask, dtype=jnp.int32)
+
+
+def take_rows(
+    free: Int[Array, " rows"], num_free: Int[Array, "1"], wants: Bool[Array, " n"]
+) -> tuple[Int[Array, " n"], Int[Array, "1"], Int[Array, ""]]:
+    """Rows from the top of a stack, whose first `num_free` places count, for those that want one, in their order.
+
+    Returns: the rows, `NO_ROW` for the others; how many are left in the stack; and for how many there was none.
+    """
+    rank = jnp.cumsum(wants, dtype=jnp.int32) - 1
+    gets_row = wants & (rank < num_free)
+    rows = free.at[jnp.where(gets_row, num_free - 1 - rank, NO_ROW)].get(mode="fill", fill_value=NO_ROW)
+    num_wanted, num_given = jnp.sum(wants, dtype=jnp.int32), jnp.sum(gets_row, dtype=jnp.int32)
+    return rows, num_free - num_given, num_wanted - num_given
 
 
 def insert_keys(
@@ -203,17 +233,10 @@ def _probe_all(probe: Probe, state: Any, keys: Keys, num_slots: int) -> tuple[An
             is_done = active & ~still_active
             results = results.at[jnp.where(is_done, seekers.positions, n)].set(found, mode="drop")
         if next_width:
-            kept = _compact(still_active, next_width)
+            kept, _ = compact(still_active, next_width)
             seekers, places = _take((seekers, places), kept)
             active = kept != NO_ROW
     return state, results
-
-
-def _compact(mask: Array, size: int) -> Array:
-    """Positions of the first `size` True entries, and `NO_ROW` behind them."""
-    counts = jnp.cumsum(mask, dtype=jnp.int32)
-    places = jnp.searchsorted(counts, jnp.arange(1, size + 1, dtype=jnp.int32)).astype(jnp.int32)
-    return jnp.where(places < mask.shape[0], places, NO_ROW)
 
 
 def _take(arrays: Any, places: Array) -> Any:

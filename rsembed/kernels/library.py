@@ -31,6 +31,8 @@ _TARGETS = (
     *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
     *("rsembed_distinct", "rsembed_first_occurrences", "rsembed_find_keys", "rsembed_insert_keys"),
     *("rsembed_count_uses", "rsembed_row_bits", "rsembed_rows_of_ids", "rsembed_count_ids"),
+    *("rsembed_compact", "rsembed_take_rows", "rsembed_pack_blocks", "rsembed_unpack_blocks"),
+    *("rsembed_block_ends", "rsembed_round_places"),
     *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/native.py
 )
 

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt32
 
 from rsembed.kernels import reference
+from rsembed.kernels.blocks import Queue, Rows, word_dtype
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -123,10 +124,10 @@ def weight_gradients(
     return gradients
 
 
-def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
-    """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
+    """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
-    return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays)
+    return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=np.int64(missing))
 
 
 def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values: Sequence[Array]) -> tuple[Array, ...]:
@@ -134,7 +135,54 @@ def scatter_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], values:
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
     results = [(array.shape, array.dtype) for array in arrays]
     aliases = {1 + k: k for k in range(len(arrays))}
-    return call_handler("rsembed_scatter_rows", results, as_rows(rows), *arrays, *values, aliases=aliases)
+    operands = as_rows(rows), *arrays, *values
+    return call_handler("rsembed_scatter_rows", results, *operands, aliases=aliases, missing=np.int64(0))
+
+
+def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
+    """Blocks of all arrays beside each other; see `api.pack_blocks`."""
+    picked = [array if own is None else own for array, own in zip(arrays, rows, strict=True)]
+    shape, array = picked[0].shape, arrays[0]
+    row = array.shape[2:] if rows[0] is None else array.shape[1:]
+    results = [((shape[0], sum(own.shape[1] for own in picked), *row), word_dtype(array.dtype, is_lane=not row))]
+    gathers = rows[0] is not None
+    operands = [x for pair in zip(picked, arrays, strict=True) for x in pair] if gathers else arrays
+    return call_handler("rsembed_pack_blocks", results, *operands, gathers=gathers)[0]
+
+
+def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[Any]) -> tuple[Array, ...]:
+    """The blocks of each array; see `api.unpack_blocks`."""
+    return call_handler("rsembed_unpack_blocks", [(own.shape, own.dtype) for own in shapes], packed)
+
+
+def block_ends(
+    queues: Sequence[Queue],
+) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
+    """Whether all fit, and what comes first behind; see `api.block_ends`."""
+    operands, attributes = _queues(queues)
+    size, num_levels = (len(queues), queues[0].cursor.shape[0]), max(len(queue.lanes) for queue in queues)
+    results = [(size, jnp.int32), ((num_levels, *size), jnp.uint32)]
+    fit, behind = call_handler("rsembed_block_ends", results, *operands, **attributes)
+    return fit, behind
+
+
+def round_places(
+    queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
+) -> tuple[tuple[Array, ...], tuple[Array, ...], Bool[Array, ""]]:
+    """What travels in a round; see `api.round_places`."""
+    operands, attributes = _queues(queues)
+    results: list[tuple[tuple[int, ...], Any]] = [((), jnp.bool_)]
+    for queue in queues:
+        size = queue.cursor.shape
+        results += [((*size, queue.capacity), jnp.int32), (size, jnp.int32)]
+    are_left, *found = call_handler("rsembed_round_places", results, fit, cuts, *operands, **attributes)
+    return tuple(found[::2]), tuple(found[1::2]), are_left
+
+
+def _queues(queues: Sequence[Queue]) -> tuple[list[Array], dict[str, Any]]:
+    operands = [array for queue in queues for array in (queue.offsets, queue.cursor, *queue.lanes)]
+    numbers = {"num_lanes": [len(queue.lanes) for queue in queues], "capacities": [own.capacity for own in queues]}
+    return operands, {name: np.asarray(values, np.int64) for name, values in numbers.items()}
 
 
 def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
@@ -170,10 +218,11 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
     """Equal entries made one, in the order of their owners and then of their lanes; see `keyed.distinct`."""
     if wrong := [str(lane.dtype) for lane in lanes if lane.dtype not in (jnp.int32, jnp.uint32)]:
         raise NotImplementedError(f"native lanes are int32 or uint32, not {wrong[0]}")
-    results: list[tuple[tuple[int, ...], Any]] = [(owners.shape, jnp.int32)] * 2 + [((num_owners + 1,), jnp.int32)]
+    of_entries: tuple[tuple[int, ...], Any] = owners.shape, jnp.int32
+    results = [of_entries, of_entries, ((num_owners + 1,), jnp.int32), of_entries]
     results += [(lane.shape, lane.dtype) for lane in lanes]
-    entry_of, first_of, offsets, *own = call_handler("rsembed_distinct", results, as_rows(owners), *lanes)
-    return tuple(own), entry_of, first_of, offsets
+    entry_of, first_of, offsets, counts, *own = call_handler("rsembed_distinct", results, as_rows(owners), *lanes)
+    return tuple(own), entry_of, first_of, offsets, counts
 
 
 def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
@@ -183,10 +232,26 @@ def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
 
 def find_keys(
     lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys
-) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"]]:
-    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding."""
-    slots, found = call_handler("rsembed_find_keys", [(keys.shape, jnp.int32)] * 2, lanes, rows, *keys)
-    return slots, found
+) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
+    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; and how many are absent."""
+    results: list[tuple[tuple[int, ...], Any]] = [(keys.shape, jnp.int32), (keys.shape, jnp.int32), ((), jnp.int32)]
+    slots, found, num_absent = call_handler("rsembed_find_keys", results, lanes, rows, *keys)
+    return slots, found, num_absent
+
+
+def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
+    """Positions of the first `size` True entries, `NO_ROW` behind them; and how many there are."""
+    places, num = call_handler("rsembed_compact", [((size,), jnp.int32), ((), jnp.int32)], mask)
+    return places, num
+
+
+def take_rows(
+    free: Int[Array, " rows"], num_free: Int[Array, "1"], wants: Bool[Array, " n"]
+) -> tuple[Int[Array, " n"], Int[Array, "1"], Int[Array, ""]]:
+    """Rows from the top of a stack; see `keyed.take_rows`."""
+    results: list[tuple[tuple[int, ...], Any]] = [(wants.shape, jnp.int32), ((1,), jnp.int32), ((), jnp.int32)]
+    rows, num_left, num_without = call_handler("rsembed_take_rows", results, free, num_free, wants)
+    return rows, num_left, num_without
 
 
 def insert_keys(

@@ -14,6 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from rsembed.kernels.blocks import block_ends as block_ends
+from rsembed.kernels.blocks import pack_blocks as pack_blocks
+from rsembed.kernels.blocks import round_places as round_places
+from rsembed.kernels.blocks import unpack_blocks as unpack_blocks
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -30,12 +34,14 @@ from rsembed.kernels.contract import (
 from rsembed.kernels.contract import Rounding as Rounding
 from rsembed.kernels.ids import count_ids as count_ids
 from rsembed.kernels.ids import rows_of_ids as rows_of_ids
+from rsembed.kernels.keyed import compact as compact
 from rsembed.kernels.keyed import count_uses as count_uses
 from rsembed.kernels.keyed import distinct as distinct
 from rsembed.kernels.keyed import find_keys as find_keys
 from rsembed.kernels.keyed import first_occurrences as first_occurrences
 from rsembed.kernels.keyed import insert_keys as insert_keys
 from rsembed.kernels.keyed import row_bits as row_bits
+from rsembed.kernels.keyed import take_rows as take_rows
 from rsembed.optimizers import Slots
 
 NAME = "reference"
@@ -156,14 +162,15 @@ def row_gradients(
     return rows, jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
 
 
-def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"]) -> tuple[Array, ...]:
-    """The same rows of every array, of any dtype; a row outside its array reads as zeros."""
+def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
+    """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     places = jnp.where(rows < 0, NO_ROW, rows)
+    fillers = [missing if array.dtype == jnp.int32 else 0 for array in arrays]
     return tuple(
-        array.at[places].get(mode="fill", fill_value=0)
+        array.at[places].get(mode="fill", fill_value=filler)
         if array.shape[0]
-        else jnp.zeros((rows.shape[0], *array.shape[1:]), array.dtype)
-        for array in arrays
+        else jnp.full((rows.shape[0], *array.shape[1:]), filler, array.dtype)
+        for array, filler in zip(arrays, fillers, strict=True)
     )
 
 

@@ -14,7 +14,6 @@ All functions run inside `shard_map` over the mesh axis (or axes) named by `axis
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from rsembed.kernels import api
+from rsembed.kernels.blocks import word_dtype
 from rsembed.kernels.contract import NO_ROW
 
 AxisName = str | tuple[str, ...]
@@ -79,7 +79,7 @@ def send(values: Any, entries: Int[Array, "devices capacity"], axis_name: AxisNa
     Returns: the same pytree of arrays `[devices, capacity, ...]`. Empty places hold `NO_ROW` in int32 arrays, so that
       owners ignore them, and zeros in others.
     """
-    (blocks,) = trade([picked(values, entries)], axis_name)
+    (blocks,) = trade([values], axis_name, [entries])
     return blocks
 
 
@@ -96,52 +96,41 @@ def send_back(replies: Any, axis_name: AxisName) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trade([replies], axis_name)[0])
 
 
-def picked(values: Any, entries: Int[Array, "devices capacity"]) -> Any:
-    """The blocks that `send` sends: pytree of arrays `[devices, capacity, ...]`."""
-
-    def blocks_of(array: Array) -> Array:
-        # One by one, so that a program that sends an array twice gathers and sends it once.
-        (found,) = api.gather_rows((array,), entries.reshape(-1))
-        blocks = found.reshape(*entries.shape, *found.shape[1:])
-        if array.dtype != jnp.int32:
-            return blocks
-        is_entry = (entries >= 0) & (entries < array.shape[0])
-        return jnp.where(jnp.expand_dims(is_entry, range(2, blocks.ndim)), blocks, NO_ROW)
-
-    return jax.tree.map(blocks_of, values)
-
-
-def trade(parcels: Sequence[Any], axis_name: AxisName) -> list[Any]:
+def trade(parcels: Sequence[Any], axis_name: AxisName, entries: Sequence[Array] | None = None) -> list[Any]:
     """Block `i` of every parcel goes to device `i`, and comes from it.
 
     Args:
-      parcels: pytrees of arrays `[devices, capacity, ...]`, each with a capacity of its own. Arrays of one kind travel
-        together, and all numbers of 32 bits are of one kind: programs and networks pay for every exchange by itself.
+      parcels: pytrees of arrays, each with a capacity of its own. Arrays of one kind travel together, and all lanes of
+        32 bits are of one kind: programs and networks pay for every exchange by itself.
       axis_name: as given to `send`.
+      entries: for each parcel the entries in its places, as for `send`, the arrays being `[nnz, ...]`; None where they
+        are blocks `[devices, capacity, ...]` already.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
-    words = [_as_words(leaf) if leaf.ndim == 2 else leaf for leaf in leaves]
+    rows: list[Any] = [None] * len(leaves)
+    if entries is not None:
+        rows = [own for parcel, own in zip(parcels, entries, strict=True) for _ in jax.tree.leaves(parcel)]
+    found: dict[int, Array] = {}
     kinds: dict[Any, list[int]] = {}
-    for number, array in enumerate(words):
-        kinds.setdefault((array.dtype, array.shape[2:]), []).append(number)
-    for numbers in kinds.values():
-        together = jnp.concatenate([words[number] for number in numbers], axis=1)
-        arrived = jax.lax.all_to_all(together, axis_name, split_axis=0, concat_axis=0, tiled=True)
-        ends = list(itertools.accumulate(words[number].shape[1] for number in numbers))
-        for number, array in zip(numbers, jnp.split(arrived, ends[:-1], axis=1), strict=True):
-            words[number] = array
-    found = [_from_words(array, leaf.dtype) for array, leaf in zip(words, leaves, strict=True)]
-    parts: list[Any] = jax.tree.unflatten(tree, found)
+    for number, (array, own) in enumerate(zip(leaves, rows, strict=True)):
+        row = array.shape[1:] if own is not None else array.shape[2:]
+        dtype = jnp.dtype(jnp.uint32) if array.dtype == jnp.bool_ else array.dtype
+        kinds.setdefault((word_dtype(dtype, is_lane=not row), row), []).append(number)
+    for (_, row), numbers in kinds.items():
+        arrays = [_without_bool(leaves[number]) for number in numbers]
+        picked = [rows[number] for number in numbers]
+        arrived = jax.lax.all_to_all(
+            api.pack_blocks(arrays, picked), axis_name, split_axis=0, concat_axis=0, tiled=True
+        )
+        shapes = [
+            jax.ShapeDtypeStruct((*(array if own is None else own).shape[:2], *row), array.dtype)
+            for array, own in zip(arrays, picked, strict=True)
+        ]
+        found |= zip(numbers, api.unpack_blocks(arrived, shapes), strict=True)
+    blocks = [found[n] != 0 if leaf.dtype == jnp.bool_ else found[n] for n, leaf in enumerate(leaves)]
+    parts: list[Any] = jax.tree.unflatten(tree, blocks)
     return parts
 
 
-def _as_words(array: Array) -> Array:
-    if array.dtype == jnp.bool_:
-        return array.astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(array, jnp.uint32) if array.dtype.itemsize == 4 else array
-
-
-def _from_words(array: Array, dtype: Any) -> Array:
-    if array.dtype == dtype:
-        return array
-    return array != 0 if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(array, dtype)
+def _without_bool(array: Array) -> Array:
+    return array.astype(jnp.uint32) if array.dtype == jnp.bool_ else array

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped, UInt32
 
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW
-from rsembed.parallel.exchange import AxisName, picked, trade
+from rsembed.kernels.blocks import Queue
+from rsembed.parallel.exchange import AxisName, trade
 
 Result = TypeVar("Result")
 
@@ -39,12 +39,14 @@ class Wanted(NamedTuple):
       entry_of: the entry of every occurrence, `NO_ROW` for occurrences without an owner.
       first_of: the first occurrence of every entry, `NO_ROW` behind the last one.
       offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
+      counts: how often every entry occurs, 0 behind the last one.
     """
 
     lanes: tuple[Shaped[Array, " nnz"], ...]
     entry_of: Int[Array, " nnz"]
     first_of: Int[Array, " nnz"]
     offsets: Int[Array, " devices_plus_1"]
+    counts: Int[Array, " nnz"]
 
 
 def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], *, num_devices: int) -> Wanted:
@@ -60,8 +62,7 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
       >>> wanted.lanes[0].tolist()[:2], wanted.offsets.tolist(), wanted.entry_of.tolist()[:3]
       ([3, 5], [0, 1, 2], [1, 0, 1])
     """
-    entries, entry_of, first_of, offsets = api.distinct(owners, lanes, num_owners=num_devices)
-    return Wanted(entries, entry_of, first_of, offsets)
+    return Wanted(*api.distinct(owners, lanes, num_owners=num_devices))
 
 
 def default_capacity(num_occurrences: int, num_devices: int) -> int:
@@ -94,6 +95,10 @@ class Question(NamedTuple):
     def num_occurrences(self) -> int:
         """Of entries, counted in the batch."""
         return self.wanted.entry_of.shape[0]
+
+    def queue(self, cursor: Int[Array, " devices"]) -> Queue:
+        """Its entries, of which so many have travelled."""
+        return Queue(self.wanted.offsets, cursor, self.wanted.lanes, max(self.capacity, 1))
 
 
 class Answers(NamedTuple):
@@ -156,7 +161,7 @@ class _Progress(NamedTuple):
 
 def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName) -> list[Answers]:
     def trade_all(states: Sequence[Any], places: Sequence[Array]) -> tuple[list[Any], list[Any]]:
-        arrived = trade([picked(q.payload, own) for q, own in zip(questions, places, strict=True)], axis_name)
+        arrived = trade([question.payload for question in questions], axis_name, places)
         stepped, replies = [], []
         for question, state, own, blocks in zip(questions, states, places, arrived, strict=True):
             state, reply = question.answer(state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), blocks))
@@ -166,16 +171,15 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
 
     def one_round(carry: tuple[Array, list[_Progress], Array]) -> tuple[Array, list[_Progress], Array]:
         num_rounds, progress, _ = carry
-        places = [_next_places(question, own.cursor) for question, own in zip(questions, progress, strict=True)]
-        if takes_rounds:
-            places = _before_cuts(questions, places, [own.cursor for own in progress], axis_name)
+        queues = [question.queue(own.cursor) for question, own in zip(questions, progress, strict=True)]
+        fit, cuts = _cuts(queues, axis_name) if takes_rounds else _no_cuts(queues)
+        places, cursors, are_left = api.round_places(queues, fit, cuts)
         states, replies = trade_all([own.state for own in progress], places)
-        after, is_left = [], []
-        for question, own, picks, state, reply in zip(questions, progress, places, states, replies, strict=True):
-            cursor = own.cursor + jnp.sum(picks != NO_ROW, axis=1, dtype=jnp.int32)
-            after.append(_Progress(cursor, state, _written(own.replies, picks, reply)))
-            is_left.append(jnp.any(cursor < jnp.diff(question.wanted.offsets)))
-        any_left = jax.lax.pmax(jnp.any(jnp.stack(is_left)), axis_name) if takes_rounds else jnp.asarray(False)
+        after = [
+            _Progress(cursor, state, _written(own.replies, picks, reply))
+            for own, cursor, picks, state, reply in zip(progress, cursors, places, states, replies, strict=True)
+        ]
+        any_left = jax.lax.pmax(are_left, axis_name) if takes_rounds else jnp.asarray(False)
         return num_rounds + 1, after, any_left
 
     for question in questions:
@@ -183,7 +187,11 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
             raise ValueError(f"capacity must be at least 1 place per block, got {question.capacity}.")
     cursors = [jnp.zeros(question.wanted.offsets.shape[0] - 1, jnp.int32) for question in questions]
     states = [question.state for question in questions]
-    shapes = jax.eval_shape(lambda: trade_all(states, list(map(_next_places, questions, cursors)))[1])
+    sizes = [
+        (*cursor.shape, question.queue(cursor).capacity) for cursor, question in zip(cursors, questions, strict=True)
+    ]
+    blocks = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
+    shapes = jax.eval_shape(lambda *places: trade_all(states, places)[1], *blocks)
     progress = []
     for question, cursor, shape in zip(questions, cursors, shapes, strict=True):
         zeros = functools.partial(_zeros_of_entries, question.num_occurrences)
@@ -205,50 +213,21 @@ def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) ->
     return jax.tree.unflatten(tree, api.scatter_rows(olds, places.reshape(-1), values) if olds else ())
 
 
-def _next_places(question: Question, cursor: Int[Array, " devices"]) -> Int[Array, "devices capacity"]:
-    """The next entries of every owner, as many as there are places, and `NO_ROW` behind the last."""
-    ahead = cursor[:, None] + jnp.arange(max(question.capacity, 1), dtype=jnp.int32)[None, :]
-    offsets = question.wanted.offsets
-    return jnp.where(ahead < jnp.diff(offsets)[:, None], offsets[:-1, None] + ahead, NO_ROW)
+def _no_cuts(queues: Sequence[Queue]) -> tuple[Int[Array, "queues devices"], UInt32[Array, "1 queues devices"]]:
+    """The same where everything fits."""
+    size = len(queues), queues[0].cursor.shape[0]
+    return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
 
 
-def _before_cuts(
-    questions: Sequence[Question],
-    places: Sequence[Int[Array, "devices capacity"]],
-    cursors: Sequence[Int[Array, " devices"]],
-    axis_name: AxisName,
-) -> list[Int[Array, "devices capacity"]]:
-    """The places that every device can send in this round: those before all first entries that found no place."""
-    lanes = [_ordered_lanes(question, cursor) for question, cursor in zip(questions, cursors, strict=True)]
-    has_more = [
-        cursor + question.capacity < jnp.diff(question.wanted.offsets)
-        for question, cursor in zip(questions, cursors, strict=True)
-    ]
-    # A device without a cut takes no part in the minimum: the leading lane is 1 there and 0 elsewhere.
-    own = jnp.where(jnp.stack(has_more), 0, 1)
-    lowest = jax.lax.pmin(own, axis_name)
-    takes_part, cuts = own == lowest, []
-    for level in range(max(map(len, lanes))):
-        behind = jnp.stack([own[min(level, len(own) - 1)][:, -1] for own in lanes])
-        cuts.append(jax.lax.pmin(jnp.where(takes_part, behind, jnp.uint32(2**32 - 1)), axis_name))
-        takes_part &= behind == cuts[-1]
-    found = []
-    for number, (own_places, own_lanes) in enumerate(zip(places, lanes, strict=True)):
-        is_below, is_equal = jnp.zeros(own_places.shape, bool), jnp.ones(own_places.shape, bool)
-        for lane, cut in zip(own_lanes, cuts, strict=False):
-            value, bound = lane[:, :-1], cut[number][:, None]
-            is_below |= is_equal & (value < bound)
-            is_equal &= value == bound
-        found.append(jnp.where(is_below | (lowest[number][:, None] == 1), own_places, NO_ROW))
-    return found
-
-
-def _ordered_lanes(
-    question: Question, cursor: Int[Array, " devices"]
-) -> list[UInt32[Array, "devices capacity_plus_1"]]:
-    """What tells the next entries of every owner apart, and the one behind them, as words of the same order."""
-    ahead = cursor[:, None] + jnp.arange(question.capacity + 1, dtype=jnp.int32)[None, :]
-    entries = question.wanted.offsets[:-1, None] + ahead
-    lanes = api.gather_rows(question.wanted.lanes, entries.reshape(-1))
-    words = [lane if lane.dtype == jnp.uint32 else lane.astype(jnp.uint32) ^ jnp.uint32(2**31) for lane in lanes]
-    return [lane.reshape(entries.shape) for lane in words]
+def _cuts(
+    queues: Sequence[Queue], axis_name: AxisName
+) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
+    """Where no device has more than places, and elsewhere the first entries of all that found none."""
+    fit, behind = api.block_ends(queues)
+    # A device without a cut takes no part in the minimum: it has 1 where others have 0.
+    lowest = jax.lax.pmin(fit, axis_name)
+    takes_part, cuts = fit == lowest, []
+    for words in behind:
+        cuts.append(jax.lax.pmin(jnp.where(takes_part, words, jnp.uint32(2**32 - 1)), axis_name))
+        takes_part &= words == cuts[-1]
+    return lowest, jnp.stack(cuts)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
-from rsembed.kernels import ids, keyed, native, reference
+from rsembed.kernels import blocks, ids, keyed, native, reference
+from rsembed.kernels.blocks import Queue
 from rsembed.kernels.contract import (
     NO_ROW,
     Block,
@@ -145,7 +146,9 @@ def moves(shapes: Draw, draw: Draw) -> ValidCall:
         floats(draw, num_rows, 2, 3),
     ]
     if shapes.random() < 0.5:
-        return ValidCall(native.gather_rows, reference.gather_rows, (arrays, some_rows(draw, count, num_rows)))
+        arrays.append(some_rows(draw, num_rows, num_rows))
+        each = [functools.partial(module.gather_rows, missing=NO_ROW) for module in (native, reference)]
+        return ValidCall(*each, (arrays, some_rows(draw, count, num_rows)))
     rows = jax.device_put(draw.permutation(2 * num_rows)[:count].astype(np.int32))
     values = [jax.device_put(np.ones((rows.shape[0], *array.shape[1:]), array.dtype)) for array in arrays]
     return ValidCall(native.scatter_rows, reference.scatter_rows, (arrays, rows, values))
@@ -211,6 +214,56 @@ def key_table(shapes: Draw, draw: Draw) -> ValidCall:
     return ValidCall(native.find_keys, keyed.find_keys, (lanes, filled, keys))
 
 
+def lists(shapes: Draw, draw: Draw) -> ValidCall:
+    """Marks become places, or rows are taken from a stack."""
+    count, size = int(shapes.choice([0, 1, 300, 50_000])), int(shapes.choice([0, 1, 40, 60_000]))
+    marks = jax.device_put(draw.random(count) < draw.choice([0.0, 0.01, 0.5, 1.0]))
+    if shapes.random() < 0.5:
+        return ValidCall(*(functools.partial(module.compact, size=size) for module in (native, keyed)), (marks,))
+    stack = jax.device_put(draw.permutation(size).astype(np.int32))
+    num_free = jax.device_put(draw.integers(0, size + 1, 1).astype(np.int32))
+    return ValidCall(native.take_rows, keyed.take_rows, (stack, num_free, marks))
+
+
+def travelling(shapes: Draw, draw: Draw) -> ValidCall:
+    """Blocks are packed or unpacked, or a round chooses what goes into them."""
+    devices, num_arrays = int(shapes.choice([1, 2, 8])), int(shapes.integers(1, 4))
+    row = tuple(int(size) for size in shapes.choice([1, 3, 65], shapes.integers(0, 2)))
+    capacities = [int(size) for size in shapes.choice([1, 7, 900], num_arrays)]
+    arrays, rows, queues = [], [], []
+    for capacity in capacities:
+        num_rows = int(shapes.choice([0, 1, 40, 3000]))
+        arrays.append(floats(draw, num_rows, *row) if row else some_rows(draw, num_rows, num_rows))
+        rows.append(some_rows(draw, devices * capacity, num_rows).reshape(devices, capacity))
+        ends = np.sort(draw.integers(0, num_rows + 1, devices + 1)).astype(np.int32)
+        ends[0], lanes = 0, np.sort(draw.integers(0, 2**32, num_rows, dtype=np.uint32))
+        cursor = np.int32([draw.integers(0, size + 1) for size in np.diff(ends)])
+        queues.append(Queue(*jax.device_put((ends, cursor, (lanes,))), capacity))
+    what = shapes.integers(4)
+    if what == 0:
+        return ValidCall(native.pack_blocks, blocks.pack_blocks, (arrays, rows))
+    if what == 1:
+        sizes = [jax.ShapeDtypeStruct((devices, capacity, *row), jnp.float32) for capacity in capacities]
+        each = [functools.partial(module.unpack_blocks, shapes=sizes) for module in (native, blocks)]
+        packed = floats(draw, devices, sum(capacities), *row)
+        return ValidCall(*each, (packed if row else jax.lax.bitcast_convert_type(packed, jnp.uint32),))
+    arrays_of, sizes = [own[:3] for own in queues], (num_arrays, devices)
+
+    def ends_of(module: Any, own: Any) -> Any:
+        return module.block_ends([Queue(*parts, capacity) for parts, capacity in zip(own, capacities, strict=True)])
+
+    def places_of(module: Any, own: Any, fit: Any, cuts: Any) -> Any:
+        full = [Queue(*parts, capacity) for parts, capacity in zip(own, capacities, strict=True)]
+        places, cursors, are_left = module.round_places(full, fit, cuts)
+        return [*places, *cursors, are_left]
+
+    if what == 2:
+        return ValidCall(*(functools.partial(ends_of, module) for module in (native, blocks)), (arrays_of,))
+    fit = jax.device_put(draw.integers(0, 2, sizes).astype(np.int32))
+    cuts = jax.device_put(draw.integers(0, 2**32, (1, *sizes), dtype=np.uint32))
+    return ValidCall(*(functools.partial(places_of, module) for module in (native, blocks)), (arrays_of, fit, cuts))
+
+
 def count_uses(shapes: Draw, draw: Draw) -> ValidCall:
     capacity, count = int(shapes.choice([1, 50, 5000])), int(shapes.choice([0, 9, 9000]))
     rows = np.asarray(some_rows(draw, count, capacity))
@@ -258,5 +311,5 @@ def trains(shapes: Draw, draw: Draw) -> ValidCall:
 
 CALLS = (
     *(lookup, row_gradients, update, lookup_jagged, weight_gradients, moves, rows_by_bag, rows_of_ids, count_ids),
-    *(distinct, key_table, count_uses, row_bits, allocate, trains),
+    *(distinct, key_table, lists, travelling, count_uses, row_bits, allocate, trains),
 )

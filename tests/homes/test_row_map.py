@@ -1,5 +1,7 @@
 """Whose rows go first: those of the least score, of equal ones the least keys, in any order of the rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.homes import hash_table, hashed_rows, row_map
+from rsembed.homes import hashed_rows, row_map
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import split_keys
 
@@ -36,9 +39,25 @@ def test_the_least_are_the_first_of_a_sort_by_score_and_key(score, key, mask, co
 @pytest.mark.parametrize("length", [40, 6_001])
 def test_the_first_of_many_entries_are_found_like_those_of_few(share, length):
     mask = np.random.default_rng(0).random(length) < share
-    found = np.asarray(jax.jit(hash_table.compact, static_argnums=1)(mask, 30))
-    expected = np.flatnonzero(mask)[:30]
-    assert found[: expected.size].tolist() == expected.tolist() and set(found[expected.size :].tolist()) <= {NO_ROW}
+    for implementation in ("reference", None):
+        compact = functools.partial(api.compact, size=30, implementation=implementation)
+        found, num = map(np.asarray, jax.jit(compact)(mask))
+        expected = np.flatnonzero(mask)[:30]
+        assert found[: expected.size].tolist() == expected.tolist() and set(found[expected.size :].tolist()) <= {NO_ROW}
+        assert num == mask.sum()
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+@pytest.mark.parametrize("num_free", [0, 3, 6, 9])
+def test_rows_are_taken_from_the_top_of_the_stack(implementation, num_free):
+    stack, wants = [5, 7, 2, 9, 4, 1, 8, 6, 3], [True, False, True, True, False, True, True, True]
+    operands = jnp.asarray(stack, jnp.int32), jnp.full(1, num_free, jnp.int32), jnp.asarray(wants)
+    rows, left, without = api.take_rows(*operands, implementation=implementation)
+    free, expected, num_without = stack[:num_free], [], 0
+    for want in wants:
+        expected.append(free.pop() if want and free else NO_ROW)
+        num_without += want and expected[-1] == NO_ROW
+    assert (rows.tolist(), left.tolist(), int(without)) == (expected, [len(free)], num_without)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,5 +1,6 @@
 """Kernels for keys equal dictionaries and `np.unique`, and their definition to the bit, whatever keys do."""
 
+import collections
 import functools
 
 import jax
@@ -60,7 +61,7 @@ KINDS = ("all equal", "all distinct", "many equal", "64 bits", "equal lower halv
 
 def check_distinct(found, owners, lanes, num_owners):
     """Against sorted tuples and a dictionary."""
-    out_lanes, entry_of, first_of, offsets = jax.tree.map(np.asarray, found)
+    out_lanes, entry_of, first_of, offsets, counts = jax.tree.map(np.asarray, found)
     lanes = [np.asarray(lane) for lane in lanes]
     names = [(o, *(int(lane[i]) for lane in lanes)) if 0 <= o < num_owners else None for i, o in enumerate(owners)]
     first = {}
@@ -71,6 +72,8 @@ def check_distinct(found, owners, lanes, num_owners):
     number = {name: k for k, name in enumerate(order)}
     assert entry_of.tolist() == [NO_ROW if name is None else number[name] for name in names]
     assert first_of.tolist() == [first[name] for name in order] + [NO_ROW] * (len(names) - len(order))
+    occurrences = collections.Counter(names)
+    assert counts.tolist() == [occurrences[name] for name in order] + [0] * (len(names) - len(order))
     assert offsets.tolist() == [sum(name[0] < d for name in order) for d in range(num_owners + 1)]
     for k, (out, lane) in enumerate(zip(out_lanes, lanes, strict=True)):
         assert out.dtype == lane.dtype
@@ -176,10 +179,10 @@ def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
         expected |= dict(new)
         assert held(found) == expected and int(found[2][0]) == len(expected)
         asked = as_call(np.resize(pool, 97), np.arange(97) % 7 != 0)
-        slots, there = native.find_keys(found[0], found[1], asked)
+        slots, there, num_absent = native.find_keys(found[0], found[1], asked)
         wanted = [expected.get(k, NO_ROW) if i % 7 else NO_ROW for i, k in enumerate(np.resize(pool, 97).tolist())]
         assert there.tolist() == wanted
-        for one, other in zip((slots, there), defined["find_keys"](found[0], found[1], asked), strict=True):
+        for one, other in zip((slots, there, num_absent), defined["find_keys"](found[0], found[1], asked), strict=True):
             np.testing.assert_array_equal(one, other)
         gone = generator.permutation(list(expected))[:8]
         table = without_rows(found, gone.astype(np.uint64))
@@ -201,8 +204,8 @@ def test_a_table_without_an_empty_slot_ends_every_search():
     """No call of the library leaves one, but a file might."""
     lanes, rows, num_keys, num_deleted = empty_table(16)
     full = jnp.full(16, DELETED, jnp.int32), num_keys, num_deleted
-    slots, found = native.find_keys(lanes, full[0], as_call([1, 2]))
-    assert slots.tolist() == found.tolist() == [NO_ROW, NO_ROW]
+    slots, found, num_absent = native.find_keys(lanes, full[0], as_call([1, 2]))
+    assert slots.tolist() == found.tolist() == [NO_ROW, NO_ROW] and num_absent == 2
     taken = jnp.full(16, 7, jnp.int32)
     after = native.insert_keys(lanes, taken, num_keys, num_deleted, as_call([3]), jnp.zeros(1, jnp.int32))
     np.testing.assert_array_equal(after[1], taken)
@@ -236,7 +239,7 @@ def test_tables_of_keys_change_where_they_lie():
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def program(table, uses, keys):
-        _, rows = native.find_keys(table[0], table[1], keys)
+        rows = native.find_keys(table[0], table[1], keys)[1]
         missing = keys.only(rows == NO_ROW)
         table = native.insert_keys(*table, missing, jnp.arange(100, dtype=jnp.int32))
         return table, native.count_uses(uses, uses + 1, rows, jnp.int32(3), jnp.ones(100, jnp.int32))[1]
@@ -268,21 +271,21 @@ def test_calls_that_memory_would_suffer_from_are_refused():
     words, rows, marks = jnp.zeros(4, jnp.uint32), jnp.zeros(4, jnp.int32), jnp.ones(4, bool)
     lanes, *counts = jnp.zeros((4, 2), jnp.uint32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
     short = (3,), jnp.int32
-    four = (4,), jnp.int32
+    four, one = ((4,), jnp.int32), ((), jnp.int32)
     calls = {
         "wrong number of keys": ("rsembed_first_occurrences", [four], words[:3], words, marks),
         "wrong size of a result": ("rsembed_first_occurrences", [short], words, words, marks),
-        "power of two": ("rsembed_find_keys", [four] * 2, lanes[:3], rows[:3], words, words, marks),
-        "two lanes in each": ("rsembed_find_keys", [four] * 2, lanes[:2], rows, words, words, marks),
+        "power of two": ("rsembed_find_keys", [four, four, one], lanes[:3], rows[:3], words, words, marks),
+        "two lanes in each": ("rsembed_find_keys", [four, four, one], lanes[:2], rows, words, words, marks),
         "wrong number of rows": (
             *("rsembed_insert_keys", [((4, 2), jnp.uint32), four, ((1,), jnp.int32), ((1,), jnp.int32)]),
             *(lanes, rows, *counts, words, words, marks, rows[:3]),
         ),
         "alias": ("rsembed_count_uses", [four] * 2, rows, rows, rows, jnp.int32(0), rows),
-        "wrong size of a lane": ("rsembed_distinct", [four, four, short, short], rows, words[:3].astype(jnp.int32)),
+        "wrong size of a lane": ("rsembed_distinct", [four, four, short, four, short], rows, rows[:3]),
         "wrong type of a lane": (
             "rsembed_distinct",
-            [four, four, short, ((4,), jnp.int8)],
+            [four, four, short, four, ((4,), jnp.int8)],
             rows,
             rows.astype(jnp.int8),
         ),

@@ -293,9 +293,10 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
 // Copies rows between arrays of any element type and lists that hold one row of each array per entry of `rows`.
 // Gathering, `args` holds the arrays, `rets` the lists, and a row outside its array reads as zeros. Scattering, `args`
 // holds the arrays and then the lists, rows are distinct, `rets` aliases the arrays, and a row outside is skipped.
+// Arrays of int32 have `missing` in place of the zeros.
 template <bool kScatter>
 ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
-                    ffi::RemainingRets rets) {
+                    ffi::RemainingRets rets, int64_t missing) {
   Workers workers(pool);
   const int64_t count = rows.element_count();
   for (size_t k = 0; k < rets.size(); ++k) {
@@ -317,13 +318,16 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
     char* const in_array = static_cast<char*>(array->untyped_data());
     char* const in_list = static_cast<char*>(list.untyped_data());
     const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);
+    const int32_t filler = array->element_type() == ffi::S32 ? static_cast<int32_t>(missing) : 0;
     workers.ForEachRange(count, rows_per_block, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const int64_t row = rows.typed_data()[i];
         const bool is_inside = row >= 0 && row < num_rows;
         if (kScatter && is_inside) std::memcpy(in_array + row * row_bytes, in_list + i * row_bytes, row_bytes);
         if (!kScatter && is_inside) std::memcpy(in_list + i * row_bytes, in_array + row * row_bytes, row_bytes);
-        if (!kScatter && !is_inside) std::memset(in_list + i * row_bytes, 0, row_bytes);
+        if (kScatter || is_inside) continue;
+        if (filler == 0) std::memset(in_list + i * row_bytes, 0, row_bytes);
+        else std::fill_n(reinterpret_cast<int32_t*>(in_list + i * row_bytes), row_bytes / 4, filler);
       }
     });
   }
@@ -381,7 +385,7 @@ using Floats2D = ffi::BufferR2<ffi::F32>;
 
 auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
 auto BindLists() { return Bind().Arg<Any>().RemainingArgs().RemainingRets(); }
-auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets(); }
+auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attr<int64_t>("missing"); }
 
 }  // namespace
 

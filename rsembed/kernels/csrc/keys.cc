@@ -5,6 +5,7 @@
 // safety needs. rsembed/kernels/keyed.py says what a table of keys means.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -30,6 +31,7 @@ using Words = ffi::BufferR1<ffi::U32>;
 using Marks = ffi::BufferR1<ffi::PRED>;
 using LanePairs = ffi::BufferR2<ffi::U32>;
 using Int32Result = ffi::Result<Int32s>;
+using CountResult = ffi::Result<ffi::BufferR0<ffi::S32>>;
 
 uint32_t Mix(uint32_t high, uint32_t low) {
   uint32_t h = low ^ (high * 0x9E3779B1u);
@@ -155,10 +157,11 @@ class Fields {
 
 // Entries in the order of their owners and lanes, equal ones in theirs; see rsembed/kernels/reference.py.
 ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lanes, Int32Result entry_of,
-                    Int32Result first_of, Int32Result offsets, ffi::RemainingRets out_lanes) {
+                    Int32Result first_of, Int32Result offsets, Int32Result counts, ffi::RemainingRets out_lanes) {
   const int64_t count = Size(owners), num_owners = Size(*offsets) - 1;
   Checks checks;
-  checks.Need(num_owners >= 0 && count <= kNoRow && Size(*entry_of) == count && Size(*first_of) == count,
+  checks.Need(num_owners >= 0 && count <= kNoRow && Size(*entry_of) == count && Size(*first_of) == count &&
+                  Size(*counts) == count,
               "wrong size of a result");
   checks.Need(out_lanes.size() == lanes.size(), "wrong number of lanes");
   Fields fields;
@@ -215,12 +218,16 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
+    std::vector<int32_t> num_carried(num_tasks, 0);  // occurrences at a task's start, of the entry of the task before
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;
+      int32_t* num_occurrences = &num_carried[first / kEntriesPerTask];
       for (int64_t i = first; i < last; ++i) {
         const uint32_t source = items[i].source;
         if (is_first(i)) {
           ++entry;
+          num_occurrences = &counts->typed_data()[entry];
+          *num_occurrences = 0;
           first_of->typed_data()[entry] = static_cast<int32_t>(source);
           for (size_t k = 0; k < outputs.size(); ++k) outputs[k][entry] = fields.fields[k + 1].values[source];
           // Owners without entries begin where the next one's do.
@@ -229,12 +236,17 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
           for (; d <= owner; ++d) offsets->typed_data()[d] = static_cast<int32_t>(entry);
         }
         entry_of->typed_data()[source] = static_cast<int32_t>(entry);
+        ++*num_occurrences;
       }
     });
+    for (int64_t task = 1; task < num_tasks; ++task) {
+      if (num_carried[task] > 0) counts->typed_data()[first_entry[task] - 1] += num_carried[task];
+    }
     int64_t d = num_items == 0 ? 0 : int64_t{fields.OwnerOf(items[num_items - 1].source)} + 1;
     for (; d <= num_owners; ++d) offsets->typed_data()[d] = static_cast<int32_t>(num_entries);
     workers.ForEachRange(count - num_entries, 8 * kEntriesPerTask, [&](int64_t first, int64_t last) {
       std::fill(first_of->typed_data() + num_entries + first, first_of->typed_data() + num_entries + last, kNoRow);
+      std::fill(counts->typed_data() + num_entries + first, counts->typed_data() + num_entries + last, 0);
       for (uint32_t* output : outputs) std::fill(output + num_entries + first, output + num_entries + last, 0);
     });
   });
@@ -285,15 +297,17 @@ ffi::Error FirstOccurrences(ffi::ThreadPool pool, Words high, Words low, Marks i
   });
 }
 
-// The slot and the row of every key, kNoRow for absent keys and padding.
+// The slot and the row of every key, kNoRow for absent keys and padding; and how many are absent.
 ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words high, Words low,
-                    Marks is_key, Int32Result out_slots, Int32Result out_rows) {
+                    Marks is_key, Int32Result out_slots, Int32Result out_rows, CountResult num_absent) {
   Checks checks;
   const Keys keys(checks, high, low, is_key);
   const Slots slots(checks, lanes, rows);
   checks.Need(Size(*out_slots) == keys.count && Size(*out_rows) == keys.count, "wrong size of a result");
   if (checks.Failed()) return checks.Complaint();
+  std::atomic<int32_t> num_absent_by_now = 0;
   Workers(pool).ForEachRange(keys.count, kEntriesPerTask / 4, [&](int64_t first, int64_t last) {
+    int32_t num_absent_here = 0;
     for (int64_t i = first; i < last + kAhead; ++i) {
       if (i < last) slots.Prefetch(slots.Place(keys.Home(i), 0));
       const int64_t now = i - kAhead;
@@ -306,8 +320,11 @@ ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words hi
       }
       out_slots->typed_data()[now] = found;
       out_rows->typed_data()[now] = found == kNoRow ? kNoRow : slots.rows[found];
+      num_absent_here += keys.is_key[now] && found == kNoRow;
     }
+    num_absent_by_now += num_absent_here;
   });
+  num_absent->typed_data()[0] = num_absent_by_now;
   return ffi::Error::Success();
 }
 
@@ -420,7 +437,7 @@ auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_distinct, Distinct,
-    Bind().Arg<Int32s>().RemainingArgs().Ret<Int32s>().Ret<Int32s>().Ret<Int32s>().RemainingRets());
+    Bind().Arg<Int32s>().RemainingArgs().Ret<Int32s>().Ret<Int32s>().Ret<Int32s>().Ret<Int32s>().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_first_occurrences, FirstOccurrences,
                               Bind().Arg<Words>().Arg<Words>().Arg<Marks>().Ret<Int32s>());
@@ -433,7 +450,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_find_keys, FindKeys,
                                   .Arg<Words>()
                                   .Arg<Marks>()
                                   .Ret<Int32s>()
-                                  .Ret<Int32s>());
+                                  .Ret<Int32s>()
+                                  .Ret<ffi::BufferR0<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_insert_keys, InsertKeys,
                               ffi::Ffi::Bind()

@@ -1,0 +1,428 @@
+// The ids of many features as rows of their stack, and how many of them are in use; lists of the marked and of the free;
+// and the blocks that travel between devices: XLA FFI handlers.
+//
+// XLA would compile an operation for every feature, and several for every list; these serve all of a call at once. They
+// mean what their namesakes in rsembed/kernels/ids.py, keyed.py and blocks.py mean. The attribute `places` has, per feature, the numbers of a Place of
+// rsembed/places.py and the size of its table.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "parallel.h"
+#include "sorting.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace rsembed {
+namespace {
+
+constexpr int64_t kIdsPerTask = 1 << 14;
+constexpr int64_t kBytesPerTask = 1 << 16;
+constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
+
+// Numbers without a sign, so that no sum or product of them is undefined.
+struct Place {
+  uint64_t owner, first, rotation, num_ids;
+};
+
+// The ids of a feature; `first_entry` counts those of the features before it.
+struct Feature {
+  const int32_t* ids;
+  int64_t first_entry, num_entries;
+  Place place;
+  int32_t* rows;
+};
+
+// Ids are compared as unsigned numbers, so that negative ones are outside every table.
+void WriteRows(const Feature& feature, uint64_t spread, uint64_t rows_per_shard, int64_t begin, int64_t end) {
+  const Place& place = feature.place;
+  const uint32_t num_ids = static_cast<uint32_t>(place.num_ids);
+  const uint64_t phase = place.first + place.rotation;
+  const uint32_t first_row = static_cast<uint32_t>(place.owner * rows_per_shard + place.first);
+  for (int64_t i = begin; i < end; ++i) {
+    const uint32_t id = static_cast<uint32_t>(feature.ids[i]);
+    uint32_t row = id + first_row;
+    if (spread > 1) {
+      const uint64_t shard = place.owner + (id + phase) % spread;
+      row = static_cast<uint32_t>(shard * rows_per_shard + (place.first + id) / spread);
+    }
+    feature.rows[i] = id < num_ids ? static_cast<int32_t>(row) : kNoRow;
+  }
+}
+
+ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     ffi::Span<const int64_t> places, int64_t spread, int64_t rows_per_shard) {
+  Reader reader(args);
+  if (places.size() != 4 * args.size() || rets.size() != args.size() || spread < 1) reader.Fail("unreadable places");
+  std::vector<Feature> features;
+  int64_t num_entries = 0;
+  for (size_t k = 0; k < args.size() && !reader.Failed(); ++k) {
+    const auto number = [&](size_t at) { return static_cast<uint64_t>(places.begin()[4 * k + at]); };
+    Feature feature = {};
+    feature.ids = static_cast<int32_t*>(reader.Next("ids", ffi::S32, &feature.num_entries));
+    feature.first_entry = num_entries;
+    feature.place = {number(0), number(1), number(2), number(3)};
+    auto rows = rets.get<ffi::BufferR1<ffi::S32>>(k);
+    if (!rows.has_value() || static_cast<int64_t>((*rows)->element_count()) != feature.num_entries) {
+      reader.Fail("wrong size of rows");
+      break;
+    }
+    feature.rows = (*rows)->typed_data();
+    num_entries += feature.num_entries;
+    features.push_back(feature);
+  }
+  if (reader.Failed()) return reader.Complaint();
+  Workers(pool).ForEachRange(num_entries, kIdsPerTask, [&](int64_t first, int64_t last) {
+    ForEachPart<&Feature::first_entry, &Feature::num_entries>(
+        features, first, last, [&](const Feature& feature, int64_t begin, int64_t end) {
+          WriteRows(feature, spread, rows_per_shard, begin, end);
+        });
+  });
+  return ffi::Error::Success();
+}
+
+// Of every feature: ids inside its table, and ids outside that are no padding; entries behind the last bag are neither.
+ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ffi::Span<const int64_t> sizes) {
+  Reader reader(args);
+  if (args.size() != 2 * sizes.size() || rets.size() != 2 * sizes.size()) reader.Fail("unreadable sizes");
+  std::vector<Feature> features;
+  std::vector<int32_t*> counts;
+  for (size_t k = 0; k < sizes.size() && !reader.Failed(); ++k) {
+    Feature feature = {};
+    int64_t num_offsets;
+    feature.ids = static_cast<int32_t*>(reader.Next("ids", ffi::S32, &feature.num_entries));
+    const int32_t* const offsets = static_cast<int32_t*>(reader.Next("offsets", ffi::S32, &num_offsets));
+    if (num_offsets < 1) reader.Fail("offsets must not be empty");
+    if (reader.Failed()) break;
+    feature.num_entries = std::clamp<int64_t>(offsets[num_offsets - 1], 0, feature.num_entries);
+    feature.place.num_ids = sizes[k];
+    features.push_back(feature);
+    for (size_t result = 2 * k; result < 2 * k + 2; ++result) {
+      auto count = rets.get<ffi::BufferR0<ffi::S32>>(result);
+      if (!count.has_value()) {
+        reader.Fail("wrong type of a count");
+        break;
+      }
+      counts.push_back((*count)->typed_data());
+    }
+  }
+  if (reader.Failed()) return reader.Complaint();
+  Workers(pool).ForEachBlock(static_cast<int64_t>(features.size()), [&](int64_t k) {
+    const Feature& feature = features[k];
+    int32_t num_inside = 0, num_padding = 0;
+    for (int64_t i = 0; i < feature.num_entries; ++i) {
+      num_inside += static_cast<uint32_t>(feature.ids[i]) < static_cast<uint32_t>(feature.place.num_ids);
+      num_padding += feature.ids[i] == kPadId;
+    }
+    *counts[2 * k] = num_inside;
+    *counts[2 * k + 1] = static_cast<int32_t>(feature.num_entries) - num_inside - num_padding;
+  });
+  return ffi::Error::Success();
+}
+
+// The places of all marks, ascending, kNoRow behind the last one that is asked for; and how many marks there are.
+ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Result<ffi::BufferR1<ffi::S32>> places,
+                   ffi::Result<ffi::BufferR0<ffi::S32>> num_marked) {
+  const bool* const is_marked = marks.typed_data();
+  const int64_t count = marks.element_count(), size = places->element_count();
+  if (count > kNoRow) return ffi::Error::InvalidArgument("rsembed: too many marks");
+  return WithMemory([&] {
+    Workers workers(pool);
+    std::vector<int64_t> first_place((count + kIdsPerTask - 1) / kIdsPerTask + 1, 0);
+    workers.ForEachRange(count, kIdsPerTask, [&](int64_t first, int64_t last) {
+      int64_t num = 0;
+      for (int64_t i = first; i < last; ++i) num += is_marked[i];
+      first_place[first / kIdsPerTask + 1] = num;
+    });
+    for (size_t task = 1; task < first_place.size(); ++task) first_place[task] += first_place[task - 1];
+    workers.ForEachRange(count, kIdsPerTask, [&](int64_t first, int64_t last) {
+      int64_t place = first_place[first / kIdsPerTask];
+      for (int64_t i = first; i < last && place < size; ++i) {
+        if (is_marked[i]) places->typed_data()[place++] = static_cast<int32_t>(i);
+      }
+    });
+    const int64_t num = first_place.back();
+    std::fill(places->typed_data() + std::min(num, size), places->typed_data() + size, kNoRow);
+    num_marked->typed_data()[0] = static_cast<int32_t>(num);
+  });
+}
+
+// A row from the top of a stack for every place that wants one, kNoRow once there are none; how many rows are left, and
+// how many places went without.
+ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_free, ffi::BufferR1<ffi::PRED> wants,
+                    ffi::Result<ffi::BufferR1<ffi::S32>> rows, ffi::Result<ffi::BufferR1<ffi::S32>> num_left,
+                    ffi::Result<ffi::BufferR0<ffi::S32>> num_without) {
+  const int64_t count = wants.element_count();
+  if (num_free.element_count() != 1 || num_left->element_count() != 1 ||
+      static_cast<int64_t>(rows->element_count()) != count) {
+    return ffi::Error::InvalidArgument("rsembed: wrong size of rows or of a count");
+  }
+  int64_t left = std::clamp<int64_t>(num_free.typed_data()[0], 0, free.element_count()), without = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool gets_row = wants.typed_data()[i] && left > 0;
+    rows->typed_data()[i] = gets_row ? free.typed_data()[--left] : kNoRow;
+    without += wants.typed_data()[i] && !gets_row;
+  }
+  num_left->typed_data()[0] = static_cast<int32_t>(left);
+  num_without->typed_data()[0] = static_cast<int32_t>(without);
+  return ffi::Error::Success();
+}
+
+// Arrays that travel together, whose blocks stand beside each other: of every device first those of the first array, and
+// so on. Without `gathers`, arrays are blocks already; with it, each comes behind the list of its rows that go into the
+// blocks, a row outside stands for an empty place, and such places hold kNoRow in arrays of int32, zeros in others.
+ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
+  const auto sizes = packed->dimensions();
+  if (sizes.size() < 2) return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
+  const int64_t num_devices = sizes[0], num_places = sizes[1], num_blocks = num_devices * num_places;
+  if (num_blocks == 0) return ffi::Error::Success();
+  const int64_t row_bytes = static_cast<int64_t>(packed->size_bytes()) / num_blocks;
+  const size_t step = gathers ? 2 : 1;
+  int64_t first_place = 0;
+  Workers workers(pool);
+  for (size_t k = 0; k < args.size(); k += step) {
+    const auto list = args.get<ffi::AnyBuffer>(k), array = args.get<ffi::AnyBuffer>(k + step - 1);
+    if (!list.has_value() || !array.has_value() || list->dimensions().size() < 2 || list->dimensions()[0] != num_devices ||
+        (gathers && list->element_type() != ffi::S32)) {
+      return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
+    }
+    const int64_t capacity = list->dimensions()[1], num_rows = NumRows(*array);
+    const int64_t count = gathers ? num_rows : num_devices * capacity;
+    if (first_place + capacity > num_places || static_cast<int64_t>(array->size_bytes()) != count * row_bytes) {
+      return ffi::Error::InvalidArgument("rsembed: blocks and rows differ in size");
+    }
+    const int32_t* const rows = gathers ? static_cast<const int32_t*>(list->untyped_data()) : nullptr;
+    const char* const source = static_cast<const char*>(array->untyped_data());
+    const bool are_rows = array->element_type() == ffi::S32;
+    char* const first_block = static_cast<char*>(packed->untyped_data()) + first_place * row_bytes;
+    first_place += capacity;
+    if (row_bytes == 0) continue;  // arrays of nothing may have no address
+    workers.ForEachRange(num_devices * capacity, std::max<int64_t>(kBytesPerTask / row_bytes, 1),
+                         [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        char* const place = first_block + (i / capacity * num_places + i % capacity) * row_bytes;
+        const int64_t row = rows == nullptr ? i : rows[i];
+        if (rows == nullptr || (row >= 0 && row < num_rows)) std::memcpy(place, source + row * row_bytes, row_bytes);
+        else if (are_rows) std::fill_n(reinterpret_cast<int32_t*>(place), row_bytes / 4, kNoRow);
+        else std::memset(place, 0, row_bytes);
+      }
+    });
+  }
+  if (first_place != num_places) return ffi::Error::InvalidArgument("rsembed: blocks and rows differ in size");
+  return ffi::Error::Success();
+}
+
+// The blocks of each array that travelled.
+ffi::Error UnpackBlocks(ffi::ThreadPool pool, ffi::AnyBuffer packed, ffi::RemainingRets rets) {
+  const auto sizes = packed.dimensions();
+  if (sizes.size() < 2) return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
+  const int64_t num_devices = sizes[0], num_places = sizes[1], num_blocks = num_devices * num_places;
+  if (num_blocks == 0) return ffi::Error::Success();
+  const int64_t row_bytes = static_cast<int64_t>(packed.size_bytes()) / num_blocks;
+  int64_t first_place = 0;
+  Workers workers(pool);
+  for (size_t k = 0; k < rets.size(); ++k) {
+    auto blocks = rets.get<ffi::AnyBuffer>(k);
+    if (!blocks.has_value() || (*blocks)->dimensions().size() < 2 || (*blocks)->dimensions()[0] != num_devices) {
+      return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
+    }
+    const int64_t capacity = (*blocks)->dimensions()[1];
+    if (first_place + capacity > num_places ||
+        static_cast<int64_t>((*blocks)->size_bytes()) != num_devices * capacity * row_bytes) {
+      return ffi::Error::InvalidArgument("rsembed: blocks and rows differ in size");
+    }
+    const char* const first_block = static_cast<const char*>(packed.untyped_data()) + first_place * row_bytes;
+    char* const out = static_cast<char*>((*blocks)->untyped_data());
+    first_place += capacity;
+    if (row_bytes * capacity == 0) continue;
+    workers.ForEachBlock(num_devices, [&](int64_t device) {
+      const char* const own = first_block + device * num_places * row_bytes;
+      std::memcpy(out + device * capacity * row_bytes, own, capacity * row_bytes);
+    });
+  }
+  if (first_place != num_places) return ffi::Error::InvalidArgument("rsembed: blocks and rows differ in size");
+  return ffi::Error::Success();
+}
+
+// Entries that wait to travel, grouped by owner and ascending in each group; see rsembed/kernels/blocks.py.
+struct Queue {
+  const int32_t* offsets;
+  const int32_t* cursor;
+  std::vector<const uint32_t*> lanes;
+  std::vector<uint32_t> signs;  // bring negative numbers of a signed lane before the others
+  int64_t num_owners, num_entries, capacity;
+
+  // The next entries of an owner.
+  std::pair<int64_t, int64_t> Next(int64_t owner) const {
+    const int64_t last = std::clamp<int64_t>(offsets[owner + 1], 0, num_entries);
+    return {std::clamp<int64_t>(int64_t{offsets[owner]} + cursor[owner], 0, last), last};
+  }
+  uint32_t Word(size_t level, int64_t entry) const {
+    const size_t lane = std::min(level, lanes.size() - 1);
+    return lanes[lane][entry] ^ signs[lane];
+  }
+};
+
+bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities,
+                int64_t num_owners, std::vector<Queue>& queues) {
+  size_t next = 0;
+  const auto words = [&](int64_t least, int64_t most, uint32_t* sign, int64_t* count) -> const uint32_t* {
+    const auto array = args.get<ffi::AnyBuffer>(next++);
+    if (!array.has_value() || array->dimensions().size() != 1) return nullptr;
+    const ffi::DataType type = array->element_type();
+    *count = array->element_count();
+    *sign = type == ffi::S32 ? 1u << 31 : 0;
+    const bool is_read = (type == ffi::S32 || type == ffi::U32) && *count >= least && *count <= most;
+    return is_read ? static_cast<const uint32_t*>(array->untyped_data()) : nullptr;
+  };
+  if (num_lanes.size() != capacities.size()) return false;
+  for (size_t k = 0; k < num_lanes.size(); ++k) {
+    Queue queue = {};
+    uint32_t sign = 0;
+    int64_t count = 0;
+    queue.num_owners = num_owners;
+    queue.capacity = capacities[k];
+    queue.offsets = reinterpret_cast<const int32_t*>(words(num_owners + 1, num_owners + 1, &sign, &count));
+    queue.cursor = reinterpret_cast<const int32_t*>(words(num_owners, num_owners, &sign, &count));
+    if (queue.offsets == nullptr || queue.cursor == nullptr || num_lanes[k] < 1 || queue.capacity < 0) return false;
+    for (int64_t lane = 0; lane < num_lanes[k]; ++lane) {
+      const uint32_t* const values = words(0, kNoRow, &sign, &count);
+      if (lane > 0 && count != queue.num_entries) return false;
+      if (values == nullptr && count != 0) return false;
+      queue.num_entries = count;
+      queue.lanes.push_back(values);
+      queue.signs.push_back(sign);
+    }
+    queues.push_back(std::move(queue));
+  }
+  return next == args.size();
+}
+
+// Of every owner in every queue: 1 if all entries that are left have places, 0 if not, and then what tells the first one
+// without a place from others.
+ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32>> fit,
+                     ffi::Result<ffi::BufferR3<ffi::U32>> behind, ffi::Span<const int64_t> num_lanes,
+                     ffi::Span<const int64_t> capacities) {
+  const int64_t num_queues = fit->dimensions()[0], num_owners = fit->dimensions()[1], num_levels = behind->dimensions()[0];
+  std::vector<Queue> queues;
+  if (!ReadQueues(args, num_lanes, capacities, num_owners, queues) || static_cast<int64_t>(queues.size()) != num_queues ||
+      behind->dimensions()[1] != num_queues || behind->dimensions()[2] != num_owners) {
+    return ffi::Error::InvalidArgument("rsembed: unreadable queues");
+  }
+  for (int64_t k = 0; k < num_queues; ++k) {
+    for (int64_t owner = 0; owner < num_owners; ++owner) {
+      const auto [first, last] = queues[k].Next(owner);
+      const bool all_fit = last - first <= queues[k].capacity;
+      fit->typed_data()[k * num_owners + owner] = all_fit;
+      for (int64_t level = 0; level < num_levels; ++level) {
+        behind->typed_data()[(level * num_queues + k) * num_owners + owner] =
+            all_fit ? 0 : queues[k].Word(level, first + queues[k].capacity);
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// The entries that travel in a round: of every owner the next ones, as many as there are places, and where anybody has
+// more than that (`fit` is 0), those before the least entry without a place.
+ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts, ffi::RemainingArgs args,
+                       ffi::Result<ffi::BufferR0<ffi::PRED>> are_left, ffi::RemainingRets rets,
+                       ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities) {
+  const int64_t num_queues = fit.dimensions()[0], num_owners = fit.dimensions()[1], num_levels = cuts.dimensions()[0];
+  std::vector<Queue> queues;
+  if (!ReadQueues(args, num_lanes, capacities, num_owners, queues) || static_cast<int64_t>(queues.size()) != num_queues ||
+      cuts.dimensions()[1] != num_queues || cuts.dimensions()[2] != num_owners || rets.size() != 2 * queues.size()) {
+    return ffi::Error::InvalidArgument("rsembed: unreadable queues");
+  }
+  bool any_left = false;
+  for (int64_t k = 0; k < num_queues; ++k) {
+    const Queue& queue = queues[k];
+    auto places = rets.get<ffi::BufferR2<ffi::S32>>(2 * k);
+    auto cursor = rets.get<ffi::BufferR1<ffi::S32>>(2 * k + 1);
+    if (!places.has_value() || !cursor.has_value() || (*places)->dimensions()[0] != num_owners ||
+        (*places)->dimensions()[1] != queue.capacity || static_cast<int64_t>((*cursor)->element_count()) != num_owners) {
+      return ffi::Error::InvalidArgument("rsembed: wrong size of places");
+    }
+    for (int64_t owner = 0; owner < num_owners; ++owner) {
+      const auto [first, last] = queue.Next(owner);
+      const auto is_before_cut = [&](int64_t entry) {
+        for (int64_t level = 0; level < std::min<int64_t>(num_levels, queue.lanes.size()); ++level) {
+          const uint32_t word = queue.Word(level, entry);
+          const uint32_t cut = cuts.typed_data()[(level * num_queues + k) * num_owners + owner];
+          if (word != cut) return word < cut;
+        }
+        return false;
+      };
+      const bool has_cut = fit.typed_data()[k * num_owners + owner] == 0;
+      int64_t num = std::min(queue.capacity, last - first);
+      while (has_cut && num > 0 && !is_before_cut(first + num - 1)) --num;
+      int32_t* const own = (*places)->typed_data() + owner * queue.capacity;
+      for (int64_t i = 0; i < queue.capacity; ++i) own[i] = i < num ? static_cast<int32_t>(first + i) : kNoRow;
+      (*cursor)->typed_data()[owner] = static_cast<int32_t>(queue.cursor[owner] + num);
+      any_left = any_left || first + num < last;
+    }
+  }
+  are_left->typed_data()[0] = any_left;
+  return ffi::Error::Success();
+}
+
+auto BindLists() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets(); }
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    rsembed_rows_of_ids, RowsOfIds,
+    BindLists().Attr<ffi::Span<const int64_t>>("places").Attr<int64_t>("spread").Attr<int64_t>("rows_per_shard"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_count_ids, CountIds, BindLists().Attr<ffi::Span<const int64_t>>("sizes"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_compact, Compact,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::BufferR1<ffi::PRED>>()
+                                  .Ret<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::BufferR0<ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_take_rows, TakeRows,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::PRED>>()
+                                  .Ret<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::BufferR0<ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    rsembed_pack_blocks, PackBlocks,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<bool>("gathers"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_unpack_blocks, UnpackBlocks,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_block_ends, BlockEnds,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()
+                                  .Ret<ffi::BufferR2<ffi::S32>>()
+                                  .Ret<ffi::BufferR3<ffi::U32>>()
+                                  .Attr<ffi::Span<const int64_t>>("num_lanes")
+                                  .Attr<ffi::Span<const int64_t>>("capacities"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_round_places, RoundPlaces,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::BufferR2<ffi::S32>>()
+                                  .Arg<ffi::BufferR3<ffi::U32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::BufferR0<ffi::PRED>>()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("num_lanes")
+                                  .Attr<ffi::Span<const int64_t>>("capacities"));
+
+#pragma GCC visibility pop
+
+}  // namespace rsembed
