@@ -167,8 +167,9 @@ class Hashed(RowsByKey):
             first, starts = self.newcomers(params, strangers, ahead)
             position = jnp.arange(first.shape[0], dtype=jnp.int32)
             entries = jnp.where(starts, position, NO_ROW)
-            (fresh,) = hashed_rows.with_initial_values((vectors,), entries, keys, table, params.key[0], slots=False)
-            new = fresh.at[first].get(mode="fill", fill_value=0)
+            rounded = vectors.astype(params.rows.dtype)  # a new row is read as it is going to be stored
+            (fresh,) = hashed_rows.with_initial_values((rounded,), entries, keys, table, params.key[0], slots=False)
+            new = fresh.astype(jnp.float32).at[first].get(mode="fill", fill_value=0)
             return jnp.where((first == NO_ROW)[:, None], vectors, new), jnp.sum(first == position, dtype=jnp.int32)
 
         def without(vectors: Array) -> tuple[Array, Array]:
@@ -238,23 +239,22 @@ class Hashed(RowsByKey):
         is_admitted = self._is_admitted(params, keys, totals, number)
         assigned = row_map.assign(params.keys, keys.only(is_admitted), number, totals, evict=evict)
         known, rows, evicted, num_failed = assigned
-        forgotten = jnp.zeros(1, jnp.int32)
+        # What cannot happen is not counted: every counter is a loop of its own in the program.
+        happened = {"inserted": params.keys.num_free - known.num_free}
+        if evict is not None:
+            happened = {"inserted": happened["inserted"] + evicted, "evicted": evicted}
+        if self.admission_count or self.admission_probability < 1:
+            happened["not_admitted"] = jnp.sum(keys.is_key & ~is_admitted, dtype=jnp.int32)
         if waiting is not None:
             is_left = keys.is_key & (rows == NO_ROW)
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
             waiting = row_map.touch(waiting, jnp.where(is_left, waiting_rows, NO_ROW), number, totals)
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
-            waiting, places, forgotten, _ = row_map.assign(waiting, newcomers, number, totals, evict=forget)
+            waiting, places, happened["forgotten"], _ = row_map.assign(waiting, newcomers, number, totals, evict=forget)
             has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
             num_failed = jnp.sum(has_none, dtype=jnp.int32)
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.key[0])
-        counters = params.counters.add(
-            inserted=params.keys.num_free + evicted - known.num_free,
-            evicted=evicted,
-            failed=num_failed,
-            not_admitted=jnp.sum(keys.is_key & ~is_admitted, dtype=jnp.int32),
-            forgotten=forgotten,
-        )
+        counters = params.counters.add(failed=num_failed, **happened)
         params = DynamicTable(known, vectors, waiting, counters, params.key)
         return params, tuple(kept), rows.at[first].get(mode="fill", fill_value=NO_ROW)
 

@@ -154,13 +154,15 @@ def with_initial_values(
     order, num_new = api.compact(rows != NO_ROW, num_blocks * INITIAL_BLOCK)
     num_used = -(-num_new // INITIAL_BLOCK)
 
-    def fill_block(i: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    def fill_block(i: Array | int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
         own, high, low = api.gather_rows((rows, keys.high, keys.low), entries, missing=NO_ROW)
         values = initial_values(table, key, Keys(high, low, entries != NO_ROW))
         parts = (values, *(table.optimizer.init_slots(values) if slots else ()))
         return api.scatter_rows(arrays, own, parts)
 
+    if num_blocks == 1:
+        return fill_block(0, arrays)
     return jax.lax.fori_loop(0, num_used, fill_block, arrays)
 
 

@@ -229,6 +229,22 @@ def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bit
     assert tables[0]["values"].tobytes() == tables[1]["values"].tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mesh", [None, mesh_of(4)], ids=["here", "asked"])
+def test_new_rows_are_read_as_they_are_stored_whatever_company_they_come_in(mesh, dtype):
+    collection = keyed(mesh, rows=8192, dtype=dtype, optimizer=rs.SGDOptimizerSpec(0.0))
+    state, found = collection.init(jax.random.key(3)), []
+    for num_keys in (64, 4096):  # one block of new rows, and several
+        batch = {"f": np.arange(1, num_keys + 1) * (2**33 + 1)}
+        activations, pullback = collection.lookup_vjp(state, batch)
+        applied = collection.apply(state, pullback(activations))
+        updated = jax.jit(collection.update)(state, collection.prepare(batch), activations)
+        found += [own["f"][:64] for own in (activations, *(collection.lookup(x, batch) for x in (applied, updated)))]
+    assert np.asarray(found[0]).any(axis=1).all()
+    for rows in found:
+        np.testing.assert_array_equal(rows, found[0])
+
+
 def test_a_pickled_collection_reads_and_trains_the_same_keys():
     collection = keyed()
     state, batch = collection.init(jax.random.key(0)), {"f": np.array([[ONE, OTHER], [THIRD, -1]])}
