@@ -1,18 +1,10 @@
-"""The kernels as everybody calls them: picks the first implementation that can serve a call.
-
-An implementation is a module with the functions of `reference.py`. It says why it cannot run on this machine through
-`unavailable_because()`, and why it cannot serve one call by raising `NotImplementedError(reason)`. Those of
-accelerators serve only where the computation is for one (see `devices.target_device`), and only those who ask for them:
-no chip has run them yet.
-"""
+"""The kernels as everybody calls them; `choice.py` picks the implementation that serves a call."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt32
 
-from rsembed.kernels import gpu, native, reference, sparsecore
+from rsembed.kernels import reference
 from rsembed.kernels.blocks import Queue, Rows
+from rsembed.kernels.choice import check_implementation as check_implementation
+from rsembed.kernels.choice import dispatch
+from rsembed.kernels.choice import implementation_states as implementation_states
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
@@ -36,59 +31,6 @@ from rsembed.keys import Keys
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.places import Place
 from rsembed.specs import QuantizationConfig
-
-IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
-"""In order of preference."""
-
-OPT_IN = (sparsecore.NAME, gpu.NAME)
-"""Those that are never chosen by themselves: `implementation=` names one, or `RSEMBED_KERNELS`, separated by commas."""
-
-
-def implementation_states() -> list[tuple[str, str]]:
-    """Every implementation by name, with "live" or the reason why it is not."""
-    return [(module.NAME, _not_chosen_because(module) or "live") for module in IMPLEMENTATIONS]
-
-
-def _not_chosen_because(module: Any) -> str | None:
-    """Why an implementation is passed over by callers who name none; read when a call is traced."""
-    wanted = [name.strip() for name in os.environ.get("RSEMBED_KERNELS", "").split(",") if name.strip()]
-    if unknown := set(wanted) - set(OPT_IN):
-        raise ValueError(f"RSEMBED_KERNELS names {', '.join(sorted(unknown))}; it knows {', '.join(OPT_IN)}.")
-    reason = module.unavailable_because()
-    if reason is None and module.NAME in OPT_IN and module.NAME not in wanted:
-        return (
-            f"opt-in, because no chip has run these kernels yet: pass implementation={module.NAME!r} or set "
-            f"RSEMBED_KERNELS={module.NAME}"
-        )
-    return reason
-
-
-def check_implementation(implementation: str | None) -> None:
-    """Raises: ValueError: the name is unknown. NotImplementedError: that one cannot run here."""
-    if implementation is None:
-        return
-    known = {module.NAME: module for module in IMPLEMENTATIONS}
-    if implementation not in known:
-        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(known)}, or None.")
-    reason = known[implementation].unavailable_because()
-    if reason is not None:
-        raise NotImplementedError(f"implementation {implementation!r} cannot run here: {reason}")
-
-
-def _dispatch(function: str, implementation: str | None, *args: Any) -> Any:
-    check_implementation(implementation)
-    reasons = []
-    for module in IMPLEMENTATIONS:
-        if implementation not in (None, module.NAME):
-            continue
-        reason = None if implementation else _not_chosen_because(module)
-        if reason is None:
-            try:
-                return getattr(module, function)(*args)
-            except NotImplementedError as error:
-                reason = str(error)
-        reasons.append(f"{module.NAME}: {reason}")
-    raise NotImplementedError(f"no implementation can serve {function}: " + "; ".join(reasons))
 
 
 def lookup(
@@ -117,7 +59,7 @@ def lookup(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lookup(implementation: str | None, table: Array, segments: tuple[Segment, ...]) -> tuple[Array, ...]:
-    return _dispatch("lookup", implementation, table, segments)
+    return dispatch("lookup", implementation, table, segments)
 
 
 def _lookup_forward(implementation: str | None, table: Array, segments: tuple[Segment, ...]) -> Any:
@@ -159,7 +101,7 @@ def row_gradients(
     implementation: str | None = None,
 ) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
     """Gradient of every looked-up row, equal rows combined; see `reference.row_gradients`."""
-    return _dispatch("row_gradients", implementation, num_rows, SegmentGradients(segments, d_outputs))
+    return dispatch("row_gradients", implementation, num_rows, SegmentGradients(segments, d_outputs))
 
 
 def apply_rows(
@@ -177,7 +119,7 @@ def apply_rows(
     step = Step(hyper, rule, rounding)
     if rule.moves_all_rows:  # one pass over whole arrays, entry by entry: no kernel could be faster than XLA
         return reference.apply_rows(table, slots, rows, gradients, step)
-    return _dispatch("apply_rows", implementation, table, slots, rows, gradients, step)
+    return dispatch("apply_rows", implementation, table, slots, rows, gradients, step)
 
 
 def update(
@@ -199,8 +141,8 @@ def _update(
     implementation: str | None, table: Array, slots: Slots, gradients: OutputGradients, step: Step
 ) -> tuple[Array, Slots]:
     if not step.rule.moves_all_rows:
-        return _dispatch("update", implementation, table, slots, gradients, step)
-    rows, sums = _dispatch("row_gradients", implementation, table.shape[0], gradients)
+        return dispatch("update", implementation, table, slots, gradients, step)
+    rows, sums = dispatch("row_gradients", implementation, table.shape[0], gradients)
     return reference.apply_rows(table, slots, rows, sums, step)
 
 
@@ -216,7 +158,7 @@ def lookup_jagged(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lookup_jagged(implementation: str | None, tables: tuple[Array, ...], batch: JaggedBatch) -> Array:
-    return _dispatch("lookup_jagged", implementation, tables, batch)
+    return dispatch("lookup_jagged", implementation, tables, batch)
 
 
 def _lookup_jagged_forward(implementation: str | None, tables: tuple[Array, ...], batch: JaggedBatch) -> Any:
@@ -245,7 +187,7 @@ def row_gradients_jagged(
     implementation: str | None = None,
 ) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
     """Gradient of every looked-up row of one table of a table-batched call."""
-    return _dispatch("row_gradients", implementation, num_rows, JaggedGradients(batch, d_output, table, dims))
+    return dispatch("row_gradients", implementation, num_rows, JaggedGradients(batch, d_output, table, dims))
 
 
 def update_jagged(
@@ -287,14 +229,14 @@ def weight_gradients(
     implementation: str | None = None,
 ) -> Float[Array, " nnz"]:
     """Gradients of the weights of a table-batched call; 0 for ids that contribute nothing."""
-    return _dispatch("weight_gradients", implementation, tuple(tables), batch, d_output)
+    return dispatch("weight_gradients", implementation, tuple(tables), batch, d_output)
 
 
 def gather_rows(
     arrays: Sequence[Array], rows: Int[Array, " capacity"], *, missing: int = 0, implementation: str | None = None
 ) -> tuple[Array, ...]:
     """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
-    return _dispatch("gather_rows", implementation, tuple(arrays), rows, missing)
+    return dispatch("gather_rows", implementation, tuple(arrays), rows, missing)
 
 
 def scatter_rows(
@@ -305,7 +247,7 @@ def scatter_rows(
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """The arrays with distinct `rows` overwritten, in place when they are donated; rows outside are skipped."""
-    return _dispatch("scatter_rows", implementation, tuple(arrays), rows, tuple(values))
+    return dispatch("scatter_rows", implementation, tuple(arrays), rows, tuple(values))
 
 
 def pack_blocks(
@@ -320,14 +262,14 @@ def pack_blocks(
         place, with `NO_ROW` in int32 arrays and zeros in others.
       implementation: see `implementation_states`.
     """
-    return _dispatch("pack_blocks", implementation, tuple(arrays), tuple(rows))
+    return dispatch("pack_blocks", implementation, tuple(arrays), tuple(rows))
 
 
 def unpack_blocks(
     packed: Shaped[Array, "devices places *row"], shapes: Sequence[Any], *, implementation: str | None = None
 ) -> tuple[Array, ...]:
     """The blocks of each array again, given their shapes and types."""
-    return _dispatch("unpack_blocks", implementation, packed, tuple(shapes))
+    return dispatch("unpack_blocks", implementation, packed, tuple(shapes))
 
 
 def block_ends(
@@ -338,7 +280,7 @@ def block_ends(
     Where they have not, what tells the first one without a place from others, as words of the same order: one per lane
     of the queue that has most, of others the last again. Zeros where all fit.
     """
-    return _dispatch("block_ends", implementation, tuple(queues))
+    return dispatch("block_ends", implementation, tuple(queues))
 
 
 def round_places(
@@ -359,7 +301,7 @@ def round_places(
     Returns: of each queue the entries in the places, `NO_ROW` in empty ones, and the cursor behind them; and whether
       any queue has entries left.
     """
-    return _dispatch("round_places", implementation, tuple(queues), fit, cuts)
+    return dispatch("round_places", implementation, tuple(queues), fit, cuts)
 
 
 def stochastic_rounding(key: PRNGKeyArray) -> reference.Rounding:
@@ -371,7 +313,7 @@ def rows_by_bag(
     bags: Int[Array, " nnz"], num_bags: int, *, implementation: str | None = None
 ) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
     """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
-    return _dispatch("rows_by_bag", implementation, bags, num_bags)
+    return dispatch("rows_by_bag", implementation, bags, num_bags)
 
 
 def rows_of_ids(
@@ -393,7 +335,7 @@ def rows_of_ids(
       rows_per_shard: rows of every shard.
       implementation: see `implementation_states`.
     """
-    return _dispatch("rows_of_ids", implementation, tuple(ids), places, sizes, spread, rows_per_shard)
+    return dispatch("rows_of_ids", implementation, tuple(ids), places, sizes, spread, rows_per_shard)
 
 
 def count_ids(
@@ -407,7 +349,7 @@ def count_ids(
 
     Entries behind the last offset are neither.
     """
-    return _dispatch("count_ids", implementation, tuple(ids), tuple(offsets), sizes)
+    return dispatch("count_ids", implementation, tuple(ids), tuple(offsets), sizes)
 
 
 def distinct(
@@ -428,12 +370,12 @@ def distinct(
     Returns: lanes, entry of every occurrence, first occurrence of every entry, offsets, and how often every entry
       occurs; see `keyed.distinct`.
     """
-    return _dispatch("distinct", implementation, owners, tuple(lanes), num_owners)
+    return dispatch("distinct", implementation, owners, tuple(lanes), num_owners)
 
 
 def first_occurrences(keys: Keys, *, implementation: str | None = None) -> Int[Array, " nnz"]:
     """For every key the first position at which it occurs; `NO_ROW` for padding."""
-    return _dispatch("first_occurrences", implementation, keys)
+    return dispatch("first_occurrences", implementation, keys)
 
 
 def find_keys(
@@ -443,7 +385,7 @@ def find_keys(
 
     A key may occur several times.
     """
-    return _dispatch("find_keys", implementation, lanes, rows, keys)
+    return dispatch("find_keys", implementation, lanes, rows, keys)
 
 
 def insert_keys(
@@ -460,14 +402,14 @@ def insert_keys(
 
     Keys that would leave less than a quarter of the slots empty are left out.
     """
-    return _dispatch("insert_keys", implementation, lanes, rows, num_keys, num_deleted, keys, new_rows)
+    return dispatch("insert_keys", implementation, lanes, rows, num_keys, num_deleted, keys, new_rows)
 
 
 def compact(
     mask: Bool[Array, " n"], size: int, *, implementation: str | None = None
 ) -> tuple[Int[Array, " size"], Int[Array, ""]]:
     """Positions of the first `size` True entries, `NO_ROW` behind them; and how many there are."""
-    return _dispatch("compact", implementation, mask, size)
+    return dispatch("compact", implementation, mask, size)
 
 
 def take_rows(
@@ -481,7 +423,7 @@ def take_rows(
 
     Returns: the rows, how many are left in the stack, and for how many there was none.
     """
-    return _dispatch("take_rows", implementation, free, num_free, wants)
+    return dispatch("take_rows", implementation, free, num_free, wants)
 
 
 def count_uses(
@@ -494,18 +436,18 @@ def count_uses(
     implementation: str | None = None,
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
     """Both lanes after `rows` were used by `step`, in place when they are donated; a row may occur several times."""
-    return _dispatch("count_uses", implementation, last_step, counts, rows, step, occurrences)
+    return dispatch("count_uses", implementation, last_step, counts, rows, step, occurrences)
 
 
 def row_bits(
     key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int, *, implementation: str | None = None
 ) -> UInt32[Array, "nnz dim"]:
     """Random bits of rows, each from the key that is folded with the row's lanes, one after the other."""
-    return _dispatch("row_bits", implementation, key, tuple(lanes), dim)
+    return dispatch("row_bits", implementation, key, tuple(lanes), dim)
 
 
 def allocate(
     shape: tuple[int, ...], dtype: Any, fill: float | None = None, *, implementation: str | None = None
 ) -> Shaped[Array, "*shape"]:
     """An array of `fill`, or of unspecified values to be overwritten; on huge pages where the system has them."""
-    return _dispatch("allocate", implementation, shape, dtype, fill)
+    return dispatch("allocate", implementation, shape, dtype, fill)
