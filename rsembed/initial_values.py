@@ -59,15 +59,16 @@ def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"])
 def form(table: TableSpec) -> Hashable:
     """What tables have in common of which one program, that of any of them, makes all rows by `initial_rows`.
 
-    That is the initializer and the length of rows, if it makes every row by itself and their number enters no value;
-    else their number, too.
+    That is what the initializer computes and the length of rows, if it makes every row by itself and their number
+    enters no value; else the initializer and both numbers. What it computes is its trace, so that functions made one by
+    one, as `[normal(0.01) for _ in tables]` are, are not compiled one by one.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace, whole = _trace(table, shape), (table.initializer, *shape)
     text = " ".join(str(trace).split())  # where its lines break depends on the length of numbers
-    if trace.consts or not _is_made_by_rows(trace, shape[0]):
+    if _has_constants(trace) or not _is_made_by_rows(trace, shape[0]):
         return whole
-    return table.initializer, shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
+    return shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
 
 
 def keyed_rows(
@@ -101,6 +102,18 @@ def _trace(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
             "the shape it is given."
         )
     return trace
+
+
+def _has_constants(trace: ClosedJaxpr) -> bool:
+    """Whether arrays are part of it, whose values its text does not tell."""
+    equations = trace.jaxpr.eqns
+    operands = (operand for equation in equations for operand in equation.invars)
+    inner = (value for equation in equations for value in equation.params.values())
+    return (
+        bool(trace.consts)
+        or any(isinstance(operand, Literal) and np.ndim(operand.val) for operand in operands)
+        or any(_has_constants(value) for value in inner if isinstance(value, ClosedJaxpr))
+    )
 
 
 def _is_made_by_rows(trace: ClosedJaxpr, num_rows: int) -> bool:

@@ -95,6 +95,18 @@ def test_tables_of_one_form_have_rows_of_one_program(name):
     np.testing.assert_array_equal(initial_rows(key, large, rows), initial_rows(key, small, rows))
 
 
+def scaled(scale):
+    return lambda key, shape: jax.random.normal(key, shape) * scale
+
+
+def test_functions_that_compute_the_same_are_of_one_form_and_no_others():
+    scales = np.linspace(1, 2, DIM, dtype=np.float32)[None]
+    forms = [form(of_size(10, scaled(scale))) for scale in (0.1, 0.1, 0.1 + 1e-8, 0.2, scales, scales + 1, scales)]
+    assert forms[0] == forms[1]  # 0.1 + 1e-8 is another number of float32
+    assert len({forms[0], *forms[2:]}) == 6
+    assert form(of_size(10, jax.jit(scaled(scales), static_argnums=1))) != forms[4]
+
+
 NUMBER_OF_ROWS_MATTERS = {
     "in a scale": jax.nn.initializers.glorot_uniform(),
     "in a value": lambda key, shape: jnp.full(shape, shape[0], jnp.float32),
