@@ -199,7 +199,12 @@ class CheckpointManager:
         return int(paths[-1].name[5:]) if paths else None
 
     def latest_good(self) -> Path | None:
-        """The newest checkpoint of which every byte is what was written; damaged ones are told of and passed over."""
+        """The newest checkpoint of which every byte is what was written; damaged ones are told of and passed over.
+
+        One that is being written is waited for: once it is there, those before it may go.
+        """
+        if self._pending is not None:
+            self._pending.exception()  # left for `save` and `wait_until_finished` to raise, in all processes alike
         for path in reversed(self.paths()):
             try:
                 verify(path)

@@ -106,6 +106,19 @@ def test_rows_are_told_apart_by_their_bits(tmp_path, monkeypatch):
     assert found.tobytes() == second.tobytes()
 
 
+def test_the_newest_good_one_is_not_the_one_that_a_save_in_progress_removes(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path, max_to_keep=1) as checkpoints:
+        checkpoints.save({"x": np.zeros(3)}, step=1)
+        checkpoints.wait_until_finished()
+        write, may_write = checkpoints._write, threading.Event()
+        monkeypatch.setattr(checkpoints, "_write", lambda *args: may_write.wait(60) and write(*args))
+        checkpoints.save({"x": np.ones(3)}, step=2)
+        threading.Timer(0.2, may_write.set).start()
+        good = checkpoints.latest_good()
+        checkpoints.wait_until_finished()
+        assert checkpoint.load(good).tree["x"].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_any_chain_of_trees_comes_back_to_the_bit(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(increments, "LEAST_BYTES", 0)
