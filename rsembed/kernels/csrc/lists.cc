@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,11 @@ namespace {
 constexpr int64_t kIdsPerTask = 1 << 14;
 constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
+
+// Larger ones, or products of them, might not fit their type, and arrays of no bytes may claim any size.
+bool AreSizes(std::initializer_list<int64_t> numbers) {
+  return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
+}
 
 // Numbers without a sign, so that no sum or product of them is undefined.
 struct Place {
@@ -129,7 +135,7 @@ ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Re
                    ffi::Result<ffi::BufferR0<ffi::S32>> num_marked) {
   const bool* const is_marked = marks.typed_data();
   const int64_t count = marks.element_count(), size = places->element_count();
-  if (count > kNoRow) return ffi::Error::InvalidArgument("rsembed: too many marks");
+  if (!AreSizes({count, size})) return ffi::Error::InvalidArgument("rsembed: too many marks");
   return WithMemory([&] {
     Workers workers(pool);
     std::vector<int64_t> first_place((count + kIdsPerTask - 1) / kIdsPerTask + 1, 0);
@@ -157,11 +163,12 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
                     ffi::Result<ffi::BufferR1<ffi::S32>> rows, ffi::Result<ffi::BufferR1<ffi::S32>> num_left,
                     ffi::Result<ffi::BufferR0<ffi::S32>> num_without) {
   const int64_t count = wants.element_count();
-  if (num_free.element_count() != 1 || num_left->element_count() != 1 ||
+  const int64_t num_rows = free.element_count();
+  if (!AreSizes({count, num_rows}) || num_free.element_count() != 1 || num_left->element_count() != 1 ||
       static_cast<int64_t>(rows->element_count()) != count) {
     return ffi::Error::InvalidArgument("rsembed: wrong size of rows or of a count");
   }
-  int64_t left = std::clamp<int64_t>(num_free.typed_data()[0], 0, free.element_count()), without = 0;
+  int64_t left = std::clamp<int64_t>(num_free.typed_data()[0], 0, num_rows), without = 0;
   for (int64_t i = 0; i < count; ++i) {
     const bool gets_row = wants.typed_data()[i] && left > 0;
     rows->typed_data()[i] = gets_row ? free.typed_data()[--left] : kNoRow;
@@ -177,7 +184,9 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
 // blocks, a row outside stands for an empty place, and such places hold kNoRow in arrays of int32, zeros in others.
 ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
   const auto sizes = packed->dimensions();
-  if (sizes.size() < 2) return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
+  if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {
+    return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
+  }
   const int64_t num_devices = sizes[0], num_places = sizes[1], num_blocks = num_devices * num_places;
   if (num_blocks == 0) return ffi::Error::Success();
   const int64_t row_bytes = static_cast<int64_t>(packed->size_bytes()) / num_blocks;
@@ -192,7 +201,8 @@ ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result
     }
     const int64_t capacity = list->dimensions()[1], num_rows = NumRows(*array);
     const int64_t count = gathers ? num_rows : num_devices * capacity;
-    if (first_place + capacity > num_places || static_cast<int64_t>(array->size_bytes()) != count * row_bytes) {
+    if (!AreSizes({capacity, num_rows, row_bytes}) || first_place + capacity > num_places ||
+        static_cast<int64_t>(array->size_bytes()) != count * row_bytes) {
       return ffi::Error::InvalidArgument("rsembed: blocks and rows differ in size");
     }
     const int32_t* const rows = gathers ? static_cast<const int32_t*>(list->untyped_data()) : nullptr;
@@ -219,7 +229,9 @@ ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result
 // The blocks of each array that travelled.
 ffi::Error UnpackBlocks(ffi::ThreadPool pool, ffi::AnyBuffer packed, ffi::RemainingRets rets) {
   const auto sizes = packed.dimensions();
-  if (sizes.size() < 2) return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
+  if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {
+    return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
+  }
   const int64_t num_devices = sizes[0], num_places = sizes[1], num_blocks = num_devices * num_places;
   if (num_blocks == 0) return ffi::Error::Success();
   const int64_t row_bytes = static_cast<int64_t>(packed.size_bytes()) / num_blocks;
@@ -231,7 +243,7 @@ ffi::Error UnpackBlocks(ffi::ThreadPool pool, ffi::AnyBuffer packed, ffi::Remain
       return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
     }
     const int64_t capacity = (*blocks)->dimensions()[1];
-    if (first_place + capacity > num_places ||
+    if (!AreSizes({capacity, row_bytes}) || first_place + capacity > num_places ||
         static_cast<int64_t>((*blocks)->size_bytes()) != num_devices * capacity * row_bytes) {
       return ffi::Error::InvalidArgument("rsembed: blocks and rows differ in size");
     }
@@ -279,7 +291,7 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
     const bool is_read = (type == ffi::S32 || type == ffi::U32) && *count >= least && *count <= most;
     return is_read ? static_cast<const uint32_t*>(array->untyped_data()) : nullptr;
   };
-  if (num_lanes.size() != capacities.size()) return false;
+  if (num_lanes.size() != capacities.size() || !AreSizes({num_owners + 1})) return false;
   for (size_t k = 0; k < num_lanes.size(); ++k) {
     Queue queue = {};
     uint32_t sign = 0;
@@ -288,7 +300,9 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
     queue.capacity = capacities[k];
     queue.offsets = reinterpret_cast<const int32_t*>(words(num_owners + 1, num_owners + 1, &sign, &count));
     queue.cursor = reinterpret_cast<const int32_t*>(words(num_owners, num_owners, &sign, &count));
-    if (queue.offsets == nullptr || queue.cursor == nullptr || num_lanes[k] < 1 || queue.capacity < 0) return false;
+    if (queue.offsets == nullptr || queue.cursor == nullptr || num_lanes[k] < 1 || !AreSizes({queue.capacity})) {
+      return false;
+    }
     for (int64_t lane = 0; lane < num_lanes[k]; ++lane) {
       const uint32_t* const values = words(0, kNoRow, &sign, &count);
       if (lane > 0 && count != queue.num_entries) return false;
@@ -309,8 +323,8 @@ ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32
                      ffi::Span<const int64_t> capacities) {
   const int64_t num_queues = fit->dimensions()[0], num_owners = fit->dimensions()[1], num_levels = behind->dimensions()[0];
   std::vector<Queue> queues;
-  if (!ReadQueues(args, num_lanes, capacities, num_owners, queues) || static_cast<int64_t>(queues.size()) != num_queues ||
-      behind->dimensions()[1] != num_queues || behind->dimensions()[2] != num_owners) {
+  if (num_levels > static_cast<int64_t>(args.size()) || !ReadQueues(args, num_lanes, capacities, num_owners, queues) ||
+      static_cast<int64_t>(queues.size()) != num_queues || behind->dimensions()[1] != num_queues || behind->dimensions()[2] != num_owners) {
     return ffi::Error::InvalidArgument("rsembed: unreadable queues");
   }
   for (int64_t k = 0; k < num_queues; ++k) {
@@ -334,8 +348,8 @@ ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts
                        ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities) {
   const int64_t num_queues = fit.dimensions()[0], num_owners = fit.dimensions()[1], num_levels = cuts.dimensions()[0];
   std::vector<Queue> queues;
-  if (!ReadQueues(args, num_lanes, capacities, num_owners, queues) || static_cast<int64_t>(queues.size()) != num_queues ||
-      cuts.dimensions()[1] != num_queues || cuts.dimensions()[2] != num_owners || rets.size() != 2 * queues.size()) {
+  if (num_levels > static_cast<int64_t>(args.size()) || !ReadQueues(args, num_lanes, capacities, num_owners, queues) ||
+      static_cast<int64_t>(queues.size()) != num_queues || cuts.dimensions()[1] != num_queues || cuts.dimensions()[2] != num_owners || rets.size() != 2 * queues.size()) {
     return ffi::Error::InvalidArgument("rsembed: unreadable queues");
   }
   bool any_left = false;
