@@ -87,7 +87,10 @@ def round_places(
 
 def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
     """What tells entries apart, as words of the same order."""
-    lanes = [lane.at[entries].get(mode="fill", fill_value=0) for lane in queue.lanes]
+    lanes = [
+        lane.at[entries].get(mode="fill", fill_value=0) if lane.shape[0] else jnp.zeros(entries.shape, lane.dtype)
+        for lane in queue.lanes
+    ]
     return [lane if lane.dtype == jnp.uint32 else lane.astype(jnp.uint32) ^ jnp.uint32(2**31) for lane in lanes]
 
 
