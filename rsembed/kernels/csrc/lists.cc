@@ -283,6 +283,8 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
                 int64_t num_owners, std::vector<Queue>& queues) {
   size_t next = 0;
   const auto words = [&](int64_t least, int64_t most, uint32_t* sign, int64_t* count) -> const uint32_t* {
+    *count = -1;
+    if (next >= args.size()) return nullptr;
     const auto array = args.get<ffi::AnyBuffer>(next++);
     if (!array.has_value() || array->dimensions().size() != 1) return nullptr;
     const ffi::DataType type = array->element_type();
@@ -300,7 +302,7 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
     queue.capacity = capacities[k];
     queue.offsets = reinterpret_cast<const int32_t*>(words(num_owners + 1, num_owners + 1, &sign, &count));
     queue.cursor = reinterpret_cast<const int32_t*>(words(num_owners, num_owners, &sign, &count));
-    if (queue.offsets == nullptr || queue.cursor == nullptr || num_lanes[k] < 1 || !AreSizes({queue.capacity})) {
+    if (queue.offsets == nullptr || queue.cursor == nullptr || num_lanes[k] < 1 || !AreSizes({num_lanes[k], queue.capacity})) {
       return false;
     }
     for (int64_t lane = 0; lane < num_lanes[k]; ++lane) {
