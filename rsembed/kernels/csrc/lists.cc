@@ -196,7 +196,7 @@ ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result
   for (size_t k = 0; k < args.size(); k += step) {
     const auto list = args.get<ffi::AnyBuffer>(k), array = args.get<ffi::AnyBuffer>(k + step - 1);
     if (!list.has_value() || !array.has_value() || list->dimensions().size() < 2 || list->dimensions()[0] != num_devices ||
-        (gathers && list->element_type() != ffi::S32)) {
+        (gathers && (list->element_type() != ffi::S32 || list->dimensions().size() != 2))) {
       return ffi::Error::InvalidArgument("rsembed: unreadable blocks");
     }
     const int64_t capacity = list->dimensions()[1], num_rows = NumRows(*array);
