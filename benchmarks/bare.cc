@@ -5,6 +5,7 @@
 // IDS is a file of int32 `[batches, tables, batch, ids per bag]`; DIM is a multiple of 64. Prints milliseconds, median and
 // best, at the best of some prefetch distances, on all cores: of a pooled lookup; and of the rest of an SGD step (sums of
 // the gradients of equal rows, then each row once) over entries that were sorted before the clock started.
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -23,10 +24,16 @@ namespace {
 typedef float Floats __attribute__((vector_size(32)));
 constexpr int kPanel = 64, kVectors = kPanel / 8, kRounds = 4;
 
+// The cores that this process may run on.
+int64_t NumCores() {
+  cpu_set_t granted;
+  return sched_getaffinity(0, sizeof(granted), &granted) == 0 ? CPU_COUNT(&granted) : 1;
+}
+
 // Threads that wait for work without sleeping.
 class Team {
  public:
-  Team() : size_(std::max(1u, std::thread::hardware_concurrency())) {
+  Team() : size_(NumCores()) {
     for (int64_t k = 1; k < size_; ++k) threads_.emplace_back([this, k] { Serve(k); });
   }
   ~Team() {

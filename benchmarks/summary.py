@@ -36,7 +36,8 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     processor = names[0] if names else "unknown processor"
-    return f"{processor}, {os.cpu_count()} cores, {native.instruction_set()}, {datetime.date.today()}"
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{processor}, cores: {num_cores}, {native.instruction_set()}, {datetime.date.today()}"
 
 
 def makers() -> list[Any]:

@@ -26,7 +26,8 @@ def backend_evidence() -> list[tuple[str, str]]:
     platform = target_device().platform
     reference = f"runs here ({platform})" + ("" if platform == "cpu" else "; numerics unproven there")
     reason = native.unavailable_because()
-    cpu = f"runs here, {native.instruction_set()}" if reason is None else f"does not run here: {reason}"
+    runs = f"runs here, {native.instruction_set()}, cores: {native.num_cores()}"
+    cpu = runs if reason is None else f"does not run here: {reason}"
     if sparsecore.unavailable_because() is None:
         tpu = f"opt-in here (implementation= or RSEMBED_KERNELS); {SPARSECORE}; numbers on this chip unproven"
     else:

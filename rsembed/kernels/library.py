@@ -54,6 +54,7 @@ def shared_library() -> ctypes.CDLL | str:
     try:
         library = ctypes.CDLL(str(path))
         library.rsembed_instruction_set.restype = ctypes.c_char_p
+        library.rsembed_num_cores.restype = ctypes.c_int64
         library.rsembed_advise_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         library.rsembed_advise_huge_pages.restype = ctypes.c_bool
         library.rsembed_keep_freed_memory.argtypes = (ctypes.c_size_t,)
@@ -89,6 +90,12 @@ def instruction_set() -> str | None:
     """`baseline`, `avx2` or `avx512`: what the library chose for this processor; None without a library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
+
+
+def num_cores() -> int | None:
+    """How many threads of a call the library lets work: the cores granted to this process; None without a library."""
+    library = shared_library()
+    return None if isinstance(library, str) else library.rsembed_num_cores()
 
 
 def call_handler(

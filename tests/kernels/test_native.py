@@ -385,6 +385,21 @@ def test_results_do_not_depend_on_the_number_of_threads(num_threads, hashes_of_f
     assert hashes_of_child(NPROC=num_threads) == hashes_of_four_threads
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not grant single cores")
+def test_a_process_that_is_granted_one_core_works_with_one_thread():
+    # Asked for more threads, as rsembed does for pretended devices, XLA makes them, and they would share that core.
+    source = f"""
+import os
+os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
+from rsembed.kernels import native
+print(native.num_cores())
+"""
+    environment = {**os.environ, "NPROC": "16"}
+    child = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True)
+    assert child.stdout.split() == ["1"]
+    assert native.num_cores() == len(os.sched_getaffinity(0))
+
+
 def test_the_instruction_set_can_be_lowered():
     name, _ = hashes_of_child(RSEMBED_ISA="baseline")
     assert name == "baseline"

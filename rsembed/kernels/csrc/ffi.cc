@@ -450,6 +450,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate,
 
 extern "C" const char* rsembed_instruction_set() { return BestRowKernels().name; }
 
+extern "C" int64_t rsembed_num_cores() { return NumCores(); }
+
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 
 // Memory that results leave behind is kept for the next ones, up to `bytes` at the end of a heap. Else the allocator

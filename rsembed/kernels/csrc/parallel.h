@@ -13,6 +13,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -32,6 +35,19 @@ class FloatingPointMode {
 #endif
 };
 
+// The cores that this process might run on when it first asked: a container, a batch system or taskset may grant fewer
+// than the machine has, and threads that wait by spinning would take the time of those that work.
+inline int64_t NumCores() {
+  static const int64_t num_cores = [] {
+#if defined(__linux__)
+    cpu_set_t granted;
+    if (sched_getaffinity(0, sizeof(granted), &granted) == 0) return std::max(1, CPU_COUNT(&granted));
+#endif
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  }();
+  return num_cores;
+}
+
 // Runs body(block) for every block. The calling thread works too and waits only for blocks that another thread has
 // begun, never for one to arrive: a pool that is busy, or has a single thread, costs time but cannot block the call.
 // Threads that came to help stay a little for the next blocks, since steps of a call follow each other within
@@ -40,8 +56,7 @@ class Workers {
  public:
   explicit Workers(xla::ffi::ThreadPool pool) : pool_(pool), crew_(std::make_shared<Crew>()) {
     // XLA sizes its pool by the number of devices if that is larger, but more threads than cores only get in the way.
-    static const int64_t num_cores = std::max(1u, std::thread::hardware_concurrency());
-    num_threads_ = std::clamp<int64_t>(pool_.num_threads(), 1, num_cores);
+    num_threads_ = std::clamp<int64_t>(pool_.num_threads(), 1, NumCores());
   }
   Workers(const Workers&) = delete;
   ~Workers() { crew_->is_dismissed.store(true, std::memory_order_release); }
