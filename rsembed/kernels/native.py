@@ -33,8 +33,8 @@ from rsembed.kernels.contract import (
 from rsembed.kernels.keyed import Distinct
 from rsembed.kernels.library import call_handler
 from rsembed.kernels.library import instruction_set as instruction_set
-from rsembed.kernels.library import num_cores as num_cores
 from rsembed.kernels.library import library_paths as library_paths
+from rsembed.kernels.library import num_cores as num_cores
 from rsembed.kernels.library import shared_library as shared_library
 from rsembed.kernels.library import unavailable_because as unavailable_because
 from rsembed.keys import Keys

@@ -160,8 +160,10 @@ def table_batched(
     return found | named([module.split_embedding_weights(), module.split_optimizer_states()], "state/")
 
 
-def tensor_train(**options):
-    module = tt.TTEmbeddingBag(60, 8, tt_ranks=[3, 4], learning_rate=0.1, use_cache="cache_size" in options, **options)
+def tensor_train(learning_rate=0.1, **options):
+    module = tt.TTEmbeddingBag(
+        60, 8, tt_ranks=[3, 4], learning_rate=learning_rate, use_cache="cache_size" in options, **options
+    )
     rng, found = np.random.default_rng(0), {}
     module.set_cores([jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in module.spec.core_shapes])
     for step in range(STEPS):
@@ -233,7 +235,7 @@ RUNS = {
     "table-batched unpooled": functools.partial(
         table_batched, tbe.OptimType.EXACT_SGD, pooling=tbe.PoolingMode.NONE, dims=(4, 4, 4)
     ),
-    "tensor train sgd": functools.partial(tensor_train, optimizer=tt.OptimType.SGD),
+    "tensor train sgd": functools.partial(tensor_train, optimizer=tt.OptimType.SGD, learning_rate=1e-3),
     "tensor train adagrad": functools.partial(tensor_train, optimizer=tt.OptimType.EXACT_ADAGRAD),
     "tensor train adam": functools.partial(tensor_train, optimizer=tt.OptimType.ADAM),
     "tensor train cached": functools.partial(tensor_train, optimizer=tt.OptimType.EXACT_ADAGRAD, cache_size=8),
