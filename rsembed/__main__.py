@@ -4,6 +4,7 @@ import argparse
 import ast
 import base64
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -303,6 +304,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     launcher.add_argument("script", help="Python file that calls rsembed.parallel.init()")
     launcher.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     options = parser.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without some sign gets a question mark, not a traceback
     try:
         if options.command == "launch":
             return start_processes(options)

@@ -1,5 +1,6 @@
 """The command line, on a tiny notebook written for the purpose."""
 
+import io
 import sys
 
 import nbformat
@@ -108,6 +109,14 @@ def test_doctor_names_each_kernel_implementation(capsys):
     assert any(line.startswith("jax ") for line in lines)
     assert any("8 × cpu" in line for line in lines if line.startswith("devices"))
     assert any(line.split() == ["reference", "live"] for line in lines)
+
+
+def test_doctor_speaks_to_a_terminal_that_lacks_its_signs(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert command_line.main(["doctor"]) == 0
+    terminal.flush()
+    assert b"8 ? cpu" in terminal.buffer.getvalue()
 
 
 def test_bench_passes_arguments_and_status_on(tmp_path, monkeypatch, capfd):
