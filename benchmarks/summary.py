@@ -8,9 +8,7 @@ the order of all ids beforehand. A share of bare is the time of the loops over t
 
 from __future__ import annotations
 
-import datetime
 import gc
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,18 +24,15 @@ import timing
 from timing import Times
 
 from rsembed.kernels import native
+from rsembed.plot import measured_on
 
 OURS, PEERS = "ours, jit", ("FBGEMM", "torch")
 RULES = {"EXACT_SGD": "step, SGD", "EXACT_ROWWISE_ADAGRAD": "step, row-wise Adagrad"}
 
 
 def machine() -> str:
-    """Processor, cores, instruction set of the kernels and date, which belong to every time."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    processor = names[0] if names else "unknown processor"
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{processor}, cores: {num_cores}, {native.instruction_set()}, {datetime.date.today()}"
+    """What belongs to every time: processor, cores, date, and instruction set of the kernels."""
+    return f"{measured_on()}, {native.instruction_set()}"
 
 
 def makers() -> list[Any]:

@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rsembed.kernels import native
+from rsembed.kernels.cpu_threads import granted_cores
 
 NUM_BATCHES = 8
 Run = Callable[[int], object]
@@ -106,7 +106,7 @@ def torch_runs(
 
 def bytes_per_second() -> float:
     """What the memory of this machine gives to all cores together: the best of some copies of very large arrays."""
-    num_threads = os.cpu_count() or 1
+    num_threads = granted_cores()
     arrays = [(np.ones(1 << 25), np.zeros(1 << 25)) for _ in range(num_threads)]
     best = math.inf
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:

@@ -235,7 +235,10 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
 
 
 def doctor() -> int:
-    """Prints versions, devices, which kernels are live or why they are not, and what is known of each backend."""
+    """Prints versions, devices, which kernels are live or why they are not, and what is known of each backend.
+
+    Raises: CommandError: the environment asks for kernels that there are not.
+    """
     import jax
 
     from rsembed.kernels.api import implementation_states
@@ -249,11 +252,15 @@ def doctor() -> int:
             print(f"{package:<12}not installed")
     devices = jax.devices()
     print(f"{'devices':<12}{len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
+    try:
+        states, evidence = implementation_states(), backend_evidence()
+    except ValueError as error:
+        raise CommandError(str(error)) from None
     print("kernels")
-    for name, state in implementation_states():
+    for name, state in states:
         print(f"  {name:<12}{state}")
     print("backends")
-    for name, words in backend_evidence():
+    for name, words in evidence:
         print(f"  {name:<18}{words}")
     return 0
 

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+import rsembed as rs
+
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
 
@@ -20,7 +22,7 @@ def test_the_ten_lines_run_as_printed():
 
 
 def test_rooms_named_in_the_readme_exist():
-    root = Path(__file__).resolve().parent.parent
+    root = Path(rs.__file__).parents[1]
     places = re.findall(r"\| `(rsembed/[^`]+)` \|", README)
     assert len(places) > 10
     assert [place for place in places if not (root / place).exists()] == []

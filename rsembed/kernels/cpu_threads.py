@@ -63,11 +63,14 @@ def check_threads(mesh: Mesh) -> None:
         )
 
 
+def granted_cores() -> int:
+    """Cores that this process may run on: a container, a batch system or `taskset` may grant fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _pool_size() -> int:
     given = os.environ.get("NPROC", "")
-    if given.isdecimal():
-        return int(given)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(given) if given.isdecimal() else granted_cores()
 
 
 provide_threads()  # importing any part of rsembed is early enough, if no array was made before

@@ -19,6 +19,9 @@ from rsembed.kernels.devices import target_device
 LIBRARY = "librsembed_kernels.so"
 # Names a library to load instead of the installed one, for work on the C++ itself.
 LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
+# Names the best instruction set to use, which the library reads itself.
+ISA_VARIABLE = "RSEMBED_ISA"
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 KEPT_BYTES = 256 << 20
 """Freed memory that the process keeps for the next results."""
@@ -39,16 +42,24 @@ _TARGETS = (
 
 def library_paths() -> tuple[Path, ...]:
     """Where the library is looked for, in this order; an editable install keeps it away from the sources."""
+    if named := os.environ.get(LIBRARY_VARIABLE):
+        return (Path(named),)
     folders = [Path(__file__).parent]
     folders += [Path(sysconfig.get_path(key)) / "rsembed" / "kernels" for key in ("platlib", "purelib")]
-    named = os.environ.get(LIBRARY_VARIABLE)
-    return (*([Path(named)] if named else []), *(folder / LIBRARY for folder in dict.fromkeys(folders)))
+    return tuple(folder / LIBRARY for folder in dict.fromkeys(folders))
 
 
 @functools.cache
 def shared_library() -> ctypes.CDLL | str:
-    """The library with its handlers registered, or why there is none; does not care about JAX's backend."""
+    """The library with its handlers registered, or why there is none; does not care about JAX's backend.
+
+    Raises: ValueError: `RSEMBED_ISA` names no instruction set, so that its author would measure another one unawares.
+    """
+    if (limit := os.environ.get(ISA_VARIABLE, "")) not in ("", *INSTRUCTION_SETS):
+        raise ValueError(f"{ISA_VARIABLE}={limit!r} names no instruction set; it knows {', '.join(INSTRUCTION_SETS)}.")
     path = next((path for path in library_paths() if path.is_file()), None)
+    if path is None and (named := os.environ.get(LIBRARY_VARIABLE)):
+        return f"{LIBRARY_VARIABLE} names {named}, which is no file"
     if path is None:
         return f"{LIBRARY} is not installed; reinstall rsembed where a C++ compiler is found"
     try:

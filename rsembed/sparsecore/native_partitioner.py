@@ -15,6 +15,7 @@ import numpy as np
 
 from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
+from rsembed.kernels.cpu_threads import granted_cores
 from rsembed.sparsecore import partitioner
 from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
@@ -85,9 +86,7 @@ def num_threads() -> int:
 
     Raises: ValueError: the environment asks for less than one, or for no number.
     """
-    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
-    available = len(affinity(0)) if affinity else os.cpu_count() or 1
-    wanted = os.environ.get(THREADS_VARIABLE)
+    available, wanted = granted_cores(), os.environ.get(THREADS_VARIABLE)
     if not wanted:
         return available
     if not wanted.strip().isdecimal() or int(wanted) < 1:

@@ -400,6 +400,16 @@ print(native.num_cores())
     assert native.num_cores() == len(os.sched_getaffinity(0))
 
 
+def test_an_environment_that_asks_for_what_there_is_not_is_told(monkeypatch):
+    load = library.shared_library.__wrapped__  # it keeps what it finds
+    monkeypatch.setenv("RSEMBED_ISA", "avx-512")
+    with pytest.raises(ValueError, match="'avx-512' names no instruction set; it knows baseline, avx2, avx512"):
+        load()
+    monkeypatch.setenv("RSEMBED_ISA", "")
+    monkeypatch.setenv("RSEMBED_NATIVE_LIBRARY", "/nowhere/kernels.so")
+    assert load() == "RSEMBED_NATIVE_LIBRARY names /nowhere/kernels.so, which is no file"
+
+
 def test_the_instruction_set_can_be_lowered():
     name, _ = hashes_of_child(RSEMBED_ISA="baseline")
     assert name == "baseline"
