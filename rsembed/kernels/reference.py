@@ -73,12 +73,18 @@ def entry_gains(segment: Segment, num_rows: int) -> tuple[Int[Array, " nnz"], Fl
     return bag, gains * jnp.where(divisor == 0.0, 0.0, 1.0 / safe)[bag]
 
 
+def _vectors(table: Table, segment: Segment) -> Float[Array, "nnz dim"]:
+    """The row of every entry, zeros where there is none."""
+    (vectors,) = gather_rows((table,), segment.rows)
+    return vectors.astype(jnp.float32)
+
+
 def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     """Pooled rows of every segment, float32 `[segment.num_outputs, dim]`."""
     outputs = []
     for segment in segments:
         bag, gains = entry_gains(segment, table.shape[0])
-        vectors = table.at[segment.rows].get(mode="fill", fill_value=0).astype(jnp.float32)
+        vectors = _vectors(table, segment)
         # A row that must not contribute may hold anything, NaN included: select, do not multiply by zero.
         terms = jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
         if segment.offsets is None:
@@ -287,7 +293,7 @@ def weight_gradients(
     for number, table in enumerate(tables):
         ((segment,), (d_bags,)) = as_segments(JaggedGradients(batch, d_output, number, dims))
         bag, gains = entry_gains(dataclasses.replace(segment, weights=None), table.shape[0])
-        vectors = table.at[segment.rows].get(mode="fill", fill_value=0).astype(jnp.float32)
+        vectors = _vectors(table, segment)
         products = jnp.sum(vectors * d_bags[bag], axis=-1)
         total = total + jnp.where(gains == 0.0, 0.0, products)
     return total

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import rsembed as rs
+from rsembed.kernels import native
 from rsembed.tt import TensorTrain
 
 DIM, LR = 4, 0.5
@@ -367,4 +368,6 @@ def test_a_compiled_step_holds_one_copy_of_a_hashed_table(storage, mesh):
 
     state = collection.template
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 40_000 * 32 * 4 / (mesh or 1) / 2
+    # Where XLA sorts the norms of all rows, lists of them take more than half of what a copy of the table would.
+    share = 0.5 if native.unavailable_because() is None else 0.9
+    assert compiled.memory_analysis().temp_size_in_bytes < share * 40_000 * 32 * 4 / (mesh or 1)

@@ -10,6 +10,7 @@ import pytest
 import rsembed as rs
 from rsembed import checkpoint
 from rsembed.collection.moving import Coming
+from rsembed.kernels import native
 from rsembed.keys import Keys
 from rsembed.sok.optimizers import Adam
 from tests.homes.oracle import KeyedTable, Read, Steps
@@ -232,4 +233,6 @@ def test_rows_come_in_where_the_table_lies():
     arrays = (np.zeros((512, DIM), np.float32),) * 2
     (coming,) = moving._placed([Coming(Keys(nothing, nothing, places > 0), places, places, places, arrays)])
     compiled = moving._take_in.lower(state.tables[moving.stack_name], state.slots[moving.stack_name], coming).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 20_000 * DIM * 4 / 4
+    # Without native kernels XLA copies the directory's rows, 65,536 places of 4 bytes, but no table.
+    most = 20_000 * DIM if native.unavailable_because() is None else 65_536 * 4 + 20_000
+    assert compiled.memory_analysis().temp_size_in_bytes < most
