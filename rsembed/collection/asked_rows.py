@@ -89,7 +89,7 @@ class AskedRows(Rows):
             params, rows = self.home.still_theirs(params, rows, Keys(high, low, rows != NO_ROW))
             return self._step(params, slots, [each(rows)], [gradients], step), None
 
-        payload = rows, *wanted.lanes[:2], self._entry_gradients(wanted, batch, d_outputs)
+        payload = rows, *wanted.lanes[:2], self._of_entries(wanted.entry_of, batch, d_outputs)
         answers = yield self._question(wanted, payload, answer, (params, slots))
         stepped: tuple[Any, Any] = answers.state
         return stepped
@@ -119,7 +119,7 @@ class AskedRows(Rows):
 
         no_rows = jnp.zeros((num_places, 3), jnp.uint32) if takes_keys else jnp.full(num_places, NO_ROW, jnp.int32)
         nothing = jnp.zeros((), jnp.int32), no_rows, jnp.zeros((num_places, self.table.embedding_dim), jnp.float32)
-        payload = self._names(wanted), self._entry_gradients(wanted, batch, d_outputs)
+        payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
         answers = yield self._question(wanted, payload, collect, nothing)
         _, rows, values = answers.state
         return rows, values
@@ -135,7 +135,7 @@ class AskedRows(Rows):
             return self._step(params, slots, [each(rows)], [gradients], step), None
 
         wanted = self._distinct(self._after(batch.all_keys(), d_outputs), batch.numbers)
-        payload = self._names(wanted), self._entry_gradients(wanted, batch, d_outputs)
+        payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
         params = yield from self._held(params, wanted, step)
         answers = yield self._question(wanted, payload, answer, (params, slots))
         stepped: tuple[Any, Any] = answers.state
@@ -197,11 +197,6 @@ class AskedRows(Rows):
             wanted, keys_of(wanted), lambda p, keys: (self.home.hold(p, keys, step), None), params
         )
         return held.state
-
-    def _entry_gradients(self, wanted: Wanted, batch: Occurrences, d_outputs: Sequence[Array]) -> Array:
-        num_entries, own = wanted.entry_of.shape[0], read_from(wanted.entry_of, batch.segments)
-        # Every entry occurs, so the gradient in place `e` is that of entry `e`.
-        return api.row_gradients(num_entries, own, d_outputs, implementation=self.implementation)[1]
 
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]

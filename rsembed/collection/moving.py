@@ -195,12 +195,10 @@ class Moving:
         rows = row_map.find(params.keys, keys)
         is_held, strangers = _marked(params, rows), keys.only(rows == NO_ROW)
         ones = jnp.ones(keys.shape, jnp.int32)
-        first, is_admitted = self.home.newcomers(params, strangers, Ahead(ones, number))
-        is_first = first == jnp.arange(keys.shape[0], dtype=jnp.int32)
-        places, count = api.compact(is_first, keys.shape[0])
-        lanes = (lane.at[places].get(mode="fill", fill_value=0) for lane in (keys.high, keys.low, is_admitted))
+        _, own, _, is_admitted = self.home.newcomers(params, strangers, Ahead(ones, number))
         num_held = jnp.sum(is_held, dtype=jnp.int32)
-        return *lanes, count.reshape(1), params.keys.num_free, num_held.reshape(1)
+        count = jnp.sum(own.is_key, dtype=jnp.int32)
+        return own.high, own.low, is_admitted, count.reshape(1), params.keys.num_free, num_held.reshape(1)
 
     def _choose_on_device(
         self, size: int, params: DynamicTable, rows: Array, batch: Any, num_wanted: Int[Array, "1"]

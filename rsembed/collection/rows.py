@@ -24,7 +24,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from rsembed.collection.devices import Devices
 from rsembed.collection.layout import read_from
 from rsembed.collection.state import Traffic
-from rsembed.homes.hash_table import combine
+from rsembed.homes.hash_table import entries, named
 from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
@@ -194,10 +194,8 @@ class Rows:
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if batch.keys is None:
             return self._summed(batch.segments, d_outputs)
-        num_keys = batch.keys.shape[0]
-        rows, values = api.row_gradients(num_keys, batch.segments, d_outputs, implementation=self.implementation)
-        (values,) = api.scatter_rows((jnp.zeros((num_keys, values.shape[1]), jnp.float32),), rows, (values,))
-        return combine(batch.keys, jnp.ones(num_keys, jnp.int32), values)
+        entry_of, keys, _, counts = entries(batch.keys, jnp.ones(batch.keys.shape, jnp.int32))
+        return named(keys, counts), self._of_entries(entry_of, batch, d_outputs)
 
     @asks_nobody
     def update(
@@ -261,6 +259,12 @@ class Rows:
         quantization = self.table.quantization_config
         return api.lookup(vectors, segments, quantization=quantization, implementation=self.implementation)
 
+    def _of_entries(self, entry_of: Array, batch: Occurrences, d_outputs: Sequence[Array]) -> Array:
+        """Gradients of distinct entries, by number."""
+        num_entries, own = entry_of.shape[0], read_from(entry_of, batch.segments)
+        # Every entry occurs, so the gradient in place `e` is that of entry `e`.
+        return api.row_gradients(num_entries, own, d_outputs, implementation=self.implementation)[1]
+
     def _summed(self, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
         num_ids = self.home.num_ids(self.table)
@@ -277,10 +281,9 @@ class Rows:
             return jnp.ones(keys.shape, jnp.int32)
         num_own, of_all = keys.shape[0], self.own_keys(batch)
         both = Keys(*(jnp.concatenate(lanes) for lanes in zip(keys, of_all, strict=True)))
-        first, position = api.first_occurrences(both), jnp.arange(both.shape[0], dtype=jnp.int32)
-        is_of_all = (position >= num_own).astype(jnp.int32)
-        counts = jnp.zeros(position.shape, jnp.int32).at[first].add(is_of_all, mode="drop")
-        return jnp.where(first == position, counts, 0)[:num_own]
+        is_of_all = (jnp.arange(both.shape[0]) >= num_own).astype(jnp.int32)
+        _, first_of, counts = api.unique_keys(both, is_of_all)
+        return jnp.zeros(num_own, jnp.int32).at[first_of].set(counts, mode="drop")
 
 
 def _reading(home: Home, rows: Array, batch: Occurrences) -> list[Segment]:

@@ -83,6 +83,24 @@ def rebuild(table: HashTable, max_keys: int | None = None) -> HashTable:
     return jax.lax.fori_loop(0, num_slots // block, add_block, fresh)
 
 
+def entries(
+    keys: Keys, occurrences: Int[Array, " nnz"]
+) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Int[Array, " nnz"]]:
+    """Distinct keys in the order of their first occurrence.
+
+    Returns: which of them every key is, `NO_ROW` for padding; these keys, with padding behind the last one; where each
+      occurs first, `NO_ROW` for padding; and the sum of its occurrences.
+    """
+    entry_of, first_of, counts = api.unique_keys(keys, occurrences)
+    high, low = api.gather_rows((keys.high, keys.low), first_of)
+    return entry_of, Keys(high, low, first_of != NO_ROW), first_of, counts
+
+
+def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz 3"]:
+    """Distinct keys as `RowGradients` has them: `(high, low, occurrences)`, zeros for padding."""
+    return jnp.stack([keys.high, keys.low, counts.astype(jnp.uint32)], axis=1)
+
+
 def combine(
     keys: Keys, occurrences: Int[Array, " nnz"], values: Float[Array, "nnz dim"]
 ) -> tuple[UInt32[Array, "nnz 3"], Float[Array, "nnz dim"]]:
@@ -90,22 +108,17 @@ def combine(
 
     Behind the last one there are zeros.
     """
-    first, position = api.first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
-    is_first = first == position
-    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
-    place = number.at[first].get(mode="fill", fill_value=NO_ROW)
-    starts, zeros = api.compact(is_first, position.size)[0], jnp.zeros_like(position)
-    high, low = (lane.at[starts].get(mode="fill", fill_value=0) for lane in (keys.high, keys.low))
-    counts = api.count_uses(zeros, zeros, place, jnp.int32(0), occurrences)[1]
-    # Every place occurs, so the sum in row `p` is that of place `p`.
-    _, sums = api.row_gradients(position.size, [Segment(place, None, None, "none")], [values])
-    return jnp.stack([high, low, counts.astype(jnp.uint32)], axis=1), sums
+    entry_of, own, _, counts = entries(keys, occurrences)
+    # Every entry occurs, so the sum in row `e` is that of entry `e`.
+    _, sums = api.row_gradients(entry_of.size, [Segment(entry_of, None, None, "none")], [values])
+    return named(own, counts), sums
 
 
 def num_distinct(keys: Keys) -> Int[Array, ""]:
     """How many different keys there are; costs next to nothing where there is none."""
 
     def count(keys: Keys) -> Int[Array, ""]:
-        return jnp.sum(api.first_occurrences(keys) == jnp.arange(keys.low.shape[0], dtype=jnp.int32), dtype=jnp.int32)
+        first_of = api.unique_keys(keys, jnp.ones(keys.shape, jnp.int32))[1]
+        return jnp.sum(first_of != NO_ROW, dtype=jnp.int32)
 
     return jax.lax.cond(jnp.any(keys.is_key), count, lambda keys: varying_zero(keys.is_key), keys)

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rsembed.homes import admission, hashed_rows, logical_rows, row_map
-from rsembed.homes.hash_table import num_distinct
+from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_map
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Ahead, Home
 from rsembed.homes.row_map import FREE, Score
 from rsembed.initial_values import table_key
 from rsembed.intervals import check_within
-from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
@@ -161,16 +159,16 @@ class Hashed(RowsByKey):
         rows, num_absent = row_map.search(params.keys, keys)
         strangers, vectors = keys.only(rows == NO_ROW), hashed_rows.read(params, rows)
         if ahead is None:
-            return vectors, num_distinct(strangers)
+            return vectors, hash_table.num_distinct(strangers)
 
         def with_strangers(vectors: Array) -> tuple[Array, Array]:
-            first, starts = self.newcomers(params, strangers, ahead)
-            position = jnp.arange(first.shape[0], dtype=jnp.int32)
-            entries = jnp.where(starts, position, NO_ROW)
+            entry_of, own, first_of, starts = self.newcomers(params, strangers, ahead)
+            places = jnp.where(starts, first_of, NO_ROW)
             rounded = vectors.astype(params.rows.dtype)  # a new row is read as it is going to be stored
-            (fresh,) = hashed_rows.with_initial_values((rounded,), entries, keys, table, params.key[0], slots=False)
+            (fresh,) = hashed_rows.with_initial_values((rounded,), places, own, table, params.key[0], slots=False)
+            first = first_of.at[entry_of].get(mode="fill", fill_value=NO_ROW)
             new = fresh.astype(jnp.float32).at[first].get(mode="fill", fill_value=0)
-            return jnp.where((first == NO_ROW)[:, None], vectors, new), jnp.sum(first == position, dtype=jnp.int32)
+            return jnp.where((first == NO_ROW)[:, None], vectors, new), jnp.sum(own.is_key, dtype=jnp.int32)
 
         def without(vectors: Array) -> tuple[Array, Array]:
             return vectors, varying_zero(strangers.is_key)
@@ -180,14 +178,12 @@ class Hashed(RowsByKey):
 
     def newcomers(
         self, params: DynamicTable, strangers: Keys, ahead: Ahead
-    ) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
-        """Of keys without a row, where each occurs first, and at these places whether the step is to give it one."""
-        first, position = api.first_occurrences(strangers), jnp.arange(strangers.shape[0], dtype=jnp.int32)
-        totals = jnp.zeros(position.shape, jnp.int32).at[first].add(ahead.occurrences, mode="drop")
+    ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Bool[Array, " nnz"]]:
+        """Of keys without a row, which distinct one each is; these, where each occurs first, and which get a row."""
+        entry_of, own, first_of, totals = hash_table.entries(strangers, ahead.occurrences)
         if params.waiting is not None:
-            seen = row_map.count_of(params.waiting, row_map.find(params.waiting, strangers))
-            totals = row_map.add_counts(totals, seen)
-        return first, self._is_admitted(params, strangers.only(first == position), totals, ahead.number)
+            totals = row_map.add_counts(totals, row_map.count_of(params.waiting, row_map.find(params.waiting, own)))
+        return entry_of, own, first_of, self._is_admitted(params, own, totals, ahead.number)
 
     def pooled(
         self,
@@ -229,9 +225,7 @@ class Hashed(RowsByKey):
     ) -> tuple[DynamicTable, Slots, Array]:
         """`find` of keys without a row, which may repeat, in step `number`."""
         evict, forget = self.scores(params) if self.when_full == "evict" else (None, None)
-        first = api.first_occurrences(keys)
-        keys = keys.only(first == jnp.arange(first.shape[0], dtype=jnp.int32))
-        totals = jnp.zeros(first.shape, jnp.int32).at[first].add(occurrences, mode="drop")
+        entry_of, keys, _, totals = hash_table.entries(keys, occurrences)
         waiting = params.waiting
         if waiting is not None:
             waiting_rows = row_map.find(waiting, keys)
@@ -256,7 +250,7 @@ class Hashed(RowsByKey):
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.key[0])
         counters = params.counters.add(failed=num_failed, **happened)
         params = DynamicTable(known, vectors, waiting, counters, params.key)
-        return params, tuple(kept), rows.at[first].get(mode="fill", fill_value=NO_ROW)
+        return params, tuple(kept), rows.at[entry_of].get(mode="fill", fill_value=NO_ROW)
 
     def _is_admitted(self, params: DynamicTable, keys: Keys, totals: Array, number: Array) -> Bool[Array, " nnz"]:
         """Which of these keys get a row in step `number`; those that wait are counted in `totals`."""

@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.caching import BackingStore, RowStore
-from rsembed.homes import hashed_rows, row_map
+from rsembed.homes import hash_table, hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Ahead, Home, on_host
 from rsembed.homes.row_map import EVICTIONS, Eviction
@@ -198,10 +198,8 @@ class HostCached(Home):
         near = params.near
         known = near.keys
         now = jnp.max(known.last_step) + 1
-        first, position = api.first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
-        distinct = keys.only(first == position)
+        _, distinct, _, uses = hash_table.entries(keys, jnp.ones(keys.shape, jnp.int32))
         rows = row_map.find(known, distinct)
-        uses = jnp.zeros(position.shape, jnp.int32).at[first].add(1, mode="drop")
         touched = row_map.touch(known, rows, now, row_map.add_counts(row_map.count_of(known, rows), uses))
         strangers = distinct.only(rows == NO_ROW)
         filled, new_rows, evicted, num_without = row_map.assign(
@@ -209,7 +207,7 @@ class HostCached(Home):
         )
         had_key = touched.last_step.at[new_rows].get(mode="fill", fill_value=row_map.FREE) != row_map.FREE
         left = jnp.where(had_key, touched.low.at[new_rows].get(mode="fill", fill_value=0).astype(jnp.int32), -1)
-        moved, count = api.compact(new_rows != NO_ROW, position.shape[0])
+        moved, count = api.compact(new_rows != NO_ROW, new_rows.shape[0])
 
         def first_ones(lane: Array, fill: int) -> Array:
             return lane.at[moved].get(mode="fill", fill_value=fill)
@@ -217,7 +215,7 @@ class HostCached(Home):
         counters = near.counters.add(inserted=count, evicted=evicted)
         moves = Moves(
             first_ones(new_rows, NO_ROW),
-            first_ones(keys.low.astype(jnp.int32), -1),
+            first_ones(distinct.low.astype(jnp.int32), -1),
             first_ones(left, -1),
             count.reshape(1),
             num_without.reshape(1),

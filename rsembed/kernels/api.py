@@ -26,7 +26,7 @@ from rsembed.kernels.contract import (
     SegmentGradients,
     Step,
 )
-from rsembed.kernels.keyed import Distinct
+from rsembed.kernels.keyed import Distinct, Unique
 from rsembed.keys import Keys
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.places import Place
@@ -373,9 +373,18 @@ def distinct(
     return dispatch("distinct", implementation, owners, tuple(lanes), num_owners)
 
 
-def first_occurrences(keys: Keys, *, implementation: str | None = None) -> Int[Array, " nnz"]:
-    """For every key the first position at which it occurs; `NO_ROW` for padding."""
-    return dispatch("first_occurrences", implementation, keys)
+def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"], *, implementation: str | None = None) -> Unique:
+    """Distinct keys in the order of their first occurrence.
+
+    Args:
+      keys: any, also several times.
+      occurrences: for how many every one of them counts, at least 0.
+      implementation: see `implementation_states`.
+
+    Returns: which distinct key every key is, where each occurs first, and for how many it counts; see
+      `keyed.unique_keys`.
+    """
+    return dispatch("unique_keys", implementation, keys, occurrences)
 
 
 def find_keys(

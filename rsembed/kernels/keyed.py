@@ -38,6 +38,8 @@ Distinct = tuple[
     Int[Array, " nnz"],
 ]
 
+Unique = tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, " nnz"]]
+
 
 def mix(high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """32 well-spread bits of a key."""
@@ -71,12 +73,26 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
     return sorted_lanes, entry_of, first_of, offsets, num_occurrences
 
 
-def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
-    """For every key the first position at which it occurs; `NO_ROW` for padding.
+def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
+    """Distinct keys in the order of their first occurrence.
 
     The keys go into a table of positions made for this call alone: a stable sort of two lanes takes three times as
     long.
+
+    Returns: which distinct key every key is, `NO_ROW` for padding; where each occurs first, `NO_ROW` behind the last
+      one; and the sum of its `occurrences`, up to `MAX_COUNT`, 0 behind the last one.
     """
+    first, position = _first_occurrences(keys), jnp.arange(keys.low.shape[0], dtype=jnp.int32)
+    is_first = first == position
+    number = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+    entry_of = number.at[first].get(mode="fill", fill_value=NO_ROW)
+    first_of = compact(is_first, position.shape[0])[0]
+    counts = jnp.zeros_like(entry_of).at[entry_of].add(occurrences, mode="drop")
+    return entry_of, first_of, jnp.where(counts < 0, MAX_COUNT, counts)  # a sum that does not fit wraps
+
+
+def _first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
+    """For every key the first position at which it occurs; `NO_ROW` for padding."""
     num_slots = 1 << (2 * max(keys.low.shape[0], 1) - 1).bit_length()
 
     def probe(lane: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:

@@ -32,7 +32,7 @@ _TARGETS = (
     *("rsembed_lookup", "rsembed_row_gradients", "rsembed_update", "rsembed_apply_rows"),
     *("rsembed_lookup_jagged", "rsembed_row_gradients_jagged", "rsembed_update_jagged", "rsembed_weight_gradients"),
     *("rsembed_gather_rows", "rsembed_scatter_rows", "rsembed_rows_by_bag", "rsembed_allocate"),
-    *("rsembed_distinct", "rsembed_first_occurrences", "rsembed_find_keys", "rsembed_insert_keys"),
+    *("rsembed_distinct", "rsembed_unique_keys", "rsembed_find_keys", "rsembed_insert_keys"),
     *("rsembed_count_uses", "rsembed_row_bits", "rsembed_rows_of_ids", "rsembed_count_ids"),
     *("rsembed_compact", "rsembed_take_rows", "rsembed_pack_blocks", "rsembed_unpack_blocks"),
     *("rsembed_block_ends", "rsembed_round_places"),

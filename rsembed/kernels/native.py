@@ -30,7 +30,7 @@ from rsembed.kernels.contract import (
     Table,
     as_rows,
 )
-from rsembed.kernels.keyed import Distinct
+from rsembed.kernels.keyed import Distinct, Unique
 from rsembed.kernels.library import call_handler
 from rsembed.kernels.library import instruction_set as instruction_set
 from rsembed.kernels.library import library_paths as library_paths
@@ -226,9 +226,11 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
     return tuple(own), entry_of, first_of, offsets, counts
 
 
-def first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
-    """For every key the first position at which it occurs; `NO_ROW` for padding."""
-    return call_handler("rsembed_first_occurrences", [(keys.shape, jnp.int32)], *keys)[0]
+def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
+    """Distinct keys in the order of their first occurrence; see `keyed.unique_keys`."""
+    results = [(keys.shape, jnp.int32)] * 3
+    entry_of, first_of, counts = call_handler("rsembed_unique_keys", results, *keys, occurrences)
+    return entry_of, first_of, counts
 
 
 def find_keys(

@@ -38,10 +38,10 @@ from rsembed.kernels.keyed import compact as compact
 from rsembed.kernels.keyed import count_uses as count_uses
 from rsembed.kernels.keyed import distinct as distinct
 from rsembed.kernels.keyed import find_keys as find_keys
-from rsembed.kernels.keyed import first_occurrences as first_occurrences
 from rsembed.kernels.keyed import insert_keys as insert_keys
 from rsembed.kernels.keyed import row_bits as row_bits
 from rsembed.kernels.keyed import take_rows as take_rows
+from rsembed.kernels.keyed import unique_keys as unique_keys
 from rsembed.optimizers import Slots
 
 NAME = "reference"

@@ -121,7 +121,7 @@ lookup_jagged = partial(reference.lookup_jagged, lookup=lookup)
 weight_gradients, rows_by_bag, allocate = reference.weight_gradients, reference.rows_by_bag, reference.allocate
 gather_rows, scatter_rows = reference.gather_rows, reference.scatter_rows
 rows_of_ids, count_ids, row_bits = reference.rows_of_ids, reference.count_ids, reference.row_bits
-distinct, first_occurrences, count_uses = reference.distinct, reference.first_occurrences, reference.count_uses
+distinct, unique_keys, count_uses = reference.distinct, reference.unique_keys, reference.count_uses
 find_keys, insert_keys = reference.find_keys, reference.insert_keys
 compact, take_rows = reference.compact, reference.take_rows
 pack_blocks, unpack_blocks = reference.pack_blocks, reference.unpack_blocks

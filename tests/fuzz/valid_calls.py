@@ -196,18 +196,22 @@ def distinct(shapes: Draw, draw: Draw) -> ValidCall:
 
 
 def key_table(shapes: Draw, draw: Draw) -> ValidCall:
-    """A key is looked for, its first occurrence found, or given a slot beside deleted ones."""
+    """A key is looked for, told from others, or given a slot beside deleted ones."""
     count, num_slots = int(shapes.choice([0, 1, 40, 5000])), int(shapes.choice([4, 64, 8192]))
     keys = some_keys(draw, count, int(shapes.choice([2, 100, 2**32 - 1])))
     if shapes.random() < 0.3:
-        return ValidCall(native.first_occurrences, keyed.first_occurrences, (keys,))
+        most = 2**30 if count < 4 else 2**31 // count  # a sum may leave the numbers of 32 bits once
+        occurrences = jax.device_put(draw.integers(0, most, count).astype(np.int32))
+        return ValidCall(native.unique_keys, keyed.unique_keys, (keys, occurrences))
     is_deleted = (draw.random(num_slots) < 0.2) & (np.arange(num_slots) % 4 > 0)  # some slot is always empty
     rows = np.where(is_deleted, -2, -1).astype(np.int32)
     counts = np.zeros(1, np.int32), np.int32([is_deleted.sum()])
     table = (*jax.device_put((np.zeros((num_slots, 2), np.uint32), rows, *counts)),)
     order = np.arange(count, dtype=np.int32)
-    own = keys._replace(is_key=jax.device_put(np.asarray(native.first_occurrences(keys)) == order))
-    operands = (*table, own, jax.device_put(order))
+    _, first_of, _ = map(np.asarray, native.unique_keys(keys, jax.device_put(order)))
+    is_first = np.zeros(count, bool)
+    is_first[first_of[first_of != NO_ROW]] = True
+    operands = (*table, keys._replace(is_key=jax.device_put(is_first)), jax.device_put(order))
     if shapes.random() < 0.5:
         return ValidCall(native.insert_keys, keyed.insert_keys, operands)
     lanes, filled, *_ = native.insert_keys(*operands)

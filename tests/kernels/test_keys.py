@@ -21,7 +21,7 @@ IMPLEMENTATIONS = ("reference", pytest.param("native", marks=needs_native))
 LARGE = 20_000  # several tasks and digits
 
 # Loops are compiled once for each size, not in every call.
-defined = {name: jax.jit(getattr(reference, name)) for name in ("insert_keys", "find_keys", "first_occurrences")}
+defined = {name: jax.jit(getattr(reference, name)) for name in ("insert_keys", "find_keys", "unique_keys")}
 
 GENERATOR = np.random.default_rng(0)
 
@@ -114,20 +114,33 @@ def test_entries_of_one_owner_or_of_none(owner, implementation):
     check_distinct(api.distinct(owners, lanes, num_owners=3, implementation=implementation), owners.tolist(), lanes, 3)
 
 
-def python_first_occurrences(numbers, is_key):
-    seen = {}
-    return [seen.setdefault(k, i) if ok else NO_ROW for i, (k, ok) in enumerate(zip(numbers, is_key, strict=True))]
+def python_unique_keys(numbers, is_key, occurrences):
+    number, first_of, counts = {}, [], []
+    entry_of = [NO_ROW] * len(numbers)
+    for i, key in enumerate(numbers):
+        if not is_key[i]:
+            continue
+        if key not in number:
+            number[key] = len(number)
+            first_of.append(i)
+            counts.append(0)
+        entry_of[i] = number[key]
+        counts[number[key]] = min(counts[number[key]] + occurrences[i], MAX_COUNT)
+    padding = len(numbers) - len(number)
+    return [entry_of, first_of + padding * [NO_ROW], counts + padding * [0]]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_first_occurrences_are_those_of_a_dictionary(kind, implementation):
+def test_unique_keys_are_those_of_a_dictionary(kind, implementation):
     for count in (0, 1, 300, LARGE):
         numbers, is_key = draw_keys(kind, count), GENERATOR.random(count) < 0.9
+        occurrences = GENERATOR.integers(0, 5, count, dtype=np.int32)
+        occurrences[:1] = MAX_COUNT - 1
         keys = split_keys(numbers)._replace(is_key=is_key)
-        find_first = defined["first_occurrences"] if implementation == "reference" else native.first_occurrences
-        found = find_first(jax.tree.map(jnp.asarray, keys))
-        assert found.tolist() == python_first_occurrences(numbers.tolist(), is_key)
+        unique = defined["unique_keys"] if implementation == "reference" else native.unique_keys
+        found = unique(jax.tree.map(jnp.asarray, keys), jnp.asarray(occurrences))
+        assert [lane.tolist() for lane in found] == python_unique_keys(numbers.tolist(), is_key, occurrences.tolist())
 
 
 def empty_table(num_slots):
@@ -273,8 +286,8 @@ def test_calls_that_memory_would_suffer_from_are_refused():
     short = (3,), jnp.int32
     four, one = ((4,), jnp.int32), ((), jnp.int32)
     calls = {
-        "wrong number of keys": ("rsembed_first_occurrences", [four], words[:3], words, marks),
-        "wrong size of a result": ("rsembed_first_occurrences", [short], words, words, marks),
+        "wrong number of keys": ("rsembed_unique_keys", [four] * 3, words[:3], words, marks, rows),
+        "wrong size of a result": ("rsembed_unique_keys", [four, four, short], words, words, marks, rows),
         "power of two": ("rsembed_find_keys", [four, four, one], lanes[:3], rows[:3], words, words, marks),
         "two lanes in each": ("rsembed_find_keys", [four, four, one], lanes[:2], rows, words, words, marks),
         "wrong number of rows": (

@@ -346,14 +346,14 @@ keys = Keys(*map(jax.device_put, halves), jax.device_put(generator.random(50_000
 
 @jax.jit
 def keyed(keys):
-    first = native.first_occurrences(keys)
-    owners = jnp.where(keys.is_key, (keys.low % 5).astype(jnp.int32), 5)
     rows, counts, zeros = jnp.arange(50_000, dtype=jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(50_000, jnp.int32)
+    unique = native.unique_keys(keys, rows)
+    owners = jnp.where(keys.is_key, (keys.low % 5).astype(jnp.int32), 5)
     table = jnp.zeros((2**17, 2), jnp.uint32), jnp.full(2**17, -1, jnp.int32), counts, counts
-    table = native.insert_keys(*table, keys.only(first == rows), rows)
+    table = native.insert_keys(*table, keys.only(unique[1].at[unique[0]].get(mode="fill", fill_value=-1) == rows), rows)
     uses = native.count_uses(zeros, zeros, native.find_keys(table[0], table[1], keys)[1], jnp.int32(1), rows)
     bits = native.row_bits(jax.random.key(1), (keys.high, keys.low), 7)
-    return (first, native.distinct(owners, (keys.high, keys.low), 5)), (table, uses, bits)
+    return (unique, native.distinct(owners, (keys.high, keys.low), 5)), (table, uses, bits)
 
 found["distinct"], found["keys"] = map(digest, keyed(keys))
 print(json.dumps([native.instruction_set(), found]))

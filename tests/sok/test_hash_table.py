@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed.homes import hash_table
-from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED, MIN_WIDTH
 from rsembed.keys import Keys, join_keys, split_keys
@@ -126,29 +125,34 @@ def test_a_large_call_equals_a_dict_though_it_narrows():
     assert occupied.sum() == num_keys == len(occupied) // 2
 
 
-def python_first_occurrences(numbers, is_key):
-    seen = {}
-    return [seen.setdefault(k, i) if ok else NO_ROW for i, (k, ok) in enumerate(zip(numbers, is_key, strict=True))]
+entries = jax.jit(hash_table.entries)
 
 
-first_occurrences = jax.jit(api.first_occurrences)
+def check_entries(numbers, is_key):
+    keys = split_keys(np.array(numbers, np.uint64))._replace(is_key=np.array(is_key))
+    entry_of, own, first_of, counts = entries(keys, jnp.full(len(numbers), 2, jnp.int32))
+    expected = list(dict.fromkeys(key for key, ok in zip(numbers, is_key, strict=True) if ok))
+    assert join_keys(own.high, own.low)[: len(expected)].tolist() == expected
+    assert own.is_key.tolist() == (first_of != NO_ROW).tolist() == [i < len(expected) for i in range(len(numbers))]
+    assert entry_of.tolist() == [expected.index(k) if ok else NO_ROW for k, ok in zip(numbers, is_key, strict=True)]
+    assert counts.sum() == 2 * sum(is_key)
+    assert [numbers[i] for i in first_of[: len(expected)]] == expected
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(POOL), st.booleans()), min_size=CALL, max_size=CALL))
-def test_first_occurrences_are_those_of_a_loop(entries):
-    numbers, is_key = (list(part) for part in zip(*entries, strict=True))
-    keys = split_keys(np.array(numbers, np.uint64))._replace(is_key=np.array(is_key))
-    assert first_occurrences(keys).tolist() == python_first_occurrences(numbers, is_key)
+def test_entries_are_those_of_a_loop(drawn):
+    check_entries(*map(list, zip(*drawn, strict=True)))
 
 
-def test_first_occurrences_of_a_large_skewed_call():
+def test_entries_of_a_large_skewed_call():
     numbers = np.random.default_rng(2).zipf(1.3, 3 * MIN_WIDTH).clip(max=2**62)
-    found = first_occurrences(split_keys(numbers)).tolist()
-    assert found == python_first_occurrences(numbers.tolist(), [True] * len(numbers))
+    check_entries(numbers.tolist(), [True] * len(numbers))
 
 
-@pytest.mark.parametrize("function", [api.first_occurrences, functools.partial(find, empty(1))])
+@pytest.mark.parametrize(
+    "function", [lambda keys: entries(keys, jnp.zeros(0, jnp.int32))[0], functools.partial(find, empty(1))]
+)
 def test_no_keys_are_no_rows(function):
     nothing = Keys(jnp.zeros(0, jnp.uint32), jnp.zeros(0, jnp.uint32), jnp.zeros(0, bool))
     assert function(nothing).shape == (0,)

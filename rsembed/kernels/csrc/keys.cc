@@ -252,28 +252,32 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
   });
 }
 
-// For every key the first position at which it occurs, kNoRow for padding. Keys are dealt out by their hash, in order,
-// and every part meets its own in a table that is as large as they need.
-ffi::Error FirstOccurrences(ffi::ThreadPool pool, Words high, Words low, Marks is_key, Int32Result out) {
+// Distinct keys in the order of their first occurrence; see rsembed/kernels/keyed.py. Keys are dealt out by their hash,
+// in order, and every part meets its own in a table that is as large as they need.
+ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key, Int32s occurrences,
+                      Int32Result out_entry_of, Int32Result out_first_of, Int32Result out_counts) {
   constexpr int kPartBits = 6;
-  constexpr int64_t kFewKeys = 4096;
   Checks checks;
   const Keys keys(checks, high, low, is_key);
-  checks.Need(Size(*out) == keys.count, "wrong size of a result");
+  checks.Need(Size(occurrences) == keys.count, "wrong size of a lane");
+  checks.Need(Size(*out_entry_of) == keys.count && Size(*out_first_of) == keys.count && Size(*out_counts) == keys.count,
+              "wrong size of a result");
   if (checks.Failed()) return checks.Complaint();
-  int32_t* const first_of = out->typed_data();
+  int32_t* const entry_of = out_entry_of->typed_data();  // at first the position of the key's first occurrence
+  int32_t* const first_of = out_first_of->typed_data();
+  int32_t* const counts = out_counts->typed_data();
   return WithMemory([&] {
     Workers workers(pool);
-    const int part_bits = keys.count < kFewKeys ? 0 : kPartBits;
+    const int part_bits = keys.count < kEntriesPerTask ? 0 : kPartBits;
     const RowSort sort(workers, keys.count, int64_t{1} << part_bits, [&](int64_t first, int64_t last, Item* items) {
       Item* const begin = items;
       for (int64_t i = first; i < last; ++i) {
-        first_of[i] = kNoRow;
+        entry_of[i] = kNoRow;
         if (keys.is_key[i]) *items++ = {keys.Home(i) >> (31 - part_bits) >> 1, static_cast<uint32_t>(i)};
       }
       return items - begin;
     });
-    const Scratch<int32_t> tables(4 * sort.num_items());
+    const Scratch<int32_t> tables(4 * sort.num_items()), totals(keys.count), entries(keys.count);
     const Item* const end = sort.items() + sort.num_items();
     workers.ForEachBlock(int64_t{1} << part_bits, [&](int64_t part) {
       const auto is_before = [](const Item& item, int64_t row) { return item.row < row; };
@@ -290,8 +294,39 @@ ffi::Error FirstOccurrences(ffi::ThreadPool pool, Words high, Words low, Marks i
         while (slots[slot] != kEmpty && (keys.low[slots[slot]] != keys.low[i] || keys.high[slots[slot]] != keys.high[i])) {
           slot = (slot + 1) & (size - 1);
         }
-        if (slots[slot] == kEmpty) slots[slot] = static_cast<int32_t>(i);
-        first_of[i] = slots[slot];
+        if (slots[slot] == kEmpty) {
+          slots[slot] = static_cast<int32_t>(i);
+          totals.get()[i] = 0;
+        }
+        entry_of[i] = slots[slot];
+        int32_t& total = totals.get()[slots[slot]];
+        total = static_cast<int32_t>(std::min<int64_t>(int64_t{total} + occurrences.typed_data()[i], kNoRow));
+      }
+    });
+    const int64_t num_tasks = (keys.count + kEntriesPerTask - 1) / kEntriesPerTask;
+    std::vector<int64_t> first_entry(num_tasks + 1, 0);
+    workers.ForEachRange(keys.count, kEntriesPerTask, [&](int64_t first, int64_t last) {
+      int64_t num_entries = 0;
+      for (int64_t i = first; i < last; ++i) num_entries += entry_of[i] == i;
+      first_entry[first / kEntriesPerTask + 1] = num_entries;
+    });
+    for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
+    workers.ForEachRange(keys.count, kEntriesPerTask, [&](int64_t first, int64_t last) {
+      int64_t entry = first_entry[first / kEntriesPerTask];
+      for (int64_t i = first; i < last; ++i) {
+        if (entry_of[i] != i) continue;
+        entries.get()[i] = static_cast<int32_t>(entry);
+        first_of[entry] = static_cast<int32_t>(i);
+        counts[entry++] = totals.get()[i];
+      }
+    });
+    const int64_t num_entries = first_entry[num_tasks];
+    workers.ForEachRange(keys.count, kEntriesPerTask, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        if (entry_of[i] != kNoRow) entry_of[i] = entries.get()[entry_of[i]];
+        if (i < num_entries) continue;
+        first_of[i] = kNoRow;
+        counts[i] = 0;
       }
     });
   });
@@ -439,8 +474,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_distinct, Distinct,
     Bind().Arg<Int32s>().RemainingArgs().Ret<Int32s>().Ret<Int32s>().Ret<Int32s>().Ret<Int32s>().RemainingRets());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_first_occurrences, FirstOccurrences,
-                              Bind().Arg<Words>().Arg<Words>().Arg<Marks>().Ret<Int32s>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    rsembed_unique_keys, UniqueKeys,
+    Bind().Arg<Words>().Arg<Words>().Arg<Marks>().Arg<Int32s>().Ret<Int32s>().Ret<Int32s>().Ret<Int32s>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_find_keys, FindKeys,
                               Bind()
