@@ -1,33 +1,46 @@
 """Times training steps of one model by where its rows are kept and how devices ask for them, in one run.
 
-    python benchmarks/ways.py [--rounds 3] [--contestants dense,hashed] [--json PATH]
+    python benchmarks/ways.py [--rounds 3] [--contestants "dense;hashed"] [--json PATH]
 
 Four tables of 1M rows of 32, batch 4096, 10 ids a feature by Zipf 1.05, Adagrad. A step is a lookup, the gradient of
 half the squared distance to one, and `collection.update`; with `apply` it is `pullback` and `collection.apply`. All
-contestants take turns of the same eight batches, and the last column divides by the first of them, which keeps rows in
-an array on one device:
+contestants take turns of the same eight batches, and the ratio is to the first of them, which keeps rows in an array on
+one device:
 
-* `mesh of 1`, `mesh of 4`: rows with one owner each, on a mesh of pretended devices that share the cores.
+* `mesh of 1`, `4`, `8`: rows with one owner each, on a mesh of pretended devices that share the cores.
 * `hashed`: the ids are keys that all have rows. `hashed, new`: every key of every batch is new and gets one.
-* `hashed, mesh of 4`: known keys with one owner each.
+* `hashed, mesh of 4`, `8`: known keys with one owner each.
+* `2 processes` and `hashed, 2 processes` run behind the others: a device each, half of the batch each.
+
+All devices and processes share the cores of this machine, so the rows of a batch are read and stepped in the time that
+one device takes, and the rest is what finding owners, travelling and waiting for each other costs: the share of the
+exchange. Bytes are those that all devices send for an id, padding included: a lookup tells its own, and an update sends
+as many.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-NUM_DEVICES = 4
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
+NUM_DEVICES = 8
+IS_CHILD = "RSEMBED_PROCESS_ID" in os.environ  # a process of `parallel.launch`, which says how many devices it has
+if not IS_CHILD:
+    devices = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import timing  # noqa: E402
-from timing import Run  # noqa: E402
 
 import rsembed as rs  # noqa: E402
+from rsembed import parallel  # noqa: E402
 
 NUM_TABLES, ROWS, DIM, BATCH, IDS = 4, 1_000_000, 32, 4096, 10
 NAMES = [f"feature_{k}" for k in range(NUM_TABLES)]
@@ -39,9 +52,8 @@ def draw_batches() -> np.ndarray:
     return timing.ids_by_law("zipf", ROWS, shape, 3, exponent=1.05)
 
 
-def collection_of(num_devices: int | None, storage: rs.Hashed | None) -> rs.EmbeddingCollection:
-    """The model's tables; on a mesh of some devices, each row with one owner."""
-    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+def collection_of(mesh: jax.sharding.Mesh | None, storage: rs.Hashed | None) -> rs.EmbeddingCollection:
+    """The model's tables; on a mesh, each row with one owner."""
     tables = [
         rs.TableSpec(
             name=name, vocabulary_size=ROWS, embedding_dim=DIM, optimizer=rs.AdagradOptimizerSpec(0.01), storage=storage
@@ -74,50 +86,90 @@ def applying(collection: rs.EmbeddingCollection) -> Callable:
     return step
 
 
-def contestant(
-    ids: np.ndarray,
-    make_step: Callable = updating,
-    *,
-    num_devices: int | None = None,
-    storage: rs.Hashed | None = None,
-    has_new_keys: bool = False,
-) -> Run:
-    """A run that takes a batch's number; with new keys, every turn begins with an empty table."""
-    collection = collection_of(num_devices, storage)
-    step, init = make_step(collection), jax.jit(collection.init)
-    held = {"calls": 0, "state": jax.block_until_ready(init(jax.random.key(0)))}
-    batches = [collection.prepare(dict(zip(NAMES, batch, strict=True))) for batch in ids]
-    if has_new_keys:  # keys of other batches have another upper half
-        numbered = [(ids[k].astype(np.int64) + (k << 32)) for k in range(len(ids))]
-        batches = [collection.prepare(dict(zip(NAMES, batch, strict=True))) for batch in numbered]
-    elif storage is not None:
-        for batch in batches:
-            held["state"] = step(held["state"], batch)
+class Contestant:
+    """Takes a step of the batch of a number; with new keys, every turn begins with an empty table."""
 
-    def run(k: int) -> object:
-        held["state"] = jax.block_until_ready(step(held["state"], batches[k]))
+    def __init__(
+        self,
+        ids: np.ndarray,
+        make_step: Callable = updating,
+        *,
+        num_devices: int | None = None,
+        storage: rs.Hashed | None = None,
+        has_new_keys: bool = False,
+    ):
+        chosen = jax.devices()[:num_devices]
+        mesh = None if num_devices is None else jax.make_mesh((len(chosen),), ("shard",), devices=chosen)
+        self.num_devices, self.collection = len(chosen) if mesh else 1, collection_of(mesh, storage)
+        collection = self.collection
+        self.step, self.init = make_step(collection), jax.jit(collection.init)
+        self.has_new_keys, self.num_calls = has_new_keys, 0
+        self.state = jax.block_until_ready(self.init(jax.random.key(0)))
+        if has_new_keys:  # keys of other batches have another upper half
+            ids = np.stack([own.astype(np.int64) + (k << 32) for k, own in enumerate(ids)])
+        share = BATCH // jax.process_count()
+        first = share * jax.process_index()
+        batches = [dict(zip(NAMES, batch[:, first : first + share], strict=True)) for batch in ids]
+        self.batches = [collection.prepare(batch) for batch in batches]
+        if storage is not None and not has_new_keys:
+            for batch in self.batches:
+                self.state = self.step(self.state, batch)
+
+    def __call__(self, k: int) -> object:
+        self.state = jax.block_until_ready(self.step(self.state, self.batches[k]))
         # The first call of a turn is not timed, and is of a batch that comes again.
-        if has_new_keys and held["calls"] % (timing.NUM_BATCHES + 1) == 0:
-            held["state"] = jax.block_until_ready(init(jax.random.key(0)))
-        held["calls"] += 1
-        return held["state"]
+        if self.has_new_keys and self.num_calls % (timing.NUM_BATCHES + 1) == 0:
+            self.state = jax.block_until_ready(self.init(jax.random.key(0)))
+        self.num_calls += 1
+        return self.state
 
-    return run
+    def bytes_per_id(self) -> float:
+        """What all devices send for an id in a step of the first batch."""
+        _, statistics = self.collection.lookup(self.state, self.batches[0], return_statistics=True)
+        sent = sum(float(traffic.num_bytes) for traffic in statistics.traffic.values())
+        return 2 * self.num_devices * sent / (NUM_TABLES * BATCH * IDS)
 
 
-def makers(ids: np.ndarray) -> dict[str, Callable[[], Run]]:
-    """All contestants by name, to be made."""
-    make = functools.partial(functools.partial, contestant, ids)
+def makers(ids: np.ndarray) -> dict[str, Callable[[], Contestant]]:
+    """All contestants of one process by name, to be made."""
+    make = functools.partial(functools.partial, Contestant, ids)
+    meshes = {f"mesh of {n}": {"num_devices": n} for n in (1, NUM_DEVICES // 2, NUM_DEVICES)}
+    hashed: dict[str, Any] = {"storage": rs.Hashed()}
     return {
         "dense": make(),
         "dense, apply": make(applying),
-        "mesh of 1": make(num_devices=1),
-        f"mesh of {NUM_DEVICES}": make(num_devices=NUM_DEVICES),
-        "hashed": make(storage=rs.Hashed()),
-        "hashed, apply": make(applying, storage=rs.Hashed()),
-        "hashed, new": make(storage=rs.Hashed(), has_new_keys=True),
-        f"hashed, mesh of {NUM_DEVICES}": make(num_devices=NUM_DEVICES, storage=rs.Hashed()),
+        **{name: make(**mesh) for name, mesh in meshes.items()},
+        "hashed": make(**hashed),
+        "hashed, apply": make(applying, **hashed),
+        "hashed, new": make(has_new_keys=True, **hashed),
+        **{f"hashed, {name}": make(**mesh, **hashed) for name, mesh in meshes.items() if mesh["num_devices"] > 1},
     }
+
+
+def run(contestants: dict[str, Callable[[], Contestant]], num_rounds: int) -> dict[str, dict[str, float]]:
+    """Their times and what they send."""
+    made = {name: make() for name, make in contestants.items()}
+    times = timing.race(made, num_rounds)
+    return {name: {**own._asdict(), "bytes per id": made[name].bytes_per_id()} for name, own in times.items()}
+
+
+def run_as_child(path: str, num_rounds: int) -> None:
+    """The contestants of several processes; the first process writes what it finds to a file."""
+    parallel.init()
+    make = functools.partial(functools.partial, Contestant, draw_batches(), num_devices=jax.device_count())
+    name = f"{jax.process_count()} processes"
+    found = run({name: make(), f"hashed, {name}": make(storage=rs.Hashed())}, num_rounds)
+    if jax.process_index() == 0:
+        Path(path).write_text(json.dumps(found))
+
+
+def run_processes(num_processes: int, num_rounds: int) -> dict[str, dict[str, float]]:
+    """The same contestants in processes of their own, which share the cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found.json")
+        if parallel.launch(__file__, [str(path), str(num_rounds)], num_processes=num_processes):
+            sys.exit("a process failed; its last lines are above.")
+        return json.loads(path.read_text())
 
 
 def main() -> int:
@@ -126,19 +178,27 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="times all batches are run")
     parser.add_argument("--contestants", help="separated by semicolons; default all")
     options = parser.parse_args()
-    ids = draw_batches()
-    known = makers(ids)
-    names = ["dense", *(options.contestants or ";".join(known)).split(";")]
-    if unknown := set(names) - set(known):
-        parser.error(f"unknown contestants {sorted(unknown)}; choose from {'; '.join(known)}")
-    times = timing.race({name: known[name]() for name in dict.fromkeys(names)}, options.rounds)
-    num_ids = ids[0].size
-    print(f"{'':<20}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}")
-    for name, (median, best) in times.items():
-        print(f"{name:<20}{median:9.2f}{best:9.2f}{1e6 * median / num_ids:8.0f}{median / times['dense'].median:7.2f}")
-    timing.write_records(options, {name: own._asdict() for name, own in times.items()})
+    known, of_processes = makers(draw_batches()), ["2 processes", "hashed, 2 processes"]
+    names = ["dense", *(options.contestants or ";".join([*known, *of_processes])).split(";")]
+    if unknown := set(names) - set(known) - set(of_processes):
+        parser.error(f"unknown contestants {sorted(unknown)}; choose from {'; '.join([*known, *of_processes])}")
+    found = run({name: known[name] for name in dict.fromkeys(names) if name in known}, options.rounds)
+    if set(names) & set(of_processes):
+        found |= run_processes(2, options.rounds)
+    print(f"{'':<20}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}{'exchange':>10}{'bytes/id':>10}")
+    dense, ns_per_id = found["dense"]["median"], 1e6 / (NUM_TABLES * BATCH * IDS)
+    for name, own in found.items():
+        ms, here = own["median"], found.get("hashed" if name.startswith("hashed") else "dense", {}).get("median")
+        line = f"{name:<20}{ms:9.2f}{own['best']:9.2f}{ns_per_id * ms:8.0f}{ms / dense:7.2f}"
+        if own["bytes per id"] and here is not None:
+            line += f"{1 - here / ms:10.0%}{own['bytes per id']:10.0f}"
+        print(line)
+    timing.write_records(options, found)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if IS_CHILD:
+        run_as_child(sys.argv[1], int(sys.argv[2]))
+    else:
+        sys.exit(main())

@@ -234,8 +234,8 @@ def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:
 
     Returns: the same structure with `jax.Array`s whose first dimension counts the samples of all processes.
 
-    Raises: ValueError: the mesh has no such axis, or an array does not split over the local devices, or its integers do
-      not fit JAX's 32 bits. TypeError: it holds no numbers.
+    Raises: ValueError: the mesh has no such axis, or an array is global already, or does not split over the local
+      devices, or its integers do not fit JAX's 32 bits. TypeError: it holds no numbers.
     """
     check_kind(mesh, Mesh, "put_global: mesh")
     if axis not in (None, *mesh.axis_names):
@@ -244,7 +244,13 @@ def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:
     own_devices = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
     def put(path: Any, leaf: Any) -> jax.Array:
-        array, name = np.asarray(leaf), f"put_global: array {jax.tree_util.keystr(path) or 'given'}"
+        name = f"put_global: array {jax.tree_util.keystr(path) or 'given'}"
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(
+                f"{name} is global already: give what this process alone holds, or leave put_global out for a batch "
+                "that collection.prepare has made."
+            )
+        array = np.asarray(leaf)
         if not jnp.issubdtype(array.dtype, np.number) and array.dtype != bool:
             raise TypeError(f"{name} holds {array.dtype}; only numbers can be put on devices.")
         if axis is not None and (array.ndim == 0 or array.shape[0] % own_devices):

@@ -23,6 +23,12 @@ mesh = parallel.make_mesh()
 process, num_local = jax.process_index(), jax.local_device_count()
 own = np.arange(num_local * rows * 3, dtype=np.float32).reshape(-1, 3) + 1000 * process
 batch = parallel.put_global({"x": own}, mesh)["x"]
+try:
+    parallel.put_global({"x": batch}, mesh)
+    print("a global array was put once more")
+    sys.exit(1)
+except ValueError as refusal:
+    assert "array ['x'] is global already: give what this process alone holds" in str(refusal), refusal
 
 
 @jax.jit
