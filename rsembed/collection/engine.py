@@ -5,7 +5,7 @@ The collection checks what users give and hands canonical batches over; stacks d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,16 @@ from rsembed.parallel import Asking, together
 from rsembed.specs import FeatureSpec
 
 ByStack = dict[str, Any]
+STACKS_TOGETHER = 25
+"""How many stacks ask together on a mesh."""
 
 
 class Engine:
-    """Init, lookup, row gradients and steps of all stacks, each one function on every device of a mesh.
+    """Init, lookup, row gradients and steps of all stacks, by groups.
+
+    Stacks of a group ask their owners together, and each function of a group is one on every device of a mesh. What XLA
+    does to let such a function run on a mesh grows with the square of the arrays that it takes: with 100 tables of keys
+    it took most of the time of compiling.
 
     Args:
       features: by name.
@@ -36,6 +42,76 @@ class Engine:
     """
 
     def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
+        self.features, self.stacks, self.devices = features, stacks, devices
+        names = list(stacks)
+        size = STACKS_TOGETHER if devices.num_devices > 1 else max(len(names), 1)
+        self._groups = [
+            Group(features, {name: stacks[name] for name in names[first : first + size]}, devices)
+            for first in range(0, max(len(names), 1), size)
+        ]
+
+    def init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
+        """Tables and slots of all stacks."""
+        return _union([group.init(key) for group in self._groups])
+
+    def lookup(self, tables: ByStack, batch: Batch) -> tuple[Activations, LookupStatistics]:
+        """Activations of all features, and what travelled."""
+        return self._in_order(group.lookup(group.own(tables), group.of_features(batch)) for group in self._groups)
+
+    def look_ahead(self, tables: ByStack, batch: Batch, number: Int[Array, ""]) -> tuple[Activations, LookupStatistics]:
+        """A lookup whose gradients will be stepped, as the step of this number."""
+        return self._in_order(
+            group.look_ahead(group.own(tables), group.of_features(batch), number) for group in self._groups
+        )
+
+    def row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
+        """Rows and values of `RowGradients`, by stack."""
+        return _union(
+            [group.row_gradients(group.of_features(batch), group.of_features(d_outputs)) for group in self._groups]
+        )
+
+    def apply(self, tables: ByStack, slots: ByStack, gradients: ByStack, steps: ByStack) -> tuple[ByStack, ByStack]:
+        """Tables and slots after a step with the gradients of distinct rows."""
+        return _union([group.apply(*map(group.own, (tables, slots, gradients, steps))) for group in self._groups])
+
+    def update(
+        self, tables: ByStack, slots: ByStack, batch: Batch, d_outputs: Mapping[str, Array], steps: ByStack
+    ) -> tuple[ByStack, ByStack]:
+        """Tables and slots after a step with the gradients of a batch."""
+        return _union(
+            [
+                group.update(
+                    *map(group.own, (tables, slots)), *map(group.of_features, (batch, d_outputs)), group.own(steps)
+                )
+                for group in self._groups
+            ]
+        )
+
+    def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
+        """How rows and values of `RowGradients` are split, by stack; None on one device."""
+        if self.devices.mesh is None:
+            return None
+        partitions = sorted((name, *stack.gradient_partitions) for name, stack in self.stacks.items())
+        sharding = self.devices.sharding
+        return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
+
+    def _in_order(self, found: Iterable[tuple[Activations, LookupStatistics]]) -> tuple[Activations, LookupStatistics]:
+        activations, statistics = _union(list(found))
+        return {name: activations[name] for name in self.features}, statistics
+
+
+class Group:
+    """The functions of some stacks, each one function on every device of a mesh.
+
+    Args:
+      features: by name; those of other stacks are left out.
+      stacks: by name.
+      devices: the mesh.
+    """
+
+    def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
+        own = {feature.name for stack in stacks.values() for feature in stack.layout.stack.features}
+        features = {name: feature for name, feature in features.items() if name in own}
         self.features, self.stacks, self.devices = features, stacks, devices
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
@@ -55,13 +131,13 @@ class Engine:
         self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
         self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
 
-    def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
-        """How rows and values of `RowGradients` are split, by stack; None on one device."""
-        if self.devices.mesh is None:
-            return None
-        partitions = sorted((name, *stack.gradient_partitions) for name, stack in self.stacks.items())
-        sharding = self.devices.sharding
-        return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
+    def own(self, by_stack: Mapping[str, Any]) -> ByStack:
+        """What belongs to these stacks."""
+        return {name: by_stack[name] for name in self.stacks}
+
+    def of_features(self, by_feature: Mapping[str, Any]) -> dict[str, Any]:
+        """What belongs to their features."""
+        return {name: by_feature[name] for name in self.features}
 
     # On one device
 
@@ -130,6 +206,16 @@ class Engine:
         """Results of a function for all stacks, whose questions to other devices travel together."""
         askings = [function(name, stack) for name, stack in self.stacks.items()]
         return dict(zip(self.stacks, together(askings, self.devices.axes), strict=True))
+
+
+def _union(found: Sequence[Any]) -> Any:
+    """One of several dictionaries, or tuples of such."""
+    if len(found) == 1:
+        return found[0]
+    if isinstance(found[0], dict):
+        return {name: value for own in found for name, value in own.items()}
+    parts = [_union(own) for own in zip(*found, strict=True)]
+    return type(found[0])(*parts) if hasattr(found[0], "_fields") else tuple(parts)
 
 
 def all_as_bags(batch: Batch) -> dict[str, Bags]:

@@ -1,0 +1,54 @@
+"""Stacks that do not ask together give the bits of stacks that do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rsembed as rs
+from rsembed.collection import engine
+
+DIMS = (4, 8, 4, 16, 8)
+
+
+def collection_of_five(num_devices):
+    """Five stacks, whose features are named after each other's tables."""
+    storages = (None, rs.Hashed(), rs.Hashed(when_full="evict"), None, rs.HostCached(cache_rows=64))
+    names = [f"t{k}" for k in range(len(DIMS))]
+    tables = [
+        rs.TableSpec(
+            name=name,
+            vocabulary_size=96,
+            embedding_dim=dim,
+            combiner="mean",
+            optimizer=rs.AdagradOptimizerSpec(0.1),
+            storage=storage,
+        )
+        for name, dim, storage in zip(names, DIMS, storages, strict=True)
+    ]
+    features = [
+        rs.FeatureSpec(name=name, table_spec=table) for name, table in zip(reversed(names), tables, strict=True)
+    ]
+    mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    return rs.EmbeddingCollection(features, mesh=mesh)
+
+
+def train(num_devices):
+    collection, generator = collection_of_five(num_devices), np.random.default_rng(0)
+    state, found = collection.init(jax.random.key(0)), []
+    for number in range(3):
+        batch = {name: generator.integers(0, 96, (8, 5)) for name in collection.features}
+        outputs, pullback = collection.lookup_vjp(state, batch)
+        ones = jax.tree.map(jnp.ones_like, outputs)
+        state = collection.update(state, batch, ones) if number % 2 else collection.apply(state, pullback(ones))
+        found.append(outputs)
+    looked_up, statistics = collection.lookup(state, batch, return_statistics=True)
+    assert list(looked_up) == list(collection.features)
+    return found, looked_up, statistics, collection.tables(state)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_groups_of_any_size_give_the_same_bits(size, monkeypatch):
+    together = train(4)
+    monkeypatch.setattr(engine, "STACKS_TOGETHER", size)
+    jax.tree.map(np.testing.assert_array_equal, train(4), together)
