@@ -2,8 +2,8 @@
 // and the blocks that travel between devices: XLA FFI handlers.
 //
 // XLA would compile an operation for every feature, and several for every list; these serve all of a call at once. They
-// mean what their namesakes in rsembed/kernels/ids.py, keyed.py and blocks.py mean. The attribute `places` has, per feature, the numbers of a Place of
-// rsembed/places.py and the size of its table.
+// mean what their namesakes in rsembed/kernels/ids.py, keyed.py and blocks.py mean. The attribute `places` has, per
+// feature, the numbers of a Place of rsembed/places.py and the size of its table.
 
 #include <algorithm>
 #include <cstdint>
@@ -302,7 +302,8 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
     queue.capacity = capacities[k];
     queue.offsets = reinterpret_cast<const int32_t*>(words(num_owners + 1, num_owners + 1, &sign, &count));
     queue.cursor = reinterpret_cast<const int32_t*>(words(num_owners, num_owners, &sign, &count));
-    if (queue.offsets == nullptr || queue.cursor == nullptr || num_lanes[k] < 1 || !AreSizes({num_lanes[k], queue.capacity})) {
+    if (queue.offsets == nullptr || queue.cursor == nullptr || num_lanes[k] < 1 ||
+        !AreSizes({num_lanes[k], queue.capacity})) {
       return false;
     }
     for (int64_t lane = 0; lane < num_lanes[k]; ++lane) {
@@ -323,10 +324,12 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
 ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32>> fit,
                      ffi::Result<ffi::BufferR3<ffi::U32>> behind, ffi::Span<const int64_t> num_lanes,
                      ffi::Span<const int64_t> capacities) {
-  const int64_t num_queues = fit->dimensions()[0], num_owners = fit->dimensions()[1], num_levels = behind->dimensions()[0];
+  const int64_t num_queues = fit->dimensions()[0], num_owners = fit->dimensions()[1];
+  const int64_t num_levels = behind->dimensions()[0];
   std::vector<Queue> queues;
   if (num_levels > static_cast<int64_t>(args.size()) || !ReadQueues(args, num_lanes, capacities, num_owners, queues) ||
-      static_cast<int64_t>(queues.size()) != num_queues || behind->dimensions()[1] != num_queues || behind->dimensions()[2] != num_owners) {
+      static_cast<int64_t>(queues.size()) != num_queues || behind->dimensions()[1] != num_queues ||
+      behind->dimensions()[2] != num_owners) {
     return ffi::Error::InvalidArgument("rsembed: unreadable queues");
   }
   for (int64_t k = 0; k < num_queues; ++k) {
@@ -351,7 +354,8 @@ ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts
   const int64_t num_queues = fit.dimensions()[0], num_owners = fit.dimensions()[1], num_levels = cuts.dimensions()[0];
   std::vector<Queue> queues;
   if (num_levels > static_cast<int64_t>(args.size()) || !ReadQueues(args, num_lanes, capacities, num_owners, queues) ||
-      static_cast<int64_t>(queues.size()) != num_queues || cuts.dimensions()[1] != num_queues || cuts.dimensions()[2] != num_owners || rets.size() != 2 * queues.size()) {
+      static_cast<int64_t>(queues.size()) != num_queues || cuts.dimensions()[1] != num_queues ||
+      cuts.dimensions()[2] != num_owners || rets.size() != 2 * queues.size()) {
     return ffi::Error::InvalidArgument("rsembed: unreadable queues");
   }
   bool any_left = false;

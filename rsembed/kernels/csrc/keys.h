@@ -1,0 +1,63 @@
+// Arguments of the handlers for keys: buffers, complaints about them, and the keys of a call.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "arguments.h"
+#include "row_kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace rsembed {
+
+using Int32s = ffi::BufferR1<ffi::S32>;
+using Words = ffi::BufferR1<ffi::U32>;
+using Marks = ffi::BufferR1<ffi::PRED>;
+using LanePairs = ffi::BufferR2<ffi::U32>;
+using Int32Result = ffi::Result<Int32s>;
+using CountResult = ffi::Result<ffi::BufferR0<ffi::S32>>;
+
+// Of rsembed/kernels/keyed.py: the rows of slots without a key, and the hash of one.
+constexpr int32_t kEmpty = -1, kDeleted = -2;
+inline uint32_t Mix(uint32_t high, uint32_t low) {
+  uint32_t h = low ^ (high * 0x9E3779B1u);
+  h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
+  h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+  return h ^ (h >> 16);
+}
+
+// The first complaint about what a handler was given.
+class Checks {
+ public:
+  void Need(bool is_met, const char* complaint) {
+    if (!is_met && complaint_ == nullptr) complaint_ = complaint;
+  }
+  bool Failed() const { return complaint_ != nullptr; }
+  ffi::Error Complaint() const { return ffi::Error::InvalidArgument(std::string("rsembed: ") + complaint_); }
+
+ private:
+  const char* complaint_ = nullptr;
+};
+
+template <typename Buffer>
+int64_t Size(Buffer& buffer) {
+  return static_cast<int64_t>(buffer.element_count());
+}
+
+// The keys of a call.
+struct Keys {
+  const uint32_t* high;
+  const uint32_t* low;
+  const bool* is_key;
+  int64_t count;
+
+  Keys(Checks& checks, const Words& high_lane, const Words& low_lane, const Marks& marks)
+      : high(high_lane.typed_data()), low(low_lane.typed_data()), is_key(marks.typed_data()), count(Size(marks)) {
+    checks.Need(Size(high_lane) == count && Size(low_lane) == count && count <= kNoRow, "wrong number of keys");
+  }
+
+  uint32_t Home(int64_t i) const { return Mix(high[i], low[i]); }
+};
+
+}  // namespace rsembed
