@@ -28,9 +28,10 @@ tutorial: $(VENV)/.installed-notebooks
 	$(BIN)/python -m rsembed run 01_shakespeare
 
 # One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together. Notebooks go first:
-# the longest of them at the end would keep one process waiting.
+# the longest of them at the end would keep one process waiting. A process that crashes ends the run: with the tests of
+# a file in one process, another would wait for it for ever.
 test: lint
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --nbmake notebooks tests rsembed
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 --no-loadscope-reorder --nbmake notebooks tests rsembed
 
 # Not part of `test`: needs Chromium and its driver, and skips loudly without them.
 test-browser: $(VENV)/.installed-dev

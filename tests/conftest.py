@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -127,6 +128,19 @@ def more_optimizations() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", IS_LEAST)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Programs of earlier modules go before they fill the process's table of memory maps.
+
+    Each takes about thirty, Linux grants 65,530 (`vm.max_map_count`), and LLVM ends a process that gets none with a
+    segmentation fault. What is needed again comes from the folder above.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ for number in "${@:-${!rows[@]}}"; do
     (cd "$root" && git ls-files -z | grep -zv '^rsembed/' | xargs -0 cp --parents -t "$folder")
     require=$([ "$kind" = native ] && echo 1 || echo 0)
     if "$bin/python" -m pip check && (cd "$folder" && RSEMBED_REQUIRE_NATIVE=$require "$bin/python" -m pytest -q \
-      --numprocesses="${WORKERS:-2}" --dist=loadfile tests); then
+      --numprocesses="${WORKERS:-2}" --dist=loadfile --max-worker-restart=0 tests); then
       verdicts+=("passed:  $label")
     else
       verdicts+=("FAILED:  $label")

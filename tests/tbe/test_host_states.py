@@ -1,6 +1,8 @@
 """Host and device of cached tables stay together: with outstanding programs, and with states of other times."""
 
 import copy
+import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +29,23 @@ def pair(**caching):
 
 
 @jax.jit
-def slow_one(number):
+def one_after(turns):
+    product = jax.lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y @ y), jnp.full((400, 400), 1e-3))
+    return jnp.float32(1) + 0 * product[0, 0]
+
+
+@functools.cache
+def turns_of_a_while():
+    """As many as take this machine a third of a second."""
+    one_after(1).block_until_ready()
+    start = time.perf_counter()
+    one_after(40).block_until_ready()
+    return max(40, int(40 * 0.33 / (time.perf_counter() - start)))
+
+
+def slow_one():
     """1, after a while."""
-    product = jax.lax.fori_loop(0, 40, lambda _, y: jnp.tanh(y @ y), jnp.full((400, 400), 1e-3) * number)
-    return 1.0 + 0.0 * product[0, 0]
+    return one_after(turns_of_a_while())
 
 
 @nnx.jit
@@ -72,13 +87,13 @@ SUMS = np.ones(ROWS)
 
 
 def start_slow_step(module, seed):
-    one = slow_one(1.0)
+    one = slow_one()
     compiled_step(module, batch(seed), one)
     assert not one.is_ready(), "the step must still wait for its input, or nothing is tested"
 
 
 def test_eager_work_after_a_compiled_step_waits_for_it():
-    (plain, cached), one = pair(), slow_one(1.0)
+    (plain, cached), one = pair(), jnp.float32(1)
     for module in (plain, cached):
         for seed in range(2):  # the first step makes room for rows without a place: then no other program is compiled
             compiled_step(module, batch(seed), one).block_until_ready()
@@ -95,7 +110,7 @@ def test_updates_and_counts_after_a_compiled_step_wait_for_it():
     plain, cached = pair(gather_uvm_cache_stats=True)
     for module in (plain, cached):
         for seed in range(2):
-            compiled_step(module, batch(seed), slow_one(1.0)).block_until_ready()
+            compiled_step(module, batch(seed), jnp.float32(1)).block_until_ready()
         output, backward = module.vjp(batch(1), OFFSETS)
         start_slow_step(module, 2)
         backward(np.ones_like(output))
