@@ -58,7 +58,7 @@ def launch(script: str, arguments: Sequence[str] = (), *, num_processes: int = 2
     children: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     received: list[int] = []
-    ended: list[int] = []  # processes in the order in which they ended: the first failure is the cause of others
+    ended: list[int] = []  # processes in the order in which they were seen to end
 
     def pass_on(number: int, frame: Any) -> None:
         received.append(number)
@@ -123,11 +123,22 @@ def _follow(process: int, child: subprocess.Popen[bytes], ended: list[int]) -> N
     ended.append(process)
 
 
+def _cause(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int]) -> int | None:
+    """The process whose failure led to that of others: the first one, but for those that were killed.
+
+    The system closes the connections of a process before it has ended, and another may have failed for it by then. Who
+    aborts found a peer silent.
+    """
+    failed = [process for process in ended if children[process].returncode]
+    were_killed = [p for p in failed if children[p].returncode < 0 and children[p].returncode != -signal.SIGABRT]
+    return next(iter(were_killed or failed), None)
+
+
 def _wait(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int], received: Sequence[int]) -> int:
     """The status of the run, when all processes are done, or when one has failed and the others had their time."""
     start, deadline, failed = time.monotonic(), None, None
     while True:
-        failed = next((process for process in ended if children[process].returncode), None)
+        failed = _cause(children, ended)
         # SIGTERM alone sets no deadline: it announces an end, and a script that listens takes its time to save.
         if deadline is None and (failed is not None or signal.SIGINT in received):
             deadline = time.monotonic() + GRACE_SECONDS

@@ -100,6 +100,18 @@ def test_launch_reports_the_first_failure(tmp_path, capfd, monkeypatch):
     assert re.search(r"process [12] of 3 failed with exit status 7", capfd.readouterr().err)
 
 
+def test_launch_names_the_killed_process_also_when_another_failed_for_it_before_it_was_seen_to_end(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "if os.environ['RSEMBED_PROCESS_ID'] == '0': time.sleep(0.5); sys.exit('a connection was closed')\n"
+        "subprocess.Popen(['sleep', '1.5'])  # keeps the pipe of this process open for longer than it lives\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert command_line.main(["launch", str(script)]) == 128 + signal.SIGKILL
+    assert "process 1 of 2 was killed by SIGKILL" in capfd.readouterr().err
+
+
 def test_launch_passes_ctrl_c_on(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text(
