@@ -66,8 +66,12 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
 
 
 def default_capacity(num_occurrences: int, num_devices: int) -> int:
-    """Places per block that usually need one round: a quarter more than an even share of all-distinct ids."""
-    return min(num_occurrences, -(-5 * num_occurrences // (4 * num_devices)) + 8)
+    """Places per block: five eighths of an even share of the occurrences, and a few for small batches.
+
+    Skewed ids are less than half distinct, so that they travel in one round; all-distinct ones take two, which send as
+    many bytes as one of twice the size would.
+    """
+    return min(num_occurrences, -(-5 * num_occurrences // (8 * num_devices)) + 8)
 
 
 class Question(NamedTuple):
