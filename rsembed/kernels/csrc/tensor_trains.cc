@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <new>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kTileFloats = 1 << 20;
 constexpr int64_t kUnitsPerTask = 32;
-constexpr int64_t kShards = 8;  // a power of two, and no result depends on it
+constexpr int64_t kSumsPerTask = 512;
 
 const TrainKernels& Kernels() {
   static const TrainKernels& kernels = []() -> const TrainKernels& {
@@ -70,7 +70,9 @@ Call ReadCall(Reader& reader, ffi::Span<const int64_t> shapes, int64_t grouped, 
     train.rows[t] = train.dim;
     train.dim = Times(train.dim, shape[1]);
     train.product[t] = Times(train.dim, shape[2]);
-    if (std::max(train.size[t], train.product[t]) > kNoRow) reader.Fail("slices and products have less than 2**31 numbers");
+    if (std::max(train.size[t], train.product[t]) > kNoRow) {
+      reader.Fail("slices and products have less than 2**31 numbers");
+    }
     if (reader.Failed()) return call;
   }
   call.bags = static_cast<int32_t*>(reader.Next("bags", ffi::S32, &call.num_lookups));
@@ -171,9 +173,23 @@ void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, i
   }
 }
 
-// Adds to row `place` of `out` if that is one of the shard's.
-void AddToShard(int64_t shard, uint32_t place, const float* vector, float gain, int64_t size, float* out) {
-  if (place % kShards == shard) Kernels().add(vector, gain, size, out + int64_t{place} * size);
+// Adds vectors of `size` numbers to rows of `out`, those of one row in the order of their entries. `emit(first, last,
+// items)` writes the row and the number of each entry that has one, `term(entry)` tells its vector and gain.
+template <typename Emit, typename Term>
+void AddToRows(Workers& workers, int64_t num_entries, int64_t num_rows, int64_t size, float* out, const Emit& emit,
+               const Term& term) {
+  const RowSort sort(workers, num_entries, num_rows, emit);
+  const Item* const items = sort.items();
+  const int64_t count = sort.num_items();
+  workers.ForEachRange(count, kSumsPerTask, [&](int64_t first, int64_t last) {
+    // A task adds to the rows that begin in its range.
+    const auto begins = [&](int64_t i) { return i == 0 || items[i].row != items[i - 1].row; };
+    while (first < last && !begins(first)) ++first;
+    for (int64_t i = first; i < last || (i > first && i < count && !begins(i)); ++i) {
+      const auto [vector, gain] = term(items[i].source);
+      Kernels().add(vector, gain, size, out + int64_t{items[i].row} * size);
+    }
+  });
 }
 
 void Clear(Workers& workers, float* data, int64_t count) {
@@ -194,23 +210,28 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::
     if (units.size() == 0) return;
     const int64_t tile = std::clamp<int64_t>(kTileFloats / train.dim, 1, units.size());
     const Scratch<float> made(tile * train.dim);
+    const Scratch<uint32_t> unit_of(units.lookups.size());  // of the lookups of a tile
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
       workers.ForEachRange(end - begin, 4 * kUnitsPerTask, [&](int64_t from, int64_t to) {
         const Scratch<float> scratch(ScratchSize(train));
         ForEachSharedSlice(train, units, begin + from, begin + to, kLookupsPerBlock, [&](int64_t first, int64_t last) {
-          const float* const rows = Kernels().rows(train, &units.examples[first], last - first, scratch.get());
-          std::memcpy(&made[(first - begin) * train.dim], rows, 4 * (last - first) * train.dim);
+          Kernels().rows(train, &units.examples[first], last - first, scratch.get(), &made[(first - begin) * train.dim]);
         });
       });
-      workers.ForEachBlock(kShards, [&](int64_t shard) {
-        for (int64_t unit = begin; unit < end; ++unit) {
-          for (uint32_t i = units.first[unit]; i < units.first[unit + 1]; ++i) {
-            const uint32_t lookup = units.lookups[i];
-            AddToShard(shard, call.bags[lookup], &made[(unit - begin) * train.dim], call.gains[lookup], train.dim,
-                       out->typed_data());
-          }
+      const int64_t first_lookup = units.first[begin], num_lookups = units.first[end] - first_lookup;
+      const auto bags = [&](int64_t first, int64_t last, Item* items) {
+        const auto after = std::upper_bound(units.first.begin(), units.first.end(), first_lookup + first);
+        int64_t unit = after - units.first.begin() - 1;
+        for (int64_t i = first; i < last; ++i) {
+          while (units.first[unit + 1] <= first_lookup + i) ++unit;
+          unit_of[i] = static_cast<uint32_t>(unit);
+          *items++ = {static_cast<uint32_t>(call.bags[units.lookups[first_lookup + i]]), static_cast<uint32_t>(i)};
         }
+        return last - first;
+      };
+      AddToRows(workers, num_lookups, call.num_bags, train.dim, out->typed_data(), bags, [&](int64_t i) {
+        return std::pair(&made[(unit_of[i] - begin) * train.dim], call.gains[units.lookups[first_lookup + i]]);
       });
     }
   });
@@ -265,13 +286,13 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
         if (mine == limit) return;
         while (limit < end && !begins(limit)) ++limit;
         const Scratch<float> scratch(ScratchSize(train)), transposed(train.size[grouped]);
-        const Scratch<float> d_rows(kLookupsPerBlock * dim);
+        const Scratch<float> rows(kLookupsPerBlock * dim), d_rows(kLookupsPerBlock * dim);
         ForEachSharedSlice(train, units, mine, limit, units.size(), [&](int64_t group, int64_t group_end) {
           const int64_t digit = group_of[units.examples[group]];
           Kernels().transpose(train.cores[grouped] + digit * train.size[grouped], left, width, transposed.get());
           for (int64_t first = group; first < group_end; first += kLookupsPerBlock) {
             const int64_t count = std::min(kLookupsPerBlock, group_end - first);
-            const float* const rows = Kernels().rows(train, &units.examples[first], count, scratch.get());
+            Kernels().rows(train, &units.examples[first], count, scratch.get(), rows.get());
             std::fill_n(d_rows.get(), count * dim, 0.0f);
             for (int64_t k = 0; k < count; ++k) {
               for (uint32_t i = units.first[first + k]; i < units.first[first + k + 1]; ++i) {
@@ -291,14 +312,19 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
           }
         });
       });
-      workers.ForEachBlock((train.num_cores - 1) * kShards, [&](int64_t part) {
-        const int64_t t = part / kShards < grouped ? part / kShards : part / kShards + 1;
-        for (int64_t unit = begin; unit < end; ++unit) {
-          if (t < grouped && !is_head[unit - begin]) continue;
-          AddToShard(part % kShards, train.digits[t][units.examples[unit]], d_slices[t] + (unit - begin) * train.size[t],
-                     1.0f, train.size[t], outputs[t]);
-        }
-      });
+      for (int64_t t = 0; t < train.num_cores; ++t) {
+        if (t == grouped) continue;
+        const auto digits = [&](int64_t first, int64_t last, Item* items) {
+          Item* const start = items;
+          for (int64_t k = first; k < last; ++k) {
+            if (t < grouped && !is_head[k]) continue;
+            *items++ = {static_cast<uint32_t>(train.digits[t][units.examples[begin + k]]), static_cast<uint32_t>(k)};
+          }
+          return items - start;
+        };
+        AddToRows(workers, end - begin, train.num_digits[t], train.size[t], outputs[t], digits,
+                  [&](int64_t k) { return std::pair(d_slices[t] + k * train.size[t], 1.0f); });
+      }
     }
   });
 }

@@ -195,11 +195,11 @@ struct Block {
   }
 };
 
-const float* rows(const Train& train, const uint32_t* lookups, int64_t count, float* scratch) {
+void rows(const Train& train, const uint32_t* lookups, int64_t count, float* scratch, float* made) {
   const Block block(train, lookups, count, scratch);
   for (int64_t t = 1; t < train.num_cores; ++t) {
     const int64_t left = train.left[t], width = train.columns[t] * train.right[t], num_rows = train.rows[t];
-    float* const out = block.products(t);
+    float* const out = t + 1 < train.num_cores ? block.products(t) : made;
     if (t == train.grouped) {  // one product for the whole block
       float* const stacked = block.products(t - 1);
       for (int64_t k = 0; t == 1 && k < block.num_heads; ++k) {
@@ -213,7 +213,6 @@ const float* rows(const Train& train, const uint32_t* lookups, int64_t count, fl
       multiply(num_rows, width, left, {before, left, 1}, block.slice(t, k), out + k * train.product[t], false);
     }
   }
-  return block.products(train.num_cores - 1);
 }
 
 void pull(const Train& train, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,

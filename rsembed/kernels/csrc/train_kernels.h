@@ -39,8 +39,8 @@ inline int64_t ScratchSize(const Train& train) {
 
 struct TrainKernels {
   const char* name;
-  // Rows `[count, dim]` of the lookups whose numbers are given; returns where in `scratch` they are.
-  const float* (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch);
+  // Rows `[count, dim]` of the lookups whose numbers are given. No two of them may take the same slices of all cores.
+  void (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch, float* made);
   // From the gradients of the rows: adds to the gradient of the slice that they share, and writes those of the other
   // slices, `[count, size]` of every core; of the cores before the grouped one only where `is_head`, for all lookups that
   // follow with the same slices of these. `rows` must have been called with the same `scratch`.
