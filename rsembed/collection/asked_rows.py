@@ -27,7 +27,7 @@ class AskedRows(Rows):
     """A row is asked for once, comes back and is pooled where it was asked for; gradients take that way, too.
 
     Args:
-      capacity: places per block of a round; None takes what usually needs one round.
+      capacity: places per block of a round; None takes `default_capacity`.
       is_reproducible: gradients travel one by one and are summed by their owner in the order of the global batch,
         which no number of devices changes.
     """

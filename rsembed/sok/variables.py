@@ -179,7 +179,7 @@ def embedding_variable(
         "truncated_normal", "zeros", "ones", by any name that Keras has for them; or a number. A key's first row depends
         on `rngs`, the table's name and the key alone.
       optimizer: steps the rows that a batch looked up; None is Adagrad. `sok.optimizers` has those of the original.
-      exchange_capacity: places per block of the exchange, see `parallel.rounds.ask`; None sizes it for one round.
+      exchange_capacity: places per block of the exchange, see `parallel.rounds.ask`; None means `default_capacity`.
       context: the devices; None means those of `Init`.
       rngs: its stream `params` seeds the table; None means `nnx.Rngs(0)`.
       dtype: of the rows: float32, bfloat16 or float16.
