@@ -56,7 +56,8 @@ class EmbeddingCollection:
       placement: by table name, or one for all: `row` (default) gives neighbouring rows different owners, `table` gives
         each table one owner, `column` every device some columns of all rows, `replicated` every device a copy.
       exchange_capacity: distinct rows that two devices exchange in one round, for `row` and `table`. Any number gives
-        the same result; few save memory, many save rounds. None takes what skewed ids need for one round.
+        the same result; few save memory, many save rounds. None takes what skewed ids need for one round. Only of
+        new keys of one batch that meet a full hashed table do the rounds decide which get the last rows.
       reproducible: `world_size` sums gradients in the order of the global batch, so that tables have equal bits on any
         number of devices (one included), as far as the gradients of the activations do. Gradients then travel one per
         id, not one per distinct row.

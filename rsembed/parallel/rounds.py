@@ -85,8 +85,8 @@ class Question(NamedTuple):
         `[devices * capacity, ...]`, grouped by asking device; `replies` is a pytree of arrays with the same leading
         axis, or None. A round in which nothing arrives must change nothing.
       state: what the owner may change, for example its table.
-      capacity: places per block. Any number from 1 up gives the same result; few places save memory, many save rounds,
-        and with as many as there are occurrences there is one.
+      capacity: places per block. Few save memory, many save rounds, and with as many as there are occurrences there is
+        one. Any number from 1 up gives the same result, if the order of entries does not matter to `answer`.
     """
 
     wanted: Wanted

@@ -1,0 +1,41 @@
+"""Batches of which nearly all ids differ take two rounds of the exchange: the bits are those of one round."""
+
+import jax
+import numpy as np
+import pytest
+
+import rsembed as rs
+
+ROWS, BATCH, IDS, NUM_DEVICES = 3_000, 512, 6, 4
+HOMES = {"array": None, "hashed": rs.Hashed(), "host": rs.HostCached(cache_rows=ROWS)}
+
+
+def trained(storage, rule, capacity):
+    mesh = jax.make_mesh((NUM_DEVICES,), ("x",), devices=jax.devices()[:NUM_DEVICES])
+    table = rs.TableSpec(
+        name="t", vocabulary_size=ROWS, embedding_dim=8, optimizer=rule, combiner="mean", storage=storage
+    )
+    features = [rs.FeatureSpec(name=name, table_spec=table) for name in "fg"]
+    collection = rs.EmbeddingCollection(features, mesh=mesh, exchange_capacity=capacity)
+    state, draw, seen = collection.init(jax.random.key(0)), np.random.default_rng(1), []
+    for step in range(3):
+        batch = collection.prepare({name: draw.integers(0, ROWS - 100, (BATCH, IDS)) for name in "fg"})
+        activations, pullback = collection.lookup_vjp(state, batch)
+        d_activations = jax.tree.map(lambda x: x - 1, activations)
+        if step % 2:
+            state = collection.apply(state, pullback(d_activations))
+        else:
+            state = collection.update(state, batch, d_activations)
+        _, statistics = collection.lookup(state, batch, return_statistics=True)
+        seen.append((activations, int(statistics.traffic["t"].num_rounds)))
+    return [rounds for _, rounds in seen], [own for own, _ in seen], collection.tables(state)["t"]
+
+
+@pytest.mark.parametrize("rule", [rs.AdagradOptimizerSpec(0.1), rs.AdamOptimizerSpec(0.01)], ids=["adagrad", "adam"])
+@pytest.mark.parametrize("home", HOMES)
+def test_two_rounds_give_the_bits_of_one(home, rule):
+    few, *found = trained(HOMES[home], rule, None)
+    one, *expected = trained(HOMES[home], rule, BATCH * IDS)
+    assert few == [2, 2, 2] and one == [1, 1, 1]
+    for mine, yours in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(mine, yours)
