@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
@@ -56,7 +57,7 @@ class AskedRows(Rows):
 
         wanted = self._distinct(batch.all_keys())
         zero = jnp.zeros((), jnp.int32)
-        num_unknown, vectors, rounds = yield self._question(wanted, self._names(wanted), answer, zero)
+        num_unknown, vectors, rounds = yield self._question(wanted, self._names(wanted), answer, zero, reply=self._row)
         # Of a key two lanes, its count and its first place go, else a row; a vector comes.
         bytes_per_place = (16 if self.home.takes_keys else 4) + vectors.shape[1] * vectors.dtype.itemsize
         traffic = Traffic.of(rounds, (self.num_shards - 1) * self._capacity(wanted) * bytes_per_place)
@@ -71,7 +72,10 @@ class AskedRows(Rows):
 
         wanted = self._distinct(batch.all_keys())
         params = yield from self._held(params, wanted, step)
-        (params, slots), (rows, vectors), _ = yield self._question(wanted, self._names(wanted), answer, (params, slots))
+        reply = jax.ShapeDtypeStruct((), jnp.int32), self._row
+        (params, slots), (rows, vectors), _ = yield self._question(
+            wanted, self._names(wanted), answer, (params, slots), reply=reply
+        )
         rows = jnp.where(wanted.first_of == NO_ROW, NO_ROW, rows)
         pooled = self._pooled(vectors, read_from(wanted.entry_of, batch.segments))
         return params, slots, pooled, Trip(batch, wanted, rows)
@@ -204,8 +208,14 @@ class AskedRows(Rows):
             return num_entries  # one round: the owner sees all gradients of a row in their order, and moves others once
         return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
 
-    def _question(self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: Any) -> Question:
-        return Question(wanted, payload, answer, state, self._capacity(wanted))
+    @property
+    def _row(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.table.embedding_dim,), jnp.float32)
+
+    def _question(
+        self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: Any, *, reply: Any = None
+    ) -> Question:
+        return Question(wanted, payload, answer, state, self._capacity(wanted), reply)
 
 
 def keys_of(wanted: Wanted) -> Keys:

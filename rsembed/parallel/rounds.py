@@ -87,6 +87,7 @@ class Question(NamedTuple):
       state: what the owner may change, for example its table.
       capacity: places per block. Few save memory, many save rounds, and with as many as there are occurrences there is
         one. Any number from 1 up gives the same result, if the order of entries does not matter to `answer`.
+      reply: what one entry is answered, a pytree of `jax.ShapeDtypeStruct`; None if `answer` replies nothing.
     """
 
     wanted: Wanted
@@ -94,11 +95,17 @@ class Question(NamedTuple):
     answer: Callable[[Any, Any], tuple[Any, Any]]
     state: Any
     capacity: int
+    reply: Any = None
 
     @property
     def num_occurrences(self) -> int:
         """Of entries, counted in the batch."""
         return self.wanted.entry_of.shape[0]
+
+    def no_replies(self) -> Any:
+        """Zeros for every entry."""
+        # To find the shapes by tracing `answer`, as large as a home's step, took a third of all tracing.
+        return jax.tree.map(lambda own: jnp.zeros((self.num_occurrences, *own.shape), own.dtype), self.reply)
 
     def queue(self, cursor: Int[Array, " devices"]) -> Queue:
         """Its entries, of which so many have travelled."""
@@ -190,16 +197,10 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
         if question.capacity < 1 and question.num_occurrences:
             raise ValueError(f"capacity must be at least 1 place per block, got {question.capacity}.")
     cursors = [jnp.zeros(question.wanted.offsets.shape[0] - 1, jnp.int32) for question in questions]
-    states = [question.state for question in questions]
-    sizes = [
-        (*cursor.shape, question.queue(cursor).capacity) for cursor, question in zip(cursors, questions, strict=True)
+    progress = [
+        _Progress(cursor, question.state, question.no_replies())
+        for cursor, question in zip(cursors, questions, strict=True)
     ]
-    blocks = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
-    shapes = jax.eval_shape(lambda *places: trade_all(states, places)[1], *blocks)
-    progress = []
-    for question, cursor, shape in zip(questions, cursors, shapes, strict=True):
-        zeros = functools.partial(_zeros_of_entries, question.num_occurrences)
-        progress.append(_Progress(cursor, question.state, jax.tree.map(zeros, shape)))
     # A loop from the first round on: what an owner does is a large program, which is compiled once.
     in_rounds = functools.partial(jax.lax.while_loop, lambda carry: carry[2], one_round)
     run = in_rounds if takes_rounds else one_round
@@ -207,13 +208,12 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
     return [Answers(own.state, own.replies, num_rounds) for own in progress]
 
 
-def _zeros_of_entries(num_entries: int, reply: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros((num_entries, *reply.shape[2:]), reply.dtype)
-
-
 def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) -> Any:
     olds, tree = jax.tree.flatten(replies)
     values = [x.reshape(-1, *x.shape[2:]) for x in jax.tree.leaves(news)]
+    found, announced = ([f"{x.dtype}{list(x.shape[1:])}" for x in arrays] for arrays in (values, olds))
+    if found != announced:
+        raise TypeError(f"answer replies {found} an entry, the question says reply={announced}.")
     return jax.tree.unflatten(tree, api.scatter_rows(olds, places.reshape(-1), values) if olds else ())
 
 

@@ -16,6 +16,7 @@ from rsembed.parallel import Question, ask, distinct, together
 
 NUM_IDS = 24
 ROWS = 11
+INTEGER, FLOAT = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.float32))
 
 
 @functools.cache
@@ -35,7 +36,7 @@ def program(num_devices, capacity):
         sums = jnp.zeros(NUM_IDS).at[wanted.entry_of].add(values, mode="drop")
         rows = jnp.where(wanted.first_of != NO_ROW, wanted.lanes[0], NO_ROW)
         state = jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS)
-        (answers,) = ask([Question(wanted, (rows, sums), answer, state, capacity)], axis_name="x")
+        (answers,) = ask([Question(wanted, (rows, sums), answer, state, capacity, INTEGER)], axis_name="x")
         state, replies, rounds = answers
         replies = replies.at[wanted.entry_of].get(mode="fill", fill_value=-1)
         return *(x[None] for x in state), replies, rounds[None]
@@ -100,7 +101,8 @@ def test_the_largest_key_is_an_ordinary_entry(capacity):
     def body(low):
         high = jnp.full(low.shape, 2**32 - 1, jnp.uint32)
         wanted = distinct(jnp.zeros(low.shape, jnp.int32), [high, low], num_devices=2)
-        question = Question(wanted, wanted.lanes, lambda state, keys: (state, keys[1]), None, capacity)
+        word = jax.ShapeDtypeStruct((), jnp.uint32)
+        question = Question(wanted, wanted.lanes, lambda state, keys: (state, keys[1]), None, capacity, word)
         ((_, replies, rounds),) = ask([question], axis_name="x")
         return replies.at[wanted.entry_of].get(mode="fill", fill_value=0), rounds[None]
 
@@ -115,7 +117,7 @@ def test_no_ids_and_no_capacity():
 
     def body(ids):
         wanted = distinct(ids, [ids], num_devices=2)
-        question = Question(wanted, ids, lambda state, rows: (state, rows), None, capacity=0)
+        question = Question(wanted, ids, lambda state, rows: (state, rows), None, capacity=0, reply=INTEGER)
         return ask([question], axis_name="x")[0].replies
 
     shape = jax.ShapeDtypeStruct((0,), jnp.int32)
@@ -124,6 +126,19 @@ def test_no_ids_and_no_capacity():
     assert np.asarray(jax.jit(mapped)(np.zeros(0, np.int32))).shape == (0,)
     with pytest.raises(ValueError, match="capacity must be at least 1"):
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((4,), jnp.int32))
+
+
+@pytest.mark.parametrize("reply", [None, (INTEGER, INTEGER), FLOAT])
+def test_an_answer_that_was_not_announced_is_refused(reply):
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
+
+    def body(ids):
+        wanted = distinct(ids % 2, [ids], num_devices=2)
+        return ask([Question(wanted, ids, lambda state, rows: (state, rows), None, 2, reply)], axis_name="x")[0].replies
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    with pytest.raises(TypeError, match=r"int32\[\].*reply="):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), jnp.int32))
 
 
 @functools.cache
@@ -140,9 +155,10 @@ def two_tables(num_devices, capacities):
         wanted = distinct(jnp.where(ids >= 0, ids % num_devices, NO_ROW), lanes, num_devices=num_devices)
         rows = (ids // num_devices).at[wanted.first_of].get(mode="fill", fill_value=NO_ROW)
         values = jnp.zeros(ids.shape).at[wanted.entry_of].add(1.0, mode="drop")
-        total, replies, _ = yield Question(wanted, (rows, values), sums, jnp.zeros(ROWS), capacity)
+        reply = INTEGER, FLOAT
+        total, replies, _ = yield Question(wanted, (rows, values), sums, jnp.zeros(ROWS), capacity, reply)
         if num_lanes == 2:
-            total, _, _ = yield Question(wanted, (rows, values), sums, total, capacity)
+            total, _, _ = yield Question(wanted, (rows, values), sums, total, capacity, reply)
         return total[None], jax.tree.map(lambda x: x.at[wanted.entry_of].get(mode="fill", fill_value=-1), replies)
 
     def body(first, second):
