@@ -157,7 +157,8 @@ def owners(keys: Keys, num_shards: int) -> Any:
     check_num_shards(num_shards)
     xp: Any = np if isinstance(keys.high, np.ndarray) else jnp
     n, wrap = np.uint32(num_shards), np.uint32(2**32 % num_shards)
-    remainder = ((keys.high % n) * wrap + keys.low % n) % n
+    # Of a power of two it is the last bits: one operation for every table of a program, where each `%` makes seven.
+    remainder = ((keys.high % n) * wrap + keys.low % n) % n if wrap else keys.low & np.uint32(num_shards - 1)
     return xp.where(keys.is_key, remainder.astype(np.int32), np.int32(num_shards))
 
 

@@ -186,12 +186,13 @@ class AskedRows(Rows):
         if first_of is None:
             return self._find(params, slots, keys, occurrences, step)
         place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
-        device = place // max(first_of.shape[0] // self.num_shards, 1)
-        in_order = distinct(device, [first_of, place], num_devices=self.num_shards)  # places tell all entries apart
+        device = jax.lax.broadcasted_iota(jnp.int32, (self.num_shards, place.shape[0] // self.num_shards), 0)
+        # Places tell all entries apart.
+        in_order = distinct(device.reshape(-1), [first_of, place], num_devices=self.num_shards)
         high, low, is_key, occurrences = api.gather_rows((*keys, occurrences), in_order.first_of)
         keys = Keys(high, low, is_key)
         params, slots, rows = self._find(params, slots, keys, occurrences, step)
-        return params, slots, rows[in_order.entry_of]
+        return params, slots, api.gather_rows((rows,), in_order.entry_of)[0]
 
     def _held(self, params: Any, wanted: Wanted, step: Step) -> Asking[Any]:
         """Of several rounds, what a later one asks for must not make room in an earlier one."""

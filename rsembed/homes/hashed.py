@@ -18,6 +18,7 @@ from rsembed.homes.home import Ahead, Home
 from rsembed.homes.row_map import FREE, Score
 from rsembed.initial_values import table_key
 from rsembed.intervals import check_within
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
@@ -166,8 +167,8 @@ class Hashed(RowsByKey):
             places = jnp.where(starts, first_of, NO_ROW)
             rounded = vectors.astype(params.rows.dtype)  # a new row is read as it is going to be stored
             (fresh,) = hashed_rows.with_initial_values((rounded,), places, own, table, params.key[0], slots=False)
-            first = first_of.at[entry_of].get(mode="fill", fill_value=NO_ROW)
-            new = fresh.astype(jnp.float32).at[first].get(mode="fill", fill_value=0)
+            (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
+            new = api.gather_rows((fresh,), first)[0].astype(jnp.float32)
             return jnp.where((first == NO_ROW)[:, None], vectors, new), jnp.sum(own.is_key, dtype=jnp.int32)
 
         def without(vectors: Array) -> tuple[Array, Array]:
@@ -250,7 +251,7 @@ class Hashed(RowsByKey):
         vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.key[0])
         counters = params.counters.add(failed=num_failed, **happened)
         params = DynamicTable(known, vectors, waiting, counters, params.key)
-        return params, tuple(kept), rows.at[entry_of].get(mode="fill", fill_value=NO_ROW)
+        return params, tuple(kept), api.gather_rows((rows,), entry_of, missing=NO_ROW)[0]
 
     def _is_admitted(self, params: DynamicTable, keys: Keys, totals: Array, number: Array) -> Bool[Array, " nnz"]:
         """Which of these keys get a row in step `number`; those that wait are counted in `totals`."""

@@ -152,7 +152,7 @@ def with_initial_values(
         return arrays
     num_blocks = -(-rows.shape[0] // INITIAL_BLOCK)
     order, num_new = api.compact(rows != NO_ROW, num_blocks * INITIAL_BLOCK)
-    num_used = -(-num_new // INITIAL_BLOCK)
+    num_used = jax.lax.div(num_new + jnp.int32(INITIAL_BLOCK - 1), jnp.int32(INITIAL_BLOCK))
 
     def fill_block(i: Array | int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
