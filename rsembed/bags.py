@@ -150,7 +150,7 @@ class Bags:
             raise ValueError(f"the bags hold {self.ids.shape[0]} ids and cannot be padded to {num_ids}; raise num_ids.")
         xp = _module_of(self.ids)
         if isinstance(self.ids, Keys):
-            ids: Any = Keys(*(xp.concatenate([lane, xp.zeros(missing, lane.dtype)]) for lane in self.ids))
+            ids: Any = jax.tree.map(lambda lane: xp.concatenate([lane, xp.zeros(missing, lane.dtype)]), self.ids)
         else:
             ids = xp.concatenate([self.ids, xp.full(missing, PAD_ID, self.ids.dtype)])
         weights = None

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.kernels import api
+from rsembed.kernels.contract import KeyOrKeys
 from rsembed.kernels.library import vary_alike
 from rsembed.specs import TableSpec
 
@@ -30,7 +31,7 @@ def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
     return jax.random.fold_in(key, zlib.crc32(table_name.encode()))
 
 
-def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> Shaped[Array, "tables ..."]:
+def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
     """The keys of some tables, as `table_key` has them, made by one operation."""
     numbers = np.asarray([zlib.crc32(name.encode()) for name in table_names], np.uint32)
     return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
@@ -72,19 +73,38 @@ def form(table: TableSpec) -> Hashable:
 
 
 def keyed_rows(
-    key: PRNGKeyArray, initializer: Callable[..., Any], lanes: Sequence[UInt32[Array, " rows"]], dim: int
+    key: KeyOrKeys,
+    initializer: Callable[..., Any],
+    lanes: Sequence[UInt32[Array, " rows"]],
+    dim: int,
+    table: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows dim"]:
-    """Float32 `initializer(own_key, (1, dim))` of rows, whose own keys are `key` folded with their lanes."""
-    trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
-    evaluator = _RowEvaluator(jnp.zeros(lanes[0].shape, jnp.int32), 1, lanes=lanes, only_key=key)
+    """Float32 `initializer(own_key, (1, dim))` of rows, whose own keys are `key` folded with their lanes.
+
+    With `table`, `key` has several, of which it says whose is folded.
+    """
+    trace = _keyed_trace(initializer, dim)
+    evaluator = _RowEvaluator(jnp.zeros(lanes[0].shape, jnp.int32), 1, lanes=lanes, only_key=key, table=table)
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:  # it splits its key, or sums over a row
 
-        def one_row(*own: Array) -> Array:
+        def one_row(key: PRNGKeyArray, *own: Array) -> Array:
             return initializer(functools.reduce(jax.random.fold_in, own, key), (1, dim))[0].astype(jnp.float32)
 
-        return jax.vmap(one_row)(*lanes)
+        if table is None:
+            return jax.vmap(functools.partial(one_row, key))(*lanes)
+        return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
+
+
+def keyed_form(initializer: Callable[..., Any], dim: int) -> Hashable:
+    """What initializers have in common of which any makes the same rows by `keyed_rows`."""
+    trace = _keyed_trace(initializer, dim)
+    return (initializer if _has_constants(trace) else str(trace)), dim
+
+
+def _keyed_trace(initializer: Callable[..., Any], dim: int) -> ClosedJaxpr:
+    return jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
 
 
 def _trace(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
@@ -154,6 +174,7 @@ class _RowEvaluator:
       num_rows: of the arrays.
       lanes: with which a key is folded to draw for each of the wanted rows; the rows themselves if none are given.
       only_key: if given, that of the initializer: what draws from another one, or makes one of it, cannot be cut.
+      table: where there is a key for each of several tables, which of them is folded for each of the wanted rows.
       only_cuts: refuse arrays as long as there are rows that cannot be cut; what follows from one knows their number.
     """
 
@@ -163,13 +184,15 @@ class _RowEvaluator:
         num_rows: int,
         *,
         lanes: Sequence[Array] | None = None,
-        only_key: PRNGKeyArray | None = None,
+        only_key: KeyOrKeys | None = None,
+        table: Array | None = None,
         only_cuts: bool = False,
     ):
+        self.table = table
         self.rows, self.num_rows, self.only_key, self.only_cuts = rows, num_rows, only_key, only_cuts
         self.lanes = [rows.astype(jnp.uint32)] if lanes is None else lanes
 
-    def evaluate(self, trace: ClosedJaxpr, key: PRNGKeyArray) -> Array:
+    def evaluate(self, trace: ClosedJaxpr, key: KeyOrKeys) -> Array:
         (result,) = self._run(trace.jaxpr, trace.consts, [key])
         return result.array if isinstance(result, _Cut) else jnp.asarray(result)[self.rows]
 
@@ -198,7 +221,7 @@ class _RowEvaluator:
         draws = cuts and name == "random_bits"
         # Numbers of 16 bits come out otherwise where XLA fuses them otherwise.
         if draws and (self.only_key is None or (inputs[0] is self.only_key and params["bit_width"] == 32)):
-            return [_Cut(_row_bits(inputs[0], self.lanes, params["bit_width"], shape[1]))]
+            return [_Cut(_row_bits(inputs[0], self.lanes, params["bit_width"], shape[1], self.table))]
         if self.only_key is not None and any(x is self.only_key for x in inputs):
             raise _MixesRowsError
         if cuts and name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
@@ -218,10 +241,10 @@ class _RowEvaluator:
         return _Cut(equation.primitive.bind(*vary_alike(arrays), **equation.params))
 
 
-def _row_bits(key: Array, lanes: Sequence[Array], bit_width: int, dim: int) -> Array:
+def _row_bits(key: Array, lanes: Sequence[Array], bit_width: int, dim: int, table: Array | None) -> Array:
     """Random bits of each row from a key of its own."""
     if bit_width == 32:
-        return api.row_bits(key, lanes, dim)
+        return api.row_bits(key, lanes, dim, table)
 
     def one_row(*own: Array) -> Array:
         return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.dtype(f"uint{bit_width}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +23,24 @@ class Keys(NamedTuple):
       high: upper 32 bits, uint32.
       low: lower 32 bits, uint32.
       is_key: False for padding, whose lanes mean nothing.
+      table: which of several tables each belongs to, int32; None where there is one.
     """
 
     high: Any
     low: Any
     is_key: Any
+    table: Any = None
+
+    @property
+    def lanes(self) -> tuple[Any, ...]:
+        """What tells keys apart."""
+        return (self.high, self.low) if self.table is None else (self.table, self.high, self.low)
+
+    @staticmethod
+    def of_lanes(lanes: Sequence[Any], is_key: Any) -> Keys:
+        """The inverse of `lanes`."""
+        *table, high, low = lanes
+        return Keys(high, low, is_key, *table)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,7 +54,8 @@ class Keys(NamedTuple):
 
     def reshape(self, *shape: int) -> Keys:
         """The same keys along other axes."""
-        return Keys(*(lane.reshape(*shape) for lane in self))
+        reshaped: Keys = jax.tree.map(lambda lane: lane.reshape(*shape), self)
+        return reshaped
 
     def only(self, mask: Any) -> Keys:
         """The same keys, of which only those that `mask` marks count."""
@@ -85,9 +100,12 @@ def checked_keys(keys: Any, dtype: str, *, feature: str) -> Keys:
     Raises: TypeError or ValueError: they are no integers, negative (but for -1), or too large.
     """
     found = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
-    if any(isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True) for lane in found):
+    if any(
+        isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
+        for lane in jax.tree.leaves(found)
+    ):
         return without_beyond(found, dtype)
-    check_fits(Keys(*map(np.asarray, found)), dtype, feature)
+    check_fits(jax.tree.map(np.asarray, found), dtype, feature)
     return found
 
 
@@ -118,7 +136,8 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
 def without_beyond(keys: Keys, dtype: str) -> Keys:
     """The keys without those larger than `dtype` can hold, which `num_invalid` counts; for keys that nobody sees."""
     lost = is_beyond(keys, dtype)
-    return Keys(jnp.where(lost, jnp.uint32(0xFFFFFFFF), keys.high), jnp.where(lost, 0, keys.low), keys.is_key & ~lost)
+    high, low = jnp.where(lost, jnp.uint32(0xFFFFFFFF), keys.high), jnp.where(lost, 0, keys.low)
+    return keys._replace(high=high, low=low, is_key=keys.is_key & ~lost)
 
 
 def _check_not_negative(keys: Any, feature: str) -> None:

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.hash_table import combine as combine_by_key
+from rsembed.homes.hash_table import unnamed
 from rsembed.intervals import check_within, door
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.keys import Keys
 from rsembed.kinds import check_kind
 
 
@@ -29,7 +29,7 @@ class RowGradients:
     Args:
       rows: distinct row numbers in ascending order; `NO_ROW` marks unused places at the end. On a mesh, this is true of
         the part of every device. Of a table with keys uint32 `[capacity, 3]`: the upper and lower half of each key, and
-        how often it occurred, 0 in unused places.
+        how often it occurred, 0 in unused places; of several tables `[capacity, 4]`, with the number of the table.
       values: float32 gradient of each row; zeros in unused places.
       num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
       shardings: on a mesh, how rows and values of each stack are split, as sorted `(stack, rows, values)`.
@@ -187,9 +187,8 @@ def _combine_stack(
 def _combined(num_rows: int, bound: int, parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
     if parts[0][0].dtype == jnp.uint32:
-        lanes = jnp.concatenate([rows.reshape(-1, 3) for rows, _ in parts])
-        keys, occurrences = Keys(lanes[:, 0], lanes[:, 1], lanes[:, 2] > 0), lanes[:, 2].astype(jnp.int32)
-        return combine_by_key(keys, occurrences, jnp.concatenate(flat_values))
+        lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
+        return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
     segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
     rows, values = api.row_gradients(num_rows, segments, flat_values)
     return rows[:bound], values[:bound]

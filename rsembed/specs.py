@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Literal, Protocol, no_type_check, runtime_checkable
 
 import jax
@@ -124,6 +124,9 @@ class Storage(Protocol):
     @property
     def in_files(self) -> str | None:
         """What a file of the table and the table must agree in; None where the file has a row for every id."""
+
+    def kin(self, table: TableSpec) -> Hashable:
+        """Equal for tables that one home may keep; None keeps a table alone."""
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""

@@ -351,12 +351,12 @@ def group_tables(
             table.stochastic_rounding,
             # State shared along a row must not see padding, so such tables only join others of their exact dim.
             table.embedding_dim if table.optimizer.is_row_wise else None,
-            # What is no array of rows cannot lie under another one.
-            None if table.storage is None else name,
+            None if table.storage is None else table.storage.kin(table) or name,
         )
         groups.setdefault(key, []).append(name)
     shares = SUBLANES * num_shards if pad else 1
-    num_rows = {name: round_up(table.vocabulary_size, shares) for name, table in tables.items()}
+    places = {name: 1 if table.storage is None else 8 for name, table in tables.items()}  # a hash table has up to four
+    num_rows = {name: places[name] * round_up(table.vocabulary_size, shares) for name, table in tables.items()}
     numbered = split_by_memory(groups.values(), num_rows, MAX_ROWS)
     if activation_mem_bytes_limit is None:
         return numbered
@@ -462,7 +462,8 @@ def plan_stack(
         activation_mem_bytes_limit=activation_mem_bytes_limit,
         num_shards=num_shards,
     )
-    stored = None if first.storage is None else first.storage.num_values(first)
+    values, slots = (0, 0) if first.storage is None else first.storage.num_values(first)  # of each
+    stored = None if first.storage is None else (len(tables) * values, len(tables) * slots)
     return StackPlan(
         spec=spec, dtype=first.dtype, tables=placements, features=feature_placements, num_stored_values=stored
     )

@@ -93,7 +93,7 @@ def load_collection(
     like = _without_step(arrays) | {"others": logical(others)}
     like["tables"] |= tables
     like["slots"] |= slots
-    apart = [stack.table.name for stack in collection.logical.apart().values()]
+    apart = [table.name for stack in collection.logical.apart().values() for table in stack.tables]
     by_key = [name for name in apart if name not in tables]
     entries: dict[bool, list[Any]] = {True: [], False: []}  # how many keys a table has, its file alone knows
     for entry in found["arrays"]:

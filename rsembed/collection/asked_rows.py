@@ -58,8 +58,9 @@ class AskedRows(Rows):
         wanted = self._distinct(batch.all_keys())
         zero = jnp.zeros((), jnp.int32)
         num_unknown, vectors, rounds = yield self._question(wanted, self._names(wanted), answer, zero, reply=self._row)
-        # Of a key two lanes, its count and its first place go, else a row; a vector comes.
-        bytes_per_place = (16 if self.home.takes_keys else 4) + vectors.shape[1] * vectors.dtype.itemsize
+        # Of a key its lanes, its count and its first place go, else a row; a vector comes.
+        num_lanes = len(wanted.lanes) + (2 if self.home.takes_keys else 0)
+        bytes_per_place = 4 * num_lanes + vectors.shape[1] * vectors.dtype.itemsize
         traffic = Traffic.of(rounds, (self.num_shards - 1) * self._capacity(wanted) * bytes_per_place)
         return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, traffic
 
@@ -93,7 +94,7 @@ class AskedRows(Rows):
             params, rows = self.home.still_theirs(params, rows, Keys(high, low, rows != NO_ROW))
             return self._step(params, slots, [each(rows)], [gradients], step), None
 
-        payload = rows, *wanted.lanes[:2], self._of_entries(wanted.entry_of, batch, d_outputs)
+        payload = rows, *wanted.lanes[-2:], self._of_entries(wanted.entry_of, batch, d_outputs)
         answers = yield self._question(wanted, payload, answer, (params, slots))
         stepped: tuple[Any, Any] = answers.state
         return stepped
@@ -121,7 +122,9 @@ class AskedRows(Rows):
                 *api.scatter_rows((all_rows, all_values), places, (rows, values)),
             ), None
 
-        no_rows = jnp.zeros((num_places, 3), jnp.uint32) if takes_keys else jnp.full(num_places, NO_ROW, jnp.int32)
+        no_rows = jnp.full(num_places, NO_ROW, jnp.int32)
+        if takes_keys:
+            no_rows = jnp.zeros((num_places, len(wanted.lanes) + 1), jnp.uint32)
         nothing = jnp.zeros((), jnp.int32), no_rows, jnp.zeros((num_places, self.table.embedding_dim), jnp.float32)
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
         answers = yield self._question(wanted, payload, collect, nothing)
@@ -161,7 +164,7 @@ class AskedRows(Rows):
 
     def _distinct(self, keys: Keys, numbers: Array | None = None) -> Wanted:
         """Each id once, or (with numbers) as often as it occurs, in that order."""
-        lanes = [keys.high, keys.low] if self.home.takes_keys else [keys.low.astype(jnp.int32)]
+        lanes = [*keys.lanes] if self.home.takes_keys else [keys.low.astype(jnp.int32)]
         if numbers is not None:
             lanes.append(numbers)
         return distinct(self.home.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
@@ -170,13 +173,13 @@ class AskedRows(Rows):
         """What an owner is told: ids; or keys, how often each occurs here, and where first."""
         if not self.home.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
-        return *wanted.lanes[:2], wanted.counts, wanted.first_of
+        return *wanted.lanes, wanted.counts, wanted.first_of
 
     def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
         """The same at the owner."""
         if self.home.takes_keys:
-            high, low, counts, first_of = question
-            return Keys(high, low, first_of != NO_ROW), counts, first_of
+            *lanes, counts, first_of = question
+            return Keys.of_lanes(lanes, first_of != NO_ROW), counts, first_of
         keys = keys_of_rows(question)
         return keys, keys.is_key.astype(jnp.int32), None
 
@@ -189,8 +192,8 @@ class AskedRows(Rows):
         device = jax.lax.broadcasted_iota(jnp.int32, (self.num_shards, place.shape[0] // self.num_shards), 0)
         # Places tell all entries apart.
         in_order = distinct(device.reshape(-1), [first_of, place], num_devices=self.num_shards)
-        high, low, is_key, occurrences = api.gather_rows((*keys, occurrences), in_order.first_of)
-        keys = Keys(high, low, is_key)
+        is_key, occurrences, *lanes = api.gather_rows((keys.is_key, occurrences, *keys.lanes), in_order.first_of)
+        keys = Keys.of_lanes(lanes, is_key)
         params, slots, rows = self._find(params, slots, keys, occurrences, step)
         return params, slots, api.gather_rows((rows,), in_order.entry_of)[0]
 
@@ -221,4 +224,4 @@ class AskedRows(Rows):
 
 def keys_of(wanted: Wanted) -> Keys:
     """The distinct keys that a device has questions about."""
-    return Keys(wanted.lanes[0], wanted.lanes[1], wanted.first_of != NO_ROW)
+    return Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)

@@ -25,7 +25,7 @@ from rsembed.collection.placement import make_stacks, placement_of_tables, plan_
 from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached
-from rsembed.initial_values import table_key
+from rsembed.initial_values import table_keys
 from rsembed.intervals import door
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
@@ -287,10 +287,9 @@ class EmbeddingCollection:
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """By table with a storage that counts: what happened on each device so far, such as new keys and failures."""
         self.check_state(state, parts=["tables"])
-        found = {
-            stack.table.name: stack.home.counts(state.tables[name], stack.rows.num_shards)
-            for name, stack in self._stacks.items()
-        }
+        found: dict[str, dict[str, np.ndarray]] = {}
+        for name, stack in self._stacks.items():
+            found |= stack.counts(state.tables[name])
         return {name: counts for name, counts in found.items() if counts}
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:
@@ -454,8 +453,10 @@ class EmbeddingCollection:
             if stack.tables[0].stochastic_rounding:
                 key = jax.random.fold_in(state.key, state.step)
                 # A layout tells rows of all tables apart; a storage those of its own.
-                stored = self.table_specs[stack.tables[0].name].storage is not None
-                rounding = api.stochastic_rounding(table_key(key, stack.name) if stored else key)
+                if self.table_specs[stack.tables[0].name].storage is not None:
+                    keys = table_keys(key, [table.name for table in stack.tables])
+                    key = keys if len(stack.tables) > 1 else keys[0]
+                rounding = api.stochastic_rounding(key)
             steps[stack.name] = Step(rule.get_hyperparameters(state.step), rule, rounding, state.step)
         tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
         for name, kept in self._stacks.items():

@@ -188,7 +188,7 @@ def padded(bags: Bags, width: int) -> tuple[Any, Any]:
         dense[is_used] = np.asarray(values)[: offsets[-1]]
         return dense
 
-    spread_ids = Keys(*(spread(lane, 0) for lane in ids)) if isinstance(ids, Keys) else spread(ids, PAD_ID)
+    spread_ids = jax.tree.map(lambda lane: spread(lane, 0), ids) if isinstance(ids, Keys) else spread(ids, PAD_ID)
     return spread_ids, None if weights is None else spread(weights, 0.0)
 
 

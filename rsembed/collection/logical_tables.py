@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from rsembed.collection.stack import Stack
 from rsembed.collection.state import EmbeddingState
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
+from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import on_host
 from rsembed.homes.logical_rows import check_reason, keys_to_leave
 from rsembed.kinds import check_kind, did_you_mean
@@ -57,7 +58,7 @@ class LogicalTables:
                 fetching = self.on_host[name]
                 result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots.get(name))[0]
             elif stack.home.takes_keys:
-                result[stack.table.name] = self._rows(stack, state, since=since)
+                result |= stack.all_rows_of(state.tables[name], state.slots.get(name, ()), since=since)
             else:
                 dense = self.devices.place(stack.all_rows(state.tables[name]), PartitionSpec())
                 for table in stack.layout.stack.tables:
@@ -74,10 +75,9 @@ class LogicalTables:
                 _, *arrays = fetching.arrays(state.tables[name], state.slots[name])
                 result[fetching.table.name] = rule.pack_slots(tuple(map(jnp.asarray, arrays)))
             elif stack.home.takes_keys:
-                rows = self._rows(stack, state)
-                result[stack.table.name] = rule.pack_slots(
-                    tuple(jnp.asarray(rows[key]) for key in rows if key.startswith("slot_"))
-                )
+                for table_name, rows in stack.all_rows_of(state.tables[name], state.slots[name]).items():
+                    own_slots = tuple(jnp.asarray(rows[key]) for key in rows if key.startswith("slot_"))
+                    result[table_name] = rule.pack_slots(own_slots)
             elif not stack.is_dense:
                 slots = jax.tree.map(jnp.copy, state.slots[name])
                 result[stack.table.name] = self.devices.place(slots, PartitionSpec())
@@ -91,6 +91,7 @@ class LogicalTables:
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
         replaced, slots = dict(state.tables), dict(state.slots)
+        stored: dict[str, dict[str, Any]] = {}
         for table_name, values in tables.items():
             self._check_known(table_name)
             for part, array in _parts(values):
@@ -105,7 +106,7 @@ class LogicalTables:
             if isinstance(values, Mapping) and (stack.is_dense or name in self.on_host):
                 values = self._with_rows_of_keys(state, table_name, values)
             if not stack.is_dense and name not in self.on_host:
-                replaced[name], slots[name] = stack.with_rows(state.tables[name], state.slots[name], values)
+                stored.setdefault(name, {})[table_name] = values
                 continue
             shape = (spec.vocabulary_size, spec.embedding_dim)
             if np.shape(values) != shape:
@@ -119,6 +120,9 @@ class LogicalTables:
             whole = self.devices.place(replaced[name], PartitionSpec())
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
             replaced[name] = self.devices.place(whole, stack.partition)
+        for name, rows_of in stored.items():  # tables that share a home are written at once
+            written = self.stacks[name].with_rows(state.tables[name], state.slots[name], rows_of)
+            replaced[name], slots[name] = written
         return state._replace(tables=replaced, slots=slots)
 
     def evicted(self, state: EmbeddingState, table_name: str, **reason: Any) -> tuple[EmbeddingState, dict[str, Any]]:
@@ -131,7 +135,8 @@ class LogicalTables:
         params, step = state.tables[name], int(on_host(state.step))
         given = {"keep": reason["keep"], "unused_for": reason["unused_for"]}
         squares = None if reason["norm_below"] is None else float(reason["norm_below"]) ** 2
-        keys = keys_to_leave(params, moving.score, **given, squares_below=squares, step=step)
+        is_own = moving.is_own(params)
+        keys = keys_to_leave(params, moving.score, is_own, **given, squares_below=squares, step=step)
         params, rows = moving.take_out(params, state.slots.get(name, ()), keys)
         if (unused_for := reason["unused_for"]) is not None:
             params = moving.forget_older(params, state.step, unused_for)
@@ -148,7 +153,12 @@ class LogicalTables:
                 f"table {table_name!r} is kept as {self.specs[table_name].storage or 'an array'}: rows leave tables of "
                 "keys, with storage=Hashed(...)."
             )
-        moving = Moving(stack.rows, lambda batch: stack.occurrences(all_as_bags(batch)), stack.layout.stack.name)
+        moving = Moving(
+            stack.rows,
+            lambda batch: stack.occurrences(all_as_bags(batch)),
+            stack.layout.stack.name,
+            table=self.specs[table_name],
+        )
         return self._moving.setdefault(table_name, moving)
 
     def _check_known(self, table_name: str) -> None:
@@ -188,9 +198,12 @@ class LogicalTables:
             if name in self.on_host:
                 tables[table], *arrays = self.on_host[name].arrays(*given)
                 slots[table] = dict(zip(self._slot_names(stack), arrays, strict=True))
-            else:
-                tables[table] = self._rows(stack, state) | {FIRST_KEY: _first(given[0].key)}
-                slots[table] = {}
+                continue
+            keys = on_host(jax.random.key_data(given[0].key))  # of all shards, which have the same ones
+            impl = jax.random.key_impl(given[0].key)
+            for number, (table, rows) in enumerate(stack.all_rows_of(*given).items()):
+                first = jax.random.wrap_key_data(jnp.asarray(keys[number]), impl=impl)
+                tables[table], slots[table] = rows | {FIRST_KEY: first}, {}
         return self.without_apart(state), tables, slots
 
     def without_apart(self, state: EmbeddingState) -> EmbeddingState:
@@ -221,18 +234,20 @@ class LogicalTables:
         """The inverse of `parted`."""
         all_tables, all_slots = dict(state.tables), dict(state.slots)
         for name, stack in self.apart().items():
-            rows, part = tables[stack.table.name], stack.partition
+            part = stack.partition
             fresh = jax.jit(self.devices.on_each(stack.rows.init, PartitionSpec(), (part, part)))
             params, own_slots = fresh(jax.random.key(0))
             if name in self.on_host:
+                rows = tables[stack.table.name]
                 arrays = [rows, *(slots[stack.table.name][slot] for slot in self._slot_names(stack))]
                 params = self.on_host[name].with_arrays(params, arrays)
             else:
-                data = np.asarray(jax.random.key_data(rows[FIRST_KEY]))
-                (data,) = self.devices.place_from_host([np.stack([data] * stack.rows.num_shards)], part)
-                key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(rows[FIRST_KEY]))
-                given = {key: array for key, array in rows.items() if key != FIRST_KEY}
-                params, own_slots = stack.with_rows(params._replace(key=key), own_slots, given)
+                params = self._with_keys(stack, params, [tables[own.name][FIRST_KEY] for own in stack.tables])
+                given = {
+                    own.name: {key: array for key, array in tables[own.name].items() if key != FIRST_KEY}
+                    for own in stack.tables
+                }
+                params, own_slots = stack.with_rows(params, own_slots, given)
             all_tables[name], all_slots[name] = params, own_slots
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
 
@@ -242,19 +257,15 @@ class LogicalTables:
                 return stack
         raise KeyError(table_name)
 
-    def _rows(self, stack: Stack, state: EmbeddingState, *, since: int | None = None) -> dict[str, np.ndarray]:
-        name = stack.layout.stack.name
-        given = state.tables[name], state.slots.get(name, ()), stack.table, stack.rows.num_shards
-        return stack.home.rows(*given, since=since)
+    def _with_keys(self, stack: Stack, params: DynamicTable, keys: Sequence[PRNGKeyArray]) -> DynamicTable:
+        """Parameters of all shards whose new keys start from what these say, one for each table."""
+        data = np.stack([np.asarray(jax.random.key_data(key)) for key in keys] * stack.rows.num_shards)
+        (placed,) = self.devices.place_from_host([data], stack.partition)
+        return params._replace(key=jax.random.wrap_key_data(placed, impl=jax.random.key_impl(keys[0])))
 
     def _slot_names(self, stack: Stack) -> list[str]:
         rule = stack.layout.stack.spec.optimizer
         return list(getattr(rule.slot_type, "_fields", map(str, range(rule.slot_variables_count()))))
-
-
-def _first(keys: Any) -> PRNGKeyArray:
-    """The PRNG key that all shards share."""
-    return jax.random.wrap_key_data(jnp.asarray(on_host(jax.random.key_data(keys))[0]), impl=jax.random.key_impl(keys))
 
 
 def _parts(values: Any) -> Iterable[tuple[Any, Any]]:

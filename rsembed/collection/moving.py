@@ -22,6 +22,7 @@ from rsembed.homes.row_map import FREE
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, join_keys, owners, split_keys
+from rsembed.specs import TableSpec
 
 MOST_KEYS, LEAST_KEYS = 1 << 16, 1 << 8
 """Rows of a device that one program moves at most; and for which there is room in each, so that there are few."""
@@ -74,8 +75,9 @@ class Moving:
     Args:
       rows: the engine of the table.
       occurrences: of a batch, on one device.
-      stack_name: what the table is called in a state.
+      stack_name: what the table is called in a state, or those that share its home.
       partition: how parameters and slots are split; None is as the engine has it.
+      table: whose rows; None is the one that the engine has.
     """
 
     def __init__(
@@ -84,11 +86,17 @@ class Moving:
         occurrences: Callable[[Any], Occurrences],
         stack_name: str = "",
         partition: PartitionSpec | None = None,
+        table: TableSpec | None = None,
     ):
+        self.table = rows.table if table is None else table
         self.rows, self.home, self.occurrences = rows, cast(Hashed, rows.home), occurrences
         self.stack_name, self.partition = stack_name, rows.partition if partition is None else partition
+        tables = [own.name for own in self.home.tables_of(self.table)]
+        self.number = tables.index(self.table.name) if len(tables) > 1 else None
         part, split, everywhere = self.partition, rows.devices.split, PartitionSpec()
         on_each = rows.devices.on_each
+        forget = functools.partial(hashed_rows.forget_older, number=self.number)
+        release, take_in = (functools.partial(function, number=self.number) for function in (_release, _take_in))
         self._look = jax.jit(on_each(self._look_on_device, (part, split, everywhere), part))
         self._gather = jax.jit(on_each(_gather, (part, part, part), part))
         self._choose = functools.cache(
@@ -97,11 +105,17 @@ class Moving:
                 donate_argnums=0,
             )
         )
-        self._release = jax.jit(on_each(_release, (part, part), (part, part)), donate_argnums=0)
-        self._forget = jax.jit(
-            on_each(hashed_rows.forget_older, (part, everywhere, everywhere), part), donate_argnums=0
-        )
-        self._take_in = jax.jit(on_each(_take_in, (part, part, part), (part, part)), donate_argnums=(0, 1))
+        self._release = jax.jit(on_each(release, (part, part), (part, part)), donate_argnums=0)
+        self._forget = jax.jit(on_each(forget, (part, everywhere, everywhere), part), donate_argnums=0)
+        self._take_in = jax.jit(on_each(take_in, (part, part, part), (part, part)), donate_argnums=(0, 1))
+
+    def is_own(self, params: DynamicTable) -> np.ndarray | bool:
+        """Which rows of all shards belong to the table."""
+        if self.number is None:
+            return True
+        num_tables = len(self.home.tables_of(self.table))
+        numbers = np.arange(params.num_tables) % num_tables  # of every shard one behind the other
+        return np.repeat(numbers == self.number, params.rows.shape[0] // params.num_tables)
 
     def score(self, params: DynamicTable) -> Array:
         """What each row is worth, as unsigned numbers: the least go first."""
@@ -146,7 +160,7 @@ class Moving:
 
         There must be room for them.
         """
-        names = array_names(self.rows.table, slots)
+        names = array_names(self.table, slots)
         parts = Coming(
             split_keys(rows["keys"]), rows["last_step"], rows["count"], rows.get("first_step", rows["last_step"]),
             tuple(rows[name] for name in names),
@@ -169,7 +183,7 @@ class Moving:
             yield places.reshape(-1)
 
     def _left(self, blocks: list[tuple[Leaving, Array, Any]]) -> dict[str, np.ndarray]:
-        table = self.rows.table
+        table = self.table
         found: dict[str, list[np.ndarray]] = {}
         for leaving, rows, slots in blocks:
             is_row = on_host(leaving.rows) != NO_ROW
@@ -190,23 +204,34 @@ class Moving:
 
     # On one device
 
-    def _look_on_device(self, params: DynamicTable, batch: Any, number: Array) -> tuple[Array, ...]:
+    def _keys_here(self, batch: Any) -> Keys:
+        """The table's keys of the global batch whose rows are here."""
         keys = self.rows.own_keys(self.occurrences(batch))
+        return keys if self.number is None else keys.only(keys.table == self.number)
+
+    def _of_table(self, by_table: Int[Array, " tables"]) -> Int[Array, "1"]:
+        return by_table if self.number is None else by_table[self.number, None]
+
+    def _look_on_device(self, params: DynamicTable, batch: Any, number: Array) -> tuple[Array, ...]:
+        keys = self._keys_here(batch)
         rows = row_map.find(params.keys, keys)
         is_held, strangers = _marked(params, rows), keys.only(rows == NO_ROW)
         ones = jnp.ones(keys.shape, jnp.int32)
         _, own, _, is_admitted = self.home.newcomers(params, strangers, Ahead(ones, number))
         num_held = jnp.sum(is_held, dtype=jnp.int32)
         count = jnp.sum(own.is_key, dtype=jnp.int32)
-        return own.high, own.low, is_admitted, count.reshape(1), params.keys.num_free, num_held.reshape(1)
+        num_free = self._of_table(params.keys.num_free)
+        return own.high, own.low, is_admitted, count.reshape(1), num_free, num_held.reshape(1)
 
     def _choose_on_device(
         self, size: int, params: DynamicTable, rows: Array, batch: Any, num_wanted: Int[Array, "1"]
     ) -> tuple[DynamicTable, Leaving]:
-        keys, known = self.rows.own_keys(self.occurrences(batch)), params.keys
+        keys, known = self._keys_here(batch), params.keys
         score, _ = self.home.scores(params._replace(rows=rows))
         may_leave = (known.last_step != FREE) & ~_marked(params, row_map.find(known, keys))
-        chosen = row_map.least(known, score, may_leave, num_wanted[0])
+        if self.number is not None:
+            num_wanted = jnp.zeros(known.num_tables, jnp.int32).at[self.number].set(num_wanted[0])
+        chosen = row_map.least(known, score, may_leave, num_wanted)
         return _without(params, api.compact(chosen, size)[0])
 
 
@@ -235,8 +260,12 @@ def _gather(rows: Array, slots: Any, places: Array) -> tuple[Array, ...]:
     return api.gather_rows((rows, *slots), places)
 
 
-def _release(params: DynamicTable, keys: Keys) -> tuple[DynamicTable, Leaving]:
-    return _without(params, row_map.find(params.keys, keys))
+def _in_table(keys: Keys, number: int | None) -> Keys:
+    return keys if number is None else keys._replace(table=jnp.full(keys.shape, number, jnp.int32))
+
+
+def _release(params: DynamicTable, keys: Keys, *, number: int | None) -> tuple[DynamicTable, Leaving]:
+    return _without(params, row_map.find(params.keys, _in_table(keys, number)))
 
 
 def _without(params: DynamicTable, rows: Int[Array, " size"]) -> tuple[DynamicTable, Leaving]:
@@ -249,9 +278,9 @@ def _without(params: DynamicTable, rows: Int[Array, " size"]) -> tuple[DynamicTa
     return params._replace(keys=left, counters=counters), Leaving(rows, **({"first_step": None} | lanes))
 
 
-def _take_in(params: DynamicTable, slots: Any, coming: Coming) -> tuple[DynamicTable, Any]:
+def _take_in(params: DynamicTable, slots: Any, coming: Coming, *, number: int | None) -> tuple[DynamicTable, Any]:
     noted = coming.last_step, coming.counts, coming.first_step
-    known, places, num_new = row_map.find_or_assign(params.keys, coming.keys, *noted)
+    known, places, num_new = row_map.find_or_assign(params.keys, _in_table(coming.keys, number), *noted)
     rows, *kept = api.scatter_rows((params.rows, *slots), places, coming.arrays)
     counters = params.counters.add(inserted=num_new)
     return params._replace(keys=known, rows=rows, counters=counters), tuple(kept)

@@ -96,6 +96,8 @@ def make_stacks(
         if splits_columns:
             _check_columns(stack, devices.num_devices)
         home = storage or DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
+        if storage is not None and len(own) > 1:
+            home = storage.shared(own)
         if is_split:
             how: Any = {"capacity": exchange_capacity, "is_reproducible": is_reproducible}
             return Stack(layout, AskedRows(devices, table, home, implementation, **how))

@@ -24,7 +24,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from rsembed.collection.devices import Devices
 from rsembed.collection.layout import read_from
 from rsembed.collection.state import Traffic
-from rsembed.homes.hash_table import entries, named
+from rsembed.homes.hash_table import entries, named, unnamed
 from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
@@ -74,7 +74,8 @@ class Occurrences(NamedTuple):
         features, first = [], 0
         for own, segment in zip(self.segments, segments, strict=True):
             last = first + own.rows.shape[0]
-            features.append((Keys(*(devices.gather(lane[first:last]) for lane in self.keys)), segment))
+            of_feature = jax.tree.map(lambda lane, own=slice(first, last): devices.gather(lane[own]), self.keys)
+            features.append((of_feature, segment))
             first = last
         return Occurrences.of(features)
 
@@ -280,7 +281,7 @@ class Rows:
         if self.devices.num_devices == 1 or not self.home.takes_keys:
             return jnp.ones(keys.shape, jnp.int32)
         num_own, of_all = keys.shape[0], self.own_keys(batch)
-        both = Keys(*(jnp.concatenate(lanes) for lanes in zip(keys, of_all, strict=True)))
+        both = jax.tree.map(lambda *lanes: jnp.concatenate(lanes), keys, of_all)
         is_of_all = (jnp.arange(both.shape[0]) >= num_own).astype(jnp.int32)
         _, first_of, counts = api.unique_keys(both, is_of_all)
         return jnp.zeros(num_own, jnp.int32).at[first_of].set(counts, mode="drop")
@@ -303,7 +304,7 @@ def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
     if rows.ndim == 1:
         keys = keys_of_rows(rows)
         return keys, keys.is_key.astype(jnp.int32)
-    return Keys(rows[:, 0], rows[:, 1], rows[:, 2] > 0), rows[:, 2].astype(jnp.int32)
+    return unnamed(rows)
 
 
 def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -16,6 +17,8 @@ from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.layout import RowLayout
 from rsembed.collection.reproducible import occurrence_numbers
 from rsembed.collection.rows import Occurrences, Rows
+from rsembed.homes import Hashed
+from rsembed.homes.hashed_rows import apart, together
 from rsembed.homes.home import Home
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import as_keys
@@ -59,10 +62,46 @@ class Stack:
         """How rows and values of `RowGradients` are split."""
         return (PartitionSpec() if self.rows.splits_columns else self.partition), self.partition
 
-    def with_rows(self, params: Any, slots: Any, rows: Any) -> tuple[Any, Any]:
-        """Parameters and slots of all devices with some rows written, by key; not inside `jit`."""
-        written = self.home.with_rows(params, slots, rows, self.table, self.rows.num_shards)
-        return self.rows.devices.place_from_host(written, self.partition)
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """Those that share the home; of dense rows the first."""
+        return self.home.tables_of(self.table) if isinstance(self.home, Hashed) else (self.table,)
+
+    def apart(self, params: Any, slots: Any) -> dict[str, tuple[Any, Any]]:
+        """Parameters and slots of each table that shares the home; of several, on the host."""
+        tables = self.tables
+        parted = apart((params, slots), len(tables), self.rows.num_shards)
+        return {table.name: own for table, own in zip(tables, parted, strict=True)}
+
+    def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
+        """What happened on each device so far, of each table that shares the home."""
+        tables, num_shards = self.tables, self.rows.num_shards
+        counts = self.home.counts(params, num_shards * len(tables))
+        if len(tables) == 1:
+            return {self.table.name: counts}
+        return {
+            table.name: {what: numbers.reshape(num_shards, -1)[:, k] for what, numbers in counts.items()}
+            for k, table in enumerate(tables)
+        }
+
+    def all_rows_of(self, params: Any, slots: Any, *, since: int | None = None) -> dict[str, dict[str, np.ndarray]]:
+        """Rows by key with what belongs to them, of each table that shares the home, on the host."""
+        return {
+            table.name: self.home.rows(*own, table, self.rows.num_shards, since=since)
+            for table, own in zip(self.tables, self.apart(params, slots).values(), strict=True)
+        }
+
+    def with_rows(self, params: Any, slots: Any, rows: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Parameters and slots of all devices with rows of some tables written, by key; not inside `jit`."""
+        by_table = self.apart(params, slots)
+        for table in self.tables:
+            if table.name in rows:
+                given = *by_table[table.name], rows[table.name], table, self.rows.num_shards
+                by_table[table.name] = self.home.with_rows(*given)
+        written, written_slots = together(list(by_table.values()), self.rows.num_shards)
+        if len(by_table) > 1:
+            written = written._replace(key=params.key)  # as it lies on the devices
+        return self.rows.devices.place_from_host((written, written_slots), self.partition)
 
     def all_rows(self, params: Any) -> Array:
         """An array of rows, where ids are row numbers."""
@@ -82,10 +121,13 @@ class Stack:
         if not self.home.takes_keys:
             pairs = zip(self._ids.segments(bags), num_ids, strict=True)
             return Occurrences([_first_rows(segment, count) for segment, count in pairs])
-        features = []
+        features, names = [], [table.name for table in self.layout.stack.tables]
         for feature, count in zip(self.layout.stack.features, num_ids, strict=True):
             own = bags[feature.name]
             keys = as_keys(own.ids).only(jnp.arange(own.ids.shape[0], dtype=jnp.int32) < count)
+            if len(names) > 1:
+                number = names.index(feature.table_name)
+                keys = keys._replace(table=jnp.full(keys.shape, number, jnp.int32))
             offsets = None if feature.combiner == "none" else jnp.asarray(own.offsets)
             weights = None if own.weights is None else jnp.asarray(own.weights)
             features.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))

@@ -18,8 +18,8 @@ class EmbeddingState(NamedTuple):
     """Everything that training changes; donate it to your step.
 
     Args:
-      tables: one array `[rows, dim]` per stack, or what its table's storage keeps instead. On a mesh, rows lie shard
-        after shard; `EmbeddingCollection.tables` brings them into logical order.
+      tables: one array `[rows, dim]` per stack, or what the storage of its tables keeps instead. On a mesh, rows lie
+        shard after shard; `EmbeddingCollection.tables` brings them into logical order.
       slots: optimizer state beside each table.
       step: number of updates so far.
       key: randomness of stochastic rounding; unused otherwise.
@@ -40,7 +40,7 @@ class Traffic(NamedTuple):
     Args:
       num_rounds: rounds of `all_to_all`; 0 where nothing is asked.
       num_bytes: bytes that every device sent, padding included.
-      num_unknown: of a table with keys, distinct ones without a row, by device that looked for them; else None.
+      num_unknown: of tables with keys, distinct ones without a row, by device that looked for them; else None.
     """
 
     num_rounds: Int[Array, ""]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from rsembed.kernels import api
+from rsembed.kernels.contract import KeyOrKeys
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
 
@@ -15,16 +16,16 @@ DRAWS = 0x61646D74
 
 
 def is_drawn(
-    key: PRNGKeyArray, keys: Keys, number: Int[Array, ""], occurrences: Int[Array, " nnz"], probability: float
+    key: KeyOrKeys, keys: Keys, number: Int[Array, ""], occurrences: Int[Array, " nnz"], probability: float
 ) -> Bool[Array, " nnz"]:
     """Whether each key is admitted in step `number`: with this probability for each of its occurrences.
 
-    A key draws one number of 32 bits a step, from `key` folded with `DRAWS`, the step and the key's lanes. Below the
-    chance that none of its occurrences is lucky, in units of 2**-32, it stays outside; the chance is a product of
-    integers, so that no compiler rounds it otherwise.
+    A key draws one number of 32 bits a step, from `key` (where there are several, that of its table) folded with
+    `DRAWS`, the step and the key's lanes. Below the chance that none of its occurrences is lucky, in units of 2**-32,
+    it stays outside; the chance is a product of integers, so that no compiler rounds it otherwise.
     """
-    own = jax.random.fold_in(jax.random.fold_in(key, DRAWS), number)
-    drawn = api.row_bits(own, (keys.high, keys.low), 1)[:, 0]
+    own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, DRAWS), number))(key.reshape(-1))
+    drawn = api.row_bits(own if key.ndim else own[0], (keys.high, keys.low), 1, keys.table)[:, 0]
     return keys.is_key & (drawn >= _power(1.0 - probability, occurrences))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -16,10 +16,10 @@ from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Ahead, Home
 from rsembed.homes.row_map import FREE, Score
-from rsembed.initial_values import table_key
+from rsembed.initial_values import keyed_form, table_key, table_keys
 from rsembed.intervals import check_within
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
@@ -144,9 +144,9 @@ class Hashed(RowsByKey):
         return self.start(table_key(key, table.name), table, capacity, shard=shard)
 
     def start(
-        self, own_key: PRNGKeyArray, table: TableSpec, capacity: int, *, shard: Int[Array, ""]
+        self, own_key: KeyOrKeys, table: TableSpec, capacity: int, *, shard: Int[Array, ""]
     ) -> tuple[DynamicTable, Slots]:
-        """A shard of `capacity` rows, given the table's own key."""
+        """A shard of `capacity` rows, given the table's own key, or of so many in each of several tables."""
         del shard  # all begin empty
         num_waiting = self.admission_capacity or capacity if self.admission_count else None
         return hashed_rows.empty(
@@ -166,7 +166,7 @@ class Hashed(RowsByKey):
             entry_of, own, first_of, starts = self.newcomers(params, strangers, ahead)
             places = jnp.where(starts, first_of, NO_ROW)
             rounded = vectors.astype(params.rows.dtype)  # a new row is read as it is going to be stored
-            (fresh,) = hashed_rows.with_initial_values((rounded,), places, own, table, params.key[0], slots=False)
+            (fresh,) = hashed_rows.with_initial_values((rounded,), places, own, table, params.own_key, slots=False)
             (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
             new = api.gather_rows((fresh,), first)[0].astype(jnp.float32)
             return jnp.where((first == NO_ROW)[:, None], vectors, new), jnp.sum(own.is_key, dtype=jnp.int32)
@@ -239,7 +239,7 @@ class Hashed(RowsByKey):
         if evict is not None:
             happened = {"inserted": happened["inserted"] + evicted, "evicted": evicted}
         if self.admission_count or self.admission_probability < 1:
-            happened["not_admitted"] = jnp.sum(keys.is_key & ~is_admitted, dtype=jnp.int32)
+            happened["not_admitted"] = hash_table.counts_of(keys.is_key & ~is_admitted, keys.table, params.num_tables)
         if waiting is not None:
             is_left = keys.is_key & (rows == NO_ROW)
             waiting = row_map.release(waiting, jnp.where(is_left, NO_ROW, waiting_rows))
@@ -247,8 +247,8 @@ class Hashed(RowsByKey):
             newcomers = keys.only(is_left & (waiting_rows == NO_ROW))
             waiting, places, happened["forgotten"], _ = row_map.assign(waiting, newcomers, number, totals, evict=forget)
             has_none = (is_admitted & is_left) | (newcomers.is_key & (places == NO_ROW))
-            num_failed = jnp.sum(has_none, dtype=jnp.int32)
-        vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.key[0])
+            num_failed = hash_table.counts_of(has_none, keys.table, params.num_tables)
+        vectors, *kept = hashed_rows.with_initial_values((params.rows, *slots), rows, keys, table, params.own_key)
         counters = params.counters.add(failed=num_failed, **happened)
         params = DynamicTable(known, vectors, waiting, counters, params.key)
         return params, tuple(kept), api.gather_rows((rows,), entry_of, missing=NO_ROW)[0]
@@ -256,7 +256,7 @@ class Hashed(RowsByKey):
     def _is_admitted(self, params: DynamicTable, keys: Keys, totals: Array, number: Array) -> Bool[Array, " nnz"]:
         """Which of these keys get a row in step `number`; those that wait are counted in `totals`."""
         if self.admission_probability < 1:
-            return admission.is_drawn(params.key[0], keys, number, totals, self.admission_probability)
+            return admission.is_drawn(params.own_key, keys, number, totals, self.admission_probability)
         return keys.is_key & (totals > self.admission_count) if self.admission_count else keys.is_key
 
     def scores(self, params: DynamicTable) -> tuple[Score, Score]:
@@ -274,7 +274,8 @@ class Hashed(RowsByKey):
         lanes = (params.keys.high, params.keys.low, params.keys.last_step)
         high, low, last_step = (lane.at[rows].get(mode="fill", fill_value=0) for lane in lanes)
         is_stale = (rows != NO_ROW) & ((high != keys.high) | (low != keys.low) | (last_step == FREE))
-        counters = params.counters.add(stale=jnp.sum(is_stale, dtype=jnp.int32))
+        table = row_map.table_of(params.keys, rows)
+        counters = params.counters.add(stale=hash_table.counts_of(is_stale, table, params.num_tables))
         return params._replace(counters=counters), jnp.where(is_stale, NO_ROW, rows)
 
     @property
@@ -289,13 +290,52 @@ class Hashed(RowsByKey):
     def check_step(self, before: DynamicTable, after: DynamicTable, table: TableSpec) -> None:
         if self.when_full != "error":
             return
+        tables = self.tables_of(table)
         lost, known = (numbers_of(params.counters.failed) for params in (after, before))  # type: ignore[arg-type]
-        if num_failed := int((lost - known).sum()):
-            raise RuntimeError(
-                f"table {table.name!r} is full: {num_failed} new keys found no room in {table.vocabulary_size} rows. "
-                "They read as zeros and were not trained; nothing else was lost. Make vocabulary_size (or "
-                "admission_capacity) larger, or choose Hashed(when_full='evict') or 'zero'."
-            )
+        for own, num_failed in zip(tables, (lost - known).reshape(-1, len(tables)).sum(axis=0).tolist(), strict=True):
+            if num_failed:
+                raise RuntimeError(
+                    f"table {own.name!r} is full: {num_failed} new keys found no room in {own.vocabulary_size} rows. "
+                    "They read as zeros and were not trained; nothing else was lost. Make vocabulary_size (or "
+                    "admission_capacity) larger, or choose Hashed(when_full='evict') or 'zero'."
+                )
+
+    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
+        return (table,)
+
+    def kin(self, table: TableSpec) -> Hashable:
+        return self, table.vocabulary_size, keyed_form(table.initializer, table.embedding_dim)
+
+    def shared(self, tables: Sequence[TableSpec]) -> HashedTables:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Hashed)}
+        return HashedTables(**fields, tables=tuple(tables))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HashedTables(Hashed):
+    """Several tables of keys, alike but for their names, that find, read and step their rows together.
+
+    A model of a hundred tables compiles the program of one.
+
+    Args:
+      tables: in the order in which they lie in every leaf.
+    """
+
+    tables: tuple[TableSpec, ...]
+
+    def start(
+        self, own_key: KeyOrKeys, table: TableSpec, capacity: int, *, shard: Int[Array, ""]
+    ) -> tuple[DynamicTable, Slots]:
+        raise NotImplementedError("tables that share a home start together, from the model's key.")
+
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
+    ) -> tuple[DynamicTable, Slots]:
+        keys = table_keys(key, [own.name for own in self.tables])
+        return super().start(keys, table, -(-table.vocabulary_size // num_shards), shard=shard)
+
+    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
+        return self.tables
 
 
 def check_count(value: Any, where: str, field: str, *, least: int) -> None:

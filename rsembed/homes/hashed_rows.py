@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from rsembed.homes import row_map
 from rsembed.homes.home import Home, on_host
 from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Rounding, Segment, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.kinds import dtype_among
@@ -31,7 +31,7 @@ INITIAL_BLOCK = 1024
 
 
 class Counters(NamedTuple):
-    """Keys since the table was made; a key counts once for every batch that it occurs in.
+    """Keys of each table since it was made; a key counts once for every batch that it occurs in.
 
     Numbers of 64 bits, as a high and a low lane. Without hash table there is only `unknown`, the others are None.
 
@@ -47,25 +47,25 @@ class Counters(NamedTuple):
         refused.
     """
 
-    inserted: UInt32[Array, "1 2"] | None = None
-    evicted: UInt32[Array, "1 2"] | None = None
-    failed: UInt32[Array, "1 2"] | None = None
-    not_admitted: UInt32[Array, "1 2"] | None = None
-    forgotten: UInt32[Array, "1 2"] | None = None
-    unknown: UInt32[Array, "1 2"] | None = None
-    stale: UInt32[Array, "1 2"] | None = None
-    invalid: UInt32[Array, "1 2"] | None = None
+    inserted: UInt32[Array, "tables 2"] | None = None
+    evicted: UInt32[Array, "tables 2"] | None = None
+    failed: UInt32[Array, "tables 2"] | None = None
+    not_admitted: UInt32[Array, "tables 2"] | None = None
+    forgotten: UInt32[Array, "tables 2"] | None = None
+    unknown: UInt32[Array, "tables 2"] | None = None
+    stale: UInt32[Array, "tables 2"] | None = None
+    invalid: UInt32[Array, "tables 2"] | None = None
 
     @classmethod
-    def zeros(cls, *names: str) -> Counters:
+    def zeros(cls, *names: str, num_tables: int = 1) -> Counters:
         """These counters at 0."""
-        return cls(**{name: jnp.zeros((1, 2), jnp.uint32) for name in names})
+        return cls(**{name: jnp.zeros((num_tables, 2), jnp.uint32) for name in names})
 
     def add(self, **numbers: Array) -> Counters:
-        """Counters with some of them raised, by less than 2**32."""
+        """Counters with some of them raised, by less than 2**32, one number for each table."""
         raised = {}
         for name, number in numbers.items():
-            lanes, more = getattr(self, name), number.reshape(1).astype(jnp.uint32)
+            lanes, more = getattr(self, name), number.reshape(-1).astype(jnp.uint32)
             low = lanes[:, 1] + more
             raised[name] = jnp.stack([lanes[:, 0] + (low < more).astype(jnp.uint32), low], axis=1)
         return self._replace(**raised)
@@ -74,25 +74,38 @@ class Counters(NamedTuple):
 class DynamicTable(NamedTuple):
     """Rows of one device; all leaves have a leading axis, along which the shards of a table lie side by side.
 
+    Where several tables share a home, they lie one behind the other in every leaf of a shard, as `apart` and `together`
+    say.
+
     Attributes:
       keys: a `RowMap`, which key has which row; None without hash table.
       rows: the vectors. Optimizer state of every row stands beside, in slots.
       waiting: a `RowMap` of keys that wait for admission, which counts them; None if every key is admitted at once.
       counters: what happened so far.
-      key: PRNG key of the table.
+      key: PRNG key of each table.
     """
 
     keys: Any
     rows: Float[Array, "rows dim"]
     waiting: Any
     counters: Counters
-    key: PRNGKeyArray
+    key: KeyOrKeys
+
+    @property
+    def num_tables(self) -> int:
+        """How many tables there are."""
+        return self.key.shape[0]
+
+    @property
+    def own_key(self) -> KeyOrKeys:
+        """The key of the one table there is, or all keys."""
+        return self.key[0] if self.num_tables == 1 else self.key
 
 
 def empty(
     table: TableSpec,
     capacity: int,
-    key: PRNGKeyArray,
+    key: KeyOrKeys,
     *,
     num_waiting: int | None = None,
     with_first_step: bool = False,
@@ -100,16 +113,54 @@ def empty(
     """A shard without keys, and its slots.
 
     Args:
-      table: whose rows these will be.
-      capacity: how many.
-      key: the table's, see `initial_values.table_key`; the same in all shards.
+      table: whose rows these will be; of several tables, one that stands for all.
+      capacity: how many of each.
+      key: the table's, see `initial_values.table_key`, or one for each of several; the same in all shards.
       num_waiting: how many keys may wait for admission; None where every key is admitted at once.
       with_first_step: note when keys got their rows.
     """
-    rows, slots = allocate(table, capacity, fill=0)
-    keys = row_map.empty(capacity, with_first_step=with_first_step)
-    waiting = None if num_waiting is None else row_map.empty(num_waiting)
-    return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields), key[None]), slots
+    if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # numbers, as keys once were
+        key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
+    own = key.reshape(-1)
+    num_tables = own.shape[0]
+    rows, slots = allocate(table, capacity * num_tables, fill=0)
+    keys = row_map.empty(capacity, num_tables, with_first_step=with_first_step)
+    waiting = None if num_waiting is None else row_map.empty(num_waiting, num_tables)
+    return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=num_tables), own), slots
+
+
+def apart(tree: Any, num_tables: int, num_shards: int) -> list[Any]:
+    """Parameters or slots of all shards, on the host, as those of each table."""
+    if num_tables == 1:
+        return [tree]
+
+    def parted(leaf: Any) -> Any:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = on_host(jax.random.key_data(leaf))
+            leaf = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
+        else:
+            leaf = on_host(leaf)
+        return leaf.reshape(num_shards, num_tables, -1, *leaf.shape[1:])
+
+    tree = jax.tree.map(parted, tree)
+    return [
+        jax.tree.map(lambda leaf, number=number: leaf[:, number].reshape(-1, *leaf.shape[3:]), tree)
+        for number in range(num_tables)
+    ]
+
+
+def together(trees: Sequence[Any], num_shards: int) -> Any:
+    """The inverse of `apart`."""
+    if len(trees) == 1:
+        return trees[0]
+
+    def joined(*leaves: Any) -> Any:
+        by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
+        is_key = jax.dtypes.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
+        stacked = (jnp if is_key else np).concatenate(by_shard, axis=1)
+        return stacked.reshape(-1, *stacked.shape[2:])
+
+    return jax.tree.map(joined, *trees)
 
 
 def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Array, Slots]:
@@ -133,9 +184,9 @@ def check(table: TableSpec) -> None:
         raise ValueError(f"table {table.name!r}: the initializer returned shape {shape} for {one_row}.")
 
 
-def initial_values(table: TableSpec, key: PRNGKeyArray, keys: Keys) -> Float[Array, "nnz dim"]:
-    """What the rows of `keys` start from; `key` is the table's."""
-    return keyed_rows(key, table.initializer, (keys.high, keys.low), table.embedding_dim)
+def initial_values(table: TableSpec, key: KeyOrKeys, keys: Keys) -> Float[Array, "nnz dim"]:
+    """What the rows of `keys` start from; `key` is the table's, or has one for each of several."""
+    return keyed_rows(key, table.initializer, (keys.high, keys.low), table.embedding_dim, keys.table)
 
 
 def with_initial_values(
@@ -143,7 +194,7 @@ def with_initial_values(
     rows: Int[Array, " nnz"],
     keys: Keys,
     table: TableSpec,
-    key: PRNGKeyArray,
+    key: KeyOrKeys,
     *,
     slots: bool = True,
 ) -> tuple[Array, ...]:
@@ -156,8 +207,8 @@ def with_initial_values(
 
     def fill_block(i: Array | int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
-        own, high, low = api.gather_rows((rows, keys.high, keys.low), entries, missing=NO_ROW)
-        values = initial_values(table, key, Keys(high, low, entries != NO_ROW))
+        own, *lanes = api.gather_rows((rows, *keys.lanes), entries, missing=NO_ROW)
+        values = initial_values(table, key, Keys.of_lanes(lanes, entries != NO_ROW))
         parts = (values, *(table.optimizer.init_slots(values) if slots else ()))
         return api.scatter_rows(arrays, own, parts)
 
@@ -201,7 +252,8 @@ def _rounding_by_key(params: DynamicTable, step: Step) -> Rounding | None:
 
     def by_key(values: Array, dtype: Any, rows: Array) -> Array:
         lanes = (lane.at[rows].get(mode="fill", fill_value=0) for lane in (params.keys.high, params.keys.low))
-        return rounding(values, dtype, mix(*lanes).astype(jnp.int32))
+        numbers, table = mix(*lanes).astype(jnp.int32), row_map.table_of(params.keys, rows)
+        return rounding(values, dtype, numbers) if table is None else rounding(values, dtype, numbers, table=table)
 
     return by_key
 
@@ -222,11 +274,13 @@ def evict_older(params: DynamicTable, step: Int[Array, ""], steps_to_live: int) 
     return forget_older(params._replace(keys=left, counters=counters), step, steps_to_live)
 
 
-def forget_older(params: DynamicTable, step: Int[Array, ""], steps_to_live: int | Int[Array, ""]) -> DynamicTable:
-    """The same for keys that wait for admission, if any can."""
+def forget_older(
+    params: DynamicTable, step: Int[Array, ""], steps_to_live: int | Int[Array, ""], *, number: int | None = None
+) -> DynamicTable:
+    """The same for keys that wait for admission, if any can: of all tables, or of the one of this number."""
     if params.waiting is None:
         return params
-    waiting = row_map.release_older(params.waiting, step, steps_to_live)
+    waiting = row_map.release_older(params.waiting, step, steps_to_live, number)
     counters = params.counters.add(forgotten=waiting.num_free - params.waiting.num_free)
     return params._replace(waiting=waiting, counters=counters)
 

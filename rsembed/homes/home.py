@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -60,6 +60,15 @@ class Home(abc.ABC):
     def in_files(self) -> str | None:
         """What a file of the table and the table must agree in; None where the file has a row for every id."""
         return repr(self)
+
+    def kin(self, table: TableSpec) -> Hashable:
+        """Tables of equal dim, dtype and rule for which this is equal may be `shared`; None keeps a table alone."""
+        del table
+        return None
+
+    def shared(self, tables: Sequence[TableSpec]) -> Home:
+        """One home for tables of equal `kin`."""
+        raise NotImplementedError(f"{self} keeps one table, not {[table.name for table in tables]}.")
 
     @abc.abstractmethod
     def check(self, table: TableSpec) -> None:

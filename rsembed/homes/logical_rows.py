@@ -64,6 +64,7 @@ def export(
 def keys_to_leave(
     params: DynamicTable,
     score: Callable[[DynamicTable], Any],
+    is_own: np.ndarray | bool = True,
     *,
     keep: int | None,
     unused_for: int | None,
@@ -75,13 +76,14 @@ def keys_to_leave(
     Args:
       params: rows of all shards.
       score: says what each row is worth.
+      is_own: which rows are asked about.
       keep: so many stay, of all; those of the largest score, of equal ones the largest keys. None is no reason.
       unused_for: those go that were not used for more than so many steps.
       squares_below: those go whose squares add up to less.
       step: the one to come.
     """
     last_step = on_host(params.keys.last_step)
-    is_used, leaves = last_step != row_map.FREE, np.zeros(last_step.shape, bool)
+    is_used, leaves = (last_step != row_map.FREE) & is_own, np.zeros(last_step.shape, bool)
     keys = join_keys(on_host(params.keys.high), on_host(params.keys.low))
     if unused_for is not None:
         leaves |= is_used & (step - last_step.astype(np.int64) > unused_for)

@@ -1,4 +1,8 @@
-"""Which key has which row: rows are handed out, remembered, taken back and handed out again."""
+"""Which key has which row: rows are handed out, remembered, taken back and handed out again.
+
+Several tables of one size may lie one behind the other in all arrays, with rows of their own for their own keys; row
+numbers go through all of them, but for those that the arrays hold, which count from the first row of the table.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from rsembed.homes import hash_table
 from rsembed.homes.hash_table import HashTable
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
-from rsembed.kernels.keyed import MAX_COUNT, varying_zero
+from rsembed.kernels.keyed import MAX_COUNT, ranks, varying_zero
 from rsembed.keys import Keys
 
 Eviction = Literal["lru", "lfu"]
@@ -33,8 +37,8 @@ class RowMap(NamedTuple):
       last_step: the step that used the row last; `FREE` if it has no key.
       counts: how often its key occurred in training, up to `MAX_COUNT`.
       first_step: the step that gave the row to its key; None where nobody asks for it.
-      free: stack of rows without a key; the first `num_free` places count, and the last of them is next.
-      num_free: height of the stack.
+      free: stack of rows without a key, of each table; the first `num_free` places count, and the last of them is next.
+      num_free: height of each stack.
     """
 
     hashed: HashTable
@@ -44,20 +48,31 @@ class RowMap(NamedTuple):
     counts: Int[Array, " rows"]
     first_step: Any
     free: Int[Array, " rows"]
-    num_free: Int[Array, "1"]
+    num_free: Int[Array, " tables"]
+
+    @property
+    def num_tables(self) -> int:
+        """How many tables there are."""
+        return self.num_free.shape[0]
+
+    @property
+    def rows_per_table(self) -> int:
+        """How many rows each has."""
+        return self.last_step.shape[0] // self.num_tables
 
 
-def empty(capacity: int, *, with_first_step: bool = False) -> RowMap:
-    """All rows free; they will be handed out as 0, 1, 2, ..."""
+def empty(capacity: int, num_tables: int = 1, *, with_first_step: bool = False) -> RowMap:
+    """`capacity` rows in each table, all of them free; they will be handed out as 0, 1, 2, ..."""
+    num_rows = (capacity * num_tables,)
     return RowMap(
-        hashed=hash_table.empty(capacity),
-        high=api.allocate((capacity,), jnp.uint32, 0),
-        low=api.allocate((capacity,), jnp.uint32, 0),
-        last_step=api.allocate((capacity,), jnp.int32, FREE),
-        counts=api.allocate((capacity,), jnp.int32, 0),
-        first_step=api.allocate((capacity,), jnp.int32, 0) if with_first_step else None,
-        free=jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32),
-        num_free=jnp.full(1, capacity, jnp.int32),
+        hashed=hash_table.empty(capacity, num_tables),
+        high=api.allocate(num_rows, jnp.uint32, 0),
+        low=api.allocate(num_rows, jnp.uint32, 0),
+        last_step=api.allocate(num_rows, jnp.int32, FREE),
+        counts=api.allocate(num_rows, jnp.int32, 0),
+        first_step=api.allocate(num_rows, jnp.int32, 0) if with_first_step else None,
+        free=jnp.tile(jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32), num_tables),
+        num_free=jnp.full(num_tables, capacity, jnp.int32),
     )
 
 
@@ -68,7 +83,15 @@ def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
 
 def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
     """The same, and how many keys are unknown."""
-    return hash_table.find(row_map.hashed, keys)
+    rows, num_absent = hash_table.find(row_map.hashed, keys)
+    return _moved(row_map, rows, keys.table, 1), num_absent
+
+
+def _moved(row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None, sign: int) -> Int[Array, " nnz"]:
+    """Row numbers within tables as those of all of them, or with -1 the other way round."""
+    if table is None:
+        return rows
+    return jnp.where(rows == NO_ROW, NO_ROW, rows + sign * row_map.rows_per_table * table)
 
 
 def assign(
@@ -78,7 +101,7 @@ def assign(
     occurrences: Int[Array, " nnz"],
     *,
     evict: Score | None = None,
-) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, "1"], Int[Array, ""]]:
+) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
     """Rows for distinct, unknown keys, in their order.
 
     Args:
@@ -88,20 +111,21 @@ def assign(
       occurrences: how often every key has occurred so far.
       evict: whose rows to take when there are too few free ones. None takes none.
 
-    Returns: the map, the row of every key (`NO_ROW` where there was none left), the number of evicted keys, and for
-      how many there was none left.
+    Returns: the map, the row of every key (`NO_ROW` where there was none left); and of each table, the number of
+      evicted keys, and for how many there was none left.
     """
     num_before = row_map.num_free
     if evict is not None:
-        short = jnp.sum(keys.is_key, dtype=jnp.int32) - num_before[0]
+        short = hash_table.counts_of(keys.is_key, keys.table, row_map.num_tables) - num_before
         row_map = jax.lax.cond(
-            short > 0, lambda m: _evict_least(m, short, step, evict, keys.low.shape[0]), lambda m: m, row_map
+            jnp.any(short > 0), lambda m: _evict_least(m, short, step, evict, keys.low.shape[0]), lambda m: m, row_map
         )
     num_evicted = row_map.num_free - num_before
-    rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key)
+    rows, num_free, num_without = api.take_rows(row_map.free, row_map.num_free, keys.is_key, keys.table)
     steps = jnp.broadcast_to(step, rows.shape)
     given = {"high": keys.high, "low": keys.low, "last_step": steps, "counts": occurrences, "first_step": steps}
-    hashed = hash_table.insert(row_map.hashed, keys._replace(is_key=rows != NO_ROW), rows)
+    with_row = keys._replace(is_key=rows != NO_ROW)
+    hashed = hash_table.insert(row_map.hashed, with_row, _moved(row_map, rows, keys.table, -1))
     filled = _with_lanes(row_map, rows, given)._replace(hashed=hashed, num_free=num_free)
     return filled, rows, num_evicted, num_without
 
@@ -112,17 +136,18 @@ def find_or_assign(
     steps: Int[Array, " nnz"],
     counts: Int[Array, " nnz"],
     first_steps: Int[Array, " nnz"],
-) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, ""]]:
+) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"]]:
     """Rows of distinct keys that are written from outside, with when they were used, how often, and since when.
 
-    Returns: the map, the row of every key (`NO_ROW` for padding and where there was none left), and how many are new.
+    Returns: the map, the row of every key (`NO_ROW` for padding and where there was none left), and how many are new,
+      of each table.
     """
     rows = find(row_map, keys)
     new = keys.only(rows == NO_ROW)
-    num_free = row_map.num_free[0]
+    num_free = row_map.num_free
     row_map, new_rows, *_ = assign(row_map, new, jnp.int32(0), counts)
     rows = jnp.where(new.is_key, new_rows, rows)
-    return touch(row_map, rows, steps, counts, first_steps), rows, num_free - row_map.num_free[0]
+    return touch(row_map, rows, steps, counts, first_steps), rows, num_free - row_map.num_free
 
 
 def touch(
@@ -162,35 +187,46 @@ def add_counts(one: Int[Array, " nnz"], other: Int[Array, " nnz"]) -> Int[Array,
 
 
 def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
-    """Takes distinct `rows` from their keys; the first of them will be handed out first. `NO_ROW` is skipped."""
-    is_row = rows != NO_ROW
+    """Takes distinct `rows` from their keys; the first of a table will be handed out first. `NO_ROW` is skipped."""
+    is_row, table = rows != NO_ROW, table_of(row_map, rows)
     high, low = api.gather_rows((row_map.high, row_map.low), rows)
-    num_released = jnp.sum(is_row, dtype=jnp.int32)
-    places = row_map.num_free + num_released - jnp.cumsum(is_row, dtype=jnp.int32)
+    rank, num_released = ranks(is_row, table, row_map.num_tables, api.distinct)
+    num_free = row_map.num_free + num_released
+    places = (num_free if table is None else num_free.at[table].get(mode="clip")) - 1 - rank
+    free = jnp.where(is_row, _moved(row_map, places, table, 1), NO_ROW)
     return row_map._replace(
-        hashed=hash_table.remove(row_map.hashed, Keys(high, low, is_row)),
+        hashed=hash_table.remove(row_map.hashed, Keys(high, low, is_row, table)),
         last_step=row_map.last_step.at[rows].set(FREE, mode="drop"),
-        free=row_map.free.at[jnp.where(is_row, places, NO_ROW)].set(rows, mode="drop"),
-        num_free=row_map.num_free + num_released,
+        free=row_map.free.at[free].set(_moved(row_map, rows, table, -1), mode="drop"),
+        num_free=num_free,
     )
 
 
-def release_older(row_map: RowMap, step: Int[Array, ""], steps_to_live: int | Int[Array, ""]) -> RowMap:
-    """Takes all rows that were last used more than `steps_to_live` steps before `step`."""
+def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | None:
+    """The table of each row; None where there is one."""
+    return None if row_map.num_tables == 1 else rows // row_map.rows_per_table
+
+
+def release_older(
+    row_map: RowMap, step: Int[Array, ""], steps_to_live: int | Int[Array, ""], table: int | None = None
+) -> RowMap:
+    """Takes all rows, or those of one table, that were last used more than `steps_to_live` steps before `step`."""
     is_old = (row_map.last_step != FREE) & (step - row_map.last_step > steps_to_live)
     rows = jnp.arange(is_old.shape[0], dtype=jnp.int32)
+    if table is not None:
+        is_old &= rows // row_map.rows_per_table == table
     return release(row_map, jnp.where(is_old, rows, NO_ROW))
 
 
 def grow(row_map: RowMap, capacity: int) -> RowMap:
-    """The same keys in the same rows, and new rows behind them, to be handed out after those that are free now."""
+    """The same keys of one table in the same rows, and new rows behind them, to be handed out after those free now."""
     old = row_map.last_step.shape[0]
 
     def extend(lane: Array, value: int) -> Array:
         return jnp.concatenate([lane, jnp.full(capacity - old, value, lane.dtype)])
 
     return RowMap(
-        hashed=hash_table.rebuild(row_map.hashed, capacity),
+        hashed=hash_table.enlarged(row_map.hashed, capacity),
         high=extend(row_map.high, 0),
         low=extend(row_map.low, 0),
         last_step=extend(row_map.last_step, FREE),
@@ -206,16 +242,23 @@ def score(policy: Eviction) -> Score:
     return (lambda row_map: row_map.last_step) if policy == "lru" else (lambda row_map: row_map.counts)
 
 
-def _evict_least(row_map: RowMap, num_wanted: Int[Array, ""], step: Int[Array, ""], score: Score, most: int) -> RowMap:
+def _evict_least(
+    row_map: RowMap, num_wanted: Int[Array, " tables"], step: Int[Array, ""], score: Score, most: int
+) -> RowMap:
     is_candidate = (row_map.last_step != FREE) & (row_map.last_step != step)
     return release(row_map, api.compact(least(row_map, score, is_candidate, num_wanted), most)[0])
 
 
 def least(
-    row_map: RowMap, score: Score, is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, ""]
+    row_map: RowMap, score: Score, is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, " tables"]
 ) -> Bool[Array, " rows"]:
-    """The `num_wanted` candidates of least score, of equal ones the least keys; all if there are fewer."""
-    return _first([score(row_map).astype(jnp.uint32), row_map.high, row_map.low], is_candidate, num_wanted)
+    """Of each table the `num_wanted` candidates of least score, of equal ones the least keys; all if they are fewer."""
+    lanes = score(row_map).astype(jnp.uint32), row_map.high, row_map.low
+    if row_map.num_tables == 1:
+        return _first(lanes, is_candidate, num_wanted[0])
+    by_table = [lane.reshape(row_map.num_tables, -1) for lane in (*lanes, is_candidate)]
+    found: Array = jax.vmap(lambda *own: _first(own[:3], *own[3:]))(*by_table, num_wanted)
+    return found.reshape(-1)
 
 
 def _first(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from rsembed.kernels import reference
 from rsembed.kernels.blocks import Queue, Rows
@@ -21,6 +21,7 @@ from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
     JaggedGradients,
+    KeyOrKeys,
     OutputGradients,
     Segment,
     SegmentGradients,
@@ -304,7 +305,7 @@ def round_places(
     return dispatch("round_places", implementation, tuple(queues), fit, cuts)
 
 
-def stochastic_rounding(key: PRNGKeyArray) -> reference.Rounding:
+def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
     """Rounding up or down with probabilities that keep the mean; see `reference.round_stochastically`."""
     return jax.tree_util.Partial(reference.round_stochastically, key=key)
 
@@ -388,28 +389,38 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"], *, implementation: 
 
 
 def find_keys(
-    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, *, implementation: str | None = None
+    lanes: UInt32[Array, "slots 2"],
+    rows: Int[Array, " slots"],
+    keys: Keys,
+    num_tables: int = 1,
+    *,
+    implementation: str | None = None,
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
-    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; and how many of them are absent.
+    """Slot and row of every key in its table, `NO_ROW` for absent keys and padding; and how many of them are absent.
 
-    A key may occur several times.
+    Args:
+      lanes: the keys in the slots of `num_tables` tables, equally many in each.
+      rows: what belongs to them.
+      keys: any, also several times.
+      num_tables: how many tables there are.
+      implementation: see `implementation_states`.
     """
-    return dispatch("find_keys", implementation, lanes, rows, keys)
+    return dispatch("find_keys", implementation, lanes, rows, keys, num_tables)
 
 
 def insert_keys(
     lanes: UInt32[Array, "slots 2"],
     rows: Int[Array, " slots"],
-    num_keys: Int[Array, "1"],
-    num_deleted: Int[Array, "1"],
+    num_keys: Int[Array, " tables"],
+    num_deleted: Int[Array, " tables"],
     keys: Keys,
     new_rows: Int[Array, " nnz"],
     *,
     implementation: str | None = None,
-) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, "1"], Int[Array, "1"]]:
-    """The table and its counts with distinct, absent keys added, in place when the arrays are donated.
+) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, " tables"], Int[Array, " tables"]]:
+    """The tables and their counts with distinct, absent keys added, in place when the arrays are donated.
 
-    Keys that would leave less than a quarter of the slots empty are left out.
+    Keys that would leave less than a quarter of a table's slots empty are left out.
     """
     return dispatch("insert_keys", implementation, lanes, rows, num_keys, num_deleted, keys, new_rows)
 
@@ -423,16 +434,17 @@ def compact(
 
 def take_rows(
     free: Int[Array, " rows"],
-    num_free: Int[Array, "1"],
+    num_free: Int[Array, " tables"],
     wants: Bool[Array, " n"],
+    table: Int[Array, " n"] | None = None,
     *,
     implementation: str | None = None,
-) -> tuple[Int[Array, " n"], Int[Array, "1"], Int[Array, ""]]:
-    """Rows from the top of a stack for those that want one, in their order, `NO_ROW` for the others.
+) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
+    """Rows from the top of a table's stack for those that want one, in their order, `NO_ROW` for the others.
 
-    Returns: the rows, how many are left in the stack, and for how many there was none.
+    Returns: the rows, how many are left in each stack, and for how many there was none; see `keyed.take_rows`.
     """
-    return dispatch("take_rows", implementation, free, num_free, wants)
+    return dispatch("take_rows", implementation, free, num_free, wants, table)
 
 
 def count_uses(
@@ -449,10 +461,18 @@ def count_uses(
 
 
 def row_bits(
-    key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int, *, implementation: str | None = None
+    key: KeyOrKeys,
+    lanes: Sequence[UInt32[Array, " nnz"]],
+    dim: int,
+    table: Int[Array, " nnz"] | None = None,
+    *,
+    implementation: str | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other."""
-    return dispatch("row_bits", implementation, key, tuple(lanes), dim)
+    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other.
+
+    With `table`, `key` has several, of which it says whose is taken.
+    """
+    return dispatch("row_bits", implementation, key, tuple(lanes), dim, table)
 
 
 def allocate(

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from rsembed.optimizers import Hyperparameters, OptimizerSpec
 from rsembed.specs import Combiner
@@ -19,8 +19,13 @@ Table = Float[Array, "num_rows dim"]
 Outputs = tuple[Float[Array, "_ dim"], ...]
 RowsAndGradients = tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]
 
-Rounding = Callable[[Array, Any, Array], Array]
-"""`(values, dtype, rows) -> values`: how stepped rows are brought to the table's dtype; None rounds to nearest."""
+KeyOrKeys = Shaped[Array, "*tables"]
+"""A PRNG key, or one for each of several tables."""
+
+Rounding = Callable[..., Array]
+"""`(values, dtype, rows) -> values`: how stepped rows are brought to the table's dtype; None rounds to nearest.
+
+Rows of keyed tables that share one home are told apart by a fourth argument, `table`."""
 
 # Row number that no table has. Sorts behind every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1

@@ -3,7 +3,8 @@
 The table is one of open addressing with linear probing. A slot is empty, deleted, claimed, or holds a key and its row.
 All keys of a call probe at the same time; of those that find the same free slot, the first in the call gets it, so
 equal calls give equal tables. Few keys need many probes: the loop narrows to those still searching, so the work follows
-the number of probes and not their maximum.
+the number of probes and not their maximum. Several tables of one size may lie one behind the other in the same arrays;
+`Keys.table` says which of them a key is in, and no key leaves its own.
 
 Source: the lanes, the hash and the claims by scatter-min follow the usual lock-free GPU tables (for example SlabHash
 and WarpCore), with a minimum in place of the race; the hash ends in MurmurHash3's finaliser (Appleby).
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, Shaped, UInt32
 
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys
 from rsembed.keys import Keys
 
 EMPTY, DELETED = -1, -2
@@ -99,27 +100,31 @@ def _first_occurrences(keys: Keys) -> Int[Array, " nnz"]:
         is_free = active & (lane[places] == NO_ROW)
         lane = lane.at[jnp.where(is_free, places, num_slots)].min(seekers.positions, mode="drop")
         there = lane[places]  # copies of a key probe in step, so it was its first one that claimed the slot
-        is_same = (keys.high[there] == seekers.high) & (keys.low[there] == seekers.low)
-        return lane, active & is_same, there
+        same = [lane[there] == own for lane, own in zip(keys.lanes, seekers.lanes, strict=True)]
+        return lane, active & functools.reduce(operator.and_, same), there
 
     lane = jnp.full(num_slots, NO_ROW, jnp.int32) + varying_zero(keys.low, keys.is_key)
-    return _probe_all(probe, lane, keys, num_slots)[1]
+    high = keys.high if keys.table is None else keys.high ^ (keys.table.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
+    homes = (mix(high, keys.low) & jnp.uint32(num_slots - 1)).astype(jnp.int32)
+    return _probe_all(probe, lane, keys, homes, num_slots)[1]
 
 
 def find_keys(
-    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys
+    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, num_tables: int = 1
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
-    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; and how many of them are absent.
+    """Slot and row of every key in its table, `NO_ROW` for absent keys and padding; and how many of them are absent.
 
     A key may occur several times.
     """
 
     def probe(zero: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
         found_rows, found = rows[places], lanes[places]
-        is_hit = active & (found_rows >= 0) & (found[:, 0] == seekers.high) & (found[:, 1] == seekers.low)
+        high, low = seekers.lanes[-2:]
+        is_hit = active & (found_rows >= 0) & (found[:, 0] == high) & (found[:, 1] == low)
         return zero, is_hit | (active & (found_rows == EMPTY)), jnp.where(is_hit, places, NO_ROW)
 
-    slots = _probe_all(probe, varying_zero(rows, keys.low), keys, rows.shape[0])[1]
+    size = rows.shape[0] // num_tables
+    slots = _probe_all(probe, varying_zero(rows, keys.low), keys, _homes(keys, size), size)[1]
     num_absent = jnp.sum(keys.is_key & (slots == NO_ROW), dtype=jnp.int32)
     return slots, rows.at[slots].get(mode="fill", fill_value=NO_ROW), num_absent
 
@@ -131,35 +136,60 @@ def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], In
     return jnp.where(places < mask.shape[0], places, NO_ROW), jnp.sum(mask, dtype=jnp.int32)
 
 
-def take_rows(
-    free: Int[Array, " rows"], num_free: Int[Array, "1"], wants: Bool[Array, " n"]
-) -> tuple[Int[Array, " n"], Int[Array, "1"], Int[Array, ""]]:
-    """Rows from the top of a stack, whose first `num_free` places count, for those that want one, in their order.
+def ranks(
+    marks: Bool[Array, " n"],
+    table: Int[Array, " n"] | None,
+    num_tables: int,
+    tell_apart: Callable[..., Distinct] = distinct,
+) -> tuple[Int[Array, " n"], Int[Array, " tables"]]:
+    """How many marked entries of its table stand before each marked entry, and how many each table has."""
+    if table is None:
+        return jnp.cumsum(marks, dtype=jnp.int32) - 1, jnp.sum(marks, dtype=jnp.int32)[None]
+    owners, places = jnp.where(marks, table, num_tables), jnp.arange(marks.shape[0], dtype=jnp.int32)
+    _, entry_of, _, offsets, _ = tell_apart(owners, [places], num_owners=num_tables)  # places tell all entries apart
+    return entry_of - offsets.at[table].get(mode="clip"), offsets[1:] - offsets[:-1]
 
-    Returns: the rows, `NO_ROW` for the others; how many are left in the stack; and for how many there was none.
+
+def take_rows(
+    free: Int[Array, " rows"],
+    num_free: Int[Array, " tables"],
+    wants: Bool[Array, " n"],
+    table: Int[Array, " n"] | None = None,
+) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
+    """Rows from the top of a table's stack, whose first `num_free` places count, for those that want one, in order.
+
+    The stacks of several tables lie one behind the other, as their rows do. What stands in them counts from the first
+    row of the table.
+
+    Returns: the rows, `NO_ROW` for the others; how many are left in each stack; and for how many there was none.
     """
-    rank = jnp.cumsum(wants, dtype=jnp.int32) - 1
-    gets_row = wants & (rank < num_free)
-    rows = free.at[jnp.where(gets_row, num_free - 1 - rank, NO_ROW)].get(mode="fill", fill_value=NO_ROW)
-    num_wanted, num_given = jnp.sum(wants, dtype=jnp.int32), jnp.sum(gets_row, dtype=jnp.int32)
-    return rows, num_free - num_given, num_wanted - num_given
+    num_tables = num_free.shape[0]
+    rank, num_wanted = ranks(wants, table, num_tables)
+    left, first = num_free, jnp.int32(0)
+    if table is not None:
+        left, first = num_free.at[table].get(mode="clip"), table * (free.shape[0] // num_tables)
+    gets_row = wants & (rank < left)
+    rows = free.at[jnp.where(gets_row, first + left - 1 - rank, NO_ROW)].get(mode="fill", fill_value=NO_ROW)
+    num_given = jnp.minimum(num_wanted, num_free)
+    return jnp.where(gets_row, first + rows, NO_ROW), num_free - num_given, num_wanted - num_given
 
 
 def insert_keys(
     lanes: UInt32[Array, "slots 2"],
     rows: Int[Array, " slots"],
-    num_keys: Int[Array, "1"],
-    num_deleted: Int[Array, "1"],
+    num_keys: Int[Array, " tables"],
+    num_deleted: Int[Array, " tables"],
     keys: Keys,
     new_rows: Int[Array, " nnz"],
-) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, "1"], Int[Array, "1"]]:
-    """The table and its counts with distinct, absent keys added; padding is skipped.
+) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, " tables"], Int[Array, " tables"]]:
+    """The tables and their counts with distinct, absent keys added; padding is skipped.
 
-    Keys that would leave less than a quarter of the slots empty are left out.
+    Keys that would leave less than a quarter of a table's slots empty are left out.
     """
-    num_slots = rows.shape[0]
-    room = num_slots * 3 // 4 - num_keys - num_deleted
-    keys = keys.only(jnp.cumsum(keys.is_key, dtype=jnp.int32) <= room)
+    num_slots, num_tables = rows.shape[0], num_keys.shape[0]
+    size = num_slots // num_tables
+    room, (rank, num_wanted) = size * 3 // 4 - num_keys - num_deleted, ranks(keys.is_key, keys.table, num_tables)
+    keys = keys.only(rank < (room if keys.table is None else room.at[keys.table].get(mode="clip")))
 
     def probe(lane: Array, seekers: _Seekers, places: Array, active: Array) -> tuple[Array, Array, Array]:
         state, claim = lane[places], CLAIM + seekers.positions
@@ -168,13 +198,14 @@ def insert_keys(
         is_won = is_free & (lane[places] == claim)
         return lane, is_won, places
 
-    claimed, slots = _probe_all(probe, rows + varying_zero(rows, keys.low), keys, num_slots)
+    claimed, slots = _probe_all(probe, rows + varying_zero(rows, keys.low), keys, _homes(keys, size), size)
     was_deleted = rows.at[slots].get(mode="fill", fill_value=EMPTY) == DELETED
+    reused = jnp.where(was_deleted, slots // size, num_tables)
     return (
         lanes.at[slots].set(jnp.stack([keys.high, keys.low], axis=1), mode="drop"),
         claimed.at[slots].set(new_rows, mode="drop"),
-        num_keys + jnp.sum(keys.is_key, dtype=jnp.int32),
-        num_deleted - jnp.sum(was_deleted, dtype=jnp.int32),
+        num_keys + jnp.clip(num_wanted, 0, jnp.maximum(room, 0)),
+        num_deleted.at[reused].add(-1, mode="drop"),
     )
 
 
@@ -192,13 +223,23 @@ def count_uses(
     return last_step.at[rows].set(step, mode="drop"), risen
 
 
-def row_bits(key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other."""
+def row_bits(
+    key: KeyOrKeys,
+    lanes: Sequence[UInt32[Array, " nnz"]],
+    dim: int,
+    table: Int[Array, " nnz"] | None = None,
+) -> UInt32[Array, "nnz dim"]:
+    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other.
 
-    def one_row(*own: Array) -> Array:
+    With `table`, `key` has several, of which it says whose is taken.
+    """
+
+    def one_row(key: PRNGKeyArray, *own: Array) -> Array:
         return jax.random.bits(functools.reduce(jax.random.fold_in, own, key), (dim,), jnp.uint32)
 
-    return jax.vmap(one_row)(*lanes)
+    if table is None:
+        return jax.vmap(functools.partial(one_row, key))(*lanes)
+    return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
 
 
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
@@ -207,11 +248,16 @@ def varying_zero(*arrays: Array) -> Int[Array, ""]:
     return sum(first, start=jnp.int32(0)) * 0
 
 
+def _homes(keys: Keys, size: int) -> Int[Array, " nnz"]:
+    """Where keys begin to search in tables of `size` slots."""
+    homes = (mix(keys.high, keys.low) & jnp.uint32(size - 1)).astype(jnp.int32)
+    return homes if keys.table is None else homes + keys.table * size
+
+
 class _Seekers(NamedTuple):
     """Keys that still probe, and where they stand in the call."""
 
-    high: Array
-    low: Array
+    lanes: tuple[Array, ...]
     positions: Array
 
 
@@ -219,16 +265,18 @@ Probe = Callable[[Any, _Seekers, Array, Array], tuple[Any, Array, Array]]
 """`(state, seekers, places, active) -> (state, is_done, results)`: looks at one slot for every seeker."""
 
 
-def _probe_all(probe: Probe, state: Any, keys: Keys, num_slots: int) -> tuple[Any, Int[Array, " nnz"]]:
-    """Moves every key from its home from slot to slot until `probe` is done with it.
+def _probe_all(
+    probe: Probe, state: Any, keys: Keys, homes: Int[Array, " nnz"], size: int
+) -> tuple[Any, Int[Array, " nnz"]]:
+    """Moves every key from its home, among the `size` slots of its table, from slot to slot until `probe` is done.
 
     Returns: the final state, which must vary as the keys do from the start; and the result of every key's last probe,
     `NO_ROW` for padding.
     """
     n = keys.low.shape[0]
     zero = varying_zero(state, keys.low, keys.is_key)
-    seekers = _Seekers(keys.high, keys.low, jnp.arange(n, dtype=jnp.int32))
-    places = (mix(keys.high, keys.low) & jnp.uint32(num_slots - 1)).astype(jnp.int32) + zero
+    seekers = _Seekers(keys.lanes, jnp.arange(n, dtype=jnp.int32))
+    places = homes + zero
     active, results = keys.is_key & (zero == 0), jnp.full(n, NO_ROW, jnp.int32)
     for width, next_width in itertools.pairwise([*_widths(n), 0]):
 
@@ -239,7 +287,7 @@ def _probe_all(probe: Probe, state: Any, keys: Keys, num_slots: int) -> tuple[An
             state, places, active, found = carry
             state, is_done, result = probe(state, seekers, places, active)
             found = jnp.where(is_done, result, found)
-            return state, (places + 1) & (num_slots - 1), active & ~is_done, found
+            return state, (places & -size) | ((places + 1) & (size - 1)), active & ~is_done, found
 
         start = (state, places, active, jnp.full(width, NO_ROW, jnp.int32) + zero)
         state, places, still_active, found = jax.lax.while_loop(is_wide, probe_once, start)

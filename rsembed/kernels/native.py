@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from rsembed.kernels import reference
 from rsembed.kernels.blocks import Queue, Rows, word_dtype
@@ -22,6 +22,7 @@ from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
     JaggedGradients,
+    KeyOrKeys,
     OutputGradients,
     Outputs,
     RowsAndGradients,
@@ -229,16 +230,17 @@ def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]],
 def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     """Distinct keys in the order of their first occurrence; see `keyed.unique_keys`."""
     results = [(keys.shape, jnp.int32)] * 3
-    entry_of, first_of, counts = call_handler("rsembed_unique_keys", results, *keys, occurrences)
+    entry_of, first_of, counts = call_handler("rsembed_unique_keys", results, *_operands(keys), occurrences)
     return entry_of, first_of, counts
 
 
 def find_keys(
-    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys
+    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, num_tables: int = 1
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
-    """Slot and row of every key in a table, `NO_ROW` for absent keys and padding; and how many are absent."""
+    """Slot and row of every key in its table, `NO_ROW` for absent keys and padding; and how many are absent."""
     results: list[tuple[tuple[int, ...], Any]] = [(keys.shape, jnp.int32), (keys.shape, jnp.int32), ((), jnp.int32)]
-    slots, found, num_absent = call_handler("rsembed_find_keys", results, lanes, rows, *keys)
+    operands = lanes, rows, *_operands(keys)
+    slots, found, num_absent = call_handler("rsembed_find_keys", results, *operands, num_tables=np.int64(num_tables))
     return slots, found, num_absent
 
 
@@ -249,26 +251,38 @@ def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], In
 
 
 def take_rows(
-    free: Int[Array, " rows"], num_free: Int[Array, "1"], wants: Bool[Array, " n"]
-) -> tuple[Int[Array, " n"], Int[Array, "1"], Int[Array, ""]]:
-    """Rows from the top of a stack; see `keyed.take_rows`."""
-    results: list[tuple[tuple[int, ...], Any]] = [(wants.shape, jnp.int32), ((1,), jnp.int32), ((), jnp.int32)]
-    rows, num_left, num_without = call_handler("rsembed_take_rows", results, free, num_free, wants)
+    free: Int[Array, " rows"],
+    num_free: Int[Array, " tables"],
+    wants: Bool[Array, " n"],
+    table: Int[Array, " n"] | None = None,
+) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
+    """Rows from the top of a table's stack; see `keyed.take_rows`."""
+    results = [(lane.shape, jnp.int32) for lane in (wants, num_free, num_free)]
+    rows, num_left, num_without = call_handler("rsembed_take_rows", results, free, num_free, wants, _tables(table))
     return rows, num_left, num_without
 
 
 def insert_keys(
     lanes: UInt32[Array, "slots 2"],
     rows: Int[Array, " slots"],
-    num_keys: Int[Array, "1"],
-    num_deleted: Int[Array, "1"],
+    num_keys: Int[Array, " tables"],
+    num_deleted: Int[Array, " tables"],
     keys: Keys,
     new_rows: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
-    """The table and its counts with distinct, absent keys added, in place where XLA may."""
-    table = lanes, rows, num_keys, num_deleted
-    results = [(array.shape, array.dtype) for array in table]
-    return call_handler("rsembed_insert_keys", results, *table, *keys, new_rows, aliases={k: k for k in range(4)})
+    """The tables and their counts with distinct, absent keys added, in place where XLA may."""
+    tables = lanes, rows, num_keys, num_deleted
+    results, operands = [(array.shape, array.dtype) for array in tables], (*tables, *_operands(keys), new_rows)
+    return call_handler("rsembed_insert_keys", results, *operands, aliases={k: k for k in range(4)})
+
+
+def _operands(keys: Keys) -> tuple[Array, ...]:
+    return keys.high, keys.low, keys.is_key, _tables(keys.table)
+
+
+def _tables(table: Array | None) -> Array:
+    """As handlers take it: an empty list where there is one table."""
+    return jnp.zeros(0, jnp.int32) if table is None else table
 
 
 def count_uses(
@@ -284,14 +298,18 @@ def count_uses(
     return call_handler("rsembed_count_uses", results, *operands, aliases={0: 0, 1: 1})
 
 
-def row_bits(key: PRNGKeyArray, lanes: Sequence[UInt32[Array, " nnz"]], dim: int) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other."""
+def row_bits(
+    key: KeyOrKeys,
+    lanes: Sequence[UInt32[Array, " nnz"]],
+    dim: int,
+    table: Int[Array, " nnz"] | None = None,
+) -> UInt32[Array, "nnz dim"]:
+    """Random bits of rows, each from the key that is folded with the row's lanes; see `keyed.row_bits`."""
     config: Any = jax.config  # whose settings its stubs do not know
     if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError("native random bits are those of threefry2x32 with jax_threefry_partitionable")
-    (bits,) = call_handler(
-        "rsembed_row_bits", [((lanes[0].shape[0], dim), jnp.uint32)], jax.random.key_data(key), *lanes
-    )
+    keys = jax.random.key_data(key).reshape(-1, 2)
+    (bits,) = call_handler("rsembed_row_bits", [((lanes[0].shape[0], dim), jnp.uint32)], keys, _tables(table), *lanes)
     return bits
 
 

@@ -6,6 +6,7 @@ Tables may be float32, bfloat16 or float16; sums, gradients, slots and row rules
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
     JaggedGradients,
+    KeyOrKeys,
     OutputGradients,
     Outputs,
     RowsAndGradients,
@@ -231,18 +233,28 @@ def allocate(shape: tuple[int, ...], dtype: Any, fill: float | None = None) -> A
 
 
 def round_stochastically(
-    values: Float[Array, "rows dim"], dtype: jnp.dtype, rows: Int[Array, " rows"], key: PRNGKeyArray
+    values: Float[Array, "rows dim"],
+    dtype: jnp.dtype,
+    rows: Int[Array, " rows"],
+    key: KeyOrKeys,
+    table: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows dim"]:
     """Rounds float32 `values` up or down to `dtype` with probabilities that keep the mean.
 
-    The noise depends on the key, the row number and the column alone, not on where in the batch the row stood.
-    Values outside the range of `dtype`, infinities and NaN are rounded to nearest.
+    The noise depends on the key, the row number and the column alone, not on where in the batch the row stood. With
+    `table`, there is a key for each of several. Values outside the range of `dtype`, infinities and NaN are rounded to
+    nearest.
     """
     if dtype == jnp.float32:
         return values
-    noise = jax.vmap(lambda row: jax.random.uniform(jax.random.fold_in(key, row), values.shape[1:]))(
-        rows.astype(jnp.uint32)
-    )
+
+    def noise_of(key: PRNGKeyArray, row: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, row), values.shape[1:])
+
+    if table is None:
+        noise = jax.vmap(functools.partial(noise_of, key))(rows.astype(jnp.uint32))
+    else:
+        noise = jax.vmap(noise_of)(key.at[table].get(mode="clip"), rows.astype(jnp.uint32))
     nearest = values.astype(dtype)
     back = nearest.astype(jnp.float32)
     away = jnp.where(values > back, jnp.inf, -jnp.inf).astype(dtype)

@@ -147,7 +147,7 @@ def _from_bags(table: ShardedTable, value: Any, weights: Any, width: int | None)
         )
     ids = bags.ids if isinstance(bags.ids, Keys) else np.asarray(bags.ids)
     keys = checked_keys(ids, table.home.key_dtype, feature=f"table {name!r}")
-    bags = dataclasses.replace(bags, ids=Keys(*map(np.asarray, keys)), dense_shape=None)
+    bags = dataclasses.replace(bags, ids=jax.tree.map(np.asarray, keys), dense_shape=None)
     return cast(tuple[Keys, Any], padded(bags, width or power_of_two(longest(bags))))
 
 
@@ -158,7 +158,7 @@ def _is_seen(array: Any) -> bool:
 
 def _check_row_numbers(table: ShardedTable, keys: Keys) -> None:
     num_devices, limit = table.context.num_devices, table.spec.vocabulary_size
-    high, low, is_key = map(np.asarray, keys)
+    high, low, is_key = map(np.asarray, (keys.high, keys.low, keys.is_key))
     is_outside = is_key & ((high > 0) | (low >= limit))
     if is_outside.any():
         place = tuple(int(i) for i in np.argwhere(is_outside)[0])

@@ -286,7 +286,7 @@ class All2AllDenseEmbedding(_Layer):
         num_keys, context = bags.keys.shape[0], self.variable.table.context
         is_part = isinstance(bags.keys.is_key, np.ndarray) and context.num_local_devices < context.num_devices
         missing = places - num_keys
-        padded = dataclasses.replace(bags, keys=Keys(*(_padded(lane, missing) for lane in bags.keys)))
+        padded = dataclasses.replace(bags, keys=jax.tree.map(lambda lane: _padded(lane, missing), bags.keys))
         output, backward = self._look_up(padded, training, -1)
         if is_part or not missing:
             return output, backward

@@ -13,7 +13,6 @@ from rsembed.bags import is_traced
 from rsembed.caching import padded_size
 from rsembed.collection.second_tier import Exchange
 from rsembed.intervals import Count, door
-from rsembed.keys import Keys
 from rsembed.sok.inputs import read_keys
 from rsembed.sok.variables import EmbeddingVariable, state_of
 
@@ -73,7 +72,7 @@ class SecondTier:
         lanes = jax.tree.map(np.asarray, read_keys(table, keys, None, "none").keys.reshape(-1))
         num_devices, num_keys = table.context.num_devices, lanes.is_key.size
         places = -(-padded_size(max(num_keys, 1)) // num_devices) * num_devices
-        padded = Keys(*(np.pad(lane, (0, places - num_keys)) for lane in lanes))
+        padded = jax.tree.map(lambda lane: np.pad(lane, (0, places - num_keys)), lanes)
         shards, slots = self._exchange(state.shards, state.slots, table.context.place(padded), state.step)
         self.variable.set_value(state._replace(shards=shards, slots=slots))
 

@@ -1,6 +1,7 @@
 """A layer of NNX trains tables as the functional core does, and nobody forgets to."""
 
 import copy
+import functools
 import pickle
 
 import jax
@@ -299,9 +300,14 @@ def test_tables_on_the_host_train_as_dense_ones():
     np.testing.assert_allclose(*tables, rtol=1e-6)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def trained():
     """A model and its optimizer after one step, which nobody changes."""
+    return trained_once()
+
+
+@functools.cache
+def trained_once():  # not before the initial values of tests are in place, as a fixture of the module would be
     collection, batches, model, optimizer = new(*ALL)
     train_step(model, optimizer, batches[0])
     return collection, batches, model, optimizer

@@ -1,4 +1,7 @@
-"""Target: a table of keys of 64 bits against a dictionary, with every way to give rows up, and to wait for one."""
+"""Target: tables of keys of 64 bits against dictionaries, with every way to give rows up, and to wait for one.
+
+Two tables that are alike share a home; neither may see the other.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tests.homes.oracle import KeyedTable, Read, Steps
 
 DIM, SAMPLES, CAPACITY, LR = 2, 6, 8, 0.5
 KEYS = np.array([0, 1, 2, 3, 2**31 - 1, 2**32, 2**32 + 1, 5 * 2**33 + 1, 2**40, 2**62 + 2**33, 2**63 - 2, 2**63 - 1])
+NAMES = ("user", "item")
 POLICIES = (
     *({"when_full": "evict", "eviction": eviction} for eviction in ("lru", "lfu", "age", "l2")),
     {"when_full": "zero", "admission_count": 2},
@@ -36,15 +40,21 @@ def by_entry(rule, row, slots, gradient, number):
 @functools.cache
 def collection_of(policy):
     """With its compiled step and lookup, and what every key starts from."""
-    table = rs.TableSpec(
-        name="user",
-        vocabulary_size=CAPACITY if "eviction" in POLICIES[policy] else 2 * len(KEYS),
-        embedding_dim=DIM,
-        optimizer=rs.SGDOptimizerSpec(LR),
-        initializer=coarse,
-        storage=rs.Hashed(**POLICIES[policy]),
-    )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    features = [
+        rs.FeatureSpec(
+            name=name,
+            table_spec=rs.TableSpec(
+                name=name,
+                vocabulary_size=CAPACITY if "eviction" in POLICIES[policy] else 2 * len(KEYS),
+                embedding_dim=DIM,
+                optimizer=rs.SGDOptimizerSpec(LR),
+                initializer=coarse,
+                storage=rs.Hashed(**POLICIES[policy]),
+            ),
+        )
+        for name in NAMES
+    ]
+    collection = rs.EmbeddingCollection(features)
 
     @jax.jit
     def step(state, batch):
@@ -52,10 +62,10 @@ def collection_of(policy):
         return collection.apply(state, pullback(jax.tree.map(jnp.ones_like, read))), read
 
     update, lookup = jax.jit(collection.update), jax.jit(collection.lookup)
-    ahead = collection.lookup_vjp(collection.init(jax.random.key(0)), {"f": KEYS})[0]["f"]
     if "admission_count" in POLICIES[policy]:  # what is not admitted reads zeros
-        ahead = collection_of(0)[4]
-    initial = ahead if isinstance(ahead, dict) else dict(zip(KEYS.tolist(), np.float64(ahead), strict=True))
+        return collection, step, update, lookup, collection_of(0)[4]
+    ahead = collection.lookup_vjp(collection.init(jax.random.key(0)), dict.fromkeys(NAMES, KEYS))[0]
+    initial = {name: dict(zip(KEYS.tolist(), np.float64(rows), strict=True)) for name, rows in ahead.items()}
     return collection, step, update, lookup, initial
 
 
@@ -69,68 +79,85 @@ class Hashed(Machine):
         capacity = {"capacity": CAPACITY} if "eviction" in options else {}
         sgd = Steps((rs.SGDOptimizerSpec(LR),), (by_entry,))
         self.state = self.collection.init(jax.random.key(0))
-        self.oracle = KeyedTable(initial, "sum", sgd, **options, **capacity)
+        self.oracles = {name: KeyedTable(initial[name], "sum", sgd, **options, **capacity) for name in NAMES}
         self.dumped = None
 
-    def read_of(self, seed):
-        draw = np.random.default_rng(seed)
-        ids = draw.choice(draw.permutation(KEYS)[:CAPACITY], (SAMPLES, 2))
-        return Read(np.where(draw.random(ids.shape) < 0.2, -1, ids), None)
+    def reads_of(self, seed):
+        draw, reads = np.random.default_rng(seed), {}
+        for name in NAMES:
+            ids = draw.choice(draw.permutation(KEYS)[:CAPACITY], (SAMPLES, 2))
+            reads[name] = Read(np.where(draw.random(ids.shape) < 0.2, -1, ids), None)
+        return reads, self.collection.prepare({name: read.ids for name, read in reads.items()})
 
     def expect(self, found, wanted):
         np.testing.assert_array_equal(np.asarray(found, np.float64), wanted)
 
     @rule(seed=st.integers(0, 2**16), has_pullback=st.booleans())
     def train(self, seed, has_pullback):
-        read = self.read_of(seed)
-        batch, ones = self.collection.prepare({"f": read.ids}), {"f": np.ones((SAMPLES, DIM), np.float32)}
+        reads, batch = self.reads_of(seed)
+        ones = dict.fromkeys(NAMES, np.ones((SAMPLES, DIM), np.float32))
         if has_pullback:
-            ahead = self.oracle.lookup_ahead({"f": read})["f"]
+            ahead = {name: self.oracles[name].lookup_ahead({name: read})[name] for name, read in reads.items()}
             self.state, found = self.step(self.state, batch)
-            self.expect(found["f"], ahead)
+            for name in NAMES:
+                self.expect(found[name], ahead[name])
         else:
             self.state = self.update(self.state, batch, ones)
-        self.oracle.update({"f": read}, ones)
+        for name, read in reads.items():
+            self.oracles[name].update({name: read}, {name: ones[name]})
 
     @rule(seed=st.integers(0, 2**16))
     def look_up(self, seed):
-        read = self.read_of(seed)
-        found = self.lookup(self.state, self.collection.prepare({"f": read.ids}))["f"]
-        self.expect(found, self.oracle.lookup({"f": read})["f"])
+        reads, batch = self.reads_of(seed)
+        found = self.lookup(self.state, batch)
+        for name, read in reads.items():
+            self.expect(found[name], self.oracles[name].lookup({name: read})[name])
 
     @invariant()
     def holds_what_it_should(self):
-        table, oracle = self.collection.tables(self.state)["user"], self.oracle
-        keys = sorted(oracle.rows)
-        assert table["keys"].tolist() == keys
-        assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys]
-        assert table["count"].tolist() == [oracle.occurrences[key] for key in keys]
-        self.expect(table["values"], np.reshape([oracle.rows[key][0] for key in keys], (-1, DIM)))
-        counts = self.collection.counts(self.state)["user"]
-        assert counts["rows"].sum() == len(keys) and counts["failed"].sum() == 0
+        tables, counts = self.collection.tables(self.state), self.collection.counts(self.state)
+        for name, oracle in self.oracles.items():
+            table, keys = tables[name], sorted(oracle.rows)
+            assert table["keys"].tolist() == keys
+            assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys]
+            assert table["count"].tolist() == [oracle.occurrences[key] for key in keys]
+            self.expect(table["values"], np.reshape([oracle.rows[key][0] for key in keys], (-1, DIM)))
+            assert counts[name]["rows"].sum() == len(keys) and counts[name]["failed"].sum() == 0
 
     @rule()
     def dump(self):
-        self.dumped = self.state, copy.deepcopy(self.oracle), self.collection.tables(self.state)["user"]
+        self.dumped = self.state, copy.deepcopy(self.oracles), self.collection.tables(self.state)
 
     @precondition(lambda self: self.dumped is not None)
     @rule(into_fresh=st.booleans())
     def restore(self, into_fresh):
-        state, oracle, table = self.dumped
+        state, oracles, tables = self.dumped
         if into_fresh:  # where rows lie in another order
             state = self.collection.init(jax.random.key(0))._replace(step=state.step)
-            state = self.collection.with_tables(state, {"user": table})
-        self.state, self.oracle = state, copy.deepcopy(oracle)
+            state = self.collection.with_tables(state, tables)
+        self.state, self.oracles = state, copy.deepcopy(oracles)
 
-    @precondition(lambda self: self.dumped is not None and self.dumped[1].number <= self.oracle.number)
+    @precondition(lambda self: self.dumped is not None)
+    @rule(name=st.sampled_from(NAMES))
+    def restore_one(self, name):
+        """One table as it was, in a state whose other table goes on."""
+        state, oracles, tables = self.dumped
+        if int(state.step) != int(self.state.step):
+            return
+        fresh = self.collection.init(jax.random.key(0))._replace(step=state.step)
+        now = self.collection.tables(self.state)
+        self.state = self.collection.with_tables(fresh, now | {name: tables[name]})
+        self.oracles[name] = copy.deepcopy(oracles[name])
+
+    @precondition(lambda self: self.dumped is not None and self.dumped[1]["user"].number <= self.oracles["user"].number)
     @rule()
     def restore_with_changes(self):
         """What changed since the dump, on top of it, is what there is now: also if the life in between began anew."""
         since = int(self.dumped[0].step)
-        changes = self.collection.tables(self.state, since=since)["user"]
+        changes = self.collection.tables(self.state, since=since)
         fresh = self.collection.init(jax.random.key(0))._replace(step=self.state.step)
-        base = self.collection.with_tables(fresh, {"user": self.dumped[2]})
-        self.state = self.collection.with_tables(base, {"user": changes})
+        base = self.collection.with_tables(fresh, self.dumped[2])
+        self.state = self.collection.with_tables(base, changes)
 
 
 def run(seed: int) -> int:

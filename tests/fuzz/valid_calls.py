@@ -180,9 +180,14 @@ def count_ids(shapes: Draw, draw: Draw) -> ValidCall:
     return ValidCall(*(functools.partial(module.count_ids, sizes=sizes) for module in (native, ids)), (own, ends))
 
 
-def some_keys(draw: Draw, count: int, most: int) -> Keys:
+def some_keys(draw: Draw, count: int, most: int, num_tables: int = 1) -> Keys:
     high, low = (jax.device_put(draw.integers(0, most, count, dtype=np.uint32)) for _ in range(2))
-    return Keys(high, low, jax.device_put(draw.random(count) < 0.9))
+    return Keys(high, low, jax.device_put(draw.random(count) < 0.9), some_tables(draw, count, num_tables))
+
+
+def some_tables(draw: Draw, count: int, num_tables: int) -> jax.Array | None:
+    """Which of several tables lying one behind the other each entry belongs to."""
+    return None if num_tables == 1 else jax.device_put(draw.integers(0, num_tables, count, dtype=np.int32))
 
 
 def distinct(shapes: Draw, draw: Draw) -> ValidCall:
@@ -198,14 +203,16 @@ def distinct(shapes: Draw, draw: Draw) -> ValidCall:
 def key_table(shapes: Draw, draw: Draw) -> ValidCall:
     """A key is looked for, told from others, or given a slot beside deleted ones."""
     count, num_slots = int(shapes.choice([0, 1, 40, 5000])), int(shapes.choice([4, 64, 8192]))
-    keys = some_keys(draw, count, int(shapes.choice([2, 100, 2**32 - 1])))
+    num_tables = int(shapes.choice([1, 3]))
+    num_slots *= num_tables
+    keys = some_keys(draw, count, int(shapes.choice([2, 100, 2**32 - 1])), num_tables)
     if shapes.random() < 0.3:
         most = 2**30 if count < 4 else 2**31 // count  # a sum may leave the numbers of 32 bits once
         occurrences = jax.device_put(draw.integers(0, most, count).astype(np.int32))
         return ValidCall(native.unique_keys, keyed.unique_keys, (keys, occurrences))
     is_deleted = (draw.random(num_slots) < 0.2) & (np.arange(num_slots) % 4 > 0)  # some slot is always empty
     rows = np.where(is_deleted, -2, -1).astype(np.int32)
-    counts = np.zeros(1, np.int32), np.int32([is_deleted.sum()])
+    counts = np.zeros(num_tables, np.int32), is_deleted.reshape(num_tables, -1).sum(axis=1, dtype=np.int32)
     table = (*jax.device_put((np.zeros((num_slots, 2), np.uint32), rows, *counts)),)
     order = np.arange(count, dtype=np.int32)
     _, first_of, _ = map(np.asarray, native.unique_keys(keys, jax.device_put(order)))
@@ -215,7 +222,8 @@ def key_table(shapes: Draw, draw: Draw) -> ValidCall:
     if shapes.random() < 0.5:
         return ValidCall(native.insert_keys, keyed.insert_keys, operands)
     lanes, filled, *_ = native.insert_keys(*operands)
-    return ValidCall(native.find_keys, keyed.find_keys, (lanes, filled, keys))
+    each = [functools.partial(module.find_keys, num_tables=num_tables) for module in (native, keyed)]
+    return ValidCall(*each, (lanes, filled, keys))
 
 
 def lists(shapes: Draw, draw: Draw) -> ValidCall:
@@ -224,9 +232,11 @@ def lists(shapes: Draw, draw: Draw) -> ValidCall:
     marks = jax.device_put(draw.random(count) < draw.choice([0.0, 0.01, 0.5, 1.0]))
     if shapes.random() < 0.5:
         return ValidCall(*(functools.partial(module.compact, size=size) for module in (native, keyed)), (marks,))
-    stack = jax.device_put(draw.permutation(size).astype(np.int32))
-    num_free = jax.device_put(draw.integers(0, size + 1, 1).astype(np.int32))
-    return ValidCall(native.take_rows, keyed.take_rows, (stack, num_free, marks))
+    num_tables = int(shapes.choice([1, 3]))
+    stacks = np.concatenate([draw.permutation(size).astype(np.int32) for _ in range(num_tables)])
+    num_free = draw.integers(0, size + 1, num_tables).astype(np.int32)
+    operands = *jax.device_put((stacks, num_free)), marks, some_tables(draw, count, num_tables)
+    return ValidCall(native.take_rows, keyed.take_rows, operands)
 
 
 def travelling(shapes: Draw, draw: Draw) -> ValidCall:
@@ -280,8 +290,11 @@ def count_uses(shapes: Draw, draw: Draw) -> ValidCall:
 def row_bits(shapes: Draw, draw: Draw) -> ValidCall:
     count, dim = int(shapes.choice([0, 1, 40, 3000])), int(shapes.choice([1, 7, 33]))
     lanes = some_keys(draw, count, 2**32 - 1)[:2][: shapes.integers(1, 3)]
-    each = [functools.partial(module.row_bits, jax.random.key(3), dim=dim) for module in (native, keyed)]
-    return ValidCall(*each, (lanes,))
+    num_tables = int(shapes.choice([1, 3]))
+    key = jax.random.key(3) if num_tables == 1 else jax.random.split(jax.random.key(3), num_tables)
+    each = [functools.partial(module.row_bits, key, dim=dim) for module in (native, keyed)]
+    lanes, table = tuple(lanes), some_tables(draw, count, num_tables)
+    return ValidCall(*(lambda lanes, table, own=own: own(lanes, table=table) for own in each), (lanes, table))
 
 
 def allocate(shapes: Draw, draw: Draw) -> ValidCall:

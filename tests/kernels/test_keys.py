@@ -283,17 +283,21 @@ def test_bits_of_rows_are_those_of_their_own_keys(dim):
 def test_calls_that_memory_would_suffer_from_are_refused():
     words, rows, marks = jnp.zeros(4, jnp.uint32), jnp.zeros(4, jnp.int32), jnp.ones(4, bool)
     lanes, *counts = jnp.zeros((4, 2), jnp.uint32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
-    short = (3,), jnp.int32
-    four, one = ((4,), jnp.int32), ((), jnp.int32)
+    none, short = jnp.zeros(0, jnp.int32), ((3,), jnp.int32)
+    four, found = ((4,), jnp.int32), [((4,), jnp.int32)] * 2 + [((), jnp.int32)]
+    keys = words, words, marks, none
     calls = {
-        "wrong number of keys": ("rsembed_unique_keys", [four] * 3, words[:3], words, marks, rows),
-        "wrong size of a result": ("rsembed_unique_keys", [four, four, short], words, words, marks, rows),
-        "power of two": ("rsembed_find_keys", [four, four, one], lanes[:3], rows[:3], words, words, marks),
-        "two lanes in each": ("rsembed_find_keys", [four, four, one], lanes[:2], rows, words, words, marks),
+        "wrong number of keys": ("rsembed_unique_keys", [four] * 3, words[:3], *keys[1:], rows),
+        "wrong number of tables": ("rsembed_unique_keys", [four] * 3, *keys[:3], rows[:3], rows),
+        "wrong size of a result": ("rsembed_unique_keys", [four, four, short], *keys, rows),
+        "power of two": ("rsembed_find_keys", found, lanes[:3], rows[:3], *keys),
+        "two lanes in each": ("rsembed_find_keys", found, lanes[:2], rows, *keys),
+        "tables of keys are equally large": ("rsembed_find_keys", found, lanes, rows, *keys),
         "wrong number of rows": (
             *("rsembed_insert_keys", [((4, 2), jnp.uint32), four, ((1,), jnp.int32), ((1,), jnp.int32)]),
-            *(lanes, rows, *counts, words, words, marks, rows[:3]),
+            *(lanes, rows, *counts, *keys, rows[:3]),
         ),
+        "wrong size of rows or of a count": ("rsembed_take_rows", [four, short, short], rows, rows[:3], marks, none),
         "alias": ("rsembed_count_uses", [four] * 2, rows, rows, rows, jnp.int32(0), rows),
         "wrong size of a lane": ("rsembed_distinct", [four, four, short, four, short], rows, rows[:3]),
         "wrong type of a lane": (
@@ -304,8 +308,10 @@ def test_calls_that_memory_would_suffer_from_are_refused():
         ),
     }
     for complaint, (target, results, *operands) in calls.items():
+        num_tables = 3 if complaint.startswith("tables") else 1
+        attributes = {"num_tables": np.int64(num_tables)} if target == "rsembed_find_keys" else {}
         with pytest.raises(Exception, match=complaint):
-            jax.block_until_ready(library.call_handler(target, results, *operands))
+            jax.block_until_ready(library.call_handler(target, results, *operands, **attributes))
 
 
 @needs_native

@@ -180,11 +180,11 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
 
 // Distinct keys in the order of their first occurrence; see rsembed/kernels/keyed.py. Keys are dealt out by their hash,
 // in order, and every part meets its own in a table that is as large as they need.
-ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key, Int32s occurrences,
-                      Int32Result out_entry_of, Int32Result out_first_of, Int32Result out_counts) {
+ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key, Int32s tables,
+                      Int32s occurrences, Int32Result out_entry_of, Int32Result out_first_of, Int32Result out_counts) {
   constexpr int kPartBits = 6;
   Checks checks;
-  const Keys keys(checks, high, low, is_key);
+  const Keys keys(checks, high, low, is_key, tables);
   checks.Need(Size(occurrences) == keys.count, "wrong size of a lane");
   checks.Need(Size(*out_entry_of) == keys.count && Size(*out_first_of) == keys.count && Size(*out_counts) == keys.count,
               "wrong size of a result");
@@ -199,7 +199,7 @@ ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key,
       Item* const begin = items;
       for (int64_t i = first; i < last; ++i) {
         entry_of[i] = kNoRow;
-        if (keys.is_key[i]) *items++ = {keys.Home(i) >> (31 - part_bits) >> 1, static_cast<uint32_t>(i)};
+        if (keys.is_key[i]) *items++ = {keys.HomeOfAll(i) >> (31 - part_bits) >> 1, static_cast<uint32_t>(i)};
       }
       return items - begin;
     });
@@ -216,9 +216,8 @@ ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key,
       std::fill(slots, slots + size, kEmpty);
       for (const Item* item = first; item < last; ++item) {
         const int64_t i = item->source;
-        const auto is_other = [&](int32_t k) { return keys.low[k] != keys.low[i] || keys.high[k] != keys.high[i]; };
-        int64_t slot = keys.Home(i) & (size - 1);
-        while (slots[slot] != kEmpty && is_other(slots[slot])) {
+        int64_t slot = keys.HomeOfAll(i) & (size - 1);
+        while (slots[slot] != kEmpty && !keys.AreEqual(i, slots[slot])) {
           slot = (slot + 1) & (size - 1);
         }
         if (slots[slot] == kEmpty) {
@@ -271,7 +270,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_unique_keys, UniqueKeys,
-    Bind().Arg<Words>().Arg<Words>().Arg<Marks>().Arg<Int32s>().Ret<Int32s>().Ret<Int32s>().Ret<Int32s>());
+    Bind().Arg<Words>().Arg<Words>().Arg<Marks>().Arg<Int32s>().Arg<Int32s>().Ret<Int32s>().Ret<Int32s>().Ret<Int32s>());
 
 #pragma GCC visibility pop
 

@@ -22,20 +22,26 @@ constexpr int64_t kEntriesPerTask = 4096;
 constexpr int64_t kBitsPerTask = 1 << 14;
 constexpr int64_t kAhead = 16;  // keys between asking for memory and reading it
 
-// The slots of a table of keys; their number is a power of two.
+// The slots of tables of keys, one behind the other; each has the same power of two of them.
 struct Slots {
   uint32_t* lanes;
   int32_t* rows;
-  int64_t count;
+  int64_t count = 0;  // of one table
 
-  Slots(Checks& checks, const LanePairs& lane_pairs, const Int32s& row_of)
-      : lanes(lane_pairs.typed_data()), rows(row_of.typed_data()), count(Size(row_of)) {
-    checks.Need(lane_pairs.dimensions()[0] == count && lane_pairs.dimensions()[1] == 2 && count >= 1 &&
-                    (count & (count - 1)) == 0 && count <= kNoRow,
+  Slots(Checks& checks, const LanePairs& lane_pairs, const Int32s& row_of, int64_t num_tables)
+      : lanes(lane_pairs.typed_data()), rows(row_of.typed_data()) {
+    const int64_t of_all = Size(row_of);
+    checks.Need(num_tables >= 1 && num_tables <= of_all && of_all % num_tables == 0, "tables of keys are equally large");
+    if (checks.Failed()) return;
+    count = of_all / num_tables;
+    checks.Need(lane_pairs.dimensions()[0] == of_all && lane_pairs.dimensions()[1] == 2 && of_all <= kNoRow &&
+                    (count & (count - 1)) == 0,
                 "a table of keys has a power of two of slots, and two lanes in each");
   }
 
-  int64_t Place(uint32_t home, int64_t step) const { return (home + step) & (count - 1); }
+  int64_t Place(const Keys& keys, int64_t i, int64_t step) const {
+    return keys.TableOf(i) * count + ((keys.Home(i) + step) & (count - 1));
+  }
   bool Holds(int64_t slot, uint32_t high, uint32_t low) const {
     return rows[slot] >= 0 && lanes[2 * slot] == high && lanes[2 * slot + 1] == low;
   }
@@ -47,22 +53,23 @@ struct Slots {
 
 // The slot and the row of every key, kNoRow for absent keys and padding; and how many are absent.
 ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words high, Words low,
-                    Marks is_key, Int32Result out_slots, Int32Result out_rows, CountResult num_absent) {
+                    Marks is_key, Int32s tables, Int32Result out_slots, Int32Result out_rows, CountResult num_absent,
+                    int64_t num_tables) {
   Checks checks;
-  const Keys keys(checks, high, low, is_key);
-  const Slots slots(checks, lanes, rows);
+  const Keys keys(checks, high, low, is_key, tables);
+  const Slots slots(checks, lanes, rows, num_tables);
   checks.Need(Size(*out_slots) == keys.count && Size(*out_rows) == keys.count, "wrong size of a result");
   if (checks.Failed()) return checks.Complaint();
   std::atomic<int32_t> num_absent_by_now = 0;
   Workers(pool).ForEachRange(keys.count, kEntriesPerTask / 4, [&](int64_t first, int64_t last) {
     int32_t num_absent_here = 0;
     for (int64_t i = first; i < last + kAhead; ++i) {
-      if (i < last) slots.Prefetch(slots.Place(keys.Home(i), 0));
+      if (i < last && keys.IsIn(i, num_tables)) slots.Prefetch(slots.Place(keys, i, 0));
       const int64_t now = i - kAhead;
       if (now < first) continue;
       int32_t found = kNoRow;
-      for (int64_t step = 0; keys.is_key[now] && step < slots.count; ++step) {
-        const int64_t slot = slots.Place(keys.Home(now), step);
+      for (int64_t step = 0; keys.IsIn(now, num_tables) && step < slots.count; ++step) {
+        const int64_t slot = slots.Place(keys, now, step);
         if (slots.Holds(slot, keys.high[now], keys.low[now])) found = static_cast<int32_t>(slot);
         if (found != kNoRow || slots.rows[slot] == kEmpty) break;
       }
@@ -79,41 +86,44 @@ ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words hi
 // Distinct, absent keys into the table where it lies. In a round every key that still searches looks at one slot, in
 // the order of the call, so that the first of those that meet at a free slot gets it.
 ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_deleted, Words high,
-                      Words low, Marks is_key, Int32s new_rows, ffi::Result<LanePairs> out_lanes,
+                      Words low, Marks is_key, Int32s tables, Int32s new_rows, ffi::Result<LanePairs> out_lanes,
                       Int32Result out_rows, Int32Result out_num_keys, Int32Result out_num_deleted) {
   Checks checks;
-  const Keys keys(checks, high, low, is_key);
-  const Slots slots(checks, lanes, rows);
+  const int64_t num_tables = Size(num_keys);
+  const Keys keys(checks, high, low, is_key, tables);
+  const Slots slots(checks, lanes, rows, num_tables);
   checks.Need(Size(new_rows) == keys.count, "wrong number of rows");
-  checks.Need(Size(num_keys) == 1 && Size(num_deleted) == 1, "wrong size of a count");
+  checks.Need(Size(num_deleted) == num_tables, "wrong size of a count");
   checks.Need(out_lanes->typed_data() == slots.lanes && out_rows->typed_data() == slots.rows &&
                   out_num_keys->typed_data() == num_keys.typed_data() &&
                   out_num_deleted->typed_data() == num_deleted.typed_data(),
               "results must alias the table");
   if (checks.Failed()) return checks.Complaint();
   return WithMemory([&] {
-    int32_t& held = num_keys.typed_data()[0];
-    int32_t& deleted = num_deleted.typed_data()[0];
-    int64_t room = slots.count * 3 / 4 - held - deleted;
+    int32_t* const held = num_keys.typed_data();
+    int32_t* const deleted = num_deleted.typed_data();
+    std::vector<int64_t> room(num_tables);
+    for (int64_t t = 0; t < num_tables; ++t) room[t] = slots.count * 3 / 4 - held[t] - deleted[t];
     std::vector<uint32_t> seekers;
-    for (int64_t i = 0; i < keys.count && room > 0; ++i) {
-      if (!keys.is_key[i]) continue;
+    for (int64_t i = 0; i < keys.count; ++i) {
+      if (!keys.IsIn(i, num_tables) || room[keys.TableOf(i)] <= 0) continue;
       seekers.push_back(static_cast<uint32_t>(i));
-      --room;
+      --room[keys.TableOf(i)];
+      held[keys.TableOf(i)] = static_cast<int32_t>(int64_t{held[keys.TableOf(i)]} + 1);
     }
-    held = static_cast<int32_t>(int64_t{held} + static_cast<int64_t>(seekers.size()));
     for (int64_t step = 0; !seekers.empty() && step < slots.count; ++step) {
       size_t num_left = 0;
       for (size_t k = 0; k < seekers.size(); ++k) {
-        if (k + kAhead < seekers.size()) slots.Prefetch(slots.Place(keys.Home(seekers[k + kAhead]), step));
+        if (k + kAhead < seekers.size()) slots.Prefetch(slots.Place(keys, seekers[k + kAhead], step));
         const uint32_t i = seekers[k];
-        const int64_t slot = slots.Place(keys.Home(i), step);
+        const int64_t slot = slots.Place(keys, i, step);
         const int32_t state = slots.rows[slot];
         if (state != kEmpty && state != kDeleted) {
           seekers[num_left++] = i;
           continue;
         }
-        deleted = static_cast<int32_t>(int64_t{deleted} - (state == kDeleted));
+        int32_t& own_deleted = deleted[keys.TableOf(i)];
+        own_deleted = static_cast<int32_t>(int64_t{own_deleted} - (state == kDeleted));
         slots.rows[slot] = new_rows.typed_data()[i];
         slots.lanes[2 * slot] = keys.high[i];
         slots.lanes[2 * slot + 1] = keys.low[i];
@@ -157,23 +167,26 @@ ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int3
   return ffi::Error::Success();
 }
 
-// Random bits of rows, each from a key of its own.
-ffi::Error RowBits(ffi::ThreadPool pool, ffi::BufferR1<ffi::U32> key, ffi::RemainingArgs args,
-                   ffi::Result<ffi::BufferR2<ffi::U32>> bits) {
+// Random bits of rows, each from a key of its own, which follows from one for all, or for the table of each.
+ffi::Error RowBits(ffi::ThreadPool pool, LanePairs key, Int32s tables, ffi::RemainingArgs args,
+                   ffi::Result<LanePairs> bits) {
   const int64_t num_rows = bits->dimensions()[0], dim = bits->dimensions()[1];
   Reader reader(args);
   std::vector<const uint32_t*> lanes;
   for (size_t k = 0; k < args.size(); ++k) {
     lanes.push_back(static_cast<uint32_t*>(reader.Next("lane", ffi::U32, num_rows)));
   }
-  if (key.element_count() != 2) reader.Fail("wrong size of key");
+  const int64_t num_keys = key.dimensions()[0];
+  if (num_keys < 1 || key.dimensions()[1] != 2) reader.Fail("wrong size of key");
+  if (Size(tables) != 0 && Size(tables) != num_rows) reader.Fail("wrong number of tables");
   if (dim > int64_t{UINT32_MAX}) reader.Fail("too many columns");
   if (reader.Failed()) return reader.Complaint();
   if (dim == 0) return ffi::Error::Success();  // of rows that take no memory there may be any number
   const int64_t rows_per_task = std::max<int64_t>(kBitsPerTask / dim, 1);
   const auto row_bits = BestRowKernels().row_bits;
+  const TableKeys keys{key.typed_data(), num_keys, Size(tables) == 0 ? nullptr : tables.typed_data()};
   Workers(pool).ForEachRange(num_rows, rows_per_task, [&](int64_t first, int64_t last) {
-    row_bits(key.typed_data(), lanes.data(), lanes.size(), dim, first, last, bits->typed_data());
+    row_bits(keys, lanes.data(), lanes.size(), dim, first, last, bits->typed_data());
   });
   return ffi::Error::Success();
 }
@@ -191,9 +204,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_find_keys, FindKeys,
                                   .Arg<Words>()
                                   .Arg<Words>()
                                   .Arg<Marks>()
+                                  .Arg<Int32s>()
                                   .Ret<Int32s>()
                                   .Ret<Int32s>()
-                                  .Ret<ffi::BufferR0<ffi::S32>>());
+                                  .Ret<ffi::BufferR0<ffi::S32>>()
+                                  .Attr<int64_t>("num_tables"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_insert_keys, InsertKeys,
                               ffi::Ffi::Bind()
@@ -204,6 +219,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_insert_keys, InsertKeys,
                                   .Arg<Words>()
                                   .Arg<Words>()
                                   .Arg<Marks>()
+                                  .Arg<Int32s>()
                                   .Arg<Int32s>()
                                   .Ret<LanePairs>()
                                   .Ret<Int32s>()
@@ -221,7 +237,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_count_uses, CountUses,
                                   .Ret<Int32s>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_row_bits, RowBits,
-                              Bind().Arg<ffi::BufferR1<ffi::U32>>().RemainingArgs().Ret<ffi::BufferR2<ffi::U32>>());
+                              Bind().Arg<LanePairs>().Arg<Int32s>().RemainingArgs().Ret<LanePairs>());
 
 #pragma GCC visibility pop
 

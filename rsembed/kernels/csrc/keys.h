@@ -45,19 +45,34 @@ int64_t Size(Buffer& buffer) {
   return static_cast<int64_t>(buffer.element_count());
 }
 
-// The keys of a call.
+// The keys of a call, each in one of several tables; with an empty list of these, all are in the first one.
 struct Keys {
   const uint32_t* high;
   const uint32_t* low;
   const bool* is_key;
+  const int32_t* table;
   int64_t count;
 
-  Keys(Checks& checks, const Words& high_lane, const Words& low_lane, const Marks& marks)
-      : high(high_lane.typed_data()), low(low_lane.typed_data()), is_key(marks.typed_data()), count(Size(marks)) {
+  Keys(Checks& checks, const Words& high_lane, const Words& low_lane, const Marks& marks, const Int32s& tables)
+      : high(high_lane.typed_data()),
+        low(low_lane.typed_data()),
+        is_key(marks.typed_data()),
+        table(Size(tables) == 0 ? nullptr : tables.typed_data()),
+        count(Size(marks)) {
     checks.Need(Size(high_lane) == count && Size(low_lane) == count && count <= kNoRow, "wrong number of keys");
+    checks.Need(Size(tables) == 0 || Size(tables) == count, "wrong number of tables");
   }
 
+  int64_t TableOf(int64_t i) const { return table == nullptr ? 0 : table[i]; }
+  bool IsIn(int64_t i, int64_t num_tables) const {
+    return is_key[i] && TableOf(i) >= 0 && TableOf(i) < num_tables;
+  }
+  bool AreEqual(int64_t i, int64_t k) const {
+    return low[i] == low[k] && high[i] == high[k] && TableOf(i) == TableOf(k);
+  }
   uint32_t Home(int64_t i) const { return Mix(high[i], low[i]); }
+  // The hash of a key among those of all tables, many of which may have the same ones.
+  uint32_t HomeOfAll(int64_t i) const { return Mix(high[i] ^ static_cast<uint32_t>(TableOf(i)) * 0x9E3779B1u, low[i]); }
 };
 
 }  // namespace rsembed

@@ -157,25 +157,37 @@ ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Re
   });
 }
 
-// A row from the top of a stack for every place that wants one, kNoRow once there are none; how many rows are left, and
-// how many places went without.
+// A row from the top of its table's stack for every place that wants one, kNoRow once there are none; how many rows are
+// left in each stack, and how many places went without. With an empty list of tables there is one.
 ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_free, ffi::BufferR1<ffi::PRED> wants,
-                    ffi::Result<ffi::BufferR1<ffi::S32>> rows, ffi::Result<ffi::BufferR1<ffi::S32>> num_left,
-                    ffi::Result<ffi::BufferR0<ffi::S32>> num_without) {
-  const int64_t count = wants.element_count();
-  const int64_t num_rows = free.element_count();
-  if (!AreSizes({count, num_rows}) || num_free.element_count() != 1 || num_left->element_count() != 1 ||
+                    ffi::BufferR1<ffi::S32> tables, ffi::Result<ffi::BufferR1<ffi::S32>> rows,
+                    ffi::Result<ffi::BufferR1<ffi::S32>> num_left, ffi::Result<ffi::BufferR1<ffi::S32>> num_without) {
+  const int64_t count = wants.element_count(), num_tables = num_free.element_count();
+  const int64_t num_rows = free.element_count(), num_listed = tables.element_count();
+  if (!AreSizes({count, num_rows}) || num_tables < 1 || num_rows % num_tables != 0 ||
+      static_cast<int64_t>(num_left->element_count()) != num_tables ||
+      static_cast<int64_t>(num_without->element_count()) != num_tables || (num_listed != 0 && num_listed != count) ||
       static_cast<int64_t>(rows->element_count()) != count) {
     return ffi::Error::InvalidArgument("rsembed: wrong size of rows or of a count");
   }
-  int64_t left = std::clamp<int64_t>(num_free.typed_data()[0], 0, num_rows), without = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const bool gets_row = wants.typed_data()[i] && left > 0;
-    rows->typed_data()[i] = gets_row ? free.typed_data()[--left] : kNoRow;
-    without += wants.typed_data()[i] && !gets_row;
+  const int64_t rows_per_table = num_rows / num_tables;
+  int32_t* const left = num_left->typed_data();
+  int32_t* const without = num_without->typed_data();
+  for (int64_t t = 0; t < num_tables; ++t) {
+    left[t] = static_cast<int32_t>(std::clamp<int64_t>(num_free.typed_data()[t], 0, rows_per_table));
+    without[t] = 0;
   }
-  num_left->typed_data()[0] = static_cast<int32_t>(left);
-  num_without->typed_data()[0] = static_cast<int32_t>(without);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t t = num_listed == 0 ? 0 : tables.typed_data()[i];
+    rows->typed_data()[i] = kNoRow;
+    if (!wants.typed_data()[i] || t < 0 || t >= num_tables) continue;
+    if (left[t] > 0) {
+      const int64_t first = t * rows_per_table;
+      rows->typed_data()[i] = static_cast<int32_t>(first + free.typed_data()[first + --left[t]]);
+    } else {
+      ++without[t];
+    }
+  }
   return ffi::Error::Success();
 }
 
@@ -414,9 +426,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_take_rows, TakeRows,
                                   .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Arg<ffi::BufferR1<ffi::PRED>>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Ret<ffi::BufferR1<ffi::S32>>()
                                   .Ret<ffi::BufferR1<ffi::S32>>()
-                                  .Ret<ffi::BufferR0<ffi::S32>>());
+                                  .Ret<ffi::BufferR1<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_pack_blocks, PackBlocks,

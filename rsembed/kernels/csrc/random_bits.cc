@@ -63,8 +63,14 @@ struct RowKeys {
   uint32_t first[kLanes], second[kLanes];
 };
 
-inline RowKeys fold(const uint32_t* key, const uint32_t* const* lanes, int64_t num_lanes, int64_t row, int64_t count) {
-  Words first = Words{} + key[0], second = Words{} + key[1];
+inline RowKeys fold(const TableKeys& from, const uint32_t* const* lanes, int64_t num_lanes, int64_t row, int64_t count) {
+  Words first = Words{} + from.keys[0], second = Words{} + from.keys[1];
+  for (int64_t k = 0; from.table != nullptr && k < count; ++k) {
+    const int64_t table = from.table[row + k];
+    const uint32_t* const own = from.keys + 2 * (table < 0 ? 0 : table < from.count ? table : from.count - 1);
+    first[k] = own[0];
+    second[k] = own[1];
+  }
   for (int64_t k = 0; k < num_lanes; ++k) {
     Words zero = {}, number = {};
     memcpy(&number, lanes[k] + row, count * sizeof(uint32_t));
@@ -92,12 +98,12 @@ inline void draw(uint32_t first, uint32_t second, int64_t column, int64_t count,
 
 }  // namespace
 
-void row_bits(const uint32_t* key, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
+void row_bits(const TableKeys& from, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
               int64_t last, uint32_t* bits) {
   constexpr int kTogether = 4;
   for (int64_t row = first; row < last; row += kLanes) {
     const int64_t count = last - row < kLanes ? last - row : kLanes;
-    const RowKeys own = fold(key, lanes, num_lanes, row, count);
+    const RowKeys own = fold(from, lanes, num_lanes, row, count);
     for (int64_t k = 0; k < count; ++k) {
       uint32_t* const out = bits + (row + k) * dim;
       int64_t column = 0;

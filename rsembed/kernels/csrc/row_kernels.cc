@@ -19,7 +19,7 @@
 namespace rsembed {
 namespace RSEMBED_ISA {
 
-void row_bits(const uint32_t*, const uint32_t* const*, int64_t, int64_t, int64_t, int64_t, uint32_t*);  // random_bits.cc
+void row_bits(const TableKeys&, const uint32_t* const*, int64_t, int64_t, int64_t, int64_t, uint32_t*);  // random_bits.cc
 
 namespace {
 

@@ -66,6 +66,13 @@ struct SortedEntries {
   int64_t dim;
 };
 
+// Two numbers of every table, and which table each row belongs to; without that list all belong to the first one.
+struct TableKeys {
+  const uint32_t* keys;
+  int64_t count;
+  const int32_t* table;
+};
+
 // Every function works on a range and calls of disjoint ranges may run at the same time. Functions over sorted
 // entries own the groups of equal rows that *begin* in their range, and read on behind it to finish the last one.
 struct RowKernels {
@@ -78,8 +85,8 @@ struct RowKernels {
   void (*update_groups[kNumElementTypes][kNumRules])(const Table&, const SortedEntries&, int64_t first, int64_t last);
   void (*step_rows[kNumElementTypes][kNumRules])(const Table&, const int32_t* rows, const float* gradients,
                                                  int64_t first, int64_t last);
-  // Random bits `[rows, dim]`; `key` has two numbers, and every row is told from others by its numbers in the lanes.
-  void (*row_bits)(const uint32_t* key, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
+  // Random bits `[rows, dim]`; every row of a table is told from others by its numbers in the lanes.
+  void (*row_bits)(const TableKeys& from, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
                    int64_t last, uint32_t* bits);
 };
 

@@ -1,0 +1,276 @@
+"""Tables of keys that are alike share a home; each of them is what it is in a collection of its own."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import rsembed as rs
+from rsembed import checkpoint
+from rsembed.homes.hashed_rows import apart, together
+
+DIM, ROWS, NAMES, NUM_STEPS = 4, 8, ("here", "mine", "yours"), 6
+KEY = jax.random.key(3)
+POOL = np.append(np.arange(2, 14) * (2**40 + 1), 2**62)
+ADAM = rs.AdamOptimizerSpec(0.1)
+
+POLICIES = {
+    "full": {"when_full": "zero"},
+    "lru": {"when_full": "evict"},
+    "lfu": {"when_full": "evict", "eviction": "lfu"},
+    "age": {"when_full": "evict", "eviction": "age"},
+    "l2": {"when_full": "evict", "eviction": "l2"},
+    "count": {"when_full": "evict", "admission_count": 2, "admission_capacity": 6},
+    "probability": {"when_full": "zero", "admission_probability": 0.5},
+}
+
+
+def split_initializer(key, shape, dtype="float32"):
+    """Which no evaluator makes rows of many keys with at once."""
+    one, other = jax.random.split(key)
+    return jax.random.normal(one, shape, dtype) + jax.random.uniform(other, (), dtype)
+
+
+def table(name, *, rows=ROWS, dtype="float32", rule=ADAM, initializer=None, **policy):
+    initializer = jax.nn.initializers.normal(0.3) if initializer is None else initializer
+    return rs.TableSpec(
+        name=name, vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, initializer=initializer, dtype=dtype,
+        stochastic_rounding=dtype == "bfloat16", storage=rs.Hashed(**policy),
+    )  # fmt: skip
+
+
+def mesh_of(num_devices):
+    return None if num_devices == 1 else Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
+
+
+def collection_of(names, num_devices=1, placement=None, **given):
+    """Of each table two features, one of bags and one of single keys."""
+    features = []
+    for name in names:
+        own = table(name, **given)
+        features += [rs.FeatureSpec(name=f"{name}_bag", table_spec=own), rs.FeatureSpec(name=name, table_spec=own)]
+    placements = None if placement is None else dict.fromkeys(names, placement)
+    return rs.EmbeddingCollection(features, mesh=mesh_of(num_devices), placement=placements)
+
+
+def batches(names):
+    """Keys that all tables know, in other bags of each; more of them than rows."""
+    generator, found = np.random.default_rng(0), []
+    for _ in range(NUM_STEPS):
+        drawn = {name: generator.choice(POOL, (4, 3)) for name in NAMES}
+        weights = {name: generator.normal(size=(4, 3)).astype(np.float32) for name in NAMES}
+        gradients = {name: generator.normal(size=(4, DIM)).astype(np.float32) for name in NAMES}
+        ids = {f"{name}_bag": (drawn[name], weights[name]) for name in names}
+        ids |= {name: drawn[name][:, 0] for name in names}
+        both = {f"{name}_bag": gradients[name] for name in names} | {name: -2 * gradients[name] for name in names}
+        found.append((ids, both))
+    return found
+
+
+def trained(collection, names, way):
+    """Every activation, and the state behind the last step."""
+    state, activations = collection.init(KEY), []
+
+    @jax.jit
+    def step(state, batch, gradients):
+        activations, pullback = collection.lookup_vjp(state, batch)
+        if way == "update":
+            return activations, collection.update(state, batch, gradients)
+        if way == "combine":
+            half = jax.tree.map(lambda gradient: gradient / 2, gradients)
+            return activations, collection.apply(state, rs.combine(pullback(half), pullback(half)))
+        return activations, collection.apply(state, pullback(gradients))
+
+    for ids, gradients in batches(names):
+        batch = collection.prepare(ids)
+        found, state = step(state, batch, gradients)
+        activations.append(found | {f"{name} read": own for name, own in collection.lookup(state, batch).items()})
+    return activations, state
+
+
+def of_tables(collection, state, name):
+    """All that a table is: rows by key with what belongs to them, and what happened."""
+    return collection.tables(state)[name], collection.counts(state)[name]
+
+
+def assert_equal(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def assert_each_is_as_if_alone(num_devices=1, placement=None, way="apply", **given):
+    together, alone = (collection_of(names, num_devices, placement, **given) for names in (NAMES, NAMES[1:2]))
+    assert len(together.init(KEY).tables) == 1
+    many, state = trained(together, NAMES, way)
+    one, own_state = trained(alone, NAMES[1:2], way)
+    for found, expected in zip(many, one, strict=True):
+        assert_equal({name: found[name] for name in expected}, expected)
+    assert_equal(of_tables(together, state, "mine"), of_tables(alone, own_state, "mine"))
+    return together, state
+
+
+@pytest.mark.parametrize("way", ["apply", "update", "combine"])
+@pytest.mark.parametrize(("num_devices", "placement"), [(1, None), (4, "row"), (4, "replicated")], ids=str)
+def test_a_table_has_the_bits_of_one_in_a_collection_of_its_own(num_devices, placement, way):
+    collection, state = assert_each_is_as_if_alone(num_devices, placement, way, when_full="evict")
+    counts = collection.counts(state)
+    assert all(counts[name]["evicted"].sum() > 0 for name in NAMES)
+    assert not np.array_equal(counts["here"]["inserted"], counts["mine"]["inserted"])  # the tables differ
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("policy", [*POLICIES])
+def test_policies_look_at_one_table(policy, num_devices):
+    assert_each_is_as_if_alone(num_devices, **POLICIES[policy])
+
+
+@pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"initializer": split_initializer}], ids=["rounded", "split"])
+def test_noise_and_initial_values_belong_to_the_table(given):
+    assert_each_is_as_if_alone(2, when_full="evict", **given)
+
+
+@functools.cache
+def some_state(num_devices=1):
+    """Of a collection whose tables have rows, evict by age, and let keys wait."""
+    collection = collection_of(NAMES, num_devices, **GIVEN)
+    return collection, trained(collection, NAMES, "apply")[1]
+
+
+GIVEN = {"rows": 12, "when_full": "evict", "eviction": "age", "admission_count": 1}
+
+
+def without_zeros(tables):
+    return {name: {what: array for what, array in own.items() if array.size} for name, own in tables.items()}
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 1), (4, 1), (1, 2)])
+def test_files_know_tables_by_name_whatever_home_they_share(saved_on, loaded_on, tmp_path):
+    collection, state = some_state(saved_on)
+    checkpoint.save_collection(tmp_path / "saved", collection, state)
+    for names in (NAMES, NAMES[::-1]):  # in another order in the other home
+        other = collection_of(names, loaded_on, **GIVEN)
+        loaded = checkpoint.load_collection(tmp_path / "saved", other)
+        assert_equal(other.tables(loaded), collection.tables(state))
+        # New keys start from the key of their table, whoever drew it.
+        ids, gradients = batches(NAMES)[0]
+        ids = jax.tree.map(lambda leaf: leaf + 5 if leaf.dtype == np.int64 else leaf, ids)
+        after = [c.update(s, c.prepare(ids), gradients) for c, s in ((other, loaded), (collection, state))]
+        found, wanted = other.tables(after[0]), collection.tables(after[1])
+        if saved_on == loaded_on:  # otherwise keys have other company when rows are taken away
+            assert_equal(found, wanted)
+        assert all(found[name]["waiting_keys"].size == wanted[name]["waiting_keys"].size for name in NAMES)
+
+
+def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):
+    collection, state = some_state()
+    checkpoint.save_collection(tmp_path / "saved", collection, state)
+    features = collection_of(["here", "yours"], **GIVEN).features.values()
+    larger = rs.FeatureSpec(name="mine", table_spec=table("mine", **GIVEN | {"rows": 40, "eviction": "lru"}))
+    apart_from = rs.EmbeddingCollection([*features, larger])
+    assert apart_from.init(KEY).tables.keys() == {"here_yours", "mine"}
+    loaded = checkpoint.load_collection(tmp_path / "saved", apart_from)
+    found, expected = apart_from.tables(loaded), collection.tables(state)
+    del expected["mine"]["first_step"]
+    assert_equal(found, expected)
+    checkpoint.save_collection(tmp_path / "again", apart_from, loaded)
+    back = collection.tables(checkpoint.load_collection(tmp_path / "again", collection))
+    assert_equal({name: back[name] for name in ("here", "yours")}, {name: found[name] for name in ("here", "yours")})
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_rows_of_one_table_are_written_and_evicted_alone(num_devices):
+    collection, state = some_state(num_devices)
+    before = collection.tables(state)
+    rows = {"keys": POOL[:3], "values": np.full((3, DIM), 7.0, np.float32)}
+    fresh = collection.init(KEY)
+    written = collection.tables(collection.with_tables(fresh, {"mine": rows, "yours": before["yours"]}))
+    np.testing.assert_array_equal(written["mine"]["values"], rows["values"])
+    assert_equal(written["yours"], before["yours"])
+    assert not written["here"]["keys"].size
+    with jax.numpy_dtype_promotion("standard"):
+        copy = jax.tree.map(lambda leaf: leaf.copy(), state)
+    left, gone = collection.evict(copy, "mine", keep=2)
+    after = collection.tables(left)
+    assert after["mine"]["keys"].size == 2 and gone["keys"].size == before["mine"]["keys"].size - 2
+    assert not np.intersect1d(after["mine"]["keys"], gone["keys"]).size
+    assert_equal({name: after[name] for name in ("here", "yours")}, {name: before[name] for name in ("here", "yours")})
+    order = [name for name in before["mine"] if not name.startswith("waiting")]
+    whole = collection.tables(collection.with_tables(left, {"mine": gone}))["mine"]
+    assert_equal({name: whole[name] for name in order}, {name: before["mine"][name] for name in order})
+
+
+def test_changes_of_one_table_are_told_apart():
+    collection, state = some_state()
+    before, (ids, gradients) = collection.tables(state), batches(NAMES)[1]
+    silent = {name: np.full((4, 3) if "bag" in name else 4, -1) for name in ids} | {"mine": ids["mine"]}
+    state = collection.update(state, collection.prepare(silent), gradients)
+    changes = collection.tables(state, since=int(state.step) - 1)
+    assert changes["mine"]["keys"].size and not changes["here"]["keys"].size
+    assert_equal(collection.tables(state)["yours"], before["yours"])
+    old = collection.with_tables(collection.init(KEY), before)
+    assert_equal(collection.tables(collection.with_tables(old, changes)), collection.tables(state))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_second_tier_of_one_table_gives_the_bits_of_a_table_with_room_for_all(num_devices):
+    rule = rs.AdagradOptimizerSpec(0.3)
+    small, large = (collection_of(NAMES, num_devices, rows=rows, rule=rule) for rows in (12, 64))
+    states, tier = [c.init(KEY) for c in (small, large)], rs.SecondTier(small, "mine", num_rows=99)
+    for ids, gradients in batches(NAMES):
+        batch = small.prepare({name: own for name, own in ids.items()})
+        states[0] = tier.fetch(states[0], batch)
+        states = [jax.jit(c.update)(s, batch, gradients) for c, s in zip((small, large), states, strict=True)]
+    here, there, expected = small.tables(states[0]), tier.rows(), large.tables(states[1])
+    order = np.argsort(np.concatenate([here["mine"]["keys"], there["keys"]]))
+    assert len(tier) + here["mine"]["keys"].size == expected["mine"]["keys"].size
+    for what, array in here["mine"].items():
+        np.testing.assert_array_equal(np.concatenate([array, there[what]])[order], expected["mine"][what])
+
+
+def test_the_full_table_is_named():
+    collection = collection_of(NAMES, rows=4)
+    state = collection.init(KEY)
+    ids = {f"{name}_bag": np.full((4, 3), 1) for name in NAMES} | {name: np.full(4, 2) for name in NAMES}
+    gradients = {name: np.ones((4, DIM), np.float32) for name in ids}
+    state = collection.update(state, ids, gradients)
+    with pytest.raises(RuntimeError, match="table 'yours' is full: 2 new keys found no room in 4 rows"):
+        collection.update(state, ids | {"yours": np.arange(10, 14)}, gradients)
+
+
+def test_keys_of_numbers_as_they_once_were_start_the_same_tables():
+    collection, (ids, gradients) = collection_of(NAMES), batches(NAMES)[0]
+    found = [
+        collection.tables(collection.update(collection.init(key), collection.prepare(ids), gradients))
+        for key in (jax.random.PRNGKey(3), jax.random.key(3))
+    ]
+    assert_equal(*found)
+
+
+UNLIKE = {
+    "rule": {"rule": rs.AdamOptimizerSpec(0.2)},
+    "dtype": {"dtype": "bfloat16"},
+    "rows": {"rows": 16},
+    "initializer": {"initializer": jax.nn.initializers.normal(0.4)},
+    "policy": {"when_full": "zero"},
+    "type of keys": {"key_dtype": "int32"},
+}
+
+
+@pytest.mark.parametrize("difference", [*UNLIKE])
+def test_tables_that_differ_in_more_than_their_names_stay_alone(difference):
+    tables = [table("here"), table("mine", **UNLIKE[difference]), table("yours")]
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables])
+    assert collection.init(KEY).tables.keys() == {"here_yours", "mine"}
+
+
+def test_tables_are_laid_together_again_as_they_were_taken_apart():
+    _, state = some_state(2)
+    (params,), (slots,) = state.tables.values(), state.slots.values()
+    parts = apart((params, slots), len(NAMES), 2)
+    found, _ = together(parts, 2)
+    assert_equal(found._replace(key=None), params._replace(key=None))
+    for number, (own, _) in enumerate(parts):
+        assert own.rows.shape == (12, DIM) and own.num_tables == 2  # one of each shard
+        np.testing.assert_array_equal(jax.random.key_data(own.key[0]), jax.random.key_data(params.key[number]))
