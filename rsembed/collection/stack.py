@@ -17,7 +17,6 @@ from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.layout import RowLayout
 from rsembed.collection.reproducible import occurrence_numbers
 from rsembed.collection.rows import Occurrences, Rows
-from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import apart, together
 from rsembed.homes.home import Home
 from rsembed.kernels.contract import NO_ROW, Segment
@@ -65,7 +64,7 @@ class Stack:
     @property
     def tables(self) -> tuple[TableSpec, ...]:
         """Those that share the home; of dense rows the first."""
-        return self.home.tables_of(self.table) if isinstance(self.home, Hashed) else (self.table,)
+        return self.home.tables_of(self.table)
 
     def apart(self, params: Any, slots: Any) -> dict[str, tuple[Any, Any]]:
         """Parameters and slots of each table that shares the home; of several, on the host."""

@@ -300,10 +300,9 @@ class Hashed(RowsByKey):
                     "admission_capacity) larger, or choose Hashed(when_full='evict') or 'zero'."
                 )
 
-    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        return (table,)
-
     def kin(self, table: TableSpec) -> Hashable:
+        if type(self) is not Hashed:  # what another class does otherwise, it says for one table
+            return None
         return self, table.vocabulary_size, keyed_form(table.initializer, table.embedding_dim)
 
     def shared(self, tables: Sequence[TableSpec]) -> HashedTables:
@@ -323,16 +322,11 @@ class HashedTables(Hashed):
 
     tables: tuple[TableSpec, ...]
 
-    def start(
-        self, own_key: KeyOrKeys, table: TableSpec, capacity: int, *, shard: Int[Array, ""]
-    ) -> tuple[DynamicTable, Slots]:
-        raise NotImplementedError("tables that share a home start together, from the model's key.")
-
     def init(
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
     ) -> tuple[DynamicTable, Slots]:
         keys = table_keys(key, [own.name for own in self.tables])
-        return super().start(keys, table, -(-table.vocabulary_size // num_shards), shard=shard)
+        return self.start(keys, table, -(-table.vocabulary_size // num_shards), shard=shard)
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables

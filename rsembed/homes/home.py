@@ -66,6 +66,10 @@ class Home(abc.ABC):
         del table
         return None
 
+    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
+        """All that share the home, in the order in which they lie in every leaf; `table` is one of them."""
+        return (table,)
+
     def shared(self, tables: Sequence[TableSpec]) -> Home:
         """One home for tables of equal `kin`."""
         raise NotImplementedError(f"{self} keeps one table, not {[table.name for table in tables]}.")

@@ -11,6 +11,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import checkpoint, parallel
+from tests.checkpoint.like_tables import keyed_collection, keyed_step
 
 parallel.init(heartbeat_timeout_seconds=60)
 table = rs.TableSpec(
@@ -58,3 +59,9 @@ try:
     checkpoint.CheckpointManager("/proc/nowhere/a", collection)
 except OSError as error:
     print("impossible folder refused:", error)
+keyed = keyed_collection(parallel.make_mesh())
+keys = np.arange(4).reshape(2, 2) + 2**40 * jax.process_index()
+state = keyed_step(keyed, keyed.init(jax.random.key(0)), keys)
+checkpoint.save_collection(sys.argv[1] + "-keys", keyed, state)
+again = checkpoint.load_collection(sys.argv[1] + "-keys", keyed)
+print("keys", [own["keys"].tolist() for own in keyed.tables(again).values()], keyed.counts(state)["right"]["inserted"])

@@ -11,6 +11,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import checkpoint
+from tests.checkpoint.like_tables import all_keys, keyed_collection, keyed_step
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 
@@ -52,3 +53,10 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
     np.testing.assert_allclose(
         collection.slots(restored)["item"].accumulator, collection.slots(state)["item"].accumulator, rtol=1e-6
     )
+    keyed = keyed_collection(jax.make_mesh((4,), ("device",), devices=jax.devices()[:4]))
+    expected = keyed.tables(keyed_step(keyed, keyed.init(jax.random.key(0)), all_keys()))
+    keys = [own["keys"].tolist() for own in expected.values()]
+    assert output.count(f"keys {keys} [2 2 2 2]") == 2, output
+    alone = keyed_collection(None)
+    found = alone.tables(checkpoint.load_collection(f"{tmp_path / 'shared'}-keys", alone))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

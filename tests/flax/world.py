@@ -12,7 +12,9 @@ import rsembed as rs
 from rsembed.tt import TensorTrain
 
 ROWS, DIM, NUM_STEPS = 20, 4, 3
-HOMES = {"dense": None, "hashed": rs.Hashed(), "train": TensorTrain((3,), tt_p_shapes=(4, 5), tt_q_shapes=(2, 2))}
+TRAIN = TensorTrain((3,), tt_p_shapes=(4, 5), tt_q_shapes=(2, 2))
+HOMES = {"dense": None, "hashed": rs.Hashed(), "train": TRAIN, "hashed too": rs.Hashed()}
+"""Two are alike, and share a home."""
 KEY = jax.random.key(0)
 HEAD = np.sin(np.arange(DIM, dtype=np.float32)).reshape(DIM, 1)
 LABELS = np.float32([1, 0, 0, 1])

@@ -265,6 +265,16 @@ def test_tables_that_differ_in_more_than_their_names_stay_alone(difference):
     assert collection.init(KEY).tables.keys() == {"here_yours", "mine"}
 
 
+class Theirs(rs.Hashed):
+    """Of a user, with rules of their own."""
+
+
+def test_tables_of_a_class_that_nobody_knows_stay_alone():
+    same = {"vocabulary_size": ROWS, "embedding_dim": DIM, "optimizer": ADAM, "storage": Theirs()}
+    features = [rs.FeatureSpec(name=name, table_spec=rs.TableSpec(name=name, **same)) for name in NAMES]
+    assert rs.EmbeddingCollection(features).init(KEY).tables.keys() == set(NAMES)
+
+
 def test_tables_are_laid_together_again_as_they_were_taken_apart():
     _, state = some_state(2)
     (params,), (slots,) = state.tables.values(), state.slots.values()
