@@ -1,8 +1,10 @@
 """Contestants of the timing scripts do the same work, on workloads too small to time."""
 
+import os
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -56,6 +58,17 @@ def test_every_point_of_the_curves_is_a_time(workload):
     for what in ("lookup", curves.STEP):
         assert 0 < record[what]["best"] <= record[what]["ns per id"] < np.inf
     assert curves.time_new_keys(8, 1)["million keys a second"] > 0
+
+
+def test_every_wing_whose_compiling_is_timed_trains(scripts, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which the script is going to change
+    import compiling
+
+    for name, make in compiling.WINGS.items():
+        step = make(2)
+        before = [np.asarray(leaf) for leaf in jax.tree.leaves(step()) if leaf.dtype == np.float32]
+        after = [np.asarray(leaf) for leaf in jax.tree.leaves(step()) if leaf.dtype == np.float32]
+        assert any((one != other).any() for one, other in zip(before, after, strict=True)), name
 
 
 def test_the_trial_of_faults_tells_older_checkpoints_from_wrong_ones(scripts, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -158,24 +157,33 @@ class Hashed(RowsByKey):
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """As every home. A key that `find` will meet a full table with reads ahead as what it would start from."""
         rows, num_absent = row_map.search(params.keys, keys)
-        strangers, vectors = keys.only(rows == NO_ROW), hashed_rows.read(params, rows)
         if ahead is None:
-            return vectors, hash_table.num_distinct(strangers)
+            return hashed_rows.read(params, rows), hash_table.num_distinct(keys.only(rows == NO_ROW))
 
-        def with_strangers(vectors: Array) -> tuple[Array, Array]:
-            entry_of, own, first_of, starts = self.newcomers(params, strangers, ahead)
-            places = jnp.where(starts, first_of, NO_ROW)
-            rounded = vectors.astype(params.rows.dtype)  # a new row is read as it is going to be stored
-            (fresh,) = hashed_rows.with_initial_values((rounded,), places, own, table, params.own_key, slots=False)
-            (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
-            new = api.gather_rows((fresh,), first)[0].astype(jnp.float32)
-            return jnp.where((first == NO_ROW)[:, None], vectors, new), jnp.sum(own.is_key, dtype=jnp.int32)
-
-        def without(vectors: Array) -> tuple[Array, Array]:
-            return vectors, varying_zero(strangers.is_key)
+        def with_strangers() -> tuple[Array, Array]:
+            vectors, places, num_new = self._read_ahead(params, keys, rows, table, ahead)
+            return api.gather_rows((vectors,), places)[0].astype(jnp.float32), num_new
 
         # Late in training most batches have no strangers, and need none of their work.
-        return jax.lax.cond(num_absent > 0, with_strangers, without, vectors)
+        return jax.lax.cond(
+            num_absent > 0, with_strangers, lambda: (hashed_rows.read(params, rows), varying_zero(rows))
+        )
+
+    def _read_ahead(
+        self, params: DynamicTable, keys: Keys, rows: Int[Array, " nnz"], table: TableSpec, ahead: Ahead
+    ) -> tuple[Float[Array, "nnz dim"], Int[Array, " nnz"], Int[Array, ""]]:
+        """Vectors as they are stored, in which of them each key finds its own, and how many distinct keys have no row.
+
+        Nothing as large is kept beside them: memory that a program needs beyond 32 MB comes from the system in every
+        call, and its pages one by one, whether a batch has strangers or not.
+        """
+        entry_of, own, first_of, starts = self.newcomers(params, keys.only(rows == NO_ROW), ahead)
+        vectors = hashed_rows.read(params, rows).astype(params.rows.dtype)  # as a new row is going to be stored
+        new = jnp.where(starts, first_of, NO_ROW), own, table, params.own_key
+        (vectors,) = hashed_rows.with_initial_values((vectors,), *new, slots=False)
+        (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
+        places = jnp.where(first == NO_ROW, jnp.arange(keys.shape[0], dtype=jnp.int32), first)
+        return vectors, jnp.where(keys.is_key, places, NO_ROW), jnp.sum(own.is_key, dtype=jnp.int32)
 
     def newcomers(
         self, params: DynamicTable, strangers: Keys, ahead: Ahead
@@ -197,8 +205,14 @@ class Hashed(RowsByKey):
     ) -> tuple[Any, Int[Array, ""]]:
         """As every home, from the rows where they lie if all keys have some."""
         rows, num_absent = row_map.search(params.keys, keys)
-        read = functools.partial(super().pooled, params, keys, table, pool, ahead=ahead)
-        return jax.lax.cond(num_absent == 0, lambda: (pool(params.rows, rows), varying_zero(rows)), read)
+
+        def with_strangers() -> tuple[Any, Array]:
+            if ahead is None:
+                return super(Hashed, self).pooled(params, keys, table, pool)
+            vectors, places, num_new = self._read_ahead(params, keys, rows, table, ahead)
+            return pool(vectors, places), num_new
+
+        return jax.lax.cond(num_absent == 0, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
 
     def find(
         self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from rsembed.bags import device_copy
 from rsembed.collection.asked_rows import keys_of
+from rsembed.collection.engine import STACKS_TOGETHER
 from rsembed.collection.rows import Occurrences, Trip
 from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import Counters, DynamicTable, numbers_of
@@ -66,9 +67,9 @@ class StepOnce:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
             gradients[number].append(gradient.reshape(-1, shape[-1]))
         self.permit.use()
-        tables, states = _tables_and_states(self.variables)
-        for variable, state in zip(self.variables, _step(tables, states, self.trips, gradients), strict=True):
-            variable.set_value(state)
+        stepped = _in_programs(_step, self.variables, self.trips, gradients)
+        for variable, state in zip(self.variables, stepped, strict=True):
+            variable.set_value(state._replace(layout=variable.table.layout))
 
 
 def look_up_variables(
@@ -111,9 +112,9 @@ def _trained(
             if variable.table.grows:
                 _make_room(variable, features)
         failed = [_num_failed(variable) for variable in variables]
-    results = _admit(*_tables_and_states(variables), batch)
+    results = _in_programs(_admit, variables, batch)
     for variable, (state, _, _) in zip(variables, results, strict=True):
-        variable.set_value(state)
+        variable.set_value(state._replace(layout=variable.table.layout))
     outputs, trips = [own for _, own, _ in results], [trip for *_, trip in results]
     if is_eager:
         for variable, before, trip in zip(variables, failed, trips, strict=True):
@@ -125,16 +126,32 @@ def _evaluated(
     variables: Sequence[EmbeddingVariable], batch: Sequence[Sequence[KeyBags]]
 ) -> tuple[list[Outputs], list[Trip]]:
     """Outputs of each variable, of which nothing changes but counters."""
-    tables, states = _tables_and_states(variables)
-    results = _evaluate(tables, states, batch)
+    states = [state_of(variable) for variable in variables]
+    results = _in_programs(_evaluate, variables, batch)
     for variable, state, (counters, _) in zip(variables, states, results, strict=True):
         with contextlib.suppress(TraceContextError):
             variable.set_value(state._replace(shards=state.shards._replace(counters=counters)))
     return [own for _, own in results], []
 
 
-def _tables_and_states(variables: Sequence[EmbeddingVariable]) -> tuple[tuple[ShardedTable, ...], list[TableState]]:
-    return tuple(variable.table for variable in variables), [state_of(variable) for variable in variables]
+def _in_programs(function: Callable[..., list[Any]], variables: Sequence[EmbeddingVariable], *args: Any) -> list[Any]:
+    """`function` of tables, states and what belongs to each of them, in programs of few tables.
+
+    To compile one takes time that grows with the square of its tables, and tables that are alike share what is
+    compiled: of a hundred like tables, a quarter at a time.
+    """
+    numbers: dict[ShardedTable, int] = {}
+    kinds = [numbers.setdefault(variable.table.model, len(numbers)) for variable in variables]
+    like_beside_like = sorted(range(len(variables)), key=kinds.__getitem__)
+    num_programs = -(-len(variables) // STACKS_TOGETHER)
+    size, results = -(-len(variables) // num_programs), dict[int, Any]()
+    for first in range(0, len(variables), size):
+        own = like_beside_like[first : first + size]
+        tables = tuple(variables[number].table.model for number in own)
+        states = [state_of(variables[number])._replace(layout=cast(Any, None)) for number in own]
+        found = function(tables, states, *([of_all[number] for number in own] for of_all in args))
+        results |= zip(own, found, strict=True)
+    return [results[number] for number in range(len(variables))]
 
 
 def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None:
@@ -144,7 +161,7 @@ def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None
     num_free = min(int(on_host(rows.num_free).min()) for rows in maps)
     if num_free >= sum(feature.keys.is_key.size for feature in features):
         return
-    ((counters, _),) = _evaluate((table,), [state], [features])
+    ((counters, _),) = _in_programs(_evaluate, [variable], [features])
     num_new = numbers_of(counters.unknown) - numbers_of(state.shards.counters.unknown)
     if num_new.max() > num_free:
         old = state.shards.rows.shape[0] // table.context.num_devices

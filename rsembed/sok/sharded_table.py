@@ -21,6 +21,7 @@ from rsembed.collection.moving import Moving
 from rsembed.collection.rows import Occurrences, Rows, asks_nobody, each
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
+from rsembed.initial_values import SameRows, keyed_form
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
 from rsembed.parallel import Asking, together
@@ -36,7 +37,7 @@ class TableState(NamedTuple):
       shards: the rows; the shares of the devices lie side by side along the leading axis.
       slots: their optimizer state.
       step: updates so far.
-      layout: `ShardedTable.layout` of the table that it belongs to.
+      layout: `ShardedTable.layout` of the table that it belongs to; None inside programs that tables share.
     """
 
     shards: Any
@@ -82,6 +83,13 @@ class ShardedTable:
         if devices.num_devices > 1:
             return AskedRows(devices, self.spec, self.home, capacity=self.exchange_capacity)
         return Rows(devices, self.spec, self.home)
+
+    @functools.cached_property
+    def model(self) -> ShardedTable:
+        """What compiled steps know of the table, equal for tables that are alike: neither its name nor its layout."""
+        form = keyed_form(self.spec.initializer, self.spec.embedding_dim)
+        spec = dataclasses.replace(self.spec, name="any", initializer=SameRows(form, self.spec.initializer))
+        return dataclasses.replace(self, spec=spec)
 
     @functools.cached_property
     def moving(self) -> Moving:
