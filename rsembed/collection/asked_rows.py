@@ -214,7 +214,7 @@ class AskedRows(Rows):
 
     @property
     def _row(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.table.embedding_dim,), jnp.float32)
+        return jax.ShapeDtypeStruct((self.table.embedding_dim,), self.home.vector_dtype(self.table))
 
     def _question(
         self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: Any, *, reply: Any = None

@@ -97,6 +97,11 @@ class Home(abc.ABC):
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
         return owner
 
+    def vector_dtype(self, table: TableSpec) -> Any:
+        """Of the rows that `read` and `vectors` give."""
+        del table
+        return jnp.float32
+
     def rounding(self, rounding: Rounding | None, shard: Int[Array, ""] | int) -> Rounding | None:
         """How a shard's rows are rounded, from the rounding of the collection."""
         del shard
@@ -110,7 +115,7 @@ class Home(abc.ABC):
     def read(
         self, params: Any, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
-        """Rows, float32, zeros for what is no key or has no row; and how many distinct keys have none.
+        """Rows, zeros for what is no key or has no row; and how many distinct keys have none.
 
         `ahead` of a step, keys without a row read as what `find` is going to give them. None only looks.
         """
@@ -130,7 +135,7 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def vectors(self, params: Any, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        """The rows that `find` gave, float32; zeros for `NO_ROW`."""
+        """The rows that `find` gave; zeros for `NO_ROW`."""
 
     @abc.abstractmethod
     def find(

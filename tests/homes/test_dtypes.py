@@ -1,0 +1,83 @@
+"""Tables of every dtype, on every way to them: read as they are stored, and stepped to the nearest value they can hold.
+
+Numbers are those of loops over the rows that the state says it has.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rsembed as rs
+from rsembed.tt import TensorTrain
+from tests.homes.test_contract import HOMES, WAYS
+
+STORAGES = {
+    "dense": None,
+    "hashed": rs.Hashed(),
+    "host-cached": rs.HostCached(cache_rows=16),
+    "train": TensorTrain((2,)),
+}
+DTYPES = {"float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # one rounding, and the sums before it
+ROWS, DIM, LEARNING_RATE = 16, 4, 0.5
+CELLS = [
+    (home, way, dtype)
+    for home, dtype in itertools.product(STORAGES, DTYPES)
+    for way in HOMES[home].ways
+    if (home, dtype) != ("train", "float16")  # refused by name
+]
+
+
+def rows_of(collection, state):
+    """Rows by id, float64."""
+    table = collection.tables(state)["t"]
+    if not isinstance(table, dict):
+        return dict(enumerate(np.asarray(table.astype(jnp.float32), np.float64)))
+    return dict(
+        zip(table["keys"].tolist(), np.asarray(jnp.asarray(table["values"], jnp.float32), np.float64), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("home", "way", "dtype"), CELLS, ids=[", ".join(cell) for cell in CELLS])
+def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(home, way, dtype):
+    placed = WAYS[way]
+    table = rs.TableSpec(
+        name="t", vocabulary_size=ROWS, embedding_dim=DIM, dtype=dtype, storage=STORAGES[home],
+        initializer=jax.nn.initializers.uniform(1.0), optimizer=rs.SGDOptimizerSpec(LEARNING_RATE),
+    )  # fmt: skip
+    collection = rs.EmbeddingCollection(
+        [rs.FeatureSpec(name="f", table_spec=table)],
+        mesh=None if placed.placement is None else jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]),
+        placement=placed.placement,
+        exchange_capacity=placed.capacity,
+    )
+    rng = np.random.default_rng(0)
+    ids, d_outputs = rng.integers(0, ROWS, (8, 3)), rng.normal(size=(8, DIM)).astype(np.float32)
+    batch = collection.prepare({"f": ids})
+    state = collection.prefetch(collection.init(jax.random.key(0)), batch)
+    if home == "hashed":  # gives rows to the keys
+        state = jax.jit(collection.update)(state, batch, {"f": np.zeros_like(d_outputs)})
+
+    before = rows_of(collection, state)
+
+    @jax.jit
+    def apply(state, batch, d_outputs):
+        found, pullback = collection.lookup_vjp(state, batch)
+        return found, collection.apply(state, pullback(d_outputs))
+
+    found, applied = apply(state, batch, {"f": d_outputs})
+    wanted = np.stack([sum(before[i] for i in sample) for sample in ids.tolist()])
+    np.testing.assert_allclose(found["f"], wanted, rtol=1e-6, atol=1e-6)
+    if home == "train":
+        return  # steps cores, whose rows are products
+
+    expected = dict(before)
+    for sample, d_output in zip(ids.tolist(), d_outputs, strict=True):
+        for i in sample:
+            expected[i] = expected[i] - LEARNING_RATE * d_output.astype(np.float64)
+    for stepped in (applied, jax.jit(collection.update)(state, batch, {"f": d_outputs})):
+        after = rows_of(collection, stepped)
+        for i, row in expected.items():
+            np.testing.assert_allclose(after[i], row, rtol=DTYPES[dtype], atol=1e-6, err_msg=f"row {i}")
