@@ -10,6 +10,7 @@ one device:
 * `mesh of 1`, `4`, `8`: rows with one owner each, on a mesh of pretended devices that share the cores.
 * `hashed`: the ids are keys that all have rows. `hashed, new`: every key of every batch is new and gets one.
 * `hashed, mesh of 4`, `8`: known keys with one owner each.
+* `SparseCore`, and on a mesh of 4 and 8: the wing's functions, with batches that were preprocessed beforehand.
 * `2 processes` and `hashed, 2 processes` run behind the others: a device each, half of the batch each.
 
 All devices and processes share the cores of this machine, so the rows of a batch are read and stepped in the time that
@@ -41,6 +42,7 @@ import timing  # noqa: E402
 
 import rsembed as rs  # noqa: E402
 from rsembed import parallel  # noqa: E402
+from rsembed.sparsecore import embedding, embedding_spec  # noqa: E402
 
 NUM_TABLES, ROWS, DIM, BATCH, IDS = 4, 1_000_000, 32, 4096, 10
 NAMES = [f"feature_{k}" for k in range(NUM_TABLES)]
@@ -130,7 +132,62 @@ class Contestant:
         return 2 * self.num_devices * sent / (NUM_TABLES * BATCH * IDS)
 
 
-def makers(ids: np.ndarray) -> dict[str, Callable[[], Contestant]]:
+class SparseCoreContestant:
+    """The same by the SparseCore wing, whose batches are preprocessed before they are timed."""
+
+    def __init__(self, ids: np.ndarray, *, num_devices: int = 1):
+        mesh = jax.make_mesh((num_devices,), ("shard",), devices=jax.devices()[:num_devices])
+        specs = {
+            name: embedding_spec.FeatureSpec(
+                name=name,
+                table_spec=embedding_spec.TableSpec(
+                    name=name,
+                    vocabulary_size=ROWS,
+                    embedding_dim=DIM,
+                    optimizer=embedding_spec.AdagradOptimizerSpec(0.01),
+                    max_ids_per_partition=BATCH * IDS,
+                    max_unique_ids_per_partition=BATCH * IDS,
+                    suggested_coo_buffer_size_per_device=2 * BATCH * IDS // num_devices,
+                ),
+                input_shape=(BATCH, IDS),
+                output_shape=(BATCH, DIM),
+            )
+            for name in NAMES
+        }
+        embedding.prepare_feature_specs_for_training(specs, num_devices)
+        split = jax.sharding.PartitionSpec("shard")
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("shard", None))
+
+        def on_device(variables, batch):
+            options = {"global_device_count": num_devices}
+            outputs = embedding.sparse_dense_matmul(batch, variables, specs, **options)
+            gradients = jax.tree.map(lambda x: x - 1.0, outputs)
+            return embedding.sparse_dense_matmul_grad(gradients, batch, variables, specs, **options)
+
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=split, out_specs=split)
+        self.step = jax.jit(mapped, donate_argnums=0)
+        tables = embedding.get_table_specs(specs)
+        self.state = embedding.init_embedding_variables(jax.random.key(0), tables, sharding)
+        preprocess = functools.partial(
+            embedding.preprocess_sparse_dense_matmul_input,
+            features_weights=None,
+            feature_specs=specs,
+            local_device_count=num_devices,
+            global_device_count=num_devices,
+        )
+        inputs = [preprocess(dict(zip(NAMES, batch, strict=True)))[0] for batch in ids]
+        self.batches = [jax.device_put(own, jax.sharding.NamedSharding(mesh, split)) for own in inputs]
+
+    def __call__(self, k: int) -> object:
+        self.state = jax.block_until_ready(self.step(self.state, self.batches[k]))
+        return self.state
+
+    def bytes_per_id(self) -> float:
+        """Not told."""
+        return 0.0
+
+
+def makers(ids: np.ndarray) -> dict[str, Callable[[], Contestant | SparseCoreContestant]]:
     """All contestants of one process by name, to be made."""
     make = functools.partial(functools.partial, Contestant, ids)
     meshes = {f"mesh of {n}": {"num_devices": n} for n in (1, NUM_DEVICES // 2, NUM_DEVICES)}
@@ -143,10 +200,17 @@ def makers(ids: np.ndarray) -> dict[str, Callable[[], Contestant]]:
         "hashed, apply": make(applying, **hashed),
         "hashed, new": make(has_new_keys=True, **hashed),
         **{f"hashed, {name}": make(**mesh, **hashed) for name, mesh in meshes.items() if mesh["num_devices"] > 1},
+        "SparseCore": functools.partial(SparseCoreContestant, ids),
+        **{
+            f"SparseCore, mesh of {n}": functools.partial(SparseCoreContestant, ids, num_devices=n)
+            for n in (NUM_DEVICES // 2, NUM_DEVICES)
+        },
     }
 
 
-def run(contestants: dict[str, Callable[[], Contestant]], num_rounds: int) -> dict[str, dict[str, float]]:
+def run(
+    contestants: dict[str, Callable[[], Contestant | SparseCoreContestant]], num_rounds: int
+) -> dict[str, dict[str, float]]:
     """Their times and what they send."""
     made = {name: make() for name, make in contestants.items()}
     times = timing.race(made, num_rounds)
@@ -188,10 +252,11 @@ def main() -> int:
     print(f"{'':<20}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}{'exchange':>10}{'bytes/id':>10}")
     dense, ns_per_id = found["dense"]["median"], 1e6 / (NUM_TABLES * BATCH * IDS)
     for name, own in found.items():
-        ms, here = own["median"], found.get("hashed" if name.startswith("hashed") else "dense", {}).get("median")
+        ms, wing = own["median"], name.split(",")[0] if name.startswith(("hashed", "SparseCore")) else "dense"
+        here, is_split = found.get(wing, {}).get("median"), "mesh of" in name or "processes" in name
         line = f"{name:<20}{ms:9.2f}{own['best']:9.2f}{ns_per_id * ms:8.0f}{ms / dense:7.2f}"
-        if own["bytes per id"] and here is not None:
-            line += f"{1 - here / ms:10.0%}{own['bytes per id']:10.0f}"
+        if is_split and here is not None:
+            line += f"{1 - here / ms:10.0%}" + (f"{own['bytes per id']:10.0f}" if own["bytes per id"] else "")
         print(line)
     timing.write_records(options, found)
     return 0

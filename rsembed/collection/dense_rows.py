@@ -48,15 +48,16 @@ class DenseRows(Home):
     ) -> tuple[Array, Slots]:
         """Rows and slots of a shard, or its columns of all rows."""
         layout, zero = self.layout, jnp.zeros((), jnp.int32)
-        width = table.embedding_dim // self.num_parts
+        width, num_own = table.embedding_dim // self.num_parts, layout.shards_per_device
         placed = [
-            PlacedTable(spec, place, own.rows)
+            PlacedTable(spec, place, own.setting.padded_vocab_size)
             for spec, place, own in zip(self.tables, layout.places, layout.stack.tables, strict=True)
         ]
+        first = zero if self.num_parts > 1 else shard * num_own
         return initial_shards(
             key,
             placed,
-            OwnShards(zero if self.num_parts > 1 else shard, 1, layout.rows_per_shard, layout.spread),
+            OwnShards(first, num_own, layout.rows_per_shard, layout.spread),
             rule=table.optimizer,
             columns=(shard * width if self.num_parts > 1 else zero, width),
             is_full=layout.num_rows == layout.stack.spec.stack_vocab_size,
@@ -65,7 +66,7 @@ class DenseRows(Home):
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
         """The shard of every row."""
-        return jnp.where(keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_shard, num_shards)
+        return jnp.where(keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards)
 
     def vector_dtype(self, table: TableSpec) -> Any:
         """That of the table: half as many bytes travel."""
@@ -127,5 +128,5 @@ class DenseRows(Home):
         )
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
-        """Rows of the shard that owns them."""
-        return jnp.where(keys.is_key, keys.low.astype(jnp.int32) % self.layout.rows_per_shard, NO_ROW)
+        """Rows of the device that owns them."""
+        return jnp.where(keys.is_key, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)

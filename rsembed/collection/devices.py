@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from rsembed.kernels.contract import Segment
@@ -20,10 +20,11 @@ from rsembed.kernels.cpu_threads import check_threads
 class Devices:
     """One device (`mesh` is None), or the devices along some axes of a mesh.
 
-    Samples and tables are split over `axes`; devices along the other axes hold copies and compute the same.
+    Samples and tables are split over `axes`; devices along the other axes hold copies and compute the same. Inside a
+    `shard_map`, which knows no more of its mesh, an abstract one will do.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     axes: tuple[str, ...] = ()
 
     @staticmethod
@@ -43,6 +44,11 @@ class Devices:
         return Devices(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim), axes)
 
     @property
+    def known_mesh(self) -> Mesh | None:
+        """The mesh, if there is one and it is not abstract."""
+        return self.mesh if isinstance(self.mesh, Mesh) else None
+
+    @property
     def num_devices(self) -> int:
         """Parts into which samples and tables are split."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
@@ -50,7 +56,8 @@ class Devices:
     @property
     def num_processes(self) -> int:
         """Processes that each bring their own samples."""
-        return 1 if self.mesh is None else len({device.process_index for device in self.mesh.devices.flat})
+        mesh = self.known_mesh
+        return 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
 
     @property
     def split(self) -> PartitionSpec:

@@ -53,7 +53,7 @@ def prepare(
     features: Mapping[str, FeatureSpec], batch: Batch, devices: Devices, *, bounds_check: str
 ) -> dict[str, Any]:
     """The batch in canonical form; see `EmbeddingCollection.prepare`."""
-    with Agreement(devices.mesh, "the batch", batch) as agreement:
+    with Agreement(devices.known_mesh, "the batch", batch) as agreement:
         check_names(features, batch, "batch")
         bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
         if devices.mesh is None:

@@ -19,14 +19,15 @@ from rsembed.kernels.keyed import mix
 from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, TableSpec
-from rsembed.stacking import StackPlan
+from rsembed.stacking import StackPlan, place_of
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
     """The rows of a stack in one array `[num_shards * rows_per_shard, dim]`, shard after shard.
 
-    Spread over one shard, tables lie whole; spread over all, neighbouring ids have different owners.
+    Spread over one shard, tables lie whole; spread over all, neighbouring ids have different owners. A device has one
+    shard, or `shards_per_device` that follow each other.
     """
 
     stack: StackPlan
@@ -34,6 +35,7 @@ class RowLayout:
     rows_per_shard: int
     spread: int
     places: tuple[Place, ...]
+    shards_per_device: int = 1
 
     def __post_init__(self) -> None:
         if self.num_rows > MAX_ROWS:
@@ -52,6 +54,14 @@ class RowLayout:
         """Neighbouring rows with different owners, so that frequent ids spread evenly."""
         places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
         return RowLayout(stack, num_shards, -(-stack.spec.stack_vocab_size // num_shards), num_shards, places)
+
+    @staticmethod
+    def as_planned(stack: StackPlan, shards_per_device: int) -> RowLayout:
+        """Padded and rotated as the plan says, over all shards that it was made for."""
+        num_shards = stack.spec.num_shards
+        places = tuple(place_of(table.setting, num_shards) for table in stack.tables)
+        rows_per_shard = stack.spec.stack_vocab_size // num_shards
+        return RowLayout(stack, num_shards, rows_per_shard, num_shards, places, shards_per_device)
 
     @staticmethod
     def table_wise(stack: StackPlan, num_shards: int, load: list[int]) -> RowLayout:
@@ -76,6 +86,11 @@ class RowLayout:
     def num_rows(self) -> int:
         """Rows of the whole array, padding included."""
         return self.num_shards * self.rows_per_shard
+
+    @property
+    def rows_per_device(self) -> int:
+        """Rows that one device has."""
+        return self.shards_per_device * self.rows_per_shard
 
     def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, Any]:
         """All on which the meaning of a state's arrays depends, as `EmbeddingState.layout` keeps it."""
@@ -107,8 +122,8 @@ class RowLayout:
         place = self.place(table_name)
         return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
-    def rounding(self, rounding: Rounding | None, shard: Any) -> Rounding | None:
-        """The rounding of a shard's rows, with noise that no stack, placement or mesh changes.
+    def rounding(self, rounding: Rounding | None, device: Any) -> Rounding | None:
+        """The rounding of a device's rows, with noise that no stack, placement or mesh changes.
 
         Rows are told apart by a number for the table's name and the id, wherever they lie.
         """
@@ -117,8 +132,11 @@ class RowLayout:
         names = np.asarray([zlib.crc32(table.name.encode()) for table in self.stack.tables], np.uint32)
 
         def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
-            sizes = [table.rows for table in self.stack.tables]
-            tables, ids = tables_and_ids(self.places, sizes, shard, rows, spread=self.spread)
+            sizes, shard, row = [table.rows for table in self.stack.tables], device, rows
+            if self.shards_per_device > 1:
+                own, row = jnp.divmod(rows, self.rows_per_shard)
+                shard = device * self.shards_per_device + own
+            tables, ids = tables_and_ids(self.places, sizes, shard, row, spread=self.spread)
             return rounding(values, dtype, mix(ids.astype(jnp.uint32), jnp.asarray(names)[tables]).astype(jnp.int32))
 
         return round_rows

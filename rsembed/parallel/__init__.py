@@ -9,10 +9,6 @@ from rsembed.parallel.communication import device_load as device_load
 from rsembed.parallel.communication import observed_ids as observed_ids
 from rsembed.parallel.communication import step_time as step_time
 from rsembed.parallel.communication import zipf_ids as zipf_ids
-from rsembed.parallel.exchange import Routes as Routes
-from rsembed.parallel.exchange import plan_routes as plan_routes
-from rsembed.parallel.exchange import send as send
-from rsembed.parallel.exchange import send_back as send_back
 from rsembed.parallel.launch import launch as launch
 from rsembed.parallel.placement import PlacementError as PlacementError
 from rsembed.parallel.placement import PlacementPlan as PlacementPlan

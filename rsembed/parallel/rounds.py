@@ -26,6 +26,7 @@ from jaxtyping import Array, Int, Shaped, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.blocks import Queue
+from rsembed.kernels.library import vary_alike
 from rsembed.parallel.exchange import AxisName, trade
 
 Result = TypeVar("Result")
@@ -201,6 +202,9 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
         _Progress(cursor, question.state, question.no_replies())
         for cursor, question in zip(cursors, questions, strict=True)
     ]
+    # Inside a `shard_map` that checks it, what a loop carries varies from its beginning as it does at its end.
+    leaves, tree = jax.tree.flatten(progress)
+    progress = jax.tree.unflatten(tree, vary_alike([*leaves, questions[0].wanted.offsets])[:-1])
     # A loop from the first round on: what an owner does is a large program, which is compiled once.
     in_rounds = functools.partial(jax.lax.while_loop, lambda carry: carry[2], one_round)
     run = in_rounds if takes_rounds else one_round

@@ -1,11 +1,8 @@
-"""The device side: what one device does with its part of a preprocessed batch, inside `shard_map`.
+"""The device side: what one device reads of a preprocessed batch, and the engine's way to the rows of a stack.
 
 ```
-lookup   entries ──rows by owner──▶ vectors ──pool by sample──▶ activations of the stack
-update   d(activations) ──spread──▶ one vector per entry ──to the owner──▶ one optimizer step per row
+buffers ──read_entries──▶ occurrences: rows, samples, gains ──Rows, AskedRows──▶ activations; tables and slots
 ```
-
-With one device the exchange falls away. All arithmetic on tables is done by `rsembed.kernels`.
 """
 
 from __future__ import annotations
@@ -13,94 +10,48 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
+from rsembed.collection.asked_rows import AskedRows
+from rsembed.collection.dense_rows import DenseRows
+from rsembed.collection.devices import Devices
+from rsembed.collection.rows import Occurrences, Rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
-from rsembed.optimizers import Slots
-from rsembed.parallel.exchange import AxisName, Routes, plan_routes, send, send_back
-from rsembed.places import tables_and_ids
+from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.optimizers import OptimizerSpec
+from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore.layout import StackLayout
 from rsembed.stacking import SUBLANES, round_up
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StackEntries:
-    """What one device looks up in a stack: its buffer place by place, empty ones with `NO_ROW` and gain 0.
+def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None) -> Rows:
+    """The rows of a stack, as the engine knows them: here, or asked from their owners.
 
-    Attributes:
+    Args:
       layout: the stack's.
-      owners: device that holds the row.
-      rows: row of the owner's part of the physical table.
-      samples: sample of this device.
-      gains: factor of the row in the sample's activation.
-      axes: mesh axes along which devices share the stack; None for one device.
-      capacity: most entries that go to one of them.
+      devices: those that share it.
+      rule: what steps them.
+      capacity: places per block where they are asked for.
     """
-
-    layout: StackLayout
-    owners: Int[Array, " nnz"]
-    rows: Int[Array, " nnz"]
-    samples: Int[Array, " nnz"]
-    gains: Float[Array, " nnz"]
-    axes: AxisName | None
-    capacity: int
-
-    def _routes(self) -> Routes:
-        return plan_routes(self.owners, num_devices=self.layout.num_devices, capacity=self.capacity)
-
-    def lookup(self, table: Float[Array, "rows dim"]) -> Float[Array, "samples dim"]:
-        """Activations of all samples of this device, float32, in the stacked order (cores, then features)."""
-        vectors, places = table, self.rows
-        if self.axes is not None:
-            routes = self._routes()
-            wanted = send(self.rows, routes.entries, self.axes)
-            (found,) = api.lookup(table, [Segment(wanted.reshape(-1), None, None, "none")])
-            vectors, places = send_back(found.reshape(*wanted.shape, -1), self.axes), routes.places
-        return api.lookup(vectors, [self._bags(places)], quantization=self.layout.spec.quantization_config)[0]
-
-    def update(
-        self, table: Float[Array, "rows dim"], slots: Slots, d_activations: Float[Array, "samples dim"], step: Step
-    ) -> tuple[Float[Array, "rows dim"], Slots]:
-        """One optimizer step of every row that any device looked up, with the gradients of all of them added."""
-        segment, d_outputs = self._bags(self.rows), d_activations
-        if self.axes is not None:
-            routes = self._routes()
-            (vectors,) = api.lookup(d_activations, [Segment(self.samples, None, self.gains, "none")])
-            rows, d_outputs = send((self.rows, vectors), routes.entries, self.axes)
-            segment, d_outputs = Segment(rows.reshape(-1), None, None, "none"), d_outputs.reshape(rows.size, -1)
-        return api.update(table, slots, [segment], [d_outputs], step.hyper, step.rule, rounding=step.rounding)
-
-    def _bags(self, places: Int[Array, " nnz"]) -> Segment:
-        """The entries of every sample, which read from `places`."""
-        offsets, order = api.rows_by_bag(self.samples, self.layout.samples_per_core * self.layout.num_cores)
-        return Segment(places[order], offsets, self.gains[order], "sum")
-
-    def stacked_rows(self, rows: Int[Array, " capacity"]) -> Int[Array, " capacity"]:
-        """Number of this device's rows in the stack's tables laid under each other, which no sharding changes."""
-        layout = self.layout
-        first_shard = 0 if self.axes is None else jax.lax.axis_index(self.axes) * layout.num_cores
-        core, row_in_shard = jnp.divmod(rows, layout.rows_per_shard)
-        sizes = [table.vocabulary_size for table in layout.tables]
-        shard = first_shard + core
-        tables, ids = tables_and_ids(layout.places, sizes, shard, row_in_shard, spread=layout.num_shards)
-        firsts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
-        return jnp.where((rows == NO_ROW) | (tables < 0), NO_ROW, jnp.asarray(firsts)[tables] + ids)
+    layout = dataclasses.replace(layout, num_devices=devices.num_devices)
+    table = dataclasses.replace(
+        layout.tables[0],
+        embedding_dim=layout.spec.stack_embedding_dim,
+        optimizer=rule,
+        quantization_config=layout.spec.quantization_config,
+    )
+    home = DenseRows(layout.row_layout, layout.tables)
+    if devices.num_devices == 1:
+        return Rows(devices, table, home)
+    return AskedRows(devices, table, home, capacity=capacity)
 
 
-def read_entries(
-    layout: StackLayout,
-    buffers: Sequence[Array],
-    num_minibatches: Int[Array, ""] | None,
-    *,
-    axes: AxisName | None,
-    capacity: int,
-) -> StackEntries:
-    """The entries that the row pointers delimit; what lies in gaps and behind the last partition is never used.
+def read_entries(layout: StackLayout, buffers: Sequence[Array], num_minibatches: Int[Array, ""] | None) -> Occurrences:
+    """The entries that the row pointers delimit, by sample; what lies in gaps and behind the last partition is none.
 
     Without minibatches (None), row pointers count from the first place of their core. With them, blocks of row
     pointers belong to (core, minibatch) and count from the first place of all. All minibatches are read together: a
@@ -111,8 +62,9 @@ def read_entries(
       layout: the stack's.
       buffers: row pointers, embedding ids, sample ids and gains of this device.
       num_minibatches: how many there are.
-      axes: as `StackEntries` has them.
-      capacity: likewise.
+
+    Returns: one feature, whose ids are rows of the physical table, and whose samples are those of this device in the
+      stacked order (cores, then features).
     """
     row_pointers, embedding_ids, sample_ids, gains = buffers
     num_cores, num_shards = layout.num_cores, layout.num_shards
@@ -138,18 +90,17 @@ def read_entries(
     def used(values: Array) -> Array:
         return jnp.where(is_entry, values, NO_ROW)
 
-    owners, rows = used(shards // num_cores), used(shards % num_cores * layout.rows_per_shard + embedding_ids)
+    rows = used(shards * layout.rows_per_shard + embedding_ids)
     samples, gains = used(cores * layout.samples_per_core + sample_ids), jnp.where(is_entry, gains, 0.0)
     if num_minibatches is not None:
-        order = jnp.lexsort((samples, rows, owners, jnp.where(is_entry, cores, num_cores)))
-        owners, rows, samples, gains = (field[order] for field in (owners, rows, samples, gains))
-    return StackEntries(
-        layout=layout, owners=owners, rows=rows, samples=samples, gains=gains, axes=axes, capacity=capacity
-    )
+        order = jnp.lexsort((samples, rows, jnp.where(is_entry, cores, num_cores)))
+        rows, samples, gains = (field[order] for field in (rows, samples, gains))
+    offsets, order = api.rows_by_bag(samples, layout.samples_per_core * num_cores)
+    return Occurrences([Segment(rows[order], offsets, gains[order], "sum")])
 
 
-def manual_axes(num_devices: int, axis_name: AxisName | None = None) -> AxisName | None:
-    """The mesh axes of the surrounding `shard_map` that have `num_devices` devices together; None for one device.
+def own_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices:
+    """The devices that share the tables: along those axes of the surrounding `shard_map` that have so many together.
 
     Args:
       num_devices: devices that share the tables.
@@ -160,8 +111,8 @@ def manual_axes(num_devices: int, axis_name: AxisName | None = None) -> AxisName
       ValueError: there is no `shard_map` around, none of its axes fits, or several do.
     """
     if num_devices == 1:
-        return None
-    mesh = jax.sharding.get_abstract_mesh()
+        return Devices()
+    mesh: Any = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
     if axis_name is not None:
         wanted = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
@@ -170,7 +121,7 @@ def manual_axes(num_devices: int, axis_name: AxisName | None = None) -> AxisName
     else:
         wanted = tuple(name for name, size in sizes.items() if size == num_devices)
     if wanted and math.prod(sizes.get(name, 0) for name in wanted) == num_devices:
-        return wanted
+        return Devices(mesh, wanted)
     raise ValueError(
         f"global_device_count={num_devices}, but the surrounding shard_map has the axes {sizes}; call this inside "
         "jax.shard_map over the axis that shards the tables, and name it with axis_name= if several fit."

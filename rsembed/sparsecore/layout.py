@@ -13,8 +13,8 @@ from typing import Any, TypeVar, Union
 
 import jax
 
+from rsembed.collection.layout import RowLayout
 from rsembed.kinds import check_kind
-from rsembed.places import Place
 from rsembed.specs import (
     FeatureIdTransformation,
     FeatureSpec,
@@ -24,7 +24,7 @@ from rsembed.specs import (
     features_of,
     tables_of,
 )
-from rsembed.stacking import SUBLANES, place_of, round_up
+from rsembed.stacking import SUBLANES, FeaturePlacement, StackPlan, TablePlacement, place_of, round_up
 
 T = TypeVar("T")
 # A tree: `Nested[FeatureSpec]` is a FeatureSpec, or (lists or dicts of) lists or dicts of them.
@@ -128,9 +128,19 @@ class StackLayout:
         return self.spec.total_sample_count // self.num_shards
 
     @property
-    def places(self) -> list[Place]:
-        """Where each of the tables lies."""
-        return [place_of(table.setting_in_stack, self.num_shards) for table in self.tables]
+    def plan(self) -> StackPlan:
+        """The same as it was planned."""
+        return StackPlan(
+            spec=self.spec,
+            dtype=self.tables[0].dtype,
+            tables=tuple(TablePlacement.of(table, table.setting_in_stack) for table in self.tables),
+            features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in self.features),
+        )
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """Where each of the rows lies."""
+        return RowLayout.as_planned(self.plan, self.num_cores)
 
     def facts(self) -> dict[str, Any]:
         """Where the rows lie, as fingerprints have it."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rsembed.initial_values import table_key
+from rsembed.collection.devices import Devices
+from rsembed.collection.rows import Occurrences, Rows
 from rsembed.intervals import check_within
 from rsembed.kernels import api
 from rsembed.kernels.contract import Rounding, Step
 from rsembed.kinds import check_kind
+from rsembed.optimizers import OptimizerSpec
+from rsembed.parallel import default_capacity, together
 from rsembed.parallel.exchange import AxisName
-from rsembed.sparsecore import device
+from rsembed.sparsecore.device import own_devices, read_entries, stack_rows
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
     Nested,
@@ -69,11 +72,16 @@ def sparse_dense_matmul(
     del use_activation_unstack_primitive
     sharding_strategy_to_enum(sharding_strategy)
     cut = (global_device_count, num_sc_per_device)
-    activations = {}
-    for entries in _entries(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name):
-        variables = _variables_of(entries.layout, embedding_variables)
-        check_variables(variables, entries.layout)
-        activations[entries.layout.name] = entries.lookup(variables.table).astype(variables.table.dtype)
+    stacks, devices = _stacks(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
+    tables, askings = {}, []
+    for stack in stacks:
+        variables = _variables_of(stack.layout, embedding_variables)
+        check_variables(variables, stack.layout)
+        tables[stack.layout.name] = variables.table
+        rows = stack.rows(devices, stack.layout.spec.optimizer)
+        askings.append(rows.look_up(variables.table, stack.occurrences, None))
+    found = zip(tables.items(), together(askings, devices.axes), strict=True)
+    activations = {name: output.astype(table.dtype) for (name, table), ((output,), *_) in found}
     return unstack_embedding_activations(activations, feature_specs, *cut) if perform_unstacking else activations
 
 
@@ -120,20 +128,24 @@ def sparse_dense_matmul_grad(
     sharding_strategy_to_enum(sharding_strategy)
     num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, perform_stacking)
     cut = (num_devices, num_sc_per_device)
-    entries_of_all = _entries(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
-    limits = _checked_limits(embedding_var_limits, [entries.layout.name for entries in entries_of_all])
+    stacks, devices = _stacks(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
+    limits = _checked_limits(embedding_var_limits, [stack.layout.name for stack in stacks])
     if perform_stacking:
         activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, *cut[::-1])
-    updated = {}
-    for entries in entries_of_all:
-        layout, optimizer = entries.layout, entries.layout.spec.optimizer
+    askings = []
+    for stack in stacks:
+        layout, optimizer = stack.layout, stack.layout.spec.optimizer
         variables, rule = _variables_of(layout, embedding_variables), rule_of(layout, limits[layout.name])
         check_variables(variables, layout, rule=rule)
         d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(jnp.float32)
-        rounding = _rounding(step, entries) if layout.tables[0].stochastic_rounding else None
-        how = Step(optimizer.get_hyperparameters(step), rule, rounding)
-        table, slots = entries.update(variables.table, variables.slots(), d_activations, how)
-        updated[layout.name] = EmbeddingVariables(table, optimizer.pack_slots(slots), variables.layout)
+        how = Step(optimizer.get_hyperparameters(step), rule, _rounding(step, layout))
+        trained = variables.table, variables.slots()
+        askings.append(stack.rows(devices, rule).update(*trained, stack.occurrences, [d_activations], how))
+    updated = {}
+    for stack, (table, slots) in zip(stacks, together(askings, devices.axes), strict=True):
+        layout = stack.layout
+        fingerprint = _variables_of(layout, embedding_variables).layout
+        updated[layout.name] = EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots), fingerprint)
     return updated
 
 
@@ -231,15 +243,33 @@ def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking
     return stack.total_sample_count // max(1, activation_gradients[stack.stack_name].shape[0])
 
 
-def _entries(
+class _Stack(NamedTuple):
+    """A stack, and what one device looks up in it.
+
+    Attributes:
+      layout: the stack's.
+      occurrences: of rows.
+      capacity: places for what goes to one owner in a round.
+    """
+
+    layout: StackLayout
+    occurrences: Occurrences
+    capacity: int
+
+    def rows(self, devices: Devices, rule: OptimizerSpec) -> Rows:
+        """Its rows."""
+        return stack_rows(self.layout, devices, rule, capacity=self.capacity)
+
+
+def _stacks(
     inputs: PreprocessedInput | SparseDenseMatmulInput,
     feature_specs: Any,
     num_devices: int,
     num_sc_per_device: int | None,
     enable_minibatching: bool,
     axis_name: AxisName | None,
-) -> list[device.StackEntries]:
-    """What this device looks up in every stack."""
+) -> tuple[list[_Stack], Devices]:
+    """The stacks with what this device looks up in them, and the devices that share them."""
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
     check_kind(inputs, PreprocessedInput, "preprocessed_inputs")
@@ -259,15 +289,15 @@ def _entries(
         raise ValueError(f"num_sc_per_device={num_sc_per_device}, but the input was preprocessed with {num_cores}.")
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
     inputs.check_layout(layouts)
-    axes, entries = device.manual_axes(num_devices, axis_name), []
+    stacks = []
     for name, layout in layouts.items():
         buffers = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
-        capacity, max_ids = buffers[1].size, inputs.max_ids_per_partition(name)
-        if max_ids is not None:  # the smallest blocks that hold whatever the limits allow
+        capacity, max_ids = default_capacity(buffers[1].size, num_devices), inputs.max_ids_per_partition(name)
+        if max_ids is not None:  # no more than the limits allow
             num_blocks = num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
             capacity = min(capacity, num_blocks * max_ids)
-        entries.append(device.read_entries(layout, buffers, num_minibatches, axes=axes, capacity=capacity))
-    return entries
+        stacks.append(_Stack(layout, read_entries(layout, buffers, num_minibatches), capacity))
+    return stacks, own_devices(num_devices, axis_name)
 
 
 def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]) -> Mapping[str, RowLimits]:
@@ -288,14 +318,13 @@ def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str
     return limits
 
 
-def _rounding(step: Any, entries: device.StackEntries) -> Rounding:
-    """Rounding whose noise belongs to the step, the stack and the row, wherever the row lies."""
-    name = entries.layout.name
+def _rounding(step: Any, layout: StackLayout) -> Rounding | None:
+    """Rounding whose noise belongs to the step; the engine's to the table and the id, wherever the row lies."""
+    if not layout.tables[0].stochastic_rounding:
+        return None
     if step is None:
-        raise ValueError(f"stack {name!r} rounds stochastically, which needs a new key every step; pass step=.")
-    key = jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32))
-    rounding = api.stochastic_rounding(table_key(key, name))
-    return lambda values, dtype, rows: rounding(values, dtype, entries.stacked_rows(rows))
+        raise ValueError(f"stack {layout.name!r} rounds stochastically, which needs a new key every step; pass step=.")
+    return api.stochastic_rounding(jax.random.fold_in(jax.random.key(0), jnp.asarray(step).astype(jnp.int32)))
 
 
 tpu_sparse_dense_matmul = sparse_dense_matmul

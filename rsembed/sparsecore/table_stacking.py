@@ -43,11 +43,9 @@ from rsembed.specs import (
 )
 from rsembed.stacking import (
     SUBLANES,
-    FeaturePlacement,
     LimitsCallable,
     StackingPlan,
     StackPlan,
-    TablePlacement,
     get_default_limits,
     group_tables,
     plan_groups,
@@ -427,13 +425,5 @@ def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
 
     Raises: ValueError: a table has no place yet, or tables were placed for different numbers of shards.
     """
-    stacks = tuple(
-        StackPlan(
-            spec=layout.spec,
-            dtype=layout.tables[0].dtype,
-            tables=tuple(TablePlacement.of(table, table.setting_in_stack) for table in layout.tables),
-            features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in layout.features),
-        )
-        for layout in read_stacks(feature_specs).values()
-    )
+    stacks = tuple(layout.plan for layout in read_stacks(feature_specs).values())
     return StackingPlan(num_shards=cores_of(list(tables_of(feature_specs).values()), 1, None), stacks=stacks)

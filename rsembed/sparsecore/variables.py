@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Num, PRNGKeyArray
 
 from rsembed.collection.devices import Devices
-from rsembed.collection.initial_rows import OwnShards, PlacedTable, initial_shards
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kinds import check_kind
 from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.sparsecore.device import stack_rows
 from rsembed.sparsecore.layout import Nested, StackLayout, cores_of, placed_stack, stacks_of
 from rsembed.sparsecore.row_rule import rule_of
 from rsembed.specs import FeatureSpec, TableSpec, tables_of
@@ -83,29 +83,20 @@ def initialize(
     Raises: ValueError: a table was not placed, or for another number of shards; tables of a stack are missing.
     """
     stacks = stacks_of(tables)
-    num_cores = cores_of(tables, devices.num_devices, num_cores)
+    cores_of(tables, devices.num_devices, num_cores)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
 
     def build(key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
-        first = devices.index() * num_cores
-        return {name: _initial_stack(key, layout, first, num_cores) for name, layout in stacks.items()}
+        return {name: _initial_stack(key, layout, devices) for name, layout in stacks.items()}
 
     return devices.on_each(build, P(), devices.split)(key)
 
 
-def _initial_stack(
-    key: PRNGKeyArray, layout: StackLayout, first_shard: Int[Array, ""], num_own: int
-) -> EmbeddingVariables:
-    """Rows and slots of some shards; padding rows and columns are zero."""
-    stack, shards = layout.spec, OwnShards(first_shard, num_own, layout.rows_per_shard, layout.num_shards)
-    placed = [
-        PlacedTable(table, place, table.setting_in_stack.padded_vocab_size)
-        for table, place in zip(layout.tables, layout.places, strict=True)
-    ]
-    rule, columns = rule_of(layout), (0, stack.stack_embedding_dim)
-    table, slots = initial_shards(key, placed, shards, rule=rule, columns=columns, is_full=True)
-    return EmbeddingVariables(table, stack.optimizer.pack_slots(slots), fingerprint_of(layout))
+def _initial_stack(key: PRNGKeyArray, layout: StackLayout, devices: Devices) -> EmbeddingVariables:
+    """Rows and slots of this device; padding rows and columns are zero."""
+    table, slots = stack_rows(layout, devices, rule_of(layout)).init(key)
+    return EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots), fingerprint_of(layout))
 
 
 # What variables belong to

@@ -219,6 +219,23 @@ def test_the_devices_may_span_several_mesh_axes_or_one_of_several():
         jax.tree.map(np.testing.assert_array_equal, run(processed, variables), expected)
 
 
+def test_a_shard_map_may_check_what_varies_over_the_mesh():
+    specs = specs_for(4, 1)
+    tables, ids, _, gradients = draw(6)
+    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 4, 4, num_sc_per_device=1)
+    variables = variables_of(specs, {"devices": 4, "cores": 1}, tables)
+
+    def step(processed, variables, gradients):
+        options = {"global_device_count": 4}
+        activations = embedding.sparse_dense_matmul(processed, variables, specs, **options)
+        return activations, embedding.sparse_dense_matmul_grad(gradients, processed, variables, specs, **options)
+
+    expected = on_devices(step, 4)(processed, variables, gradients)
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
+    checked = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True))
+    jax.tree.map(np.testing.assert_array_equal, checked(processed, variables, gradients), expected)
+
+
 def test_row_limits_leave_padding_and_untouched_rows_alone():
     specs = specs_for(1, 1, optimizer="sgd", is_stacked=False)
     tables, ids, _, gradients = draw(4)

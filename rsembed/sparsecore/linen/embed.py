@@ -56,7 +56,7 @@ class SparseCoreEmbed(nn.Module):
     def __post_init__(self) -> None:
         sharding_strategy_to_enum(self.table_sharding_strategy)
         devices = table_mesh(self.mesh, self.sharding_axis)
-        self.mesh = devices.mesh
+        self.mesh = devices.known_mesh
         if self.num_sc_per_device in (None, -1):
             self.num_sc_per_device = cores_of(list(tables_of(self.feature_specs).values()), devices.num_devices, None)
         super().__post_init__()

@@ -85,7 +85,7 @@ class SparseCoreEmbed(nnx.Module):
     @property
     def mesh(self) -> Mesh | None:
         """The devices, with those along other axes of the mesh."""
-        return self.devices.mesh
+        return self.devices.known_mesh
 
     @property
     def num_shards(self) -> int:
