@@ -28,6 +28,7 @@ from rsembed.kernels.contract import (
     Step,
 )
 from rsembed.kernels.keyed import Distinct, Unique
+from rsembed.kernels.partitions import Entries, Partitions
 from rsembed.keys import Keys
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.places import Place
@@ -337,6 +338,14 @@ def rows_of_ids(
       implementation: see `implementation_states`.
     """
     return dispatch("rows_of_ids", implementation, tuple(ids), places, sizes, spread, rows_per_shard)
+
+
+def entries_by_sample(stacks: Sequence[Partitions], *, implementation: str | None = None) -> list[Entries]:
+    """What one device looks up in each stack: rows of its shards, where the entries of each sample begin, and gains.
+
+    Entries are those that the row pointers delimit; the ones of a sample come in the order of their rows.
+    """
+    return dispatch("entries_by_sample", implementation, tuple(stacks))
 
 
 def count_ids(

@@ -39,3 +39,14 @@ def count_ids(
         num_inside, num_outside = (jnp.sum(is_used & what, dtype=jnp.int32) for what in (is_inside, is_outside))
         counts.append((num_inside, num_outside))
     return tuple(counts)
+
+
+def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
+    """Groups entries by bag: offsets, and the stable order in which entries belong to bags 0, 1, ...
+
+    Entries whose bag lies outside `[0, num_bags)` come last, behind the final offset.
+    """
+    keys = jnp.where((bags >= 0) & (bags < num_bags), bags, num_bags)
+    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    offsets = jnp.searchsorted(keys[order], jnp.arange(num_bags + 1, dtype=keys.dtype), side="left")
+    return offsets.astype(jnp.int32), order

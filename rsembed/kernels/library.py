@@ -35,7 +35,7 @@ _TARGETS = (
     *("rsembed_distinct", "rsembed_unique_keys", "rsembed_find_keys", "rsembed_insert_keys"),
     *("rsembed_count_uses", "rsembed_row_bits", "rsembed_rows_of_ids", "rsembed_count_ids"),
     *("rsembed_compact", "rsembed_take_rows", "rsembed_pack_blocks", "rsembed_unpack_blocks"),
-    *("rsembed_block_ends", "rsembed_round_places"),
+    *("rsembed_block_ends", "rsembed_round_places", "rsembed_entries_by_sample"),
     *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/native.py
 )
 

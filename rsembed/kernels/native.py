@@ -38,6 +38,7 @@ from rsembed.kernels.library import library_paths as library_paths
 from rsembed.kernels.library import num_cores as num_cores
 from rsembed.kernels.library import shared_library as shared_library
 from rsembed.kernels.library import unavailable_because as unavailable_because
+from rsembed.kernels.partitions import Entries, Partitions
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.places import Place
@@ -296,6 +297,26 @@ def count_uses(
     results = [(lane.shape, lane.dtype) for lane in (last_step, counts)]
     operands = last_step, counts, rows, step, occurrences
     return call_handler("rsembed_count_uses", results, *operands, aliases={0: 0, 1: 1})
+
+
+def entries_by_sample(stacks: Sequence[Partitions]) -> list[Entries]:
+    """Entries of preprocessed buffers; see `partitions.entries_by_sample`."""
+    operands, results, numbers = [], [], []
+    for own in stacks:
+        arrays = own[:3] if own.num_minibatches is None else (*own[:3], own.num_minibatches)
+        _check_ids(arrays)
+        operands += [*own[:3], own.gains.astype(jnp.float32), *arrays[3:]]
+        num_places = own.embedding_ids.shape
+        results += [(num_places, jnp.int32), ((own.num_samples + 1,), jnp.int32), (num_places, jnp.float32)]
+        numbers += [
+            own.num_cores,
+            own.num_shards,
+            own.rows_per_shard,
+            own.samples_per_core,
+            own.num_minibatches is not None,
+        ]
+    found = call_handler("rsembed_entries_by_sample", results, *operands, stacks=np.asarray(numbers, np.int64))
+    return list(zip(found[::3], found[1::3], found[2::3], strict=True))
 
 
 def row_bits(

@@ -35,6 +35,7 @@ from rsembed.kernels.contract import (
 )
 from rsembed.kernels.contract import Rounding as Rounding
 from rsembed.kernels.ids import count_ids as count_ids
+from rsembed.kernels.ids import rows_by_bag as rows_by_bag
 from rsembed.kernels.ids import rows_of_ids as rows_of_ids
 from rsembed.kernels.keyed import compact as compact
 from rsembed.kernels.keyed import count_uses as count_uses
@@ -44,6 +45,7 @@ from rsembed.kernels.keyed import insert_keys as insert_keys
 from rsembed.kernels.keyed import row_bits as row_bits
 from rsembed.kernels.keyed import take_rows as take_rows
 from rsembed.kernels.keyed import unique_keys as unique_keys
+from rsembed.kernels.partitions import entries_by_sample as entries_by_sample
 from rsembed.optimizers import Slots
 
 NAME = "reference"
@@ -263,17 +265,6 @@ def round_stochastically(
     chance = jnp.where(span > 0, jnp.abs(values - back) / span, 0.0)
     take_other = jnp.isfinite(values) & jnp.isfinite(other) & (noise < chance)
     return jnp.where(take_other, other, back).astype(dtype)
-
-
-def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
-    """Groups entries by bag: offsets, and the stable order in which entries belong to bags 0, 1, ...
-
-    Entries whose bag lies outside `[0, num_bags)` come last, behind the final offset.
-    """
-    keys = jnp.where((bags >= 0) & (bags < num_bags), bags, num_bags)
-    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-    offsets = jnp.searchsorted(keys[order], jnp.arange(num_bags + 1, dtype=keys.dtype), side="left")
-    return offsets.astype(jnp.int32), order
 
 
 def lookup_jagged(

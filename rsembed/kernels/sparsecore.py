@@ -126,6 +126,7 @@ find_keys, insert_keys = reference.find_keys, reference.insert_keys
 compact, take_rows = reference.compact, reference.take_rows
 pack_blocks, unpack_blocks = reference.pack_blocks, reference.unpack_blocks
 block_ends, round_places = reference.block_ends, reference.round_places
+entries_by_sample = reference.entries_by_sample
 
 
 def sum_by_row(

@@ -1,7 +1,7 @@
 """The device side: what one device reads of a preprocessed batch, and the engine's way to the rows of a stack.
 
 ```
-buffers ──read_entries──▶ occurrences: rows, samples, gains ──Rows, AskedRows──▶ activations; tables and slots
+buffers ──read_occurrences──▶ rows, samples, gains ──Rows, AskedRows──▶ activations; tables and slots
 ```
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from rsembed.collection.asked_rows import AskedRows
@@ -21,11 +20,11 @@ from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import Segment
+from rsembed.kernels.partitions import Partitions
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore.layout import StackLayout
-from rsembed.stacking import SUBLANES, round_up
 
 
 def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None) -> Rows:
@@ -50,53 +49,30 @@ def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, ca
     return AskedRows(devices, table, home, capacity=capacity)
 
 
-def read_entries(layout: StackLayout, buffers: Sequence[Array], num_minibatches: Int[Array, ""] | None) -> Occurrences:
-    """The entries that the row pointers delimit, by sample; what lies in gaps and behind the last partition is none.
+def read_occurrences(
+    layouts: Sequence[StackLayout], buffers: Sequence[Sequence[Array]], num_minibatches: Int[Array, ""] | None
+) -> list[Occurrences]:
+    """What this device looks up in each stack.
 
-    Without minibatches (None), row pointers count from the first place of their core. With them, blocks of row
-    pointers belong to (core, minibatch) and count from the first place of all. All minibatches are read together: a
-    minibatch exists so that a SparseCore can hold it, and other machines need not. Entries are put into the order of
-    a batch without minibatches, so that sums come out bit by bit the same.
+    All minibatches are read together: a minibatch exists so that a SparseCore can hold it, and other machines need not.
 
     Args:
-      layout: the stack's.
-      buffers: row pointers, embedding ids, sample ids and gains of this device.
-      num_minibatches: how many there are.
+      layouts: those of the stacks.
+      buffers: row pointers, embedding ids, sample ids and gains of this device, for each stack.
+      num_minibatches: how many there are; None if batches are not cut into any.
 
-    Returns: one feature, whose ids are rows of the physical table, and whose samples are those of this device in the
-      stacked order (cores, then features).
+    Returns: one feature a stack, whose ids are rows of the physical table, and whose samples are those of this device
+      in the stacked order (cores, then features).
     """
-    row_pointers, embedding_ids, sample_ids, gains = buffers
-    num_cores, num_shards = layout.num_cores, layout.num_shards
-    num_parts = num_cores if num_minibatches is None else 1
-    places_per_part = embedding_ids.size // num_parts
-    blocks = row_pointers.reshape(num_parts, -1, max(num_shards, SUBLANES))
-    ends = blocks[:, :, :num_shards].reshape(num_parts, -1)
-    starts = jnp.pad(round_up(ends[:, :-1], SUBLANES), ((0, 0), (1, 0)))
-    if num_minibatches is not None:
-        is_used = jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_cores * num_minibatches * num_shards
-        starts = jnp.where(is_used, starts, places_per_part)
-    # Counting the partitions that start up to a place tells its partition: the last of those, if some are empty.
-    part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
-    started = jnp.zeros((num_parts, places_per_part), jnp.int32).at[part, starts].add(1, mode="drop")
-    partition = jnp.cumsum(started, axis=1) - 1
-    place = jnp.arange(places_per_part, dtype=jnp.int32)[None, :]
-    is_entry = (place < jnp.take_along_axis(ends, partition, axis=1)).reshape(-1)
-    if num_minibatches is None:
-        cores, shards = jnp.repeat(part.reshape(-1), places_per_part), partition.reshape(-1)
-    else:
-        cores, shards = partition[0] // (num_minibatches * num_shards), partition[0] % num_shards
-
-    def used(values: Array) -> Array:
-        return jnp.where(is_entry, values, NO_ROW)
-
-    rows = used(shards * layout.rows_per_shard + embedding_ids)
-    samples, gains = used(cores * layout.samples_per_core + sample_ids), jnp.where(is_entry, gains, 0.0)
-    if num_minibatches is not None:
-        order = jnp.lexsort((samples, rows, jnp.where(is_entry, cores, num_cores)))
-        rows, samples, gains = (field[order] for field in (rows, samples, gains))
-    offsets, order = api.rows_by_bag(samples, layout.samples_per_core * num_cores)
-    return Occurrences([Segment(rows[order], offsets, gains[order], "sum")])
+    partitions = [
+        Partitions(
+            *(pointers, ids, samples, gains, num_minibatches),
+            *(own.num_cores, own.num_shards, own.rows_per_shard, own.samples_per_core),
+        )
+        for (pointers, ids, samples, gains), own in zip(buffers, layouts, strict=True)
+    ]
+    found = api.entries_by_sample(partitions)
+    return [Occurrences([Segment(rows, offsets, gains, "sum")]) for rows, offsets, gains in found]
 
 
 def own_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
@@ -126,6 +127,14 @@ class StackLayout:
     def samples_per_core(self) -> int:
         """Samples of all features together that one core serves."""
         return self.spec.total_sample_count // self.num_shards
+
+    @property
+    def declared_ids(self) -> int | None:
+        """Ids in a device's part of the batch, where all features say how many a sample has."""
+        shapes = [feature.input_shape for feature in self.features]
+        if any(shape is None or None in shape for shape in shapes):
+            return None
+        return sum(math.prod(shape) for shape in shapes if shape is not None) // self.num_devices
 
     @property
     def plan(self) -> StackPlan:

@@ -18,7 +18,7 @@ from rsembed.kinds import check_kind
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel import default_capacity, together
 from rsembed.parallel.exchange import AxisName
-from rsembed.sparsecore.device import own_devices, read_entries, stack_rows
+from rsembed.sparsecore.device import own_devices, read_occurrences, stack_rows
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
     Nested,
@@ -289,14 +289,18 @@ def _stacks(
         raise ValueError(f"num_sc_per_device={num_sc_per_device}, but the input was preprocessed with {num_cores}.")
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
     inputs.check_layout(layouts)
+    buffers = [[jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input] for name in layouts]
+    found = read_occurrences(list(layouts.values()), buffers, num_minibatches)
     stacks = []
-    for name, layout in layouts.items():
-        buffers = [jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input]
-        capacity, max_ids = default_capacity(buffers[1].size, num_devices), inputs.max_ids_per_partition(name)
+    for layout, (_, ids, *_), occurrences in zip(layouts.values(), buffers, found, strict=True):
+        num_ids, max_ids = ids.size, inputs.max_ids_per_partition(layout.name)
+        if layout.declared_ids is not None:  # buffers may have room for more
+            num_ids = min(num_ids, layout.declared_ids)
+        capacity = default_capacity(num_ids, num_devices)
         if max_ids is not None:  # no more than the limits allow
             num_blocks = num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
             capacity = min(capacity, num_blocks * max_ids)
-        stacks.append(_Stack(layout, read_entries(layout, buffers, num_minibatches), capacity))
+        stacks.append(_Stack(layout, occurrences, capacity))
     return stacks, own_devices(num_devices, axis_name)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
-from rsembed.kernels import blocks, ids, keyed, native, reference
+from rsembed.kernels import blocks, ids, keyed, native, partitions, reference
 from rsembed.kernels.blocks import Queue
 from rsembed.kernels.contract import (
     NO_ROW,
@@ -23,10 +23,12 @@ from rsembed.kernels.contract import (
     SegmentGradients,
     Step,
 )
+from rsembed.kernels.partitions import Partitions
 from rsembed.keys import Keys
 from rsembed.places import Place
 from rsembed.tt import chain
 from rsembed.tt import native as tt_native
+from tests.kernels.test_partitions import draw_partitions
 
 Draw = np.random.Generator
 RULES = (
@@ -180,6 +182,20 @@ def count_ids(shapes: Draw, draw: Draw) -> ValidCall:
     return ValidCall(*(functools.partial(module.count_ids, sizes=sizes) for module in (native, ids)), (own, ends))
 
 
+def entries_by_sample(shapes: Draw, draw: Draw) -> ValidCall:
+    sizes = {
+        name: int(shapes.choice(few)) for name, few in {"cores": (1, 4), "shards": (4, 9), "samples": (1, 70)}.items()
+    }
+    numbers = [None if shapes.random() < 0.5 else int(shapes.integers(1, 4)) for _ in range(shapes.integers(1, 4))]
+    drawn = [draw_partitions(draw, number, **sizes) for number in numbers]
+    own, fixed = [stack[:5] for stack, _ in drawn], [stack[5:] for stack, _ in drawn]
+
+    def called(module: Any, own: Any) -> Any:
+        return module.entries_by_sample([Partitions(*arrays, *rest) for arrays, rest in zip(own, fixed, strict=True)])
+
+    return ValidCall(*(functools.partial(called, module) for module in (native, partitions)), (own,))
+
+
 def some_keys(draw: Draw, count: int, most: int, num_tables: int = 1) -> Keys:
     high, low = (jax.device_put(draw.integers(0, most, count, dtype=np.uint32)) for _ in range(2))
     return Keys(high, low, jax.device_put(draw.random(count) < 0.9), some_tables(draw, count, num_tables))
@@ -328,5 +344,5 @@ def trains(shapes: Draw, draw: Draw) -> ValidCall:
 
 CALLS = (
     *(lookup, row_gradients, update, lookup_jagged, weight_gradients, moves, rows_by_bag, rows_of_ids, count_ids),
-    *(distinct, key_table, lists, travelling, count_uses, row_bits, allocate, trains),
+    *(entries_by_sample, distinct, key_table, lists, travelling, count_uses, row_bits, allocate, trains),
 )
