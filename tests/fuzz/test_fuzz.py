@@ -4,12 +4,16 @@ import re
 import subprocess
 
 import hypothesis
+import jax
 import pytest
 
+import rsembed as rs
 from rsembed.checkpoint import increments
+from rsembed.collection.dense_rows import DenseRows
+from rsembed.homes.home import Home
 from rsembed.kernels import native
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz import files, machines, native_calls, sanitizers, valid_calls
+from tests.fuzz import files, machines, native_calls, sanitizers, settings, valid_calls
 
 PLANTED = """
 #include <thread>
@@ -68,3 +72,13 @@ def test_a_checkpoint_without_one_of_the_changed_rows_is_found(monkeypatch):
     monkeypatch.setattr(increments, "_differing", lambda *arrays: right(*arrays)[1:])
     with pytest.raises(AssertionError):
         machines.live(files.Files, 0, phases=[hypothesis.Phase.generate])
+
+
+def test_two_settings_that_do_not_go_together_are_found(monkeypatch):
+    table = rs.TableSpec(name="table_0", vocabulary_size=7, embedding_dim=4, dtype="bfloat16")
+    mesh = {"mesh": jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), "placement": "row"}
+    model = settings.Settings([rs.FeatureSpec(name="f", table_spec=table)], ["dense"], True, True, None, mesh)
+    settings.compare(model, seed=0)
+    monkeypatch.setattr(DenseRows, "vector_dtype", Home.vector_dtype)
+    with pytest.raises(TypeError, match="bfloat16"):
+        settings.compare(model, seed=0)
