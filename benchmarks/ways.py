@@ -249,12 +249,12 @@ def main() -> int:
     found = run({name: known[name] for name in dict.fromkeys(names) if name in known}, options.rounds)
     if set(names) & set(of_processes):
         found |= run_processes(2, options.rounds)
-    print(f"{'':<20}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}{'exchange':>10}{'bytes/id':>10}")
+    print(f"{'':<22}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}{'exchange':>10}{'bytes/id':>10}")
     dense, ns_per_id = found["dense"]["median"], 1e6 / (NUM_TABLES * BATCH * IDS)
     for name, own in found.items():
         ms, wing = own["median"], name.split(",")[0] if name.startswith(("hashed", "SparseCore")) else "dense"
         here, is_split = found.get(wing, {}).get("median"), "mesh of" in name or "processes" in name
-        line = f"{name:<20}{ms:9.2f}{own['best']:9.2f}{ns_per_id * ms:8.0f}{ms / dense:7.2f}"
+        line = f"{name:<22}{ms:9.2f}{own['best']:9.2f}{ns_per_id * ms:8.0f}{ms / dense:7.2f}"
         if is_split and here is not None:
             line += f"{1 - here / ms:10.0%}" + (f"{own['bytes per id']:10.0f}" if own["bytes per id"] else "")
         print(line)
