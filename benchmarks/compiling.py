@@ -6,7 +6,7 @@ Tables that are alike but for their names, 4,096 rows of 16 each, batch 64, 4 id
 devices. A step is a lookup, the gradient of half the squared distance to one, and an update. What is told is by how
 much the first call of a step, which traces and compiles all programs that it needs, takes longer than the third. For
 calls outside of `jit`, as the model-parallel wing's are here, that is a few programs; for the others it is one. Tables
-of `core, hashed, unlike` have as many sizes as there are tables, and share nothing.
+of `core, hashed, unlike` have as many sizes as there are tables, from 1,000 to 300,000 rows.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ def ids_of(num_tables: int) -> np.ndarray:
 
 def core(num_tables: int, *, storage: Any = None, is_unlike: bool = False) -> Step:
     """An `EmbeddingCollection` in a compiled step."""
+    sizes = np.geomspace(1_000, 300_000, num_tables).astype(int).tolist() if is_unlike else [ROWS] * num_tables
     features = [
         rs.FeatureSpec(
             name=f"f{k}",
             table_spec=rs.TableSpec(
                 name=f"t{k}",
-                vocabulary_size=ROWS + 8 * k * is_unlike,
+                vocabulary_size=sizes[k],
                 embedding_dim=DIM,
                 optimizer=RULE,
                 storage=storage,

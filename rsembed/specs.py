@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Literal, Protocol, no_type_check, runtime_checkable
 
 import jax
@@ -127,6 +127,9 @@ class Storage(Protocol):
 
     def kin(self, table: TableSpec) -> Hashable:
         """Equal for tables that one home may keep; None keeps a table alone."""
+
+    def groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
+        """Tables of equal `kin`, apart where they are not to share one home."""
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""

@@ -462,8 +462,8 @@ def plan_stack(
         activation_mem_bytes_limit=activation_mem_bytes_limit,
         num_shards=num_shards,
     )
-    values, slots = (0, 0) if first.storage is None else first.storage.num_values(first)  # of each
-    stored = None if first.storage is None else (len(tables) * values, len(tables) * slots)
+    kept = [table.storage.num_values(table) for table in tables if table.storage is not None]
+    stored = (len(kept) * max(v for v, _ in kept), len(kept) * max(s for _, s in kept)) if kept else None
     return StackPlan(
         spec=spec, dtype=first.dtype, tables=placements, features=feature_placements, num_stored_values=stored
     )

@@ -117,6 +117,12 @@ class Moving:
         numbers = np.arange(params.num_tables) % num_tables  # of every shard one behind the other
         return np.repeat(numbers == self.number, params.rows.shape[0] // params.num_tables)
 
+    def num_rows(self, params: DynamicTable) -> int:
+        """Rows of the table on each device."""
+        if self.number is None:
+            return params.rows.shape[0] // params.num_tables
+        return -(-self.table.vocabulary_size // self.rows.num_shards)
+
     def score(self, params: DynamicTable) -> Array:
         """What each row is worth, as unsigned numbers: the least go first."""
         return self.home.scores(params)[0](params.keys)

@@ -56,11 +56,16 @@ def placement_of_tables(
 
 def plan_placed(features: Any, placements: Mapping[str, str]) -> StackingPlan:
     """Stacks of tables that can share one and have the same placement."""
-    groups: dict[Any, list[str]] = {}
+    tables, placed = tables_of(features), dict[Any, list[str]]()
     for number, group in enumerate(group_tables(features, num_shards=1, pad=False)):
         for name in group:
-            groups.setdefault((number, placements[name]), []).append(name)
-    return plan_stacking(features, groups=list(groups.values()), pad=False)
+            placed.setdefault((number, placements[name]), []).append(name)
+    groups: list[list[str]] = []
+    for names in placed.values():
+        storage = tables[names[0]].storage
+        parts = None if storage is None else storage.groups([tables[name] for name in names])
+        groups += [names] if parts is None else [[table.name for table in part] for part in parts]
+    return plan_stacking(features, groups=groups, pad=False)
 
 
 def make_stacks(

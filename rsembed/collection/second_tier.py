@@ -118,7 +118,7 @@ class Exchange:
         num_back, num_coming = (
             np.bincount(found.shard[mask], minlength=num_shards) for mask in (is_back, is_back | found.is_admitted)
         )
-        num_rows = params.rows.shape[0] // params.num_tables  # of the table, on each device
+        num_rows = self.moving.num_rows(params)
         # There may be fewer that can leave than new keys want: for these the step has its own rule.
         num_leaving = np.clip(num_coming - found.num_free, 0, num_rows - found.num_free - found.num_held)
         self._check_room(num_back, num_rows - found.num_held, int(num_leaving.sum()))

@@ -15,6 +15,7 @@ from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Ahead, Home
 from rsembed.homes.row_map import FREE, Score
+from rsembed.homes.sharing import of_near_sizes
 from rsembed.initial_values import keyed_form, table_key, table_keys
 from rsembed.intervals import check_within
 from rsembed.kernels import api
@@ -143,13 +144,13 @@ class Hashed(RowsByKey):
         return self.start(table_key(key, table.name), table, capacity, shard=shard)
 
     def start(
-        self, own_key: KeyOrKeys, table: TableSpec, capacity: int, *, shard: Int[Array, ""]
+        self, own_key: KeyOrKeys, table: TableSpec, *capacities: int, shard: Int[Array, ""]
     ) -> tuple[DynamicTable, Slots]:
-        """A shard of `capacity` rows, given the table's own key, or of so many in each of several tables."""
+        """A shard of so many rows, given the table's own key, or those of several tables."""
         del shard  # all begin empty
-        num_waiting = self.admission_capacity or capacity if self.admission_count else None
+        num_waiting = [self.admission_capacity or own for own in capacities] if self.admission_count else None
         return hashed_rows.empty(
-            table, capacity, own_key, num_waiting=num_waiting, with_first_step=self.eviction == "age"
+            table, capacities, own_key, num_waiting=num_waiting, with_first_step=self.eviction == "age"
         )
 
     def read(
@@ -317,7 +318,10 @@ class Hashed(RowsByKey):
     def kin(self, table: TableSpec) -> Hashable:
         if type(self) is not Hashed:  # what another class does otherwise, it says for one table
             return None
-        return self, table.vocabulary_size, keyed_form(table.initializer, table.embedding_dim)
+        return self, keyed_form(table.initializer, table.embedding_dim)
+
+    def groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
+        return of_near_sizes(tables, most_rows=MAX_CAPACITY)
 
     def shared(self, tables: Sequence[TableSpec]) -> HashedTables:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Hashed)}
@@ -326,9 +330,9 @@ class Hashed(RowsByKey):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HashedTables(Hashed):
-    """Several tables of keys, alike but for their names, that find, read and step their rows together.
+    """Several tables of keys, alike but for names and sizes, that find, read and step their rows together.
 
-    A model of a hundred tables compiles the program of one.
+    A model of a hundred tables compiles the program of one. Each takes the place of the largest.
 
     Args:
       tables: in the order in which they lie in every leaf.
@@ -340,10 +344,20 @@ class HashedTables(Hashed):
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
     ) -> tuple[DynamicTable, Slots]:
         keys = table_keys(key, [own.name for own in self.tables])
-        return self.start(keys, table, -(-table.vocabulary_size // num_shards), shard=shard)
+        return self.start(keys, table, *self._capacities(num_shards), shard=shard)
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
+
+    def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
+        capacities = np.asarray(self._capacities(num_shards // len(self.tables)))
+        empty = np.tile(capacities.max() - capacities, num_shards // len(self.tables))
+        found = super().counts(params, num_shards)
+        return found | {"rows": found["rows"] - empty}
+
+    def _capacities(self, num_shards: int) -> list[int]:
+        """Rows of each table in a shard."""
+        return [-(-own.vocabulary_size // num_shards) for own in self.tables]
 
 
 def check_count(value: Any, where: str, field: str, *, least: int) -> None:

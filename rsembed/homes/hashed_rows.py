@@ -104,29 +104,28 @@ class DynamicTable(NamedTuple):
 
 def empty(
     table: TableSpec,
-    capacity: int,
+    capacities: Sequence[int],
     key: KeyOrKeys,
     *,
-    num_waiting: int | None = None,
+    num_waiting: Sequence[int] | None = None,
     with_first_step: bool = False,
 ) -> tuple[DynamicTable, Slots]:
     """A shard without keys, and its slots.
 
     Args:
       table: whose rows these will be; of several tables, one that stands for all.
-      capacity: how many of each.
+      capacities: how many of each.
       key: the table's, see `initial_values.table_key`, or one for each of several; the same in all shards.
-      num_waiting: how many keys may wait for admission; None where every key is admitted at once.
+      num_waiting: how many keys of each may wait for admission; None where every key is admitted at once.
       with_first_step: note when keys got their rows.
     """
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # numbers, as keys once were
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
     own = key.reshape(-1)
-    num_tables = own.shape[0]
-    rows, slots = allocate(table, capacity * num_tables, fill=0)
-    keys = row_map.empty(capacity, num_tables, with_first_step=with_first_step)
-    waiting = None if num_waiting is None else row_map.empty(num_waiting, num_tables)
-    return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=num_tables), own), slots
+    rows, slots = allocate(table, max(capacities) * len(capacities), fill=0)
+    keys = row_map.empty(*capacities, with_first_step=with_first_step)
+    waiting = None if num_waiting is None else row_map.empty(*num_waiting)
+    return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=len(capacities)), own), slots
 
 
 def apart(tree: Any, num_tables: int, num_shards: int) -> list[Any]:

@@ -66,6 +66,10 @@ class Home(abc.ABC):
         del table
         return None
 
+    def groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
+        """Tables of equal `kin`, apart where they are not to share one home."""
+        return [list(tables)]
+
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         """All that share the home, in the order in which they lie in every leaf; `table` is one of them."""
         return (table,)

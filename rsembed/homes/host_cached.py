@@ -122,7 +122,7 @@ class HostCached(Home):
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
     ) -> tuple[CachedRows, Slots]:
         del shard  # all begin empty
-        near, slots = hashed_rows.empty(table, -(-self.cache_rows // num_shards), table_key(key, table.name))
+        near, slots = hashed_rows.empty(table, [-(-self.cache_rows // num_shards)], table_key(key, table.name))
         return CachedRows(near, jnp.zeros(1, jnp.uint32)), slots
 
     def read(

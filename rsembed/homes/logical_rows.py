@@ -295,7 +295,8 @@ def _place(
         own_map, found, _ = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
         rows = np.asarray(found)
         if num_left := int(np.sum(rows == NO_ROW)):
-            what = f"admission_capacity={capacity}" if prefix else f"capacity={capacity}"
+            num_rows = free + int((own_map.last_step != row_map.FREE).sum()) - (rows.size - num_left)
+            what = f"admission_capacity={num_rows}" if prefix else f"capacity={num_rows}"
             raise ValueError(
                 f"table {table.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
                 f"shard has {free} ({what}); grow the table, or spread it over more shards."

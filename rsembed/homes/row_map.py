@@ -1,7 +1,8 @@
 """Which key has which row: rows are handed out, remembered, taken back and handed out again.
 
-Several tables of one size may lie one behind the other in all arrays, with rows of their own for their own keys; row
-numbers go through all of them, but for those that the arrays hold, which count from the first row of the table.
+Several tables may lie one behind the other in all arrays, with rows of their own for their own keys; row numbers go
+through all of them, but for those that the arrays hold, which count from the first row of the table. Every table takes
+the place of the largest; what others have not is never handed out.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class RowMap(NamedTuple):
       counts: how often its key occurred in training, up to `MAX_COUNT`.
       first_step: the step that gave the row to its key; None where nobody asks for it.
       free: stack of rows without a key, of each table; the first `num_free` places count, and the last of them is next.
+        What stands behind them is nothing.
       num_free: height of each stack.
     """
 
@@ -57,22 +59,23 @@ class RowMap(NamedTuple):
 
     @property
     def rows_per_table(self) -> int:
-        """How many rows each has."""
+        """How many rows each has place for."""
         return self.last_step.shape[0] // self.num_tables
 
 
-def empty(capacity: int, num_tables: int = 1, *, with_first_step: bool = False) -> RowMap:
-    """`capacity` rows in each table, all of them free; they will be handed out as 0, 1, 2, ..."""
-    num_rows = (capacity * num_tables,)
+def empty(*capacities: int, with_first_step: bool = False) -> RowMap:
+    """So many rows in each table, all of them free; they will be handed out as 0, 1, 2, ..."""
+    most, own = max(capacities), jnp.asarray(capacities, jnp.int32)
+    num_rows = (most * len(capacities),)
     return RowMap(
-        hashed=hash_table.empty(capacity, num_tables),
+        hashed=hash_table.empty(most, len(capacities)),
         high=api.allocate(num_rows, jnp.uint32, 0),
         low=api.allocate(num_rows, jnp.uint32, 0),
         last_step=api.allocate(num_rows, jnp.int32, FREE),
         counts=api.allocate(num_rows, jnp.int32, 0),
         first_step=api.allocate(num_rows, jnp.int32, 0) if with_first_step else None,
-        free=jnp.tile(jnp.arange(capacity - 1, -1, -1, dtype=jnp.int32), num_tables),
-        num_free=jnp.full(num_tables, capacity, jnp.int32),
+        free=jnp.maximum(own[:, None] - 1 - jnp.arange(most, dtype=jnp.int32)[None], 0).reshape(-1),
+        num_free=own,
     )
 
 

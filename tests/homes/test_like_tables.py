@@ -1,4 +1,7 @@
-"""Tables of keys that are alike share a home; each of them is what it is in a collection of its own."""
+"""Tables of keys that are alike share a home; each of them is what it is in a collection of its own.
+
+So are tables of several sizes, of which each takes the place of the largest.
+"""
 
 import functools
 
@@ -9,10 +12,12 @@ from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
+from rsembed.homes import sharing
 from rsembed.homes.hashed_rows import apart, together
 
 DIM, ROWS, NAMES, NUM_STEPS = 4, 8, ("here", "mine", "yours"), 6
 KEY = jax.random.key(3)
+SIZES = {"here": 5, "mine": 8, "yours": 13}
 POOL = np.append(np.arange(2, 14) * (2**40 + 1), 2**62)
 ADAM = rs.AdamOptimizerSpec(0.1)
 
@@ -46,10 +51,10 @@ def mesh_of(num_devices):
 
 
 def collection_of(names, num_devices=1, placement=None, **given):
-    """Of each table two features, one of bags and one of single keys."""
+    """Of each table two features, one of bags and one of single keys; `rows` are by table."""
     features = []
     for name in names:
-        own = table(name, **given)
+        own = table(name, **given | {"rows": given.get("rows", dict.fromkeys(NAMES, ROWS))[name]})
         features += [rs.FeatureSpec(name=f"{name}_bag", table_spec=own), rs.FeatureSpec(name=name, table_spec=own)]
     placements = None if placement is None else dict.fromkeys(names, placement)
     return rs.EmbeddingCollection(features, mesh=mesh_of(num_devices), placement=placements)
@@ -126,31 +131,52 @@ def test_policies_look_at_one_table(policy, num_devices):
     assert_each_is_as_if_alone(num_devices, **POLICIES[policy])
 
 
+@pytest.fixture
+def any_size(monkeypatch):
+    """However many rows stay empty."""
+    monkeypatch.setattr(sharing, "MOST_EMPTY", 2.0)
+
+
+SOME_WAIT = {"when_full": "evict", "admission_count": 1}
+
+
+@pytest.mark.parametrize(("num_devices", "placement"), [(1, None), (4, "row"), (4, "replicated")], ids=str)
+@pytest.mark.parametrize("policy", [*POLICIES, "as many wait as have rows"])
+def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(any_size, policy, num_devices, placement):
+    policy = POLICIES.get(policy, SOME_WAIT)
+    collection, state = assert_each_is_as_if_alone(num_devices, placement, rows=SIZES, **policy)
+    used = {name: own["rows"].sum() for name, own in collection.counts(state).items()}
+    assert used == {name: len(rows["keys"]) for name, rows in collection.tables(state).items()}
+
+
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"initializer": split_initializer}], ids=["rounded", "split"])
 def test_noise_and_initial_values_belong_to_the_table(given):
     assert_each_is_as_if_alone(2, when_full="evict", **given)
 
 
 @functools.cache
-def some_state(num_devices=1):
+def some_state(num_devices=1, *, is_unlike=False):
     """Of a collection whose tables have rows, evict by age, and let keys wait."""
-    collection = collection_of(NAMES, num_devices, **GIVEN)
+    collection = collection_of(NAMES, num_devices, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {}))
     return collection, trained(collection, NAMES, "apply")[1]
 
 
-GIVEN = {"rows": 12, "when_full": "evict", "eviction": "age", "admission_count": 1}
+UNLIKE_ROWS = {"here": 12, "mine": 16, "yours": 24}
+GIVEN = {"rows": dict.fromkeys(NAMES, 12), "when_full": "evict", "eviction": "age", "admission_count": 1}
 
 
 def without_zeros(tables):
     return {name: {what: array for what, array in own.items() if array.size} for name, own in tables.items()}
 
 
+@pytest.mark.parametrize("is_unlike", [False, True], ids=["equal", "unlike"])
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 1), (4, 1), (1, 2)])
-def test_files_know_tables_by_name_whatever_home_they_share(saved_on, loaded_on, tmp_path):
-    collection, state = some_state(saved_on)
+def test_files_know_tables_by_name_whatever_home_they_share(saved_on, loaded_on, is_unlike, any_size, tmp_path):
+    collection, state = some_state(saved_on, is_unlike=is_unlike)
+    assert len(state.tables) == 1
     checkpoint.save_collection(tmp_path / "saved", collection, state)
     for names in (NAMES, NAMES[::-1]):  # in another order in the other home
-        other = collection_of(names, loaded_on, **GIVEN)
+        other = collection_of(names, loaded_on, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {}))
         loaded = checkpoint.load_collection(tmp_path / "saved", other)
         assert_equal(other.tables(loaded), collection.tables(state))
         # New keys start from the key of their table, whoever drew it.
@@ -179,9 +205,10 @@ def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):
     assert_equal({name: back[name] for name in ("here", "yours")}, {name: found[name] for name in ("here", "yours")})
 
 
+@pytest.mark.parametrize("is_unlike", [False, True], ids=["equal", "unlike"])
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_rows_of_one_table_are_written_and_evicted_alone(num_devices):
-    collection, state = some_state(num_devices)
+def test_rows_of_one_table_are_written_and_evicted_alone(num_devices, is_unlike, any_size):
+    collection, state = some_state(num_devices, is_unlike=is_unlike)
     before = collection.tables(state)
     rows = {"keys": POOL[:3], "values": np.full((3, DIM), 7.0, np.float32)}
     fresh = collection.init(KEY)
@@ -201,6 +228,14 @@ def test_rows_of_one_table_are_written_and_evicted_alone(num_devices):
     assert_equal({name: whole[name] for name in order}, {name: before["mine"][name] for name in order})
 
 
+def test_rows_that_a_smaller_table_has_no_room_for_are_refused(any_size):
+    collection = collection_of(NAMES, rows=SIZES)
+    rows = {"keys": POOL[:9], "values": np.ones((9, DIM), np.float32)}
+    with pytest.raises(ValueError, match=r"'mine': 9 imported keys need 9 free rows, but the shard has 8 \(capacity=8"):
+        collection.with_tables(collection.init(KEY), {"mine": rows})
+    collection.with_tables(collection.init(KEY), {"yours": rows})
+
+
 def test_changes_of_one_table_are_told_apart():
     collection, state = some_state()
     before, (ids, gradients) = collection.tables(state), batches(NAMES)[1]
@@ -213,10 +248,12 @@ def test_changes_of_one_table_are_told_apart():
     assert_equal(collection.tables(collection.with_tables(old, changes)), collection.tables(state))
 
 
+@pytest.mark.parametrize("others", [12, 30])
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_second_tier_of_one_table_gives_the_bits_of_a_table_with_room_for_all(num_devices):
+def test_a_second_tier_of_one_table_gives_the_bits_of_a_table_with_room_for_all(num_devices, others, any_size):
     rule = rs.AdagradOptimizerSpec(0.3)
-    small, large = (collection_of(NAMES, num_devices, rows=rows, rule=rule) for rows in (12, 64))
+    sizes = {"here": others, "mine": 12, "yours": others + 1}, dict.fromkeys(NAMES, 64)
+    small, large = (collection_of(NAMES, num_devices, rows=rows, rule=rule) for rows in sizes)
     states, tier = [c.init(KEY) for c in (small, large)], rs.SecondTier(small, "mine", num_rows=99)
     for ids, gradients in batches(NAMES):
         batch = small.prepare({name: own for name, own in ids.items()})
@@ -229,8 +266,8 @@ def test_a_second_tier_of_one_table_gives_the_bits_of_a_table_with_room_for_all(
         np.testing.assert_array_equal(np.concatenate([array, there[what]])[order], expected["mine"][what])
 
 
-def test_the_full_table_is_named():
-    collection = collection_of(NAMES, rows=4)
+def test_the_full_table_is_named(any_size):
+    collection = collection_of(NAMES, rows={"here": 7, "mine": 12, "yours": 4})
     state = collection.init(KEY)
     ids = {f"{name}_bag": np.full((4, 3), 1) for name in NAMES} | {name: np.full(4, 2) for name in NAMES}
     gradients = {name: np.ones((4, DIM), np.float32) for name in ids}

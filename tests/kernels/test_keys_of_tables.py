@@ -82,7 +82,7 @@ class Twin:
     """One `RowMap` of three tables, and three maps of one, through the same calls."""
 
     def __init__(self):
-        self.joint = row_map.empty(CAPACITY, NUM_TABLES, with_first_step=True)
+        self.joint = row_map.empty(*[CAPACITY] * NUM_TABLES, with_first_step=True)
         self.alone = [row_map.empty(CAPACITY, with_first_step=True) for _ in range(NUM_TABLES)]
 
     def assign(self, numbers, table, wanted, step):

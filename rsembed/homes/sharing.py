@@ -1,0 +1,44 @@
+"""Which tables of keys share a home, in which each takes the place of the largest."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+from rsembed.specs import TableSpec
+
+MOST_EMPTY = 1 / 16
+"""What tables that share homes may leave empty, as a share of their rows."""
+
+
+def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int) -> list[list[TableSpec]]:
+    """Tables in few groups, which leave few rows empty where each of a group takes the place of the largest.
+
+    Neighbours in size join, those first that cost the fewest rows. That is the fewest groups there can be, or one or
+    two more.
+
+    Args:
+      tables: the tables.
+      most_rows: place for so many in a group, or for one table.
+    """
+    found = sorted(Counter(table.vocabulary_size for table in tables).items())
+    sizes, counts = [size for size, _ in found], [count for _, count in found]
+    room = MOST_EMPTY * sum(table.vocabulary_size for table in tables)
+    while len(sizes) > 1:
+        costs = [
+            count * (larger - size) for count, (size, larger) in zip(counts, itertools.pairwise(sizes), strict=False)
+        ]
+        place = min(range(len(costs)), key=costs.__getitem__)
+        if costs[place] > room:
+            break
+        room -= costs[place]
+        counts[place + 1] += counts[place]
+        del sizes[place], counts[place]
+    groups: dict[tuple[int, int], list[TableSpec]] = {}
+    joined = Counter[int]()
+    for table in tables:
+        size = next(size for size in sizes if size >= table.vocabulary_size)
+        groups.setdefault((size, joined[size] // max(most_rows // size, 1)), []).append(table)
+        joined[size] += 1
+    return list(groups.values())

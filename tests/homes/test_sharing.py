@@ -1,0 +1,83 @@
+"""Which tables of keys share a home: few homes, few rows that stay empty."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rsembed as rs
+from rsembed.homes import hashed, sharing
+
+KEYS = rs.Hashed()
+
+
+def tables_of(sizes):
+    alike = {"embedding_dim": 8, "storage": KEYS}
+    return [rs.TableSpec(name=f"t{k}", vocabulary_size=size, **alike) for k, size in enumerate(sizes)]
+
+
+def sizes_of(groups):
+    return [[table.vocabulary_size for table in group] for group in groups]
+
+
+def num_empty(groups):
+    return sum(max(group) * len(group) - sum(group) for group in sizes_of(groups))
+
+
+def fewest_groups(sizes, room):
+    """Of all ways to cut the sorted sizes: the fewest parts that leave at most `room` empty, by dynamic programming."""
+    sizes = sorted(sizes)
+    least = {0: 0}  # by how many tables are in groups already
+    for number in range(1, len(sizes) + 1):
+        reached = {}
+        for first, empty in least.items():
+            for last in range(first + 1, len(sizes) + 1):
+                more = empty + sizes[last - 1] * (last - first) - sum(sizes[first:last])
+                reached[last] = min(more, reached.get(last, more))
+        if reached.get(len(sizes), room + 1) <= room:
+            return number
+        least = reached
+    raise AssertionError
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.one_of(st.integers(1, 30), st.integers(90, 110), st.integers(1, 10**6)), min_size=1, max_size=14))
+def test_few_groups_leave_few_rows_empty(sizes):
+    tables = tables_of(sizes)
+    groups = sharing.of_near_sizes(tables, most_rows=2**40)
+    assert sorted(table.name for group in groups for table in group) == sorted(table.name for table in tables)
+    room = sharing.MOST_EMPTY * sum(sizes)
+    assert num_empty(groups) <= room
+    assert len(groups) <= fewest_groups(sizes, room) + 2
+    numbers = [[int(table.name[1:]) for table in group] for group in groups]
+    assert all(own == sorted(own) for own in numbers)  # as they were given
+
+
+@pytest.mark.parametrize("most_rows", [1, 250, 1_000])
+def test_no_group_takes_more_rows_than_one_may_have(most_rows):
+    groups = sizes_of(sharing.of_near_sizes(tables_of([100] * 7 + [98]), most_rows=most_rows))
+    assert sum(map(len, groups)) == 8
+    assert all(100 * len(group) <= max(most_rows, 100) for group in groups)
+    assert len(groups) == -(-8 // max(most_rows // 100, 1))
+
+
+def test_homes_hold_as_many_rows_as_arrays_can_number(monkeypatch):
+    monkeypatch.setattr(hashed, "MAX_CAPACITY", 250)
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of([100] * 5)])
+    assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]
+    collection.init(jax.random.key(0))
+
+
+def test_a_hundred_tables_of_all_sizes_need_a_dozen_homes():
+    sizes = (10 ** np.random.default_rng(0).uniform(3, 6, 100)).astype(int).tolist()
+    features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of(sizes)]
+    collection = rs.EmbeddingCollection(features)
+    assert len(collection.plan.stacks) <= 16
+    values = sum(stack.num_stored_values[0] for stack in collection.plan.stacks)
+    assert 8 * sum(sizes) <= values <= 8 * sum(sizes) * (1 + sharing.MOST_EMPTY)
+
+
+def test_small_tables_stay_apart_from_one_that_is_much_larger():
+    groups = sizes_of(sharing.of_near_sizes(tables_of([10, 10**6, 12, 10**6]), most_rows=2**40))
+    assert groups == [[10, 12], [10**6, 10**6]]
