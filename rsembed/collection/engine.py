@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
@@ -62,6 +62,15 @@ class Engine:
         """A lookup whose gradients will be stepped, as the step of this number."""
         return self._in_order(
             group.look_ahead(group.own(tables), group.of_features(batch), number) for group in self._groups
+        )
+
+    def weight_gradients(self, tables: ByStack, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Gradients of the weights of all ids of a batch, whether it has some or counts each once, by feature."""
+        return _union(
+            [
+                group.weight_gradients(group.own(tables), *map(group.of_features, (batch, d_outputs)))
+                for group in self._groups
+            ]
         )
 
     def row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
@@ -127,6 +136,7 @@ class Group:
         """A lookup whose gradients will be stepped, as the step of this number."""
         if has_homes:
             self.look_ahead = on_each(self._lookup, (state, split, everywhere), (split, everywhere))
+        self.weight_gradients = on_each(self._weight_gradients, (state, split, split), split)
         self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
         self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
         self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
@@ -177,6 +187,22 @@ class Group:
             keys = as_keys(own.ids).only(jnp.arange(own.ids.shape[0], dtype=jnp.int32) < own.offsets[-1])
             num_ids[name], num_out_of_range[name] = jnp.sum(keys.is_key, dtype=jnp.int32), num_invalid(keys)
         return num_ids, num_out_of_range
+
+    def _weight_gradients(
+        self, tables: ByStack, batch: Batch, d_outputs: Mapping[str, Array]
+    ) -> dict[str, Float[Array, " nnz"]]:
+        bags = all_as_bags(batch)
+
+        def of_stack(name: str, stack: Stack) -> Asking[list[Array]]:
+            own = _of_features(stack, d_outputs)
+            return stack.rows.weight_gradients(tables[name], stack.occurrences(bags), own)
+
+        found = self._together(of_stack)
+        return {
+            feature.name: gradient
+            for name, stack in self.stacks.items()
+            for feature, gradient in zip(stack.layout.stack.features, found[name], strict=True)
+        }
 
     def _row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         bags = all_as_bags(batch)

@@ -28,7 +28,7 @@ from rsembed.homes.hash_table import entries, named, unnamed
 from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
-from rsembed.kernels.reference import entry_gains
+from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
 from rsembed.parallel import Asking, Wanted
 from rsembed.specs import TableSpec
@@ -197,6 +197,19 @@ class Rows:
             return self._summed(batch.segments, d_outputs)
         entry_of, keys, _, counts = entries(batch.keys, jnp.ones(batch.keys.shape, jnp.int32))
         return named(keys, counts), self._of_entries(entry_of, batch, d_outputs)
+
+    def weight_gradients(self, params: Any, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
+        """Gradients of the weights of a batch, or of ones where a segment has none; rows are read as by a lookup."""
+        entries = [each(segment.rows) for segment in batch.segments]
+        vectors, _, _ = yield from self.look_up(params, batch._replace(segments=entries), None)
+        found = []
+        for own, segment, d_output in zip(vectors, batch.segments, d_outputs, strict=True):
+            places = jnp.where(segment.rows == NO_ROW, NO_ROW, jnp.arange(own.shape[0], dtype=jnp.int32))
+            weights = jnp.ones(own.shape[0]) if segment.weights is None else segment.weights
+            found.append(
+                gradients_of_weights(own, dataclasses.replace(segment, rows=places, weights=weights), d_output)
+            )
+        return found
 
     @asks_nobody
     def update(

@@ -78,13 +78,7 @@ def _lookup_backward(implementation: str | None, saved: Any, d_outputs: tuple[Ar
 
 
 def _segment_cotangent(table: Array, segment: Segment, d_output: Array) -> Segment:
-    d_weights = None
-    if segment.weights is not None:
-
-        def pooled(weights: Array) -> Array:
-            return reference.lookup(table, [Segment(segment.rows, segment.offsets, weights, segment.combiner)])[0]
-
-        (d_weights,) = jax.vjp(pooled, segment.weights)[1](d_output)
+    d_weights = None if segment.weights is None else reference.gradients_of_weights(table, segment, d_output)
     return Segment(_no_gradient(segment.rows), _no_gradient(segment.offsets), d_weights, segment.combiner)
 
 

@@ -98,6 +98,16 @@ def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
     return tuple(outputs)
 
 
+def gradients_of_weights(table: Table, segment: Segment, d_output: Float[Array, "_ dim"]) -> Float[Array, " nnz"]:
+    """Gradients of a segment's weights, of which it must have some."""
+
+    def pooled(weights: Array) -> Array:
+        return lookup(table, [dataclasses.replace(segment, weights=weights)])[0]
+
+    d_weights: Array = jax.vjp(pooled, segment.weights)[1](d_output)[0]
+    return d_weights
+
+
 class RowGroups(NamedTuple):
     """Entries sorted by row: which outputs every looked-up row went into.
 

@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from rsembed.caching import BackingStore, NearRows, RowStore, SetAssociativeCache, StorageFolder, num_sets_for
+from rsembed.collection.devices import Devices
+from rsembed.collection.placement import placement_of_tables
 from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kinds import check_kind
@@ -21,6 +23,7 @@ from rsembed.tbe import records
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, check_arguments, states_of, unused_arguments
 from rsembed.tbe.functional import TBEState, init_state
 from rsembed.tbe.host_rows import HostRows
+from rsembed.tbe.meshes import Split, spec_of
 from rsembed.tbe.plan import GroupPlan, Placement, TablePlan, TBEPlan
 from rsembed.tbe.records import ComputeDevice, EmbeddingLocation, EmbOptimType, SparseType, dtype_of
 from rsembed.tbe.rules import make_rule
@@ -130,6 +133,49 @@ def with_rules(tables: Sequence[TablePlan], arguments: OptimizerArguments) -> tu
             "use_writeback_bwd_prehook alone keeps the first gradient of each row."
         )
     return tuple(_with_rule(table, arguments) for table in tables)
+
+
+def split_of(feature_names: tuple[str, ...], mesh: Any, axis: Any, device: Any) -> Split | None:
+    """How a mesh shares the tables; None without one. Raises: ValueError: an axis is unknown, or a device is given."""
+    devices = Devices.of(mesh, axis)
+    if mesh is not None and device is not None:
+        raise ValueError(f"device={device!r} and a mesh do not go together; the tables are on the devices of the mesh.")
+    return None if mesh is None else Split(devices, feature_names)
+
+
+def shared_tables(
+    tables: tuple[TablePlan, ...], split: Split | None, placement: Any, pooling: records.PoolingMode
+) -> tuple[TablePlan, ...]:
+    """The tables as the devices of a mesh share them.
+
+    Raises: ValueError: a placement is unknown, or a table has no rows. NotImplementedError: tables need what one device
+      alone can do.
+    """
+    if split is None:
+        placement_of_tables({}, Devices(), placement)
+        return tables
+    if pooling == records.PoolingMode.NONE:
+        raise NotImplementedError(
+            "PoolingMode.NONE has one row per id, in the order of the ids, which a mesh does not keep; use "
+            'EmbeddingCollection and combiner="none", which gives each sample its rows.'
+        )
+    for table in tables:
+        reason = None
+        if table.is_cached:
+            reason = "rows on the host visit one device; use EmbeddingCollection and storage=rsembed.HostCached(...)"
+        elif table.global_decay is not None:
+            reason = "DECOUPLE_GLOBAL owes decay to rows that are only read; use DECOUPLE or L2"
+        elif table.keeps_first_gradients:
+            reason = "the write-back hook keeps the first gradient of a batch that nobody sees whole; leave it out"
+        if reason is not None:
+            raise NotImplementedError(f"table {table.name!r} cannot be shared by the devices of a mesh: {reason}.")
+        if not table.num_rows:
+            raise ValueError(
+                f"table {table.name!r} has no rows, which a mesh could share; leave it out, or give it one."
+            )
+    specs = {table.name: spec_of(table) for table in tables}
+    placements = placement_of_tables(specs, split.devices, placement)
+    return tuple(table._replace(shared_by=placements[table.name]) for table in tables)
 
 
 HYPER_PARAMETERS = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,34 @@ import numpy as np
 from rsembed.bags import PAD_ID, as_bags, is_traced, narrow_ids
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.kinds import check_kind
+from rsembed.parallel.agreement import is_global
 from rsembed.tbe.bounds import first_mistake, is_sound, repair
+from rsembed.tbe.meshes import MeshTables, SplitBatch
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
 
 _WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
 _FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreparedBatch:
+    """What `prepare` of a module makes of its arguments; goes in place of `indices`.
+
+    Args:
+      batch: as the module's tables read it.
+      is_by_feature: whether it was `{feature: Bags}`, and so the output is `{feature: array}`.
+    """
+
+    batch: JaggedBatch | SplitBatch
+    is_by_feature: bool = dataclasses.field(metadata={"static": True})
+
+
+def is_by_feature(indices: Any) -> bool:
+    """Whether the output of a call with these is `{feature: array}`."""
+    return indices.is_by_feature if isinstance(indices, PreparedBatch) else isinstance(indices, Mapping)
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,15 +65,22 @@ class Door:
         offsets: Any,
         per_sample_weights: Any = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
-    ) -> tuple[JaggedBatch, Any]:
+    ) -> tuple[JaggedBatch | SplitBatch, Any]:
         """A batch, in numpy unless traced, and how many ids and offsets WARNING had to correct; 0 in other modes.
 
         `TableBatchedEmbeddingBags.__call__` says what the arguments mean; arrays of the caller are never changed.
-        Inside `jit` nothing can be raised: FATAL then lets bad ids contribute nothing, and counts them.
+        Inside `jit` nothing can be raised: FATAL then lets bad ids contribute nothing, and counts them. On a mesh, the
+        batch of such a call is split already.
 
         Raises: TypeError or ValueError.
         """
         sizes: Any = batch_size_per_feature_per_rank
+        if isinstance(indices, PreparedBatch):
+            if offsets is not None or per_sample_weights is not None or sizes is not None:
+                raise ValueError("a prepared batch holds offsets, weights and sizes; pass none of them beside it.")
+            return indices.batch, 0
+        if plan.split is not None and _is_unknown((indices, offsets, per_sample_weights)):
+            return self._split_unseen(plan.on_mesh, indices)
         if isinstance(indices, Mapping):
             if offsets is not None or per_sample_weights is not None or sizes is not None:
                 raise ValueError("{feature: Bags} hold offsets, weights and sizes; pass none of them beside it.")
@@ -62,6 +91,11 @@ class Door:
         if sizes is not None:
             check_kind(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
             sizes = tuple(tuple(int(n) for n in own) for own in sizes)
+            if plan.split is not None:
+                raise ValueError(
+                    f"on a mesh all features need equally many bags, got {[sum(own) for own in sizes]}; add bags "
+                    "without ids, and leave batch_size_per_feature_per_rank out."
+                )
             if plan.pooling == "none":
                 raise ValueError(
                     "batch_size_per_feature_per_rank needs pooled bags; PoolingMode.NONE returns one row per id."
@@ -71,6 +105,19 @@ class Door:
             batch, num_corrected = self._checked(plan, batch)
         fits = {"ids": narrow_ids(batch.ids), "offsets": narrow_ids(batch.offsets)}
         return dataclasses.replace(batch, **fits), num_corrected
+
+    def _split_unseen(self, tables: MeshTables, indices: Any) -> tuple[SplitBatch, Any]:
+        """A batch whose ids cannot be read here."""
+        if not isinstance(indices, Mapping):
+            raise ValueError(
+                "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
+                "module.prepare(indices, offsets), and pass batch in their place."
+            )
+        batch = tables.read(indices)
+        if self.mode in (BoundsCheckMode.NONE, *_FATAL):  # what is in no table contributes nothing
+            return batch, tables.repaired(batch)[1] if self.mode in _FATAL else 0
+        batch, num_corrected = tables.repaired(batch)
+        return batch, num_corrected if self.mode in _WARNING else 0
 
     def _flat(self, bags_by_feature: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         """The arguments of a flat call for `{feature: Bags}` (or anything `as_bags` takes)."""
@@ -119,6 +166,11 @@ class Door:
         if self.mode in _FATAL:
             return batch, num_corrected
         return dataclasses.replace(batch, ids=ids, offsets=offsets), num_corrected if self.mode in _WARNING else 0
+
+
+def _is_unknown(given: Any) -> bool:
+    """Whether values cannot be read here: inside `jit`, or because other processes hold some of them."""
+    return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
 
 
 def _integers(values: Any, what: str) -> Any:

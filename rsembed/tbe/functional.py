@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,16 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, JaggedBatch
+from rsembed.kernels.contract import NO_ROW, JaggedBatch, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import CounterAdagradOptimizerSpec, Slots, global_decay_factor
+from rsembed.optimizers import CounterAdagradOptimizerSpec, Hyperparameters, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
+from rsembed.tbe.meshes import SplitBatch
 from rsembed.tbe.plan import GroupPlan, TBEPlan
-from rsembed.tbe.rounding import round_with_noise, rounding_noise
+from rsembed.tbe.rounding import numbers_of_rows, round_stochastically
+
+AnyBatch: TypeAlias = JaggedBatch | SplitBatch
+"""On one device, and on a mesh."""
 
 
 class TBEState(NamedTuple):
@@ -80,23 +84,22 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None 
       num_rows: rows of every group's array; None takes all rows of its tables.
     """
     weights, slots, resident = [], [], []
-    for group, rows in zip(plan.groups, num_rows or [group.num_rows for group in plan.groups], strict=True):
+    for number, (group, rows) in enumerate(zip(plan.groups, num_rows or plan.num_rows, strict=True)):
+        allocate: Any = api.allocate if plan.split is None else functools.partial(plan.on_mesh.empty, number)
         table, first = group.table, group.table.first_slots()
-        weights.append(api.allocate((rows, table.dim), jnp.dtype(table.dtype), 0.0))
-        slots.append(tuple(api.allocate((rows, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
+        weights.append(allocate((rows, table.dim), jnp.dtype(table.dtype), 0.0))
+        slots.append(tuple(allocate((rows, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
         resident.append(jnp.full(rows, NO_ROW, jnp.int32) if table.is_cached else None)
     rates = [group.table.learning_rate for group in plan.groups]
-    return TBEState(
-        tuple(weights),
-        tuple(slots),
-        tuple(resident),
+    numbers: tuple[Any, ...] = (
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
         jnp.asarray([0.0 if callable(rate) else rate for rate in rates], jnp.float32),
         jnp.ones((), jnp.float32),
         key,
-        layout=plan.layout,
     )
+    state = TBEState(tuple(weights), tuple(slots), tuple(resident), *plan.everywhere(numbers))
+    return state._replace(layout=plan.layout)
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
@@ -143,13 +146,14 @@ def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
     return slots[:num_slots], slots[num_slots:]
 
 
-def lookup(
-    plan: TBEPlan, state: TBEState, batch: JaggedBatch, output_dtype: str = "float32"
-) -> Float[Array, "*output"]:
+def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = "float32") -> Float[Array, "*output"]:
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
-    factors = _owed_factors(plan, state, batch, learning_rates(plan, state))
+    if isinstance(batch, SplitBatch):
+        check_state(plan, state)
+        return plan.on_mesh.lookup(state.weights, batch, plan.pooling).astype(output_dtype)
+    factors = _owed_factors(plan, state, plan.here(batch), learning_rates(plan, state))
     output = api.lookup_jagged(state.weights, _weighted(batch, factors))
-    return output.astype(output_dtype).reshape(batch.output_shape(plan.dims))
+    return output.astype(output_dtype).reshape(plan.output_shape(batch))
 
 
 def _weighted(batch: JaggedBatch, factors: Float[Array, " nnz"] | None) -> JaggedBatch:
@@ -165,40 +169,50 @@ def _flat(d_output: Array, max_gradient: float | None = None) -> Float[Array, " 
 
 
 def row_gradients(
-    plan: TBEPlan, batch: JaggedBatch, d_output: Float[Array, "*output"], *, max_gradient: float | None = None
+    plan: TBEPlan, batch: AnyBatch, d_output: Float[Array, "*output"], *, max_gradient: float | None = None
 ) -> RowGradients:
     """Gradients of all rows that the batch reads; ids of cached tables are ids here, not places."""
-    rows, values, flat = {}, {}, _flat(d_output, max_gradient)
-    for number, group in enumerate(plan.groups):
-        arguments = (group.num_rows, number, plan.dims, _gradient_reads(group, number, batch), flat)
-        rows[group.name], values[group.name] = api.row_gradients_jagged(*arguments)
-    return RowGradients(rows, values, row_counts(plan), layout=plan.row_layout)
+    flat, shardings = _flat(d_output, max_gradient), None
+    if isinstance(batch, SplitBatch):
+        found, shardings = plan.on_mesh.row_gradients(batch, plan.pooling, flat), plan.on_mesh.gradient_shardings()
+    else:
+        batch = plan.here(batch)
+        found = [
+            api.row_gradients_jagged(group.num_rows, number, plan.dims, _gradient_reads(group, number, batch), flat)
+            for number, group in enumerate(plan.groups)
+        ]
+    rows, values = (
+        dict(zip((group.name for group in plan.groups), own, strict=True)) for own in zip(*found, strict=True)
+    )
+    return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
 
 def weight_gradients(
     plan: TBEPlan,
     state: TBEState,
-    batch: JaggedBatch,
+    batch: AnyBatch,
     d_output: Float[Array, "*output"],
     rates: Float[Array, " groups"],
     *,
     max_gradient: float | None = None,
-) -> Float[Array, " nnz"]:
-    """Gradients of the weights of the ids, where rows are those of `state`."""
-    d_weights = api.weight_gradients(state.weights, batch, _flat(d_output, max_gradient))
+) -> Any:
+    """Gradients of the weights of the ids, in their form, where rows are those of `state`."""
+    if isinstance(batch, SplitBatch):
+        return plan.on_mesh.weight_gradients(state.weights, batch, plan.pooling, _flat(d_output, max_gradient))
+    d_weights = api.weight_gradients(state.weights, plan.here(batch), _flat(d_output, max_gradient))
     factors = _owed_factors(plan, state, batch, rates)
     return d_weights if factors is None else factors * d_weights
 
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
     """Rows of every group by its name, as `RowGradients` have them."""
-    return tuple(sorted((group.name, group.num_rows) for group in plan.groups))
+    return tuple(sorted(zip((group.name for group in plan.groups), plan.num_rows, strict=True)))
 
 
 def update(
     plan: TBEPlan,
     state: TBEState,
-    batch: JaggedBatch,
+    batch: AnyBatch,
     d_output: Float[Array, "*output"],
     rates: Float[Array, " groups"],
 ) -> TBEState:
@@ -212,6 +226,9 @@ def update(
       rates: learning rate of every group.
     """
     flat = _flat(d_output)
+    if isinstance(batch, SplitBatch):
+        return _step_on_mesh(plan, state, rates, plan.on_mesh.update, batch, plan.pooling, flat)
+    batch = plan.here(batch)
     for number, group in enumerate(plan.groups):
         if group.table.rule is not None:
             gradient = (number, plan.dims, _gradient_reads(group, number, batch), flat)
@@ -224,13 +241,16 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
     Raises: ValueError: a table has no optimizer.
     """
-    for number, group in enumerate(plan.groups):
+    for group in plan.groups:
         if group.table.rule is None:
             raise ValueError(
                 f"tables {group.name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to "
                 "them; construct the module with one."
             )
-        gradient = (row_gradients.rows[group.name], row_gradients.values[group.name])
+    gradients = [(row_gradients.rows[group.name], row_gradients.values[group.name]) for group in plan.groups]
+    if plan.split is not None:
+        return _step_on_mesh(plan, state, rates, plan.on_mesh.apply, gradients)
+    for number, gradient in enumerate(gradients):
         state = _step_group(plan, number, state, rates[number], api.apply_rows, gradient)
     return state._replace(step=state.step + 1)
 
@@ -239,15 +259,38 @@ def _step_group(
     plan: TBEPlan, number: int, state: TBEState, rate: Array, kernel: Callable[..., Any], gradient: tuple[Any, ...]
 ) -> TBEState:
     """The state after `kernel` has stepped rows of one group."""
-    group = plan.groups[number]
+    group, weights = plan.groups[number], state.weights[number]
+    slots, copies = _parted(group, state.slots[number])
+    rule, hyper = _rule_and_hyper(group, state, rate)
+    rounding = _rounding(plan, number, state, weights.dtype, use=None)
+    weights, slots = kernel(weights, slots, *gradient, hyper, rule, rounding=rounding)
+    return state.with_group(number, weights=weights, slots=slots + copies)
+
+
+def _step_on_mesh(
+    plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., Any], *gradients: Any
+) -> TBEState:
+    """The state after `function` has stepped rows of all groups, which one exchange brings to their owners."""
+    steps = []
+    for group, rate in zip(plan.groups, rates, strict=True):
+        rule, hyper = _rule_and_hyper(group, state, rate)
+        rounds = group.table.rounds_stochastically and group.table.dtype != "float32"
+        key = jax.random.fold_in(state.key, state.step)
+        rounding = jax.tree_util.Partial(round_stochastically, key) if rounds else None
+        steps.append(Step(hyper, rule, rounding, state.step))
+    slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
+    weights, stepped = function(state.weights, slots, *gradients, steps)
+    all_slots = tuple((*own, *copy) for own, copy in zip(stepped, copies, strict=True))
+    return state._replace(weights=tuple(weights), slots=all_slots, step=state.step + 1)
+
+
+def _rule_and_hyper(group: GroupPlan, state: TBEState, rate: Array) -> tuple[Any, Hyperparameters]:
+    """The rule of a group that has one, and its numbers in this step."""
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
     if isinstance(group.table.rule, CounterAdagradOptimizerSpec):
         changes["max_counter"] = lambda: state.max_counter
-    hyper = dataclasses.replace(group.table.rule, **changes).get_hyperparameters(state.step)  # type: ignore[type-var, union-attr]
-    weights, (slots, copies) = state.weights[number], _parted(group, state.slots[number])
-    rounding = _rounding(group, number, state, weights.dtype, use=None)
-    weights, slots = kernel(weights, slots, *gradient, hyper, group.table.rule, rounding=rounding)
-    return state.with_group(number, weights=weights, slots=slots + copies)
+    rule: Any = group.table.rule
+    return rule, dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
 
 
 def decayed_tables(plan: TBEPlan, state: TBEState) -> TBEState:
@@ -256,7 +299,7 @@ def decayed_tables(plan: TBEPlan, state: TBEState) -> TBEState:
     for number, group in enumerate(plan.groups):
         if group.table.global_decay is not None:
             old, (accumulator, prev_iter) = state.weights[number], state.slots[number]
-            round_rows = _rounding(group, number, state, old.dtype, use=_DECAY) or _round_to_nearest
+            round_rows = _rounding(plan, number, state, old.dtype, use=_DECAY) or _round_to_nearest
             rows = old.astype(jnp.float32) * _owed_factor(group, state, prev_iter, rates[number])
             weights = round_rows(rows, old.dtype, jnp.arange(old.shape[0]))
             prev_iter = jnp.where(prev_iter > 0, state.step, prev_iter)
@@ -292,20 +335,19 @@ def _round_to_nearest(values: Array, dtype: Any, rows: Array) -> Array:
     return values.astype(dtype)
 
 
-def _rounding(group: GroupPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
+def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
     """How rows of a group become `dtype`; None to nearest. They may be in a cache, whose dtype is not the tables'."""
-    resident_rows = state.resident_rows[number]
+    group, resident_rows = plan.groups[number], state.resident_rows[number]
     if not group.table.rounds_stochastically or dtype == jnp.float32:
         return None
     key = jax.random.fold_in(state.key, state.step)
     key = key if use is None else jax.random.fold_in(key, use)
-    first_rows, numbers = jnp.asarray(group.first_rows, jnp.int32), jnp.asarray(group.tables, jnp.int32)
+    names, first_rows = [plan.tables[t].name for t in group.tables], jnp.asarray(group.first_rows, jnp.int32)
 
     def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
         own = rows if resident_rows is None else resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
         member = jnp.searchsorted(first_rows, own, side="right") - 1
-        noise = rounding_noise(key, numbers[member], own - first_rows[member], values.shape[1])
-        return round_with_noise(values, noise, dtype)
+        return round_stochastically(key, values, dtype, numbers_of_rows(names, member, own - first_rows[member]))
 
     return round_rows
 
@@ -315,7 +357,7 @@ def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, 
     group, (weights, *slots) = plan.groups[number], api.gather_rows(state.arrays(number)[:-1], places)
     dtype = jnp.dtype(group.table.dtype)
     if weights.dtype != dtype:
-        round_rows = _rounding(group, number, state, dtype, use=_STORE) or _round_to_nearest
+        round_rows = _rounding(plan, number, state, dtype, use=_STORE) or _round_to_nearest
         weights = round_rows(weights.astype(jnp.float32), dtype, places)
     return (weights, *slots)
 
@@ -333,18 +375,18 @@ def _gradient_reads(group: GroupPlan, number: int, batch: JaggedBatch) -> Jagged
 def backward(
     plan: TBEPlan,
     state: TBEState,
-    batch: JaggedBatch,
+    batch: AnyBatch,
     d_output: Float[Array, "*output"],
     rates: Float[Array, " groups"],
     *,
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
-) -> tuple[TBEState, Float[Array, " nnz"] | None]:
+) -> tuple[TBEState, Any]:
     """`update`, and before it the gradients of the ids' weights, if somebody reads them."""
     flat = _flat(d_output, max_gradient)
     if not wants_weight_gradients:
         return update(plan, state, batch, flat, rates), None
     d_weights = weight_gradients(plan, state, batch, flat, rates)
     # Without this dependence, whose sum is 0, the update could be scheduled first, on a copy of the tables.
-    total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
+    total = jnp.nan_to_num(sum(jnp.sum(jnp.abs(own)) for own in jax.tree.leaves(d_weights)))
     return update(plan, state, batch, flat + jnp.minimum(total, 0.0), rates), d_weights

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
@@ -18,12 +19,12 @@ from rsembed.refusals import refuses, refuses_names
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.tbe import construction, functional, records, refused, whole_tables
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
-from rsembed.tbe.door import Door
+from rsembed.tbe.door import Door, PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, WeightDecayMode
 from rsembed.tbe.reporting import StatisticsReporter
-from rsembed.tbe.training import TablesBackward, bring_near, learning_rates, pooled, prefetch, read_batch
+from rsembed.tbe.training import TablesBackward, bring_near, learning_rates, pooled, prefetch, prepared, read_batch
 
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 _decayed_tables = jax.jit(functional.decayed_tables, static_argnums=0)
@@ -109,6 +110,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
         that exist are continued from the last `flush()`, with its step, after a pass over them. What a process changed
         after it and did not flush, because it was killed, say, is taken back. Files of other tables or optimizers, and
         damaged ones, are refused. None keeps tables in host memory.
+      mesh: devices that share the tables and the samples of a batch; None keeps all on one. See `prepare`.
+      sharding_axis: axes of the mesh over which these are split; None takes all.
+      placement: of tables on a mesh, by name or one for all, as for `rsembed.EmbeddingCollection`.
       rngs: source of the key of initial values and stochastic rounding.
 
     Source: FBGEMM, SplitTableBatchedEmbeddingBagsCodegen.
@@ -176,6 +180,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
         min_shrinkage: float = 0.1,
         feature_names: Sequence[str] | None = None,
         storage_folder: str | Path | None = None,
+        mesh: Mesh | None = None,
+        sharding_axis: str | Sequence[str] | None = None,
+        placement: str | Mapping[str, str] | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         cache_algorithm = records.member(CacheAlgorithm, cache_algorithm)
@@ -205,7 +212,10 @@ class TableBatchedEmbeddingBags(nnx.Module):
             enforce_hbm=enforce_hbm,
             stochastic_rounding=stochastic_rounding,
         )
-        self.plan = TBEPlan(construction.with_rules(tables, arguments), features, pooling_mode.name.lower())
+        split = construction.split_of(self.feature_names, mesh, sharding_axis, device)
+        with_rules = construction.with_rules(tables, arguments)
+        shared = construction.shared_tables(with_rules, split, placement, pooling_mode)
+        self.plan = TBEPlan(shared, features, pooling_mode.name.lower(), split)
         construction.warn_of_arguments(self.plan, self.caching, given)
         self.output_dtype = records.dtype_of(output_dtype, "output_dtype").name
         self.max_gradient = max_gradient if gradient_clipping else None
@@ -256,7 +266,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """
         del feature_requires_grad, total_unique_indices
         batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        return pooled(self, bring_near(self, batch), by_feature=isinstance(indices, Mapping))
+        return pooled(self, bring_near(self, batch), by_feature=is_by_feature(indices))
 
     @refuses(refused.CALL_ARGUMENTS)
     def vjp(
@@ -281,7 +291,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         if self.plan.has_passes:
             self.state.set_value(_begin_step(self.plan, self.state.get_value()))
         batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        near, by_feature = bring_near(self, batch), isinstance(indices, Mapping)
+        near, by_feature = bring_near(self, batch), is_by_feature(indices)
         output = pooled(self, near, by_feature=by_feature)
         backward = TablesBackward(self, batch, near, feature_requires_grad, total_unique_indices, by_feature=by_feature)
         return output, backward
@@ -299,6 +309,15 @@ class TableBatchedEmbeddingBags(nnx.Module):
             state, row_gradients = host_rows.bring_rows(state, row_gradients)
         state = _apply(self.plan, state, row_gradients, rates)
         self.state.set_value(state if host_rows is None else host_rows.write_back(state))
+
+    def prepare(self, indices: Any, offsets: Any = None, per_sample_weights: Any = None) -> PreparedBatch:
+        """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
+
+        On a mesh its samples are split, which inside `jit` cannot be done, and each process gives its own. On one
+        device it has room for a power of two of ids, so that few programs are compiled. Gradients of
+        `per_sample_weights` come in this form: on a mesh `{feature: [bags, ids]}`.
+        """
+        return prepared(self, indices, offsets, per_sample_weights)
 
     def prefetch(
         self,
@@ -323,7 +342,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         Raises: ValueError: tables that share an array (see the class) are given different rates.
         """
         rates = whole_tables.rates_of_groups(self.plan, lr)
-        self.state.set_value(self.state.get_value()._replace(learning_rates=rates))
+        self.state.set_value(self.state.get_value()._replace(learning_rates=self.plan.everywhere(rates)))
 
     def get_learning_rate(self) -> float | list[float]:
         """The rate of the next step: one number, or one per table where they differ."""
@@ -334,7 +353,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
     @door
     def set_optimizer_step(self, step: Size) -> None:
         """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
-        done = jnp.asarray(step, jnp.int32)
+        done = self.plan.everywhere(jnp.asarray(step, jnp.int32))
         self.state.set_value(self.state.get_value()._replace(step=done, passed_step=done + 0))
 
     @property

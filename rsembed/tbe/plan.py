@@ -22,6 +22,7 @@ from rsembed.optimizers import (
 )
 from rsembed.stacking import split_by_memory
 from rsembed.tbe import records
+from rsembed.tbe.meshes import MeshTables, Split, SplitBatch
 
 Placement = Literal["device", "cached", "host"]
 BagSizes = tuple[tuple[int, ...], ...]
@@ -41,6 +42,7 @@ class TablePlan(NamedTuple):
       rule: how touched rows are stepped; None only returns their gradients.
       placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
         rows to the device and back.
+      shared_by: how the devices of a mesh share it: `row`, `table`, `column` or `replicated`, as one device has it.
       rounds_stochastically: how stepped rows are brought to a dtype other than float32.
       whole_table_mode: what happens to all rows before the lookup of a step.
       copy_dtypes: of the copies of the table that this keeps, behind the slots of the rule.
@@ -57,6 +59,7 @@ class TablePlan(NamedTuple):
     dtype: str
     rule: OptimizerSpec | None = None
     placement: Placement = "device"
+    shared_by: str = "replicated"
     rounds_stochastically: bool = True
     whole_table_mode: records.EnsembleModeDefinition | records.EmainplaceModeDefinition | None = None
     copy_dtypes: tuple[str, ...] = ()
@@ -116,15 +119,17 @@ class TBEPlan:
       tables: logical tables.
       features: table of every feature.
       pooling: `sum`, `mean` or `none`.
+      split: how a mesh shares the tables; None on one device.
     """
 
     tables: tuple[TablePlan, ...]
     features: tuple[int, ...]
     pooling: str
+    split: Split | None = None
 
     def __post_init__(self) -> None:
         # Compiled programs are looked up by the plan in every call, and a hash over all tables takes its time.
-        object.__setattr__(self, "_hash", hash((self.tables, self.features, self.pooling)))
+        object.__setattr__(self, "_hash", hash((self.tables, self.features, self.pooling, self.split)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -154,6 +159,29 @@ class TBEPlan:
             for table, first_row in zip(group.tables, group.first_rows, strict=True)
         }
         return tuple(found[table] for table in range(len(self.tables)))
+
+    @functools.cached_property
+    def on_mesh(self) -> MeshTables:
+        """What serves the calls of tables that a mesh shares. Raises: ValueError: none does."""
+        if self.split is None:
+            raise ValueError("the tables are on one device; make the module with mesh= to share them.")
+        return MeshTables(self.tables, self.features, self.groups, self.split)
+
+    @functools.cached_property
+    def num_rows(self) -> tuple[int, ...]:
+        """Rows of every group's array, those included that only fill up the devices of a mesh."""
+        if self.split is None:
+            return tuple(group.num_rows for group in self.groups)
+        return tuple(stack.layout.num_rows for stack in self.on_mesh.stacks)
+
+    def everywhere(self, tree: Any) -> Any:
+        """Numbers of a state, where the devices want them."""
+        return tree if self.split is None else self.on_mesh.everywhere(tree)
+
+    def rows_of(self, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
+        """Where rows of a table lie in the arrays of its group."""
+        group, first_row = self.places[table]
+        return ids + first_row if self.split is None else self.on_mesh.rows_of(group, table, ids)
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
@@ -194,10 +222,13 @@ class TBEPlan:
         """What a state dict belongs to, wherever the tables lie and whatever they are stored in."""
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
-    def _place_facts(self, table: int) -> dict[str, int]:
+    def _place_facts(self, table: int) -> dict[str, Any]:
         group, first_row = self.places[table]
         rows, dim = self.tables[table].num_rows, self.tables[table].dim
-        return {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
+        facts: dict[str, Any] = {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
+        if self.split is not None:
+            facts |= {"shared_by": self.tables[table].shared_by, "num_devices": self.split.devices.num_devices}
+        return facts
 
     def num_bags(self, num_offsets: int, sizes: BagSizes | None) -> tuple[int, ...]:
         """Bags of every feature.
@@ -244,6 +275,18 @@ class TBEPlan:
         layout = "columns" if sizes is None else "blocks"
         blocks = _blocks(self, offsets.shape[0], sizes)
         return JaggedBatch(ids, offsets, weights, self.pooling, blocks, layout)  # type: ignore[arg-type]
+
+    def here(self, batch: JaggedBatch) -> JaggedBatch:
+        """A batch for one device. Raises: ValueError: a mesh shares the tables."""
+        if self.split is not None:
+            raise ValueError("a mesh shares the tables: split the batch by module.prepare, or plan.on_mesh.of_jagged.")
+        return batch
+
+    def output_shape(self, batch: JaggedBatch | SplitBatch) -> tuple[int, ...]:
+        """Shape of what a lookup returns."""
+        if isinstance(batch, JaggedBatch):
+            return batch.output_shape(self.dims)
+        return batch.num_bags, sum(self.tables[t].dim for t in self.features)
 
     def bags_of(self, batch: JaggedBatch) -> tuple[int, ...]:
         """Bags of every feature in a batch."""

@@ -60,7 +60,7 @@ ARGUMENTS = {
     "tbe_input_multiplexer_config": _INPUT_RECORDING,
     "embedding_table_index_type": "ids of any integer type are taken",
     "embedding_table_offset_type": "offsets of any integer type are taken",
-    "embedding_shard_info": "the module is for one device; `rsembed.sparsecore` and the core shard tables",
+    "embedding_shard_info": "`mesh` and `placement` say which devices share a table, and how",
     "enable_raw_embedding_streaming": _STREAMING,
     "res_params": _STREAMING,
     "is_qr_tbe": "split an id into quotient and remainder before the lookup, as two features",

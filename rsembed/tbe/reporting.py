@@ -49,14 +49,14 @@ class StatisticsReporter:
         self._num_steps += 1
         if self._num_steps % self.config.interval:
             return
-        outputs = jax.tree.leaves(output)
+        outputs, given = jax.tree.leaves(output), jax.tree.leaves(ids)
         figures: dict[str, float] = {
             "total_prefetch_duration": self.prefetch_seconds,
             "bwd_wait_for_prefetch": 0.0,  # prefetches end before they return
             "tbe.prefetch_input_count": self.prefetched_ids,
             "tbe.prefetch_input_size": self.prefetched_bytes,
-            "tbe.fwd_input_count": ids.size,
-            "tbe.fwd_input_size": ids.nbytes,
+            "tbe.fwd_input_count": sum(leaf.size for leaf in given),
+            "tbe.fwd_input_size": sum(leaf.nbytes for leaf in given),
             "tbe.fwd_output_count": sum(leaf.size for leaf in outputs),
             "tbe.fwd_output_size": sum(leaf.nbytes for leaf in outputs),
         }

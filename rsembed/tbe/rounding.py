@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+
+from rsembed.kernels.keyed import mix
 
 _DROPPED_BITS = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}
 _SMALLEST_NORMAL_FLOAT16 = 2.0**-14
@@ -47,20 +52,25 @@ def round_with_noise(values: Float[Array, "*shape"], words: UInt32[Array, "*shap
     return jnp.where(jnp.abs(values) <= largest, rounded, values).astype(dtype)
 
 
-def rounding_noise(
-    key: PRNGKeyArray, tables: int | Int[Array, "..."], rows: Int[Array, " touched"], dim: int
-) -> UInt32[Array, "touched dim"]:
-    """Random words that depend on the key, the table, the row and the column alone, not on the place in the batch.
+def rounding_noise(key: PRNGKeyArray, rows: Int[Array, " rows"], dim: int) -> UInt32[Array, "rows dim"]:
+    """Random words that depend on the key, the number of the row and the column alone."""
+    return jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), (dim,)))(rows.astype(jnp.uint32))
+
+
+def round_stochastically(
+    key: PRNGKeyArray, values: Float[Array, "rows dim"], dtype: Any, rows: Int[Array, " rows"]
+) -> Float[Array, "rows dim"]:
+    """`round_with_noise` by the noise of rows of these numbers; the key is a new one for every step."""
+    return round_with_noise(values, rounding_noise(key, rows, values.shape[1]), dtype)
+
+
+def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Numbers that tell rows of all tables apart, as `RowLayout.rounding` does: no grouping or mesh changes them.
 
     Args:
-      key: a new one for every step.
-      tables: number of the table, of all rows or of each.
-      rows: row numbers.
-      dim: columns.
+      names: of tables.
+      tables: position in `names` of each row's table.
+      ids: row in its table.
     """
-
-    def words(table: Array, row: Array) -> Array:
-        return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, table), row), (dim,))
-
-    tables = jnp.broadcast_to(jnp.asarray(tables), rows.shape)
-    return jax.vmap(words)(tables.astype(jnp.uint32), rows.astype(jnp.uint32))
+    of_names = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
+    return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)

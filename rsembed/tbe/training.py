@@ -14,12 +14,17 @@ import numpy as np
 from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
-from rsembed.bags import is_traced
+from rsembed.bags import PAD_ID, is_traced
+from rsembed.caching import padded_size
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.kinds import check_kind
+from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import RowGradients, SingleUse
 from rsembed.tbe import functional
 from rsembed.tbe.bounds import feature_starts, repeat_by_feature
+from rsembed.tbe.door import PreparedBatch, is_by_feature
+from rsembed.tbe.functional import AnyBatch
+from rsembed.tbe.meshes import SplitBatch
 from rsembed.tbe.plan import TBEPlan
 from rsembed.tbe.records import BoundsCheckMode
 
@@ -40,9 +45,13 @@ _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argn
 learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
-def read_batch(module: TableBatchedEmbeddingBags, *arguments: Any) -> JaggedBatch:
+def read_batch(module: TableBatchedEmbeddingBags, *arguments: Any) -> AnyBatch:
     """The checked batch of a call; the module notes how many ids and offsets had to be corrected."""
-    batch, num_corrected = module.door.read(module.plan, *arguments)
+    mesh = None if module.plan.split is None else module.plan.split.devices.known_mesh
+    with Agreement(mesh, "the batch", arguments):  # a process that refuses its part tells the others
+        batch, num_corrected = module.door.read(module.plan, *arguments)
+    if isinstance(arguments[0], PreparedBatch):
+        return batch
     if module.door.mode != BoundsCheckMode.NONE:
         # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
         with contextlib.suppress(TraceContextError):
@@ -50,8 +59,36 @@ def read_batch(module: TableBatchedEmbeddingBags, *arguments: Any) -> JaggedBatc
     return batch
 
 
-def bring_near(module: TableBatchedEmbeddingBags, batch: JaggedBatch, *, admit: bool = True) -> JaggedBatch:
-    """The batch with places for ids of cached tables, whose rows are brought; `admit` lets them into the cache."""
+def prepared(module: TableBatchedEmbeddingBags, indices: Any, *arguments: Any) -> PreparedBatch:
+    """See `TableBatchedEmbeddingBags.prepare`."""
+    batch = read_batch(module, indices, *arguments)
+    if is_traced(batch):
+        raise RuntimeError("prepare brings a batch to the devices before a compiled step; call it outside of jit.")
+    if module.plan.split is not None:
+        batch = bring_near(module, batch)
+    elif isinstance(batch, JaggedBatch):
+        batch = jax.tree.map(jnp.asarray, batch if module.plan.pooling == "none" else _with_room(batch))
+    return PreparedBatch(batch, is_by_feature(indices))
+
+
+def _with_room(batch: JaggedBatch) -> JaggedBatch:
+    """The batch with a power of two of ids; those behind the last offset are in no bag."""
+    missing = padded_size(batch.ids.shape[0]) - batch.ids.shape[0]
+    changes: dict[str, Any] = {"ids": np.pad(batch.ids, (0, missing), constant_values=PAD_ID)}
+    if batch.weights is not None:
+        changes["weights"] = np.pad(batch.weights, (0, missing))
+    return dataclasses.replace(batch, **changes)
+
+
+def bring_near(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, admit: bool = True) -> AnyBatch:
+    """The batch where the tables can read it: on a mesh split by sample, and with places for ids of cached tables.
+
+    Their rows are brought; `admit` lets them into the cache.
+    """
+    if isinstance(batch, SplitBatch):
+        return batch
+    if module.plan.split is not None:
+        return module.plan.on_mesh.of_jagged(batch)
     if (host_rows := module.host_rows) is None:
         return batch
     try:
@@ -66,7 +103,7 @@ def bring_near(module: TableBatchedEmbeddingBags, batch: JaggedBatch, *, admit: 
     return near
 
 
-def pooled(module: TableBatchedEmbeddingBags, batch: JaggedBatch, *, by_feature: bool) -> Any:
+def pooled(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, by_feature: bool) -> Any:
     """The output of a lookup in the form that the caller expects."""
     # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
     output = _lookup(module.plan, module.state.get_value(), batch, output_dtype=module.output_dtype)
@@ -79,7 +116,7 @@ def prefetch(module: TableBatchedEmbeddingBags, *arguments: Any) -> None:
     assert host_rows is not None
     started = time.perf_counter()
     batch = read_batch(module, *arguments)
-    if is_traced((batch.ids, batch.offsets)):
+    if not isinstance(batch, JaggedBatch) or is_traced((batch.ids, batch.offsets)):
         raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
     if len(host_rows.prefetched) >= MAX_PREFETCHES:
         raise RuntimeError(
@@ -112,8 +149,8 @@ class TablesBackward:
     def __init__(
         self,
         module: TableBatchedEmbeddingBags,
-        batch: JaggedBatch,
-        near: JaggedBatch,
+        batch: AnyBatch,
+        near: AnyBatch,
         feature_requires_grad: Any,
         total_unique_indices: int | None,
         *,
@@ -154,12 +191,14 @@ class TablesBackward:
             wants_weight_gradients=per_sample_weights_grad and self._batch.weights is not None,
         )
         module.state.set_value(state if host_rows is None else host_rows.write_back(state))
-        if module.reporter is not None and not is_traced((self._batch.ids, self._batch.offsets)):
+        if module.reporter is not None and not is_traced(self._batch):
             module.reporter.step(module, self._batch.ids, d_output)
-        return d_weights if d_weights is None or mask is None else d_weights * mask
+        return d_weights if d_weights is None else self._masked(d_weights, mask)
 
-    def weight_gradients(self, d_output: Any) -> Float[Array, " nnz"]:
+    def weight_gradients(self, d_output: Any) -> Any:
         """The gradient of `per_sample_weights`, changing nothing: for OptimType.NONE, and beside `row_gradients`.
+
+        Of a prepared batch on a mesh `{feature: [bags, ids]}`, else in the form of the weights.
 
         Args:
           d_output: gradient of what `vjp` returned, in its form.
@@ -177,10 +216,20 @@ class TablesBackward:
         d_weights = _weight_gradients(
             module.plan, state, self._near, gradient, self._rates, max_gradient=module.max_gradient
         )
-        return d_weights if mask is None else d_weights * mask
+        return self._masked(d_weights, mask)
 
-    def _mask_of_ids(self) -> Float[Array, " nnz"] | None:
+    def _mask_of_ids(self) -> Any:
         return None if self._mask is None else mask_of_ids(self._module.plan, self._batch, self._mask)
+
+    def _masked(self, d_weights: Any, mask: Any) -> Any:
+        """Gradients of weights in the form in which these were given, 0 where the mask is."""
+        if self._module.plan.split is not None and isinstance(self._batch, JaggedBatch):
+            d_weights = self._module.plan.on_mesh.in_order(d_weights, self._batch)
+        if mask is not None:
+            d_weights = jax.tree.map(jnp.multiply, d_weights, mask)
+        if isinstance(d_weights, tuple):
+            return dict(zip(self._module.feature_names, d_weights, strict=True))
+        return d_weights
 
     def _bring_near(self) -> None:
         """Rows may have moved since the lookup, if other batches came between."""
@@ -200,7 +249,8 @@ class TablesBackward:
         """
         gradient = self._gradient(d_output)
         self._use()
-        arguments = (self._module.plan, self._batch, gradient)
+        batch = self._batch if self._module.plan.split is None else self._near
+        arguments = (self._module.plan, batch, gradient)
         gradients = _row_gradients(*arguments, max_gradient=self._module.max_gradient)
         return gradients if self._bound is None else _cut(gradients, self._bound)
 
@@ -212,7 +262,7 @@ class TablesBackward:
 
     def _gradient(self, d_output: Any) -> Array:
         """The gradient in the form of an output that is no dict. Raises: TypeError, ValueError: it has another one."""
-        module, shape = self._module, self._batch.output_shape(self._module.plan.dims)
+        module, shape = self._module, self._module.plan.output_shape(self._near)
         if self._by_feature:
             d_output = gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
         check_kind(d_output, Float[Array, "..."], "the gradient of the output")
@@ -222,11 +272,14 @@ class TablesBackward:
         return d_output
 
 
-def mask_of_ids(plan: TBEPlan, batch: JaggedBatch, feature_requires_grad: Any) -> Float[Array, " nnz"]:
+def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: Any) -> Any:
     """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
-    num_bags, mask = plan.bags_of(batch), jnp.asarray(feature_requires_grad, jnp.float32)
-    if mask.shape != (len(num_bags),):
-        raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {len(num_bags)} numbers.")
+    num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
+    if mask.shape != (num_features,):
+        raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {num_features} numbers.")
+    if isinstance(batch, SplitBatch):
+        return tuple(mask)
+    num_bags = plan.bags_of(batch)
     starts = feature_starts(jnp.asarray(batch.offsets), num_bags)
     return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, batch.ids.shape[0])
 
@@ -240,14 +293,18 @@ def _cut(gradients: RowGradients, bound: int) -> RowGradients:
     return dataclasses.replace(gradients, rows=rows, values=values)
 
 
-def output_by_feature(plan: TBEPlan, names: Sequence[str], output: Array, batch: JaggedBatch) -> dict[str, Array]:
+def output_by_feature(plan: TBEPlan, names: Sequence[str], output: Array, batch: AnyBatch) -> dict[str, Array]:
     """`{feature: [bags, dim]}`. Raises: TypeError: PoolingMode.NONE, whose rows belong to ids."""
     if plan.pooling == "none":
         raise TypeError(
             "PoolingMode.NONE returns one row per id in the order of the ids; pass indices and offsets, not a dict."
         )
     dims = [plan.tables[t].dim for t in plan.features]
-    sizes = dims if batch.layout == "columns" else [n * d for n, d in zip(plan.bags_of(batch), dims, strict=True)]
+    sizes = (
+        dims
+        if not isinstance(batch, JaggedBatch) or batch.layout == "columns"
+        else [n * d for n, d in zip(plan.bags_of(batch), dims, strict=True)]
+    )
     parts = jnp.split(output, np.cumsum(sizes)[:-1].tolist(), axis=-1)
     return {name: part.reshape(-1, dim) for name, part, dim in zip(names, parts, dims, strict=True)}
 

@@ -58,6 +58,12 @@ def _put_block(array: Array, block: Array, first_row: Any) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(array, block.astype(array.dtype), first_row, 0)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_rows(array: Array, values: Array, rows: Array) -> Array:
+    """On a mesh, rows of a table are here and there."""
+    return array.at[rows].set(values.astype(array.dtype), unique_indices=True)
+
+
 def init_embedding_weights_uniform(
     module: TableBatchedEmbeddingBags, min_val: float, max_val: float, *, key: PRNGKeyArray | None = None
 ) -> None:
@@ -105,19 +111,25 @@ def write_table(
         return
     arrays = list(module.state.get_value().arrays(number))
     for first, last in blocks:
-        arrays[array] = _put_block(arrays[array], np.array(rows(first, last)), first_row + first)
+        values = np.array(rows(first, last))
+        if module.plan.split is None:
+            arrays[array] = _put_block(arrays[array], values, first_row + first)
+        else:
+            arrays[array] = _put_rows(arrays[array], values, module.plan.rows_of(table, np.arange(first, last)))
     module.state.set_value(module.state.get_value().with_arrays(number, arrays))
 
 
 def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
     """Weights and states of one table, after `bring_home`."""
     functional.check_state(module.plan, module.state.get_value())
-    number, first_row = module.plan.places[table]
-    last_row = first_row + module.plan.tables[table].num_rows
+    (number, first_row), num_rows = module.plan.places[table], module.plan.tables[table].num_rows
     if module.plan.tables[table].is_cached:
-        return [store.view(first_row, last_row) for store in module.host_rows.stores_of(table)]  # type: ignore[union-attr]
+        return [store.view(first_row, first_row + num_rows) for store in module.host_rows.stores_of(table)]  # type: ignore[union-attr]
+    arrays = module.state.get_value().arrays(number)
+    if module.plan.split is not None:
+        return module.plan.on_mesh.everywhere_rows(arrays, module.plan.rows_of(table, np.arange(num_rows)))
     # A slice of everything would be the array itself, which the next training step takes over.
-    return [jnp.array(array[first_row:last_row], copy=True) for array in module.state.get_value().arrays(number)]
+    return [jnp.array(array[first_row : first_row + num_rows], copy=True) for array in arrays]
 
 
 def _entries(table: TablePlan) -> dict[str, tuple[int, ...]]:
@@ -229,7 +241,7 @@ def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, 
     rates = given.get("learning_rate")
     if rates is not None and not any(callable(table.learning_rate) for table in plan.tables):
         changes["learning_rates"] = rates_of_groups(plan, np.broadcast_to(rates, len(plan.tables)).tolist())
-    module.state.set_value(module.state.get_value()._replace(**changes))
+    module.state.set_value(module.state.get_value()._replace(**module.plan.everywhere(changes)))
 
 
 def reset_embedding_weight_momentum(
@@ -266,7 +278,7 @@ def reset_embedding_weight_momentum(
                 store.write(own + first_row, np.zeros((own.size, *store.shape[1:]), store.dtype))
             continue
         state = module.state.get_value()
-        arrays = [array.at[own + first_row].set(0) for array in state.arrays(number)]
+        arrays = [array.at[module.plan.rows_of(table, own)].set(0) for array in state.arrays(number)]
         module.state.set_value(state.with_arrays(number, arrays))
 
 

@@ -9,10 +9,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 
 import rsembed as rs
-from rsembed import checkpoint, parallel, sok
+from rsembed import checkpoint, parallel, sok, tbe
 from tests.sok import training
 
 SGD = rs.SGDOptimizerSpec(1.0)
@@ -40,6 +41,53 @@ def refused(message, call):
         assert re.search(message, str(error)), (message, str(error))
     else:
         raise AssertionError(f"accepted: {message}")
+
+
+TABLES = [np.arange(18, dtype=np.float32).reshape(9, 2), np.arange(10, dtype=np.float32).reshape(5, 2) + 1]
+FLAT_BATCHES = [  # of each process: ids, offsets of two bags of each table, weights
+    (np.asarray([1, 8, 8, 0, 4]), np.asarray([0, 2, 3, 4, 5]), np.asarray([1, 2, 1, 1, 0.5], np.float32)),
+    (np.asarray([1, 2, 3, 4]), np.asarray([0, 0, 2, 4, 4]), np.asarray([3, 1, 1, 2], np.float32)),
+]
+
+
+def table_batched_module(process, mesh):
+    """The table-batched wing: each process gives its samples, in flat form and prepared for a compiled step."""
+    specs = [(len(table), 2, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU) for table in TABLES]
+    module = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_sgd", learning_rate=1.0, mesh=mesh)
+    for number, table in enumerate(TABLES):
+        module.set_embedding_weights(number, table)
+    pooled, sums, d_weights = np.zeros((4, 4)), [np.zeros(table.shape) for table in TABLES], [[], []]
+    for sender, (ids, offsets, weights) in enumerate(FLAT_BATCHES):
+        for bag in range(4):
+            table, sample = bag // 2, 2 * sender + bag % 2
+            for place in range(offsets[bag], offsets[bag + 1]):
+                row = TABLES[table][ids[place]]
+                pooled[sample, 2 * table : 2 * table + 2] += weights[place] * row
+                sums[table][ids[place]] += weights[place]
+                d_weights[sender].append(row.sum())
+    out, backward = module.vjp(*FLAT_BATCHES[process])
+    np.testing.assert_array_equal(whole(out), pooled)
+    np.testing.assert_array_equal(backward(jnp.ones_like(out)), d_weights[process])
+
+    @nnx.jit
+    def step(module, batch):
+        out, backward = module.vjp(batch)
+        backward(jnp.ones_like(out))
+
+    step(module, module.prepare(*FLAT_BATCHES[process]))
+    for found, table, total in zip(module.split_embedding_weights(), TABLES, sums, strict=True):
+        np.testing.assert_array_equal(found, table - 2 * total)
+    saved = module.state_dict()
+    np.testing.assert_array_equal(saved["table_0.weight"], TABLES[0] - 2 * sums[0])
+    assert int(saved["step"]) == 2
+    ids, offsets, _ = FLAT_BATCHES[process]
+    fatal = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_sgd", bounds_check_mode="FATAL", mesh=mesh)
+    message = "id 99 at position 0 of bag 1" if process else "process 1 refused .*id 99 at position 0 of bag 1"
+    refused(message, lambda: fatal(np.where(process, 99, ids), offsets))
+    refused(
+        "process 1 brings 4 bags",
+        lambda: fatal(np.ones(4, int), np.arange(5)) if process == 0 else fatal(np.ones(8, int), np.arange(9)),
+    )
 
 
 def main():
@@ -128,6 +176,8 @@ def main():
     batch = collection.prepare({"f": [[1] * (1 + 2 * process)] * 2})
     assert batch["f"].shape == (4, 4)
     np.testing.assert_array_equal(whole(collection.lookup(state, batch)["f"])[:, 0], [1, 1, 3, 3])
+
+    table_batched_module(process, context.mesh)
     print("all agreed")
     checkpoint.save(sys.argv[1], training.train(sok.Init(global_batch_size=training.BATCH)))
 

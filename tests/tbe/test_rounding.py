@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rsembed import tbe as rt
-from rsembed.tbe.rounding import round_with_noise, rounding_noise
+from rsembed.tbe.rounding import numbers_of_rows, round_with_noise, rounding_noise
 from tests.tbe.oracle import make, train
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "tbe_cases.json").read_text())["cases"]
@@ -87,19 +87,25 @@ def test_float32_passes_and_other_types_are_refused():
         round_with_noise(jnp.asarray(values), jnp.asarray(words), jnp.int8)
 
 
-def test_noise_depends_on_key_table_row_and_column_alone():
+def test_noise_depends_on_key_row_and_column_alone():
     key = jax.random.key(3)
-    words = np.asarray(rounding_noise(key, 1, jnp.asarray([4, 9, 2]), 6))
+    words = np.asarray(rounding_noise(key, jnp.asarray([4, 9, 2]), 6))
     assert words.dtype == np.uint32
-    reordered = rounding_noise(key, jnp.asarray([7, 1, 1]), jnp.asarray([9, 9, 4]), 6)
-    np.testing.assert_array_equal(reordered[1:], words[[1, 0]])
-    np.testing.assert_array_equal(rounding_noise(key, 1, jnp.asarray([9]), 3)[0], words[1, :3])
-    others = [reordered[0], rounding_noise(jax.random.key(4), 1, jnp.asarray([9]), 6)[0]]
-    assert len(np.unique(np.concatenate([words.ravel(), *map(np.asarray, others)]))) == words.size + 12
+    np.testing.assert_array_equal(rounding_noise(key, jnp.asarray([9, 4]), 6), words[[1, 0]])
+    np.testing.assert_array_equal(rounding_noise(key, jnp.asarray([9]), 3)[0], words[1, :3])
+    other = rounding_noise(jax.random.key(4), jnp.asarray([9]), 6)
+    assert len(np.unique(np.concatenate([words, other]))) == words.size + 6
+
+
+def test_rows_of_all_tables_have_numbers_of_their_own_whatever_stands_beside_them():
+    names, ids = ["user", "item", "word"], jnp.arange(1000)
+    numbers = [np.asarray(numbers_of_rows(names, jnp.full(1000, t), ids)) for t in range(3)]
+    assert len(np.unique(numbers)) > 2990  # by chance, two of 3,000 numbers of 32 bits may be equal
+    np.testing.assert_array_equal(numbers_of_rows(["word", "user"], jnp.zeros(1000, jnp.int32), ids), numbers[2])
 
 
 def test_noise_is_uniform():
-    words = np.asarray(rounding_noise(jax.random.key(0), 0, jnp.arange(500), 64), np.float64)
+    words = np.asarray(rounding_noise(jax.random.key(0), jnp.arange(500), 64), np.float64)
     counts, _ = np.histogram(words, bins=16, range=(0, 2**32))
     expected = words.size / 16
     assert np.sum((counts - expected) ** 2 / expected) < 44  # 0.9999 quantile of chi square with 15 degrees

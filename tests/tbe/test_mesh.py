@@ -1,0 +1,347 @@
+"""A module whose tables and samples a mesh shares: the numbers of one device, and of loops in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from rsembed import clip_by_global_norm, combine
+from rsembed import tbe as rt
+from rsembed.tbe import functional
+from tests.parallel.hlo import collective_bytes
+from tests.tbe.oracle import Oracle, make, tables_of, train
+from tests.tbe.row_formulas import VARIANTS
+
+Optim = rt.OptimType
+SPECS = ((50, 4), (30, 4), (40, 8))
+FEATURES = (0, 1, 2, 0)
+BAGS, DIMS = 8, [SPECS[t][1] for t in FEATURES]
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+MANAGED_CACHING = rt.EmbeddingLocation.MANAGED_CACHING
+
+
+@functools.cache
+def mesh_of(*sizes):
+    names = ("x", "y")[: len(sizes)]
+    return Mesh(np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
+
+
+def draw(seed, *, specs=SPECS, features=FEATURES, bags=BAGS):
+    """Ids (some -1, some equal), offsets (some bags empty) and weights."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 5, len(features) * bags)
+    rows = np.repeat([specs[t][0] for t in features], lengths.reshape(len(features), bags).sum(axis=1))
+    ids = rng.integers(-1, rows)
+    return ids, np.r_[0, np.cumsum(lengths)], rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
+
+
+def gradient_like(output, seed=0):
+    return np.random.default_rng(seed).normal(size=output.shape).astype(np.float32)
+
+
+def same_tables(module, other, **close):
+    for one, two in zip(*(jax.tree.leaves(tables_of(each)) for each in (module, other)), strict=True):
+        np.testing.assert_allclose(one, two, **(close or CLOSE))
+
+
+# Against one device, and against loops
+
+RULES = {
+    # A rule for each table: all of them travel in one exchange, and one program serves all.
+    "row": [Optim.EXACT_ROWWISE_ADAGRAD, Optim.ADAM, Optim.LAMB],
+    "table": [Optim.EXACT_SGD, Optim.PARTIAL_ROWWISE_ADAM, Optim.EXACT_ADAGRAD],
+    "column": [Optim.EXACT_SGD, Optim.EXACT_SGD, Optim.ADAM],
+    "replicated": [Optim.LARS_SGD, Optim.PARTIAL_ROWWISE_LAMB, Optim.EXACT_ROWWISE_ADAGRAD],
+}
+
+
+@pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
+@pytest.mark.parametrize("placement", RULES)
+def test_any_placement_looks_up_and_trains_as_one_device_does(placement, pooling):
+    arguments = {"feature_table_map": FEATURES, "optimizer": RULES[placement], "pooling_mode": pooling, "eps": 1e-3}
+    one, many = make(SPECS, **arguments), make(SPECS, mesh=mesh_of(4), placement=placement, **arguments)
+    same_tables(one, many, rtol=0)
+    for seed in range(2):
+        ids, offsets, weights = draw(seed)
+        weights = weights if seed == 0 or pooling == "SUM" else None
+        (expected, backward), (found, backward_many) = (m.vjp(ids, offsets, weights) for m in (one, many))
+        np.testing.assert_allclose(found, expected, **CLOSE)
+        gradient = gradient_like(expected, seed)
+        d_weights, d_weights_many = backward(gradient), backward_many(gradient)
+        assert (d_weights is None) == (d_weights_many is None) == (weights is None)
+        if weights is not None:
+            np.testing.assert_allclose(d_weights_many, d_weights, rtol=2e-4, atol=2e-5)
+    same_tables(one, many)
+    assert int(many.step) == 2
+
+
+@pytest.mark.parametrize("name", ["rowwise_l2", "adamw", "cowclip", "counter_adagradw"])
+def test_rules_of_the_wing_follow_their_formulas(name):
+    specs, features = ((20, 4), (13, 4)), (1, 0)
+    optimizer, arguments, formula = VARIANTS[name]
+    module = make(specs, mesh=mesh_of(4), feature_table_map=features, optimizer=optimizer, **arguments)
+    oracle = Oracle(module, features, "sum", formula, arguments)
+    ids, offsets, weights = draw(3, specs=specs, features=features)
+    oracle.t = int(module.step) + 1
+    output, backward = module.vjp(ids, offsets, weights)
+    gradient = gradient_like(output)
+    expected = oracle.backward(ids, offsets, weights, [BAGS, BAGS], [*gradient[:, :4], *gradient[:, 4:]])
+    np.testing.assert_allclose(backward(gradient), expected, rtol=2e-5, atol=2e-5)
+    for found, wanted in zip(module.split_embedding_weights(), oracle.tables, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("optimizer", [Optim.ENSEMBLE_ROWWISE_ADAGRAD, Optim.EMAINPLACE_ROWWISE_ADAGRAD])
+def test_passes_over_whole_tables_are_made_where_rows_lie(optimizer):
+    modes = {
+        "ensemble_mode": rt.EnsembleModeDefinition(step_ema=1, step_swap=2, step_start=0, step_ema_coef=0.6),
+        "emainplace_mode": rt.EmainplaceModeDefinition(step_ema=1, step_start=0, step_ema_coef=0.6),
+    }
+    mode = {name: own for name, own in modes.items() if name.startswith(optimizer.name.split("_")[0].lower())}
+    one, many = (make(SPECS[:2], optimizer=optimizer, **mode, **how) for how in ({}, {"mesh": mesh_of(4)}))
+    for seed in range(3):
+        batch = draw(seed, specs=SPECS[:2], features=(0, 1))
+        for module in (one, many):
+            train(module, *batch)
+    same_tables(one, many)
+
+
+def test_devices_along_other_axes_hold_copies():
+    one, many = make(SPECS), make(SPECS, mesh=mesh_of(2, 4), sharding_axis="x", placement={"table_1": "table"})
+    for seed in range(2):
+        batch = draw(seed, features=(0, 1, 2))
+        np.testing.assert_allclose(train(many, *batch)[0], train(one, *batch)[0], **CLOSE)
+    same_tables(one, many)
+
+
+def test_rows_are_rounded_by_the_noise_of_one_device():
+    half = {"weights_precision": rt.SparseType.FP16, "optimizer": Optim.EXACT_SGD, "learning_rate": 0.37}
+    one, many = make(SPECS, **half), make(SPECS, mesh=mesh_of(4), **half)
+    for seed in range(3):
+        ids, offsets, _ = draw(seed, features=(0, 1, 2))
+        gradient = np.random.default_rng(seed).integers(-8, 9, (BAGS, 16)).astype(np.float32) / 16  # sums are exact
+        for module in (one, many):
+            train(module, ids, offsets, d_output=gradient)
+    same_tables(one, many, rtol=0)
+
+
+# Row gradients, gradients of weights
+
+
+def test_row_gradients_are_clipped_added_and_applied_as_on_one_device():
+    found = []
+    for how in ({}, {"mesh": mesh_of(4)}):
+        module, gradients = make(SPECS, optimizer=Optim.EXACT_ADAGRAD, **how), []
+        for seed in range(2):
+            output, backward = module.vjp(*draw(seed, features=(0, 1, 2)))
+            gradients.append(backward.row_gradients(gradient_like(output, seed)))
+        total = clip_by_global_norm(combine(*gradients), 1.5)
+        module.apply(total)
+        found.append((module, {name: int(num) for name, num in total.num_touched().items()}))
+    (one, touched), (many, touched_many) = found
+    assert touched == touched_many
+    same_tables(one, many)
+
+
+def test_row_gradients_of_another_mesh_are_refused():
+    gradients = []
+    for size in (2, 4):
+        module = make(SPECS, mesh=mesh_of(size))
+        output, backward = module.vjp(*draw(0, features=(0, 1, 2)))
+        gradients.append(backward.row_gradients(gradient_like(output)))
+    with pytest.raises(ValueError, match=r"do not belong to this module.*num_devices"):
+        module.apply(gradients[0])
+
+
+def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff():
+    one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
+    ids, offsets, weights = draw(5, features=(0, 1, 2))
+    gradient, mask = gradient_like(one(ids, offsets)), np.asarray([1, 0, 1])
+    _, backward = one.vjp(ids, offsets, weights, mask)
+    expected = np.asarray(backward.weight_gradients(gradient))
+    _, backward = many.vjp(ids, offsets, weights, mask)
+    np.testing.assert_allclose(backward.weight_gradients(gradient), expected, **CLOSE)
+
+    batch, names = many.prepare(ids, offsets, weights), many.feature_names
+    _, backward = many.vjp(batch, None, None, mask)
+    by_feature = backward.weight_gradients(gradient)
+    assert {name: own.shape for name, own in by_feature.items()} == {
+        name: own.shape for name, own in zip(names, batch.batch.ids, strict=True)
+    }
+    lengths = np.diff(offsets).reshape(3, BAGS)
+    flat = [
+        np.asarray(own)[b, :n] for own, ns in zip(by_feature.values(), lengths, strict=True) for b, n in enumerate(ns)
+    ]
+    np.testing.assert_allclose(np.concatenate(flat), expected, **CLOSE)
+
+    def loss(weights):
+        split = jax.tree.map(lambda x: x, batch)
+        object.__setattr__(split.batch, "weights", weights)
+        return jnp.vdot(many(split), gradient)
+
+    autodiff = jax.grad(loss)(batch.batch.weights)
+    for own, d_weights, is_asked in zip(autodiff, by_feature.values(), mask, strict=True):
+        np.testing.assert_allclose(np.asarray(own) * is_asked, d_weights, **CLOSE)
+
+
+# Compiled steps
+
+
+def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_where_they_lie():
+    one, many = make(SPECS, optimizer=Optim.ADAM), make(SPECS, optimizer=Optim.ADAM, mesh=mesh_of(4))
+    traces = []
+
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def step(module, batch):
+        traces.append(1)
+        output, backward = module.vjp(batch)
+        backward(2 * output)
+        return (output**2).sum()
+
+    for seed in range(4):
+        ids, offsets, weights = draw(seed, features=(0, 1, 2))
+        expected, backward = one.vjp(ids, offsets, weights)
+        backward(2 * expected)
+        kept = many.state.get_value().weights
+        np.testing.assert_allclose(step(many, many.prepare(ids, offsets, weights)), (expected**2).sum(), rtol=1e-5)
+        assert all(old.is_deleted() for old in kept)
+    same_tables(one, many)
+    assert len(traces) <= 2  # of bags of up to 4 ids, and of up to 2
+
+
+def test_prepared_batches_on_one_device_have_few_sizes_and_the_same_numbers():
+    module, again, sizes = make(SPECS), make(SPECS), set()
+    for seed in range(6):
+        ids, offsets, weights = draw(seed, features=(0, 1, 2))
+        batch = module.prepare(ids, offsets, weights)
+        sizes.add(batch.batch.ids.shape)
+        output, _ = train(module, batch, None)
+        np.testing.assert_array_equal(output, train(again, ids, offsets, weights)[0])
+    same_tables(module, again, rtol=0)
+    assert len(sizes) <= 2
+    names = {name: [[1, 2], [3]] for name in module.feature_names}
+    assert module(module.prepare(names))["table_0"].shape == (2, 4)
+
+
+def test_dense_arrays_may_come_in_inside_jit_and_bad_ids_are_treated_as_they_are_outside():
+    names, ids = [f"table_{t}" for t in range(3)], np.asarray([[1, 2], [3, 99], [-7, -1], [4, 5]])
+    batch = {name: ids for name in names}
+    for mode in ("WARNING", "FATAL", "IGNORE"):
+        one, many = make(SPECS, bounds_check_mode=mode), make(SPECS, bounds_check_mode=mode, mesh=mesh_of(4))
+        look_up = nnx.jit(lambda module, batch: (module(batch), module.bounds_check_warning.get_value()))
+        expected, num_corrected = look_up(one, jax.tree.map(jnp.asarray, batch))
+        found, num_corrected_many = look_up(many, jax.tree.map(jnp.asarray, batch))
+        assert int(num_corrected) == int(num_corrected_many) == (0 if mode == "IGNORE" else 6)
+        for name in names:
+            np.testing.assert_allclose(found[name], expected[name], **CLOSE)
+
+
+def test_no_table_travels():
+    module = make(((4000, 8),), mesh=mesh_of(4), optimizer=Optim.EXACT_ROWWISE_ADAGRAD)
+    state, plan = module.state.get_value(), module.plan
+    batch = module.prepare({"table_0": np.arange(16).reshape(8, 2)}).batch
+    rates = functional.learning_rates(plan, state)
+    step = jax.jit(functional.backward, static_argnums=0, donate_argnums=1)
+    text = step.lower(plan, state, batch, jnp.ones((8, 8)), rates).compile().as_text()
+    sent = collective_bytes(text, 4)
+    assert 0 < sum(sent.values()) < 4000 * 8  # a quarter of the table's bytes
+
+
+# Whole tables
+
+
+def test_state_dicts_go_from_mesh_to_mesh_and_on_with_equal_steps():
+    arguments = {"optimizer": [Optim.EXACT_ROWWISE_ADAGRAD, Optim.ADAM, Optim.EXACT_ADAGRAD]}
+    one, modules = make(SPECS, **arguments), {}
+    for seed in range(2):
+        train(one, *draw(seed, features=(0, 1, 2)))
+    saved = one.state_dict()
+    for size, placement in ((4, "row"), (2, "table"), (8, "replicated")):
+        module = modules[size] = make(SPECS, uniform=None, mesh=mesh_of(size), placement=placement, **arguments)
+        module.load_state_dict(saved)
+        saved = module.state_dict()  # of the mesh, for the next one
+        same_tables(one, module, rtol=0)
+    batch = draw(7, features=(0, 1, 2))
+    for module in (one, *modules.values()):
+        train(module, *batch)
+    for module in modules.values():
+        same_tables(one, module)
+
+
+def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
+    one, many = (make(SPECS, optimizer=Optim.EXACT_ADAGRAD, **how) for how in ({}, {"mesh": mesh_of(4)}))
+    for module in (one, many):
+        train(module, *draw(0, features=(0, 1, 2)))
+        module.set_embedding_weights("table_1", np.arange(120, dtype=np.float32).reshape(30, 4))
+        module.reset_embedding_weight_momentum(np.asarray([0, 49, 3]), np.asarray([0, 2, 3]), np.asarray([0, 2]))
+        module.set_learning_rate(0.5)
+        module.set_optimizer_step(11)
+        train(module, *draw(1, features=(0, 1, 2)))
+    same_tables(one, many)
+    assert int(many.step) == 12 and many.get_learning_rate() == 0.5
+    np.testing.assert_allclose(many.get_optimizer_buffer("momentum1"), one.get_optimizer_buffer("momentum1"), **CLOSE)
+    assert many.state_bytes() == one.state_bytes()
+
+
+# What is refused
+
+
+def test_what_a_mesh_cannot_do_is_refused_by_name():
+    mesh, batch = mesh_of(4), draw(0, features=(0, 1, 2))
+    refused = {
+        r"'table_0' cannot be shared.*HostCached": {"location": MANAGED_CACHING},
+        "PoolingMode.NONE has one row per id": {"pooling_mode": "NONE"},
+        "DECOUPLE_GLOBAL owes decay": {
+            "optimizer": Optim.EXACT_ROWWISE_ADAGRAD,
+            "weight_decay_mode": "DECOUPLE_GLOBAL",
+            "weight_decay": 0.1,
+            "global_weight_decay": rt.GlobalWeightDecayDefinition(),
+        },
+        "the write-back hook": {
+            "extra_optimizer_config": rt.UserEnabledConfigDefinition(use_writeback_bwd_prehook=True)
+        },
+    }
+    for message, arguments in refused.items():
+        with pytest.raises(NotImplementedError, match=message):
+            make(SPECS, mesh=mesh, **arguments)
+    for message, arguments in {
+        "'table_0': placement 'rows' is not one of row, table": {"mesh": mesh, "placement": "rows"},
+        "placement='row' needs a mesh": {"placement": "row"},
+        "sharding_axis='x' needs a mesh": {"sharding_axis": "x"},
+        "device='cpu' and a mesh do not go together": {"mesh": mesh, "device": "cpu"},
+        r"\['table_0', 'table_1'\] cannot be placed 'column': .*steps whole rows": {
+            "mesh": mesh,
+            "placement": "column",
+            "optimizer": Optim.EXACT_ROWWISE_ADAGRAD,
+        },
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make(SPECS, **arguments)
+    with pytest.raises(ValueError, match="'table_0' has no rows, which a mesh could share"):
+        make(((0, 4),), mesh=mesh, uniform=None)
+    module = make(SPECS, mesh=mesh)
+    with pytest.raises(ValueError, match=r"indices and offsets cannot be split inside jit; .*module.prepare"):
+        nnx.jit(lambda module, ids: module(ids, batch[1]))(module, jnp.asarray(batch[0]))
+    with pytest.raises(RuntimeError, match="call it outside of jit"):
+        nnx.jit(lambda module, ids: module.prepare({name: ids for name in module.feature_names}))(
+            module, jnp.ones((4, 1), int)
+        )
+    with pytest.raises(ValueError, match="on a mesh all features need equally many bags"):
+        module(*batch, batch_size_per_feature_per_rank=[[8], [8], [8]])
+    with pytest.raises(ValueError, match="on a mesh all features need equally many bags, got"):
+        module({name: [[1]] * (4 if name == "table_0" else 8) for name in module.feature_names})
+    with pytest.raises(ValueError, match="'table_0': a batch of 3 samples cannot be split over 4 devices"):
+        module({name: [[1]] * 3 for name in module.feature_names})
+    with pytest.raises(ValueError, match="a prepared batch holds offsets"):
+        module(module.prepare(*batch), batch[1])
+
+
+def test_a_state_of_another_mesh_is_refused():
+    module, other = make(SPECS, mesh=mesh_of(4)), make(SPECS, mesh=mesh_of(2))
+    module.state.set_value(other.state.get_value())
+    with pytest.raises(ValueError, match=r"does not belong to this module.*num_devices"):
+        module.vjp(*draw(0, features=(0, 1, 2)))
