@@ -10,13 +10,14 @@ one device:
 * `mesh of 1`, `4`, `8`: rows with one owner each, on a mesh of pretended devices that share the cores.
 * `hashed`: the ids are keys that all have rows. `hashed, new`: every key of every batch is new and gets one.
 * `hashed, mesh of 4`, `8`: known keys with one owner each.
+* `train`, and on a mesh of 4 and 8: cores of ranks 32, 32 on every device.
 * `SparseCore`, and on a mesh of 4 and 8: the wing's functions, with batches that were preprocessed beforehand.
 * `2 processes` and `hashed, 2 processes` run behind the others: a device each, half of the batch each.
 
 All devices and processes share the cores of this machine, so the rows of a batch are read and stepped in the time that
 one device takes, and the rest is what finding owners, travelling and waiting for each other costs: the share of the
 exchange. Bytes are those that all devices send for an id, padding included: a lookup tells its own, and an update sends
-as many.
+as many. A lookup of trains sends nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ import timing  # noqa: E402
 import rsembed as rs  # noqa: E402
 from rsembed import parallel  # noqa: E402
 from rsembed.sparsecore import embedding, embedding_spec  # noqa: E402
+from rsembed.tt import TensorTrain  # noqa: E402
 
 NUM_TABLES, ROWS, DIM, BATCH, IDS = 4, 1_000_000, 32, 4096, 10
 NAMES = [f"feature_{k}" for k in range(NUM_TABLES)]
@@ -54,8 +56,8 @@ def draw_batches() -> np.ndarray:
     return timing.ids_by_law("zipf", ROWS, shape, 3, exponent=1.05)
 
 
-def collection_of(mesh: jax.sharding.Mesh | None, storage: rs.Hashed | None) -> rs.EmbeddingCollection:
-    """The model's tables; on a mesh, each row with one owner."""
+def collection_of(mesh: jax.sharding.Mesh | None, storage: rs.Hashed | TensorTrain | None) -> rs.EmbeddingCollection:
+    """The model's tables; on a mesh, each row with one owner, and trains everywhere."""
     tables = [
         rs.TableSpec(
             name=name, vocabulary_size=ROWS, embedding_dim=DIM, optimizer=rs.AdagradOptimizerSpec(0.01), storage=storage
@@ -97,7 +99,7 @@ class Contestant:
         make_step: Callable = updating,
         *,
         num_devices: int | None = None,
-        storage: rs.Hashed | None = None,
+        storage: rs.Hashed | TensorTrain | None = None,
         has_new_keys: bool = False,
     ):
         chosen = jax.devices()[:num_devices]
@@ -113,7 +115,7 @@ class Contestant:
         first = share * jax.process_index()
         batches = [dict(zip(NAMES, batch[:, first : first + share], strict=True)) for batch in ids]
         self.batches = [collection.prepare(batch) for batch in batches]
-        if storage is not None and not has_new_keys:
+        if isinstance(storage, rs.Hashed) and not has_new_keys:
             for batch in self.batches:
                 self.state = self.step(self.state, batch)
 
@@ -192,6 +194,7 @@ def makers(ids: np.ndarray) -> dict[str, Callable[[], Contestant | SparseCoreCon
     make = functools.partial(functools.partial, Contestant, ids)
     meshes = {f"mesh of {n}": {"num_devices": n} for n in (1, NUM_DEVICES // 2, NUM_DEVICES)}
     hashed: dict[str, Any] = {"storage": rs.Hashed()}
+    train: dict[str, Any] = {"storage": TensorTrain((32, 32))}
     return {
         "dense": make(),
         "dense, apply": make(applying),
@@ -200,6 +203,8 @@ def makers(ids: np.ndarray) -> dict[str, Callable[[], Contestant | SparseCoreCon
         "hashed, apply": make(applying, **hashed),
         "hashed, new": make(has_new_keys=True, **hashed),
         **{f"hashed, {name}": make(**mesh, **hashed) for name, mesh in meshes.items() if mesh["num_devices"] > 1},
+        "train": make(**train),
+        **{f"train, {name}": make(**mesh, **train) for name, mesh in meshes.items() if mesh["num_devices"] > 1},
         "SparseCore": functools.partial(SparseCoreContestant, ids),
         **{
             f"SparseCore, mesh of {n}": functools.partial(SparseCoreContestant, ids, num_devices=n)
@@ -252,7 +257,7 @@ def main() -> int:
     print(f"{'':<22}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}{'exchange':>10}{'bytes/id':>10}")
     dense, ns_per_id = found["dense"]["median"], 1e6 / (NUM_TABLES * BATCH * IDS)
     for name, own in found.items():
-        ms, wing = own["median"], name.split(",")[0] if name.startswith(("hashed", "SparseCore")) else "dense"
+        ms, wing = own["median"], name.split(",")[0] if name.startswith(("hashed", "train", "SparseCore")) else "dense"
         here, is_split = found.get(wing, {}).get("median"), "mesh of" in name or "processes" in name
         line = f"{name:<22}{ms:9.2f}{own['best']:9.2f}{ns_per_id * ms:8.0f}{ms / dense:7.2f}"
         if is_split and here is not None:

@@ -106,7 +106,9 @@ def make_stacks(
         if is_split:
             how: Any = {"capacity": exchange_capacity, "is_reproducible": is_reproducible}
             return Stack(layout, AskedRows(devices, table, home, implementation, **how))
-        return Stack(layout, Rows(devices, table, home, implementation, splits_columns))
+        # A sum over devices has another order on each number of them.
+        sums_gradients = home.sums_gradients and not is_reproducible
+        return Stack(layout, Rows(devices, table, home, implementation, splits_columns, sums_gradients))
 
     return {stack.name: make(stack) for stack in plan.stacks}
 

@@ -119,7 +119,8 @@ class Rows:
 
     It steps what it has with the gradients of the global batch, so that copies never drift apart. With
     `splits_columns`, it pools the global batch for its columns: pieces of activations travel instead of rows. Where ids
-    are rows, one kernel reads and pools, and another sums and steps.
+    are rows, one kernel reads and pools, and another sums and steps. With `sums_gradients`, each device pulls back what
+    is its own, and the gradients of all parameters are summed over devices, which gives all of them the same bits.
 
     Args:
       devices: the mesh.
@@ -133,6 +134,7 @@ class Rows:
     home: Home
     implementation: str | None = None
     splits_columns: bool = False
+    sums_gradients: bool = False
 
     @property
     def partition(self) -> PartitionSpec:
@@ -216,6 +218,8 @@ class Rows:
         self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
         """Keys without a row get one, and all rows of the batch are stepped."""
+        if self.sums_gradients:
+            return self._step_all(params, slots, batch.segments, d_outputs, step)
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if self.home.ids_are_rows:
             return self._step(params, slots, batch.segments, d_outputs, step)
@@ -225,6 +229,9 @@ class Rows:
 
     def apply(self, params: Any, slots: Any, rows: Array, values: Array, step: Step) -> tuple[Any, Any]:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
+        if self.sums_gradients:  # every device has them all, and takes its share
+            is_own = jnp.arange(rows.shape[0]) % self.devices.num_devices == self.devices.index()
+            return self._step_all(params, slots, [each(jnp.where(is_own, rows, NO_ROW))], [values], step)
         keys, occurrences = keys_of_gradients(rows)
         keys = self._after(self._own(keys), [values])
         params, slots, found = self._find(params, slots, keys, occurrences, step)
@@ -268,6 +275,13 @@ class Rows:
         self, params: Any, slots: Any, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
         return self.home.step(params, slots, segments, d_outputs, self.table, step=self._how(step))
+
+    def _step_all(
+        self, params: Any, slots: Any, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
+    ) -> tuple[Any, Any]:
+        """One step of all parameters, with segments of which each device has its own."""
+        gradients = self.devices.total(self.home.gradients(params, segments, d_outputs, self.table))
+        return self.home.step_all(params, slots, gradients, self.table, step=self._how(step))
 
     def _pooled(self, vectors: Array, segments: Sequence[Segment]) -> Sequence[Array]:
         quantization = self.table.quantization_config

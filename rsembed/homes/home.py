@@ -46,6 +46,10 @@ class Home(abc.ABC):
     ids_are_rows: ClassVar[bool] = False
     """Whether `params` is an array and ids are its rows, so that kernels may read and step whole bags."""
 
+    sums_gradients: ClassVar[bool] = False
+    """Whether a step is one of all `params`, so that devices with copies may each pull back the `gradients` of their
+    own samples and `step_all` with the sum. Every id has its row then, and `find` changes nothing."""
+
     @property
     def takes_keys(self) -> bool:
         """Whether ids are keys of 64 bits, not row numbers below `vocabulary_size`."""
@@ -182,6 +186,16 @@ class Home(abc.ABC):
     ) -> tuple[Any, Any]:
         """One optimizer step of rows of which none comes twice."""
         return self.step(params, slots, [Segment(rows, None, None, "none")], [gradients], table, step=step)
+
+    def gradients(
+        self, params: Any, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
+    ) -> Any:
+        """Where it `sums_gradients`: those of all `params`, float32, from gradients of what segments of ids read."""
+        raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
+
+    def step_all(self, params: Any, slots: Any, gradients: Any, table: TableSpec, *, step: Step) -> tuple[Any, Any]:
+        """One optimizer step of all `params` with their gradients."""
+        raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
     def rows(
         self, params: Any, slots: Any, table: TableSpec, num_shards: int, *, since: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ class TensorTrain(Home):
     tt_q_shapes: tuple[int, ...] | None = None
     bytes: int | None = None
     weight_dist: str = "normal"
+    sums_gradients: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
@@ -129,9 +130,24 @@ class TensorTrain(Home):
         step: Step,
     ) -> tuple[Cores, tuple[Any, ...]]:
         """One step of all cores with the gradients of rows, pulled back."""
+        return self.step_all(params, slots, self.gradients(params, segments, d_outputs, table), table, step=step)
+
+    def gradients(
+        self, params: Cores, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
+    ) -> Cores:
+        """Those of all cores: each distinct row of the segments is pulled back once."""
         rows, gradients = api.row_gradients(table.vocabulary_size, segments, d_outputs)
-        _, pull = jax.vjp(lambda cores: rows_of(self.spec_of(table), cores, rows), params)
+        # Of cores in float32, so that nothing is rounded before it is summed.
+        cores = tuple(core.astype(jnp.float32) for core in params)
+        _, pull = jax.vjp(lambda cores: rows_of(self.spec_of(table), cores, rows), cores)
         (d_cores,) = pull(gradients)
+        return tuple(d_cores)
+
+    def step_all(
+        self, params: Cores, slots: tuple[Any, ...], gradients: Cores, table: TableSpec, *, step: Step
+    ) -> tuple[Cores, tuple[Any, ...]]:
+        """One step of all cores."""
+        d_cores = [gradient.astype(core.dtype) for gradient, core in zip(gradients, params, strict=True)]
         return step_cores(table.optimizer, params, slots, d_cores, step.hyper)
 
     def with_rows(self, params: Cores, slots: Any, rows: Any, table: TableSpec, num_shards: int) -> tuple[Any, Any]:

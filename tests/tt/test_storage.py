@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import rsembed as rs
 from rsembed.tt import TensorTrain, TTSpec, full_weight
+from tests.parallel.hlo import collective_bytes
 
 ROWS, DIM = 60, 6
 STORAGE = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3))
@@ -105,6 +106,75 @@ def test_data_parallel_lookup_and_update_equal_those_of_one_device():
     found = jax.jit(step)(replicated, jax.device_put(ids.astype(np.int32), NamedSharding(mesh, P("data"))))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def split_collection(devices=4, *, axis=None, reproducible=None, **options):
+    """A table read by a weighted feature and a plain one, on a mesh whose axis `y` has two devices, or on no mesh."""
+    table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, storage=STORAGE, **options)
+    features = [rs.FeatureSpec(name=name, table_spec=table) for name in ("weighted", "plain")]
+    if devices is None:
+        return rs.EmbeddingCollection(features)
+    mesh = Mesh(np.asarray(jax.devices()[:devices]).reshape(-1, min(devices, 2)), ("x", "y"))
+    return rs.EmbeddingCollection(features, mesh=mesh, sharding_axis=axis, reproducible=reproducible)
+
+
+def trained(collection):
+    """Cores and slots after two steps by `update`, and after the second by `apply`. One device of four has no ids."""
+    state, steps = collection.init(jax.random.key(0)), jax.jit(collection.update)
+    for number in range(2):
+        rng = np.random.default_rng(number)
+        plain, weighted = (rng.integers(-1, ROWS, (16, width)).astype(np.int32) for width in (3, 1))
+        plain[4:8], weighted[4:8] = -1, -1
+        batch = collection.prepare({"plain": plain, "weighted": (weighted, rng.random((16, 1), np.float32))})
+        d_activations = {name: rng.normal(size=(16, DIM)).astype(np.float32) for name in batch}
+        before, state = state, steps(state, batch, d_activations)
+    pulled = jax.jit(lambda state: collection.lookup_vjp(state, batch)[1](d_activations))(before)
+    applied = jax.jit(collection.apply)(before, pulled)
+    return [(after.tables["t"], after.slots["t"]) for after in (state, applied)]
+
+
+RULES = {
+    "sgd": rs.SGDOptimizerSpec(0.3),
+    "row-wise adagrad": rs.RowWiseAdagradOptimizerSpec(0.1),
+    "adam": rs.AdamOptimizerSpec(0.05),
+    "optax": rs.from_optax(optax.adam(optax.linear_schedule(0.1, 0.02, 2))),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "dtype"),
+    [*((name, None, "float32") for name in RULES), ("adam", "x", "float32"), ("sgd", None, "bfloat16")],
+)
+def test_devices_that_sum_their_gradients_step_as_one_device_and_keep_equal_copies(name, axis, dtype):
+    options = {"optimizer": RULES[name], "combiner": "mean", "dtype": dtype}
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-6}
+    many, one = trained(split_collection(axis=axis, **options)), trained(split_collection(None, **options))
+    for found, expected in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(np.float32(found), np.float32(expected), **tolerance)
+        for shard in found.addressable_shards:
+            np.testing.assert_array_equal(shard.data, found.addressable_data(0))
+
+
+def test_only_gradients_of_cores_travel_and_cores_are_stepped_in_place():
+    collection = split_collection(optimizer=rs.AdagradOptimizerSpec(0.1))
+    batch = {"plain": jnp.zeros((64, 3), jnp.int32), "weighted": (jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1)))}
+    d_activations = {name: jnp.ones((64, DIM)) for name in batch}
+    state = jax.eval_shape(collection.init, jax.random.key(0))
+    compiled = jax.jit(collection.update, donate_argnums=0).lower(state, batch, d_activations).compile()
+    core_bytes = STORAGE.spec_of(collection.table_specs["t"]).num_params * 4
+    assert collective_bytes(compiled.as_text(), 4) == {"all-reduce": 2 * 3 / 4 * core_bytes}
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * core_bytes
+
+
+def test_trains_have_equal_bits_on_any_number_of_devices_if_asked():
+    def cores(devices, reproducible="world_size"):
+        return list(map(np.asarray, trained(split_collection(devices, reproducible=reproducible))[0][0]))
+
+    alone, usual = cores(1), cores(4, None)
+    for devices in (2, 4):
+        jax.tree.map(np.testing.assert_array_equal, cores(devices), alone)
+    # Without being asked, each device sums its own, and the test above could fail.
+    assert any((one != many).any() for one, many in zip(alone, usual, strict=True))
 
 
 def test_the_plan_counts_the_bytes_of_the_cores():
