@@ -22,14 +22,14 @@ from rsembed.kinds import check_kind, dtype_among
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.refusals import refuses_names
 from rsembed.tt import refused
-from rsembed.tt.chain import Cores, check_implementation, pooled_rows
+from rsembed.tt.chain import Cores, check_implementation
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
 from rsembed.tt.cores import full_weight, rows_of
 from rsembed.tt.fused import OptimType, init_core_slots, member_of, rule_of, step_cores
 from rsembed.tt.hot_rows import CacheReport, HotRows
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.lookups import Lookups, gains_of_entries, lookups_of, with_room
-from rsembed.tt.meshes import on_every_device
+from rsembed.tt.meshes import Split, on_every_device, shared_rows
 from rsembed.tt.saved_state import load_saved_state, saved_state
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.table_bags import read_bags
@@ -311,7 +311,8 @@ class TTTables(nnx.Module):
     def lookup(self, indices: Any, offsets: Any, per_sample_weights: Any) -> list[Float[Array, "batch dim"]]:
         """Pooled rows of every table."""
         batch, weights = self._look_up(self._checked_bags(indices, offsets, per_sample_weights))
-        return self._pooled(self._with_places(batch), self._core_values(), self._cached_values(), weights)
+        split = Split.of(indices)
+        return self._pooled(split, self._with_places(batch), self._core_values(), self._cached_values(), weights)
 
     def lookup_vjp(
         self, indices: Any, offsets: Any, per_sample_weights: Any
@@ -320,7 +321,8 @@ class TTTables(nnx.Module):
         bags = self._checked_bags(indices, offsets, per_sample_weights)
         batch, weights = self._look_up(bags)
         batch = self._with_places(batch)
-        lookup, cores, cached = functools.partial(self._pooled, batch), self._core_values(), self._cached_values()
+        lookup = functools.partial(self._pooled, Split.of(indices), batch)
+        cores, cached = self._core_values(), self._cached_values()
         if self.sparse:  # the cached rows are stepped where they lie, without a gradient of them all
             outputs, pull = jax.vjp(lambda cores, weights: lookup(cores, cached, weights), cores, weights)
         else:
@@ -393,13 +395,19 @@ class TTTables(nnx.Module):
         ]
 
     def _pooled(
-        self, batch: list[Lookups], cores: tuple[Cores, ...], cached: tuple[Array, ...], weights: Array | None
+        self,
+        split: Split | None,
+        batch: list[Lookups],
+        cores: tuple[Cores, ...],
+        cached: tuple[Array, ...],
+        weights: Array | None,
     ) -> list[Array]:
         """Of every table: cached rows where there are such, chains of products for the others."""
         by_table: dict[int, Array] = {}
         for g, (group, asked) in enumerate(zip(self.groups, batch, strict=True)):
             gains = gains_of_entries(asked.bags, asked.num_bags, weights, self.mode)  # type: ignore[arg-type]
-            pooled = pooled_rows(
+            pooled = shared_rows(
+                split,
                 cores[g],
                 asked.digits,
                 asked.bags if asked.places is None else jnp.where(asked.places == NO_ROW, asked.bags, NO_ROW),

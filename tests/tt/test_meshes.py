@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rsembed import Bags
 from rsembed.tt import TableBatchedTTEmbeddingBag, TTEmbeddingBag, TTSpec, bag, full_weight, init_cores, rows
+from tests.parallel.hlo import collective_bytes
 from tests.tt.tt_oracles import dense_table
 
 SPEC = TTSpec(200, (14, 15), (2, 2), (3,))
@@ -93,3 +94,40 @@ def test_modules_work_while_a_mesh_of_explicit_axes_is_set(mesh):
 def test_batched_tables_take_arrays_of_explicit_axes(mesh):
     emb = nnx.jit(lambda: TableBatchedTTEmbeddingBag(2, [200, 50], 4, tt_ranks=[3]))()
     np.testing.assert_allclose(emb(placed(mesh, IDS % 50, SPLIT)), looked_up(emb, IDS % 50), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("axes", ["x", ("x", "y")])
+def test_gradients_of_ids_that_devices_share_are_those_of_one_device(axes, jit):
+    """Tables of two lengths of row, means, weights and bags that begin on one device and end on the next."""
+    on_axes, split = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4]), PartitionSpec(axes)
+    emb = TableBatchedTTEmbeddingBag(3, [200, 50, 60], [4, 6, 4], tt_ranks=[3], sparse=False, mode="mean")
+    rng = np.random.default_rng(2)
+    ids, offsets = rng.integers(0, 50, 16).astype(np.int32), np.array([0, 3, 3, 9, 10, 15, 16], np.int32)
+    weights = rng.random(16, np.float32)
+    d_outputs = [rng.normal(size=(2, dim)).astype(np.float32) for dim in (4, 6, 4)]
+
+    def pulled(emb, ids, offsets, weights):
+        outputs, backward = emb.vjp(ids, offsets, weights)
+        return outputs, backward(d_outputs)
+
+    expected = pulled(emb, ids, offsets, weights)
+    nnx.update(emb, placed(on_axes, nnx.state(emb)))
+    given = placed(on_axes, ids, split), placed(on_axes, offsets), placed(on_axes, weights, split)
+    found = (nnx.jit(pulled) if jit else pulled)(emb, *given)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_devices_sum_rows_and_gradients_of_cores_of_their_own_ids(mesh):
+    emb = TTEmbeddingBag(200, 4, [3], [14, 15], [2, 2], use_cache=False)
+    nnx.update(emb, placed(mesh, nnx.state(emb)))
+    given = placed(mesh, IDS, SPLIT), placed(mesh, np.ones((8, 4), np.float32))
+    sent = collective_bytes(jitted_step.lower(emb, *given).compile().as_text(), 4)
+    assert sent == {"all-gather": 3 / 4 * IDS.size * 4, "all-reduce": 2 * 3 / 4 * 4 * (8 * 4 + SPEC.num_params)}
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (8, 0)])
+def test_split_batches_without_ids_give_zeros(mesh, shape):
+    ids = placed(mesh, np.zeros(shape, np.int32), SPLIT)
+    np.testing.assert_array_equal(jitted_step(make_module(False), ids, np.zeros((shape[0], 4), np.float32)), 0.0)
