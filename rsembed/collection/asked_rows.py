@@ -108,8 +108,10 @@ class AskedRows(Rows):
 
         def collect(state: Any, arrived: tuple[Any, Array]) -> tuple[Any, None]:
             (count, all_rows, all_values), (question, gradients) = state, arrived
-            if takes_keys:
-                keys, occurrences, _ = self._received(question)
+            keys, occurrences, first_of = self._received(question)
+            if first_of is not None:
+                keys, occurrences, order = self._in_order(keys, occurrences, first_of)
+                (gradients,) = api.gather_rows((gradients,), order.first_of)
                 rows, values = combine(keys, occurrences, gradients)
                 is_row = rows[:, 2] > 0
             else:
@@ -184,18 +186,25 @@ class AskedRows(Rows):
         return keys, keys.is_key.astype(jnp.int32), None
 
     def _find_arrived(self, params: Any, slots: Any, question: Any, step: Step) -> tuple[Any, Any, Int[Array, " nnz"]]:
-        """As `_find`, for keys of all devices: in the order in which these, one after the other, met them."""
+        """As `_find`, for keys of all devices, in their order."""
         keys, occurrences, first_of = self._received(question)
         if first_of is None:
             return self._find(params, slots, keys, occurrences, step)
+        keys, occurrences, order = self._in_order(keys, occurrences, first_of)
+        params, slots, rows = self._find(params, slots, keys, occurrences, step)
+        return params, slots, api.gather_rows((rows,), order.entry_of)[0]
+
+    def _in_order(self, keys: Keys, occurrences: Array, first_of: Array) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
+        """Keys of all devices in the order in which these, one after the other, met them; and where each came from.
+
+        When rows are few, this decides which keys get one: `update` and `apply` must agree.
+        """
         place = jnp.arange(first_of.shape[0], dtype=jnp.int32)
         device = jax.lax.broadcasted_iota(jnp.int32, (self.num_shards, place.shape[0] // self.num_shards), 0)
         # Places tell all entries apart.
-        in_order = distinct(device.reshape(-1), [first_of, place], num_devices=self.num_shards)
-        is_key, occurrences, *lanes = api.gather_rows((keys.is_key, occurrences, *keys.lanes), in_order.first_of)
-        keys = Keys.of_lanes(lanes, is_key)
-        params, slots, rows = self._find(params, slots, keys, occurrences, step)
-        return params, slots, api.gather_rows((rows,), in_order.entry_of)[0]
+        order = distinct(device.reshape(-1), [first_of, place], num_devices=self.num_shards)
+        is_key, occurrences, *lanes = api.gather_rows((keys.is_key, occurrences, *keys.lanes), order.first_of)
+        return Keys.of_lanes(lanes, is_key), occurrences, order
 
     def _held(self, params: Any, wanted: Wanted, step: Step) -> Asking[Any]:
         """Of several rounds, what a later one asks for must not make room in an earlier one."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import rsembed as rs
 
@@ -12,12 +13,12 @@ DIM, LR, ROWS = 4, 0.5, 8
 KEYS = 2**40 * np.arange(12)[::-1]
 
 
-def one_table(rule=None, rows=ROWS, **storage):
+def one_table(rule=None, rows=ROWS, mesh=None, **storage):
     rule = rs.SGDOptimizerSpec(LR) if rule is None else rule
     table = rs.TableSpec(
         name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=rs.Hashed(**storage)
     )
-    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "age"])
@@ -64,3 +65,23 @@ def test_rows_that_are_written_count_as_used_now():
     rows = {"keys": KEYS[:2], "values": np.ones((2, DIM), np.float32)}
     found = collection.tables(collection.with_tables(state, {"t": rows}), since=5)["t"]
     assert found["last_step"].tolist() == found["first_step"].tolist() == [5, 5] and not found["other_keys"].size
+
+
+@pytest.mark.parametrize("when_full", ["zero", "evict"])
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_devices, when_full):
+    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), "x")
+    collection = one_table(rows=2 * num_devices, mesh=mesh, when_full=when_full)
+    keys = np.random.default_rng(num_devices).permutation(40)[:24].reshape(8, 3)
+    owned, wanted = [0] * num_devices, []
+    for key in keys.ravel():  # sample by sample, each device has two rows for those keys that are its own
+        if owned[key % num_devices] < 2:
+            owned[key % num_devices] += 1
+            wanted.append(key)
+    batch, gradients = collection.prepare({"f": keys}), {"f": np.ones((8, DIM), np.float32)}
+    state = collection.init(jax.random.key(0))
+    updated = collection.update(state, batch, gradients)
+    applied = collection.apply(state, collection.lookup_vjp(state, batch)[1](gradients))
+    for after in (updated, applied):
+        np.testing.assert_array_equal(collection.tables(after)["t"]["keys"], np.sort(wanted))
+    np.testing.assert_array_equal(*(collection.tables(after)["t"]["values"] for after in (updated, applied)))
