@@ -51,6 +51,8 @@ _JAGGED_COMBINER_CODES = {"sum": 0, "mean": 3, "none": -1}
 _HAS_OFFSETS, _HAS_WEIGHTS = 4, 8
 _FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _NUM_SLOTS = (0, 1, 1, 2)
+STEP_BLOCK = 512
+"""Rows that a rule without a kernel of its own steps at a time: what it makes of them stays in the cache."""
 _MAX_HYPERPARAMETERS = 4  # others are 0, such as the epsilon of an Adagrad that has none
 # Below this a table fits the second-level TLB on ordinary pages, and collapsing it costs more than it gains.
 _MIN_HUGE_BYTES = 32 << 20
@@ -97,9 +99,38 @@ def apply_rows(
     _check_table(table)
     rows, gradients = as_rows(rows), gradients.astype(jnp.float32)
     code = _fused_code(table, slots, step)
-    if code is None:
-        return reference.apply_rows(table, slots, rows, gradients, step, gather=gather_rows, scatter=scatter_rows)
-    return _step_in_place("rsembed_apply_rows", code, table, slots, step, [rows, gradients])
+    if code is not None:
+        return _step_in_place("rsembed_apply_rows", code, table, slots, step, [rows, gradients])
+    if step.rule.moves_all_rows:
+        return reference.apply_rows(table, slots, rows, gradients, step)
+    return _apply_in_blocks(table, slots, rows, gradients, step)
+
+
+def _apply_in_blocks(
+    table: Table, slots: Slots, rows: Int[Array, " capacity"], gradients: Float[Array, "capacity dim"], step: Step
+) -> tuple[Table, Slots]:
+    """The step of a rule that XLA compiles, so many rows at a time, up to the last one that is no padding.
+
+    How XLA rounds within a row follows the shape of the program: sums and roots of three rows may have other last bits
+    than those of four. In blocks of one size the bits of a row do not depend on its company.
+    """
+    num_blocks = -(-rows.shape[0] // STEP_BLOCK)
+    if not num_blocks:
+        return table, slots
+
+    def step_block(number: Array | int, state: tuple[Table, Slots]) -> tuple[Table, Slots]:
+        places = number * STEP_BLOCK + jnp.arange(STEP_BLOCK, dtype=jnp.int32)
+        own, own_gradients = gather_rows((rows, gradients), places, missing=NO_ROW)
+        return reference.apply_rows(*state, own, own_gradients, step, gather=gather_rows, scatter=scatter_rows)
+
+    if num_blocks == 1:
+        return step_block(0, (table, slots))
+    is_row = (rows >= 0) & (rows < table.shape[0])
+    num_used = jnp.max(jnp.where(is_row, jnp.arange(1, rows.shape[0] + 1, dtype=jnp.int32), 0))
+    stepped: tuple[Table, Slots] = jax.lax.fori_loop(
+        0, jax.lax.div(num_used + jnp.int32(STEP_BLOCK - 1), jnp.int32(STEP_BLOCK)), step_block, (table, slots)
+    )
+    return stepped
 
 
 def lookup_jagged(tables: Sequence[Float[Array, "_ _"]], batch: JaggedBatch) -> Float[Array, " size"]:
