@@ -29,7 +29,7 @@ from flax import linen, nnx  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import rsembed as rs  # noqa: E402
-from rsembed import sok, tt  # noqa: E402
+from rsembed import sok, tbe, tt  # noqa: E402
 from rsembed.sparsecore import embedding, embedding_spec  # noqa: E402
 from rsembed.sparsecore.linen import embed, embed_optimizer  # noqa: E402
 
@@ -158,12 +158,31 @@ def sparse_core(num_tables: int) -> Step:
     return step
 
 
+def table_batched(num_tables: int) -> Step:
+    """The module in one compiled step."""
+    specs = [(ROWS, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)] * num_tables
+    module = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_adagrad", mesh=mesh())
+    batch = module.prepare(dict(zip(module.feature_names, ids_of(num_tables), strict=True)))
+
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def train(module, batch):
+        outputs, backward = module.vjp(batch)
+        backward(jax.tree.map(lambda x: x - 1.0, outputs))
+
+    def step() -> object:
+        train(module, batch)
+        return module.state.get_value()
+
+    return step
+
+
 WINGS: dict[str, Callable[[int], Step]] = {
     "core, dense": core,
     "core, hashed": functools.partial(core, storage=rs.Hashed()),
     "core, hashed, unlike": functools.partial(core, storage=rs.Hashed(), is_unlike=True),
     "core, tensor trains": functools.partial(core, storage=tt.TensorTrain((8,), (64, 64), (4, 4))),
     "SparseCore": sparse_core,
+    "table-batched": table_batched,
     "model-parallel, indexed": functools.partial(model_parallel, use_hashtable=False),
     "model-parallel, hashed": functools.partial(model_parallel, use_hashtable=True),
 }

@@ -12,6 +12,7 @@ one device:
 * `hashed, mesh of 4`, `8`: known keys with one owner each.
 * `train`, and on a mesh of 4 and 8: cores of ranks 32, 32 on every device.
 * `SparseCore`, and on a mesh of 4 and 8: the wing's functions, with batches that were preprocessed beforehand.
+* `table-batched`, and on a mesh of 4 and 8: the module in one compiled step, with batches that were prepared.
 * `2 processes` and `hashed, 2 processes` run behind the others: a device each, half of the batch each.
 
 All devices and processes share the cores of this machine, so the rows of a batch are read and stepped in the time that
@@ -40,9 +41,10 @@ if not IS_CHILD:
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import timing  # noqa: E402
+from flax import nnx  # noqa: E402
 
 import rsembed as rs  # noqa: E402
-from rsembed import parallel  # noqa: E402
+from rsembed import parallel, tbe  # noqa: E402
 from rsembed.sparsecore import embedding, embedding_spec  # noqa: E402
 from rsembed.tt import TensorTrain  # noqa: E402
 
@@ -88,6 +90,10 @@ def applying(collection: rs.EmbeddingCollection) -> Callable:
         return collection.apply(state, pullback(jax.tree.map(lambda x: x - 1.0, outputs)))
 
     return step
+
+
+WINGS = ("hashed", "train", "SparseCore", "table-batched")
+"""What has a contestant of its own on one device, beside which its others stand."""
 
 
 class Contestant:
@@ -189,7 +195,37 @@ class SparseCoreContestant:
         return 0.0
 
 
-def makers(ids: np.ndarray) -> dict[str, Callable[[], Contestant | SparseCoreContestant]]:
+class TableBatchedContestant:
+    """The same by the table-batched wing, whose batches are prepared before they are timed."""
+
+    def __init__(self, ids: np.ndarray, *, num_devices: int | None = None):
+        chosen = jax.devices()[:num_devices]
+        mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("shard",), devices=chosen)
+        specs = [(ROWS, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)] * NUM_TABLES
+        how: dict[str, Any] = {"optimizer": "exact_adagrad", "eps": 1e-10, "mesh": mesh}
+        self.module = tbe.TableBatchedEmbeddingBags(specs, feature_names=NAMES, **how)
+        self.batches = [self.module.prepare(dict(zip(NAMES, batch, strict=True))) for batch in ids]
+
+        @functools.partial(nnx.jit, donate_argnums=0)
+        def step(module, batch):
+            outputs, backward = module.vjp(batch)
+            backward(jax.tree.map(lambda x: x - 1.0, outputs))
+
+        self.step = step
+
+    def __call__(self, k: int) -> object:
+        self.step(self.module, self.batches[k])
+        return jax.block_until_ready(self.module.state.get_value())
+
+    def bytes_per_id(self) -> float:
+        """Not told; those of the core."""
+        return 0.0
+
+
+AnyContestant = Contestant | SparseCoreContestant | TableBatchedContestant
+
+
+def makers(ids: np.ndarray) -> dict[str, Callable[[], AnyContestant]]:
     """All contestants of one process by name, to be made."""
     make = functools.partial(functools.partial, Contestant, ids)
     meshes = {f"mesh of {n}": {"num_devices": n} for n in (1, NUM_DEVICES // 2, NUM_DEVICES)}
@@ -210,12 +246,15 @@ def makers(ids: np.ndarray) -> dict[str, Callable[[], Contestant | SparseCoreCon
             f"SparseCore, mesh of {n}": functools.partial(SparseCoreContestant, ids, num_devices=n)
             for n in (NUM_DEVICES // 2, NUM_DEVICES)
         },
+        "table-batched": functools.partial(TableBatchedContestant, ids),
+        **{
+            f"table-batched, mesh of {n}": functools.partial(TableBatchedContestant, ids, num_devices=n)
+            for n in (NUM_DEVICES // 2, NUM_DEVICES)
+        },
     }
 
 
-def run(
-    contestants: dict[str, Callable[[], Contestant | SparseCoreContestant]], num_rounds: int
-) -> dict[str, dict[str, float]]:
+def run(contestants: dict[str, Callable[[], AnyContestant]], num_rounds: int) -> dict[str, dict[str, float]]:
     """Their times and what they send."""
     made = {name: make() for name, make in contestants.items()}
     times = timing.race(made, num_rounds)
@@ -257,7 +296,7 @@ def main() -> int:
     print(f"{'':<22}{'ms':>9}{'best ms':>9}{'ns/id':>8}{'ratio':>7}{'exchange':>10}{'bytes/id':>10}")
     dense, ns_per_id = found["dense"]["median"], 1e6 / (NUM_TABLES * BATCH * IDS)
     for name, own in found.items():
-        ms, wing = own["median"], name.split(",")[0] if name.startswith(("hashed", "train", "SparseCore")) else "dense"
+        ms, wing = own["median"], name.split(",")[0] if name.startswith(WINGS) else "dense"
         here, is_split = found.get(wing, {}).get("median"), "mesh of" in name or "processes" in name
         line = f"{name:<22}{ms:9.2f}{own['best']:9.2f}{ns_per_id * ms:8.0f}{ms / dense:7.2f}"
         if is_split and here is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,13 +92,28 @@ class Devices:
         return jax.tree.map(placed, tree)
 
     def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` of what one device holds, as a function of global arrays."""
+        """`function` of what one device holds, as a function of global arrays.
+
+        Raises: ValueError: it is called while a mesh of explicit axes is set.
+        """
         if self.mesh is None:
             return function
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )  # kernels say nothing about how their results vary over the mesh
-        return jax.jit(mapped)
+
+        @functools.wraps(function)
+        def on_each_device(*args: Any) -> Any:
+            context = jax.sharding.get_abstract_mesh()
+            if AxisType.Explicit in context.axis_types:
+                raise ValueError(
+                    f"a mesh of explicit axes {context.axis_names} is set, and tables on a mesh work under automatic "
+                    "axes: leave jax.set_mesh out, or make its mesh by rsembed.parallel.make_mesh or by "
+                    "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
+                )
+            return mapped(*args)
+
+        return jax.jit(on_each_device)
 
     # Inside `on_each`:
 

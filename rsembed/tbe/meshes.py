@@ -136,7 +136,7 @@ class MeshTables:
         """Whatever the core takes for a batch, split by sample. Raises: as `prepare` of the core; ValueError."""
         given = inputs.prepare(self.features, bags, self.devices, bounds_check="ignore")
         pairs = [own if isinstance(own, tuple) else (own, None) for own in map(given.__getitem__, self.features)]
-        ids = tuple(ids.reshape(ids.shape[0], -1) for ids, _ in pairs)
+        ids = tuple(ids if ids.ndim == 2 else ids[:, None] for ids, _ in pairs)
         if len({own.shape[0] for own in ids}) > 1:
             sizes = {name: own.shape[0] for name, own in zip(self.features, ids, strict=True)}
             raise ValueError(f"on a mesh all features need equally many bags, got {sizes}; add bags without ids.")
@@ -244,7 +244,7 @@ class MeshTables:
         return dict(zip(self.features, zip(batch.ids, weights, strict=True), strict=True))
 
     def _by_feature(self, batch: SplitBatch, d_output: Array) -> dict[str, Float[Array, "bags dim"]]:
-        parts = jnp.split(d_output.reshape(batch.num_bags, -1), np.cumsum(self.dims)[:-1].tolist(), axis=1)
+        parts = jnp.split(d_output.reshape(batch.num_bags, sum(self.dims)), np.cumsum(self.dims)[:-1].tolist(), axis=1)
         return dict(zip(self.features, parts, strict=True))
 
 

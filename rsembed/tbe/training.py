@@ -85,10 +85,11 @@ def bring_near(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, admit: boo
 
     Their rows are brought; `admit` lets them into the cache.
     """
-    if isinstance(batch, SplitBatch):
-        return batch
     if module.plan.split is not None:
-        return module.plan.on_mesh.of_jagged(batch)
+        _check_not_taken(module)
+        return batch if isinstance(batch, SplitBatch) else module.plan.on_mesh.of_jagged(batch)
+    if isinstance(batch, SplitBatch):
+        raise ValueError("the batch was prepared by a module on a mesh, and this one is on one device.")
     if (host_rows := module.host_rows) is None:
         return batch
     try:
@@ -101,6 +102,16 @@ def bring_near(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, admit: boo
     state, near = host_rows.bring(module.state.get_value(), batch, admit=admit)
     module.state.set_value(state)
     return near
+
+
+def _check_not_taken(module: TableBatchedEmbeddingBags) -> None:
+    """Compiled programs for several devices end the process when they are given such arrays."""
+    arrays = module.state.get_value().weights
+    if not is_traced(arrays) and any(array.is_deleted() for array in arrays):
+        raise RuntimeError(
+            "the module's arrays have been taken over by a training step of a copy that shared them; copy modules by "
+            "state_dict and load_state_dict."
+        )
 
 
 def pooled(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, by_feature: bool) -> Any:

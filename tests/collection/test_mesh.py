@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 import rsembed as rs
 from rsembed.kernels.contract import Segment
@@ -176,3 +176,22 @@ def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage)
         assert (int(statistics.traffic["t"].num_rounds), float(statistics.traffic["t"].num_bytes)) == (0, 0.0)
         found.append((outputs, collection.tables(state)))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_may_be_set_but_for_one_of_explicit_axes_which_is_refused(axis_type):
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(axis_type,))
+    table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2, optimizer=SGD(LR))
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
+    expected = collection.lookup(collection.init(jax.random.key(0)), {"f": [[1], [2], [3], [4]]})["f"]
+    with jax.set_mesh(mesh):
+        if axis_type == AxisType.Explicit:
+            with pytest.raises(
+                ValueError, match=r"explicit axes \('x',\) is set, .* automatic axes: leave jax.set_mesh"
+            ):
+                collection.init(jax.random.key(0))
+            return
+        state = collection.init(jax.random.key(0))
+        look_up = jax.jit(lambda state, batch: collection.lookup(state, batch)["f"])
+        found = look_up(state, collection.prepare({"f": [[1], [2], [3], [4]]}))
+    np.testing.assert_array_equal(found, expected)

@@ -345,3 +345,27 @@ def test_a_state_of_another_mesh_is_refused():
     module.state.set_value(other.state.get_value())
     with pytest.raises(ValueError, match=r"does not belong to this module.*num_devices"):
         module.vjp(*draw(0, features=(0, 1, 2)))
+
+
+def test_arrays_that_a_copy_took_over_are_refused():
+    module = make(SPECS, mesh=mesh_of(4))
+    train(nnx.clone(module), *draw(0, features=(0, 1, 2)))
+    with pytest.raises(RuntimeError, match="taken over by a training step of a copy"):
+        module.vjp(*draw(0, features=(0, 1, 2)))
+
+
+def test_a_batch_without_bags_or_ids_changes_nothing():
+    module, untouched = make(SPECS, mesh=mesh_of(4)), make(SPECS)
+    for num_bags in (0, 8):
+        output, _ = train(module, np.zeros(0, int), np.zeros(3 * num_bags + 1, int))
+        assert output.shape == (num_bags, 16)
+    same_tables(module, untouched, rtol=0)
+
+
+def test_prepared_batches_belong_to_where_they_were_prepared():
+    one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
+    batch = draw(0, features=(0, 1, 2))
+    with pytest.raises(ValueError, match="prepared by a module on a mesh, and this one is on one device"):
+        one(many.prepare(*batch))
+    with pytest.raises(ValueError, match=r"a mesh shares the tables: split the batch"):
+        functional.lookup(many.plan, many.state.get_value(), one.prepare(*batch).batch)
