@@ -321,7 +321,8 @@ class Hashed(RowsByKey):
         return self, keyed_form(table.initializer, table.embedding_dim)
 
     def groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-        return of_near_sizes(tables, most_rows=MAX_CAPACITY)
+        num_waiting = (self.admission_capacity or 0) if self.admission_count else 0
+        return of_near_sizes(tables, most_rows=MAX_CAPACITY, num_waiting=num_waiting)
 
     def shared(self, tables: Sequence[TableSpec]) -> HashedTables:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Hashed)}

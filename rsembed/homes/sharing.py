@@ -12,7 +12,7 @@ MOST_EMPTY = 1 / 16
 """What tables that share homes may leave empty, as a share of their rows."""
 
 
-def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int) -> list[list[TableSpec]]:
+def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: int = 0) -> list[list[TableSpec]]:
     """Tables in few groups, which leave few rows empty where each of a group takes the place of the largest.
 
     Neighbours in size join, those first that cost the fewest rows. That is the fewest groups there can be, or one or
@@ -21,6 +21,7 @@ def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int) -> list[list[T
     Args:
       tables: the tables.
       most_rows: place for so many in a group, or for one table.
+      num_waiting: keys that may wait for a row in each table; there is place for `most_rows` in a group, too.
     """
     found = sorted(Counter(table.vocabulary_size for table in tables).items())
     sizes, counts = [size for size, _ in found], [count for _, count in found]
@@ -39,6 +40,7 @@ def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int) -> list[list[T
     joined = Counter[int]()
     for table in tables:
         size = next(size for size in sizes if size >= table.vocabulary_size)
-        groups.setdefault((size, joined[size] // max(most_rows // size, 1)), []).append(table)
+        most_tables = max(most_rows // max(size, num_waiting), 1)
+        groups.setdefault((size, joined[size] // most_tables), []).append(table)
         joined[size] += 1
     return list(groups.values())

@@ -67,9 +67,7 @@ class StepOnce:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
             gradients[number].append(gradient.reshape(-1, shape[-1]))
         self.permit.use()
-        stepped = _in_programs(_step, self.variables, self.trips, gradients)
-        for variable, state in zip(self.variables, stepped, strict=True):
-            variable.set_value(state._replace(layout=variable.table.layout))
+        _in_programs(_step, _keep, self.variables, self.trips, gradients)
 
 
 def look_up_variables(
@@ -112,9 +110,7 @@ def _trained(
             if variable.table.grows:
                 _make_room(variable, features)
         failed = [_num_failed(variable) for variable in variables]
-    results = _in_programs(_admit, variables, batch)
-    for variable, (state, _, _) in zip(variables, results, strict=True):
-        variable.set_value(state._replace(layout=variable.table.layout))
+    results = _in_programs(_admit, lambda variable, found: _keep(variable, found[0]), variables, batch)
     outputs, trips = [own for _, own, _ in results], [trip for *_, trip in results]
     if is_eager:
         for variable, before, trip in zip(variables, failed, trips, strict=True):
@@ -126,19 +122,30 @@ def _evaluated(
     variables: Sequence[EmbeddingVariable], batch: Sequence[Sequence[KeyBags]]
 ) -> tuple[list[Outputs], list[Trip]]:
     """Outputs of each variable, of which nothing changes but counters."""
-    states = [state_of(variable) for variable in variables]
-    results = _in_programs(_evaluate, variables, batch)
-    for variable, state, (counters, _) in zip(variables, states, results, strict=True):
+
+    def keep(variable: EmbeddingVariable, found: tuple[Counters, Outputs]) -> None:
+        state = state_of(variable)
         with contextlib.suppress(TraceContextError):
-            variable.set_value(state._replace(shards=state.shards._replace(counters=counters)))
-    return [own for _, own in results], []
+            variable.set_value(state._replace(shards=state.shards._replace(counters=found[0])))
+
+    return [own for _, own in _in_programs(_evaluate, keep, variables, batch)], []
 
 
-def _in_programs(function: Callable[..., list[Any]], variables: Sequence[EmbeddingVariable], *args: Any) -> list[Any]:
+def _keep(variable: EmbeddingVariable, state: TableState) -> None:
+    variable.set_value(state._replace(layout=variable.table.layout))
+
+
+def _in_programs(
+    function: Callable[..., list[Any]],
+    keep: Callable[[EmbeddingVariable, Any], None],
+    variables: Sequence[EmbeddingVariable],
+    *args: Any,
+) -> list[Any]:
     """`function` of tables, states and what belongs to each of them, in programs of few tables.
 
     To compile one takes time that grows with the square of its tables, and tables that are alike share what is
-    compiled: of a hundred like tables, a quarter at a time.
+    compiled: of a hundred like tables, a quarter at a time. A program takes the old states away, so what it gives is
+    kept before the next one begins: an error there must not cost the tables of this one.
     """
     numbers: dict[ShardedTable, int] = {}
     kinds = [numbers.setdefault(variable.table.model, len(numbers)) for variable in variables]
@@ -150,7 +157,9 @@ def _in_programs(function: Callable[..., list[Any]], variables: Sequence[Embeddi
         tables = tuple(variables[number].table.model for number in own)
         states = [state_of(variables[number])._replace(layout=cast(Any, None)) for number in own]
         found = function(tables, states, *([of_all[number] for number in own] for of_all in args))
-        results |= zip(own, found, strict=True)
+        for number, result in zip(own, found, strict=True):
+            keep(variables[number], result)
+            results[number] = result
     return [results[number] for number in range(len(variables))]
 
 
@@ -161,7 +170,7 @@ def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None
     num_free = min(int(on_host(rows.num_free).min()) for rows in maps)
     if num_free >= sum(feature.keys.is_key.size for feature in features):
         return
-    ((counters, _),) = _in_programs(_evaluate, [variable], [features])
+    ((counters, _),) = _in_programs(_evaluate, lambda *_: None, [variable], [features])
     num_new = numbers_of(counters.unknown) - numbers_of(state.shards.counters.unknown)
     if num_new.max() > num_free:
         old = state.shards.rows.shape[0] // table.context.num_devices

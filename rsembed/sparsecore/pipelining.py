@@ -94,7 +94,8 @@ class TcStageFun(Protocol):
 class ScBwdStageFun(Protocol):
     """The update: returns new variables and aux for the caller.
 
-    A function with a fifth parameter named `step` also receives the 0-based number of the batch it updates with.
+    A function with a parameter named `step` also receives the 0-based number of the batch it updates with, and one with
+    a parameter named `has_gradients` whether there is such a batch: the first two cycles have none.
     """
 
     def __call__(
@@ -224,8 +225,9 @@ def step(
       and the state for the next cycle.
     """
     last, before = pipeline_state.last_step_inputs, pipeline_state.step_before_last_step_inputs
-    takes_step = "step" in inspect.signature(sc_bwd_function).parameters
-    options = {"step": jnp.maximum(pipeline_state.pipeline_step - 2, 0)} if takes_step else {}
+    number = pipeline_state.pipeline_step - 2
+    told = {"step": jnp.maximum(number, 0), "has_gradients": number >= 0}
+    options = {name: told[name] for name in told if name in inspect.signature(sc_bwd_function).parameters}
     embedding_variables, sc_bwd_aux = sc_bwd_function(
         before.sparse_inputs, before.embedding_gradients, embedding_variables, before.tc_aux, **options
     )
@@ -300,8 +302,15 @@ def get_default_sc_bwd_function(
     """
     tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
 
+    moves_all_rows = any(table.optimizer.moves_all_rows for table in tables_of(feature_specs).values())
+
     def update(
-        sparse_inputs: Any, embedding_gradients: Any, embedding_variables: Any, tc_aux: Any = None, step: Any = None
+        sparse_inputs: Any,
+        embedding_gradients: Any,
+        embedding_variables: Any,
+        tc_aux: Any = None,
+        step: Any = None,
+        has_gradients: Any = True,
     ) -> tuple[Any, None]:
         del tc_aux
         needing = [] if frozen_step else [t for t in tables_of(feature_specs).values() if t.optimizer.needs_step]
@@ -311,7 +320,13 @@ def get_default_sc_bwd_function(
                 "step=, or frozen_step=True to get_default_sc_bwd_function to hide it from all optimizers."
             )
         number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
-        return tables.update(embedding_gradients, embedding_variables, number, sparse_inputs), None
+
+        def stepped(variables: Any) -> Any:
+            return tables.update(embedding_gradients, variables, number, sparse_inputs)
+
+        if not moves_all_rows:  # of no gradients it steps no rows, where a branch would copy the tables
+            return stepped(embedding_variables), None
+        return jax.lax.cond(has_gradients, stepped, lambda variables: variables, embedding_variables), None
 
     return update
 

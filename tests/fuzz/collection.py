@@ -68,7 +68,7 @@ class Collection(Machine):
         steps = Steps((SGD,), (by_entry,))
         self.oracles = {name: DenseTable(np.asarray(tables[name]), "sum", steps) for name in ("word", "item")}
         # What a key starts from belongs to the names of table and key, whatever else is in the model.
-        self.oracles["user"] = KeyedTable(collection_of(0)[4], "sum", steps)
+        self.oracles["user"] = KeyedTable(collection_of(0)[4]["user"], "sum", steps)
         self.folder, self.saved = tempfile.TemporaryDirectory(prefix="rsembed-fuzz-"), []
 
     def reads_of(self, seed):

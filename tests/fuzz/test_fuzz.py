@@ -13,7 +13,7 @@ from rsembed.collection.dense_rows import DenseRows
 from rsembed.homes.home import Home
 from rsembed.kernels import native
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz import files, machines, native_calls, sanitizers, settings, valid_calls
+from tests.fuzz import collection, files, hashed, machines, native_calls, sanitizers, settings, valid_calls
 
 PLANTED = """
 #include <thread>
@@ -64,6 +64,11 @@ def test_a_kernel_that_is_wrong_by_one_is_found(monkeypatch):
     monkeypatch.setattr(native, "rows_by_bag", lambda *args, **options: [x + 1 for x in right(*args, **options)])
     with pytest.raises(AssertionError):
         native_calls.valid_call(kind)
+
+
+@pytest.mark.parametrize("machine", [collection.Collection, hashed.Hashed], ids=["collection", "hashed"])
+def test_a_short_life_holds_what_it_should(machine):
+    assert machines.live(machine, 0, max_examples=1, stateful_step_count=8) >= 8
 
 
 def test_a_checkpoint_without_one_of_the_changed_rows_is_found(monkeypatch):

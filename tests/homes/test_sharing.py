@@ -69,6 +69,13 @@ def test_homes_hold_as_many_rows_as_arrays_can_number(monkeypatch):
     collection.init(jax.random.key(0))
 
 
+def test_homes_have_as_many_waiting_places_as_arrays_can_number():
+    waits = rs.Hashed(admission_count=1, admission_capacity=2**28)
+    tables = [rs.TableSpec(name=f"t{k}", vocabulary_size=100, embedding_dim=8, storage=waits) for k in range(5)]
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables])
+    assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]  # 2**29 is the most
+
+
 def test_a_hundred_tables_of_all_sizes_need_a_dozen_homes():
     sizes = (10 ** np.random.default_rng(0).uniform(3, 6, 100)).astype(int).tolist()
     features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of(sizes)]

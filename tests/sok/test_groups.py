@@ -39,6 +39,23 @@ def test_a_group_mixes_tables_dims_and_combiners():
         np.testing.assert_allclose(outs[1][b], mean, atol=1e-6)
 
 
+def test_an_error_in_a_later_program_of_a_large_group_costs_no_table():
+    def refuses_tracers(step):
+        return 0.1 if step < 10 else 0.01
+
+    rules = [SGDOptimizerSpec(1.0)] * 26 + [SGDOptimizerSpec(refuses_tracers)]
+    variables = [variable(f"v{k}", 2, initializer="ones", optimizer=rule) for k, rule in enumerate(rules)]
+    keys = [[[1], [2]]] * 27
+    outputs, backward = sok.group_embedding_lookup_vjp(variables[:26], keys[:26], ["sum"] * 26)
+    backward([jnp.ones_like(output) for output in outputs])
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        sok.group_embedding_lookup_vjp(variables, keys, ["sum"] * 27)
+    for own in variables[:26]:
+        rows = sok.export_rows(own)
+        assert rows["keys"].tolist() == [1, 2]
+        np.testing.assert_array_equal(rows["values"], np.zeros((2, 2)))
+
+
 def test_features_of_one_table_step_it_once():
     """Two features read key 3 of the same table: its gradients are summed before the single step."""
     shared = variable("shared", 2, initializer="zeros")

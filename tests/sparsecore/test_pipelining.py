@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rsembed.optimizers import TensorFlowAdamOptimizerSpec
 from rsembed.sparsecore import embedding, embedding_pipelining_utils, embedding_spec, mesh_lookup, pipelining
 from tests import oracles
 from tests.sparsecore import small_world
@@ -152,6 +153,45 @@ def test_optimizers_that_need_a_step_are_not_frozen_silently():
     update = pipelining.get_default_sc_bwd_function(specs, mesh())
     with pytest.raises(ValueError, match=r"table 'first': optimizer 'adam' depends on the step; .*frozen_step=True"):
         update(None, None, None)
+
+
+def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
+    table = embedding_spec.TableSpec(
+        name="t", vocabulary_size=16, embedding_dim=8, optimizer=TensorFlowAdamOptimizerSpec(0.1)
+    )
+    specs = {"f": embedding_spec.FeatureSpec(name="f", table_spec=table, output_shape=(8, 8))}
+    embedding.prepare_feature_specs_for_training(specs, 1, 1)
+    one = Mesh(np.asarray(jax.devices()[:1]), ("x",))
+    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(one, "x"))
+    variables = embedding.init_embedding_variables(
+        jax.random.key(0), embedding.get_table_specs(specs), NamedSharding(one, P("x", None))
+    )
+    inputs = [tables.prepare({"f": [[i, (i + k) % 16] for i in range(8)]})[0] for k in (1, 5)]
+    look_up = pipelining.get_default_sc_fwd_function(specs, one)
+    update = pipelining.get_default_sc_bwd_function(specs, one)
+    gradients = {"f": jnp.ones((8, 8))}
+    variables = tables.update(gradients, variables, 0, inputs[0])  # there is momentum
+
+    def dense(activations, dense_inputs, train_state, aux):
+        return gradients, 0.0, train_state, None
+
+    state = pipelining.get_initial_state(pipelining.CurrentStepInput(inputs[1], None), None, variables, look_up, dense)
+    found = [np.asarray(embedding.logical_tables(variables, specs)["t"])]
+    for cycle in range(3):
+        _, _, _, variables, state = pipelining.step(
+            pipelining.CurrentStepInput(inputs[1], None),
+            None,
+            variables,
+            state,
+            look_up,
+            dense,
+            update,
+            fake_tc_step=cycle == 0,
+        )
+        found.append(np.asarray(embedding.logical_tables(variables, specs)["t"]))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
+    assert (found[3] != found[0]).any()
 
 
 def test_the_published_module_name_works():
