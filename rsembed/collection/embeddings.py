@@ -333,7 +333,8 @@ class EmbeddingCollection:
           norm_below: keys go whose rows have a smaller L2 norm.
 
         Returns: the state, and what belonged to the keys, as `tables` returns it: for a `SecondTier`, a file, or
-          another store. `with_tables` brings it back.
+          another store. `with_tables` brings it back as used when it was; without `last_step` as used now, which is
+          what `tables(since=)` sees.
 
         Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no
           keys. RuntimeError: this is inside `jit`.

@@ -305,7 +305,7 @@ def grow(params: DynamicTable, slots: Slots, table: TableSpec, capacity: int) ->
 
 def counts(params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
     """Rows in use and all counters of each shard, int64, on the host."""
-    num_free = np.zeros(num_shards, int) if params.keys is None else on_host(params.keys.num_free)
+    num_free = np.zeros(num_shards, np.int64) if params.keys is None else on_host(params.keys.num_free).astype(np.int64)
     found = {"rows": params.rows.shape[0] // num_shards - num_free}
     counters = params.counters._asdict().items()
     return found | {name: numbers_of(lanes) for name, lanes in counters if lanes is not None}

@@ -199,6 +199,52 @@ def import_rows(
     return params._replace(keys=known_keys, rows=arrays[0], waiting=waiting), tuple(arrays[1:])
 
 
+def room_needed(params: DynamicTable, rows: Mapping[str, Any], table: TableSpec, num_shards: int) -> int:
+    """Keys that a shard will have, or that will wait on it, at most, after an `import_rows`; of a hash table."""
+
+    def most(maps: RowMap, keys: Any, kept: Any) -> int:
+        numbers = [_present(maps), *(_numbers(table, own) for own in (keys, kept) if own is not None)]
+        if kept is not None:
+            numbers[0] = np.intersect1d(numbers[0], numbers.pop())
+        lanes = split_keys(np.unique(np.concatenate(numbers)), feature=f"table {table.name!r}")
+        return int(np.bincount(owners(lanes, num_shards), minlength=1)[:num_shards].max())
+
+    needed = most(params.keys, rows["keys"], rows.get(OTHER_KEYS))
+    if params.waiting is not None and "waiting_keys" in rows:
+        # Changes have all that wait.
+        needed = max(needed, most(params.waiting, rows["waiting_keys"], [] if OTHER_KEYS in rows else None))
+    return needed
+
+
+def _numbers(table: TableSpec, keys: Any) -> np.ndarray:
+    lanes = split_keys(np.asarray(keys, None if len(keys) else np.int64), feature=f"table {table.name!r}")
+    return join_keys(lanes.high, lanes.low)
+
+
+def edits_used_at(
+    step: int, params: DynamicTable, slots: Sequence[Any], rows: Mapping[str, Any], table: TableSpec, num_shards: int
+) -> Mapping[str, Any]:
+    """The rows, of which those used at `step` that have other numbers than the table has of the same `last_step`.
+
+    Somebody has edited them, and changes since a step go by `last_step`.
+    """
+    own = export(params, slots, table, num_shards)
+    names = [name for name in array_names(table, slots) if name in rows]
+    lengths = {np.shape(rows.get(name, ())) for name in ("keys", "last_step")}
+    fits = len(lengths) == 1 and all(np.shape(rows[name])[1:] == own[name].shape[1:] for name in names)
+    if not fits or any(len(rows[name]) != len(rows["keys"]) for name in names):
+        return rows  # what does not fit is told where it is written
+    if not own["keys"].size or not len(rows["keys"]):
+        return rows
+    place = np.minimum(np.searchsorted(own["keys"], rows["keys"]), own["keys"].size - 1)
+    is_edited = np.zeros(place.shape, bool)
+    for name in names:
+        differs = own[name][place] != np.asarray(rows[name]).astype(own[name].dtype)
+        is_edited |= differs.reshape(place.size, -1).any(axis=1)
+    is_edited &= (own["keys"][place] == rows["keys"]) & (own["last_step"][place] == rows["last_step"])
+    return {**rows, "last_step": np.where(is_edited, step, rows["last_step"])}
+
+
 def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
     where, name = f"table {table.name!r}", f"{prefix}keys"
     numbers = np.asarray(_checked(table, exported, name, (len(exported.get(name, ())),)))
@@ -299,7 +345,8 @@ def _place(
             what = f"admission_capacity={num_rows}" if prefix else f"capacity={num_rows}"
             raise ValueError(
                 f"table {table.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
-                f"shard has {free} ({what}); grow the table, or spread it over more shards."
+                f"shard has {free} ({what}); {num_rows + num_left} on a shard, {num_shards * (num_rows + num_left)} in "
+                "all, are enough."
             )
         places[is_own] = shard * capacity + rows
         placed.append(own_map)

@@ -15,8 +15,8 @@ from flax import nnx
 from rsembed import checkpoint
 from rsembed.collection.rows import asks_nobody
 from rsembed.homes.home import on_host
+from rsembed.homes.logical_rows import edits_used_at, room_needed
 from rsembed.intervals import door
-from rsembed.keys import owners, split_keys
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, grown, state_of
@@ -49,24 +49,27 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     Args:
       variable: the table.
       rows: `keys [n]` and `values [n, dim]`, and what else `export_rows` returns; slots that are missing start fresh.
-        Without `last_step` they count as used now.
+        Without `last_step` they count as used now, and so do rows that the table has with the same `last_step` and
+        other numbers.
 
     Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
     """
     state = state_of(variable)
+    table, step = variable.table, int(state.step)
     if "last_step" not in rows:
         # Else they would be the first to go, and missing among changes since now.
-        rows = {**rows, "last_step": np.full(np.shape(rows.get("keys", ())), int(state.step))}
-    variable.set_value(_with_rows(variable.table, state, rows))
+        rows = {**rows, "last_step": np.full(np.shape(rows.get("keys", ())), step)}
+    elif table.use_hashtable:
+        rows = edits_used_at(step, state.shards, state.slots, rows, table.spec, table.context.num_devices)
+    variable.set_value(_with_rows(table, state, rows))
 
 
 def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) -> TableState:
     num_devices = table.context.num_devices
     if table.grows and "keys" in rows:
-        lanes = split_keys(rows["keys"], feature=f"table {table.spec.name!r}")
-        most = int(np.bincount(owners(lanes, num_devices), minlength=1)[:num_devices].max())
-        if most > state.shards.rows.shape[0] // num_devices:
-            state = grown(table, state, most)
+        needed = room_needed(state.shards, rows, table.spec, num_devices)
+        if needed > state.shards.rows.shape[0] // num_devices:
+            state = grown(table, state, needed)
     written = table.home.with_rows(state.shards, state.slots, rows, table.spec, num_devices)
     shards, slots = table.engine.devices.place_from_host(written, table.engine.devices.split)
     return state._replace(shards=shards, slots=slots)

@@ -67,6 +67,27 @@ def test_rows_that_are_written_count_as_used_now():
     assert found["last_step"].tolist() == found["first_step"].tolist() == [5, 5] and not found["other_keys"].size
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_rows_that_come_back_edited_are_among_the_changes(num_devices):
+    mesh = None if num_devices == 1 else Mesh(np.asarray(jax.devices()[:num_devices]), "x")
+    collection = one_table(rows=16, mesh=mesh)
+    state = collection.init(jax.random.key(0))
+    for keys in (KEYS[:4], KEYS[2:6]):
+        state = collection.update(state, {"f": keys}, {"f": np.ones((4, DIM), np.float32)})
+    base, since = collection.tables(state), int(state.step)
+    rows = {**base["t"], "values": base["t"]["values"].copy()}
+    rows["values"][[0, 3]] *= 10
+    edited = collection.with_tables(state, {"t": rows})
+    changes = collection.tables(edited, since=since)
+    assert changes["t"]["keys"].tolist() == rows["keys"][[0, 3]].tolist()
+    again = collection.with_tables(collection.with_tables(collection.init(jax.random.key(1)), base), changes)
+    np.testing.assert_array_equal(collection.tables(again)["t"]["values"], rows["values"])
+    same = collection.tables(collection.with_tables(edited, collection.tables(edited)))["t"]
+    np.testing.assert_array_equal(same["last_step"], collection.tables(edited)["t"]["last_step"])
+    counts = collection.counts(edited)["t"]
+    assert {array.dtype for array in counts.values()} == {np.dtype(np.int64)}
+
+
 @pytest.mark.parametrize("when_full", ["zero", "evict"])
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_devices, when_full):

@@ -116,6 +116,44 @@ def test_rows_are_assigned_by_key():
         sok.assign_rows(layer.variable, {"keys": np.arange(100) * 2, "values": np.zeros((100, DIM), np.float32)})
 
 
+def grows(num_devices=1, **options):
+    context = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
+    rule, rows = rs.SGDOptimizerSpec(1.0), 4 // num_devices
+    options |= {"rows_per_device": rows, "optimizer": rule, "initializer": "ones", "context": context}
+    return sok.embedding_variable("t", 2, when_full="grow", **options)
+
+
+def train_keys(variable, keys):
+    output, backward = sok.group_embedding_lookup_vjp([variable], [[[key] for key in keys]], ["sum"])
+    backward([jnp.ones_like(output[0])])
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_table_that_grows_takes_rows_changes_and_waiting_keys_of_a_larger_one(tmp_path, num_devices):
+    variable = grows(num_devices)
+    train_keys(variable, [1, 2, 3, 4])
+    sok.assign_rows(variable, {"keys": np.arange(10, 13), "values": np.full((3, 2), 5, np.float32)})
+    assert sok.export_rows(variable)["keys"].tolist() == [1, 2, 3, 4, 10, 11, 12]
+    sok.dump(tmp_path / "a", [variable])
+    train_keys(variable, [20, 21, 22, 23, 24, 25])
+    sok.dump(tmp_path / "b", [variable], since=tmp_path / "a")
+    again = grows(num_devices)
+    sok.load([tmp_path / "a", tmp_path / "b"], [again])
+    for name, array in sok.export_rows(variable).items():
+        np.testing.assert_array_equal(sok.export_rows(again)[name], array, err_msg=name)
+
+    waits = grows(num_devices, admission_count=1)
+    train_keys(waits, [*range(1, 21)])
+    train_keys(waits, [1, 2])  # a second time
+    sok.dump(tmp_path / "c", [waits])
+    again = grows(num_devices, admission_count=1)
+    sok.load(tmp_path / "c", [again])
+    rows = sok.export_rows(again)
+    assert len(rows["waiting_keys"]) + len(rows["keys"]) == 20
+    for name, array in sok.export_rows(waits).items():
+        np.testing.assert_array_equal(rows[name], array, err_msg=name)
+
+
 def test_a_dump_that_does_not_fit_is_refused(tmp_path):
     empty = model(2)
     sok.dump(tmp_path / "dump", empty)
