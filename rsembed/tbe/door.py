@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsembed.bags import PAD_ID, as_bags, is_traced, narrow_ids
+from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import is_global
@@ -33,10 +34,12 @@ class PreparedBatch:
     Args:
       batch: as the module's tables read it.
       is_by_feature: whether it was `{feature: Bags}`, and so the output is `{feature: array}`.
+      layout: of the tables that read it, which compare it.
     """
 
     batch: JaggedBatch | SplitBatch
     is_by_feature: bool = dataclasses.field(metadata={"static": True})
+    layout: Fingerprint = dataclasses.field(metadata={"static": True})
 
 
 def is_by_feature(indices: Any) -> bool:
@@ -78,6 +81,8 @@ class Door:
         if isinstance(indices, PreparedBatch):
             if offsets is not None or per_sample_weights is not None or sizes is not None:
                 raise ValueError("a prepared batch holds offsets, weights and sizes; pass none of them beside it.")
+            what = "the batch was prepared for other tables than the module's"
+            check_same(indices.layout, plan.row_layout, what=what, way_out="Prepare it by the module that reads it.")
             return indices.batch, 0
         if plan.split is not None and _is_unknown((indices, offsets, per_sample_weights)):
             return self._split_unseen(plan.on_mesh, indices)

@@ -68,7 +68,7 @@ def prepared(module: TableBatchedEmbeddingBags, indices: Any, *arguments: Any) -
         batch = bring_near(module, batch)
     elif isinstance(batch, JaggedBatch):
         batch = jax.tree.map(jnp.asarray, batch if module.plan.pooling == "none" else _with_room(batch))
-    return PreparedBatch(batch, is_by_feature(indices))
+    return PreparedBatch(batch, is_by_feature(indices), module.plan.row_layout)
 
 
 def _with_room(batch: JaggedBatch) -> JaggedBatch:
@@ -88,9 +88,7 @@ def bring_near(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, admit: boo
     if module.plan.split is not None:
         _check_not_taken(module)
         return batch if isinstance(batch, SplitBatch) else module.plan.on_mesh.of_jagged(batch)
-    if isinstance(batch, SplitBatch):
-        raise ValueError("the batch was prepared by a module on a mesh, and this one is on one device.")
-    if (host_rows := module.host_rows) is None:
+    if isinstance(batch, SplitBatch) or (host_rows := module.host_rows) is None:
         return batch
     try:
         module.state.set_value(module.state.get_value())

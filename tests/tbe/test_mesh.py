@@ -365,7 +365,9 @@ def test_a_batch_without_bags_or_ids_changes_nothing():
 def test_prepared_batches_belong_to_where_they_were_prepared():
     one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
     batch = draw(0, features=(0, 1, 2))
-    with pytest.raises(ValueError, match="prepared by a module on a mesh, and this one is on one device"):
-        one(many.prepare(*batch))
+    others = [(one, many), (many, one), (many, make(SPECS, mesh=mesh_of(2))), (one, make(((50, 4), (30, 4), (41, 8))))]
+    for module, other in others:
+        with pytest.raises(ValueError, match="prepared for other tables than the module's"):
+            module(other.prepare(*batch))
     with pytest.raises(ValueError, match=r"a mesh shares the tables: split the batch"):
         functional.lookup(many.plan, many.state.get_value(), one.prepare(*batch).batch)
