@@ -16,10 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from rsembed.bags import is_traced
-from rsembed.collection import inputs
+from rsembed.collection import fetching, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
-from rsembed.collection.fetching import Fetching
 from rsembed.collection.logical_tables import LogicalTables
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, EmbeddingState
@@ -126,7 +125,8 @@ class EmbeddingCollection:
     def _build(self) -> None:
         self._engine = Engine(self.features, self._stacks, self.devices)
         self._num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
-        self._on_host = {n: Fetching(stack) for n, stack in self._stacks.items() if isinstance(stack.home, HostCached)}
+        on_host = {name: stack for name, stack in self._stacks.items() if isinstance(stack.home, HostCached)}
+        self._on_host = {name: fetching.Fetching(stack) for name, stack in on_host.items()}
         self.logical = LogicalTables(self.table_specs, self._stacks, self._on_host, self.devices)
 
     # Pickled for the workers of an input pipeline
@@ -191,7 +191,7 @@ class EmbeddingCollection:
         tables, slots = self._engine.init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
-        tables |= {name: fetching.begin(tables[name]) for name, fetching in self._on_host.items()}
+        tables |= {name: own.begin(tables[name]) for name, own in self._on_host.items()}
         return EmbeddingState(tables, slots, step, key, self.layout)
 
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
@@ -202,25 +202,18 @@ class EmbeddingCollection:
         tables on the host, nothing happens.
 
         Raises: RuntimeError: more rows are wanted than there are places, the state is of an earlier time, or this is
-          inside `jit`.
+          inside `jit`; then the given state is as it was.
         """
         self.check_state(state)
         batch = self.prepare(batch)
         if self._on_host and is_traced((state, batch)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
-        return self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=True, donates=True)
+        near = fetching.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
+        return fetching.gone_on(self._on_host, near)
 
-    def _fetched(
-        self, state: EmbeddingState, wanted: Mapping[str, Any], *, is_for_good: bool, donates: bool = False
-    ) -> EmbeddingState:
+    def _fetched(self, state: EmbeddingState, wanted: Mapping[str, Any]) -> EmbeddingState:
         """With the rows near that a batch, or lanes of row gradients, wants by stack; inside `jit` as it is."""
-        if not self._on_host or is_traced((state, wanted)):
-            return state
-        tables, slots = dict(state.tables), dict(state.slots)
-        for name, fetching in self._on_host.items():
-            how = {"is_for_good": is_for_good, "donates": donates}
-            tables[name], slots[name] = fetching.fetched(tables[name], slots.get(name), wanted[name], **how)
-        return state._replace(tables=tables, slots=slots)
+        return state if is_traced((state, wanted)) else fetching.fetched(self._on_host, state, wanted, donates=False)
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
@@ -373,7 +366,7 @@ class EmbeddingCollection:
         self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
         self._note_sizes(batch)
-        state = self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=False)
+        state = self._fetched(state, dict.fromkeys(self._on_host, batch))
         activations, statistics = self._engine.lookup(state.tables, batch)
         return (activations, statistics) if return_statistics else activations
 
@@ -409,7 +402,7 @@ class EmbeddingCollection:
         batch = self.prepare(batch)
         self.check_state(state, parts=["tables"])
         self._note_sizes(batch)
-        state = self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=False)
+        state = self._fetched(state, dict.fromkeys(self._on_host, batch))
         return self._engine.look_ahead(state.tables, batch, state.step)[0], partial(self.row_gradients, batch)
 
     def row_gradients(self, batch: Batch, d_activations: Mapping[str, Any]) -> RowGradients:
@@ -427,16 +420,14 @@ class EmbeddingCollection:
         check_belong(row_gradients, self.layout, self._num_rows, owner="collection", way_out=way_out)
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         self.check_state(state)
-        state = self._fetched(state, row_gradients.rows, is_for_good=True)
-        return self._stepped(state, self._engine.apply, gradients)
+        return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)
 
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, Any]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
         batch = self.prepare(batch)
         d_outputs = self._d_outputs(batch, d_activations)
         self.check_state(state)
-        state = self._fetched(state, dict.fromkeys(self._on_host, batch), is_for_good=True)
-        return self._stepped(state, self._engine.update, batch, d_outputs)
+        return self._stepped(state, dict.fromkeys(self._on_host, batch), self._engine.update, batch, d_outputs)
 
     def _d_outputs(self, batch: Batch, d_activations: Mapping[str, Any]) -> dict[str, Array]:
         inputs.check_names(self.features, d_activations, "the activation gradients")
@@ -446,7 +437,10 @@ class EmbeddingCollection:
             for name, feature in self.features.items()
         }
 
-    def _stepped(self, state: EmbeddingState, step_stacks: Callable[..., Any], *gradients: Any) -> EmbeddingState:
+    def _stepped(
+        self, given: EmbeddingState, wanted: Mapping[str, Any], step_stacks: Callable[..., Any], *gradients: Any
+    ) -> EmbeddingState:
+        state = self._fetched(given, wanted)
         _tell_of(tuple(name for name, table in self.table_specs.items() if table.optimizer is UNCHOSEN_OPTIMIZER))
         steps = {}
         for stack in self.plan.stacks:
@@ -463,7 +457,8 @@ class EmbeddingCollection:
         for name, kept in self._stacks.items():
             if not is_traced(tables[name]):
                 kept.home.check_step(state.tables[name], tables[name], kept.table)
-        return EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
+        stepped = EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
+        return stepped if state is given else fetching.gone_on(self._on_host, stepped)  # nothing can fail any more
 
 
 # Made from all else, and nothing that pickle knows; rows on the host belong to this process.

@@ -13,6 +13,7 @@ from rsembed.bags import as_bags
 from rsembed.caching import Generation, padded_size
 from rsembed.collection.rows import keys_of_gradients
 from rsembed.collection.stack import Stack
+from rsembed.collection.state import EmbeddingState
 from rsembed.homes.home import on_host
 from rsembed.homes.host_cached import CachedRows, HostCached, Moves
 from rsembed.kernels import api
@@ -50,7 +51,7 @@ class Fetching:
         """The parameters of a fresh state, to which a fresh store belongs."""
         data, kind = jax.random.key_data(params.near.key), jax.random.key_impl(params.near.key)
         self.store = self.home.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
-        return self._of_new_time(params)
+        return self.of_new_time(params)
 
     def check(self, params: CachedRows, slots: Any = ()) -> None:
         """Whether the store is the state's.
@@ -66,32 +67,35 @@ class Fetching:
             )
         self.generation.check(on_host(params.generation))
 
-    def fetched(
-        self,
-        params: CachedRows,
-        slots: Any,
-        batch: Mapping[str, Any] | Array,
-        *,
-        is_for_good: bool,
-        donates: bool,
-    ) -> tuple[CachedRows, Any]:
-        """Parameters and slots with the rows of a batch near, or with those that row gradients are of.
+    def with_places(
+        self, params: CachedRows, slots: Any, batch: Mapping[str, Any] | Array
+    ) -> tuple[CachedRows, list[np.ndarray]]:
+        """Parameters with places for the rows of a batch, or for those that row gradients are of, and what must move.
 
-        With `is_for_good` the store goes on with the result alone. Without, the given ones stay valid, too: rows that
-        leave are written as they stand in them, and nothing else changes. `donates` gives their arrays away.
+        Nothing has moved yet, and the given parameters stay as they are.
         """
         self.check(params, slots)
         make_room = self._of_batch if isinstance(batch, Mapping) else self._of_rows
         # Places are made without the rows, which a program on a mesh would copy.
         without: Any = ()
-        found, moves = make_room(params._replace(near=params.near._replace(rows=without)), batch)
-        params = found._replace(near=found.near._replace(rows=params.near.rows))
-        rows, ids, left, counts, num_failed = map(on_host, moves)
+        found, wanted = make_room(params._replace(near=params.near._replace(rows=without)), batch)
+        *moves, num_failed = map(on_host, wanted)
         if num_failed.any():
             raise RuntimeError(
                 f"table {self.table.name!r}: {int(num_failed.sum())} ids of the batch find no place among cache_rows="
                 f"{self.home.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
             )
+        return found._replace(near=found.near._replace(rows=params.near.rows)), moves
+
+    def moved(
+        self, params: CachedRows, slots: Any, moves: Sequence[np.ndarray], *, donates: bool
+    ) -> tuple[CachedRows, Any]:
+        """What `with_places` returned, after the moves. `donates` gives the arrays of rows and slots away.
+
+        Else those from before stay valid, too: rows that leave are written as they stand in them, and nothing else
+        changes, until the store goes on with one state alone (`of_new_time`).
+        """
+        rows, ids, left, counts = moves
         if most := int(counts.max()):
             size = padded_size(most)
             rows, ids, left = (lane.reshape(counts.size, -1)[:, :size].reshape(-1) for lane in (rows, ids, left))
@@ -101,7 +105,13 @@ class Fetching:
             come = self.store.exchange(left[leaves], gone, np.maximum(ids, 0))
             scatter = self._scatter_in_place if donates else self._scatter
             params, slots = scatter(params, slots, rows, tuple(self._placed(come)))
-        return self._of_new_time(params) if is_for_good else params, slots
+        return params, slots
+
+    def of_new_time(self, params: CachedRows) -> CachedRows:
+        """The parameters with which alone the store goes on."""
+        self.generation.advance(self.generation.number)
+        (generation,) = self._placed([np.full(params.generation.shape, self.generation.number, np.uint32)])
+        return params._replace(generation=generation)
 
     def arrays(self, params: CachedRows, slots: Any) -> list[np.ndarray]:
         """All rows and slots of the table, in the order of ids, on the host."""
@@ -125,11 +135,6 @@ class Fetching:
         placed: list[Any] = self.stack.rows.devices.place_from_host(list(arrays), self.stack.partition)
         return placed
 
-    def _of_new_time(self, params: CachedRows) -> CachedRows:
-        self.generation.advance(self.generation.number)
-        (generation,) = self._placed([np.full(params.generation.shape, self.generation.number, np.uint32)])
-        return params._replace(generation=generation)
-
     # On one device
 
     def _make_room(self, params: CachedRows, batch: Any) -> tuple[CachedRows, Moves]:
@@ -139,6 +144,30 @@ class Fetching:
         else:
             keys, _ = keys_of_gradients(batch)
         return self.home.make_room(params, keys)
+
+
+def fetched(
+    on_host: Mapping[str, Fetching], state: EmbeddingState, wanted: Mapping[str, Any], *, donates: bool
+) -> EmbeddingState:
+    """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
+
+    Rows move after those of all stacks have found a place: without one nothing has changed. `donates` gives the arrays
+    of the given state away; else it stays valid, too, until the stores go on with one state alone (`gone_on`).
+    """
+    if not on_host:
+        return state
+    tables, slots, moves = dict(state.tables), dict(state.slots), {}
+    for name, own in on_host.items():
+        tables[name], moves[name] = own.with_places(tables[name], slots.get(name), wanted[name])
+    for name, own in on_host.items():
+        tables[name], slots[name] = own.moved(tables[name], slots[name], moves[name], donates=donates)
+    return state._replace(tables=tables, slots=slots)
+
+
+def gone_on(on_host: Mapping[str, Fetching], state: EmbeddingState) -> EmbeddingState:
+    """The state with which alone the stores go on."""
+    tables = {name: own.of_new_time(state.tables[name]) for name, own in on_host.items()}
+    return state._replace(tables={**state.tables, **tables})
 
 
 def _gather(params: CachedRows, slots: Any, rows: Array) -> tuple[Array, ...]:

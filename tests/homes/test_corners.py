@@ -354,6 +354,44 @@ def test_a_state_from_before_an_exchange_with_the_host_is_refused():
         collection.lookup(new, {"f": np.array([1, 2, 3])})
 
 
+def on_host_beside(other, *, rows=100):
+    """A table on the host, and another one with rows of another size, so that each has its arrays."""
+    how = {"optimizer": rs.SGDOptimizerSpec(LR), "initializer": jax.nn.initializers.zeros}
+    tables = [
+        rs.TableSpec(name="a", vocabulary_size=100, embedding_dim=DIM, storage=rs.HostCached(cache_rows=4), **how),
+        rs.TableSpec(name="b", vocabulary_size=rows, embedding_dim=2 * DIM, storage=other, **how),
+    ]
+    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+
+
+NO_PLACE = (rs.HostCached(cache_rows=2), 100, "table 'b': 1 ids of the batch find no place among cache_rows=2")
+NO_ROW = (rs.Hashed(when_full="error"), 2, "table 'b' is full")
+
+
+@pytest.mark.parametrize(
+    ("way", "other", "rows", "error"),
+    [("prefetch", *NO_PLACE), ("update", *NO_PLACE), ("apply", *NO_PLACE), ("update", *NO_ROW), ("apply", *NO_ROW)],
+)
+def test_an_error_in_another_table_costs_no_rows_on_the_host(way, other, rows, error):
+    collection = on_host_beside(other, rows=rows)
+
+    def trained(state, ids):
+        gradients = {name: np.ones((len(own), DIM * n)) for n, (name, own) in enumerate(ids.items(), 1)}
+        if way == "update":
+            return collection.update(state, ids, gradients)
+        return collection.apply(state, collection.row_gradients(ids, gradients))
+
+    few = {"a": np.array([1, 2, 3, 4]), "b": np.array([1, 2])}
+    many = {"a": np.array([5, 6, 7, 8]), "b": np.array([3, 4, 5])}
+    state = trained(collection.init(jax.random.key(0)), few)
+    with pytest.raises(RuntimeError, match=error):
+        collection.prefetch(state, many) if way == "prefetch" else trained(state, many)
+    state = trained(state, {"a": np.array([8, 1, 9]), "b": np.array([1])})
+    expected = np.zeros((100, DIM))
+    expected[[2, 3, 4, 8, 9]], expected[1] = -LR, -2 * LR
+    np.testing.assert_array_equal(collection.tables(state)["a"], expected)
+
+
 @pytest.mark.parametrize(
     ("storage", "mesh"), [(rs.Hashed(), None), (rs.Hashed(when_full="evict", eviction="l2"), 2)], ids=["plain", "l2"]
 )
