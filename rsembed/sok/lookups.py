@@ -49,6 +49,8 @@ class StepOnce:
     def __call__(self, *d_outputs: Any) -> None:
         """One optimizer step of every row that the lookup read.
 
+        An error in the step of a large group leaves each table either stepped or as it was, as its `step` says.
+
         Args:
           *d_outputs: gradient of each output; of the loss over the global batch.
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rsembed import Bags, SGDOptimizerSpec, from_optax, sok
+from rsembed.sok import lookups
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +40,43 @@ def test_a_group_mixes_tables_dims_and_combiners():
         np.testing.assert_allclose(outs[1][b], mean, atol=1e-6)
 
 
-def test_an_error_in_a_later_program_of_a_large_group_costs_no_table():
+def three_in_programs_of_two(monkeypatch, optimizer):
+    monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
+    rules = {"v0": SGDOptimizerSpec(1.0), "v1": SGDOptimizerSpec(1.0), "failing": optimizer}
+    return [variable(name, 2, initializer="ones", optimizer=rule) for name, rule in rules.items()]
+
+
+def test_an_error_in_a_later_program_of_a_large_group_costs_no_table(monkeypatch):
     def refuses_tracers(step):
         return 0.1 if step < 10 else 0.01
 
-    rules = [SGDOptimizerSpec(1.0)] * 26 + [SGDOptimizerSpec(refuses_tracers)]
-    variables = [variable(f"v{k}", 2, initializer="ones", optimizer=rule) for k, rule in enumerate(rules)]
-    keys = [[[1], [2]]] * 27
-    outputs, backward = sok.group_embedding_lookup_vjp(variables[:26], keys[:26], ["sum"] * 26)
+    variables = three_in_programs_of_two(monkeypatch, SGDOptimizerSpec(refuses_tracers))
+    keys = [[[1], [2]]] * 3
+    outputs, backward = sok.group_embedding_lookup_vjp(variables[:2], keys[:2], ["sum"] * 2)
     backward([jnp.ones_like(output) for output in outputs])
     with pytest.raises(jax.errors.TracerBoolConversionError):
-        sok.group_embedding_lookup_vjp(variables, keys, ["sum"] * 27)
-    for own in variables[:26]:
+        sok.group_embedding_lookup_vjp(variables, keys, ["sum"] * 3)
+    for own, keys_of_own, value in zip(variables, ([1, 2], [1, 2], []), (0.0, 0.0, 1.0), strict=True):
         rows = sok.export_rows(own)
-        assert rows["keys"].tolist() == [1, 2]
-        np.testing.assert_array_equal(rows["values"], np.zeros((2, 2)))
+        assert rows["keys"].tolist() == keys_of_own
+        np.testing.assert_array_equal(rows["values"], np.full((len(keys_of_own), 2), value))
+
+
+def test_an_error_in_a_later_step_of_a_large_group_leaves_each_table_stepped_or_as_it_was(monkeypatch):
+    def fails_in_steps(gradients, state, params=None):
+        raise ArithmeticError("no step")
+
+    failing = optax.GradientTransformation(optax.sgd(1.0).init, fails_in_steps)
+    variables = three_in_programs_of_two(monkeypatch, from_optax(failing))
+    outputs, backward = sok.group_embedding_lookup_vjp(variables, [[[1], [2]]] * 3, ["sum"] * 3)
+    gradients = [jnp.ones_like(output) for output in outputs]
+    with pytest.raises(ArithmeticError, match="no step"):
+        backward(gradients)
+    assert [int(own.get_value().step) for own in variables] == [1, 1, 0]
+    for own, value in zip(variables, (0.0, 0.0, 1.0), strict=True):
+        np.testing.assert_array_equal(sok.export_rows(own)["values"], np.full((2, 2), value))
+    with pytest.raises(RuntimeError, match="a lookup trains once"):
+        backward(gradients)
 
 
 def test_features_of_one_table_step_it_once():
