@@ -1,5 +1,6 @@
 """The harness finds faults that are planted, and says how to see them again. `make fuzz` looks for real ones."""
 
+import importlib
 import re
 import subprocess
 
@@ -13,7 +14,7 @@ from rsembed.collection.dense_rows import DenseRows
 from rsembed.homes.home import Home
 from rsembed.kernels import native
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz import collection, files, hashed, machines, native_calls, sanitizers, settings, valid_calls
+from tests.fuzz import collection, files, machines, native_calls, properties, sanitizers, settings, valid_calls
 
 PLANTED = """
 #include <thread>
@@ -66,9 +67,21 @@ def test_a_kernel_that_is_wrong_by_one_is_found(monkeypatch):
         native_calls.valid_call(kind)
 
 
-@pytest.mark.parametrize("machine", [collection.Collection, hashed.Hashed], ids=["collection", "hashed"])
-def test_a_short_life_holds_what_it_should(machine):
-    assert machines.live(machine, 0, max_examples=1, stateful_step_count=8) >= 8
+IN_PYTHON = [name for name, target in fuzz.TARGETS.items() if target.sanitizer is None]
+
+
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_a_few_short_lives_of_each_target_hold_what_they_should(monkeypatch, name):
+    def short(machine, seed, **_):
+        return machines.live(machine, seed, max_examples=5, stateful_step_count=6)  # the first draws zeros alone
+
+    path, _, function = fuzz.TARGETS[name].function.partition(":")
+    module, on_one_device = importlib.import_module(path), collection.model_on
+    monkeypatch.setattr(module, "live", short, raising=False)
+    monkeypatch.setattr(collection, "model_on", lambda *_: on_one_device(0, "row"))
+    monkeypatch.setattr(properties, "SETTINGS", hypothesis.settings(properties.SETTINGS, max_examples=3))
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests go on with theirs
+    assert getattr(module, function)({"settings": 35}.get(name, 0)) >= 1  # a small one; most compile for seconds
 
 
 def test_a_checkpoint_without_one_of_the_changed_rows_is_found(monkeypatch):
