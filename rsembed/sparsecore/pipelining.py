@@ -324,7 +324,7 @@ def get_default_sc_bwd_function(
         def stepped(variables: Any) -> Any:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if not moves_all_rows:  # of no gradients it steps no rows, where a branch would copy the tables
+        if not moves_all_rows:  # without gradients it steps no rows, and needs no branch
             return stepped(embedding_variables), None
         return jax.lax.cond(has_gradients, stepped, lambda variables: variables, embedding_variables), None
 

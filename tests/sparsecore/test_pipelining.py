@@ -194,6 +194,33 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
     assert (found[3] != found[0]).any()
 
 
+@pytest.mark.parametrize("rule", [TensorFlowAdamOptimizerSpec(0.1), embedding_spec.AdagradOptimizerSpec(0.1)])
+def test_a_cycle_with_or_without_gradients_steps_donated_tables_where_they_lie(rule):
+    """Also where a branch tells cycles apart: beside its arrays it holds the gradient of a table at most."""
+    table = embedding_spec.TableSpec(name="t", vocabulary_size=1 << 14, embedding_dim=8, optimizer=rule)
+    specs = {"f": embedding_spec.FeatureSpec(name="f", table_spec=table, output_shape=(8, 8))}
+    embedding.prepare_feature_specs_for_training(specs, 1, 1)
+    one = Mesh(np.asarray(jax.devices()[:1]), ("x",))
+    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(one, "x"))
+    placed = NamedSharding(one, P("x", None))
+    variables = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), placed)
+    inputs = pipelining.CurrentStepInput(tables.prepare({"f": [[i] for i in range(8)]})[0], None)
+    look_up = pipelining.get_default_sc_fwd_function(specs, one)
+    update = pipelining.get_default_sc_bwd_function(specs, one)
+
+    def dense(activations, dense_inputs, train_state, aux):
+        return {"f": jnp.ones((8, 8))}, 0.0, train_state, None
+
+    def cycle(variables, state):
+        return pipelining.step(inputs, None, variables, state, look_up, dense, update, fake_tc_step=False)[3:]
+
+    state = pipelining.get_initial_state(inputs, None, variables, look_up, dense)
+    memory = jax.jit(cycle, donate_argnums=(0, 1)).lower(variables, state).compile().memory_analysis()
+    table_bytes = (1 << 14) * 8 * 4
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
+    assert memory.temp_size_in_bytes < table_bytes * (1.2 if rule.moves_all_rows else 0.2)
+
+
 def test_the_published_module_name_works():
     assert embedding_pipelining_utils.step is pipelining.step
     assert embedding_pipelining_utils.get_initial_state is pipelining.get_initial_state
