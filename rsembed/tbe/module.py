@@ -299,14 +299,16 @@ class TableBatchedEmbeddingBags(nnx.Module):
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
 
-        Raises: ValueError: they are those of a module with other tables.
+        Raises: ValueError: they are those of a module with other tables, or have not a vector of its dim for each row.
         """
         layout, way_out = self.plan.row_layout, "Apply them to the module whose backward made them."
         check_belong(row_gradients, layout, functional.row_counts(self.plan), owner="module", way_out=way_out)
+        functional.check_gradients(self.plan, row_gradients)
         state, host_rows = self.state.get_value(), self.host_rows
         rates = learning_rates(self.plan, state)
         if host_rows is not None:
             state, row_gradients = host_rows.bring_rows(state, row_gradients)
+            self.state.set_value(state)  # the host has moved on, whatever becomes of the step
         state = _apply(self.plan, state, row_gradients, rates)
         self.state.set_value(state if host_rows is None else host_rows.write_back(state))
 

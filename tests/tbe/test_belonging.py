@@ -1,5 +1,7 @@
 """States, state dicts and row gradients know which module they belong to, and tables what they can hold."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,28 @@ def test_row_gradients_reach_their_own_rows_whatever_the_tables_are_called(locat
         wanted = np.zeros((10, dims[table]))
         wanted[table] = -1.0
         np.testing.assert_array_equal(weights, wanted)
+
+
+@pytest.mark.parametrize("location", [DEVICE, CACHED])
+@pytest.mark.parametrize("entries", [np.s_[:, :3], np.s_[:1]], ids=["dim", "rows"])
+def test_row_gradients_of_another_shape_are_refused_and_cost_no_table(location, entries):
+    module = make(((10, 4),), location=location, uniform=None, learning_rate=1.0)
+    output, backward = module.vjp(np.array([1, 2]), np.array([0, 1, 2]))
+    gradients = backward.row_gradients(np.ones_like(output))
+    spoiled = {name: values[entries] for name, values in gradients.values.items()}
+    with pytest.raises(ValueError, match=r"tables 'table_0': the row gradients have shape \(.*entry by entry only"):
+        module.apply(dataclasses.replace(gradients, values=spoiled))
+    module.apply(gradients)
+    np.testing.assert_array_equal(tables_of(module)[0][0][:4, 0], [0, -1, -1, 0])
+
+
+@pytest.mark.parametrize("location", [DEVICE, CACHED])
+def test_a_step_that_is_refused_costs_no_table(location):
+    module = make(((10, 4),), location=location, optimizer=Optim.NONE, uniform=None)
+    output, backward = module.vjp(np.array([1, 2]), np.array([0, 1, 2]))
+    with pytest.raises(ValueError, match="have no optimizer"):
+        module.apply(backward(np.ones_like(output)))
+    np.testing.assert_array_equal(module(np.array([1, 2]), np.array([0, 1, 2])), np.zeros((2, 4)))
 
 
 OTHERS = {
