@@ -297,9 +297,10 @@ class EmbeddingCollection:
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 
-        A table with keys takes what `tables` returns of it, of which only `keys` and `values` are needed; rows of other
-        keys stay, and slots that are left out start anew. Tables move between storages: rows of an array have their
-        numbers for keys, a table without keys takes rows by key, and a tensor train the cores closest to an array.
+        A table with keys takes what `tables` returns of it, and needs only `keys` and `values`: slots that are left out
+        start anew, rows of other keys stay, and those that change count as used now, but for changes with `other_keys`.
+        Tables move between storages: rows of an array have their numbers for keys, a table without keys takes rows by
+        key, and a tensor train the cores closest to an array.
 
         Raises: ValueError: a table is unknown or has another shape. NotImplementedError: its storage takes no rows.
         """
@@ -326,8 +327,7 @@ class EmbeddingCollection:
           norm_below: keys go whose rows have a smaller L2 norm.
 
         Returns: the state, and what belonged to the keys, as `tables` returns it: for a `SecondTier`, a file, or
-          another store. `with_tables` brings it back as used when it was; without `last_step` as used now, which is
-          what `tables(since=)` sees.
+          another store. `with_tables` brings it back as used when it was, without `last_step` as used now.
 
         Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no
           keys. RuntimeError: this is inside `jit`.

@@ -22,7 +22,7 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import on_host
-from rsembed.homes.logical_rows import check_reason, edits_used_at, keys_to_leave
+from rsembed.homes.logical_rows import check_reason, keys_to_leave
 from rsembed.kinds import check_kind, did_you_mean
 from rsembed.specs import TableSpec
 
@@ -103,9 +103,6 @@ class LogicalTables:
             if stack.home.takes_keys and isinstance(values, Mapping) and "last_step" not in values:
                 # They count as used now: else they would be the first to go, and missing among changes since now.
                 values = {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(state.step)))}
-            elif stack.home.takes_keys and isinstance(values, Mapping):
-                own = stack.apart(state.tables[name], state.slots[name])[table_name]
-                values = edits_used_at(int(on_host(state.step)), *own, values, spec, stack.rows.num_shards)
             if isinstance(values, Mapping) and (stack.is_dense or name in self.on_host):
                 values = self._with_rows_of_keys(state, table_name, values)
             if not stack.is_dense and name not in self.on_host:
@@ -124,7 +121,8 @@ class LogicalTables:
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
             replaced[name] = self.devices.place(whole, stack.partition)
         for name, rows_of in stored.items():  # tables that share a home are written at once
-            written = self.stacks[name].with_rows(state.tables[name], state.slots[name], rows_of)
+            step = int(on_host(state.step)) if self.stacks[name].home.takes_keys else None
+            written = self.stacks[name].with_rows(state.tables[name], state.slots[name], rows_of, step=step)
             replaced[name], slots[name] = written
         return state._replace(tables=replaced, slots=slots)
 

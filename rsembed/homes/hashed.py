@@ -54,14 +54,14 @@ class RowsByKey(Home):
         return logical_rows.export(params, slots, table, num_shards, since=since)
 
     def with_rows(
-        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int, *, step: int | None = None
     ) -> tuple[Any, Any]:
         if not isinstance(rows, Mapping):
             raise ValueError(
                 f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
                 f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
             )
-        return logical_rows.import_rows(params, slots, rows, table, num_shards)
+        return logical_rows.import_rows(params, slots, rows, table, num_shards, step=step)
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         return hashed_rows.counts(params, num_shards)

@@ -206,8 +206,13 @@ class Home(abc.ABC):
         """
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
-    def with_rows(self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int) -> tuple[Any, Any]:
-        """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
+    def with_rows(
+        self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int, *, step: int | None = None
+    ) -> tuple[Any, Any]:
+        """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`.
+
+        Where steps are noted, what changes counts as used by `step`; None, for files, leaves all as it was.
+        """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."
         )

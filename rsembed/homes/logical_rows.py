@@ -143,7 +143,13 @@ def _keys_of(table: TableSpec, keys: RowMap, prefix: str) -> tuple[np.ndarray, d
 
 
 def import_rows(
-    params: DynamicTable, slots: Sequence[Any], exported: Mapping[str, Any], table: TableSpec, num_shards: int = 1
+    params: DynamicTable,
+    slots: Sequence[Any],
+    exported: Mapping[str, Any],
+    table: TableSpec,
+    num_shards: int = 1,
+    *,
+    step: int | None = None,
 ) -> tuple[DynamicTable, tuple[Any, ...]]:
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
@@ -156,6 +162,9 @@ def import_rows(
         a warning, where every key is admitted at once.
       table: whose rows these are.
       num_shards: how many share the keys.
+      step: the one before which somebody writes these rows: keys of the table that get anything else than they have
+        count as used by it, so that changes since then tell them. None takes all numbers as they are, as do
+        changes with `other_keys`: they tell what other rows were before.
 
     Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit `key_dtype`,
       there are too few free rows, or the table has not all of the `other_keys`.
@@ -175,6 +184,7 @@ def import_rows(
         check_notes_changes(table, params)
         known_keys = _without_removed(table, known_keys, keys, _checked_keys(table, exported, "other_"), num_shards)
         waiting = None if waiting is None else _only(waiting, np.zeros(0, np.uint64), num_shards)
+    before = known_keys
     if known_keys is None:
         places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
     else:
@@ -189,60 +199,68 @@ def import_rows(
             stacklevel=2,
         )
     arrays: list[Any] = [np.array(on_host(array)) for array in (params.rows, *slots)]
+    is_changed = np.zeros(places.shape, bool)
     for array, part, name in zip(arrays, parts, names, strict=True):
-        with np.errstate(over="ignore"):
-            array[places] = fitting = np.asarray(part).astype(array.dtype)
-        if lost := int(np.sum(np.isfinite(part) & ~np.isfinite(fitting))):
-            raise ValueError(
-                f"table {table.name!r}: {lost} numbers of imported {name!r} are too large for {array.dtype}."
-            )
+        is_changed |= _write(array, places, np.asarray(part), f"table {table.name!r}", name)
+    if before is not None and step is not None and OTHER_KEYS not in exported:
+        known_keys = _used_if_changed(before, known_keys, places, is_changed, step)
     return params._replace(keys=known_keys, rows=arrays[0], waiting=waiting), tuple(arrays[1:])
 
 
-def room_needed(params: DynamicTable, rows: Mapping[str, Any], table: TableSpec, num_shards: int) -> int:
-    """Keys that a shard will have, or that will wait on it, at most, after an `import_rows`; of a hash table."""
-
-    def most(maps: RowMap, keys: Any, kept: Any) -> int:
-        numbers = [_present(maps), *(_numbers(table, own) for own in (keys, kept) if own is not None)]
-        if kept is not None:
-            numbers[0] = np.intersect1d(numbers[0], numbers.pop())
-        lanes = split_keys(np.unique(np.concatenate(numbers)), feature=f"table {table.name!r}")
-        return int(np.bincount(owners(lanes, num_shards), minlength=1)[:num_shards].max())
-
-    needed = most(params.keys, rows["keys"], rows.get(OTHER_KEYS))
-    if params.waiting is not None and "waiting_keys" in rows:
-        # Changes have all that wait.
-        needed = max(needed, most(params.waiting, rows["waiting_keys"], [] if OTHER_KEYS in rows else None))
-    return needed
+def _write(array: np.ndarray, places: np.ndarray, part: np.ndarray, where: str, name: str) -> np.ndarray:
+    """Writes rows in place, and says which of them had other bits. Raises: ValueError: numbers are too large."""
+    with np.errstate(over="ignore"):
+        fitting = part.astype(array.dtype)
+    if lost := int(np.sum(np.isfinite(part) & ~np.isfinite(fitting))):
+        raise ValueError(f"{where}: {lost} numbers of imported {name!r} are too large for {array.dtype}.")
+    is_changed = _differs(array[places], fitting)
+    array[places] = fitting
+    return is_changed
 
 
-def _numbers(table: TableSpec, keys: Any) -> np.ndarray:
-    lanes = split_keys(np.asarray(keys, None if len(keys) else np.int64), feature=f"table {table.name!r}")
-    return join_keys(lanes.high, lanes.low)
+def _used_if_changed(before: RowMap, after: RowMap, places: np.ndarray, is_changed: np.ndarray, step: int) -> RowMap:
+    """The maps of all shards after rows in `places` were written, with those used by `step` that changed."""
+    for name in ("last_step", "counts", "first_step"):
+        if (new := getattr(after, name)) is not None:
+            is_changed = is_changed | _differs(on_host(getattr(before, name))[places], new[places])
+    had_key = on_host(before.last_step)[places] != row_map.FREE
+    last_step: Any = np.array(after.last_step)
+    changed = places[is_changed & had_key]
+    last_step[changed] = np.maximum(last_step[changed], step)
+    return after._replace(last_step=last_step)
 
 
-def edits_used_at(
-    step: int, params: DynamicTable, slots: Sequence[Any], rows: Mapping[str, Any], table: TableSpec, num_shards: int
-) -> Mapping[str, Any]:
-    """The rows, of which those used at `step` that have other numbers than the table has of the same `last_step`.
+def _differs(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Which rows of two arrays have other bits."""
+    bits = np.dtype(f"u{old.dtype.itemsize}")
+    differs: np.ndarray = (old.view(bits) != new.view(bits)).any(axis=tuple(range(1, old.ndim)))
+    return differs
 
-    Somebody has edited them, and changes since a step go by `last_step`.
-    """
-    own = export(params, slots, table, num_shards)
-    names = [name for name in array_names(table, slots) if name in rows]
-    lengths = {np.shape(rows.get(name, ())) for name in ("keys", "last_step")}
-    fits = len(lengths) == 1 and all(np.shape(rows[name])[1:] == own[name].shape[1:] for name in names)
-    if not fits or any(len(rows[name]) != len(rows["keys"]) for name in names):
-        return rows  # what does not fit is told where it is written
-    if not own["keys"].size or not len(rows["keys"]):
-        return rows
-    place = np.minimum(np.searchsorted(own["keys"], rows["keys"]), own["keys"].size - 1)
-    is_edited = np.zeros(place.shape, bool)
-    for name in names:
-        differs = own[name][place] != np.asarray(rows[name]).astype(own[name].dtype)
-        is_edited |= differs.reshape(place.size, -1).any(axis=1)
-    is_edited &= (own["keys"][place] == rows["keys"]) & (own["last_step"][place] == rows["last_step"])
-    return {**rows, "last_step": np.where(is_edited, step, rows["last_step"])}
+
+def room_needed(
+    params: DynamicTable, exported: Mapping[str, Any], table: TableSpec, num_shards: int
+) -> tuple[int, int]:
+    """Rows, and places of keys that wait, that the fullest shard of a hash table needs for `import_rows` of these."""
+
+    def most(maps: RowMap | None, prefix: str, stay: np.ndarray | None) -> int:
+        if maps is None or f"{prefix}keys" not in exported:
+            return 0
+        coming = _numbers(_checked_keys(table, exported, prefix))
+        return _most(np.concatenate([coming, _present(maps) if stay is None else stay]), num_shards)
+
+    if OTHER_KEYS not in exported:
+        return most(params.keys, "", None), most(params.waiting, "waiting_", None)
+    stay = _numbers(_checked_keys(table, exported, "other_"))
+    return most(params.keys, "", stay), most(params.waiting, "waiting_", np.zeros(0, np.uint64))
+
+
+def _numbers(keys: Keys) -> np.ndarray:
+    return join_keys(keys.high, keys.low)
+
+
+def _most(numbers: np.ndarray, num_shards: int) -> int:
+    """Of these keys, which may repeat, how many belong to the shard with most of them."""
+    return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
 
 
 def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
@@ -343,10 +361,12 @@ def _place(
         if num_left := int(np.sum(rows == NO_ROW)):
             num_rows = free + int((own_map.last_step != row_map.FREE).sum()) - (rows.size - num_left)
             what = f"admission_capacity={num_rows}" if prefix else f"capacity={num_rows}"
+            most = _most(np.concatenate([_present(maps), _numbers(keys)]), num_shards)
+            # On a mesh each device has a whole number of rows, together perhaps more than vocabulary_size.
+            enough = f"admission_capacity={most}" if prefix else f"vocabulary_size={most * num_shards}"
             raise ValueError(
                 f"table {table.name!r}: {rows.size} imported {prefix}keys need {free + num_left} free rows, but the "
-                f"shard has {free} ({what}); {num_rows + num_left} on a shard, {num_shards * (num_rows + num_left)} in "
-                "all, are enough."
+                f"shard has {free} ({what}); grow the table to {enough}, which is {most} on each shard."
             )
         places[is_own] = shard * capacity + rows
         placed.append(own_map)

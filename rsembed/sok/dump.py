@@ -15,7 +15,7 @@ from flax import nnx
 from rsembed import checkpoint
 from rsembed.collection.rows import asks_nobody
 from rsembed.homes.home import on_host
-from rsembed.homes.logical_rows import edits_used_at, room_needed
+from rsembed.homes.logical_rows import room_needed
 from rsembed.intervals import door
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
@@ -49,8 +49,8 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     Args:
       variable: the table.
       rows: `keys [n]` and `values [n, dim]`, and what else `export_rows` returns; slots that are missing start fresh.
-        Without `last_step` they count as used now, and so do rows that the table has with the same `last_step` and
-        other numbers.
+        Without `last_step` they count as used now, and so do rows of the table that change in anything, but for
+        changes with `other_keys`.
 
     Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
     """
@@ -59,18 +59,22 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     if "last_step" not in rows:
         # Else they would be the first to go, and missing among changes since now.
         rows = {**rows, "last_step": np.full(np.shape(rows.get("keys", ())), step)}
-    elif table.use_hashtable:
-        rows = edits_used_at(step, state.shards, state.slots, rows, table.spec, table.context.num_devices)
-    variable.set_value(_with_rows(table, state, rows))
+    variable.set_value(_with_rows(table, state, rows, step=step))
 
 
-def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) -> TableState:
+def _with_rows(
+    table: ShardedTable, state: TableState, rows: Mapping[str, Any], *, step: int | None = None
+) -> TableState:
+    """The state with rows written: by somebody before `step`, or None, of a dump, as they were."""
     num_devices = table.context.num_devices
     if table.grows and "keys" in rows:
-        needed = room_needed(state.shards, rows, table.spec, num_devices)
-        if needed > state.shards.rows.shape[0] // num_devices:
+        num_rows, num_waiting = room_needed(state.shards, rows, table.spec, num_devices)
+        there, waiting = state.shards.rows.shape[0] // num_devices, state.shards.waiting
+        if waiting is not None and num_waiting <= waiting.last_step.shape[0] // num_devices:
+            num_waiting = 0  # places may be more than rows
+        if (needed := max(num_rows, num_waiting)) > there:
             state = grown(table, state, needed)
-    written = table.home.with_rows(state.shards, state.slots, rows, table.spec, num_devices)
+    written = table.home.with_rows(state.shards, state.slots, rows, table.spec, num_devices, step=step)
     shards, slots = table.engine.devices.place_from_host(written, table.engine.devices.split)
     return state._replace(shards=shards, slots=slots)
 

@@ -150,12 +150,14 @@ class TensorTrain(Home):
         d_cores = [gradient.astype(core.dtype) for gradient, core in zip(gradients, params, strict=True)]
         return step_cores(table.optimizer, params, slots, d_cores, step.hyper)
 
-    def with_rows(self, params: Cores, slots: Any, rows: Any, table: TableSpec, num_shards: int) -> tuple[Any, Any]:
+    def with_rows(
+        self, params: Cores, slots: Any, rows: Any, table: TableSpec, num_shards: int, *, step: int | None = None
+    ) -> tuple[Any, Any]:
         """Cores in a tuple, or in a dictionary as files have them, or those closest to a whole table; slots stay.
 
         Raises: ValueError: they do not fit the table.
         """
-        del num_shards
+        del num_shards, step
         spec, whole, dtype = self.spec_of(table), (table.vocabulary_size, table.embedding_dim), params[0].dtype
         cores = [rows[key] for key in sorted(rows)] if isinstance(rows, Mapping) else rows
         if isinstance(cores, (tuple, list)) and [np.shape(core) for core in cores] == list(spec.core_shapes):

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 import rsembed as rs
+from rsembed import checkpoint
 
 DIM, LR, ROWS = 4, 0.5, 8
 # Small numbers come last, so that rows in the order of arrival are not in that of the keys.
@@ -86,6 +87,73 @@ def test_rows_that_come_back_edited_are_among_the_changes(num_devices):
     np.testing.assert_array_equal(same["last_step"], collection.tables(edited)["t"]["last_step"])
     counts = collection.counts(edited)["t"]
     assert {array.dtype for array in counts.values()} == {np.dtype(np.int64)}
+
+
+def by_key(rows):
+    """All that belongs to each key, bit by bit."""
+    lanes = [rows[name] for name in sorted(rows) if "keys" not in name]
+    return {key: [lane[k].tobytes() for lane in lanes] for k, key in enumerate(rows["keys"].tolist())}
+
+
+WRITES = {
+    "as they were two steps ago": lambda now, old: old,
+    "with fresh slots": lambda now, old: {name: now[name] for name in ("keys", "values", "last_step", "count")},
+    "with fresh counts": lambda now, old: {name: array for name, array in now.items() if name != "count"},
+    "with other slots": lambda now, old: now | {"slot_accumulator": 2 * now["slot_accumulator"]},
+    "with keys of another dtype": lambda now, old: now | {"values": -now["values"], "keys": np.uint64(now["keys"])},
+    "with another sign of zero": lambda now, old: now | {"values": now["values"] * 0 * -1},
+    "the same": lambda now, old: now,
+}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("write", WRITES)
+def test_whatever_is_written_is_among_the_changes(write, num_devices):
+    mesh = None if num_devices == 1 else Mesh(np.asarray(jax.devices()[:num_devices]), "x")
+    collection = one_table(rs.AdagradOptimizerSpec(LR), rows=16, mesh=mesh)
+    state, keys = collection.init(jax.random.key(0)), 2**60 + np.arange(6)  # as floats they would be one
+    for own in (keys[:4], keys[2:], keys[2:]):
+        old = collection.tables(state)
+        state = collection.update(state, {"f": own}, {"f": np.ones((4, DIM), np.float32)})
+    now, since = collection.tables(state)["t"], int(state.step)
+    written = collection.with_tables(state, {"t": WRITES[write](now, old["t"])})
+    changes, expected = collection.tables(written, since=since)["t"], by_key(collection.tables(written)["t"])
+    base = by_key(now)
+    found = {key: base[key] for key in changes["other_keys"].tolist()} | by_key(changes)
+    assert found == expected
+    assert set(by_key(changes)) == {key for key, row in expected.items() if row != base[key]}
+
+
+def test_changes_keep_the_steps_that_they_tell():
+    """Rows that are written count as used by the step to come, which uses them then itself."""
+    collection = one_table(rows=16)
+    state = collection.init(jax.random.key(0))
+    for _ in range(3):
+        state = collection.update(state, {"f": KEYS[:4]}, {"f": np.ones((4, DIM), np.float32)})
+    rows = collection.tables(state)["t"]
+    state = collection.with_tables(state, {"t": rows | {"values": 3 * rows["values"]}})
+    base, since = collection.tables(state), int(state.step)
+    state = collection.update(state, {"f": KEYS[:2]}, {"f": np.ones((2, DIM), np.float32)})
+    changes, now = collection.tables(state, since=since), collection.tables(state)["t"]
+    for step in (0, 9):
+        fresh = collection.with_tables(collection.init(jax.random.key(1)), base)._replace(step=jnp.int32(step))
+        assert by_key(collection.tables(collection.with_tables(fresh, changes))["t"]) == by_key(now)
+
+
+def test_a_table_that_was_full_on_a_mesh_is_told_how_many_rows_it_needs(tmp_path):
+    """Each of four devices has a whole number of rows, 11, of a table of 41."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]), "x")
+    collection = one_table(rows=41, mesh=mesh, when_full="evict")
+    state, keys = collection.init(jax.random.key(0)), np.arange(48)
+    state = collection.update(state, {"f": keys}, {"f": np.ones((48, DIM), np.float32)})
+    checkpoint.save_collection(tmp_path / "file", collection, state)
+    with pytest.raises(
+        ValueError, match=r"44 free rows, but the shard has 41 .* grow the table to vocabulary_size=44,"
+    ):
+        checkpoint.load_collection(tmp_path / "file", one_table(rows=41, when_full="evict"))
+    other = one_table(rows=44, when_full="evict")
+    loaded = checkpoint.load_collection(tmp_path / "file", other)
+    assert by_key(other.tables(loaded)["t"]) == by_key(collection.tables(state)["t"])
 
 
 @pytest.mark.parametrize("when_full", ["zero", "evict"])

@@ -154,6 +154,39 @@ def test_a_table_that_grows_takes_rows_changes_and_waiting_keys_of_a_larger_one(
         np.testing.assert_array_equal(rows[name], array, err_msg=name)
 
 
+def test_a_table_grows_no_further_than_rows_need(tmp_path):
+    """Keys that these changes forget make room, and more places of keys that wait than rows are none."""
+    variable = grows()
+    train_keys(variable, [1, 2, 3, 4])
+    sok.dump(tmp_path / "a", [variable])
+    variable.evict(keep=1)
+    train_keys(variable, [5, 6, 7])
+    sok.dump(tmp_path / "b", [variable], since=tmp_path / "a")
+    again = grows()
+    sok.load([tmp_path / "a", tmp_path / "b"], [again])
+    assert sok.export_rows(again)["keys"].tolist() == [4, 5, 6, 7]
+    assert again.get_value().shards.rows.shape[0] == 4
+    waits = grows(admission_count=1, admission_capacity=20)
+    sok.assign_rows(waits, {"keys": [1], "values": np.ones((1, 2), np.float32), "waiting_keys": np.arange(2, 20)})
+    assert waits.get_value().shards.rows.shape[0] == 4
+
+
+def test_rows_that_are_assigned_are_among_the_changes(tmp_path):
+    """As they were before the last step, which a step number that they bring must not hide."""
+    variable = grows()
+    train_keys(variable, [1, 2, 3])
+    old = sok.export_rows(variable)
+    train_keys(variable, [3])
+    sok.dump(tmp_path / "a", [variable])
+    sok.assign_rows(variable, old)
+    sok.dump(tmp_path / "b", [variable], since=tmp_path / "a")
+    assert checkpoint.load(tmp_path / "b").tree["t"]["keys"].tolist() == [3]
+    again = grows()
+    sok.load([tmp_path / "a", tmp_path / "b"], [again])
+    for name, array in sok.export_rows(variable).items():
+        np.testing.assert_array_equal(sok.export_rows(again)[name], array, err_msg=name)
+
+
 def test_a_dump_that_does_not_fit_is_refused(tmp_path):
     empty = model(2)
     sok.dump(tmp_path / "dump", empty)
