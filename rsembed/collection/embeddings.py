@@ -298,7 +298,7 @@ class EmbeddingCollection:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 
         A table with keys takes what `tables` returns of it, and needs only `keys` and `values`: slots that are left out
-        start anew, rows of other keys stay, and those that change count as used now, but for changes with `other_keys`.
+        start anew, rows of other keys stay, and what changes counts as used now, but for changes with `other_keys`.
         Tables move between storages: rows of an array have their numbers for keys, a table without keys takes rows by
         key, and a tensor train the cores closest to an array.
 
@@ -327,7 +327,7 @@ class EmbeddingCollection:
           norm_below: keys go whose rows have a smaller L2 norm.
 
         Returns: the state, and what belonged to the keys, as `tables` returns it: for a `SecondTier`, a file, or
-          another store. `with_tables` brings it back as used when it was, without `last_step` as used now.
+          another store. `with_tables` brings it back, as used now.
 
         Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no
           keys. RuntimeError: this is inside `jit`.

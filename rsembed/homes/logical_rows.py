@@ -162,9 +162,9 @@ def import_rows(
         a warning, where every key is admitted at once.
       table: whose rows these are.
       num_shards: how many share the keys.
-      step: the one before which somebody writes these rows: keys of the table that get anything else than they have
-        count as used by it, so that changes since then tell them. None takes all numbers as they are, as do
-        changes with `other_keys`: they tell what other rows were before.
+      step: the one before which somebody writes these rows: keys that are new, or get anything else than they have,
+        count as used by it, so that changes since then tell them. None takes all numbers as they are, as do changes
+        with `other_keys`, which tell of another state.
 
     Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit `key_dtype`,
       there are too few free rows, or the table has not all of the `other_keys`.
@@ -223,9 +223,8 @@ def _used_if_changed(before: RowMap, after: RowMap, places: np.ndarray, is_chang
     for name in ("last_step", "counts", "first_step"):
         if (new := getattr(after, name)) is not None:
             is_changed = is_changed | _differs(on_host(getattr(before, name))[places], new[places])
-    had_key = on_host(before.last_step)[places] != row_map.FREE
     last_step: Any = np.array(after.last_step)
-    changed = places[is_changed & had_key]
+    changed = places[is_changed]
     last_step[changed] = np.maximum(last_step[changed], step)
     return after._replace(last_step=last_step)
 

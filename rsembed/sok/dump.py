@@ -49,8 +49,8 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     Args:
       variable: the table.
       rows: `keys [n]` and `values [n, dim]`, and what else `export_rows` returns; slots that are missing start fresh.
-        Without `last_step` they count as used now, and so do rows of the table that change in anything, but for
-        changes with `other_keys`.
+        Without `last_step` they count as used now, and so do keys that are new and rows that change in anything,
+        but for changes with `other_keys`.
 
     Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
     """

@@ -133,8 +133,8 @@ class Hashed(Machine):
     def restore(self, into_fresh):
         state, oracles, tables = self.dumped
         if into_fresh:  # where rows lie in another order
-            state = self.collection.init(jax.random.key(0))._replace(step=state.step)
-            state = self.collection.with_tables(state, tables)
+            fresh = self.collection.init(jax.random.key(0))
+            state = self.collection.with_tables(fresh, tables)._replace(step=state.step)
         self.state, self.oracles = state, copy.deepcopy(oracles)
 
     @precondition(lambda self: self.dumped is not None)
@@ -144,9 +144,8 @@ class Hashed(Machine):
         state, oracles, tables = self.dumped
         if int(state.step) != int(self.state.step):
             return
-        fresh = self.collection.init(jax.random.key(0))._replace(step=state.step)
-        now = self.collection.tables(self.state)
-        self.state = self.collection.with_tables(fresh, now | {name: tables[name]})
+        fresh, now = self.collection.init(jax.random.key(0)), self.collection.tables(self.state)
+        self.state = self.collection.with_tables(fresh, now | {name: tables[name]})._replace(step=state.step)
         self.oracles[name] = copy.deepcopy(oracles[name])
 
     @precondition(lambda self: self.dumped is not None and self.dumped[1]["user"].number <= self.oracles["user"].number)
@@ -155,8 +154,8 @@ class Hashed(Machine):
         """What changed since the dump, on top of it, is what there is now: also if the life in between began anew."""
         since = int(self.dumped[0].step)
         changes = self.collection.tables(self.state, since=since)
-        fresh = self.collection.init(jax.random.key(0))._replace(step=self.state.step)
-        base = self.collection.with_tables(fresh, self.dumped[2])
+        base = self.collection.with_tables(self.collection.init(jax.random.key(0)), self.dumped[2])
+        base = base._replace(step=self.state.step)
         self.state = self.collection.with_tables(base, changes)
 
 

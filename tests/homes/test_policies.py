@@ -30,7 +30,7 @@ def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(evict
     for number, keys in enumerate(batches):
         if number == 4:
             rows = collection.tables(state)
-            other = collection.with_tables(collection.init(jax.random.key(0))._replace(step=state.step), rows)
+            other = collection.with_tables(collection.init(jax.random.key(0)), rows)._replace(step=state.step)
         batch, gradients = collection.prepare({"f": keys}), {"f": np.ones((4, DIM), np.float32)}
         state = step(state, batch, gradients)
         if number >= 4:
@@ -104,6 +104,23 @@ WRITES = {
     "with another sign of zero": lambda now, old: now | {"values": now["values"] * 0 * -1},
     "the same": lambda now, old: now,
 }
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+@pytest.mark.parametrize("base_is_before", [False, True])
+def test_rows_that_left_and_come_back_are_among_the_changes(base_is_before, is_edited):
+    collection = one_table()
+    state = collection.init(jax.random.key(0))
+    for own in (KEYS[:4], KEYS[3:6]):
+        state = collection.update(state, {"f": own}, {"f": np.ones((len(own), DIM), np.float32)})
+    full, since = collection.tables(state)["t"], int(state.step)
+    state, gone = collection.evict(state, "t", unused_for=1)
+    base = by_key(full if base_is_before else collection.tables(state)["t"])
+    assert sorted(gone["keys"]) == sorted(KEYS[:3])
+    state = collection.with_tables(state, {"t": gone | {"values": 10 * gone["values"]} if is_edited else gone})
+    changes = collection.tables(state, since=since)["t"]
+    found = {key: base[key] for key in changes["other_keys"].tolist()} | by_key(changes)
+    assert found == by_key(collection.tables(state)["t"]) and set(by_key(changes)) == set(KEYS[:3].tolist())
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
