@@ -338,17 +338,17 @@ def stack_and_shard_feature_tables(
 
     Raises: ValueError: a table is missing, or has another shape than it was recorded with.
     """
+    for table in (table for stack in embedding_specs.stacked_table_specs for table in stack.table_specs):
+        _check_given(feature_tables, table.table_name, "feature_tables")  # all, before one is freed
+        found, shape = np.shape(feature_tables[table.table_name]), (table.vocab_size, table.embedding_dim)
+        if (found if len(found) > 1 else (*found, 1)) != shape:
+            raise ValueError(f"table {table.table_name!r}: got shape {found}, but it was recorded as {shape}.")
     result = {}
     for stack in embedding_specs.stacked_table_specs:
         tables, flat = [], jnp.zeros((stack.stack_vocab_size, stack.stack_embedding_dim))
         for table in stack.table_specs:
-            _check_given(feature_tables, table.table_name, "feature_tables")
             tables.append(jnp.asarray(feature_tables[table.table_name]))
-            values, shape = jnp.atleast_2d(tables[-1].T).T, (table.vocab_size, table.embedding_dim)
-            if values.shape != shape:
-                raise ValueError(
-                    f"table {table.table_name!r}: got shape {values.shape}, but it was recorded as {shape}."
-                )
+            values = jnp.atleast_2d(tables[-1].T).T
             rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
             flat = flat.astype(values.dtype).at[rows, : table.embedding_dim].set(values)
         sharding = tables[0].sharding
@@ -371,15 +371,17 @@ def unstack_and_unshard_stacked_tables(
     Raises: ValueError: a stack is missing, or has another shape than it was recorded with.
     """
     result = {}
-    for stack in embedding_specs.stacked_table_specs:
+    for stack in embedding_specs.stacked_table_specs:  # all, before one is freed
         _check_given(stacked_tables, stack.stack_name, "stacked_tables")
         shape, given = (stack.stack_vocab_size, stack.stack_embedding_dim), stacked_tables[stack.stack_name]
         if math.prod(given.shape) != math.prod(shape) or given.shape[-1] != shape[-1]:
             raise ValueError(f"stack {stack.stack_name!r}: got shape {given.shape}, but it was recorded as {shape}.")
-        flat = given.reshape(shape)
+    for stack in embedding_specs.stacked_table_specs:
+        given = stacked_tables[stack.stack_name]
+        rows_of_stack = given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
         for table in stack.table_specs:
             rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
-            result[table.table_name] = flat[rows, : table.embedding_dim]
+            result[table.table_name] = rows_of_stack[rows, : table.embedding_dim]
         if donate and isinstance(given, jax.Array):
             jax.block_until_ready(result)
             given.delete()

@@ -112,6 +112,23 @@ def test_tables_are_stacked_by_a_record_and_come_back(dim):
     assert all(table.is_deleted() for table in given.values())
 
 
+def test_a_table_or_stack_that_is_refused_costs_none_of_the_others():
+    features = new_features()
+    embedding.prepare_feature_specs_for_training(features, 1, CORES)
+    record, tables = embedding.create_proto_from_feature_specs(features, 1, CORES), values()
+    given = jax.tree.map(jnp.asarray, tables)
+    with pytest.raises(ValueError, match="table 't1': got shape"):
+        table_stacking.stack_and_shard_feature_tables(given | {"t1": jnp.zeros((3, 2))}, record, delete_input=True)
+    assert not given["t0"].is_deleted()
+    stacked = table_stacking.stack_and_shard_feature_tables(given, record)
+    first, last = (stack.stack_name for stack in record.stacked_table_specs)
+    with pytest.raises(ValueError, match=f"stack '{last}': got shape"):
+        table_stacking.unstack_and_unshard_stacked_tables(stacked | {last: jnp.zeros((3, 8))}, record, donate=True)
+    assert not stacked[first].is_deleted()
+    back = table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True)
+    jax.tree.map(np.testing.assert_array_equal, back, tables)
+
+
 def test_tables_without_a_place_stand_alone():
     tables, mesh = new_tables(), Mesh(np.asarray(jax.devices()[:1]), ("x",))
     made = embedding.init_embedding_variables(jax.random.key(0), tables, NamedSharding(mesh, P("x", None)), CORES)
