@@ -147,6 +147,15 @@ def test_row_gradients_are_clipped_added_and_applied_as_on_one_device():
     same_tables(one, many)
 
 
+def test_a_bound_on_unique_indices_cuts_no_gradient_of_a_mesh():
+    one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
+    ids, offsets = np.arange(24) % 8, np.arange(25)
+    for module in (one, many):
+        output, backward = module.vjp(ids, offsets, total_unique_indices=16)
+        module.apply(backward.row_gradients(np.ones(output.shape, np.float32)))
+    same_tables(one, many)
+
+
 def test_row_gradients_of_another_mesh_are_refused():
     gradients = []
     for size in (2, 4):
