@@ -3,14 +3,16 @@
 //     bare IDS TABLES ROWS DIM BATCH IDS_PER_BAG
 //
 // IDS is a file of int32 `[batches, tables, batch, ids per bag]`; DIM is a multiple of 64. Prints milliseconds, median and
-// best, at the best of some prefetch distances, on all cores: of a pooled lookup; and of the rest of an SGD step (sums of
-// the gradients of equal rows, then each row once) over entries that were sorted before the clock started.
+// best, at the best of some prefetch distances, on all cores: of a pooled lookup; and of the rest of a step (sums of the
+// gradients of equal rows, then each row once), by SGD and by row-wise Adagrad, over entries that were sorted before the
+// clock started.
 #include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -132,6 +134,7 @@ int main(int argc, char** argv) {
   if (batches.empty()) return 2;
   float* const table = HugePages(tables * rows * dim);
   float* const output = HugePages(bags * dim);
+  float* const state = HugePages(tables * rows);
   Team team;
 
   Report("lookup", batches.size(), [&](int64_t number, int64_t ahead) {
@@ -149,28 +152,52 @@ int main(int argc, char** argv) {
       }
     });
   });
-  Report("update", batches.size(), [&](int64_t number, int64_t ahead) {
-    const uint32_t *const ids = sorted_rows[number].data(), *const bag = sorted_bags[number].data();
-    const auto begins = [&](int64_t i) { return i == 0 || i == entries || ids[i] != ids[i - 1]; };
-    team.Run([&](int64_t thread) {
-      int64_t first = thread * entries / team.size(), end = (thread + 1) * entries / team.size();
-      while (!begins(first)) ++first;
-      while (!begins(end)) ++end;
-      for (int64_t last; first < end; first = last) {
-        for (int64_t column = 0; column < dim; column += kPanel) {
-          Sum sum;
-          last = first;
-          do {
-            if (column == 0 && last + ahead < entries) {
-              if (begins(last + ahead)) Prefetch(table + ids[last + ahead] * dim, dim);
-              Prefetch(output + bag[last + ahead] * dim, dim);
-            }
-            sum.Add(output + bag[last] * dim + column);
-          } while (!begins(++last));
-          Floats* const row = reinterpret_cast<Floats*>(table + ids[first] * dim + column);
-          for (int k = 0; k < kVectors; ++k) row[k] -= 1e-9f * sum.lanes[k];
+  // Sums the gradients of equal rows, panel by panel, and hands each row with its sum to `step`.
+  const auto update = [&](const char* what, const auto& step) {
+    Report(what, batches.size(), [&](int64_t number, int64_t ahead) {
+      const uint32_t *const ids = sorted_rows[number].data(), *const bag = sorted_bags[number].data();
+      const auto begins = [&](int64_t i) { return i == 0 || i == entries || ids[i] != ids[i - 1]; };
+      team.Run([&](int64_t thread) {
+        int64_t first = thread * entries / team.size(), end = (thread + 1) * entries / team.size();
+        while (!begins(first)) ++first;
+        while (!begins(end)) ++end;
+        std::vector<Sum> sums(dim / kPanel);
+        for (int64_t last = first; first < end; first = last) {
+          for (int64_t panel = 0; panel < dim / kPanel; ++panel) {
+            Sum sum;
+            last = first;
+            do {
+              if (panel == 0 && last + ahead < entries) {
+                if (begins(last + ahead)) {
+                  Prefetch(table + ids[last + ahead] * dim, dim);
+                  __builtin_prefetch(state + ids[last + ahead]);
+                }
+                Prefetch(output + bag[last + ahead] * dim, dim);
+              }
+              sum.Add(output + bag[last] * dim + panel * kPanel);
+            } while (!begins(++last));
+            sums[panel] = sum;
+          }
+          step(ids[first], sums);
         }
-      }
+      });
     });
+  };
+  const auto step_row = [&](uint32_t row, const std::vector<Sum>& sums, float rate) {
+    Floats* const values = reinterpret_cast<Floats*>(table + row * dim);
+    for (size_t panel = 0; panel < sums.size(); ++panel) {
+      for (int k = 0; k < kVectors; ++k) values[panel * kVectors + k] -= rate * sums[panel].lanes[k];
+    }
+  };
+  update("SGD", [&](uint32_t row, const std::vector<Sum>& sums) { step_row(row, sums, 1e-9f); });
+  update("Adagrad", [&](uint32_t row, const std::vector<Sum>& sums) {
+    Floats squares = {};
+    for (const Sum& sum : sums) {
+      for (const Floats& lanes : sum.lanes) squares += lanes * lanes;
+    }
+    float total = 0.0f;
+    for (int lane = 0; lane < 8; ++lane) total += squares[lane];
+    state[row] += total / static_cast<float>(dim);
+    step_row(row, sums, 1e-9f / (std::sqrt(state[row]) + 1e-8f));
   });
 }

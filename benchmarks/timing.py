@@ -23,6 +23,7 @@ from rsembed.kernels import native
 from rsembed.kernels.cpu_threads import granted_cores
 
 NUM_BATCHES = 8
+WARM_SECONDS = 0.03
 Run = Callable[[int], object]
 
 
@@ -150,14 +151,17 @@ def _orders(names: list[str]) -> Iterator[Sequence[str]]:
 def race(contestants: Mapping[str, Run], num_rounds: int) -> dict[str, Times]:
     """Times of every contestant. They take turns of all batches, in every order, or in as many as there are rounds.
 
-    Before its turn each runs the last batch untimed. Training calls one of them again and again, so nobody's time may
-    depend on what another one left behind: its rows in the caches, or its threads, which spin for milliseconds before
-    they sleep.
+    Before its turn each runs for a while untimed. Training calls one of them again and again, so nobody's time may
+    depend on what another one left behind: its rows in the caches, or its threads, which spin before they sleep. Those
+    of torch do so for 12 ms, in which short lookups of others take three to six times as long.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for order in itertools.islice(_orders(list(contestants)), num_rounds):
         for name in order:
             contestants[name](NUM_BATCHES - 1)  # the first time, this compiles
+            start = time.perf_counter()
+            while time.perf_counter() < start + WARM_SECONDS:
+                contestants[name](NUM_BATCHES - 1)
             for k in range(NUM_BATCHES):
                 start = time.perf_counter()
                 contestants[name](k)

@@ -18,6 +18,8 @@ from rsembed.kinds import check_kind, shown
 
 PAD_ID = -1
 """Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
+FEWEST_OF_ONE_LENGTH = 16
+"""From so many bags on, equal lengths are no coincidence."""
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -244,6 +246,22 @@ def _check_arrays(bags: Bags) -> None:
         raise ValueError(f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two.")
     if bags.weights is not None and not isinstance(bags.weights, jax.Array):
         check_kind(bags.weights, Float[np.ndarray, "..."], "weights of Bags")
+
+
+def padded_size(count: int) -> int:
+    """The next power of two, 0 for 0: arrays of few sizes need few compiled programs."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def common_width(bags: Bags) -> int:
+    """Ids per bag in an array that holds these bags, and probably those of batches to come.
+
+    A power of two; many bags of one length have that, as such a feature keeps its length.
+    """
+    lengths = np.diff(np.asarray(bags.offsets))
+    longest = int(lengths.max(initial=1))
+    is_fixed = lengths.size >= FEWEST_OF_ONE_LENGTH and int(lengths.min()) == longest
+    return longest if is_fixed else padded_size(longest)
 
 
 def device_copy(array: Any, dtype: Any) -> Array:

@@ -92,6 +92,7 @@ def test_the_trial_of_faults_tells_older_checkpoints_from_wrong_ones(scripts, mo
 # The script for a card
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of FBGEMM, as it is imported
 def test_everybody_on_a_gpu_would_train_the_same_tables(scripts, monkeypatch):
     import gpu
 

@@ -136,3 +136,38 @@ def test_pages_of_activations_are_used_again_unless_the_user_chose_what_the_allo
 
     assert share_of_new_pages() < 0.1
     assert share_of_new_pages(MALLOC_TRIM_THRESHOLD_="131072") > 0.5
+
+
+HEAPS = """
+import ctypes, resource, threading
+from rsembed.kernels import native
+
+assert not isinstance(native.shared_library(), str)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+SIZE, faults = 14 << 20, []
+
+def results():
+    others = [libc.malloc(SIZE) for _ in range(4)]  # fill a heap, so that the next one needs a heap of its own
+    for _ in range(10):
+        result = libc.malloc(SIZE)
+        libc.memset(result, 1, SIZE)
+        libc.free(result)
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt)
+
+thread = threading.Thread(target=results)
+thread.start()
+thread.join()
+print((faults[-1] - faults[0]) / 9 / (SIZE >> 12))
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="speaks to the allocator of glibc")
+def test_pages_of_results_of_other_threads_are_used_again():
+    if (reason := native.unavailable_because()) is not None:
+        pytest.skip(f"the native library speaks to the allocator: {reason}")
+    command = [sys.executable, "-c", HEAPS]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert output.returncode == 0, output.stderr
+    assert float(output.stdout) < 0.1

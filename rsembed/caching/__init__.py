@@ -5,7 +5,6 @@ The policy runs on the host in numpy and knows only ids and slot numbers; whoeve
 
 from rsembed.caching.backing import BackingStore as BackingStore
 from rsembed.caching.backing import Generation as Generation
-from rsembed.caching.backing import padded_size as padded_size
 from rsembed.caching.folder import StorageFolder as StorageFolder
 from rsembed.caching.hashing import set_of as set_of
 from rsembed.caching.near_rows import NearRows as NearRows

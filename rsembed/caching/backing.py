@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from rsembed.bags import padded_size
 from rsembed.caching.stores import RowStore
 
 Rows = Int[np.ndarray, "..."]
@@ -94,8 +95,3 @@ class BackingStore:
         """Writes rows that left the device, then reads those that come to it: they may be the same."""
         self.write(left, arrays)
         return self.read(come)
-
-
-def padded_size(count: int) -> int:
-    """The next power of two, 0 for 0: arrays of few sizes need few compiled programs."""
-    return 1 << (count - 1).bit_length() if count else 0

@@ -20,7 +20,8 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Int
 
-from rsembed.caching.backing import BackingStore, padded_size
+from rsembed.bags import padded_size
+from rsembed.caching.backing import BackingStore
 from rsembed.caching.set_associative import Admission, SetAssociativeCache
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW

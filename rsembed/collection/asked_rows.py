@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from rsembed.collection.layout import read_from
 from rsembed.collection.reproducible import InBlocks
-from rsembed.collection.rows import Admitted, LookedUp, Occurrences, Rows, Trip, each, keys_of_rows
+from rsembed.collection.rows import Admitted, LookupResult, Occurrences, Rows, Trip, each, keys_of_rows
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
 from rsembed.homes.home import Ahead
@@ -46,7 +46,7 @@ class AskedRows(Rows):
         """How many devices share the rows."""
         return self.devices.num_devices
 
-    def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> Asking[LookedUp]:
+    def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> Asking[LookupResult]:
         """See `Rows`."""
 
         def answer(num_unknown: Array, question: Any) -> tuple[Array, Array]:

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from rsembed.bags import as_bags
-from rsembed.caching import Generation, padded_size
+from rsembed.bags import as_bags, padded_size
+from rsembed.caching import Generation
 from rsembed.collection.rows import keys_of_gradients
 from rsembed.collection.stack import Stack
 from rsembed.collection.state import EmbeddingState

@@ -22,9 +22,11 @@ from rsembed.bags import (
     check_bags,
     check_ids_dtype,
     check_values,
+    common_width,
     device_copy,
     is_traced,
     narrow_ids,
+    padded_size,
 )
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
@@ -101,11 +103,7 @@ def _rounded(feature: FeatureSpec, bags: Bags) -> Bags:
     )
     if not is_exact or feature.table_spec.combiner == "none":
         return bags
-    return bags.pad_to(_power_of_two(bags.ids.shape[0]))
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (max(count, 1) - 1).bit_length()
+    return bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
 
 
 def _as_arrays(bags: Bags) -> Bags:
@@ -148,7 +146,7 @@ def _width(name: str, bags: Bags) -> int:
             f"feature {name!r}: on a mesh, bags of any length cannot be split inside jit; bring the batch into "
             "canonical form before, with batch = collection.prepare(batch), or pass a padded array [batch, ids]."
         )
-    return _power_of_two(int(np.diff(np.asarray(bags.offsets)).max(initial=1)))
+    return common_width(bags)
 
 
 def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Integer
 
-from rsembed.caching import padded_size
+from rsembed.bags import padded_size
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.homes import Hashed, hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable

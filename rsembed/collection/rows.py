@@ -80,7 +80,7 @@ class Occurrences(NamedTuple):
         return Occurrences.of(features)
 
 
-LookedUp: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Traffic]
+LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Traffic]
 """Pooled rows, how many distinct keys had none, and what travelled."""
 
 
@@ -152,7 +152,7 @@ class Rows:
         return self.home.init(key, self.table, shard=shard, num_shards=self.num_shards)
 
     @asks_nobody
-    def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> LookedUp:
+    def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> LookupResult:
         """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
         if self.splits_columns:
             return self._look_up_columns(params, batch)
@@ -167,7 +167,7 @@ class Rows:
         pooled, num_unknown = self.home.pooled(params, keys, self.table, pool, ahead=ahead)
         return pooled, num_unknown, Traffic.of(0, 0)
 
-    def _look_up_columns(self, params: Any, batch: Occurrences) -> LookedUp:
+    def _look_up_columns(self, params: Any, batch: Occurrences) -> LookupResult:
         outputs = self._pooled(params, self.devices.gather_segments(batch.segments))
         num_values = sum(own.rows.size * (1 if own.weights is None else 2) for own in batch.segments)
         num_values += sum(output.size for output in outputs) // self.devices.num_devices

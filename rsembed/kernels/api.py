@@ -28,7 +28,7 @@ from rsembed.kernels.contract import (
     Step,
 )
 from rsembed.kernels.keyed import Distinct, Unique
-from rsembed.kernels.partitions import Entries, Partitions
+from rsembed.kernels.partitions import Partitions, SampleEntries
 from rsembed.keys import Keys
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
 from rsembed.places import Place
@@ -334,7 +334,7 @@ def rows_of_ids(
     return dispatch("rows_of_ids", implementation, tuple(ids), places, sizes, spread, rows_per_shard)
 
 
-def entries_by_sample(stacks: Sequence[Partitions], *, implementation: str | None = None) -> list[Entries]:
+def entries_by_sample(stacks: Sequence[Partitions], *, implementation: str | None = None) -> list[SampleEntries]:
     """What one device looks up in each stack: rows of its shards, where the entries of each sample begin, and gains.
 
     Entries are those that the row pointers delimit; the ones of a sample come in the order of their rows.

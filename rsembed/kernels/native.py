@@ -38,7 +38,7 @@ from rsembed.kernels.library import library_paths as library_paths
 from rsembed.kernels.library import num_cores as num_cores
 from rsembed.kernels.library import shared_library as shared_library
 from rsembed.kernels.library import unavailable_because as unavailable_because
-from rsembed.kernels.partitions import Entries, Partitions
+from rsembed.kernels.partitions import Partitions, SampleEntries
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.places import Place
@@ -330,7 +330,7 @@ def count_uses(
     return call_handler("rsembed_count_uses", results, *operands, aliases={0: 0, 1: 1})
 
 
-def entries_by_sample(stacks: Sequence[Partitions]) -> list[Entries]:
+def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
     """Entries of preprocessed buffers; see `partitions.entries_by_sample`."""
     operands, results, numbers = [], [], []
     for own in stacks:

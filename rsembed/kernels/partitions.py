@@ -49,16 +49,16 @@ class Partitions(NamedTuple):
         return self.num_cores * self.samples_per_core
 
 
-Entries = tuple[Int[Array, " places"], Int[Array, " samples_plus_1"], Float[Array, " places"]]
+SampleEntries = tuple[Int[Array, " places"], Int[Array, " samples_plus_1"], Float[Array, " places"]]
 """Rows, where the entries of each sample begin, and gains; `NO_ROW` and 0 behind the last entry."""
 
 
-def entries_by_sample(stacks: Sequence[Partitions]) -> list[Entries]:
+def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
     """Their entries; see `api.entries_by_sample`."""
     return [_entries_by_sample(own) for own in stacks]
 
 
-def _entries_by_sample(own: Partitions) -> Entries:
+def _entries_by_sample(own: Partitions) -> SampleEntries:
     num_parts = own.num_cores if own.num_minibatches is None else 1
     places_per_part = own.embedding_ids.shape[0] // num_parts
     blocks = own.row_pointers.reshape(num_parts, -1, max(own.num_shards, ALIGNMENT))

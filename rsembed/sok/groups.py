@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags, device_copy
+from rsembed.bags import Bags, common_width, device_copy
 from rsembed.intervals import door
 from rsembed.kinds import check_kind, shown
 from rsembed.parallel import Agreement
 from rsembed.sok import plain_tables
 from rsembed.sok.initialize import Context
-from rsembed.sok.inputs import KeyBags, bring, checked_combiner, longest, power_of_two, read_keys, widened
+from rsembed.sok.key_bags import KeyBags, bring, checked_combiner, read_keys, widened
 from rsembed.sok.lookups import StepOnce, look_up_variables
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
@@ -111,7 +111,7 @@ def _look_up_group(
                 plain[i] = plain_tables.read_ids(table, ids, own, f"{group}, params[{i}]")
                 if shared is not None and plain_tables.is_own(plain[i]):
                     shared.check_batch(plain[i].num_bags, f"{group}, params[{i}]")
-                    width = power_of_two(longest(plain[i]))
+                    width = common_width(plain[i])
                     agreement.bring(_name(i, table), f"{plain[i].num_bags} samples", width=width)
                 continue
             batch[i] = read_keys(table.table, ids, own, combiner)

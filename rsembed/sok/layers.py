@@ -16,7 +16,7 @@ from rsembed.bags import device_copy
 from rsembed.intervals import door
 from rsembed.keys import Keys
 from rsembed.parallel import Agreement
-from rsembed.sok.inputs import KeyBags, bring, checked_combiner, read_keys, widened
+from rsembed.sok.key_bags import KeyBags, bring, checked_combiner, read_keys, widened
 from rsembed.sok.lookups import StepOnce, look_up_variables
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner

@@ -25,7 +25,7 @@ from rsembed.keys import join_keys, num_invalid
 from rsembed.kinds import check_kind
 from rsembed.parallel import Asking
 from rsembed.row_gradients import SingleUse
-from rsembed.sok.inputs import KeyBags
+from rsembed.sok.key_bags import KeyBags
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, state_of
 

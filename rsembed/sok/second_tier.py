@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsembed.bags import is_traced
-from rsembed.caching import padded_size
+from rsembed.bags import is_traced, padded_size
 from rsembed.collection.second_tier import Exchange
 from rsembed.intervals import Count, door
-from rsembed.sok.inputs import read_keys
+from rsembed.sok.key_bags import read_keys
 from rsembed.sok.variables import EmbeddingVariable, state_of
 
 

@@ -23,7 +23,7 @@ from rsembed.tbe import records
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, check_arguments, states_of, unused_arguments
 from rsembed.tbe.functional import TBEState, init_state
 from rsembed.tbe.host_rows import HostRows
-from rsembed.tbe.meshes import Split, spec_of
+from rsembed.tbe.meshes import Sharing, spec_of
 from rsembed.tbe.plan import GroupPlan, Placement, TablePlan, TBEPlan
 from rsembed.tbe.records import ComputeDevice, EmbeddingLocation, EmbOptimType, SparseType, dtype_of
 from rsembed.tbe.rules import make_rule
@@ -135,16 +135,16 @@ def with_rules(tables: Sequence[TablePlan], arguments: OptimizerArguments) -> tu
     return tuple(_with_rule(table, arguments) for table in tables)
 
 
-def split_of(feature_names: tuple[str, ...], mesh: Any, axis: Any, device: Any) -> Split | None:
+def split_of(feature_names: tuple[str, ...], mesh: Any, axis: Any, device: Any) -> Sharing | None:
     """How a mesh shares the tables; None without one. Raises: ValueError: an axis is unknown, or a device is given."""
     devices = Devices.of(mesh, axis)
     if mesh is not None and device is not None:
         raise ValueError(f"device={device!r} and a mesh do not go together; the tables are on the devices of the mesh.")
-    return None if mesh is None else Split(devices, feature_names)
+    return None if mesh is None else Sharing(devices, feature_names)
 
 
 def shared_tables(
-    tables: tuple[TablePlan, ...], split: Split | None, placement: Any, pooling: records.PoolingMode
+    tables: tuple[TablePlan, ...], split: Sharing | None, placement: Any, pooling: records.PoolingMode
 ) -> tuple[TablePlan, ...]:
     """The tables as the devices of a mesh share them.
 

@@ -36,7 +36,7 @@ Arrays = Sequence[Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class Sharing:
     """How a module is split.
 
     Args:
@@ -78,7 +78,9 @@ class MeshTables:
       split: see there.
     """
 
-    def __init__(self, tables: Sequence[TablePlan], features: Sequence[int], groups: Sequence[GroupPlan], split: Split):
+    def __init__(
+        self, tables: Sequence[TablePlan], features: Sequence[int], groups: Sequence[GroupPlan], split: Sharing
+    ):
         self.devices, self.tables, self.groups = split.devices, tables, groups
         self.dims = [tables[t].dim for t in features]
         self.num_rows = [tables[t].num_rows for t in features]

@@ -22,7 +22,7 @@ from rsembed.optimizers import (
 )
 from rsembed.stacking import split_by_memory
 from rsembed.tbe import records
-from rsembed.tbe.meshes import MeshTables, Split, SplitBatch
+from rsembed.tbe.meshes import MeshTables, Sharing, SplitBatch
 
 Placement = Literal["device", "cached", "host"]
 BagSizes = tuple[tuple[int, ...], ...]
@@ -125,7 +125,7 @@ class TBEPlan:
     tables: tuple[TablePlan, ...]
     features: tuple[int, ...]
     pooling: str
-    split: Split | None = None
+    split: Sharing | None = None
 
     def __post_init__(self) -> None:
         # Compiled programs are looked up by the plan in every call, and a hash over all tables takes its time.

@@ -14,8 +14,7 @@ import numpy as np
 from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
-from rsembed.bags import PAD_ID, is_traced
-from rsembed.caching import padded_size
+from rsembed.bags import PAD_ID, is_traced, padded_size
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import Agreement

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.caching import BackingStore, Generation, NearRows, RowStore, SetAssociativeCache, padded_size
+from rsembed.bags import padded_size
+from rsembed.caching import BackingStore, Generation, NearRows, RowStore, SetAssociativeCache
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 

@@ -38,6 +38,16 @@ def test_lists_and_bags_become_padded_arrays_split_by_sample():
     np.testing.assert_array_equal(again, expected)
 
 
+def test_many_bags_of_one_length_are_not_padded():
+    def width(lengths):
+        return collection_of().prepare({"f": [[1] * length for length in lengths]})["f"].shape[1]
+
+    assert width([5] * 16) == 5
+    assert width([5] * 15 + [4]) == 8  # lengths that change need few programs
+    assert width([5, 5]) == 8  # a coincidence
+    assert width([0] * 16) == 1
+
+
 def test_an_empty_batch_gives_no_activations_and_changes_nothing():
     collection = collection_of()
     state = collection.init(jax.random.key(0))

@@ -455,11 +455,14 @@ extern "C" int64_t rsembed_num_cores() { return NumCores(); }
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 
 // Memory that results leave behind is kept for the next ones, up to `bytes` at the end of a heap. Else the allocator
-// gives it back after every call, and the system zeroes its pages again, one fault each.
+// gives it back after every call, and the system zeroes its pages again, one fault each. Other threads have heaps of
+// 64 MB each: one that becomes empty is given back if the one before it has the padding free, so that this must be the
+// most that a result may want of it.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
-#if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD)
+#if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
   constexpr int kMostOfOneResult = 32 << 20;  // all that glibc takes from a heap
-  return mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
+  return mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 && mallopt(M_TOP_PAD, kMostOfOneResult) != 0 &&
+         mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
 #else
   return false;
 #endif

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, is_traced
+from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, common_width, is_traced
 from rsembed.collection.inputs import padded
 from rsembed.keys import Keys, checked_keys
 from rsembed.kinds import check_kind
@@ -55,7 +55,7 @@ def read_keys(
         `Bags`, or lists of keys. Inside `jit` an array of 32-bit keys, or `Keys`.
       weights: one float per key, in the same form, or None.
       combiner: of the keys of a bag.
-      width: keys per bag at most; bags and lists are padded to it. None pads to a power of two.
+      width: keys per bag at most; bags and lists are padded to it. None takes their `common_width`.
 
     Raises: TypeError or ValueError, naming the table, the position and the way out.
     """
@@ -85,16 +85,6 @@ def read_keys(
         raise ValueError(f"{name}: the weight at {place} is {np.asarray(weights)[place]}; clean the weights.")
     weights = None if weights is None else weights.reshape(-1, keys.shape[-1]).astype(np.float32)
     return KeyBags(keys.reshape(-1, keys.shape[-1]), weights, combiner)
-
-
-def longest(bags: Bags) -> int:
-    """Ids of the longest bag, at least 1."""
-    return int(np.diff(np.asarray(bags.offsets)).max(initial=1))
-
-
-def power_of_two(count: int) -> int:
-    """The next one, so that few programs are compiled."""
-    return 1 << (count - 1).bit_length()
 
 
 def bring(
@@ -139,16 +129,16 @@ def _from_bags(table: ShardedTable, value: Any, weights: Any, width: int | None)
             "that split_keys made before."
         )
     check_bags(bags, feature=name)
-    if width is not None and longest(bags) > width:
-        bag = int(np.diff(np.asarray(bags.offsets)).argmax())
+    lengths = np.diff(np.asarray(bags.offsets))
+    if width is not None and lengths.max(initial=0) > width:
         raise ValueError(
-            f"table {name!r}: bag {bag} has {longest(bags)} keys, but at most {width} were agreed (max_nnz); raise it, "
-            "or cut the bag."
+            f"table {name!r}: bag {lengths.argmax()} has {lengths.max()} keys, but at most {width} were agreed "
+            "(max_nnz); raise it, or cut the bag."
         )
     ids = bags.ids if isinstance(bags.ids, Keys) else np.asarray(bags.ids)
     keys = checked_keys(ids, table.home.key_dtype, feature=f"table {name!r}")
     bags = dataclasses.replace(bags, ids=jax.tree.map(np.asarray, keys), dense_shape=None)
-    return cast(tuple[Keys, Any], padded(bags, width or power_of_two(longest(bags))))
+    return cast(tuple[Keys, Any], padded(bags, width or common_width(bags)))
 
 
 def _is_seen(array: Any) -> bool:
