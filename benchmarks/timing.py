@@ -148,20 +148,22 @@ def _orders(names: list[str]) -> Iterator[Sequence[str]]:
     yield from itertools.cycle(permutations)
 
 
-def race(contestants: Mapping[str, Run], num_rounds: int) -> dict[str, Times]:
+def race(contestants: Mapping[str, Run], num_rounds: int, *, num_warm: int | None = None) -> dict[str, Times]:
     """Times of every contestant. They take turns of all batches, in every order, or in as many as there are rounds.
 
     Before its turn each runs for a while untimed. Training calls one of them again and again, so nobody's time may
     depend on what another one left behind: its rows in the caches, or its threads, which spin before they sleep. Those
-    of torch do so for 12 ms, in which short lookups of others take three to six times as long.
+    of torch do so for 12 ms, in which short lookups of others take three to six times as long. Contestants of several
+    processes, which wait for each other, need a number of untimed runs instead, `num_warm`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for order in itertools.islice(_orders(list(contestants)), num_rounds):
         for name in order:
             contestants[name](NUM_BATCHES - 1)  # the first time, this compiles
-            start = time.perf_counter()
-            while time.perf_counter() < start + WARM_SECONDS:
+            start, num_done = time.perf_counter(), 0
+            while time.perf_counter() < start + WARM_SECONDS if num_warm is None else num_done < num_warm:
                 contestants[name](NUM_BATCHES - 1)
+                num_done += 1
             for k in range(NUM_BATCHES):
                 start = time.perf_counter()
                 contestants[name](k)

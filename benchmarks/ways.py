@@ -254,10 +254,12 @@ def makers(ids: np.ndarray) -> dict[str, Callable[[], AnyContestant]]:
     }
 
 
-def run(contestants: dict[str, Callable[[], AnyContestant]], num_rounds: int) -> dict[str, dict[str, float]]:
+def run(
+    contestants: dict[str, Callable[[], AnyContestant]], num_rounds: int, num_warm: int | None = None
+) -> dict[str, dict[str, float]]:
     """Their times and what they send."""
     made = {name: make() for name, make in contestants.items()}
-    times = timing.race(made, num_rounds)
+    times = timing.race(made, num_rounds, num_warm=num_warm)
     return {name: {**own._asdict(), "bytes per id": made[name].bytes_per_id()} for name, own in times.items()}
 
 
@@ -266,7 +268,7 @@ def run_as_child(path: str, num_rounds: int) -> None:
     parallel.init()
     make = functools.partial(functools.partial, Contestant, draw_batches(), num_devices=jax.device_count())
     name = f"{jax.process_count()} processes"
-    found = run({name: make(), f"hashed, {name}": make(storage=rs.Hashed())}, num_rounds)
+    found = run({name: make(), f"hashed, {name}": make(storage=rs.Hashed())}, num_rounds, num_warm=2)
     if jax.process_index() == 0:
         Path(path).write_text(json.dumps(found))
 
