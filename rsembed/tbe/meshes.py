@@ -253,7 +253,13 @@ class MeshTables:
 def spec_of(table: TablePlan) -> TableSpec:
     """A table as the core declares it."""
     # Values come from the state, noise of rounding with each step; pooling is that of a sum of gains.
-    spec = TableSpec(name=table.name, vocabulary_size=table.num_rows, embedding_dim=table.dim, dtype=table.dtype)
+    spec = TableSpec(
+        name=table.name,
+        vocabulary_size=table.num_rows,
+        embedding_dim=table.dim,
+        dtype=table.dtype,
+        stochastic_rounding=table.rounds_stochastically and table.dtype != "float32",  # of whole rows, not of columns
+    )
     return spec if table.rule is None else dataclasses.replace(spec, optimizer=table.rule)
 
 

@@ -231,6 +231,13 @@ class TableBatchedEmbeddingBags(nnx.Module):
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
 
     @property
+    def whole_state(self) -> functional.TBEState:
+        """The state, which is there and the module's. Raises: as `functional.check_state`."""
+        state: functional.TBEState = self.state.get_value()
+        functional.check_state(self.plan, state)
+        return state
+
+    @property
     def host_rows(self) -> HostRows | None:
         """The host side of tables that live there, or None; the one door to it for all that runs outside of `jit`.
 
@@ -288,9 +295,9 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """
         if self.deterministic:
             raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
-        if self.plan.has_passes:
-            self.state.set_value(_begin_step(self.plan, self.state.get_value()))
         batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        if self.plan.has_passes:  # a batch that is refused leaves the tables as they are
+            self.state.set_value(_begin_step(self.plan, self.whole_state))
         near, by_feature = bring_near(self, batch), is_by_feature(indices)
         output = pooled(self, near, by_feature=by_feature)
         backward = TablesBackward(self, batch, near, feature_requires_grad, total_unique_indices, by_feature=by_feature)
@@ -304,7 +311,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         layout, way_out = self.plan.row_layout, "Apply them to the module whose backward made them."
         check_belong(row_gradients, layout, functional.row_counts(self.plan), owner="module", way_out=way_out)
         functional.check_gradients(self.plan, row_gradients)
-        state, host_rows = self.state.get_value(), self.host_rows
+        state, host_rows = self.whole_state, self.host_rows
         rates = learning_rates(self.plan, state)
         if host_rows is not None:
             state, row_gradients = host_rows.bring_rows(state, row_gradients)
@@ -344,11 +351,11 @@ class TableBatchedEmbeddingBags(nnx.Module):
         Raises: ValueError: tables that share an array (see the class) are given different rates.
         """
         rates = whole_tables.rates_of_groups(self.plan, lr)
-        self.state.set_value(self.state.get_value()._replace(learning_rates=self.plan.everywhere(rates)))
+        self.state.set_value(self.whole_state._replace(learning_rates=self.plan.everywhere(rates)))
 
     def get_learning_rate(self) -> float | list[float]:
         """The rate of the next step: one number, or one per table where they differ."""
-        rates = np.asarray(learning_rates(self.plan, self.state.get_value()))
+        rates = np.asarray(learning_rates(self.plan, self.whole_state))
         by_table = [float(rates[group]) for group, _ in self.plan.places]
         return by_table[0] if len(set(by_table)) == 1 else by_table
 
@@ -356,12 +363,12 @@ class TableBatchedEmbeddingBags(nnx.Module):
     def set_optimizer_step(self, step: Size) -> None:
         """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
         done = self.plan.everywhere(jnp.asarray(step, jnp.int32))
-        self.state.set_value(self.state.get_value()._replace(step=done, passed_step=done + 0))
+        self.state.set_value(self.whole_state._replace(step=done, passed_step=done + 0))
 
     @property
     def step(self) -> Array:
         """Updates done so far."""
-        return self.state.get_value().step + 0  # the array itself goes to the next update
+        return self.whole_state.step + 0  # the array itself goes to the next update
 
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
         """Changes `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound` (of global decay) from now on.
@@ -371,10 +378,13 @@ class TableBatchedEmbeddingBags(nnx.Module):
         Raises: NotImplementedError: a name is none of these.
         """
         parameters = dict(params_dict)
-        if "lr" in parameters:
-            self.set_learning_rate(parameters.pop("lr"))
+        rates = parameters.pop("lr", None)
+        if rates is not None:
+            whole_tables.rates_of_groups(self.plan, rates)  # nothing changes if one of them is refused
+        changed = construction.with_hyper_parameters(self.plan, self.optimizer_arguments, parameters)
+        if rates is not None:
+            self.set_learning_rate(rates)
         if parameters:
-            changed = construction.with_hyper_parameters(self.plan, self.optimizer_arguments, parameters)
             self.plan, self.optimizer_arguments = changed[0], nnx.static(changed[1])
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
@@ -428,7 +438,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
             raise NotImplementedError(
                 "the decay of tables on the host cannot be written out; their rows pay when read."
             )
-        self.state.set_value(_decayed_tables(self.plan, self.state.get_value()))
+        self.state.set_value(_decayed_tables(self.plan, self.whole_state))
 
     def flush(self) -> None:
         """Writes all cached rows and states to the host, where they stay cached, and makes a `storage_folder` whole."""

@@ -84,8 +84,8 @@ def bring_near(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, admit: boo
 
     Their rows are brought; `admit` lets them into the cache.
     """
+    functional.check_state(module.plan, module.state.get_value())
     if module.plan.split is not None:
-        _check_not_taken(module)
         return batch if isinstance(batch, SplitBatch) else module.plan.on_mesh.of_jagged(batch)
     if isinstance(batch, SplitBatch) or (host_rows := module.host_rows) is None:
         return batch
@@ -99,16 +99,6 @@ def bring_near(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, admit: boo
     state, near = host_rows.bring(module.state.get_value(), batch, admit=admit)
     module.state.set_value(state)
     return near
-
-
-def _check_not_taken(module: TableBatchedEmbeddingBags) -> None:
-    """Compiled programs for several devices end the process when they are given such arrays."""
-    arrays = module.state.get_value().weights
-    if not is_traced(arrays) and any(array.is_deleted() for array in arrays):
-        raise RuntimeError(
-            "the module's arrays have been taken over by a training step of a copy that shared them; copy modules by "
-            "state_dict and load_state_dict."
-        )
 
 
 def pooled(module: TableBatchedEmbeddingBags, batch: AnyBatch, *, by_feature: bool) -> Any:
@@ -167,7 +157,7 @@ class TablesBackward:
         self._module, self._batch, self._near, self._by_feature = module, batch, near, by_feature
         self._mask, self._bound = feature_requires_grad, total_unique_indices
         # The rate of this step is the one that its lookup saw.
-        self._rates = learning_rates(module.plan, module.state.get_value())
+        self._rates = learning_rates(module.plan, module.whole_state)
         self._generation = module.state.get_value().generation
         self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
 
@@ -187,11 +177,13 @@ class TablesBackward:
         if module.plan.tables[0].rule is None:
             return self.row_gradients(d_output)
         gradient, mask = self._gradient(d_output), self._mask_of_ids()
-        self._use()
+        self._check_use()
+        functional.check_state(module.plan, module.state.get_value())
+        self._permit.use()
         self._bring_near()
         state, d_weights = _backward(
             module.plan,
-            module.state.get_value(),
+            module.whole_state,
             self._near,
             gradient,
             self._rates,
@@ -220,7 +212,7 @@ class TablesBackward:
         gradient, mask = self._gradient(d_output), self._mask_of_ids()
         self._permit.check()
         self._bring_near()
-        state, module = self._module.state.get_value(), self._module
+        state, module = self._module.whole_state, self._module
         d_weights = _weight_gradients(
             module.plan, state, self._near, gradient, self._rates, max_gradient=module.max_gradient
         )
@@ -256,17 +248,18 @@ class TablesBackward:
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
         gradient = self._gradient(d_output)
-        self._use()
+        self._check_use()
         batch = self._batch if self._module.plan.split is None else self._near
         arguments = (self._module.plan, batch, gradient)
         gradients = _row_gradients(*arguments, max_gradient=self._module.max_gradient)
-        return gradients if self._bound is None else _cut(gradients, self._bound)
+        gradients = gradients if self._bound is None else _cut(gradients, self._bound)
+        self._permit.use()
+        return gradients
 
-    def _use(self) -> None:
+    def _check_use(self) -> None:
         self._permit.check()
         if self._module.deterministic:
             raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
-        self._permit.use()
 
     def _gradient(self, d_output: Any) -> Array:
         """The gradient in the form of an output that is no dict. Raises: TypeError, ValueError: it has another one."""

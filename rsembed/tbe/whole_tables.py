@@ -77,7 +77,7 @@ def init_embedding_weights_uniform(
     """
     check_within("(-inf, inf)", max_val, "init_embedding_weights_uniform: max_val")
     check_within(f"(-inf, {max_val}]", min_val, "init_embedding_weights_uniform: min_val")
-    key = module.state.get_value().key if key is None else key
+    key = module.whole_state.key if key is None else key
     bounds = jnp.float32(min_val), jnp.float32(max_val)
     for number, table in enumerate(module.plan.tables):
         own_key = jax.random.fold_in(key, number)
@@ -99,7 +99,7 @@ def write_table(
     module: TableBatchedEmbeddingBags, table: int, rows: Callable[[int, int], Any], *, array: int = 0
 ) -> None:
     """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
-    functional.check_state(module.plan, module.state.get_value())
+    state = module.whole_state
     number, first_row = module.plan.places[table]
     num_rows = module.plan.tables[table].num_rows
     blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
@@ -109,23 +109,23 @@ def write_table(
         for first, last in blocks:
             store.write(first_row + np.arange(first, last), np.asarray(rows(first, last)).astype(store.dtype))
         return
-    arrays = list(module.state.get_value().arrays(number))
+    arrays = list(state.arrays(number))
     for first, last in blocks:
         values = np.array(rows(first, last))
         if module.plan.split is None:
             arrays[array] = _put_block(arrays[array], values, first_row + first)
         else:
             arrays[array] = _put_rows(arrays[array], values, module.plan.rows_of(table, np.arange(first, last)))
-    module.state.set_value(module.state.get_value().with_arrays(number, arrays))
+    module.state.set_value(state.with_arrays(number, arrays))
 
 
 def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
     """Weights and states of one table, after `bring_home`."""
-    functional.check_state(module.plan, module.state.get_value())
+    state = module.whole_state
     (number, first_row), num_rows = module.plan.places[table], module.plan.tables[table].num_rows
     if module.plan.tables[table].is_cached:
         return [store.view(first_row, first_row + num_rows) for store in module.host_rows.stores_of(table)]  # type: ignore[union-attr]
-    arrays = module.state.get_value().arrays(number)
+    arrays = state.arrays(number)
     if module.plan.split is not None:
         return module.plan.on_mesh.everywhere_rows(arrays, module.plan.rows_of(table, np.arange(num_rows)))
     # A slice of everything would be the array itself, which the next training step takes over.
@@ -188,13 +188,15 @@ def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
 
     `contents` tells what it belongs to, for `load_state_dict` to compare.
     """
+    state, plan, found = module.whole_state, module.plan, {}
     bring_home(module)
-    state, plan, found = module.state.get_value(), module.plan, {}
     for number, table in enumerate(plan.tables):
         for (name, shape), array in zip(_entries(table).items(), read_table(module, number), strict=True):
             found[name] = np.array(array).reshape(shape)
     rates = np.asarray(state.learning_rates)
     found["step"] = np.asarray(state.step)
+    if plan.has_passes and state.passed_step != state.step:  # a lookup to be trained has begun the next step
+        found["passed_step"] = np.asarray(state.passed_step)
     found["learning_rate"] = np.asarray([rates[plan.places[t][0]] for t in range(len(plan.tables))])
     found["max_counter"] = np.asarray(state.max_counter)
     found["key"] = np.asarray(jax.random.key_data(state.key))
@@ -202,14 +204,14 @@ def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
     return found
 
 
-_OPTIONAL = {"step", "learning_rate", "max_counter", "key", "contents"}
+_OPTIONAL = {"step", "passed_step", "learning_rate", "max_counter", "key", "contents"}
 
 
 def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, Any]) -> None:
     """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
 
-    Raises: ValueError: an entry is missing, unknown or of another shape, or `contents` has other optimizers. TypeError:
-      it is no mapping, or an entry no array of numbers.
+    Raises: ValueError: an entry is missing, unknown, of another shape or out of range, or `contents` has other
+      optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
     """
     check_kind(state_dict, Mapping, "the state dict")
     plan, given, expected = module.plan, state_dict, dict[str, tuple[int, ...]]()
@@ -226,22 +228,62 @@ def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, 
         found = Fingerprint(np.asarray(given["contents"], np.uint8).tobytes().decode())
         way_out = "Construct the module as the saved one was; to take the numbers all the same, leave out 'contents'."
         check_same(found, plan.contents, what="the state dict does not belong to this module", way_out=way_out)
+    changes = _numbers_of(module, given)
+    if functional.is_taken(module.state.get_value()):
+        _begin_anew(module)
     module.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
     for number, table in enumerate(plan.tables):
         for k, name in enumerate(_entries(table)):
             values = np.asarray(given[name]).reshape(table.num_rows, -1)
             write_table(module, number, lambda first, last, values=values: values[first:last], array=k)  # type: ignore[misc]
-    changes: dict[str, Any] = {}
-    if "step" in given:
-        changes |= {name: jnp.asarray(int(given["step"]), jnp.int32) for name in ("step", "passed_step")}
+    module.state.set_value(module.state.get_value()._replace(**module.plan.everywhere(changes)))
+
+
+def _numbers_of(module: TableBatchedEmbeddingBags, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state dict changes beside tables. Raises: ValueError, TypeError: a number is of another kind or range."""
+    plan, changes = module.plan, dict[str, Any]()
+
+    def number(name: str, dtype: Any, interval: str) -> Array:
+        value = np.asarray(given[name])
+        if value.shape != () or not np.issubdtype(value.dtype, np.number):
+            raise ValueError(f"{name!r} must be one number, got {value.dtype} of shape {value.shape}.")
+        check_within(interval, value.item(), repr(name))
+        if value != (fitting := value.astype(dtype)) and np.issubdtype(dtype, np.integer):
+            raise ValueError(f"{name!r} must be an integer, got {value.item()}.")
+        return jnp.asarray(fitting)
+
+    for name in ("step", "passed_step"):
+        if name in given:
+            changes[name] = number(name, np.int32, f"[0, {np.iinfo(np.int32).max}]")
+    if "step" in changes:
+        changes.setdefault("passed_step", changes["step"] + 0)
     if "max_counter" in given:
-        changes["max_counter"] = jnp.asarray(given["max_counter"], jnp.float32)
+        changes["max_counter"] = number("max_counter", np.float32, "[0, inf)")
     if "key" in given:
-        changes["key"] = jax.random.wrap_key_data(jnp.asarray(given["key"], jnp.uint32))
+        data, shape = np.asarray(given["key"]), jax.random.key_data(jax.random.key(0)).shape
+        if data.shape != shape or not np.issubdtype(data.dtype, np.integer):
+            raise ValueError(f"'key' must be integers of shape {shape}, got {data.dtype} of shape {data.shape}.")
+        changes["key"] = jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32))
     rates = given.get("learning_rate")
     if rates is not None and not any(callable(table.learning_rate) for table in plan.tables):
+        if np.shape(rates) not in ((), (1,), (len(plan.tables),)):
+            raise ValueError(f"'learning_rate' has shape {np.shape(rates)}; give one number, or one for each table.")
         changes["learning_rates"] = rates_of_groups(plan, np.broadcast_to(rates, len(plan.tables)).tolist())
-    module.state.set_value(module.state.get_value()._replace(**module.plan.everywhere(changes)))
+    return changes
+
+
+def _begin_anew(module: TableBatchedEmbeddingBags) -> None:
+    """Arrays in place of those that a copy has taken over, where the old ones were; all of it is to be overwritten."""
+    old, plan = module.state.get_value(), module.plan
+    if plan.has_cache:
+        raise RuntimeError(
+            "a copy of the module has taken over its arrays, and with them the rows that its host is to have: make a "
+            "new module, and load the state dict into that."
+        )
+    new = functional.init_state(plan, jax.random.key(0))
+    if plan.split is None:
+        new = jax.tree.map(lambda own, was: jax.device_put(own, was.sharding), new, old)
+    module.state.set_value(new)
 
 
 def reset_embedding_weight_momentum(
@@ -264,7 +306,7 @@ def reset_embedding_weight_momentum(
     """
     del buffer_ids
     rows, offsets = np.asarray(pruned_indices), np.asarray(pruned_indices_offsets)
-    module.reset_cache_states()
+    pruned: list[tuple[int, np.ndarray]] = []
     for k, table in enumerate(np.asarray(logical_table_ids).tolist()):
         if not 0 <= table < len(module.plan.tables):
             raise ValueError(f"logical_table_ids: there is no table {table}, only {len(module.plan.tables)} tables.")
@@ -272,12 +314,15 @@ def reset_embedding_weight_momentum(
         plan = module.plan.tables[table]
         if own.size and not 0 <= own[0] <= own[-1] < plan.num_rows:
             raise ValueError(f"rows {own[0]} to {own[-1]} leave table {plan.name!r} of {plan.num_rows} rows.")
+        pruned.append((table, own))
+    module.reset_cache_states()
+    for table, own in pruned:
         number, first_row = module.plan.places[table]
-        if plan.is_cached:
+        if module.plan.tables[table].is_cached:
             for store in module.host_rows.stores_of(table):  # type: ignore[union-attr]
                 store.write(own + first_row, np.zeros((own.size, *store.shape[1:]), store.dtype))
             continue
-        state = module.state.get_value()
+        state = module.whole_state
         arrays = [array.at[module.plan.rows_of(table, own)].set(0) for array in state.arrays(number)]
         module.state.set_value(state.with_arrays(number, arrays))
 
