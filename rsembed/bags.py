@@ -61,7 +61,7 @@ class Bags:
         check_kind(rows, Sequence, "rows, one list of ids for each bag,")
         arrays = [_flat_ids(row, position) for position, row in enumerate(rows)]
         lengths = np.asarray([a.size for a in arrays], np.int64)
-        ids = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+        ids = _joined(arrays)
         if weights is None:
             return Bags.from_lengths(ids, lengths)
         if len(weights) != len(arrays):
@@ -180,6 +180,8 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
         array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
     except ValueError:  # lists of other lengths
         array = np.zeros((0, 0))
+    if array.dtype.kind == "f" and all(isinstance(own, int) for own in row):  # as large as only 64 bits without sign
+        array = _joined([np.asarray([own]) for own in row])
     if array.dtype == object and all(isinstance(own, int) for own in array.ravel()):
         raise TypeError(f"row {position} holds ids that do not fit 64 bits, such as {max(array, key=abs)}; hash them.")
     if array.ndim != 1 or array.dtype == object:
@@ -187,6 +189,18 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"row {position} holds {array.dtype} values; ids must be integers, so hash strings first.")
     return array
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """All ids, which numpy would make floats of where only some need 64 bits without a sign."""
+    given = [array for array in arrays if array.size]
+    dtypes = {array.dtype for array in given}
+    if np.dtype(np.uint64) not in dtypes or len(dtypes) == 1:
+        return np.concatenate(given or arrays) if arrays else np.zeros(0, np.int64)
+    least, largest = min(int(array.min()) for array in given), max(int(array.max()) for array in given)
+    if least < 0:
+        raise TypeError(f"no integers of 64 bits hold both {least} and {largest}; hash the ids.")
+    return np.concatenate([array.astype(np.uint64) for array in given])
 
 
 def _floats(weights: Any, where: str) -> np.ndarray:

@@ -91,7 +91,7 @@ class AskedRows(Rows):
 
         def answer(state: tuple[Any, Any], arrived: tuple[Array, Array, Array, Array]) -> tuple[Any, None]:
             (params, slots), (rows, high, low, gradients) = state, arrived
-            params, rows = self.home.still_theirs(params, rows, Keys(high, low, rows != NO_ROW))
+            params, rows = self.home.still_theirs(params, rows, Keys(high, low, rows != NO_ROW), step)
             return self._step(params, slots, [each(rows)], [gradients], step), None
 
         payload = rows, *wanted.lanes[-2:], self._of_entries(wanted.entry_of, batch, d_outputs)

@@ -22,10 +22,12 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import on_host
-from rsembed.homes.logical_rows import check_reason, keys_to_leave
+from rsembed.homes.logical_rows import as_dtype, check_reason, keys_to_leave
 from rsembed.kinds import check_kind, did_you_mean
 from rsembed.specs import TableSpec
 
+OF_ROWS = ("keys", "values", "last_step", "count", "first_step", "waiting_keys", "waiting_last_step", "waiting_count")
+"""What a table with keys says of its rows, beside slots."""
 FIRST_KEY = "initial_key"
 """What new keys of a table start from, beside the rows of those it has."""
 
@@ -92,6 +94,7 @@ class LogicalTables:
         """See `EmbeddingCollection.with_tables`."""
         replaced, slots = dict(state.tables), dict(state.slots)
         stored: dict[str, dict[str, Any]] = {}
+        kept_on_host: dict[str, list[Any]] = {}
         for table_name, values in tables.items():
             self._check_known(table_name)
             for part, array in _parts(values):
@@ -111,19 +114,22 @@ class LogicalTables:
             shape = (spec.vocabulary_size, spec.embedding_dim)
             if np.shape(values) != shape:
                 raise ValueError(f"table {table_name!r} has shape {shape}, the new values {np.shape(values)}.")
+            # Through the host, as they may come from another mesh.
+            values = as_dtype(on_host(values), spec.dtype, f"table {table_name!r}", "values")
             if name in self.on_host:
-                given, fetching = (state.tables[name], state.slots[name]), self.on_host[name]
-                _, *kept = fetching.arrays(*given)
-                replaced[name] = fetching.with_arrays(given[0], [np.asarray(values).astype(spec.dtype), *kept])
+                _, *kept = self.on_host[name].arrays(state.tables[name], state.slots[name])
+                kept_on_host[name] = [values, *kept]
                 continue
             rows = stack.layout.all_rows(table_name, spec.vocabulary_size)
             whole = self.devices.place(replaced[name], PartitionSpec())
-            whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
+            whole = whole.at[rows].set(jnp.asarray(values))
             replaced[name] = self.devices.place(whole, stack.partition)
         for name, rows_of in stored.items():  # tables that share a home are written at once
             step = int(on_host(state.step)) if self.stacks[name].home.takes_keys else None
             written = self.stacks[name].with_rows(state.tables[name], state.slots[name], rows_of, step=step)
             replaced[name], slots[name] = written
+        for name, arrays in kept_on_host.items():  # last, as what is refused must leave the store with the given state
+            replaced[name] = self.on_host[name].with_arrays(state.tables[name], arrays)
         return state._replace(tables=replaced, slots=slots)
 
     def evicted(self, state: EmbeddingState, table_name: str, **reason: Any) -> tuple[EmbeddingState, dict[str, Any]]:
@@ -171,6 +177,8 @@ class LogicalTables:
         """A table whose ids are rows, with those that a table with keys has."""
         whole = np.array(self.tables(state)[name])
         keys, values = (np.asarray(rows.get(part, ())) for part in ("keys", "values"))
+        if unknown := sorted(part for part in rows if part not in OF_ROWS and not part.startswith("slot_")):
+            raise ValueError(f"table {name!r}: cannot take {unknown} of rows by key; it takes 'keys' and 'values'.")
         if values.shape != (keys.size, whole.shape[1]) or not np.issubdtype(keys.dtype, np.integer):
             raise ValueError(
                 f"table {name!r} takes rows by key as 'keys' [n] and 'values' [n, {whole.shape[1]}], got "
@@ -181,7 +189,10 @@ class LogicalTables:
                 f"table {name!r} has {len(whole)} rows, none for key {keys[is_outside][0]} "
                 f"({int(is_outside.sum())} such keys); hash them into the table, or keep it as rsembed.Hashed."
             )
-        whole[keys] = values
+        distinct, counts = np.unique(keys, return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(f"table {name!r}: keys must be distinct, but {distinct[counts > 1][0]} comes twice.")
+        whole[keys] = as_dtype(values, whole.dtype, f"table {name!r}", "values")
         return whole
 
     # For files
@@ -234,7 +245,8 @@ class LogicalTables:
     ) -> EmbeddingState:
         """The inverse of `parted`."""
         all_tables, all_slots = dict(state.tables), dict(state.slots)
-        for name, stack in self.apart().items():
+        # Rows on the host last, as what is refused must leave their store with the state that it has.
+        for name, stack in sorted(self.apart().items(), key=lambda pair: pair[0] in self.on_host):
             part = stack.partition
             fresh = jax.jit(self.devices.on_each(stack.rows.init, PartitionSpec(), (part, part)))
             params, own_slots = fresh(jax.random.key(0))

@@ -188,7 +188,7 @@ class Rows:
         self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
         """One step of the rows that a trip found, but for those that belong to other keys by now."""
-        params, rows = self.home.still_theirs(params, trip.rows, trip.batch.all_keys())
+        params, rows = self.home.still_theirs(params, trip.rows, trip.batch.all_keys(), step)
         return self._step(params, slots, _reading(self.home, rows, trip.batch), d_outputs, step)
 
     @asks_nobody

@@ -284,14 +284,16 @@ class Hashed(RowsByKey):
         return of_uses, of_uses
 
     def still_theirs(
-        self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys
+        self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys, step: Step
     ) -> tuple[DynamicTable, Int[Array, " nnz"]]:
         lanes = (params.keys.high, params.keys.low, params.keys.last_step)
         high, low, last_step = (lane.at[rows].get(mode="fill", fill_value=0) for lane in lanes)
         is_stale = (rows != NO_ROW) & ((high != keys.high) | (low != keys.low) | (last_step == FREE))
         table = row_map.table_of(params.keys, rows)
         counters = params.counters.add(stale=hash_table.counts_of(is_stale, table, params.num_tables))
-        return params._replace(counters=counters), jnp.where(is_stale, NO_ROW, rows)
+        rows = jnp.where(is_stale, NO_ROW, rows)
+        used = row_map.use(params.keys, rows, _number(step), jnp.zeros(rows.shape, jnp.int32))
+        return params._replace(keys=used, counters=counters), rows
 
     @property
     def makes_room(self) -> bool:

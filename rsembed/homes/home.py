@@ -156,9 +156,14 @@ class Home(abc.ABC):
         del keys, step
         return params
 
-    def still_theirs(self, params: Any, rows: Int[Array, " nnz"], keys: Keys) -> tuple[Any, Int[Array, " nnz"]]:
-        """`rows` that `find` gave to keys some time ago, `NO_ROW` in place of those that others have now."""
-        del keys
+    def still_theirs(
+        self, params: Any, rows: Int[Array, " nnz"], keys: Keys, step: Step
+    ) -> tuple[Any, Int[Array, " nnz"]]:
+        """`rows` that `find` gave to keys some time ago, `NO_ROW` in place of those that others have now.
+
+        `step` uses those that it steps, which may be a later one than the step that found them.
+        """
+        del keys, step
         return params, rows
 
     @abc.abstractmethod

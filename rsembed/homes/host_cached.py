@@ -62,7 +62,7 @@ class Moves(NamedTuple):
 class HostCached(Home):
     """Rows stay on the host or on disk; the device has those that the last batches read, and their optimizer state.
 
-    Numbers are those of a table on the device: the same initial rows, the same steps. `prefetch` of the
+    Numbers are those of a table on the device, but for the noise of `stochastic_rounding`. `prefetch` of the
     collection brings the rows of a batch near; call it before a compiled step, which cannot reach the host and stops
     with an error where a row is missing. Outside `jit`, lookups and steps call it themselves.
 

@@ -14,7 +14,8 @@ from jaxtyping import Integer
 
 from rsembed.caching import BackingStore, RowStore
 from rsembed.homes.home import Home
-from rsembed.homes.logical_rows import array_names
+from rsembed.homes.logical_rows import array_names, as_dtype, checked_rows_keys
+from rsembed.keys import join_keys
 from rsembed.specs import TableSpec
 
 LANES = ("last_step", "count", "first_step")
@@ -61,9 +62,8 @@ class KeyedStore:
         where = f"table {self.table.name!r}"
         if missing := sorted({"keys", *self._names} - {"first_step"} - set(rows)):
             raise ValueError(f"{where}: rows that are kept need {missing}, too; give them as the table exports them.")
-        keys = np.asarray(rows["keys"]).tolist()
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"{where}: the keys of rows that are kept must be distinct.")
+        checked = checked_rows_keys(self.table, rows)
+        keys = join_keys(checked.high, checked.low).tolist()
         places = np.fromiter(map(self._places.get, keys, itertools.repeat(-1)), np.int64, len(keys))
         is_new = places < 0
         if len(self) + (num_new := int(is_new.sum())) > self.num_rows:
@@ -75,8 +75,12 @@ class KeyedStore:
         fresh = np.arange(next_place, next_place + num_new - used.size)
         places[is_new] = np.concatenate([used, fresh])
         given = {"first_step": rows["last_step"], **rows}
-        values = [np.asarray(given[name]) for name in self._names]
-        fitting = [array.astype(store.dtype) for array, store in zip(values, self._store.stores, strict=True)]
+        fitting = []
+        for name, store in zip(self._names, self._store.stores, strict=True):
+            values, shape = np.asarray(given[name]), (len(keys), *store.shape[1:])
+            if values.shape != shape:
+                raise ValueError(f"{where}: {name!r} of rows that are kept has shape {values.shape}, not {shape}.")
+            fitting.append(as_dtype(values, store.dtype, where, name))
         self._store.write(places, fitting)
         self._free = self._free[used.size :]
         self._places.update(zip(keys, places.tolist(), strict=True))

@@ -189,6 +189,8 @@ def import_rows(
         places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
     else:
         known_keys, places = _place(table, known_keys, keys, exported, "", num_shards)
+    if waiting is not None and np.isin(still := _present(waiting), numbers := _numbers(keys)).any():
+        waiting = _only(waiting, np.setdiff1d(still, numbers), num_shards)  # those that have a row now
     if waiting is not None and "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
         waiting, _ = _place(table, waiting, waiting_keys, exported, "waiting_", num_shards)
@@ -209,13 +211,19 @@ def import_rows(
 
 def _write(array: np.ndarray, places: np.ndarray, part: np.ndarray, where: str, name: str) -> np.ndarray:
     """Writes rows in place, and says which of them had other bits. Raises: ValueError: numbers are too large."""
-    with np.errstate(over="ignore"):
-        fitting = part.astype(array.dtype)
-    if lost := int(np.sum(np.isfinite(part) & ~np.isfinite(fitting))):
-        raise ValueError(f"{where}: {lost} numbers of imported {name!r} are too large for {array.dtype}.")
+    fitting = as_dtype(part, array.dtype, where, name)
     is_changed = _differs(array[places], fitting)
     array[places] = fitting
     return is_changed
+
+
+def as_dtype(values: np.ndarray, dtype: Any, where: str, name: str) -> np.ndarray:
+    """The values in another dtype. Raises: ValueError: some are too large for it."""
+    with np.errstate(over="ignore"):
+        fitting: np.ndarray = values.astype(dtype)
+    if fitting.dtype != values.dtype and (lost := int(np.sum(np.isfinite(values) & ~np.isfinite(fitting)))):
+        raise ValueError(f"{where}: {lost} numbers of imported {name!r} are too large for {fitting.dtype}.")
+    return fitting
 
 
 def _used_if_changed(before: RowMap, after: RowMap, places: np.ndarray, is_changed: np.ndarray, step: int) -> RowMap:
@@ -260,6 +268,11 @@ def _numbers(keys: Keys) -> np.ndarray:
 def _most(numbers: np.ndarray, num_shards: int) -> int:
     """Of these keys, which may repeat, how many belong to the shard with most of them."""
     return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
+
+
+def checked_rows_keys(table: TableSpec, exported: Mapping[str, Any]) -> Keys:
+    """The keys of rows. Raises: ValueError: they do not fit the table, one comes twice, or is none."""
+    return _checked_keys(table, exported, "")
 
 
 def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:

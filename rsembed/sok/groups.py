@@ -80,7 +80,11 @@ def group_embedding_lookup_vjp(
     return outputs, lambda d_outputs: backward(*d_outputs)
 
 
-def _look_up_group(
+def _look_up_group(*arguments: Any, training: bool) -> tuple[list[Array], StepOnce]:
+    return _read_group(*arguments, training=training)()
+
+
+def _read_group(
     params: Sequence[Any],
     sp_ids: Sequence[Any],
     combiners: Sequence[str],
@@ -89,7 +93,8 @@ def _look_up_group(
     name: str | None,
     *,
     training: bool,
-) -> tuple[list[Array], StepOnce]:
+) -> Callable[[], tuple[list[Array], StepOnce]]:
+    """The lookup of a checked batch: training gives new keys their rows, and no table may be ahead of others."""
     group = f"group {name or 'embedding'!r}"
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
@@ -116,17 +121,21 @@ def _look_up_group(
                 continue
             batch[i] = read_keys(table.table, ids, own, combiner)
             bring(agreement, _name(i, table), batch[i], table.table.context, f"{group}, {table.table.spec.name!r}")
-    outputs: dict[int, Array] = {}
-    for i, bags in plain.items():
-        if shared is not None and plain_tables.is_own(bags):
-            width = agreement.width(_name(i, params[i]))
-            outputs[i] = plain_tables.pool_everywhere(params[i], bags, known[i], context=shared, width=width)
-        else:
-            outputs[i] = plain_tables.pool(params[i], bags, known[i])
-    keys = [widened(bags, agreement.width(_name(i, params[i]))) for i, bags in batch.items()]
-    found, backward = look_up_variables([params[i] for i in batch], keys, training=training)
-    outputs |= dict(zip(batch, found, strict=True))
-    return [outputs[i] for i in range(len(params))], backward
+
+    def look_up() -> tuple[list[Array], StepOnce]:
+        outputs: dict[int, Array] = {}
+        for i, bags in plain.items():
+            if shared is not None and plain_tables.is_own(bags):
+                width = agreement.width(_name(i, params[i]))
+                outputs[i] = plain_tables.pool_everywhere(params[i], bags, known[i], context=shared, width=width)
+            else:
+                outputs[i] = plain_tables.pool(params[i], bags, known[i])
+        keys = [widened(bags, agreement.width(_name(i, params[i]))) for i, bags in batch.items()]
+        found, backward = look_up_variables([params[i] for i in batch], keys, training=training)
+        outputs |= dict(zip(batch, found, strict=True))
+        return [outputs[i] for i in range(len(params))], backward
+
+    return look_up
 
 
 def _context_of(params: Sequence[Any], group: str) -> Context | None:
@@ -243,8 +252,11 @@ def input_layer_vjp(
     """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read."""
     outputs, backwards = _read_columns(features, columns, training=True)
     splits = np.cumsum([output.shape[1] for output in outputs])[:-1].tolist()
+    shape = (outputs[0].shape[0], sum(output.shape[1] for output in outputs))
 
     def backward(d_output: Any) -> None:
+        if np.shape(d_output) != shape:  # all groups step, or none
+            raise ValueError(f"input_layer: the gradient has shape {np.shape(d_output)}, the output {shape}.")
         pieces = jnp.split(device_copy(d_output, jnp.float32), splits, axis=1)
         for positions, step in backwards:
             step(*[pieces[position] for position in positions])
@@ -266,15 +278,19 @@ def _read_columns(
     for position, column in enumerate(columns):
         home = homes.setdefault(id(column.variable), column.group or position)
         groups.setdefault(home, []).append(position)
-    outputs: dict[int, Array] = {}
-    backwards = []
+    read = []
     for group, positions in groups.items():
         own = [columns[position] for position in positions]
         given = [features[column.feature] for column in own]
         pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in given]
         ids, weights = zip(*pairs, strict=True)
         variables, combiners = [column.variable for column in own], [column.combiner for column in own]
-        found, backward = _look_up_group(variables, ids, combiners, "mod", weights, str(group), training=training)
+        look_up = _read_group(variables, ids, combiners, "mod", weights, str(group), training=training)
+        read.append((positions, look_up))
+    outputs: dict[int, Array] = {}
+    backwards = []
+    for positions, look_up in read:
+        found, backward = look_up()
         outputs |= dict(zip(positions, found, strict=True))
         backwards.append((positions, backward))
     return [outputs[position] for position in range(len(columns))], backwards

@@ -65,7 +65,7 @@ def read_keys(
     else:
         value, weights = jax.tree.map(functools.partial(_from_device, table), (value, weights))
         is_array = isinstance(value, (Keys, jax.Array))
-        keys = checked_keys(value if is_array else np.asarray(value), table.home.key_dtype, feature=name)
+        keys = checked_keys(value if is_array else _as_array(value), table.home.key_dtype, feature=name)
         weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
     if len(keys.shape) < 2:
         raise ValueError(f"{name}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}.")
@@ -139,6 +139,12 @@ def _from_bags(table: ShardedTable, value: Any, weights: Any, width: int | None)
     keys = checked_keys(ids, table.home.key_dtype, feature=f"table {name!r}")
     bags = dataclasses.replace(bags, ids=jax.tree.map(np.asarray, keys), dense_shape=None)
     return cast(tuple[Keys, Any], padded(bags, width or common_width(bags)))
+
+
+def _as_array(keys: Any) -> np.ndarray:
+    """Lists as an array; of no keys, numpy would make floats."""
+    array = np.asarray(keys)
+    return array if array.size else array.astype(np.int64)
 
 
 def _is_seen(array: Any) -> bool:

@@ -90,7 +90,13 @@ class MeshTables:
             specs = self.feature_specs
             return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **self._options())
 
-        part = self.devices.split
+        part, shards = self.devices.split, self.devices.num_devices
+        for path, leaf in jax.tree_util.tree_leaves_with_path(d_activations):
+            if leaf.ndim and leaf.shape[0] % shards:
+                raise ValueError(
+                    f"the gradient of feature {jax.tree_util.keystr(path)} has shape {leaf.shape}, whose first axis "
+                    f"{shards} devices cannot split; give that of the activations."
+                )
         updated = self._sharded(on_device, part, part, P(), part)(d_activations, variables, step, inputs)
         # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
         leaves = [leaf for name in sorted(updated) for leaf in jax.tree.leaves(updated[name])]

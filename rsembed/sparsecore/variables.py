@@ -19,8 +19,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Num, PRNGKeyArray
 
+from rsembed.bags import is_traced
 from rsembed.collection.devices import Devices
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.homes.home import on_host
 from rsembed.kinds import check_kind
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.sparsecore.device import stack_rows
@@ -245,6 +247,8 @@ def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> Em
 
 
 def _set_rows(array: Array, rows: Int[np.ndarray, " vocab"], values: Array) -> Array:
+    if not is_traced((array, values)):  # through the host, as they may come from another mesh
+        values = jnp.asarray(on_host(values))
     columns = tuple(slice(size) for size in values.shape[1:])
     changed = jnp.asarray(array).at[(rows, *columns)].set(values.astype(array.dtype))
     return jax.device_put(changed, array.sharding) if isinstance(array, jax.Array) else changed
