@@ -129,6 +129,19 @@ def test_linen_apply_gradient_equals_autodiff():
         layer.apply({"params": {}}, activations, inputs, method="apply_gradient")
 
 
+def test_logical_variables_move_to_a_layer_on_another_mesh():
+    specs, wider = small_world.placed_specs(2, CORES), small_world.placed_specs(4, CORES)
+    layer = nnx_layer(specs)
+    devices = Mesh(np.asarray(jax.devices()[:4]), ("model",))
+    moved = nnx_embed.SparseCoreEmbed(wider, "model", devices, nnx.Rngs(1), num_sc_per_device=CORES)
+    variables = embedding.logical_variables(nnx.state(layer), specs)
+    nnx.update(moved, embedding.with_logical_tables(nnx.state(moved), wider, variables))
+    for own, expected in zip(
+        jax.tree.leaves(embedding.logical_variables(nnx.state(moved), wider)), jax.tree.leaves(variables), strict=True
+    ):
+        np.testing.assert_array_equal(own, expected)
+
+
 def test_nnx_apply_gradient_equals_autodiff():
     _, specs, _, expected = nnx_run(steps=(None,))
     layer = nnx_layer(small_world.placed_specs(2, CORES, optimizer=ADAM))
@@ -142,6 +155,11 @@ def test_nnx_apply_gradient_equals_autodiff():
     train(layer, inputs)
     small_world.assert_close(embedding.logical_tables(nnx.state(layer), specs), expected)
     assert float(nnx_embed.step_number(layer.step.get_value())) == 1
+
+    gradients = jax.tree.map(lambda own: own[1:], layer(inputs))  # of one sample fewer
+    with pytest.raises(ValueError, match=r"the gradient of feature \[.*2 devices cannot split"):
+        layer.apply_gradient(gradients, inputs)
+    small_world.assert_close(embedding.logical_tables(nnx.state(layer), specs), expected)
 
 
 class LinenModel(nn.Module):
