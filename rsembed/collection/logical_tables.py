@@ -114,15 +114,15 @@ class LogicalTables:
             shape = (spec.vocabulary_size, spec.embedding_dim)
             if np.shape(values) != shape:
                 raise ValueError(f"table {table_name!r} has shape {shape}, the new values {np.shape(values)}.")
-            # Through the host, as they may come from another mesh.
-            values = as_dtype(on_host(values), spec.dtype, f"table {table_name!r}", "values")
+            if not is_traced(values):  # through the host, as they may come from another mesh
+                values = as_dtype(on_host(values), spec.dtype, f"table {table_name!r}", "values")
             if name in self.on_host:
                 _, *kept = self.on_host[name].arrays(state.tables[name], state.slots[name])
                 kept_on_host[name] = [values, *kept]
                 continue
             rows = stack.layout.all_rows(table_name, spec.vocabulary_size)
             whole = self.devices.place(replaced[name], PartitionSpec())
-            whole = whole.at[rows].set(jnp.asarray(values))
+            whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
             replaced[name] = self.devices.place(whole, stack.partition)
         for name, rows_of in stored.items():  # tables that share a home are written at once
             step = int(on_host(state.step)) if self.stacks[name].home.takes_keys else None

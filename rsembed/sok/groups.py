@@ -249,7 +249,10 @@ def input_layer(features: Mapping[str, Any], columns: Sequence[EmbeddingColumn])
 def input_layer_vjp(
     features: Mapping[str, Any], columns: Sequence[EmbeddingColumn]
 ) -> tuple[Float[Array, "batch _"], Callable[[Any], None]]:
-    """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read."""
+    """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read.
+
+    Raises: ValueError: as `input_layer`, or the gradient has another shape than the output; then nothing has changed.
+    """
     outputs, backwards = _read_columns(features, columns, training=True)
     splits = np.cumsum([output.shape[1] for output in outputs])[:-1].tolist()
     shape = (outputs[0].shape[0], sum(output.shape[1] for output in outputs))

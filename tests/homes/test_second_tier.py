@@ -197,7 +197,7 @@ def test_what_finds_no_room_is_refused_before_anything_moves():
         ValueError, match=r"table 't': rows that are kept need \['count', 'last_step', 'slot_accumulator'\]"
     ):
         tier.put({"keys": KEYS[:1], "values": np.ones((1, DIM))})
-    with pytest.raises(ValueError, match="table 't': the keys of rows that are kept must be distinct"):
+    with pytest.raises(ValueError, match="table 't': imported keys must be distinct and not -1"):
         tier.put(rows | {"keys": np.resize(KEYS[:2], 40)})
 
 
