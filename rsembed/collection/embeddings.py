@@ -302,7 +302,8 @@ class EmbeddingCollection:
         Tables move between storages: rows of an array have their numbers for keys, a table without keys takes rows by
         key, and a tensor train the cores closest to an array.
 
-        Raises: ValueError: a table is unknown or has another shape. NotImplementedError: its storage takes no rows.
+        Raises: ValueError: a table is unknown, or values do not fit it. NotImplementedError: its storage takes no rows.
+          RuntimeError: inside `jit`, a table has keys, or is on the host.
         """
         self.check_state(state)
         return self.logical.with_tables(state, tables)

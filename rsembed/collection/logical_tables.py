@@ -101,6 +101,11 @@ class LogicalTables:
                 check_kind(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
             spec, stack = self.specs[table_name], self._stack_of(table_name)
             name = stack.layout.stack.name
+            if (stack.home.takes_keys or name in self.on_host) and is_traced((state, values)):
+                raise RuntimeError(
+                    f"table {table_name!r} is kept as {spec.storage}: with_tables writes its rows beside compiled "
+                    "programs; call it outside of jit, between two steps."
+                )
             if stack.home.takes_keys and not isinstance(values, Mapping):
                 values = {"keys": np.arange(len(values)), "values": values}
             if stack.home.takes_keys and isinstance(values, Mapping) and "last_step" not in values:

@@ -123,3 +123,13 @@ def test_lists_of_keys_with_the_top_bit_keep_all_their_bits():
     state = collection.init(jax.random.key(0))
     state = collection.update(state, {"t": keys}, {"t": np.ones((4, DIM), np.float32)})
     assert collection.tables(state)["t"]["keys"].tolist() == [1, 3, 2**63 + 1, 2**64 - 1]
+
+
+@pytest.mark.parametrize("storage", [rs.HostCached(cache_rows=16), rs.Hashed()], ids=repr)
+def test_tables_that_no_program_can_write_say_so_inside_jit(storage):
+    collection = collection_of({"t": storage})
+    state = trained(collection)
+    before = collection.tables(state)
+    with pytest.raises(RuntimeError, match=r"'t' is kept as .*: with_tables writes its rows beside compiled programs"):
+        jax.jit(lambda values: collection.with_tables(state, {"t": values}))(np.zeros((ROWS, DIM), np.float32))
+    assert_same(collection.tables(state), before)
