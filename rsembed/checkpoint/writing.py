@@ -33,6 +33,7 @@ from rsembed.checkpoint.manifests import (
 from rsembed.checkpoint.reading import opened
 from rsembed.checkpoint.states import logical
 from rsembed.fingerprint import ELSEWHERE
+from rsembed.parallel.agreement import check_not_forked
 
 
 class Contents(NamedTuple):
@@ -52,6 +53,7 @@ class Contents(NamedTuple):
 
         Raises: TypeError, ValueError: as `save`.
         """
+        check_not_forked("checkpoint")
         for name, facts in owners.items():
             if ELSEWHERE in facts:
                 raise ValueError(f"checkpoint: {name!r} is not whole: {facts[ELSEWHERE]}")
