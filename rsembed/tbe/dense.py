@@ -15,8 +15,7 @@ from jaxtyping import Array, Float
 from rsembed.intervals import door
 from rsembed.kernels import api
 from rsembed.kernels.contract import JaggedBatch
-from rsembed.refusals import refuses_names
-from rsembed.tbe import construction, records, refused
+from rsembed.tbe import construction, records
 from rsembed.tbe.door import Door
 from rsembed.tbe.plan import TablePlan, TBEPlan
 from rsembed.tbe.records import (
@@ -30,7 +29,6 @@ from rsembed.tbe.records import (
 from rsembed.tbe.training import mask_of_ids, output_by_feature
 
 
-@refuses_names({"log": refused.METHODS["log"]})
 class DenseTableBatchedEmbeddingBags(nnx.Module):
     """Embedding bags of many tables in one call, whose tables are `nnx.Param`s: gradients are dense, as of any layer.
 
