@@ -34,7 +34,7 @@ PAGES = {
             )
         ],
     ),
-    "tbe": ("The TBE wing", ["rsembed.tbe", "rsembed.tbe.functional", "rsembed.tbe.quantized_rows"]),
+    "tbe": ("The TBE wing", ["rsembed.tbe", "rsembed.tbe.functional"]),
     "tt": ("The tensor-train wing", ["rsembed.tt"]),
     "sok": ("The SOK wing", ["rsembed.sok", "rsembed.sok.optimizers"]),
     "plot": ("Pictures", ["rsembed.plot"]),

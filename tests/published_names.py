@@ -94,11 +94,14 @@ SPARSECORE = System(
     },
 )
 _TBE_MODULE = "split_table_batched_embeddings_ops_training"
-_CALLS = ("SplitTableBatchedEmbeddingBagsCodegen", "DenseTableBatchedEmbeddingBagsCodegen")
 TBE = System(
     "tbe",
     here={_TBE_MODULE: "tbe"},
-    places={f"{_TBE_MODULE}.{name}.forward": f"rsembed.tbe.{name}.__call__" for name in _CALLS},
+    places={
+        f"{_TBE_MODULE}.SplitTableBatchedEmbeddingBagsCodegen.forward": (
+            "rsembed.tbe.SplitTableBatchedEmbeddingBagsCodegen.__call__"
+        )
+    },
 )
 _TRAINS = ("TTEmbeddingBag", "TableBatchedTTEmbeddingBag")
 TT = System(

@@ -1,7 +1,5 @@
 """Table-batched embeddings: FBGEMM's TBE training module on any JAX backend."""
 
-from rsembed.tbe.dense import DenseTableBatchedEmbeddingBags as DenseTableBatchedEmbeddingBags
-from rsembed.tbe.dense import DenseTableBatchedEmbeddingBagsCodegen as DenseTableBatchedEmbeddingBagsCodegen
 from rsembed.tbe.functional import TBEState as TBEState
 from rsembed.tbe.module import SplitTableBatchedEmbeddingBagsCodegen as SplitTableBatchedEmbeddingBagsCodegen
 from rsembed.tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags
