@@ -1,9 +1,6 @@
 """Tensor-train embedding tables."""
 
 from rsembed.tt.batched import TableBatchedTTEmbeddingBag as TableBatchedTTEmbeddingBag
-from rsembed.tt.compress import Compressed as Compressed
-from rsembed.tt.compress import CompressionReport as CompressionReport
-from rsembed.tt.compress import compress as compress
 from rsembed.tt.cores import bag as bag
 from rsembed.tt.cores import full_weight as full_weight
 from rsembed.tt.cores import rows as rows
@@ -12,7 +9,6 @@ from rsembed.tt.decomposition import from_dense as from_dense
 from rsembed.tt.decomposition import from_tensorly as from_tensorly
 from rsembed.tt.decomposition import round_cores as round_cores
 from rsembed.tt.decomposition import to_tensorly as to_tensorly
-from rsembed.tt.fine_tuning import fine_tune as fine_tune
 from rsembed.tt.fused import OptimType as OptimType
 from rsembed.tt.initial_cores import init_cores as init_cores
 from rsembed.tt.module import TTEmbeddingBag as TTEmbeddingBag
