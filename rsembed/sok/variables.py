@@ -19,9 +19,9 @@ from rsembed.homes.logical_rows import keys_to_leave
 from rsembed.intervals import Count, check_within, door
 from rsembed.keys import KEY_DTYPES
 from rsembed.kinds import dtype_among
-from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec, SGDOptimizerSpec
+from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
 from rsembed.sok.initialize import Context, current_context
-from rsembed.sok.named_initializers import named_initializer, uniform_initializer
+from rsembed.sok.named_initializers import named_initializer
 from rsembed.sok.policies import EmbeddingVariableOption, core_policies
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.sok.sharded_table import ShardedTable, TableState
@@ -226,28 +226,6 @@ def embedding_variable(
     table = ShardedTable(spec, context, exchange_capacity, grows, steps_to_live, l2_weight_threshold)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
-
-
-def DynamicTableSpec(
-    *,
-    name: str,
-    embedding_dim: int,
-    capacity: int,
-    optimizer: OptimizerSpec | None = None,
-    initializer: Callable[..., Array] = uniform_initializer,
-    dtype: str = "float32",
-    **policies: Any,
-) -> TableSpec:
-    """A table of the core for keys, as `embedding_variable` makes one: `TableSpec` with `Hashed(**policies)`."""
-    return TableSpec(
-        name=name,
-        vocabulary_size=capacity,
-        embedding_dim=embedding_dim,
-        initializer=initializer,
-        optimizer=SGDOptimizerSpec() if optimizer is None else optimizer,
-        dtype=dtype,
-        storage=Hashed(**policies),
-    )
 
 
 def split_embedding_variable_from_others(

@@ -26,7 +26,6 @@ from rsembed.tbe.reporting import StatisticsReporter
 from rsembed.tbe.training import TablesBackward, bring_near, learning_rates, pooled, prefetch, prepared, read_batch
 
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
-_decayed_tables = jax.jit(functional.decayed_tables, static_argnums=0)
 _begin_step = jax.jit(functional.begin_step, static_argnums=0, donate_argnums=1)
 
 
@@ -421,19 +420,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
             known = sorted({name for name, _ in named} | {"iter"})
             raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(known)}.")
         return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
-
-    def apply_global_weight_decay(self) -> None:
-        """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables.
-
-        Lookups stay the same, but for the rounding of FP16 and BF16 rows, which is that of a step.
-        """
-        if all(table.global_decay is None for table in self.plan.tables):
-            raise NotImplementedError("no table of this module has WeightDecayMode.DECOUPLE_GLOBAL.")
-        if self.plan.has_cache:
-            raise NotImplementedError(
-                "the decay of tables on the host cannot be written out; their rows pay when read."
-            )
-        self.state.set_value(_decayed_tables(self.plan, self.whole_state))
 
     def flush(self) -> None:
         """Writes all cached rows and states to the host, where they stay cached, and makes a `storage_folder` whole."""

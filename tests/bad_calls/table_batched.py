@@ -311,7 +311,6 @@ BAD = {
         lambda: functional.lookup(bags().plan, single().state.get_value(), bags().plan.batch(IDS, OFFSETS, None)),
         ValueError, "does not belong",
     ),
-    "a decay that no table has": (lambda: bags().apply_global_weight_decay(), NotImplementedError, "DECOUPLE_GLOBAL"),
 }  # fmt: skip
 
 
