@@ -30,11 +30,11 @@ PAGES = {
             f"rsembed.sparsecore.{module}"
             for module in (
                 *("embedding", "embedding_spec", "table_stacking", "utils", "linen.embed", "linen.embed_optimizer"),
-                *("nnx.embed", "pipelining", "embedding_pipelining_utils", "prefetch"),
+                *("nnx.embed", "pipelining", "embedding_pipelining_utils"),
             )
         ],
     ),
-    "tbe": ("The TBE wing", ["rsembed.tbe", "rsembed.tbe.functional", "rsembed.tbe.quantized_rows"]),
+    "tbe": ("The TBE wing", ["rsembed.tbe", "rsembed.tbe.functional"]),
     "tt": ("The tensor-train wing", ["rsembed.tt"]),
     "sok": ("The SOK wing", ["rsembed.sok", "rsembed.sok.optimizers"]),
     "plot": ("Pictures", ["rsembed.plot"]),

@@ -19,14 +19,9 @@ import re
 import sys
 from collections.abc import Mapping
 
-from rsembed.refusals import REFUSALS
-from rsembed.sparsecore import refused as sparsecore
-
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "migration.md"
 END = "<!-- end of names -->\n"
-WITH_REFUSED_NAMES = ("rsembed.tbe", "rsembed.tt", "rsembed.sok")
-"""Wings that say for themselves which published names they have not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +32,8 @@ class System:
       name: of its record, and of its table on the page.
       here: where the names of a module are, below `rsembed`.
       places: where single names are, if elsewhere, as a whole.
-      options: where the arguments go that a function or class takes as `**options`; "any" if nothing is looked at.
+      options: where the arguments go that a function or class takes as `**options`.
       renamed: what an argument is called here.
-      refused: why a module, a name or an argument is not here, where the wing does not say it itself; or why one that
-        can be given is refused by what reads it.
     """
 
     name: str
@@ -48,7 +41,6 @@ class System:
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def file(self):
@@ -61,37 +53,23 @@ class System:
         return f"<!-- names of {self.name}: written by tests/published_names.py -->\n"
 
     def record(self):
-        """The recorded names: their arguments by module and name."""
+        """The recorded names, their arguments by module and name, and by reason what of them is not here."""
         return json.loads(self.file.read_text())
 
+    @functools.cached_property
+    def refused(self):
+        """Why modules, names and arguments, `name(argument)`, are not here, or are refused by what reads them."""
+        return {name: reason for reason, names in self.record()["refused"].items() for name in names}
+
+    def place(self, key):
+        """Where a published name is here, if it is."""
+        module = next(own for own in self.here if f"{key}.".startswith(f"{own}."))
+        return self.places.get(key, f"rsembed.{self.here[module]}{key.removeprefix(module)}")
+
     def refusal(self, key):
-        """Why a name is refused, by itself, or as what belongs to a module, or as a method of any class; else None."""
-        owners = [owner for owner in self.refused if f"{key}.".startswith(f"{owner}.") or key.endswith(f".{owner}")]
-        return self.refused[owners[0]] if owners else None
+        """Why a name or an argument is refused, or what it belongs to; else None."""
+        return next((reason for name, reason in self.refused.items() if f".{name}." in f".{key}."), None)
 
-
-TYPING = "a type variable or alias that only annotations use"
-PLACES = "`dataclasses.replace` would carry a place to a table of another size; set the public property instead"
-_SPARSECORE_REFUSED = {
-    "lib.auto_pipelining": sparsecore.NAMES["auto_pipelining"],
-    **{f"lib.core.{name}": sparsecore.NAMES[name] for name in ("constants", "input_preprocessing", "primitives")},
-    "lib.proto.embedding_spec_pb2": sparsecore.NAMES["embedding_spec_pb2"],
-    **{f"lib.flax.nnx.{name}": reason for name, reason in sparsecore.NAMES_OF_NNX.items()},
-    "lib.nn.custom_optimizer_lowering": sparsecore.NAMES["custom_optimizer_lowering"],
-    "lib.nn.embedding.T": TYPING,
-    "lib.nn.table_stacking.T": TYPING,
-    "lib.nn.table_stacking.Shape": TYPING,
-    "lib.nn.table_stacking.Indexer": TYPING,
-    "lib.nn.table_stacking.ArrayLike": TYPING,
-    "lib.flax.linen.embed.LogicalNames": TYPING,
-    "lib.flax.linen.embed.Nested": TYPING,
-    "lib.flax.linen.embed.A": TYPING,
-    "lib.nn.embedding.SparseDenseMatmulInputStats.from_cc": "there is no C++ object to copy from",
-    "get_optimizer_primitive": sparsecore.NAMES["custom_optimizer_lowering"],
-    "lib.nn.embedding_spec.TableSpec(_stacked_table_spec)": PLACES,
-    "lib.nn.embedding_spec.TableSpec(_setting_in_stack)": PLACES,
-    "lib.nn.embedding_spec.FeatureSpec(_id_transformation)": PLACES,
-}
 
 SPARSECORE = System(
     "sparsecore",
@@ -113,38 +91,17 @@ SPARSECORE = System(
         "rsembed.sparsecore.embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor": (
             "rsembed.sparsecore.embedding.preprocess_sparse_dense_matmul_input"
         ),
-        "rsembed.sparsecore.embedding.get_all_reduce_interface": "any",
     },
-    refused=_SPARSECORE_REFUSED,
 )
-_REFUSED_LATER = {
-    **dict.fromkeys(
-        [
-            f"OptimType({name})"
-            for name in (
-                *("SGD", "ROWWISE_ADAGRAD", "SHAMPOO", "SHAMPOO_V2", "MADGRAD"),
-                "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
-            )
-        ],
-        "can be named, and is refused by modules, as in the original",
-    ),
-    **dict.fromkeys(
-        [f"SparseType({name})" for name in ("FP8", "NFP8", "INT8", "INT4", "INT2", "MX4")],
-        "can be named; tables and outputs are FP32, FP16 or BF16",
-    ),
-    **dict.fromkeys(["EmbeddingLocation(MTIA)", "ComputeDevice(MTIA)"], "can be named; JAX has no such backend"),
-    **dict.fromkeys(
-        [f"UserEnabledConfigDefinition({name})" for name in ("writeback_first_feature_only", "precompute_writeback")],
-        "can be said; modules refuse it, as it changes what a gradient means",
-    ),
-}
 _TBE_MODULE = "split_table_batched_embeddings_ops_training"
-_CALLS = ("SplitTableBatchedEmbeddingBagsCodegen", "DenseTableBatchedEmbeddingBagsCodegen")
 TBE = System(
     "tbe",
     here={_TBE_MODULE: "tbe"},
-    places={f"{_TBE_MODULE}.{name}.forward": f"rsembed.tbe.{name}.__call__" for name in _CALLS},
-    refused={f"{_TBE_MODULE}.{key}": reason for key, reason in _REFUSED_LATER.items()},
+    places={
+        f"{_TBE_MODULE}.SplitTableBatchedEmbeddingBagsCodegen.forward": (
+            "rsembed.tbe.SplitTableBatchedEmbeddingBagsCodegen.__call__"
+        )
+    },
 )
 _TRAINS = ("TTEmbeddingBag", "TableBatchedTTEmbeddingBag")
 TT = System(
@@ -152,13 +109,6 @@ TT = System(
     here={"tt_embeddings_ops": "tt"},
     places={f"tt_embeddings_ops.{name}.forward": f"rsembed.tt.{name}.__call__" for name in _TRAINS},
     options={f"rsembed.tt.{name}": "rsembed.tt.tables.TTTables" for name in _TRAINS},
-    refused=dict.fromkeys(
-        [
-            f"tt_embeddings_ops.OptimType({name})"
-            for name in ("LAMB", "LARS_SGD", "PARTIAL_ROWWISE_ADAM", "PARTIAL_ROWWISE_LAMB")
-        ],
-        "can be named, and has no fused update: take `sparse=False` and any optax rule",
-    ),
 )
 _ADAM = "tf.keras.optimizers"
 _SOK_LAYERS = ("DistributedEmbedding", "All2AllDenseEmbedding")
@@ -172,14 +122,6 @@ SOK = System(
     },
     renamed={f"sok.{name}.call(inputs)": "keys" for name in _SOK_LAYERS}
     | {"sok.dump(dump_vars)": "variables", "sok.load(load_vars)": "variables"},
-    refused={
-        f"sok.{_ADAM}.{name}({argument})": reason
-        for name in ("adam.Adam", "lazy_adam.LazyAdamOptimizer")
-        for argument, reason in (
-            ("amsgrad", "the rule keeps two moments, not their largest values"),
-            ("name", "an optimizer is a value, and has none"),
-        )
-    },
     options={f"rsembed.sok.{name}": "rsembed.sok.layers._Layer" for name in _SOK_LAYERS}
     | {
         "rsembed.sok.layers._Layer": "rsembed.sok.embedding_variable",
@@ -291,73 +233,56 @@ def _maker(found):
 
 
 def accepted(system, place, arguments):
-    """Those of the arguments that the object at a place takes, and why it refuses others."""
+    """Those of the arguments that the object at a place takes."""
     found = resolve(place) if arguments else None
-    if isinstance(found, type) and issubclass(found, enum.Enum):
-        return [name for name in arguments if name in found.__members__], {}
     if found is None:
-        return [], {}
+        return []
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        return [name for name in arguments if name in found.__members__]
     own = inspect.signature(_maker(found)).parameters
-    taken, refused = [name for name in arguments if name in own], getattr(_maker(found), "refused_arguments", {})
+    taken = [name for name in arguments if name in own]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own.values()):
         onward = system.options.get(place)
-        if onward == "any":
-            return list(arguments), refused
         if onward is not None:
-            rest = accepted(system, onward, [name for name in arguments if name not in (*taken, *refused)])
-            taken, refused = [name for name in arguments if name in (*taken, *rest[0])], refused | rest[1]
-    return taken, refused
+            taken += accepted(system, onward, [name for name in arguments if name not in taken])
+    return taken
 
 
 def rows(system, record):
     """The lines of a system's table. Raises: AssertionError: a name or argument is neither here nor refused."""
     lines = []
     for module, names in sorted((record["package"] | record["elsewhere"]).items()):
-        reason = system.refusal(module)
-        if reason:
+        if reason := system.refusal(module):
             listed = ", ".join(f"`{name}`" for name in names) or "all"
             lines.append(f"| `{module}`: {listed} | refused: {reason} | |")
             continue
         shown = "" if len(record["package"]) == 1 else f"{module}."
         for name, arguments in names.items():
             key, owner = f"{module}.{name}", name.rpartition(".")[0]
-            place = system.places.get(key, f"rsembed.{system.here[module]}.{name}")
-            if owner in names and _reason(system, f"{module}.{owner}"):
+            if owner in names and system.refusal(f"{module}.{owner}"):
                 continue  # told with its class
-            if reason := _reason(system, key):
+            if reason := system.refusal(key):
                 listed = [f"`{shown}{own}`" for own in names if f"{own}.".startswith(f"{name}.")]
                 lines.append(f"| {', '.join(listed)} | refused: {reason} | |")
                 continue
+            place = system.place(key)
             names_here = {own: system.renamed.get(f"{key}({own})", own) for own in arguments}
-            taken, refused = accepted(system, place, list(names_here.values()))
+            taken = accepted(system, place, list(names_here.values()))
             told, refusals = [], []
             for argument, own in names_here.items():
-                if own in taken and f"{key}({argument})" not in system.refused:
+                reason = system.refusal(f"{key}({argument})")
+                assert reason or own in taken, f"{key}: {argument} is neither an argument of {place} nor refused"
+                if reason:
+                    refusals.append(f"refused: {argument} ({reason})")
+                else:
                     told.append(argument if own == argument else f"{argument} (here {own})")
-                    continue
-                reason = refused.get(argument) or system.refused.get(f"{key}({argument})")
-                assert reason, f"{key}: {argument} is neither an argument of {place} nor refused"
-                refusals.append(f"refused: {argument} ({reason})")
+            told = [", ".join(told), *refusals] if told else refusals
             resolve(place)
             owner, _, attribute = place.rpartition(".")
             is_set_by_init = isinstance(resolve(owner), type) and not hasattr(resolve(owner), attribute)
             shown_place = f"`{owner}`, its attribute `{attribute}`" if is_set_by_init else f"`{place}`"
-            told = [", ".join(told), *refusals] if told else refusals
             lines.append(f"| `{shown}{name}` | {shown_place} | {'; '.join(told)} |")
     return lines
-
-
-def _reason(system, key):
-    """Why a name is refused, by the system's own word or by the wing's; None if it is there."""
-    module = next(own for own in system.here if f"{key}.".startswith(f"{own}."))
-    try:
-        resolve(system.places.get(key, f"rsembed.{system.here[module]}.{key[len(module) + 1 :]}"))
-    except REFUSALS as error:
-        return error.reason
-    except (AttributeError, ImportError):
-        if system.refusal(key) is None:
-            raise
-    return system.refusal(key)
 
 
 def table(system, record):

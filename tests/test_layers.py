@@ -15,7 +15,6 @@ ROOMS = [
     "jax_internals",
     "kinds",
     "intervals",
-    "refusals",
     "optimizers",
     "places",
     "specs",

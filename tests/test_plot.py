@@ -40,7 +40,6 @@ PICTURES = {
     "roofline": lambda **kw: plot.plot_roofline(
         plot.Work(2e9, 4e9), {"fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11, **kw
     ),
-    "rank_spectrum": lambda **kw: plot.plot_rank_spectrum({"table": [1.0, 0.4, 0.1]}, **kw),
     "against_bytes": lambda **kw: plot.plot_against_bytes({"int8": [(1e3, 0.01), (2e3, 0.005)]}, **kw),
     "scaling": lambda **kw: plot.plot_scaling([1, 2], {"dense": [1.0, 0.6]}, **kw),
     "row_norms": lambda **kw: plot.plot_row_norms(np.ones(3), np.array([0, 1, 5]), **kw),

@@ -39,8 +39,7 @@ def backend_evidence() -> list[tuple[str, str]]:
         has_compiler = _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin")
         compiler = "make test-gpu compiles them" if has_compiler else "compiling unproven here: no CUDA plugin"
         card = f"{GPU}; {compiler}; running on a GPU unproven"
-    calls = "compile for SparseCore with make test-tpu; numerics unproven, never chosen by themselves"
-    return [("reference", reference), ("native", cpu), ("sparsecore", tpu), ("sparsecore calls", calls), ("gpu", card)]
+    return [("reference", reference), ("native", cpu), ("sparsecore", tpu), ("gpu", card)]
 
 
 def _is_installed(module: str) -> bool:

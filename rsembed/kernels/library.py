@@ -66,8 +66,6 @@ def shared_library() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
         library.rsembed_instruction_set.restype = ctypes.c_char_p
         library.rsembed_num_cores.restype = ctypes.c_int64
-        library.rsembed_advise_huge_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        library.rsembed_advise_huge_pages.restype = ctypes.c_bool
         library.rsembed_keep_freed_memory.argtypes = (ctypes.c_size_t,)
     except (OSError, AttributeError) as error:  # not loadable here, or of another version
         return f"{path} cannot be used: {error}"

@@ -54,8 +54,6 @@ _NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
 """Rows that a rule without a kernel of its own steps at a time: what it makes of them stays in the cache."""
 _MAX_HYPERPARAMETERS = 4  # others are 0, such as the epsilon of an Adagrad that has none
-# Below this a table fits the second-level TLB on ordinary pages, and collapsing it costs more than it gains.
-_MIN_HUGE_BYTES = 32 << 20
 
 
 def lookup(table: Table, segments: Sequence[Segment]) -> Outputs:
@@ -381,23 +379,6 @@ def allocate(shape: Sequence[int], dtype: Any, fill: complex | None = None) -> A
     attributes = {"pattern": pattern, "fill": np.bool_(fill is not None)}
     (array,) = call_handler("rsembed_allocate", [(tuple(shape), dtype)], **attributes)
     return array
-
-
-def advise_huge_pages(array: Array) -> bool:
-    """Moves the memory of an existing CPU array to huge pages; True if the system did so for all of it.
-
-    Small arrays, arrays of other devices and systems without huge pages are left as they are. Takes about as long as
-    copying the array.
-    """
-    library = shared_library()
-    if isinstance(library, str) or isinstance(array, jax.core.Tracer):
-        return False
-    shards = [shard.data for shard in array.addressable_shards]
-    if any(shard.device.platform != "cpu" or shard.nbytes < _MIN_HUGE_BYTES for shard in shards):
-        return False
-    jax.block_until_ready(array)
-    # A list, not a generator: one refusal must not keep the other shards from being tried.
-    return all([library.rsembed_advise_huge_pages(s.unsafe_buffer_pointer(), s.nbytes) for s in shards])
 
 
 def _check_ids(ids: Sequence[Array]) -> None:

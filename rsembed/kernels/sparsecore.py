@@ -129,29 +129,6 @@ block_ends, round_places = reference.block_ends, reference.round_places
 entries_by_sample = reference.entries_by_sample
 
 
-def sum_by_row(
-    rows: Int[Array, " nnz"], values: Float[Array, "nnz dim"], num_rows: int
-) -> Float[Array, "num_rows dim"]:
-    """Dense sums of the `values` of equal rows, added up in the cores' shared memory; rows outside are ignored.
-
-    No sorting, but for small tables only, and the order of additions is that of arrival: `row_gradients`, which the
-    dispatcher uses, gives equal bits for equal inputs instead.
-
-    Raises: NotImplementedError: the sums do not fit shared memory.
-    """
-    tiles = _tiles()
-    wide = _fill_columns(values.astype(jnp.float32))
-    all_rows = -(-(num_rows + 1) // 128) * 128  # a row for padding; every tile of a core clears and reads whole chunks
-    if all_rows * wide.shape[1] * 4 > tiles.SHARED_BYTES:
-        raise NotImplementedError(
-            f"sums of {num_rows} rows of {wide.shape[1]} numbers do not fit a SparseCore's shared memory"
-        )
-    rows = as_rows(rows)
-    ids = _fill(jnp.where((rows >= 0) & (rows < num_rows), rows, num_rows), tiles.SUBLANES, num_rows)
-    sums = tiles.sum_by_row(ids, _fill(wide, tiles.SUBLANES, 0.0), all_rows)
-    return jnp.sum(sums, axis=0)[:num_rows, : values.shape[1]]
-
-
 def _check_table(table: Array) -> None:
     if table.dtype != jnp.float32:
         raise NotImplementedError(f"tables of the SparseCore kernels are float32, not {table.dtype}")

@@ -28,9 +28,7 @@ SUBLANES = 8
 MAX_CHUNK_ROWS = 64
 """Rows that a tile works on at once, at most; a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
-"""What the buffers of a tile may take: all chips have more, and shared memory takes from the same pool."""
-SHARED_BYTES = 1536 * 1024
-"""What a core's shared sums may take beside the buffers of its 16 tiles, on the chip with the smallest pool."""
+"""What the buffers of a tile may take: all chips have more."""
 NO_ID = -1
 
 
@@ -164,54 +162,6 @@ def pool(
     scratch = [integers, floats, integers, pltpu.VMEM((lanes,), jnp.int32), rows, rows]
     out = jax.ShapeDtypeStruct((num_bags, dim), jnp.float32)
     return _on_tiles(body, out=out, scratch=scratch)(table, ids, gains, bags, bounds)
-
-
-def sum_by_row(
-    ids: Int[Array, " nnz"], values: Float[Array, "nnz dim"], num_rows: int
-) -> Float[Array, "cores num_rows dim"]:
-    """Sums of the values of equal ids, added up on arrival in the shared memory of each core: a partial sum per core.
-
-    The order of additions is that of arrival, so equal inputs may differ in their last bits.
-
-    Args:
-      ids: all valid; their number fills chunks.
-      values: one vector per id.
-      num_rows: rows of the result, which must fit shared memory and fill chunks of all tiles of a core.
-    """
-    info, dim = plsc.get_sparse_core_info(), values.shape[1]
-    chunk, mine = SUBLANES, num_rows // info.num_subcores
-
-    def body(ids_hbm: Any, values_hbm: Any, out_hbm: Any, sums: Any, ids_v: Any, values_v: Any) -> None:
-        def piece(row: Any) -> Any:
-            return pl.ds(pl.multiple_of(lax.axis_index("tile") * mine + row, chunk), chunk)
-
-        @pl.loop(0, chunk)
-        def _(row: Any) -> None:
-            for span in _lanes(dim):
-                values_v[row, span] = _repeat(0.0, jnp.float32)
-
-        @pl.loop(0, mine, step=chunk)
-        def _(row: Any) -> None:
-            pltpu.sync_copy(values_v, sums.at[piece(row)])
-
-        plsc.subcore_barrier()  # nobody adds before everybody has cleared
-
-        def work(number: Any) -> None:
-            pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)
-            pltpu.sync_copy(values_hbm.at[_span(number, chunk)], values_v)
-            pltpu.sync_copy(values_v, sums.at[ids_v], add=True)
-
-        _deal(ids.shape[0] // chunk, work)
-        plsc.subcore_barrier()  # nobody reads before everybody has added
-
-        @pl.loop(0, mine, step=chunk)
-        def _(row: Any) -> None:
-            pltpu.sync_copy(sums.at[piece(row)], out_hbm.at[lax.axis_index("core"), piece(row)])
-
-    shared = pltpu.VMEM_SHARED((num_rows, dim), jnp.float32)
-    scratch = [shared, pltpu.VMEM((chunk,), jnp.int32), pltpu.VMEM((chunk, dim), jnp.float32)]
-    out = jax.ShapeDtypeStruct((info.num_cores, num_rows, dim), jnp.float32)
-    return _on_tiles(body, out=out, scratch=scratch)(ids, values)
 
 
 def step(

@@ -42,7 +42,6 @@ def trace_rule(
     num_hyperparameters: int,
     *,
     elementwise: frozenset[str] = ELEMENTWISE,
-    means: bool = True,
 ) -> ClosedJaxpr:
     """The rule for one row: a jaxpr of row, slots, gradient and hyperparameters.
 
@@ -52,7 +51,6 @@ def trace_rule(
       slots: its state, float32 `[rows, dim]` or `[rows, 1]`.
       num_hyperparameters: how many numbers the rule is given.
       elementwise: primitives the kernel can do.
-      means: whether it can also add up the entries of a row.
 
     Raises: NotImplementedError: a slot has another shape, or the rule uses another primitive, which is named.
     """
@@ -67,7 +65,7 @@ def trace_rule(
     state = tuple(jax.ShapeDtypeStruct((1, slot.shape[1]), jnp.float32) for slot in slots)
     jaxpr = jax.make_jaxpr(rule.step_rows)(row, state, row, (scalar,) * num_hyperparameters)
     for primitive, params in _primitives(jaxpr, dim):
-        is_sum = means and primitive == "reduce_sum" and params["axes"] == (1,)
+        is_sum = primitive == "reduce_sum" and params["axes"] == (1,)
         if primitive not in elementwise and not is_sum:
             raise NotImplementedError(f"the row rule {rule.short_name()} uses the primitive `{primitive}`")
     return jaxpr

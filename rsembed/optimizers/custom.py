@@ -16,10 +16,6 @@ from jaxtyping import Array
 from rsembed.intervals import check_within, within
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots
 
-_NO_TEXT = (
-    "is not needed here: pass the function as custom_computation_fn, and limits as embedding_var_limits to the update."
-)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CustomOptimizerSpec(OptimizerSpec):
@@ -30,8 +26,6 @@ class CustomOptimizerSpec(OptimizerSpec):
         arrays; it is mapped over the touched rows, so norms and means are those of one row.
       slot_variable_initializers_tuple: one number, or initializer of `(key, shape)`, per slot; slots are `[1, dim]`.
       short_name_str: the name shown in plans and files.
-      stablehlo: must stay None. The published system takes a rule as compiler text too; here the function itself is
-        compiled with the step around it, on every backend.
 
     Example:
       >>> import rsembed as rs
@@ -43,7 +37,6 @@ class CustomOptimizerSpec(OptimizerSpec):
     custom_computation_fn: Callable[..., Any] | None = None
     slot_variable_initializers_tuple: tuple[Any, ...] = ()
     short_name_str: str = "custom"
-    stablehlo: Any = None
     is_row_wise = True  # nothing is known of the function, so padding must not reach it
 
     def __post_init__(self) -> None:
@@ -52,8 +45,6 @@ class CustomOptimizerSpec(OptimizerSpec):
             raise TypeError(
                 "CustomOptimizerSpec: custom_computation_fn must be a function of (gradient, row, *slots, lr)."
             )
-        if self.stablehlo is not None:
-            raise NotImplementedError(f"CustomOptimizerSpec: stablehlo= {_NO_TEXT}")
         for value in self.slot_variable_initializers_tuple:
             check_within("(-inf, inf)", value, "CustomOptimizerSpec: slot_variable_initializers_tuple")
         count = 3 + len(self.slot_variable_initializers_tuple)
@@ -66,16 +57,6 @@ class CustomOptimizerSpec(OptimizerSpec):
                 f"custom optimizer {self.short_name_str!r}: custom_computation_fn is called with {count} arguments "
                 f"(gradient, row, *slots, lr), which it does not take: {error}."
             ) from error
-
-    @classmethod
-    def lower_to_stablehlo(cls, *args: Any, **options: Any) -> str:
-        """Raises: NotImplementedError: rules are functions here, never compiler text."""
-        raise NotImplementedError(f"CustomOptimizerSpec.lower_to_stablehlo {_NO_TEXT}")
-
-    @classmethod
-    def wrap_stablehlo_with_limits(cls, *args: Any, **options: Any) -> str:
-        """Raises: NotImplementedError: rules are functions here, never compiler text."""
-        raise NotImplementedError(f"CustomOptimizerSpec.wrap_stablehlo_with_limits {_NO_TEXT}")
 
     def slot_initial_values(self) -> tuple[Any, ...]:
         return tuple(self.slot_variable_initializers_tuple)

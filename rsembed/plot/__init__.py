@@ -57,8 +57,6 @@ from rsembed.plot.stacking import plot_stack_treemap as plot_stack_treemap
 from rsembed.plot.stacking import stack_bytes as stack_bytes
 from rsembed.plot.stacking import treemap as treemap
 from rsembed.plot.tensor_train import plot_against_bytes as plot_against_bytes
-from rsembed.plot.tensor_train import plot_rank_spectrum as plot_rank_spectrum
-from rsembed.plot.tensor_train import rank_tails as rank_tails
 from rsembed.plot.training import MagnitudeBins as MagnitudeBins
 from rsembed.plot.training import magnitudes as magnitudes
 from rsembed.plot.training import norm_drift as norm_drift

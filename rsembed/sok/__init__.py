@@ -2,7 +2,6 @@
 
 from rsembed.keys import Keys as Keys
 from rsembed.keys import split_keys as split_keys
-from rsembed.refusals import refused_names as _refused_names
 from rsembed.sok import optimizers as optimizers
 from rsembed.sok.dump import assign_rows as assign_rows
 from rsembed.sok.dump import dump as dump
@@ -24,11 +23,7 @@ from rsembed.sok.policies import CounterFilter as CounterFilter
 from rsembed.sok.policies import EmbeddingVariableOption as EmbeddingVariableOption
 from rsembed.sok.policies import GlobalStepEvict as GlobalStepEvict
 from rsembed.sok.policies import L2WeightEvict as L2WeightEvict
-from rsembed.sok.refused import NAMES as _REFUSED
 from rsembed.sok.second_tier import SecondTier as SecondTier
-from rsembed.sok.variables import DynamicTableSpec as DynamicTableSpec
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
 from rsembed.sok.variables import embedding_variable as embedding_variable
 from rsembed.sok.variables import split_embedding_variable_from_others as split_embedding_variable_from_others
-
-__getattr__ = _refused_names(__name__, _REFUSED, globals())

@@ -220,11 +220,13 @@ def embedding_column(
       variable: a table to share; None makes one with the feature's name.
       **options: for `embedding_variable`.
 
-    Raises: ValueError: an argument is out of range, or the shared table has other rows.
+    Raises: ValueError: an argument is out of range, or the shared table has other rows. TypeError: one is unknown.
     """
     known = checked_combiner(combiner, f"column {feature!r}: combiner")
     if variable is None:
         variable = embedding_variable(feature, dimension, **options)
+    elif options:
+        raise TypeError(f"column {feature!r}: {', '.join(options)} would make a table, but variable= shares one.")
     elif variable.table.spec.embedding_dim != dimension:
         raise ValueError(
             f"column {feature!r}: dimension={dimension}, but the shared table has rows of "

@@ -159,7 +159,7 @@ class DistributedEmbedding(_Layer):
 
         Raises:
           TypeError or ValueError: naming table, position and the way out.
-          RuntimeError: the table is full, see `when_full` of `DynamicTableSpec`.
+          RuntimeError: the table is full, see `when_full` of `rsembed.Hashed`.
         """
         return self._pooled(keys, weights, training)[0]
 

@@ -6,9 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rsembed.refusals import refuses
-from rsembed.sok import refused
-
 
 @dataclasses.dataclass(frozen=True)
 class CounterFilter:
@@ -34,7 +31,6 @@ class L2WeightEvict:
     l2_weight_threshold: float = -1.0
 
 
-@refuses(refused.OPTION)
 @dataclasses.dataclass(frozen=True)
 class EmbeddingVariableOption:
     """Options of an embedding variable. Source: DeepRec, `tf.EmbeddingVariableOption`.
@@ -54,11 +50,12 @@ def core_policies(where: str, option: EmbeddingVariableOption | None, given: Map
     Args:
       where: names the table in errors.
       option: as DeepRec has it.
-      given: the same without it, or by SOK's `evict_strategy` and `filter_ratio`; None is not said.
+      given: the same without it, or by SOK's `evict_strategy` and `filter_ratio`; of these four, None is not said.
 
     Raises: ValueError: a strategy has no counterpart, or two arguments say the same.
     """
-    policies = {name: value for name, value in given.items() if value is not None}
+    may_be_none = ("steps_to_live", "l2_weight_threshold", "evict_strategy", "filter_ratio")
+    policies = {name: value for name, value in given.items() if value is not None or name not in may_be_none}
     strategy = str(policies.pop("evict_strategy", "lru")).lower()
     if strategy not in ("lru", "lfu"):
         raise ValueError(

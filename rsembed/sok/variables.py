@@ -19,11 +19,9 @@ from rsembed.homes.logical_rows import keys_to_leave
 from rsembed.intervals import Count, check_within, door
 from rsembed.keys import KEY_DTYPES
 from rsembed.kinds import dtype_among
-from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec, SGDOptimizerSpec
-from rsembed.refusals import refuses
-from rsembed.sok import refused
+from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
 from rsembed.sok.initialize import Context, current_context
-from rsembed.sok.named_initializers import named_initializer, uniform_initializer
+from rsembed.sok.named_initializers import named_initializer
 from rsembed.sok.policies import EmbeddingVariableOption, core_policies
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.sok.sharded_table import ShardedTable, TableState
@@ -146,7 +144,6 @@ def grown(table: ShardedTable, state: TableState, capacity: int) -> TableState:
     return table.on_shards(lambda own: hashed_rows.grow(own.shards, own.slots, table.spec, capacity), state)
 
 
-@refuses(refused.ARGUMENTS)
 @door
 def embedding_variable(
     name: str,
@@ -191,7 +188,7 @@ def embedding_variable(
         table larger. By the names of SOK, `evict_strategy` ("LRU" or "LFU", evicts when full) and `filter_ratio` (the
         probability).
 
-    Raises: ValueError: an argument is out of range or unknown.
+    Raises: ValueError: an argument is out of range. TypeError: it is unknown.
     """
     context, where = current_context(context), f"table {name!r}"
     check_count(rows_per_device, where, "rows_per_device", least=1)
@@ -199,14 +196,7 @@ def embedding_variable(
     num_rows = rows_per_device * num_devices
     stay = {"steps_to_live": steps_to_live, "l2_weight_threshold": l2_weight_threshold}
     policies = core_policies(where, ev_option, policies | stay)
-    if not use_hashtable:
-        if unused := list(policies):
-            raise ValueError(f"{where}: {', '.join(unused)} concern hash tables; use_hashtable is False.")
-        if num_rows > 2**32:
-            raise ValueError(
-                f"{where}: {rows_per_device} rows on each of {num_devices} devices are more than 2**32; take "
-                "use_hashtable=True."
-            )
+    unused = [] if use_hashtable else list(policies)
     steps_to_live, l2_weight_threshold = (policies.pop(name, None) for name in stay)
     if steps_to_live is not None:
         check_count(steps_to_live, where, "steps_to_live", least=0)
@@ -214,6 +204,16 @@ def embedding_variable(
     if grows := policies.get("when_full") == "grow":
         policies = policies | {"when_full": "error"}  # until the variable has more room
     of_keys: dict[str, Any] = {"key_dtype": dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")}
+    storage: Any = Hashed(**of_keys, **policies)
+    if not use_hashtable:
+        if unused:
+            raise ValueError(f"{where}: {', '.join(unused)} concern hash tables; use_hashtable is False.")
+        if num_rows > 2**32:
+            raise ValueError(
+                f"{where}: {rows_per_device} rows on each of {num_devices} devices are more than 2**32; take "
+                "use_hashtable=True."
+            )
+        storage = RowNumbers(**of_keys, num_shards=num_devices)
     spec = TableSpec(
         name=name,
         vocabulary_size=num_rows,
@@ -221,33 +221,11 @@ def embedding_variable(
         initializer=named_initializer(initializer, name),
         optimizer=AdagradOptimizerSpec() if optimizer is None else optimizer,
         dtype=dtype,
-        storage=Hashed(**of_keys, **policies) if use_hashtable else RowNumbers(**of_keys, num_shards=num_devices),
+        storage=storage,
     )
     table = ShardedTable(spec, context, exchange_capacity, grows, steps_to_live, l2_weight_threshold)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
-
-
-def DynamicTableSpec(
-    *,
-    name: str,
-    embedding_dim: int,
-    capacity: int,
-    optimizer: OptimizerSpec | None = None,
-    initializer: Callable[..., Array] = uniform_initializer,
-    dtype: str = "float32",
-    **policies: Any,
-) -> TableSpec:
-    """A table of the core for keys, as `embedding_variable` makes one: `TableSpec` with `Hashed(**policies)`."""
-    return TableSpec(
-        name=name,
-        vocabulary_size=capacity,
-        embedding_dim=embedding_dim,
-        initializer=initializer,
-        optimizer=SGDOptimizerSpec() if optimizer is None else optimizer,
-        dtype=dtype,
-        storage=Hashed(**policies),
-    )
 
 
 def split_embedding_variable_from_others(

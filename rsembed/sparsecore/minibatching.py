@@ -161,7 +161,9 @@ def _deal(layout: StackLayout, entries: Entries, minibatches: np.ndarray) -> Ent
     return dataclasses.replace(entries, partition=partition, num_partitions=num_partitions).take(order)
 
 
-def get_all_reduce_interface(*published_arguments: Any, **published_options: Any) -> AllReduce:
+def get_all_reduce_interface(
+    peer_addresses: Any = None, minibatching_port: Any = None, host_id: Any = None, host_count: Any = None
+) -> AllReduce:
     """The agreement of this library's processes; addresses and ports of the published one are not needed."""
-    del published_arguments, published_options
+    del peer_addresses, minibatching_port, host_id, host_count
     return agree_through_devices

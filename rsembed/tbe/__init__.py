@@ -1,8 +1,5 @@
 """Table-batched embeddings: FBGEMM's TBE training module on any JAX backend."""
 
-from rsembed.refusals import refused_names as _refused_names
-from rsembed.tbe.dense import DenseTableBatchedEmbeddingBags as DenseTableBatchedEmbeddingBags
-from rsembed.tbe.dense import DenseTableBatchedEmbeddingBagsCodegen as DenseTableBatchedEmbeddingBagsCodegen
 from rsembed.tbe.functional import TBEState as TBEState
 from rsembed.tbe.module import SplitTableBatchedEmbeddingBagsCodegen as SplitTableBatchedEmbeddingBagsCodegen
 from rsembed.tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags
@@ -31,6 +28,3 @@ from rsembed.tbe.records import TailIdThreshold as TailIdThreshold
 from rsembed.tbe.records import TBEStatsReporterConfig as TBEStatsReporterConfig
 from rsembed.tbe.records import UserEnabledConfigDefinition as UserEnabledConfigDefinition
 from rsembed.tbe.records import WeightDecayMode as WeightDecayMode
-from rsembed.tbe.refused import NAMES as _REFUSED
-
-__getattr__ = _refused_names(__name__, _REFUSED, globals())

@@ -322,26 +322,6 @@ def _rule_and_hyper(group: GroupPlan, state: TBEState, rate: Array) -> tuple[Any
     return rule, dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
 
 
-def decayed_tables(plan: TBEPlan, state: TBEState) -> TBEState:
-    """The state with the decay of DECOUPLE_GLOBAL that rows are still owed written into them, as lookups read them."""
-    rates = learning_rates(plan, state)
-    for number, group in enumerate(plan.groups):
-        if group.table.global_decay is not None:
-            old, (accumulator, prev_iter) = state.weights[number], state.slots[number]
-            round_rows = _rounding(plan, number, state, old.dtype, use=_DECAY) or _round_to_nearest
-            rows = old.astype(jnp.float32) * _owed_factor(group, state, prev_iter, rates[number])
-            weights = round_rows(rows, old.dtype, jnp.arange(old.shape[0]))
-            prev_iter = jnp.where(prev_iter > 0, state.step, prev_iter)
-            state = state.with_group(number, weights=weights, slots=(accumulator, prev_iter))
-    return state
-
-
-def _owed_factor(group: GroupPlan, state: TBEState, prev_iter: Array, rate: Array) -> Array:
-    """What rows that were last stepped at `prev_iter` must be multiplied by."""
-    table, t = group.table, state.step + 1
-    return global_decay_factor(prev_iter, t, rate, table.rule.weight_decay, table.global_decay)  # type: ignore[union-attr, arg-type]
-
-
 def _owed_factors(
     plan: TBEPlan, state: TBEState, batch: JaggedBatch, rates: Float[Array, " groups"]
 ) -> Float[Array, " nnz"] | None:
@@ -351,13 +331,14 @@ def _owed_factors(
         if group.table.global_decay is not None:
             rows = jagged_segment(batch, number).rows
             prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
-            own = _owed_factor(group, state, prev_iter, rates[number])
+            weight_decay = group.table.rule.weight_decay  # type: ignore[union-attr]
+            own = global_decay_factor(prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay)
             factors = own if factors is None else factors * own  # rows of other groups read as never touched: 1
     return factors
 
 
-_DECAY, _STORE = 2**32 - 1, 2**32 - 2
-"""What beside steps rounds rows, with other noise: the numbers of tables that nobody has."""
+_STORE = 2**32 - 2
+"""What beside steps rounds rows, with other noise: the number of a table that nobody has."""
 
 
 def _round_to_nearest(values: Array, dtype: Any, rows: Array) -> Array:

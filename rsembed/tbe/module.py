@@ -15,9 +15,8 @@ from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.intervals import Size, check_within, door
-from rsembed.refusals import refuses, refuses_names
 from rsembed.row_gradients import RowGradients, check_belong
-from rsembed.tbe import construction, functional, records, refused, whole_tables
+from rsembed.tbe import construction, functional, records, whole_tables
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
 from rsembed.tbe.door import Door, PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
@@ -27,7 +26,6 @@ from rsembed.tbe.reporting import StatisticsReporter
 from rsembed.tbe.training import TablesBackward, bring_near, learning_rates, pooled, prefetch, prepared, read_batch
 
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
-_decayed_tables = jax.jit(functional.decayed_tables, static_argnums=0)
 _begin_step = jax.jit(functional.begin_step, static_argnums=0, donate_argnums=1)
 
 
@@ -35,7 +33,6 @@ class TBEVariable(nnx.Variable):
     """Tables, optimizer states and counters of a module: trained by its backward pass, not by optax."""
 
 
-@refuses_names(refused.METHODS)
 class TableBatchedEmbeddingBags(nnx.Module):
     """Embedding bags of many tables in one call; the backward pass is the optimizer.
 
@@ -128,7 +125,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
       [[-1.0, -1.0], [-0.5, -0.5]]
     """
 
-    @refuses(refused.ARGUMENTS)
     @door
     def __init__(
         self,
@@ -247,7 +243,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
             self._host_rows.settle(self.state.get_value())
         return self._host_rows
 
-    @refuses(refused.CALL_ARGUMENTS)
     def __call__(
         self,
         indices: Any,
@@ -275,7 +270,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
         batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
         return pooled(self, bring_near(self, batch), by_feature=is_by_feature(indices))
 
-    @refuses(refused.CALL_ARGUMENTS)
     def vjp(
         self,
         indices: Any,
@@ -427,19 +421,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
             raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(known)}.")
         return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
 
-    def apply_global_weight_decay(self) -> None:
-        """Writes the decay that DECOUPLE_GLOBAL still owes to untouched rows into the tables.
-
-        Lookups stay the same, but for the rounding of FP16 and BF16 rows, which is that of a step.
-        """
-        if all(table.global_decay is None for table in self.plan.tables):
-            raise NotImplementedError("no table of this module has WeightDecayMode.DECOUPLE_GLOBAL.")
-        if self.plan.has_cache:
-            raise NotImplementedError(
-                "the decay of tables on the host cannot be written out; their rows pay when read."
-            )
-        self.state.set_value(_decayed_tables(self.plan, self.whole_state))
-
     def flush(self) -> None:
         """Writes all cached rows and states to the host, where they stay cached, and makes a `storage_folder` whole."""
         whole_tables.bring_home(self)
@@ -453,7 +434,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
                 whole_tables.bring_home(self)
             self.state.set_value(self._host_rows.forget(self.state.get_value()))
 
-    @refuses(refused.LOCAL_CACHE)
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
         return self._statistics("gather_uvm_cache_stats").totals
@@ -462,7 +442,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
         """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
         self._statistics("gather_uvm_cache_stats").reset()
 
-    @refuses(refused.LOCAL_CACHE)
     def print_uvm_cache_stats(self) -> None:
         """Prints means per call since the last print. Raises: as `get_uvm_cache_stats`."""
         print(self._statistics("gather_uvm_cache_stats").report())

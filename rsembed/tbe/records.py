@@ -26,11 +26,8 @@ from rsembed.optimizers import LearningRateMode as LearningRateMode
 from rsembed.optimizers import StepMode as StepMode
 from rsembed.optimizers import TailIdThreshold as TailIdThreshold
 from rsembed.optimizers import WeightDecayMode as WeightDecayMode
-from rsembed.refusals import refuses_names
-from rsembed.tbe import refused
 
 
-@refuses_names(refused.OF_EMBEDDING_LOCATION)
 class EmbeddingLocation(enum.IntEnum):
     """Where the rows of a table live: device, host, or host rows behind a cache on the device.
 
@@ -44,7 +41,6 @@ class EmbeddingLocation(enum.IntEnum):
     MTIA = 4
 
 
-@refuses_names(refused.OF_COMPUTE_DEVICE)
 class ComputeDevice(enum.IntEnum):
     """What looks the rows up. GPU is another name of CUDA; GPU and TPU are extensions. MTIA can be named, not used."""
 
@@ -62,7 +58,6 @@ class CacheAlgorithm(enum.IntEnum):
     LFU = 1
 
 
-@refuses_names(refused.OF_POOLING_MODE)
 class PoolingMode(enum.IntEnum):
     """How the rows of a bag become one vector. NONE: one output row per id."""
 
@@ -83,7 +78,6 @@ class BoundsCheckMode(enum.IntEnum):
     V2_FATAL = 6
 
 
-@refuses_names(refused.OF_OPTIM_TYPE)
 class EmbOptimType(enum.Enum):
     """The optimizer that the backward pass runs on touched rows.
 
@@ -115,7 +109,6 @@ class EmbOptimType(enum.Enum):
 OptimType = EmbOptimType
 
 
-@refuses_names(refused.OF_SPARSE_TYPE)
 class SparseType(enum.Enum):
     """Element types by the original's names; `dtype_of` says which of them can be stored."""
 
@@ -213,7 +206,6 @@ class MultiPassPrefetchConfig:
     min_splitable_pass_size: int = within("[1, inf)", default=6 * 2**20)
 
 
-@refuses_names(refused.OF_REPORTER_CONFIG)
 @dataclasses.dataclass(frozen=True)
 @checked
 class TBEStatsReporterConfig:

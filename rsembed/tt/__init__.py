@@ -1,10 +1,6 @@
 """Tensor-train embedding tables."""
 
-from rsembed.refusals import refused_names as _refused_names
 from rsembed.tt.batched import TableBatchedTTEmbeddingBag as TableBatchedTTEmbeddingBag
-from rsembed.tt.compress import Compressed as Compressed
-from rsembed.tt.compress import CompressionReport as CompressionReport
-from rsembed.tt.compress import compress as compress
 from rsembed.tt.cores import bag as bag
 from rsembed.tt.cores import full_weight as full_weight
 from rsembed.tt.cores import rows as rows
@@ -13,16 +9,12 @@ from rsembed.tt.decomposition import from_dense as from_dense
 from rsembed.tt.decomposition import from_tensorly as from_tensorly
 from rsembed.tt.decomposition import round_cores as round_cores
 from rsembed.tt.decomposition import to_tensorly as to_tensorly
-from rsembed.tt.fine_tuning import fine_tune as fine_tune
 from rsembed.tt.fused import OptimType as OptimType
 from rsembed.tt.initial_cores import init_cores as init_cores
 from rsembed.tt.module import TTEmbeddingBag as TTEmbeddingBag
-from rsembed.tt.refused import NAMES as _REFUSED
 from rsembed.tt.shapes import cheapest_p_shapes as cheapest_p_shapes
 from rsembed.tt.shapes import suggested_tt_shapes as suggested_tt_shapes
 from rsembed.tt.spec import TTSpec as TTSpec
 from rsembed.tt.storage import TensorTrain as TensorTrain
 from rsembed.tt.tables import FusedParam as FusedParam
 from rsembed.tt.tables import TTGradients as TTGradients
-
-__getattr__ = _refused_names(__name__, _REFUSED, globals())

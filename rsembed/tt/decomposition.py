@@ -43,8 +43,8 @@ def from_dense(
 ) -> tuple[TTSpec, Cores]:
     """The cores of a tensor train close to a table, by TT-SVD.
 
-    A trained table is seldom close to a small tensor train: see `compress`, which reports what is lost. Train the cores
-    on to win some of it back.
+    A trained table is seldom close to a small tensor train. Train the cores on to win some of it back: `set_cores` of a
+    `TTEmbeddingBag` takes them.
 
     Args:
       table: float table.
@@ -75,12 +75,12 @@ def from_dense(
     q = tuple(map(int, suggested_tt_shapes(dim, d, False) if tt_q_shapes is None else tt_q_shapes))
     caps = _ranks_of(ranks, d)
     TTSpec.suggest(rows, dim, caps or [1] * (d - 1), p, q)  # refuses factors that do not fit
-    remainder = digit_tensor(dense, p, q).reshape(1, -1)
+    remainder = _digit_tensor(dense, p, q).reshape(1, -1)
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(dense)) / math.sqrt(d - 1)
     cores = []
     for t in progress(range(d - 1), description="TT-SVD", delay=1.0, leave=False):
         left = remainder.shape[0]
-        basis, remainder = truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
+        basis, remainder = _truncated(remainder.reshape(left * p[t] * q[t], -1), caps[t] if caps else None, tail)
         cores.append(basis.reshape(left, p[t], q[t], -1))
     cores.append(remainder.reshape(-1, p[-1], q[-1], 1))
     if max_relative_error is not None and not allow_larger and (size := sum(core.size for core in cores)) > dense.size:
@@ -126,7 +126,7 @@ def round_cores(
     tail = (max_relative_error or 0.0) * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
     for t in progress(range(spec.num_cores - 1), description="rounding", delay=1.0, leave=False):
         left, p, q, right = parts[t].shape
-        basis, rest = truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
+        basis, rest = _truncated(parts[t].reshape(-1, right), caps[t] if caps else None, tail)
         parts[t] = basis.reshape(left, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
     return _stored(spec.num_embeddings, parts, cores[0].dtype)
@@ -180,7 +180,7 @@ def from_tensorly(
     return _stored(num_embeddings or math.prod(core.shape[1] for core in parts), parts, dtype)
 
 
-def digit_tensor(
+def _digit_tensor(
     table: Float[np.ndarray, "vocab dim"], tt_p_shapes: Sequence[int], tt_q_shapes: Sequence[int]
 ) -> Float[np.ndarray, "..."]:
     """The table, rows of zeros behind it, with an axis per digit: those of row and column take turns."""
@@ -190,7 +190,7 @@ def digit_tensor(
     return padded.reshape(*tt_p_shapes, *tt_q_shapes).transpose([axis for t in range(d) for axis in (t, d + t)])
 
 
-def truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:
+def _truncated(matrix: np.ndarray, rank: int | None, tail: float) -> tuple[np.ndarray, np.ndarray]:
     """`basis @ rest` close to the matrix: at most `rank` columns, or as few as leave out at most the norm `tail`."""
     side = min(matrix.shape)
     if rank is not None and side > max(MAX_EXACT_SIDE, 2 * rank):

@@ -20,8 +20,6 @@ from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kinds import check_kind, dtype_among
 from rsembed.optimizers import OptimizerSpec, Slots
-from rsembed.refusals import refuses_names
-from rsembed.tt import refused
 from rsembed.tt.chain import Cores, check_implementation
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
 from rsembed.tt.cores import full_weight, rows_of
@@ -57,7 +55,6 @@ class TTGradients(NamedTuple):
     per_sample_weights: Float[Array, " nnz"] | None
 
 
-@refuses_names(refused.ATTRIBUTES)
 class TTTables(nnx.Module):
     """State and behaviour that both modules share; they add the published constructor and the shape of the output.
 

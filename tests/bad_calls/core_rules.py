@@ -168,11 +168,6 @@ BAD = {
         lambda: custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=("zeros",)), TypeError,
         "slot_variable_initializers_tuple", "a number", "str",
     ),
-    "a rule as compiler text": (
-        lambda: custom(lambda g, w, lr: w, stablehlo="module {}"), NotImplementedError, "stablehlo=",
-        "custom_computation_fn",
-    ),
-    # Hashed
     "a policy nobody knows": (
         lambda: stored(rs.Hashed(when_full="drop")), ValueError, "table 'word'", "when_full", "'drop'", "evict",
     ),

@@ -125,10 +125,6 @@ BAD = {
     "growth of a table of numbers": (lambda: plain().grow(8), NotImplementedError, "table 'number'", "no hash table"),
     "growth to less": (lambda: variable().grow(2), ValueError, "table 'word'", "2", "4"),
     "growth by half a row": (lambda: variable().grow(8.5), TypeError, "grow: rows_per_device", "an integer", "8.5"),
-    "a dynamic table of no capacity": (
-        lambda: sok.DynamicTableSpec(name="word", embedding_dim=4, capacity=0), ValueError, "table 'word'",
-        "at least 1",
-    ),
     "one variable to split": (
         lambda: sok.split_embedding_variable_from_others(variable()), ValueError, "list or a tuple",
         "EmbeddingVariable",

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rsembed.sparsecore import embedding, embedding_spec, prefetch, table_stacking, utils
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
 from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
 from rsembed.sparsecore.linen import embed as linen
 from rsembed.sparsecore.nnx import embed
@@ -331,10 +331,6 @@ BAD = {
         "[1, inf)",
     ),
     "a hot shard above all": (lambda: guess(hot_shard_fraction=2.0), ValueError, "hot_shard_fraction", "[0, 1]", "2.0"),
-    "no depth": (lambda: prefetch.prefetch([], sum, depth=0), ValueError, "depth", "at least 1", "0"),
-    "half a depth": (lambda: prefetch.prefetch([], sum, depth=1.5), TypeError, "depth", "integer", "1.5"),
-    "nothing to prefetch": (lambda: prefetch.prefetch(3, sum), TypeError, "prefetch: batches", "a list", "int"),
-    "prefetching without a function": (lambda: prefetch.prefetch([], None), TypeError, "function", "NoneType"),
     "a linen layer of another axis": (lambda: linen_layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
     "raw ids for a layer": (lambda: trained()([IDS]), TypeError, "PreprocessedInput", "list"),
 }  # fmt: skip

@@ -19,7 +19,6 @@ from rsembed.tbe import (
     TBEStatsReporterConfig,
     WeightDecayMode,
     functional,
-    quantized_rows,
 )
 
 HOST, CPU = EmbeddingLocation.HOST, ComputeDevice.CPU
@@ -312,21 +311,6 @@ BAD = {
         lambda: functional.lookup(bags().plan, single().state.get_value(), bags().plan.batch(IDS, OFFSETS, None)),
         ValueError, "does not belong",
     ),
-    "a decay that no table has": (lambda: bags().apply_global_weight_decay(), NotImplementedError, "DECOUPLE_GLOBAL"),
-    "encoded rows of one axis": (
-        lambda: quantized_rows.encode_8bit_rows(np.ones(4, np.float32)), ValueError, "8-bit rows", "a matrix", "(4,)",
-    ),
-    "encoded rows of NaN": (
-        lambda: quantized_rows.encode_8bit_rows(np.full((2, 4), np.nan, np.float32)), ValueError, "row 0", "finite",
-    ),
-    "decoded rows without parameters": (
-        lambda: quantized_rows.decode_8bit_rows(np.ones((2, 8), np.uint8)), ValueError, "encoded rows", "uint8",
-        "(2, 8)",
-    ),
-    "decoded rows of floats": (
-        lambda: quantized_rows.decode_8bit_rows(np.ones((2, 12), np.float32)), ValueError, "encoded rows", "uint8",
-        "float32",
-    ),
 }  # fmt: skip
 
 
@@ -337,10 +321,6 @@ def _twice():
 
 
 ACCEPTED = {
-    "encoded rows of integers": (
-        lambda: quantized_rows.encode_8bit_rows(np.ones((2, 4), int)),
-        lambda: quantized_rows.encode_8bit_rows(np.ones((2, 4))),
-    ),
     "ids as lists": (lambda: call(IDS.tolist(), OFFSETS.tolist()), lambda: call()),
     "ids of JAX": (lambda: call(jnp.asarray(IDS), jnp.asarray(OFFSETS)), lambda: call()),
     "ids of uint64": (lambda: call(IDS.astype(np.uint64)), lambda: call()),

@@ -38,10 +38,6 @@ def stored(*ranks, dtype="float32", **fields):
     return rs.EmbeddingCollection([feature(table_spec=spec)])
 
 
-def tuned(**options):
-    return tt.fine_tune(SPEC, cores(), DENSE, **({"key": KEY(0), "num_steps": 1, "batch_rows": 2} | options))
-
-
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2])
 
 BAD = {
@@ -162,22 +158,6 @@ BAD = {
         lambda: tt.from_tensorly(np.ones((3, 3))), ValueError, "from_tensorly", "[R, p, q, R]", "(3,), (3,)",
     ),
     "a matrix of text": (lambda: tt.from_tensorly("cores"), ValueError, "from_tensorly", "cores must be arrays", "()"),
-    "no bytes to compress to": (lambda: tt.compress(DENSE), ValueError, "compress", "exactly one"),
-    "an error of NaN": (lambda: tt.compress(DENSE, max_relative_error=NAN), ValueError, "max_relative_error", "nan"),
-    "a compressed vector": (
-        lambda: tt.compress(np.ones(9), bytes=99), ValueError, "compress: table", "[vocab, dim]", "(9,)",
-    ),
-    "too few row weights": (
-        lambda: tt.compress(DENSE, bytes=99, row_weights=np.ones(8)), ValueError, "row_weights", "9",
-    ),
-    "negative row weights": (lambda: tuned(row_weights=-np.ones(9)), ValueError, "row_weights", "not negative"),
-    "a table to tune to of another shape": (
-        lambda: tt.fine_tune(SPEC, cores(), DENSE.T, key=KEY(0)), ValueError, "(4, 9)", "(9, 4)",
-    ),
-    "tuning by a seed": (lambda: tuned(key=0), TypeError, "key", "PRNG key", "jax.random.key(0)"),
-    "fewer steps than none": (lambda: tuned(num_steps=-1), ValueError, "num_steps=-1", "at least 0"),
-    "half a step": (lambda: tuned(num_steps=1.5), TypeError, "fine_tune: num_steps", "an integer", "1.5"),
-    "tuning at a rate of NaN": (lambda: tuned(learning_rate=NAN), ValueError, "learning_rate", "nan"),
     # Modules
     "no ranks": (lambda: module(tt_ranks=None), TypeError, "tt_ranks is missing", "tt_ranks=[16]"),
     "ranks twice": (lambda: tt.TTEmbeddingBag(9, 4, [2], [3, 3], [2, 2], [2]), TypeError, "optimizer", "got [2]"),

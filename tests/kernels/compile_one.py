@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rsembed.kernels import sparsecore, sparsecore_calls
+from rsembed.kernels import sparsecore
 from rsembed.kernels.contract import Segment, SegmentGradients, Step
 from rsembed.kernels.devices import TOPOLOGIES
 from rsembed.sparsecore import embedding
@@ -38,10 +38,6 @@ def lookup(table, rows, offsets):
     return sparsecore.lookup(table, segments)
 
 
-def sum_by_row(rows, values):
-    return sparsecore.sum_by_row(rows, values, 4000)
-
-
 def update_with(rule):
     def update(table, slots, rows, offsets, d_output):
         gradients = SegmentGradients((Segment(rows, offsets, None, "sum"),), (d_output,))
@@ -54,8 +50,6 @@ def compile_on_one(chip, case):
     """A kernel on the first device; rows of tables lie as tiles need them."""
     if case == "lookup":
         function, shapes, donate = lookup, (TABLE, ROWS, OFFSETS), ()
-    elif case == "sum_by_row":
-        function, shapes, donate = sum_by_row, (ROWS, Shape((NUM_IDS, DIM), jnp.float32)), ()
     else:
         (function, shapes), donate = update_with(RULES[case]), (0, 1)
     mesh = topology(chip, 1)
@@ -70,33 +64,6 @@ def compile_on_one(chip, case):
         lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
     state = jax.tree.leaves(shapes[:2]) if donate else []
     return lowered, sum(size_of(s) for s in state), size_of(TABLE)
-
-
-def compile_xla_calls(chip, case):
-    """XLA's own operations, a rule inside, over all devices."""
-    mesh, num_cores, limit = topology(chip), CORES[chip], 64
-    cut = NamedSharding(mesh, P("device"))
-    rows_cut = sparsecore.row_layout(cut)
-    num_pointers, num_ids = max(mesh.size * num_cores, 8) * num_cores, mesh.size * num_cores**2 * limit
-    ids = Shape((mesh.size * num_ids,), jnp.int32)
-    buffers = (Shape((mesh.size * num_pointers,), jnp.int32), ids, ids, Shape(ids.shape, jnp.float32))
-    table, rule = Shape((mesh.size * NUM_ROWS // 4, DIM), jnp.float32), RULES[case.removeprefix("xla_")]
-    slots = jax.eval_shape(rule.init_slots, table)
-    limits = sparsecore_calls.Limits(limit, limit)
-
-    def step(table, slots, *buffers):
-        buffers = sparsecore_calls.Buffers(*buffers)
-        output = sparsecore_calls.sparse_dense_matmul(table, buffers, num_samples=NUM_BAGS, limits=limits)
-        stepped = sparsecore_calls.sparse_dense_matmul_update(
-            table, slots, buffers, output, rule.get_hyperparameters(0), rule, limits=limits
-        )
-        return output, stepped
-
-    part, state = P("device"), (rows_cut, (rows_cut,) * len(slots))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)
-    jitted = jax.jit(mapped, in_shardings=(*state, *[cut] * 4), out_shardings=(cut, state), donate_argnums=(0, 1))
-    lowered = jitted.trace(table, slots, *buffers).lower(lowering_platforms=("tpu",))
-    return lowered, (1 + len(slots)) * size_of(table) // mesh.size, size_of(table) // mesh.size
 
 
 def compile_tutorial_step(chip, case):
@@ -153,7 +120,7 @@ def size_of(shape):
 
 def main(chip, case):
     start = time.monotonic()
-    make = compile_tutorial_step if case == "tutorial" else compile_xla_calls if "xla" in case else compile_on_one
+    make = compile_tutorial_step if case == "tutorial" else compile_on_one
     lowered, state_bytes, table_bytes = make(chip, case)
     compiled = lowered.compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()

@@ -1,21 +1,20 @@
 """Runs SparseCore kernels in numpy: the traced body of a kernel, equation by equation, once for every tile.
 
 The very equations that are lowered for the TPU are interpreted, so there is no second kernel to drift away. Tiles run
-one at a time, each until its next barrier, and every mistake that this order could hide is looked for:
+one after another, and every mistake that this order could hide is looked for:
 
 * an index outside an array, or a row id outside a table that is not the ignored one;
 * scratch and outputs start as NaN or the smallest integer, so reading what nobody wrote shows;
 * a copy moves its data only when it is waited for; one that never is, or is waited for twice, is an error;
-* two tiles that touch the same numbers without a barrier between them, unless both add;
-* a barrier that not all tiles of a core reach; a wrong claim of divisibility.
+* two tiles that touch the same numbers;
+* a wrong claim of divisibility.
 
-Blind to: the layout of memory, timing, the order of concurrent additions, and what a vector unit cannot do (lowering
-checks that).
+Blind to: the layout of memory, timing, and what a vector unit cannot do (lowering checks that). It knows no barriers
+and no memory that tiles share, which the kernels do without.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 
 import jax
@@ -26,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from tests.kernels.jax_internals import NDIndexer, Slice, TransformedRef
 
-_NOBODY, _ADDERS = -1, -2
+_NOBODY = -1
 
 
 class KernelError(Exception):
@@ -54,12 +53,10 @@ class Buffer:
             self.writer[places] = tile
 
     def add(self, places, values, tile):
-        if self.writer is not None:
-            strangers = set(np.unique(self.writer[places])) - {_NOBODY, _ADDERS, tile}
-            if strangers:
-                raise KernelError(f"race: tile {tile} adds to what tile {strangers.pop()} wrote")
-            self.writer[places] = _ADDERS
+        self._check(places, tile, "adds to what tile {} wrote")
         np.add.at(self.array, places, values)
+        if self.writer is not None:
+            self.writer[places] = tile
 
     def _check(self, places, tile, what):
         if self.writer is not None:
@@ -67,44 +64,18 @@ class Buffer:
             if strangers:
                 raise KernelError(f"race: tile {tile} " + what.format(strangers.pop()))
 
-    def forget(self, tiles):
-        """A barrier of these tiles."""
+    def end_kernel(self):
+        """What one kernel wrote, the next one may touch."""
         if self.writer is not None:
-            self.writer[np.isin(self.writer, [_ADDERS, *tiles])] = _NOBODY
+            self.writer[:] = _NOBODY
 
 
-class Tile(threading.Thread):
-    """One tile's run of a kernel; `proceed` lets it run to its next barrier or to its end."""
+class Tile:
+    """One tile's run of a kernel."""
 
-    def __init__(self, number, place, run):
-        super().__init__(daemon=True)
-        self.number, self.place, self._run = number, place, run
-        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        self.error = None
-        self.finished = False
+    def __init__(self, number, place):
+        self.number, self.place = number, place
         self.copies = defaultdict(list)
-
-    def run(self):
-        self._go.acquire()
-        try:
-            with np.errstate(all="ignore"):
-                self._run(self)
-            if any(self.copies.values()):
-                raise KernelError("a copy was started and never waited for")
-        except BaseException as error:
-            self.error = error
-        self.finished = True
-        self._paused.release()
-
-    def proceed(self):
-        self._go.release()
-        self._paused.acquire()
-        if self.error is not None:
-            raise self.error
-
-    def barrier(self):
-        self._paused.release()
-        self._go.acquire()
 
 
 def simulate(function, *args):
@@ -175,31 +146,16 @@ def _run_kernel(eqn, inputs):
     given = [x if isinstance(x, Buffer) else Buffer(x.shape, x.dtype, np.asarray(x), shared=True) for x in inputs]
     outputs = [_fresh(v.aval, shared=True) for v in eqn.outvars]
     common = [*given, *outputs]
-    scratch_avals = [v.aval for v in body.invars[len(common) :]]
-    of_core = {n for n, aval in enumerate(scratch_avals) if "shared" in str(aval.memory_space).lower()}
-    shared = [{n: _fresh(scratch_avals[n], shared=True) for n in of_core} for _ in range(num_cores)]
-
-    def run(tile):
-        common_to_core = shared[tile.place["core"]]
-        own = [common_to_core.get(n) or _fresh(aval) for n, aval in enumerate(scratch_avals)]
-        _run_inside(body, [*common, *own], tile)
-
-    tiles = [Tile(c * num_tiles + t, {"core": c, "tile": t}, run) for c in range(num_cores) for t in range(num_tiles)]
-    for tile in tiles:
-        tile.start()
     for core in range(num_cores):
-        own = tiles[core * num_tiles : (core + 1) * num_tiles]
-        while True:
-            for tile in own:
-                tile.proceed()
-            if all(tile.finished for tile in own):
-                break  # without a barrier: what this core wrote, the next one may not touch
-            if any(tile.finished for tile in own):
-                raise KernelError("some tiles of a core wait at a barrier that others never reach")
-            for buffer in [*common, *shared[core].values()]:
-                buffer.forget([tile.number for tile in own])
-    for buffer in common:  # the next kernel starts when this one has ended
-        buffer.forget(range(num_cores * num_tiles))
+        for number in range(num_tiles):
+            tile = Tile(core * num_tiles + number, {"core": core, "tile": number})
+            scratch = [_fresh(v.aval) for v in body.invars[len(common) :]]
+            with np.errstate(all="ignore"):
+                _run_inside(body, [*common, *scratch], tile)
+            if any(tile.copies.values()):
+                raise KernelError("a copy was started and never waited for")
+    for buffer in common:
+        buffer.end_kernel()
     return [jnp.asarray(buffer.array) for buffer in outputs]
 
 
@@ -251,9 +207,6 @@ def _run_equation(eqn, inputs, tile):
         return _MEMORY[name](inputs, params, tile)
     if name == "axis_index":
         return [tile.place[params["axis_name"]]]
-    if name == "barrier":
-        tile.barrier()
-        return []
     if name not in _ARITHMETIC:
         raise KernelError(f"the simulator does not know the primitive {name}")
     return [_ARITHMETIC[name](*inputs, **{k: v for k, v in params.items() if k in _USED_PARAMS})]
@@ -311,7 +264,7 @@ def _real_rows(places, is_real):
 
 def _start_copy(inputs, params, tile):
     source, destination, semaphore, *_ = params["tree"].unflatten(inputs)
-    tile.copies[id(_places(semaphore)[0])].append((source, destination, params["add"]))
+    tile.copies[id(_places(semaphore)[0])].append((source, destination))
     return []
 
 
@@ -320,7 +273,7 @@ def _wait_copy(inputs, params, tile):
     queue = tile.copies[id(_places(semaphore)[0])]
     if not queue:
         raise KernelError("waits for a copy that nobody started")
-    source, destination, add = queue.pop(0)
+    source, destination = queue.pop(0)
     (from_buffer, from_places, from_real), (to_buffer, to_places, to_real) = _places(source), _places(destination)
     shapes = from_buffer.array[_zeros(from_places)].shape, to_buffer.array[_zeros(to_places)].shape
     if shapes[0] != shapes[1]:
@@ -330,7 +283,7 @@ def _wait_copy(inputs, params, tile):
     values = from_buffer.read(_real_rows(from_places, from_real), tile.number)
     if to_real is not None:
         values = values[to_real]
-    (to_buffer.add if add else to_buffer.write)(_real_rows(to_places, to_real), values, tile.number)
+    to_buffer.write(_real_rows(to_places, to_real), values, tile.number)
     return []
 
 

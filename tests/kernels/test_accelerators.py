@@ -10,7 +10,7 @@ import pytest
 
 import rsembed as rs
 import rsembed.optimizers as ro
-from rsembed.kernels import api, gpu, library, reference, sparsecore, sparsecore_calls, sparsecore_tiles
+from rsembed.kernels import api, gpu, library, reference, sparsecore, sparsecore_tiles
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
 from rsembed.kernels.evidence import backend_evidence
@@ -165,16 +165,6 @@ def test_row_gradients_through_a_lookup_are_the_defined_ones():
         assert_close(one, other)
 
 
-def test_sums_in_shared_memory_count_every_row():
-    rows = jnp.asarray(np.random.default_rng(1).integers(-1, NUM_ROWS + 1, 700), jnp.int32)
-    values = jax.random.normal(jax.random.key(0), (700, DIM))
-    sums = simulated(lambda rows, values: sparsecore.sum_by_row(rows, values, NUM_ROWS), rows, values)
-    want = oracles.combined_row_gradients(NUM_ROWS, [Segment(rows, None, None, "none")], [values])
-    assert_close(sums, np.stack([want[row] for row in range(NUM_ROWS)]))
-    with tracing_for("v6e"), pytest.raises(NotImplementedError, match="do not fit a SparseCore's shared memory"):
-        sparsecore.sum_by_row(rows, values, 1 << 20)
-
-
 # Rules inside kernels
 
 
@@ -298,15 +288,6 @@ def test_what_kernels_cannot_do_is_named():
         gpu.apply_rows(table, (jnp.zeros((8, 1), jnp.int32),), rows, table[:3], Step((0.1,), RULES["sgd"]))
     with pytest.raises(NotImplementedError, match="holds rows of up to 8192 numbers, not 9000"):
         gpu.apply_rows(jnp.zeros((2, 9000)), (), rows, jnp.zeros((3, 9000)), Step((0.1,), RULES["sgd"]))
-    rowwise, buffers = RULES["rowwise_adagrad"], sparsecore_calls.Buffers(rows, rows, rows, jnp.zeros(3))
-    limits = sparsecore_calls.Limits(8, 8)
-    with pytest.raises(NotImplementedError, match="rowwise_adagrad uses the primitive `reduce_sum`"):
-        hyper = rowwise.get_hyperparameters(0)
-        sparsecore_calls.sparse_dense_matmul_update(
-            table, (table[:, :1],), buffers, table, hyper, rowwise, limits=limits
-        )
-    with pytest.raises(NotImplementedError, match="multiple of 8 numbers, not float32 rows of 12"):
-        sparsecore_calls.sparse_dense_matmul(jnp.zeros((8, 12)), buffers, num_samples=4, limits=limits)
 
 
 def test_importing_the_package_leaves_pallas_alone():
@@ -341,21 +322,3 @@ def test_steps_lower_for_every_chip(target, monkeypatch):
     with tracing_for(target):
         text = jax.jit(step, donate_argnums=(0, 1)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
     assert text.count(call) >= 2
-
-
-def test_xla_calls_lower_with_the_rule_as_a_function():
-    rule, shape = RULES["ftrl"], jax.ShapeDtypeStruct
-    table, ids = shape((64, 16), jnp.float32), shape((256,), jnp.int32)
-    buffers = sparsecore_calls.Buffers(shape((16,), jnp.int32), ids, ids, shape((256,), jnp.float32))
-    limits, hyper = sparsecore_calls.Limits(64, 32), rule.get_hyperparameters(0)
-
-    def step(table, slots, buffers, gradients):
-        output = sparsecore_calls.sparse_dense_matmul(table, buffers, num_samples=8, limits=limits)
-        return output, sparsecore_calls.sparse_dense_matmul_update(
-            table, slots, buffers, gradients, hyper, rule, limits=limits
-        )
-
-    shapes = (table, (table, table), buffers, shape((8, 16), jnp.float32))
-    text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
-    assert "@SparseDenseMatmulOp(" in text and "@SparseDenseMatmulGradOpWithOptimizerUpdate(" in text
-    assert "row_rule" in text and "max_unique_ids_per_partition\\22: 32" in text

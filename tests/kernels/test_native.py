@@ -305,14 +305,6 @@ def test_allocated_arrays_hold_their_fill(dtype):
         assert np.all(np.asarray(array) == np.ones((), dtype))
 
 
-def test_huge_pages_change_no_value():
-    numbers = np.arange(12 << 20, dtype=np.int32)
-    table = jax.device_put(numbers)
-    assert native.advise_huge_pages(table) in (True, False)
-    assert np.array_equal(table, numbers)
-    assert native.advise_huge_pages(jax.device_put(numbers[:3])) is False
-
-
 _HASHES = """
 import hashlib, json, sys
 import jax, jax.numpy as jnp, numpy as np

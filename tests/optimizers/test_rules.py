@@ -201,17 +201,6 @@ def test_specs_compare_by_class_and_value_and_print_short():
     [
         (lambda: rs.LaPropOptimizerSpec(rms_clip_threshold=1.0), ValueError, "rms_clip_threshold is not supported"),
         (lambda: rs.CustomOptimizerSpec(0.1), TypeError, "custom_computation_fn must be a function"),
-        (
-            lambda: rs.CustomOptimizerSpec(0.1, lambda g, w, lr: w, stablehlo="module {}"),
-            NotImplementedError,
-            "stablehlo= is not needed here: pass the function",
-        ),
-        (lambda: rs.CustomOptimizerSpec.lower_to_stablehlo(print), NotImplementedError, "lower_to_stablehlo is not"),
-        (
-            lambda: rs.CustomOptimizerSpec.wrap_stablehlo_with_limits("", 1),
-            NotImplementedError,
-            "limits as embedding_var_limits to the update",
-        ),
         (lambda: rs.SGDOptimizerSpec(np.ones(2)), TypeError, "must be a scalar"),
         (lambda: jax.jit(rs.SGDOptimizerSpec)(0.1), TypeError, "traced value; specs are static"),
     ],

@@ -1,37 +1,6 @@
 import matplotlib.pyplot as plt
-import numpy as np
-import pytest
 
 from rsembed import plot
-
-
-def test_two_cores_cannot_do_better_than_the_truncated_svd_of_the_rearranged_table():
-    table = np.random.default_rng(0).normal(size=(11, 6))
-    (tail,) = plot.rank_tails(table, (4, 3), (2, 3))
-    rearranged = np.zeros((8, 9))
-    for row in range(11):
-        for column in range(6):
-            rearranged[row // 3 * 2 + column // 3, row % 3 * 3 + column % 3] = table[row, column]
-    left, values, right = np.linalg.svd(rearranged)
-    for rank, found in enumerate(tail):
-        best = (left[:, :rank] * values[:rank]) @ right[:rank]
-        assert found == pytest.approx(np.linalg.norm(rearranged - best) / np.linalg.norm(table), abs=1e-7)
-
-
-def test_a_table_of_rank_one_leaves_nothing_behind_rank_one():
-    row, column = np.arange(1.0, 13), np.arange(1.0, 9)
-    for tail in plot.rank_tails(np.outer(np.kron([1, 2], row[:6]), column), (2, 3, 2), (2, 2, 2)):
-        assert tail[0] == 1 and tail[-1] == 0
-    with pytest.raises(ValueError, match="do not fit a table of shape"):
-        plot.rank_tails(np.ones((5, 4)), (2, 2), (2, 2))
-
-
-def test_a_spectrum_is_a_line_over_the_ranks():
-    ax = plot.plot_rank_spectrum({"a": [1.0, 0.5, 0.0], "b": np.array([1.0, 0.0])})
-    assert [line.get_xdata().tolist() for line in ax.lines] == [[0, 1, 2], [0, 1]]
-    assert ax.lines[0].get_ydata().tolist() == [1.0, 0.5, 0.0]
-    assert ax.get_xlabel() == "rank" and "error" in ax.get_ylabel()
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b"]
 
 
 def test_results_are_sorted_by_bytes_on_a_logarithmic_axis():

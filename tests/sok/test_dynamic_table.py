@@ -20,12 +20,20 @@ from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys, join_keys, split_keys
 from rsembed.optimizers import AdagradOptimizerSpec, SGDOptimizerSpec
+from rsembed.sok.named_initializers import uniform_initializer
 from tests.sok.model import Table
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "sok_cases.json").read_text())
 DIM, BATCH, CAPACITY = 2, 6, 8
 SEED = jax.random.key(3)
-PLAIN = sok.DynamicTableSpec(name="t", embedding_dim=DIM, capacity=CAPACITY, optimizer=SGDOptimizerSpec(0.5))
+PLAIN = TableSpec(
+    name="t",
+    vocabulary_size=CAPACITY,
+    embedding_dim=DIM,
+    initializer=uniform_initializer,
+    optimizer=SGDOptimizerSpec(0.5),
+    storage=Hashed(),
+)
 
 
 def kept(table, *, rows=CAPACITY, optimizer=PLAIN.optimizer, **policies):

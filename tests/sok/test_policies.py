@@ -131,17 +131,3 @@ def test_a_second_tier_on_a_mesh_gives_the_bits_of_a_table_with_room_for_all():
     assert len(tier) <= len(there["keys"]) and there["keys"][0] in sok.export_rows(layers[0].variable)["keys"]
     with pytest.raises(NotImplementedError, match="table 't' has no hash table; its keys keep their rows"):
         sok.SecondTier(variable(use_hashtable=False), num_rows=5)
-
-
-@pytest.mark.parametrize("name", sok.refused.ARGUMENTS)
-def test_where_a_table_lies_and_the_order_of_its_sums_are_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=rf"takes no {name}: .*EmbeddingCollection"):
-        sok.DistributedEmbedding("sum", 8, DIM, 1, 2, context=sok.Init(), **{name: "world_size"})
-
-
-@pytest.mark.parametrize("name", sok.refused.OPTION)
-def test_an_option_without_a_counterpart_is_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=rf"takes no {name}: "):
-        sok.EmbeddingVariableOption(**{name: 7})
-    option = sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(3), **{name: None})
-    assert option == sok.EmbeddingVariableOption(None, sok.CounterFilter(3))

@@ -147,32 +147,3 @@ def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_anothe
 def test_without_stochastic_rounding_a_cache_of_another_precision_rounds_to_nearest():
     values = stepped(1e-5, num_steps=5, weights_precision=FP16, cache_precision=FP32, stochastic_rounding=False)
     np.testing.assert_array_equal(values[52:], 1.0)
-
-
-@pytest.mark.parametrize("precision", [FP16, BF16])
-@pytest.mark.parametrize("is_stochastic", [True, False])
-def test_applied_global_decay_is_not_rounded_away_in_tables_of_16_bits(precision, is_stochastic):
-    decay = {"weight_decay": 0.041, "weight_decay_mode": rt.WeightDecayMode.DECOUPLE_GLOBAL}
-    module = make(
-        ((NUM_ROWS, DIM),),
-        optimizer=rt.OptimType.EXACT_ROWWISE_ADAGRAD,
-        learning_rate=0.1,
-        weights_precision=precision,
-        stochastic_rounding=is_stochastic,
-        global_weight_decay=rt.GlobalWeightDecayDefinition(),
-        **decay,
-    )
-    everything, nothing = np.arange(NUM_ROWS - 1), np.zeros(0, np.int64)
-    train(module, everything, np.array([0, NUM_ROWS - 1]), d_output=np.zeros((1, DIM), np.float32))
-    state = module.state_dict()
-    module.load_state_dict(state | {"table_0.weight": np.full((NUM_ROWS, DIM), 1.5, np.float32)})
-    train(module, nothing, np.array([0, 0]))
-    before = np.asarray(module(np.arange(NUM_ROWS), np.arange(NUM_ROWS + 1)))
-    module.apply_global_weight_decay()
-    values = np.asarray(module.split_embedding_weights()[0]).astype(np.float64)
-    wanted, spacing = 1.5 * (1 - 0.1 * 0.041), {FP16: 2.0**-10, BF16: 2.0**-7}[precision]
-    assert (np.abs(values[:-1] - wanted) <= spacing).all() and (values[-1] == 1.5).all()
-    deviation = spacing / 2 / np.sqrt(values[:-1].size) if is_stochastic else spacing / 10
-    np.testing.assert_allclose(values[:-1].mean(), wanted, atol=5 * deviation)
-    after = np.asarray(module(np.arange(NUM_ROWS), np.arange(NUM_ROWS + 1)))
-    np.testing.assert_allclose(after, before, atol=spacing)

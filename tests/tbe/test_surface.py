@@ -1,10 +1,8 @@
 """Names and forms of the original that programs around it use."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from rsembed import tbe as rt
 from tests.tbe.oracle import make, train
@@ -12,62 +10,6 @@ from tests.tbe.oracle import make, train
 SPECS = ((9, 4), (6, 4), (5, 2))
 IDS = np.array([3, 3, 8, 0, 5, 5, 1, 4])
 OFFSETS = np.array([0, 2, 3, 5, 6, 7, 8])  # three features of two bags
-
-
-def dense_oracle(weights, ids, offsets, sample_weights, mean):
-    pooled = []
-    for feature, table in enumerate(weights):
-        rows = []
-        for bag in range(2):
-            first, last = offsets[2 * feature + bag], offsets[2 * feature + bag + 1]
-            total = sum((sample_weights[k] * table[ids[k]] for k in range(first, last)), np.zeros(table.shape[1]))
-            rows.append(total / max(last - first, 1) if mean else total)
-        pooled.append(np.stack(rows))
-    return np.concatenate(pooled, axis=1)
-
-
-@pytest.mark.parametrize("mean", [False, True])
-def test_the_dense_module_pools_and_has_the_gradients_of_a_loop(mean):
-    pooling = "mean" if mean else rt.PoolingMode.SUM
-    module = rt.DenseTableBatchedEmbeddingBagsCodegen([*SPECS], pooling_mode=pooling)
-    module.init_embedding_weights_uniform(-1.0, 1.0)
-    tables = [np.asarray(table, np.float64) for table in module.split_embedding_weights()]
-    sample_weights = np.linspace(0.5, 2.0, 8).astype(np.float32)
-    upstream = np.random.default_rng(0).normal(size=(2, 10))
-
-    def loss(module, weights):
-        return jnp.sum(module(IDS, OFFSETS, weights) * jnp.asarray(upstream, jnp.float32))
-
-    found, (d_module, d_weights) = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(
-        module, jnp.asarray(sample_weights)
-    )
-    assert found == pytest.approx(np.sum(dense_oracle(tables, IDS, OFFSETS, sample_weights, mean) * upstream), rel=1e-5)
-    by_group = [
-        leaf.get_value() for leaf in jax.tree.leaves(d_module, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
-    ]
-    d_tables = [by_group[0][:9], by_group[0][9:], by_group[1]]
-    for number, (table, d_table) in enumerate(zip(tables, d_tables, strict=True)):
-        expected = np.zeros_like(table)
-        columns = slice(4 * number, 4 * number + table.shape[1])
-        for bag in range(2):
-            first, last = OFFSETS[2 * number + bag], OFFSETS[2 * number + bag + 1]
-            for k in range(first, last):
-                expected[IDS[k]] += sample_weights[k] * upstream[bag, columns] / (last - first if mean else 1)
-        np.testing.assert_allclose(d_table, expected, rtol=1e-5)
-    for k in range(8):
-        bumped = sample_weights.astype(np.float64)
-        bumped[k] += 1.0
-        more = dense_oracle(tables, IDS, OFFSETS, bumped, mean) - dense_oracle(
-            tables, IDS, OFFSETS, sample_weights, mean
-        )
-        assert d_weights[k] == pytest.approx(np.sum(more * upstream), rel=1e-4, abs=1e-5)
-
-
-def test_features_that_need_none_give_their_weights_no_gradient():
-    module = rt.DenseTableBatchedEmbeddingBags([*SPECS])
-    module.init_embedding_weights_uniform(1.0, 2.0)
-    d_weights = jax.grad(lambda w: module(IDS, OFFSETS, w, feature_requires_grad=[1, 0, 1]).sum())(jnp.ones(8))
-    assert (np.asarray(d_weights) == 0).tolist() == [False] * 3 + [True] * 3 + [False] * 2
 
 
 def test_members_may_be_given_by_name_or_value(monkeypatch):

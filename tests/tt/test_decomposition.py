@@ -153,6 +153,8 @@ def test_wrong_arguments_are_refused():
         from_dense(table)
     with pytest.raises(ValueError, match="exactly one of ranks= and max_relative_error="):
         round_cores(*from_dense(table, ranks=2))
+    with pytest.raises(ValueError, match="max_relative_error"):
+        from_dense(table, max_relative_error=np.nan)
     with pytest.raises(ValueError, match="make 99 rows"):
         from_dense(table, ranks=2, tt_p_shapes=[11, 9])
     table[0, 0] = np.nan
