@@ -34,8 +34,6 @@ NAMES = {
 }
 
 ARGUMENTS = {
-    "reproducible": "gradients of keys are summed on each device first; for bits that no number of devices changes, "
-    "give the core rows by number, and `EmbeddingCollection(..., reproducible='world_size')`",
     "mode": f"all devices share a table. {_LOCALIZED}",
 }
 
