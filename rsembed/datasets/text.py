@@ -194,14 +194,14 @@ def _bundled_file(name: str) -> Path:
 
 
 def load_shakespeare(
-    vocabulary_size: int, *, source: str = "auto", path: str | os.PathLike[str] | None = None
+    vocab_size: int, *, source: str = "auto", path: str | os.PathLike[str] | None = None
 ) -> Int32[np.ndarray, " words"]:
     """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
 
     `shakespeare` keeps the two apart; use this one to compare with the tutorial.
 
     Args:
-      vocabulary_size: number of ids; as many of the most frequent words get one of their own.
+      vocab_size: number of ids; as many of the most frequent words get one of their own.
       source: as in `shakespeare`.
       path: as in `shakespeare`.
 
@@ -209,5 +209,5 @@ def load_shakespeare(
       >>> load_shakespeare(2048, source="pastiche").dtype
       dtype('int32')
     """
-    ids = shakespeare(vocabulary_size + 1, source=source, path=path).word_ids
+    ids = shakespeare(vocab_size + 1, source=source, path=path).word_ids
     return np.maximum(ids - np.int32(1), np.int32(0))

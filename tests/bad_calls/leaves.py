@@ -97,7 +97,7 @@ BAD = {
     # Batches of words
     "no steps": (lambda: datasets.word_id_batches(WORDS, 0, 2, 3), ValueError, "word_id_batches: num_steps=0"),
     "a text too short": (
-        lambda: datasets.word_id_batches(WORDS[:3], 1, 2, 3), ValueError, "3 words are too few", "seq_length=3",
+        lambda: datasets.word_id_batches(WORDS[:3], 1, 2, 3), ValueError, "3 words are too few", "seq_len=3",
     ),
     "a split nobody knows": (
         lambda: windows(split="test"), ValueError, "next_word_batches: split='test'", "validation",

@@ -316,4 +316,4 @@ def test_load_shakespeare_numbers_words_as_the_tutorial_does(tmp_path):
     own = own_text(tmp_path, "b a b c a b d e c")
     # b 3 times, a and c twice, then d and e; the first three words keep an id, the rest share 0 with b.
     assert datasets.load_shakespeare(3, path=own).tolist() == [0, 1, 0, 2, 1, 0, 0, 0, 2]
-    assert datasets.load_shakespeare(9, path=own).tolist() == [0, 1, 0, 2, 1, 0, 3, 4, 2]
+    assert datasets.load_shakespeare(vocab_size=9, path=own).tolist() == [0, 1, 0, 2, 1, 0, 3, 4, 2]
