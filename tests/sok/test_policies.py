@@ -134,9 +134,9 @@ def test_a_second_tier_on_a_mesh_gives_the_bits_of_a_table_with_room_for_all():
 
 
 @pytest.mark.parametrize("name", sok.refused.ARGUMENTS)
-def test_where_a_table_lies_and_the_order_of_its_sums_are_refused_by_name(name):
+def test_where_a_table_lies_is_refused_by_name(name):
     with pytest.raises(NotImplementedError, match=rf"takes no {name}: .*EmbeddingCollection"):
-        sok.DistributedEmbedding("sum", 8, DIM, 1, 2, context=sok.Init(), **{name: "world_size"})
+        sok.DistributedEmbedding("sum", 8, DIM, 1, 2, context=sok.Init(), **{name: "localized"})
 
 
 @pytest.mark.parametrize("name", sok.refused.OPTION)
