@@ -16,10 +16,11 @@ rows, and donate it:
   Adagrad is elementwise and stands in for the row-wise one: its times are shown, its numbers not compared.
 * FBGEMM: `SplitTableBatchedEmbeddingBagsCodegen` on the device, if `fbgemm_gpu` can be imported and there is a GPU.
 
-Before it is timed, every contestant takes two steps and must then agree with the reference on a lookup. A time is that
-of several calls, one after the other without waiting in between, over four distinct batches. GB/s counts as FBGEMM
-does: every looked-up row and every output once for a lookup, three times for a step; `of copy` is the share of what a
-large copy reads and writes on the same card in the same run.
+It needs an NVIDIA GPU of 20 GB for case T, and JAX's CUDA plugin. Before it is timed, every contestant takes two steps
+and must then agree with the reference on a lookup. A time is that of several calls, one after the other without waiting
+in between, over four distinct batches. GB/s counts as FBGEMM does: every looked-up row and every output once for a
+lookup, three times for a step; `of copy` is the share of what a large copy reads and writes on the same card in the
+same run.
 
 Without a GPU, or with `--tiny`, batches are tiny; without a GPU our kernels also run in Pallas' interpreter. Such
 numbers check that this script works and that all contestants agree. They say nothing about speed.

@@ -193,7 +193,8 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
       output: folder for `<notebook>.ipynb` and the pictures under `<notebook>/`.
 
     Returns: 0, or 1 when a cell failed.
-    Raises: CommandError: unknown notebook or parameter, or the `notebooks` extra is not installed.
+    Raises: CommandError: unknown notebook or parameter, a file that is no notebook, a folder that cannot be written, or
+      the `notebooks` extra is not installed.
     """
     try:
         import nbclient  # noqa: F401
@@ -202,7 +203,11 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
         raise CommandError(f"{error}; install the extra: pip install 'rsembed[notebooks]'.") from None
 
     path = find_notebook(name)
-    notebook = nbformat.read(path, as_version=4)
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except (ValueError, TypeError, AttributeError, KeyError, nbformat.ValidationError) as error:
+        raise CommandError(f"{path} is no notebook: {_first_line(error)}") from None
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if settings and not cells:
         raise CommandError(f"{path.stem} has no cell tagged 'parameters', so nothing can be set.")
@@ -212,9 +217,13 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     chosen = " ".join(f"{key}={value}" for key, value in settings.items())
     print(f"Running {path.stem}" + (f" with {chosen}" if chosen else "") + " ...", flush=True)
     start, executed, folder = time.monotonic(), output / path.name, output / path.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    for picture in folder.glob("cell-*.png"):  # of an earlier run
-        picture.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, executed)  # now, as after the run it would be too late to fail
+        for picture in folder.glob("cell-*.png"):  # of an earlier run
+            picture.unlink()
+    except OSError as error:
+        raise CommandError(f"--output {output}: {error}; name a folder that can be written.") from None
 
     def tell(*, cell: Any, cell_index: int, **_: Any) -> None:
         for line in text_lines(cell):
@@ -234,10 +243,14 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     return 0
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def doctor() -> int:
     """Prints versions, devices, which kernels are live or why they are not, and what is known of each backend.
 
-    Raises: CommandError: the environment asks for kernels that there are not.
+    Raises: CommandError: the environment asks for devices or kernels that there are not.
     """
     import jax
 
@@ -250,7 +263,10 @@ def doctor() -> int:
             print(f"{package:<12}{importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             print(f"{package:<12}not installed")
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise CommandError(f"JAX finds no device: {_first_line(error)}") from None
     print(f"{'devices':<12}{len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
     try:
         states, evidence = implementation_states(), backend_evidence()

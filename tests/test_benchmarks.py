@@ -89,9 +89,6 @@ def test_the_trial_of_faults_tells_older_checkpoints_from_wrong_ones(scripts, mo
         assert found[fault.__name__, "blind"] == {"WRONG": 1}
 
 
-# The script for a card
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of FBGEMM, as it is imported
 def test_everybody_on_a_gpu_would_train_the_same_tables(scripts, monkeypatch):
     import gpu
@@ -104,71 +101,3 @@ def test_everybody_on_a_gpu_would_train_the_same_tables(scripts, monkeypatch):
         assert 0 < record["best_milliseconds"] <= record["milliseconds"] < np.inf
     with pytest.raises(AssertionError, match=r"ours and the reference differ by 1\.0e-01"):
         gpu.check_agreement(np.full((2, 2), 1.1), np.ones((2, 2)), "ours")
-
-
-def test_stages_leave_one_file_and_one_page(scripts, tmp_path, monkeypatch):
-    """One that computes, one that fails and one that takes too long; called again, only those without success run."""
-    import json
-
-    import card
-
-    def ending(code, seconds=30):
-        return card.Stage("nothing", seconds, ["-c", code], {}, "notebook")
-
-    known = card.stages(tiny=True)
-    chosen = {
-        "machine": known["machine"],
-        "broken": ending("print('  so far'); 1 / 0"),
-        "endless": ending("while 1: 0", 0.3),  # seconds; trials on CPUs have three times the limit
-    }
-    monkeypatch.setattr(card, "stages", lambda *, tiny: chosen)
-    monkeypatch.setattr(sys, "argv", ["card.py", "--tiny", "--out", str(tmp_path)])
-    assert card.main() == 1
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert {name: own["state"] for name, own in results["stages"].items()} == {
-        "machine": "passed", "broken": "failed", "endless": "out of time"
-    }  # fmt: skip
-    assert results["stages"]["machine"]["records"][0]["platform"] == "cpu"
-    assert results["stages"]["broken"]["printed"][0] == "so far"
-    page = (tmp_path / "results.md").read_text()
-    for words in (
-        "say nothing about speed",
-        "| endless | out of time |",
-        "ZeroDivisionError",
-        "Not run, hence unproven",
-    ):
-        assert words in page
-    chosen |= {name: ending("pass") for name in chosen}  # the machine would no longer have records
-    assert card.main() == 0
-    again = json.loads((tmp_path / "results.json").read_text())["stages"]
-    assert again["machine"]["records"] == results["stages"]["machine"]["records"]
-    assert again["endless"]["state"] == "passed"
-
-
-def test_a_run_on_a_card_takes_25_minutes_at_most_and_knows_its_tests(scripts):
-    import card
-
-    assert sum(stage.seconds for stage in card.stages(tiny=False).values()) <= 25 * 60
-    names = [name for names in card.DESELECTED.values() for name in names]
-    for name in (*card.SUITE, *names):
-        path, _, function = name.partition("::")
-        text = (BENCHMARKS.parent / path).read_text()
-        assert f"def {function.partition('[')[0]}" in text
-    log = (
-        "tests/a.py::test_one[x, y] PASSED   [ 10%]\n[gw1] [ 20%] FAILED tests/a.py::test_two[z] \n"
-        "[gw0] [ 30%] PASSED tests/b.py::test_three \nFAILED tests/a.py::test_two[z] - assert 1\nE   assert 1\n"
-    )
-    assert card.outcomes(log) == {
-        "counts": {"FAILED": 1, "PASSED": 2}, "failed": ["tests/a.py::test_two[z]"], "reasons": ["E   assert 1"]
-    }  # fmt: skip
-
-
-def test_wheels_to_carry_are_those_that_a_machine_lacks(scripts):
-    import card_wheels
-
-    missing = set(card_wheels.missing(None))
-    assert {"tensorly", "pooch", "beartype", "hypothesis", "nbclient", "sortedcontainers"} <= missing
-    assert not {"jax", "jaxlib", "numpy", "ruff", "selenium", "torch"} & missing
-    listing = "Package    Version\n---------- -------\ntensorly   0.9.0\nSortedContainers==2.4.0\n"
-    assert missing - set(card_wheels.missing(listing)) == {"tensorly", "sortedcontainers"}
-    assert "PIP_CONSTRAINT=wheels/constraint.txt" in card_wheels.instructions(listing)

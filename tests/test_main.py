@@ -1,6 +1,8 @@
 """The command line, on a tiny notebook written for the purpose."""
 
 import io
+import os
+import subprocess
 import sys
 
 import nbformat
@@ -77,6 +79,22 @@ def test_run_explains_a_wrong_call(notebook_folder, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [b"no json", b"\xff\xfe", b'{"cells": 3}', b"[]"])
+def test_run_refuses_a_file_that_is_no_notebook(notebook_folder, capsys, content):
+    (notebook_folder / "own.ipynb").write_bytes(content)
+    assert command_line.main(["run", str(notebook_folder / "own.ipynb")]) == 2
+    message = capsys.readouterr().err
+    assert "own.ipynb is no notebook: " in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", ["notebooks/beside.py", "notebooks/beside.py/below", "taken"])
+def test_run_says_where_it_cannot_write(notebook_folder, capsys, place):
+    notebook_folder.with_name("taken").joinpath("01_tiny.ipynb").mkdir(parents=True)
+    assert command_line.main(["run", "01", "--output", place]) == 2
+    message = capsys.readouterr().err
+    assert f"--output {place}: " in message and message.count("\n") == 1
+
+
 def test_a_prefix_of_two_notebooks_lists_both(notebook_folder):
     (notebook_folder / "01_twin.ipynb").touch()
     with pytest.raises(command_line.CommandError, match="could mean 01_tiny, 01_twin"):
@@ -109,6 +127,14 @@ def test_doctor_names_each_kernel_implementation(capsys):
     assert any(line.startswith("jax ") for line in lines)
     assert any("8 × cpu" in line for line in lines if line.startswith("devices"))
     assert any(line.split() == ["reference", "live"] for line in lines)
+
+
+def test_doctor_says_in_one_line_that_a_device_is_not_here():
+    run = [sys.executable, "-m", "rsembed", "doctor"]
+    done = subprocess.run(run, env=os.environ | {"JAX_PLATFORMS": "tpu"}, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert last.startswith("rsembed: JAX finds no device: ") and "'tpu'" in last
 
 
 def test_doctor_speaks_to_a_terminal_that_lacks_its_signs(monkeypatch):

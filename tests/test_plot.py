@@ -12,7 +12,7 @@ from rsembed.kernels.cpu_threads import granted_cores
 
 RNG = np.random.default_rng(0)
 VECTORS = RNG.normal(size=(40, 8))
-PROFILE = plot.profile_stream(RNG.integers(0, 9, (2, 4, 3)), num_shards=2)
+ENTRIES = plot.partition_entries(RNG.integers(0, 9, (2, 4, 3)), num_shards=2)
 LABELS = [f"word{i}" for i in range(40)]
 
 PICTURES = {
@@ -26,23 +26,13 @@ PICTURES = {
     "shard_load": lambda **kw: plot.plot_shard_load({"plain": np.array([5, 3]), "turned": np.array([4, 4])}, **kw),
     "stack_bytes": lambda **kw: plot.plot_stack_bytes({"a": (4000, 100), "b": (2000, 0)}, **kw),
     "buffer": lambda **kw: plot.plot_buffer(np.array([[0, 0, -1, 1, -2, -2]]), **kw),
-    "miss_ratio": lambda **kw: plot.plot_miss_ratio([10, 100], [0.9, 0.2], measured={"lru": {10: 0.95}}, **kw),
-    "zipf_fit": lambda **kw: plot.plot_zipf_fit(np.array([5, 0, 9]), **kw),
-    "unique_ratio": lambda **kw: plot.plot_unique_ratio([0.2, 0.3], **kw),
-    "hit_rate": lambda **kw: plot.plot_hit_rate([0.2, 0.3], **kw),
-    "buffer_occupancy": lambda **kw: plot.plot_buffer_occupancy([np.array([0.5, 0.1, 0.4])] * 2, **kw),
-    "slot_magnitudes": lambda **kw: plot.plot_slot_magnitudes({"m": np.array([0.1, 3.0])}, **kw),
-    "norm_drift": lambda **kw: plot.plot_norm_drift(np.array([[0.0] * 4, [0.1, 0.2, 0.3, 0.4]]), **kw),
-    "exchange_volume": lambda **kw: plot.plot_exchange_volume(np.array([[5, 1], [3, 7]]), **kw),
+    "miss_ratio": lambda **kw: plot.plot_miss_ratio({"lru": {10: 0.95, 100: 0.2}}, **kw),
     "stack_treemap": lambda **kw: plot.plot_stack_treemap({"a": (4000, 100), "b": (2000, 0)}, **kw),
-    "limit_choice": lambda **kw: plot.plot_limit_choice(PROFILE, 2, **kw),
-    "cache_choice": lambda **kw: plot.plot_cache_choice(PROFILE, 3, embedding_dim=4, **kw),
+    "limit_choice": lambda **kw: plot.plot_limit_choice(ENTRIES, 2, **kw),
     "roofline": lambda **kw: plot.plot_roofline(
         plot.Work(2e9, 4e9), {"fast": 0.5}, bytes_per_second=1e10, flops_per_second=1e11, **kw
     ),
     "against_bytes": lambda **kw: plot.plot_against_bytes({"int8": [(1e3, 0.01), (2e3, 0.005)]}, **kw),
-    "scaling": lambda **kw: plot.plot_scaling([1, 2], {"dense": [1.0, 0.6]}, **kw),
-    "row_norms": lambda **kw: plot.plot_row_norms(np.ones(3), np.array([0, 1, 5]), **kw),
 }
 
 
@@ -155,10 +145,6 @@ def test_principal_plane_needs_two_points():
         plot.principal_plane(np.ones((1, 3)))
 
 
-def test_row_norms_are_euclidean():
-    assert plot.row_norms(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist() == [5.0, 0.0]
-
-
 # Artists
 
 
@@ -269,9 +255,3 @@ def test_labels_find_the_same_places_every_time():
 def test_plot_neighbourhoods_needs_a_text_per_row(given):
     with pytest.raises(ValueError, match=r"1 (labels|kinds) for 40 rows"):
         plot.plot_neighbourhoods(VECTORS, **given)
-
-
-def test_plot_row_norms_shows_rows_never_seen_at_one_half():
-    ax = plot.plot_row_norms(np.array([1.0, 2.0]), np.array([0, 7]))
-    assert ax.collections[0].get_offsets().tolist() == [[0.5, 1.0], [7.0, 2.0]]
-    assert ax.get_xscale() == "log"

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from rsembed.collection.layout import read_from
-from rsembed.collection.reproducible import InBlocks
 from rsembed.collection.rows import Admitted, LookupResult, Occurrences, Rows, Trip, each, keys_of_rows
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
@@ -29,12 +28,9 @@ class AskedRows(Rows):
 
     Args:
       capacity: places per block of a round; None takes `default_capacity`.
-      is_reproducible: gradients travel one by one and are summed by their owner in the order of the global batch,
-        which no number of devices changes.
     """
 
     capacity: int | None = None
-    is_reproducible: bool = False
 
     @property
     def partition(self) -> PartitionSpec:
@@ -101,7 +97,7 @@ class AskedRows(Rows):
 
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""
-        wanted, takes_keys = self._distinct(batch.all_keys(), batch.numbers), self.home.takes_keys
+        wanted, takes_keys = self._distinct(batch.all_keys()), self.home.takes_keys
         num_places = wanted.entry_of.shape[0] * self.num_shards
         if not takes_keys:
             num_places = min(num_places, -(-self.home.num_ids(self.table) // self.num_shards))
@@ -143,7 +139,7 @@ class AskedRows(Rows):
             params, slots, rows = self._find_arrived(*state, question, step)
             return self._step(params, slots, [each(rows)], [gradients], step), None
 
-        wanted = self._distinct(self._after(batch.all_keys(), d_outputs), batch.numbers)
+        wanted = self._distinct(self._after(batch.all_keys(), d_outputs))
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)
         params = yield from self._held(params, wanted, step)
         answers = yield self._question(wanted, payload, answer, (params, slots))
@@ -159,16 +155,9 @@ class AskedRows(Rows):
     def _own(self, keys: Keys) -> Keys:
         return keys.only(self.home.owners(keys, self.num_shards) == self._shard)
 
-    def _how(self, step: Step) -> Step:
-        if self.is_reproducible and step.rule.is_row_wise:
-            step = dataclasses.replace(step, rule=InBlocks(rule=step.rule))
-        return super()._how(step)
-
-    def _distinct(self, keys: Keys, numbers: Array | None = None) -> Wanted:
-        """Each id once, or (with numbers) as often as it occurs, in that order."""
+    def _distinct(self, keys: Keys) -> Wanted:
+        """Each id once."""
         lanes = [*keys.lanes] if self.home.takes_keys else [keys.low.astype(jnp.int32)]
-        if numbers is not None:
-            lanes.append(numbers)
         return distinct(self.home.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
 
     def _names(self, wanted: Wanted) -> Any:
@@ -217,8 +206,8 @@ class AskedRows(Rows):
 
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
-        if self.is_reproducible or self.table.optimizer.moves_all_rows:
-            return num_entries  # one round: the owner sees all gradients of a row in their order, and moves others once
+        if self.table.optimizer.moves_all_rows:
+            return num_entries  # one round: rows without a gradient move once
         return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
 
     @property

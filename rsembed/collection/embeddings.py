@@ -58,9 +58,6 @@ class EmbeddingCollection:
       exchange_capacity: distinct rows that two devices exchange in one round, for `row` and `table`. Any number gives
         the same result; few save memory, many save rounds. None takes what skewed ids need for one round. Only of
         new keys of one batch that meet a full hashed table do the rounds decide which get the last rows.
-      reproducible: `world_size` sums gradients in the order of the global batch, so that tables have equal bits on any
-        number of devices (one included), as far as the gradients of the activations do. Gradients then travel one per
-        id, not one per distinct row.
       implementation: name of a kernel implementation to insist on; None takes the fastest that can serve. What a
         storage does by itself (finding, reading and stepping its rows) takes the fastest.
       bounds_check: outside `jit`, `raise` turns an id outside its table into an error, `ignore` lets it contribute
@@ -86,22 +83,14 @@ class EmbeddingCollection:
         sharding_axis: str | Sequence[str] | None = None,
         placement: str | Mapping[str, str] | None = None,
         exchange_capacity: int | None = None,
-        reproducible: str | None = None,
         implementation: str | None = None,
         bounds_check: str = "raise",
     ):
         if bounds_check not in ("raise", "ignore"):
             raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
-        if reproducible not in (None, "world_size"):
-            raise ValueError(f"reproducible must be None or 'world_size', got {reproducible!r}.")
-        if exchange_capacity is not None and (exchange_capacity < 1 or reproducible):
-            raise ValueError(
-                f"exchange_capacity={exchange_capacity} must be at least 1, and None with reproducible=, which sends "
-                "everything in one round."
-            )
+        if exchange_capacity is not None and exchange_capacity < 1:
+            raise ValueError(f"exchange_capacity={exchange_capacity} must be at least 1.")
         api.check_implementation(implementation)
-        if reproducible and mesh is None:
-            mesh = jax.make_mesh((1,), ("device",))
         self.features: dict[str, FeatureSpec] = {feature.name: feature for feature in features_of(features)}
         self.table_specs: dict[str, TableSpec] = tables_of(features)
         self.implementation = implementation
@@ -115,7 +104,6 @@ class EmbeddingCollection:
             placements,
             self.devices,
             exchange_capacity=exchange_capacity,
-            is_reproducible=reproducible is not None,
             implementation=implementation,
         )
         inputs.check_output_shapes(self.features, self.devices)

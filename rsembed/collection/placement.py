@@ -34,13 +34,11 @@ def placement_of_tables(
         known = {
             name: PLACEMENTS if table.storage is None else table.storage.placements for name, table in tables.items()
         }
-        is_known = placement.removesuffix("_wise") in PLACEMENTS
-        given = {name: placement for name in tables if not is_known or placement.removesuffix("_wise") in known[name]}
+        given = {name: placement for name in tables if placement not in PLACEMENTS or placement in known[name]}
     unknown = sorted(set(given) - set(tables))
     if unknown:
         near = did_you_mean(unknown[0], tables)
         raise ValueError(f"placement names unknown tables {unknown}{near}; the collection has {sorted(tables)}.")
-    given = {name: kind.removesuffix("_wise") for name, kind in given.items()}  # as `plan_placement` calls them
     for name, kind in given.items():
         if kind not in PLACEMENTS:
             raise ValueError(f"table {name!r}: placement {kind!r} is not one of {', '.join(PLACEMENTS)}.")
@@ -75,7 +73,6 @@ def make_stacks(
     devices: Devices,
     *,
     exchange_capacity: int | None,
-    is_reproducible: bool,
     implementation: str | None,
 ) -> dict[str, Stack]:
     """What does the work of every stack, by name."""
@@ -84,14 +81,8 @@ def make_stacks(
     def make(stack: StackPlan) -> Stack:
         own = tuple(tables[table.name] for table in stack.tables)
         table, storage, placement = own[0], cast(Home | None, own[0].storage), placements[own[0].name]
-        # One device has all rows and asks nobody, unless it is to sum in the order of many.
-        is_shared = devices.num_devices > 1 or (is_reproducible and storage is None)
-        is_split = is_shared and placement in ("row", "table")
-        if is_split and is_reproducible and storage is not None:
-            raise ValueError(
-                f"table {table.name!r} is kept as {storage}, whose owners do not sum gradients in the order "
-                "of the global batch, as reproducible= asks for; place it 'replicated', or leave that out."
-            )
+        # One device has all rows and asks nobody.
+        is_split = devices.num_devices > 1 and placement in ("row", "table")
         layout = RowLayout.whole(stack)
         if is_split and placement == "row":
             layout = RowLayout.row_wise(stack, devices.num_devices)
@@ -104,11 +95,8 @@ def make_stacks(
         if storage is not None and len(own) > 1:
             home = storage.shared(own)
         if is_split:
-            how: Any = {"capacity": exchange_capacity, "is_reproducible": is_reproducible}
-            return Stack(layout, AskedRows(devices, table, home, implementation, **how))
-        # A sum over devices has another order on each number of them.
-        sums_gradients = home.sums_gradients and not is_reproducible
-        return Stack(layout, Rows(devices, table, home, implementation, splits_columns, sums_gradients))
+            return Stack(layout, AskedRows(devices, table, home, implementation, capacity=exchange_capacity))
+        return Stack(layout, Rows(devices, table, home, implementation, splits_columns))
 
     return {stack.name: make(stack) for stack in plan.stacks}
 

@@ -43,12 +43,10 @@ class Occurrences(NamedTuple):
     Attributes:
       segments: their rows are the ids, `NO_ROW` for none; of keys, the positions among them.
       keys: of tables that have some, else None.
-      numbers: of the occurrences in the global batch, where their order is to be kept.
     """
 
     segments: Sequence[Segment]
     keys: Keys | None = None
-    numbers: Int[Array, " nnz"] | None = None
 
     @staticmethod
     def of(features: Sequence[tuple[Keys, Segment]]) -> Occurrences:
@@ -119,8 +117,9 @@ class Rows:
 
     It steps what it has with the gradients of the global batch, so that copies never drift apart. With
     `splits_columns`, it pools the global batch for its columns: pieces of activations travel instead of rows. Where ids
-    are rows, one kernel reads and pools, and another sums and steps. With `sums_gradients`, each device pulls back what
-    is its own, and the gradients of all parameters are summed over devices, which gives all of them the same bits.
+    are rows, one kernel reads and pools, and another sums and steps. Where the home `sums_gradients`, each device pulls
+    back what is its own, and the gradients of all parameters are summed over devices, which gives all of them the same
+    bits.
 
     Args:
       devices: the mesh.
@@ -134,7 +133,6 @@ class Rows:
     home: Home
     implementation: str | None = None
     splits_columns: bool = False
-    sums_gradients: bool = False
 
     @property
     def partition(self) -> PartitionSpec:
@@ -218,7 +216,7 @@ class Rows:
         self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
         """Keys without a row get one, and all rows of the batch are stepped."""
-        if self.sums_gradients:
+        if self.home.sums_gradients:
             return self._step_all(params, slots, batch.segments, d_outputs, step)
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
         if self.home.ids_are_rows:
@@ -229,7 +227,7 @@ class Rows:
 
     def apply(self, params: Any, slots: Any, rows: Array, values: Array, step: Step) -> tuple[Any, Any]:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
-        if self.sums_gradients:  # every device has them all, and takes its share
+        if self.home.sums_gradients:  # every device has them all, and takes its share
             is_own = jnp.arange(rows.shape[0]) % self.devices.num_devices == self.devices.index()
             return self._step_all(params, slots, [each(jnp.where(is_own, rows, NO_ROW))], [values], step)
         keys, occurrences = keys_of_gradients(rows)

@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from rsembed.bags import Bags
-from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.layout import RowLayout
-from rsembed.collection.reproducible import occurrence_numbers
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.homes.hashed_rows import apart, together
 from rsembed.homes.home import Home
@@ -117,9 +115,7 @@ class Stack:
     def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
         """The ids of the stack's features; those outside their table are none."""
         if self.is_dense:
-            is_ordered = isinstance(self.rows, AskedRows) and self.rows.is_reproducible
-            numbers = occurrence_numbers(self.layout, bags) if is_ordered else None
-            return Occurrences(self.layout.segments(bags), numbers=numbers)
+            return Occurrences(self.layout.segments(bags))
         # What stands behind the last bag must not be looked for.
         num_ids = [bags[feature.name].offsets[-1] for feature in self.layout.stack.features]
         if not self.home.takes_keys:

@@ -9,7 +9,6 @@ from rsembed.datasets.generated import ClickLog, synthetic_clicks, zipf_ids, zip
 from rsembed.datasets.movielens import movielens
 from rsembed.datasets.ratings import RatingsLog, TasteLaw, generated_ratings
 from rsembed.datasets.text import UNKNOWN_WORD, Text, load_shakespeare, shakespeare
-from rsembed.datasets.text_grammar import word_kinds
 
 __all__ = [
     "UNKNOWN_WORD",
@@ -25,7 +24,6 @@ __all__ = [
     "synthetic_clicks",
     "unigram_entropy",
     "word_id_batches",
-    "word_kinds",
     "zipf_ids",
     "zipf_probabilities",
 ]

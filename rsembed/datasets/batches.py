@@ -14,11 +14,11 @@ SPLITS = ("train", "validation")
 
 @door
 def word_id_batches(
-    word_ids: Int[np.ndarray, " words"], num_steps: int, batch_size: int, seq_length: int, num_tables: int = 1
+    word_ids: Int[np.ndarray, " words"], num_steps: int, batch_size: int, seq_len: int, num_tables: int = 1
 ) -> tuple[dict[str, list[Int32[np.ndarray, "batch seq 1"]]], list[Int32[np.ndarray, " batch"]]]:
     """The batches of the published tutorial: every step the same first windows of the text.
 
-    `features["words_<i>"][step][b, s, 0]` is word `b + s` and `labels[step][b]` is word `b + seq_length`.
+    `features["words_<i>"][step][b, s, 0]` is word `b + s` and `labels[step][b]` is word `b + seq_len`.
     Positions past the end continue at the start of the text, for features as for labels, so a batch larger
     than the text meets the same windows again. All steps and tables share one read-only array.
 
@@ -26,7 +26,7 @@ def word_id_batches(
       word_ids: the text.
       num_steps: length of each list.
       batch_size: windows per step.
-      seq_length: context words per window.
+      seq_len: context words per window.
       num_tables: number of features, each holding the same words.
 
     Raises: ValueError: a count is below 1, or the text is too short for one window and its label.
@@ -34,18 +34,18 @@ def word_id_batches(
     Source: Shakespeare example of jax-tpu-embedding.
 
     Example:
-      >>> features, labels = word_id_batches(np.arange(9), num_steps=2, batch_size=2, seq_length=3)
+      >>> features, labels = word_id_batches(np.arange(9), num_steps=2, batch_size=2, seq_len=3)
       >>> features["words_0"][0][..., 0].tolist(), labels[0].tolist()
       ([[0, 1, 2], [1, 2, 3]], [3, 4])
     """
-    counts = {"num_steps": num_steps, "batch_size": batch_size, "seq_length": seq_length, "num_tables": num_tables}
+    counts = {"num_steps": num_steps, "batch_size": batch_size, "seq_len": seq_len, "num_tables": num_tables}
     check_counts("word_id_batches", **counts)
-    if len(word_ids) <= seq_length:
+    if len(word_ids) <= seq_len:
         raise ValueError(
-            f"word_id_batches: {len(word_ids)} words are too few for windows of seq_length={seq_length} and "
-            f"a label; give at least {seq_length + 1} words or a smaller seq_length."
+            f"word_id_batches: {len(word_ids)} words are too few for windows of seq_len={seq_len} and "
+            f"a label; give at least {seq_len + 1} words or a smaller seq_len."
         )
-    positions = np.arange(batch_size)[:, None] + np.arange(seq_length + 1)
+    positions = np.arange(batch_size)[:, None] + np.arange(seq_len + 1)
     windows = np.asarray(word_ids, np.int32)[positions % len(word_ids)]
     windows.flags.writeable = False
     features = {f"words_{table}": [windows[:, :-1, None]] * num_steps for table in range(num_tables)}

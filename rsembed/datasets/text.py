@@ -8,14 +8,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from rsembed.datasets.files import Published
-from rsembed.datasets.text_grammar import generated_words, surprise_per_word
 
 UNKNOWN_WORD = "<unk>"
 """The word of id 0, which stands for every word outside the vocabulary."""
@@ -27,8 +25,12 @@ CORPUS = Published(
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
 SOURCES = ("auto", "generated", "pastiche", "corpus")
-NUM_GENERATED_WORDS = 200_000
-GENERATED = "generated, short sentences in Shakespeare's manner from a grammar of rsembed"
+BUNDLED = {
+    "generated": ("sentences.txt", "generated, short sentences in Shakespeare's manner, bundled with rsembed"),
+    "pastiche": ("pastiche.txt", "pastiche, an original text in Shakespeare's manner, bundled with rsembed"),
+}
+BEST_LOSS = 1.6432402670145951
+"""Of the generated sentences, as `datasets/make_text.py` prints it, beside which their sha256 stands."""
 
 _log = logging.getLogger("rsembed")
 
@@ -98,10 +100,10 @@ def shakespeare(
 
     Args:
       vocabulary_size: number of ids, id 0 included; a table of as many rows holds them all.
-      source: "corpus" insists on a file that was found. "generated" are 200,000 words of short sentences from a
+      source: "corpus" insists on a file that was found. "generated" are 72,000 words of short sentences from a
         grammar, speakers' names and stops among them: a small model learns to write such. "pastiche" is a short
-        play, bundled and written by hand, with as many rare words as any text. "auto" takes the real corpus if it is
-        found, else the generated text, and tells the logger "rsembed" which.
+        play, written by hand, with as many rare words as any text. Both are bundled. "auto" takes the real corpus if
+        it is found, else the generated text, and tells the logger "rsembed" which.
       path: a text file, or a folder with `tinyshakespeare.txt` or `tinyshakespeare/input.txt`. Your own text
         may have any other name, and is then read without a checksum.
       download: allow fetching the corpus (1.1 MB) into the cache folder. Without an answer within seconds, it was not
@@ -143,23 +145,20 @@ def shakespeare(
             f"shakespeare: source='corpus', but no {CORPUS.names[0]} was found. Give path=FILE, set RSEMBED_DATA "
             f"to the file or its folder, allow download=True, or do without: source='generated'."
         )
-    is_generated = file is None and source != "pastiche"
-    if is_generated:
-        words, sentence = list(islice(generated_words(), max_words or NUM_GENERATED_WORDS)), GENERATED
-    else:
-        words, sentence = _read_words(file)
-        words = words[:max_words]
+    bundled = "pastiche" if source == "pastiche" else "generated"
+    words, sentence = _read_words(file, *BUNDLED[bundled])
     _log.info("shakespeare: %s", sentence)
-    word_ids, vocabulary = _rank_words(words, vocabulary_size)
-    best_loss = surprise_per_word() if is_generated and word_ids.all() else None
+    word_ids, vocabulary = _rank_words(words[:max_words], vocabulary_size)
+    best_loss = BEST_LOSS if file is None and bundled == "generated" and word_ids.all() else None
     return Text(word_ids=word_ids, vocabulary=vocabulary, source=sentence, best_loss=best_loss)
 
 
-def _read_words(file: Path | None) -> tuple[list[str], str]:
-    """Words of a file, or of the bundled text, and a sentence on which it is."""
-    origin = "bundled" if file is None else str(file)
-    content = (_bundled_file() if file is None else file).read_bytes()
-    sentence = _describe(content, file, origin)
+def _read_words(file: Path | None, bundled: str, sentence: str) -> tuple[list[str], str]:
+    """Words of a file, or of a bundled text, and a sentence on which it is."""
+    origin = bundled if file is None else str(file)
+    content = (_bundled_file(bundled) if file is None else file).read_bytes()
+    if file is not None:
+        sentence = _describe(content, file, origin)
     try:
         words = content.decode("utf-8").split()
     except UnicodeDecodeError as error:
@@ -177,19 +176,17 @@ def _rank_words(words: list[str], vocabulary_size: int) -> tuple[np.ndarray, tup
     return np.array([ids.get(word, 0) for word in words], np.int32), (UNKNOWN_WORD, *ranked)
 
 
-def _describe(content: bytes, file: Path | None, origin: str) -> str:
+def _describe(content: bytes, file: Path, origin: str) -> str:
     """Says which text this is, after checking that a file with the corpus' name is the corpus."""
-    if file is None:
-        return "pastiche, an original text in Shakespeare's manner, bundled with rsembed"
     if CORPUS.check(file, content):
         return f"tinyshakespeare, the real corpus (sha256 verified), from {origin}"
     return f"a text of your own, from {origin}"
 
 
-def _bundled_file() -> Path:
-    """The pastiche inside an installed package, else in the checkout around it."""
+def _bundled_file(name: str) -> Path:
+    """A text inside an installed package, else in the checkout around it."""
     package = Path(__file__).resolve().parent.parent
-    candidates = [package / "_bundled" / "pastiche.txt", package.parent / "datasets" / "pastiche.txt"]
+    candidates = [package / "_bundled" / name, package.parent / "datasets" / name]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -197,14 +194,14 @@ def _bundled_file() -> Path:
 
 
 def load_shakespeare(
-    vocabulary_size: int, *, source: str = "auto", path: str | os.PathLike[str] | None = None
+    vocab_size: int, *, source: str = "auto", path: str | os.PathLike[str] | None = None
 ) -> Int32[np.ndarray, " words"]:
     """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
 
     `shakespeare` keeps the two apart; use this one to compare with the tutorial.
 
     Args:
-      vocabulary_size: number of ids; as many of the most frequent words get one of their own.
+      vocab_size: number of ids; as many of the most frequent words get one of their own.
       source: as in `shakespeare`.
       path: as in `shakespeare`.
 
@@ -212,5 +209,5 @@ def load_shakespeare(
       >>> load_shakespeare(2048, source="pastiche").dtype
       dtype('int32')
     """
-    ids = shakespeare(vocabulary_size + 1, source=source, path=path).word_ids
+    ids = shakespeare(vocab_size + 1, source=source, path=path).word_ids
     return np.maximum(ids - np.int32(1), np.int32(0))

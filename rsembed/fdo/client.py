@@ -124,6 +124,8 @@ class FileFDOClient(FDOClient):
                 return files, [self._checked(path.name, path.read_bytes(), file.crc) for path, file in files.items()]
             except FileNotFoundError:
                 continue  # a client has just replaced it
+            except IsADirectoryError as error:
+                raise ValueError(f"{error.filename} cannot be read: it is a directory; remove it.") from None
 
     def _checked(self, name: str, content: bytes, crc: int | None) -> History:
         if crc is not None and zlib.crc32(content) != crc:
@@ -133,8 +135,9 @@ class FileFDOClient(FDOClient):
             )
         try:
             return self._decode(content)
-        except (ValueError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {error}") from error
+        except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            why = str(error) or "it ends too early"
+            raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {why}") from error
 
     def _files(self) -> dict[Path, _File]:
         pattern = re.compile(rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}")

@@ -1,18 +1,7 @@
 """Work over a mesh of devices: exchanging rows and vectors with the devices that own them."""
 
 from rsembed.parallel.agreement import Agreement as Agreement
-from rsembed.parallel.communication import DeviceLoad as DeviceLoad
-from rsembed.parallel.communication import Hardware as Hardware
-from rsembed.parallel.communication import IdDistribution as IdDistribution
-from rsembed.parallel.communication import bytes_sent as bytes_sent
-from rsembed.parallel.communication import device_load as device_load
-from rsembed.parallel.communication import observed_ids as observed_ids
-from rsembed.parallel.communication import step_time as step_time
-from rsembed.parallel.communication import zipf_ids as zipf_ids
 from rsembed.parallel.launch import launch as launch
-from rsembed.parallel.placement import PlacementError as PlacementError
-from rsembed.parallel.placement import PlacementPlan as PlacementPlan
-from rsembed.parallel.placement import plan_placement as plan_placement
 from rsembed.parallel.rounds import Answers as Answers
 from rsembed.parallel.rounds import Asking as Asking
 from rsembed.parallel.rounds import Question as Question

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Int, Shaped
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
@@ -108,42 +107,3 @@ def plot_buffer(
     if with_lines:
         ax.xaxis.set_major_locator(MultipleLocator(SUBLANES))
     return finish(ax, "place in the core's part of the buffer", "core")
-
-
-def buffer_occupancy(places: Int[np.ndarray, "cores places"]) -> Float[np.ndarray, " 3"]:
-    """Shares of a buffer's places that hold ids, that are gaps, and that are empty tail; they add up to 1.
-
-    Args:
-      places: see `buffer_places`.
-
-    Example:
-      >>> buffer_occupancy(np.array([[0, 0, 1, GAP], [TAIL, TAIL, TAIL, TAIL]])).tolist()
-      [0.375, 0.125, 0.5]
-    """
-    places = np.asarray(places)
-    return np.array([np.mean(places >= 0), np.mean(places == GAP), np.mean(places == TAIL)])
-
-
-def plot_buffer_occupancy(
-    occupancy: Float[np.ndarray, "batches 3"] | Sequence[Float[np.ndarray, " 3"]],
-    *,
-    ax: Axes | None = None,
-    **area_kwargs: Any,
-) -> Axes:
-    """What a device's buffer holds over time, stacked: ids, the gaps that tiles of 8 leave, the tail nobody used.
-
-    Args:
-      occupancy: one row per batch, see `buffer_occupancy`.
-      ax: None makes a figure.
-      **area_kwargs: for the areas.
-    """
-    shares = 100 * np.asarray(occupancy, np.float64)
-    ax = axes_or_new(ax)
-    colours = (COLOURS[0], _EMPTY_COLOURS[1], _EMPTY_COLOURS[0])
-    means = shares.mean(axis=0)
-    labels = [f"{name}: {mean:.0f} %" for name, mean in zip(("ids", "gaps", "empty tail"), means, strict=True)]
-    look = with_defaults(area_kwargs, colors=colours, labels=labels, step="mid", edgecolor="white", linewidth=0.5)
-    ax.stackplot(np.arange(1, len(shares) + 1), shares.T, **look)
-    ax.margins(x=0)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True, title="mean")
-    return finish(ax, "batch", "places of the buffer (%)", counts_on_x=True, ylim=(0, 100))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
 
-from rsembed.plot.drawing import COLOURS, LABEL_POINTS, axes_or_new, colour_of, finish, with_defaults
+from rsembed.plot.drawing import COLOURS, axes_or_new, finish, with_defaults
 
 
 def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.ndarray, " vocab"]:
@@ -88,32 +87,20 @@ def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
     return Coverage(np.linspace(0.0, 1.0, len(served)), served / served[-1])
 
 
-def plot_coverage(
-    counts: Num[np.ndarray, " vocab"],
-    *,
-    mark_fraction: float | None = None,
-    ax: Axes | None = None,
-    **line_kwargs: Any,
-) -> Axes:
+def plot_coverage(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
     """The hottest x % of the rows serve y % of the lookups; the axis of rows is logarithmic.
 
     Call it again with the same `ax` for more curves.
 
     Args:
       counts: lookups of each row, see `coverage_curve`, which computes the numbers.
-      mark_fraction: a share of the rows to mark, such as 0.01; beside the mark stands what these rows serve.
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
     """
     ax = axes_or_new(ax)
     curve = coverage_curve(counts)
     look = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
-    (line,) = ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **look)
-    if mark_fraction is not None:
-        point = (100 * mark_fraction, 100 * curve.of_rows(mark_fraction))
-        ax.plot(*point, "o", color=line.get_color())
-        text = f"the hottest {point[0]:g} % of the rows\nserve {point[1]:.0f} % of the lookups"
-        ax.annotate(text, point, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=LABEL_POINTS)
+    ax.semilogx(100 * curve.row_fractions[1:], 100 * curve.lookup_fractions[1:], **look)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     labels = "hottest rows (% of the table)", "lookups they serve (%)"
     return finish(ax, *labels, legend="label" in line_kwargs, ylim=(0, 103))
@@ -147,52 +134,3 @@ def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
         law = np.exp(-middle * logs)
         low, high = (middle, high) if law @ logs / law.sum() > seen else (low, middle)
     return (low + high) / 2
-
-
-def plot_zipf_fit(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
-    """How often ids occur by rank, and the Zipf law that fits best with its exponent.
-
-    Args:
-      counts: lookups of each row, see `zipf_exponent`, which computes the fit.
-      ax: None makes a figure.
-      **line_kwargs: for the curve of the data.
-    """
-    exponent = zipf_exponent(counts)
-    ax = plot_id_frequency(counts, ax=ax, **with_defaults(line_kwargs, label="data"))
-    ranks = np.arange(1, len(counts) + 1)
-    law = ranks**-exponent
-    fitted = law * (np.sum(counts) / law.sum())
-    ax.plot(ranks, fitted, color=COLOURS[1], linestyle="--", linewidth=1.5, label=f"Zipf, exponent {exponent:.2f}")
-    ax.legend(frameon=False)
-    return ax
-
-
-def unique_ratios(batches: Sequence[Int[np.ndarray, "..."]]) -> Float[np.ndarray, " batches"]:
-    """Distinct ids over all ids of each batch; `-1` is no id, and a batch without ids gives NaN.
-
-    Example:
-      >>> unique_ratios([np.array([[4, 4], [7, -1]]), np.array([1, 2])]).round(2).tolist()
-      [0.67, 1.0]
-    """
-    kept = [ids[ids != -1] for ids in map(np.asarray, batches)]
-    return np.array([len(np.unique(ids)) / ids.size if ids.size else np.nan for ids in kept])
-
-
-def plot_unique_ratio(
-    ratios: Float[np.ndarray, " batches"] | Sequence[float], *, ax: Axes | None = None, **line_kwargs: Any
-) -> Axes:
-    """The share of a batch's ids that are distinct rows over time: what combining equal rows saves.
-
-    Call it again with the same `ax` for more streams.
-
-    Args:
-      ratios: from 0 to 1, see `unique_ratios`.
-      ax: None makes a figure.
-      **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
-    """
-    ax = axes_or_new(ax)
-    shares = 100 * np.asarray(ratios, np.float64)
-    look = with_defaults(line_kwargs, color=colour_of(len(ax.lines)), linewidth=1.5)
-    ax.plot(np.arange(1, len(shares) + 1), shares, **look)
-    labels = "batch", "distinct ids (% of all ids)"
-    return finish(ax, *labels, counts_on_x=True, legend="label" in line_kwargs, ylim=(0, 103))

@@ -262,30 +262,3 @@ def plot_neighbourhoods(
         ax.legend(handles=dots, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     label_points(ax, points, labels, colours=of_rows, min_distance=0.006)  # many, and small dots
     return ax
-
-
-def row_norms(table: Float[np.ndarray, "rows dim"]) -> Float[np.ndarray, " rows"]:
-    """Euclidean norm of every row."""
-    return np.linalg.norm(np.asarray(table, np.float64), axis=1)
-
-
-def plot_row_norms(
-    norms: Float[np.ndarray, " rows"],
-    counts: Int[np.ndarray, " rows"],
-    *,
-    ax: Axes | None = None,
-    **scatter_kwargs: Any,
-) -> Axes:
-    """The norm of every row against how often it was looked up: which rows did training move?
-
-    Args:
-      norms: see `row_norms`.
-      counts: look-ups of each row, see `id_counts`. Rows never seen stand left of 1, at one half.
-      ax: None makes a figure.
-      **scatter_kwargs: for the points.
-    """
-    ax = axes_or_new(ax)
-    seen = np.maximum(np.asarray(counts, np.float64), 0.5)
-    ax.scatter(seen, norms, **with_defaults(scatter_kwargs, color=COLOURS[0], s=10, alpha=0.6))
-    labels = "look-ups during training (0.5: none)", "Euclidean norm of the row (no unit)"
-    return finish(ax, *labels, xscale="log", ylim=(0, None))

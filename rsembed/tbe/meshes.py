@@ -94,7 +94,6 @@ class MeshTables:
             {table.name: table.shared_by for table in tables},
             self.devices,
             exchange_capacity=None,
-            is_reproducible=False,
             implementation=None,
         )
         self.names: list[str] = list(stacks)

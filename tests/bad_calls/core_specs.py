@@ -134,7 +134,6 @@ BAD = {
     "an unknown bounds check": (
         lambda: one(bounds_check="clip"), ValueError, "bounds_check", "'raise' or 'ignore'", "'clip'",
     ),
-    "an unknown promise": (lambda: one(reproducible="yes"), ValueError, "reproducible", "world_size", "'yes'"),
     "no capacity": (lambda: one(exchange_capacity=0), ValueError, "exchange_capacity=0", "at least 1"),
     "half a capacity": (lambda: one(exchange_capacity=2.5), TypeError, "exchange_capacity", "integer", "2.5"),
     "capacity as text": (lambda: one(exchange_capacity="8"), TypeError, "exchange_capacity", "integer", "'8'"),
@@ -223,10 +222,6 @@ ACCEPTED = {
     "one feature alone": (lambda: facts(feature()), lambda: facts([feature()])),
     "equal tables made twice": (
         lambda: facts([feature("a", table()), feature("b", table())]), lambda: facts([feature("a"), feature("b")]),
-    ),
-    "a placement as plan_placement calls it": (
-        lambda: str(one(mesh=mesh(), placement="row_wise").layout),
-        lambda: str(one(mesh=mesh(), placement="row").layout),
     ),
     "an axis as a list": (
         lambda: str(one(mesh=mesh(), sharding_axis=["shard"]).layout), lambda: str(one(mesh=mesh()).layout),

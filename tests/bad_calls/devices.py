@@ -1,4 +1,4 @@
-"""Bad calls of meshes, processes, placement plans and caches."""
+"""Bad calls of meshes, processes and caches."""
 
 import functools
 
@@ -11,30 +11,15 @@ from rsembed.caching import (
     RowStore,
     SetAssociativeCache,
     StorageFolder,
-    miss_ratio_curve,
     num_sets_for,
-    reuse_distances,
     set_of,
 )
 from rsembed.fingerprint import Fingerprint
 from rsembed.kernels import api
-from tests.bad_calls.world import FOLDER, feature, mesh, table
+from tests.bad_calls.world import FOLDER, mesh
 
 NAN = float("nan")
 IDS = np.array([1, 2, 1, 3])
-
-
-def plan(*features, **options):
-    return parallel.plan_placement(list(features) or [feature(input_shape=(8, 1))], **{"num_devices": 2} | options)
-
-
-def narrow():
-    return feature(table_spec=table(embedding_dim=3), input_shape=(8, 1))
-
-
-def load(**changes):
-    sizes = {"local_batch": 8, "num_features": 1, "ids_per_sample": 1, "embedding_dim": 4}
-    return parallel.device_load(parallel.zipf_ids(9, 1.0), **sizes | changes)
 
 
 @functools.cache
@@ -92,54 +77,6 @@ BAD = {
         lambda: parallel.launch("x.py", num_processes="2"), TypeError, "launch", "num_processes", "'2'",
     ),
     "no script": (lambda: parallel.launch("nothing.py"), ValueError, "launch", "no script 'nothing.py'"),
-    # Plans
-    "a plan for no device": (lambda: plan(num_devices=0), ValueError, "plan_placement: num_devices", "[1, inf)", "0"),
-    "a plan for devices as text": (lambda: plan(num_devices="2"), TypeError, "num_devices", "integer", "'2'"),
-    "a plan of features without shape": (lambda: plan(feature()), ValueError, "feature 'title'", "input_shape is None"),
-    "a plan of a batch that does not split": (
-        lambda: plan(feature(input_shape=(7, 1))), ValueError, "feature 'title'", "(7, 1)", "2 devices",
-    ),
-    "a plan of nodes that are not full": (
-        lambda: plan(feature(input_shape=(18, 1)), num_devices=9), ValueError, "9 devices", "nodes of 8",
-    ),
-    "a placement of an unknown table": (
-        lambda: plan(placements={"wrod": "row_wise"}), ValueError, "placements", "'wrod'", "['word']", "row_wise",
-    ),
-    "an unknown placement": (lambda: plan(placements={"word": "rows"}), ValueError, "placements", "'rows'", "row_wise"),
-    "columns that do not divide": (
-        lambda: plan(narrow(), placements={"word": "column_wise"}), NotImplementedError, "table 'word'", "3 columns",
-        "2 devices",
-    ),
-    "counts of other rows": (
-        lambda: plan(id_counts={"word": np.ones(8)}), ValueError, "table 'word'", "9 rows", "(8,)",
-    ),
-    "counts of an unknown table": (
-        lambda: plan(id_counts={"wrod": np.ones(9)}), ValueError, "id_counts", "'wrod'", "['word']",
-    ),
-    "an exponent of NaN": (lambda: plan(zipf_exponent=NAN), ValueError, "exponent", "nan"),
-    "padding below 1": (lambda: plan(padding=0.5), ValueError, "padding", "[1, inf)", "0.5"),
-    "no memory": (
-        lambda: plan(hardware=parallel.Hardware(memory_bytes=1)), parallel.PlacementError, "table 'word' does not fit",
-        "more devices",
-    ),
-    "hardware by name": (lambda: plan(hardware="h100"), TypeError, "hardware", "Hardware", "'h100'"),
-    "the place of an unknown table": (lambda: plan().table("wrod"), KeyError, "'wrod'", "'word'"),
-    "links without speed": (
-        lambda: parallel.Hardware(inter_node_bytes_per_second=0.0), ValueError, "Hardware: inter_node_bytes_per_second",
-        "0.0",
-    ),
-    "nodes of no device": (
-        lambda: parallel.Hardware(devices_per_node=0), ValueError, "Hardware: devices_per_node", "0",
-    ),
-    "ids of no vocabulary": (lambda: parallel.zipf_ids(0, 1.0), ValueError, "zipf_ids: vocabulary_size", "0"),
-    "a negative exponent": (lambda: parallel.zipf_ids(9, -1.0), ValueError, "zipf_ids: exponent", "-1.0"),
-    "a vocabulary as text": (
-        lambda: parallel.zipf_ids("9", 1.0), TypeError, "zipf_ids: vocabulary_size", "integer", "'9'",
-    ),
-    "counts of nothing": (lambda: parallel.observed_ids(np.zeros(3)), ValueError, "observed_ids", "above 0"),
-    "counts of texts": (lambda: parallel.observed_ids(np.array(["a"])), TypeError, "observed_ids", "numbers", "<U1"),
-    "an unknown path": (lambda: parallel.bytes_sent("dedpu", load(), 2), ValueError, "'dedpu'", "dedup"),
-    "a batch of less than nothing": (lambda: load(local_batch=-1), ValueError, "local_batch", "-1"),
     # Caches
     "no set": (lambda: SetAssociativeCache(0, num_ids=9), ValueError, "num_sets=0", "at least 1"),
     "half a set": (lambda: SetAssociativeCache(1.5, num_ids=9), TypeError, "num_sets", "integer", "1.5"),
@@ -176,12 +113,6 @@ BAD = {
     ),
     "too few arrays": (lambda: backing().write(np.array([0]), [np.ones((1, 4))]), ValueError, "1 arrays", "2 stores"),
     "a folder of other tables": (lambda: _other_folder(), ValueError, "another module", "rows"),
-    "no stream": (lambda: miss_ratio_curve(IDS[:0], np.array([1])), ValueError, "no id"),
-    "a fraction above 1": (
-        lambda: miss_ratio_curve(IDS, np.array([1]), sample_fraction=2.0), ValueError, "sample_fraction=2.0",
-    ),
-    "a stream of floats": (lambda: reuse_distances(IDS / 2), TypeError, "ids", "integer", "float64"),
-    "a negative size": (lambda: miss_ratio_curve(IDS, np.array([-1])), ValueError, "cache_rows", "-1"),
     "counts of other groups": (
         lambda: CacheStatistics(2).record(cache().admit(IDS).counts, np.zeros(3, np.int64)), ValueError, "3 groups",
         "num_groups=2",
@@ -205,12 +136,9 @@ def _other_folder():
 
 ACCEPTED = {
     "ids as a list": (lambda: cache().find([1, 2]), lambda: cache().find(np.array([1, 2]))),
-    "a stream as a list": (lambda: reuse_distances([1, 2, 1, 3]), lambda: reuse_distances(IDS)),
-    "sizes of a cache as a list": (lambda: miss_ratio_curve(IDS, [1]), lambda: miss_ratio_curve(IDS, np.array([1]))),
 
     "a mesh of numpy's number": (
         lambda: parallel.make_mesh(num_devices=np.int64(2)).shape["shard"],
         lambda: parallel.make_mesh(num_devices=2).shape["shard"],
     ),
-    "ids of int8": (lambda: reuse_distances(IDS.astype(np.int8)), lambda: reuse_distances(IDS)),
 }  # fmt: skip

@@ -97,7 +97,7 @@ BAD = {
     # Batches of words
     "no steps": (lambda: datasets.word_id_batches(WORDS, 0, 2, 3), ValueError, "word_id_batches: num_steps=0"),
     "a text too short": (
-        lambda: datasets.word_id_batches(WORDS[:3], 1, 2, 3), ValueError, "3 words are too few", "seq_length=3",
+        lambda: datasets.word_id_batches(WORDS[:3], 1, 2, 3), ValueError, "3 words are too few", "seq_len=3",
     ),
     "a split nobody knows": (
         lambda: windows(split="test"), ValueError, "next_word_batches: split='test'", "validation",
@@ -126,8 +126,6 @@ BAD = {
         lambda: plot.coverage_curve(COUNTS).of_rows(2.0), ValueError, "row_fraction=2.0", "from 0 to 1",
     ),
     "a law of one row": (lambda: plot.zipf_exponent(np.array([3])), ValueError, "zipf_exponent", "two rows"),
-    "drift from zero": (lambda: plot.norm_drift([np.zeros((2, 2))]), ValueError, "norm_drift", "above 0"),
-    "drift of no tables": (lambda: plot.norm_drift([]), ValueError, "norm_drift", "above 0"),
     "a mean over no steps": (lambda: plot.running_mean(np.ones(3), 0), ValueError, "window", "0"),
     "more neighbours than rows": (
         lambda: plot.nearest_neighbours(np.eye(3), [0], 9), ValueError, "nearest_neighbours", "k", "9",
@@ -136,7 +134,7 @@ BAD = {
         lambda: plot.nearest_neighbours(np.eye(3), [9], 1), ValueError, "nearest_neighbours", "9", "0 to 2",
     ),
     "a stream for no shard": (
-        lambda: plot.profile_stream(np.ones((2, 4, 1), int), num_shards=0), ValueError, "num_shards", "0",
+        lambda: plot.partition_entries(np.ones((2, 4, 1), int), num_shards=0), ValueError, "num_shards", "0",
     ),
     # The command line
     "a command nobody knows": (lambda: command("docter"), CommandError, "docter", "doctor"),

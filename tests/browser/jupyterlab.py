@@ -33,7 +33,7 @@ SETTINGS = {
 LIVE_CELL = """\
 from rsembed import datasets, plot
 batches = datasets.zipf_ids(4 * 64 * 4, 500, exponent=1.0, seed=0).reshape(4, 64, 4)
-plot.explore(batches, num_shards=4, embedding_dim=8)
+plot.explore(plot.partition_entries(batches, num_shards=4))
 """
 
 

@@ -93,8 +93,6 @@ def test_batches_that_cannot_be_split_are_refused():
         ({"placement": {"x": "row"}}, r"placement names unknown tables \['x'\]"),
         ({"sharding_axis": "y"}, r"sharding_axis='y' must name axes of the mesh"),
         ({"exchange_capacity": 0}, r"exchange_capacity=0 must be at least 1"),
-        ({"exchange_capacity": 4, "reproducible": "world_size"}, r"None with reproducible="),
-        ({"reproducible": "bits"}, r"reproducible must be None or 'world_size'"),
         (
             {"placement": "column", "optimizer": rs.RowWiseAdagradOptimizerSpec()},
             r"tables \['t'\] cannot be placed 'column': RowWiseAdagradOptimizerSpec steps whole rows",

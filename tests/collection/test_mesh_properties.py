@@ -1,16 +1,15 @@
 """What a mesh promises beside its numbers: equal bits, bytes that travel, arrays stepped in place, clear refusals."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh
 
 import rsembed as rs
+from tests.parallel.hlo import collective_bytes
 
 BATCH, DIM = 16, 8
 ROWS = {"t": 21, "u": 5}
@@ -55,43 +54,6 @@ def trained(collection):
     for seed in range(3):
         state = jax.block_until_ready(step(state, collection.prepare(some_batch(seed)), targets(seed)))
     return jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state)))
-
-
-def test_tables_have_equal_bits_on_any_number_of_devices_if_asked():
-    alone = trained(rs.EmbeddingCollection(features_of(), reproducible="world_size"))
-    assert not np.array_equal(alone[0]["t"], np.ones((21, DIM)))
-    for num_devices in (2, 4, 8):
-        mesh = mesh_of(num_devices)
-        assert_equal_bits(alone, trained(rs.EmbeddingCollection(features_of(), mesh=mesh, reproducible="world_size")))
-    # Without being asked, sums are made where the ids are, and the test above could fail.
-    usual = trained(rs.EmbeddingCollection(features_of(), mesh=mesh_of(8)))
-    assert not np.array_equal(alone[0]["t"], usual[0]["t"])
-    np.testing.assert_allclose(alone[0]["t"], usual[0]["t"], rtol=1e-5, atol=1e-6)
-
-
-def _unit_gradient(gradient, row, learning_rate):
-    return row - learning_rate * gradient / (jnp.linalg.norm(gradient) + 1e-6)
-
-
-@pytest.mark.parametrize(
-    "rule", [rs.CustomOptimizerSpec(0.1, _unit_gradient), rs.from_optax(optax.lamb(0.1))], ids=["custom", "optax"]
-)
-def test_rules_that_sum_over_a_row_have_equal_bits_on_any_number_of_devices(rule):
-    dim = 33  # no multiple of a vector register
-    table = rs.TableSpec(name="t", vocabulary_size=200, embedding_dim=dim, optimizer=rule)
-    rng = np.random.default_rng(0)
-    batch = {"f": rng.integers(0, 200, (64, 4)).astype(np.int32)}
-    gradient = {"f": rng.normal(size=(64, dim)).astype(np.float32)}
-
-    def stepped(num_devices):
-        features = [rs.FeatureSpec(name="f", table_spec=table)]
-        collection = rs.EmbeddingCollection(features, mesh=mesh_of(num_devices), reproducible="world_size")
-        state = collection.init(jax.random.key(0))
-        return collection.tables(jax.jit(collection.update)(state, collection.prepare(batch), gradient))
-
-    expected = stepped(1)
-    for num_devices in (2, 8):
-        assert_equal_bits(expected, stepped(num_devices))
 
 
 def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
@@ -148,26 +110,10 @@ def test_accumulation_and_clipping_inside_a_scan_equal_one_device():
         np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
 
 
-ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4}
-
-
-def sent_bytes(text, num_devices):
-    """Bytes that a device sends to others in the collectives of a compiled program, by kind."""
-    totals = {"all-to-all": 0, "all-gather": 0}
-    for result, kind in re.findall(r"= (.*?) (all-to-all|all-gather)\(", text):
-        values = sum(
-            ITEM_BYTES[dtype] * int(np.prod([int(size) for size in shape.split(",") if size]))
-            for dtype, shape in re.findall(r"(f32|s32|u32)\[([\d,]*)\]", result)
-        )
-        # Of what an all_to_all brings, one part comes from home; an all_gather brings the parts of all.
-        totals[kind] += values * (num_devices - 1) // num_devices
-    return totals
-
-
 @pytest.mark.parametrize(
     ("num_devices", "placement"), [(2, "row"), (4, "row"), (8, "row"), (4, "column"), (4, "replicated")]
 )
-def test_compiled_programs_send_the_bytes_of_the_communication_model(num_devices, placement):
+def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
     local_batch, width, vocabulary = 4, 3, 1000
     local_ids = local_batch * width
     table = rs.TableSpec(
@@ -188,19 +134,20 @@ def test_compiled_programs_send_the_bytes_of_the_communication_model(num_devices
         return collection.update(state, {"f": ids}, activations), statistics
 
     compiled = jax.jit(step).lower(collection.init(jax.random.key(0)), ids).compile()
-    sent = sent_bytes(compiled.as_text(), num_devices)
+    sent = collective_bytes(compiled.as_text(), num_devices)
+    sent.pop("all-reduce", None)  # numbers of ids and rounds
     pooled, others = local_batch * DIM * 4, num_devices - 1
     # What lookup and update both need travels once: XLA merges equal collectives of a program.
     if placement == "row":  # keys go, rows come back, gradients go: capacity places for every device
         places = others * 12
-        expected = {"all-to-all": places * (4 + 2 * DIM * 4), "all-gather": 0}
+        expected = {"all-to-all": places * (4 + 2 * DIM * 4)}
         looked_up = places * (4 + DIM * 4)
     elif placement == "column":  # every device needs all ids; pieces of activations and of their gradients travel
         pieces = pooled * others // num_devices
         expected = {"all-to-all": 2 * pieces, "all-gather": others * local_ids * 4}
         looked_up = pieces + others * local_ids * 4
     else:
-        expected = {"all-to-all": 0, "all-gather": others * (local_ids * 4 + pooled)}
+        expected = {"all-gather": others * (local_ids * 4 + pooled)}
         looked_up = 0
     assert sent == expected
     statistics = compiled(collection.init(jax.random.key(0)), ids)[1]

@@ -32,16 +32,16 @@ def test_tutorial_batches_share_one_array_that_cannot_be_written():
             array[0] = 0
 
 
-@pytest.mark.parametrize("name", ["num_steps", "batch_size", "seq_length", "num_tables"])
+@pytest.mark.parametrize("name", ["num_steps", "batch_size", "seq_len", "num_tables"])
 def test_tutorial_batches_refuse_counts_below_1(name):
-    counts = {"num_steps": 1, "batch_size": 1, "seq_length": 1, "num_tables": 1, name: 0}
+    counts = {"num_steps": 1, "batch_size": 1, "seq_len": 1, "num_tables": 1, name: 0}
     with pytest.raises(ValueError, match=f"word_id_batches: {name}=0 must be at least 1"):
         datasets.word_id_batches(np.arange(9), **counts)
 
 
 def test_tutorial_batches_refuse_a_text_without_room_for_a_label():
     datasets.word_id_batches(np.arange(5), 1, 1, 4, 1)
-    with pytest.raises(ValueError, match=r"4 words are too few for windows of seq_length=4.*at least 5"):
+    with pytest.raises(ValueError, match=r"4 words are too few for windows of seq_len=4.*at least 5"):
         datasets.word_id_batches(np.arange(4), 1, 1, 4, 1)
 
 

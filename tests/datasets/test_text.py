@@ -4,6 +4,9 @@ import dataclasses
 import hashlib
 import logging
 import re
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -100,7 +103,7 @@ def test_the_word_of_id_0_is_unknown_even_where_a_text_contains_it(tmp_path):
 
 def test_encode_and_decode_are_inverse_on_known_words():
     text = datasets.shakespeare(4096, source="pastiche")
-    words = text_module._bundled_file().read_text().split()
+    words = text_module._bundled_file("pastiche.txt").read_text().split()
     assert text.unknown_fraction == 0.0
     assert text.decode(text.word_ids) == " ".join(words)
     np.testing.assert_array_equal(text.encode(words), text.word_ids)
@@ -124,16 +127,32 @@ def test_max_words_cuts_before_ranking():
     assert len(start.vocabulary) == 1 + len(set(whole.word_ids[:50].tolist()))
 
 
-def test_the_bundled_text_is_the_one_its_readme_describes():
+@pytest.mark.parametrize("name", ["pastiche.txt", "sentences.txt"])
+def test_a_bundled_text_is_the_one_its_readme_describes(name):
     if not README.is_file():
         pytest.skip("needs the checkout's datasets/README.md")
-    row = next(line for line in README.read_text().splitlines() if line.startswith("| `pastiche.txt`"))
-    content = text_module._bundled_file().read_bytes()
+    row = next(line for line in README.read_text().splitlines() if line.startswith(f"| `{name}`"))
+    content = text_module._bundled_file(name).read_bytes()
     words = content.decode().split()
     figures = [f"{figure:,}" for figure in (len(words), len(set(words)), len(content))]
     assert [cell.strip() for cell in row.split("|")[3:6]] == figures
     assert hashlib.sha256(content).hexdigest() in row
     assert text_module.CORPUS.known_hash.removeprefix("sha256:") in README.read_text()
+
+
+@pytest.mark.skipif(not README.is_file(), reason="needs the checkout's datasets/make_text.py")
+def test_the_sentences_and_their_best_loss_are_made_by_the_script_beside_them(tmp_path):
+    script = Path(shutil.copy(README.parent / "make_text.py", tmp_path))
+    printed = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout
+    assert (tmp_path / "sentences.txt").read_bytes() == text_module._bundled_file("sentences.txt").read_bytes()
+    assert printed == f"best loss {text_module.BEST_LOSS} nats a word\n"
+
+
+def test_the_best_loss_is_known_where_every_word_has_an_id():
+    whole = datasets.shakespeare(source="generated")
+    assert whole.best_loss < datasets.unigram_entropy(whole.word_ids, 2048) - 3
+    assert datasets.shakespeare(50, source="generated").best_loss is None
+    assert datasets.shakespeare(source="pastiche").best_loss is None
 
 
 def test_the_bundled_text_is_long_and_repeats_its_words():
@@ -143,7 +162,7 @@ def test_the_bundled_text_is_long_and_repeats_its_words():
     assert sum(count for count in counts.values() if count > 1) > 0.75 * len(text.word_ids)
 
 
-def test_auto_generates_when_there_is_no_corpus_and_says_so(caplog):
+def test_auto_reads_the_sentences_when_there_is_no_corpus_and_says_so(caplog):
     with caplog.at_level(logging.INFO, logger="rsembed"):
         text = datasets.shakespeare(64, max_words=20)
     assert "generated" in text.source
@@ -297,4 +316,4 @@ def test_load_shakespeare_numbers_words_as_the_tutorial_does(tmp_path):
     own = own_text(tmp_path, "b a b c a b d e c")
     # b 3 times, a and c twice, then d and e; the first three words keep an id, the rest share 0 with b.
     assert datasets.load_shakespeare(3, path=own).tolist() == [0, 1, 0, 2, 1, 0, 0, 0, 2]
-    assert datasets.load_shakespeare(9, path=own).tolist() == [0, 1, 0, 2, 1, 0, 3, 4, 2]
+    assert datasets.load_shakespeare(vocab_size=9, path=own).tolist() == [0, 1, 0, 2, 1, 0, 3, 4, 2]

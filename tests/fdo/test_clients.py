@@ -1,6 +1,7 @@
 """Every client keeps what it is told, shares it, and says what is missing."""
 
 import concurrent.futures
+import contextlib
 from pathlib import Path
 
 import jax
@@ -188,8 +189,18 @@ def test_files_with_published_names_load_if_they_are_whole(kind, tmp_path):
     published = path.rename(tmp_path / f"fdo_stats_0_17.{kind}")
     published.with_stem("fdo_stats_0_9").write_bytes(b"older, and never read")
     assert CLIENTS[kind](str(tmp_path)).load().max_ids_per_partition["t"].tolist() == [8780, 4]
-    published.write_bytes(published.read_bytes()[:-3])
+    content = published.read_bytes()
+    damaged = [content[:-3], *(content[:place] + b"\x9f" + content[place + 1 :] for place in range(len(content)))]
+    for other in damaged:  # a name without a checksum does not tell numbers that changed
+        published.write_bytes(other)
+        with contextlib.suppress(ValueError):
+            client.load()
+    published.write_bytes(damaged[0])
     with pytest.raises(ValueError, match=rf"fdo_stats_0_17.{kind} in .* cannot be read"):
+        client.load()
+    published.unlink()
+    published.mkdir()
+    with pytest.raises(ValueError, match=rf"fdo_stats_0_17.{kind} cannot be read: it is a directory"):
         client.load()
 
 

@@ -337,9 +337,6 @@ def test_a_state_for_serving_has_keys_and_rows_and_names_what_needs_more():
 
 def test_what_a_storage_cannot_promise_is_refused():
     how = {"name": "t", "vocabulary_size": 8, "embedding_dim": DIM}
-    feature = rs.FeatureSpec(name="f", table_spec=rs.TableSpec(**how, storage=rs.Hashed()))
-    with pytest.raises(ValueError, match=r"table 't' is kept as Hashed.*reproducible=.*'replicated'"):
-        rs.EmbeddingCollection([feature], mesh=mesh_of(4), reproducible="world_size")
     with pytest.raises(TypeError, match=r"table 't': storage must be made first, as in Hashed\(...\)"):
         rs.TableSpec(**how, storage=rs.Hashed)
 

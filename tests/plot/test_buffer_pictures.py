@@ -83,14 +83,3 @@ def test_it_draws_on_the_given_axes_and_passes_options_on():
     assert plot.plot_buffer(PLACES, ax=right, alpha=0.5) is right
     assert plt.get_fignums() == [1] and not left.has_data()
     assert {strip.get_alpha() for strip in right.collections} == {0.5}
-
-
-def test_occupancy_counts_places():
-    assert plot.buffer_occupancy(PLACES).tolist() == pytest.approx([12 / 48, 12 / 48, 24 / 48])
-
-
-def test_occupancy_over_time_is_stacked_to_a_hundred_per_cent():
-    ax = plot.plot_buffer_occupancy([np.array([0.5, 0.1, 0.4]), np.array([0.7, 0.1, 0.2])])
-    tops = [max(area.get_paths()[0].vertices[:, 1]) for area in ax.collections]
-    assert tops == pytest.approx([70.0, 80.0, 100.0])
-    assert legend_texts(ax) == ["empty tail: 30 %", "gaps: 10 %", "ids: 60 %"]

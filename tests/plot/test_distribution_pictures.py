@@ -63,12 +63,6 @@ def test_coverage_curves_share_given_axes_and_are_told_apart_by_a_legend():
     assert not left.has_data() and plt.get_fignums() == [1]
 
 
-def test_a_mark_tells_what_the_hottest_rows_serve():
-    ax = plot.plot_coverage(COUNTS, mark_fraction=0.25)
-    assert ax.lines[1].get_xydata().tolist() == [[25.0, 60.0]]
-    assert [text.get_text() for text in ax.texts] == ["the hottest 25 % of the rows\nserve 60 % of the lookups"]
-
-
 @pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 1.7])
 def test_the_fit_finds_the_exponent_of_a_law(exponent):
     assert plot.zipf_exponent(datasets.zipf_probabilities(500, exponent=exponent)) == pytest.approx(exponent, abs=1e-6)
@@ -89,24 +83,3 @@ def test_the_fit_is_the_maximum_of_the_likelihood():
 def test_counts_without_a_law_are_refused(counts):
     with pytest.raises(ValueError, match="zipf_exponent"):
         plot.zipf_exponent(np.array(counts))
-
-
-def test_the_fitted_law_has_as_many_lookups_as_the_data():
-    ax = plot.plot_zipf_fit(COUNTS)
-    data, law = ax.lines
-    assert data.get_label() == "data" and law.get_label().startswith("Zipf, exponent ")
-    assert law.get_ydata().sum() == pytest.approx(COUNTS.sum())
-
-
-def test_unique_ratios_agree_with_sets():
-    batches = np.random.default_rng(0).integers(-1, 9, (5, 4, 3))
-    kept = [[i for i in batch.reshape(-1).tolist() if i != -1] for batch in batches]
-    np.testing.assert_allclose(plot.unique_ratios(list(batches)), [len(set(ids)) / len(ids) for ids in kept])
-    assert np.isnan(plot.unique_ratios([np.array([-1])])).all()
-
-
-def test_unique_ratios_are_drawn_in_per_cent_with_a_colour_for_each_stream():
-    ax = plot.plot_unique_ratio([0.25, 0.5], label="a")
-    plot.plot_unique_ratio([1.0, 1.0], ax=ax, label="b")
-    assert [line.get_ydata().tolist() for line in ax.lines] == [[25.0, 50.0], [100.0, 100.0]]
-    assert ax.lines[0].get_color() != ax.lines[1].get_color()
