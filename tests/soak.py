@@ -3,8 +3,8 @@
     python -m tests.soak --minutes 30
 
 Tables are trained at a rate that changes: one in memory, one on the host whose cache churns, one of keys that are ever
-new and push out others, and, by the SparseCore wing, one whose limits follow statistics. Every minute a checkpoint of
-what has changed is saved; every few minutes the run is thrown away and goes on from the newest. A twin of the same
+new and push out others, and, by the SparseCore wing, one whose limits follow statistics. Every minute a checkpoint is
+saved; every few minutes the run is thrown away and goes on from the newest. A twin of the same
 batches is left alone: losses must agree in every bit. Beside both, a table of the model-parallel wing grows with its
 keys; it counts how often it saw each, and must be right at the end.
 """
@@ -204,7 +204,7 @@ class Soak:
         self.open()
 
     def open(self):
-        self.manager = CheckpointManager(self.folder, self.run.collection, max_to_keep=3, full_every=4)
+        self.manager = CheckpointManager(self.folder, self.run.collection, max_to_keep=3)
 
     def advance(self):
         number = self.run.number

@@ -7,7 +7,6 @@ from rsembed.checkpoint.exchange import import_tables as import_tables
 from rsembed.checkpoint.exchange import state_dict as state_dict
 from rsembed.checkpoint.exchange import tables_of_state_dict as tables_of_state_dict
 from rsembed.checkpoint.files import Checkpoint as Checkpoint
-from rsembed.checkpoint.files import compact as compact
 from rsembed.checkpoint.files import latest as latest
 from rsembed.checkpoint.files import load as load
 from rsembed.checkpoint.files import save as save

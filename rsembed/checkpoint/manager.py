@@ -1,9 +1,8 @@
 """The checkpoints of a long run: written beside the training, as many kept as wanted, the newest good one found again.
 
 ```
-save ──copy──▶ memory ──thread──▶ step_000000100/     full
-                                  step_000000200/     rows that differ from 100
-                                  step_000000300/     rows that differ from 200
+save ──copy──▶ memory ──thread──▶ step_000000100/
+                                  step_000000200/
 ```
 """
 
@@ -59,9 +58,6 @@ class CheckpointManager:
       collection: whose states are saved, with whatever stands beside them; None saves any tree.
       max_to_keep: how many of the newest stay; None keeps all.
       keep_period: those whose step is a multiple stay in any case.
-      full_every: 1 makes every checkpoint a full one. `n` makes `n - 1` incremental ones follow each full one: of
-        arrays of 16 KiB and more they hold the rows that differ from the checkpoint before, which stays as long as they
-        do. What is on the disk is read to find out.
       asynchronous: False writes before `save` returns, and needs no memory for copies.
 
     Raises:
@@ -89,15 +85,13 @@ class CheckpointManager:
         *,
         max_to_keep: int | None = None,
         keep_period: int | None = None,
-        full_every: int = 1,
         asynchronous: bool = True,
     ):
-        for name, value in (("max_to_keep", max_to_keep), ("keep_period", keep_period), ("full_every", full_every)):
+        for name, value in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or left out, got {value}.")
         self.folder, self.collection = Path(folder), collection
-        self.max_to_keep, self.keep_period, self.full_every = max_to_keep, keep_period, full_every
-        self.asynchronous = asynchronous
+        self.max_to_keep, self.keep_period, self.asynchronous = max_to_keep, keep_period, asynchronous
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rsembed-checkpoint")
         self._pending: Future[None] | None = None
         self._is_closed, self._lock = False, contextlib.ExitStack()
@@ -138,19 +132,16 @@ class CheckpointManager:
         path = self._path(contents.body["step"])
         if agreed(path.exists()):
             raise already_there(path)
-        base = self._base(contents.body["step"])
-        if agreed(self.asynchronous or base is not None):
-            contents = contents.in_memory()
-            if jax.process_index() == 0:
-                self._pending = self._writer.submit(self._write, path, contents, base)
-            else:
-                self._pending = Future()
-                self._pending.set_result(None)
-            if not self.asynchronous:
-                self.wait_until_finished()
+        if not self.asynchronous:
+            self._raise_alike(written(path, contents))
+            self._remove_old()
             return
-        self._raise_alike(written(path, contents))
-        self._remove_old()
+        contents = contents.in_memory()
+        if jax.process_index() == 0:
+            self._pending = self._writer.submit(self._write, path, contents)
+        else:
+            self._pending = Future()
+            self._pending.set_result(None)
 
     def wait_until_finished(self) -> None:
         """Waits for the checkpoint that is being written.
@@ -271,31 +262,10 @@ class CheckpointManager:
             raise ValueError("a tree needs step, and everything of the instant in it: no others.")
         return Contents.of(tree, belongings(tree), step=step, metadata=metadata)
 
-    def _base(self, step: int) -> Path | None:
-        """The checkpoint whose changes the next one holds; None for a full one."""
-        chain = self._chain(self.paths()[-1]) if self.full_every > 1 and self.paths() else []
-        is_due = 0 < len(chain) < self.full_every and int(chain[0].name[5:]) < step
-        return chain[0] if is_due else None
-
-    def _chain(self, path: Path) -> list[Path]:
-        """A checkpoint and those that it needs; nothing if one of them is not there."""
-        chain = [path]
-        try:
-            while (base := manifest(chain[-1]).get("base")) is not None:
-                chain.append(path.with_name(base["name"]))
-        except (OSError, ValueError):
-            return []
-        return chain
-
-    def _write(self, path: Path, contents: Contents, base: Path | None) -> None:
+    def _write(self, path: Path, contents: Contents) -> None:
         """Runs in the thread."""
         try:
-            try:
-                failure = written(path, contents, base, show=False)
-            except CorruptCheckpointError as error:
-                warnings.warn(f"{path} becomes a full checkpoint: {error}", stacklevel=2)
-                failure = written(path, contents, show=False)
-            if failure is not None:
+            if (failure := written(path, contents, show=False)) is not None:
                 raise failure
             self._remove_old()
         except Exception as error:
@@ -309,8 +279,7 @@ class CheckpointManager:
         kept = set(paths[-self.max_to_keep :])
         if self.keep_period is not None:
             kept |= {path for path in paths if int(path.name[5:]) % self.keep_period == 0}
-        needed = kept.union(*(self._chain(path) for path in kept))
-        for path in set(paths) - needed:
+        for path in set(paths) - kept:
             # Under a hidden name first: half of a checkpoint must not look like one.
             hidden = hidden_beside(path)
             with contextlib.suppress(OSError):

@@ -52,7 +52,7 @@ class LogicalTables:
         self.specs, self.stacks, self.on_host, self.devices = specs, stacks, on_host, devices
         self._moving: dict[str, Moving] = {}
 
-    def tables(self, state: EmbeddingState, *, since: int | None = None) -> dict[str, Any]:
+    def tables(self, state: EmbeddingState) -> dict[str, Any]:
         """See `EmbeddingCollection.tables`."""
         result: dict[str, Any] = {}
         for name, stack in self.stacks.items():
@@ -60,7 +60,7 @@ class LogicalTables:
                 fetching = self.on_host[name]
                 result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots.get(name))[0]
             elif stack.home.takes_keys:
-                result |= stack.all_rows_of(state.tables[name], state.slots.get(name, ()), since=since)
+                result |= stack.all_rows_of(state.tables[name], state.slots.get(name, ()))
             else:
                 dense = self.devices.place(stack.all_rows(state.tables[name]), PartitionSpec())
                 for table in stack.layout.stack.tables:
@@ -109,7 +109,7 @@ class LogicalTables:
             if stack.home.takes_keys and not isinstance(values, Mapping):
                 values = {"keys": np.arange(len(values)), "values": values}
             if stack.home.takes_keys and isinstance(values, Mapping) and "last_step" not in values:
-                # They count as used now: else they would be the first to go, and missing among changes since now.
+                # They count as used now: else they would be the first to go.
                 values = {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(state.step)))}
             if isinstance(values, Mapping) and (stack.is_dense or name in self.on_host):
                 values = self._with_rows_of_keys(state, table_name, values)
@@ -130,9 +130,7 @@ class LogicalTables:
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
             replaced[name] = self.devices.place(whole, stack.partition)
         for name, rows_of in stored.items():  # tables that share a home are written at once
-            step = int(on_host(state.step)) if self.stacks[name].home.takes_keys else None
-            written = self.stacks[name].with_rows(state.tables[name], state.slots[name], rows_of, step=step)
-            replaced[name], slots[name] = written
+            replaced[name], slots[name] = self.stacks[name].with_rows(state.tables[name], state.slots[name], rows_of)
         for name, arrays in kept_on_host.items():  # last, as what is refused must leave the store with the given state
             replaced[name] = self.on_host[name].with_arrays(state.tables[name], arrays)
         return state._replace(tables=replaced, slots=slots)

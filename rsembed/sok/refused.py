@@ -22,7 +22,7 @@ NAMES = {
     "group_lookup": "use `group_embedding_lookup_sparse` with one key a sample",
     "assign": "use `assign_rows(variable, {'keys': keys, 'values': values})`",
     "export": "use `export_rows(variable)`, of all devices at once",
-    "incremental_model_dump": "use `dump(path, variables, since=earlier)`, by step instead of by clock",
+    "incremental_model_dump": "a dump is whole: use `dump(path, variables)`",
     "filter_variables": "use `split_embedding_variable_from_others`",
     "enable_distributed_strategy": "use `Init()`",
     "get_embedding_variable": "use `embedding_variable`",
@@ -30,7 +30,7 @@ NAMES = {
     "StorageOption": _TIERS,
     "StorageType": _TIERS,
     "InitializerOption": "the first row of a key follows from the seed, the table's name and the key: `initializer=`",
-    "CheckpointOption": "use `rsembed.checkpoint.CheckpointManager`, whose `full_every=` asks for changes alone",
+    "CheckpointOption": "use `rsembed.checkpoint.CheckpointManager`; its checkpoints are whole",
 }
 
 ARGUMENTS = {

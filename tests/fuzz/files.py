@@ -7,14 +7,12 @@ import pathlib
 import shutil
 import tempfile
 import warnings
-from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from rsembed import checkpoint
-from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, increments
+from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError
 from tests.fuzz.machines import Machine, live
 
 DTYPES = ("float32", "int8", "bool", "uint16")
@@ -41,16 +39,15 @@ class Files(Machine):
         self.draw = np.random.default_rng(seed)
         self.step, self.saved, self.damaged = 0, {}, False
         self.patched = contextlib.ExitStack()
-        self.patched.enter_context(mock.patch.object(increments, "LEAST_BYTES", 0))
         self.patched.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # damaged checkpoints are what is wanted
         self.manager = None
         self.tree = {name: self.draw.integers(0, 2, (20, 3)).astype(name) for name in DTYPES}
         self.tree |= {"one": np.int32(0), "none": np.zeros((0, 4)), "table": {}}
         self.change()
-        self.open(max_to_keep=None, full_every=3, asynchronous=True)
+        self.open(max_to_keep=None, asynchronous=True)
 
-    @rule(max_to_keep=st.sampled_from([None, 1, 3]), full_every=st.sampled_from([1, 3, 9]), asynchronous=st.booleans())
+    @rule(max_to_keep=st.sampled_from([None, 1, 3]), asynchronous=st.booleans())
     def open(self, **options):
         """As a process does that is started again."""
         if self.manager is not None:
@@ -131,16 +128,6 @@ class Files(Machine):
             assert steps[-1:] == sorted(self.saved)[-1:]
         good = self.manager.latest_good()
         assert good is not None or self.damaged or not self.saved
-
-    @rule()
-    def compact(self):
-        good = self.manager.latest_good()
-        if good is None:
-            return
-        alone = self.folder / "alone"
-        checkpoint.compact(good, alone)
-        assert bits_of(checkpoint.load(alone).tree) == self.saved[int(good.name[5:])]
-        shutil.rmtree(alone)
 
     def teardown(self):
         if getattr(self, "manager", None) is not None:

@@ -236,18 +236,6 @@ def test_rows_that_a_smaller_table_has_no_room_for_are_refused(any_size):
     collection.with_tables(collection.init(KEY), {"yours": rows})
 
 
-def test_changes_of_one_table_are_told_apart():
-    collection, state = some_state()
-    before, (ids, gradients) = collection.tables(state), batches(NAMES)[1]
-    silent = {name: np.full((4, 3) if "bag" in name else 4, -1) for name in ids} | {"mine": ids["mine"]}
-    state = collection.update(state, collection.prepare(silent), gradients)
-    changes = collection.tables(state, since=int(state.step) - 1)
-    assert changes["mine"]["keys"].size and not changes["here"]["keys"].size
-    assert_equal(collection.tables(state)["yours"], before["yours"])
-    old = collection.with_tables(collection.init(KEY), before)
-    assert_equal(collection.tables(collection.with_tables(old, changes)), collection.tables(state))
-
-
 @pytest.mark.parametrize("others", [12, 30])
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_second_tier_of_one_table_gives_the_bits_of_a_table_with_room_for_all(num_devices, others, any_size):

@@ -17,25 +17,6 @@ def rows_of(layer):
     return sok.export_rows(layer.variable)
 
 
-def test_changes_hold_rows_that_were_stepped_after_a_later_lookup(context, tmp_path):
-    def layer():
-        return sok.DistributedEmbedding(
-            "sum", 64, 4, slot_num=1, max_nnz=2, name="t", optimizer=rs.AdagradOptimizerSpec(0.5)
-        )
-
-    first, second = np.arange(16).reshape(8, 1, 2), 100 + np.arange(16).reshape(8, 1, 2)
-    trained = layer()
-    output, backward = trained.vjp(first)
-    _, later = trained.vjp(second)
-    backward(np.ones(output.shape, np.float32))
-    sok.dump(tmp_path / "a", trained)
-    later(np.ones(output.shape, np.float32))
-    sok.dump(tmp_path / "b", trained, since=tmp_path / "a")
-    loaded = layer()
-    sok.load([tmp_path / "a", tmp_path / "b"], loaded)
-    jax.tree.map(np.testing.assert_array_equal, rows_of(loaded), rows_of(trained))
-
-
 def test_columns_step_all_or_none(context):
     columns = [sok.embedding_column(name, 4, rows_per_device=64) for name in ("x", "y")]
     output, backward = sok.input_layer_vjp({"x": [[1, 2]] * 8, "y": [[5]] * 8}, columns)
