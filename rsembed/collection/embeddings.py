@@ -319,7 +319,7 @@ class EmbeddingCollection:
             admission are no longer counted.
           norm_below: keys go whose rows have a smaller L2 norm.
 
-        Returns: the state, and what belonged to the keys, as `tables` returns it: for a `SecondTier`, a file, or
+        Returns: the state, and what belonged to the keys, as `tables` returns it: for a file, or
           another store. `with_tables` brings it back, as used now.
 
         Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no

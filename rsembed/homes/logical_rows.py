@@ -203,11 +203,6 @@ def _most(numbers: np.ndarray, num_shards: int) -> int:
     return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
 
 
-def checked_rows_keys(table: TableSpec, exported: Mapping[str, Any]) -> Keys:
-    """The keys of rows. Raises: ValueError: they do not fit the table, one comes twice, or is none."""
-    return _checked_keys(table, exported, "")
-
-
 def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
     where, name = f"table {table.name!r}", f"{prefix}keys"
     numbers = np.asarray(_checked(table, exported, name, (len(exported.get(name, ())),)))
@@ -290,7 +285,7 @@ def _place(
     places, placed = np.zeros(keys.shape, np.int64), []
     for shard, own_map in enumerate(_parted(maps, num_shards)):
         is_own, free = owner == shard, int(own_map.num_free[0])
-        own_map, found, _ = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
+        own_map, found = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
         rows = np.asarray(found)
         if num_left := int(np.sum(rows == NO_ROW)):
             num_rows = free + int((own_map.last_step != row_map.FREE).sum()) - (rows.size - num_left)

@@ -25,7 +25,6 @@ from rsembed.sok.policies import EmbeddingVariableOption as EmbeddingVariableOpt
 from rsembed.sok.policies import GlobalStepEvict as GlobalStepEvict
 from rsembed.sok.policies import L2WeightEvict as L2WeightEvict
 from rsembed.sok.refused import NAMES as _REFUSED
-from rsembed.sok.second_tier import SecondTier as SecondTier
 from rsembed.sok.variables import DynamicTableSpec as DynamicTableSpec
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
 from rsembed.sok.variables import embedding_variable as embedding_variable

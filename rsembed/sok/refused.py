@@ -4,7 +4,7 @@ _VARIABLES = "`embedding_variable` makes tables that all devices share, with `us
 _LOCALIZED = (
     "A table that lies on one device whole is a placement of the core: `EmbeddingCollection(..., placement='table')`"
 )
-_TIERS = "`SecondTier` holds rows beyond the device's memory"
+_TIERS = "rows stay on the devices: `variable.evict()` hands them out, and `assign_rows` brings them back"
 
 NAMES = {
     "init": "use `Init()`",
@@ -17,7 +17,7 @@ NAMES = {
     "OptimizerWrapper": "every optimizer of `rsembed` steps rows by keys; give it as `optimizer=`",
     "SGD": "use `rsembed.SGDOptimizerSpec`, given as `optimizer=`",
     "lookup_sparse": "use `group_embedding_lookup_sparse`, with combiners; for training `group_embedding_lookup_vjp`",
-    "sparse_read_and_evict": "use `SecondTier(variable, ...).fetch(keys)`, or `variable.evict()`, which hands rows out",
+    "sparse_read_and_evict": "use `variable.evict()`, which hands rows out, and `assign_rows`, which brings them back",
     "all2all_dense_embedding": "use `All2AllDenseEmbedding(..., dynamic_input=True)`",
     "group_lookup": "use `group_embedding_lookup_sparse` with one key a sample",
     "assign": "use `assign_rows(variable, {'keys': keys, 'values': values})`",
