@@ -64,7 +64,7 @@ ARGUMENTS = {
     "enable_raw_embedding_streaming": _STREAMING,
     "res_params": _STREAMING,
     "is_qr_tbe": "split an id into quotient and remainder before the lookup, as two features",
-    "preallocated_host_buffers": "tables on the host are allocated by the module; `storage_folder` keeps them in files",
+    "preallocated_host_buffers": "tables on the host are allocated by the module",
 }
 
 CALL_ARGUMENTS = {
@@ -84,5 +84,5 @@ OF_SPARSE_TYPE = dict.fromkeys(("from_int", "as_int", "default_config"), _MEMBER
 )
 OF_OPTIM_TYPE = dict.fromkeys(
     ("state_names", "state_size_table", "state_size_nbytes", "byte_offsets_along_row", "empty_states"), _SIZES
-) | {"ssd_state_splits": "there are no tables on SSD but those of `storage_folder`, which keep states beside rows"}
+) | {"ssd_state_splits": "there are no tables on SSD"}
 OF_REPORTER_CONFIG = {"create_reporter": "the module makes it"}

@@ -8,17 +8,14 @@ from rsembed import parallel
 from rsembed.caching import (
     BackingStore,
     CacheStatistics,
-    RowStore,
     SetAssociativeCache,
-    StorageFolder,
     miss_ratio_curve,
     num_sets_for,
     reuse_distances,
     set_of,
 )
-from rsembed.fingerprint import Fingerprint
 from rsembed.kernels import api
-from tests.bad_calls.world import FOLDER, feature, mesh, table
+from tests.bad_calls.world import feature, mesh, table
 
 NAN = float("nan")
 IDS = np.array([1, 2, 1, 3])
@@ -40,15 +37,6 @@ def load(**changes):
 @functools.cache
 def cache():
     return SetAssociativeCache(2, num_ways=2, num_ids=9)
-
-
-@functools.cache
-def store():
-    return RowStore.in_memory((9, 4), np.float32)
-
-
-def backing():
-    return BackingStore([store(), RowStore.in_memory((9,), np.float32)])
 
 
 BAD = {
@@ -161,21 +149,10 @@ BAD = {
         "0",
     ),
     "sets of none": (lambda: set_of(IDS, 0), ValueError, "num_sets", "at least 1", "0"),
-    "a row that is not there": (lambda: store().read(np.array([9])), IndexError, "rows must lie in 0 to 8", "9"),
-    "a negative row": (lambda: store().read(np.array([-1])), IndexError, "rows must lie in 0 to 8", "-1"),
-    "rows of floats": (lambda: store().read(np.array([0.5])), TypeError, "row", "integer", "float64"),
-    "values of another shape": (
-        lambda: store().write(np.array([0]), np.ones((1, 3), np.float32)), ValueError, "rows of shape (4,)", "(1, 3)",
+    "a store of no arrays": (lambda: BackingStore([]), ValueError, "BackingStore", "at least one"),
+    "arrays of other sizes": (
+        lambda: BackingStore([np.zeros((9, 4)), np.zeros((8, 4))]), ValueError, "BackingStore", "9", "8",
     ),
-    "a store over a list": (lambda: RowStore([[1.0]]), TypeError, "values", "array", "list"),
-    "a file that cannot be made": (lambda: RowStore.in_file("/dev/null/x", (2, 2), np.float32), OSError, "/dev/null/x"),
-    "a file of another size": (lambda: _other_size(), ValueError, "rows.bin", "bytes"),
-    "a store of no stores": (lambda: BackingStore([]), ValueError, "BackingStore", "at least one"),
-    "stores of other sizes": (
-        lambda: BackingStore([store(), RowStore.in_memory((8, 4), np.float32)]), ValueError, "BackingStore", "9", "8",
-    ),
-    "too few arrays": (lambda: backing().write(np.array([0]), [np.ones((1, 4))]), ValueError, "1 arrays", "2 stores"),
-    "a folder of other tables": (lambda: _other_folder(), ValueError, "another module", "rows"),
     "no stream": (lambda: miss_ratio_curve(IDS[:0], np.array([1])), ValueError, "no id"),
     "a fraction above 1": (
         lambda: miss_ratio_curve(IDS, np.array([1]), sample_fraction=2.0), ValueError, "sample_fraction=2.0",
@@ -191,16 +168,6 @@ BAD = {
     "an unknown kernel": (lambda: api.check_implementation("gpus"), ValueError, "'gpus'", "native", "reference"),
     "a kernel by number": (lambda: api.check_implementation(1), ValueError, "implementation 1", "native"),
 }  # fmt: skip
-
-
-def _other_size():
-    RowStore.in_file(FOLDER / "rows.bin", (2, 2), np.float32).flush()
-    return RowStore.in_file(FOLDER / "rows.bin", (3, 2), np.float32)
-
-
-def _other_folder():
-    StorageFolder(FOLDER / "folder", Fingerprint.of({"word": {"rows": 9}})).commit(0)
-    return StorageFolder(FOLDER / "folder", Fingerprint.of({"word": {"rows": 8}}))
 
 
 ACCEPTED = {
