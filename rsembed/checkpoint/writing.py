@@ -12,7 +12,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ from rsembed.checkpoint.arrays import as_saved, copied, write_arrays
 from rsembed.checkpoint.manifests import LAYOUT_VERSION, MANIFEST, encoded, flattened, joined
 from rsembed.checkpoint.states import logical
 from rsembed.fingerprint import ELSEWHERE
+
+Said = TypeVar("Said", bool, int)
 
 
 class Contents(NamedTuple):
@@ -102,9 +104,9 @@ def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSEr
     return failure
 
 
-def agreed(flag: bool) -> bool:
+def agreed(said: Said) -> Said:
     """What process 0 says."""
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag))) if jax.process_count() > 1 else flag
+    return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said))) if jax.process_count() > 1 else said
 
 
 def already_there(path: Path) -> FileExistsError:

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,118 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
         assert good == checkpoints.paths()[1]
         with pytest.raises(CorruptCheckpointError, match="is not what was written"):
             checkpoints.restore(trees[0], step=3)
+
+
+def steps_of(checkpoints):
+    return [int(path.name[5:]) for path in checkpoints.paths()]
+
+
+def x(step):
+    return {"x": np.full(4, step)}
+
+
+def lose_the_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("harm", [damage, lose_the_manifest])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(tmp_path, caplog, harm, asynchronous):
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(x(step), step=step)
+    harm(checkpoints.paths()[-1])
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
+        with pytest.warns(UserWarning, match="passed over"):
+            assert checkpoints.restore(x(0)).step == 20
+        with pytest.raises(FileExistsError, match="step_000000020 exists"):
+            checkpoints.save(x(20), step=20)
+        checkpoints.save(x(31), step=30)
+        assert "step_000000030 is damaged and is replaced" in caplog.text
+        assert checkpoints.restore(x(0)).tree["x"].tolist() == [31] * 4
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_those_written_last_are_kept_and_not_those_of_the_largest_step(tmp_path):
+    with CheckpointManager(tmp_path, max_to_keep=1, keep_period=20) as checkpoints:
+        for step in (20, 40, 60):
+            checkpoints.save(x(step), step=step)
+    with CheckpointManager(tmp_path, max_to_keep=1, keep_period=20) as checkpoints:
+        assert checkpoints.restore(x(0), step=20).step == 20
+        for step in (21, 22):
+            checkpoints.save(x(step), step=step)
+            checkpoints.wait_until_finished()
+            assert steps_of(checkpoints) == [20, step, 40, 60]
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_damaged_ones_do_not_count_among_those_that_are_kept(tmp_path, is_restarted):
+    checkpoints = CheckpointManager(tmp_path, max_to_keep=3 if not is_restarted else None)
+    for step in (1, 2, 3, 4) if is_restarted else (2, 3, 4):
+        checkpoints.save(x(step), step=step)
+    checkpoints.wait_until_finished()
+    for path in checkpoints.paths()[-2:]:
+        damage(path)
+    if is_restarted:
+        checkpoints.close()
+        checkpoints = CheckpointManager(tmp_path, max_to_keep=3)
+    with checkpoints:
+        checkpoints.save(x(5), step=5)
+        checkpoints.wait_until_finished()
+        assert {2, 5} < set(steps_of(checkpoints))
+        for step in (6, 7):
+            checkpoints.save(x(step), step=step)
+    assert steps_of(checkpoints) == [5, 6, 7]
+
+
+def test_the_oldest_go_first(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in range(1, 9):
+            checkpoints.save(x(step), step=step)
+    gone, rename = [], Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, to: (gone.append(path.name), rename(path, to)))
+    with CheckpointManager(tmp_path, max_to_keep=2) as checkpoints:
+        checkpoints.save(x(9), step=9)
+    assert [name for name in gone if name.startswith("step_")] == [f"step_{step:09d}" for step in range(1, 8)]
+
+
+def test_a_folder_is_read_beside_its_writer_and_where_nothing_can_be_written(tmp_path, run):
+    collection, _, _, states = run
+    with CheckpointManager(tmp_path / "run", collection) as checkpoints:
+        checkpoints.save(states[0])
+        checkpoints.wait_until_finished()
+        with CheckpointManager(tmp_path / "run", collection, read_only=True) as reader:
+            assert_same_rows(reader.restore(), collection, states[0], collection)
+            assert reader.latest_good() == checkpoints.paths()[0] and reader.metadata(1) == {}
+            with pytest.raises(RuntimeError, match="only reads; make one without read_only=True"):
+                reader.save(states[1])
+        checkpoints.save(states[1])
+    before = sorted(tmp_path.rglob("*"))
+    with CheckpointManager(tmp_path / "nowhere", read_only=True) as reader:
+        assert reader.latest_good() is None
+        with pytest.raises(FileNotFoundError, match="has no checkpoint"):
+            reader.restore()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_reader_goes_on_to_what_its_writer_saved_meanwhile(tmp_path, monkeypatch):
+    with (
+        CheckpointManager(tmp_path, max_to_keep=1) as checkpoints,
+        CheckpointManager(tmp_path, read_only=True) as reader,
+    ):
+        checkpoints.save(x(1), step=1)
+        checkpoints.wait_until_finished()
+        load = manager.load
+
+        def overtaken(path, like):
+            monkeypatch.undo()
+            checkpoints.save(x(2), step=2)
+            checkpoints.wait_until_finished()
+            return load(path, like)
+
+        monkeypatch.setattr(manager, "load", overtaken)
+        with pytest.warns(UserWarning, match="step_000000001 is passed over"):
+            assert reader.restore(x(0)).step == 2
 
 
 def test_a_save_that_failed_is_heard_of_and_the_next_one_may_succeed(tmp_path, monkeypatch, caplog):
