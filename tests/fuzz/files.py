@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from rsembed import checkpoint
 from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError
 from tests.fuzz.machines import Machine, live
 
@@ -66,10 +67,26 @@ class Files(Machine):
 
     @rule()
     def save(self):
+        """Also of a step that has a damaged checkpoint, behind which the run went back."""
         self.step += 1
-        self.manager.save(self.tree, step=self.step)
+        self.manager.wait_until_finished()
+        good = {self.step, *filter(self.is_good, self.saved)}
+        try:
+            self.manager.save(self.tree, step=self.step)
+        except FileExistsError:
+            assert self.is_good(self.step)  # damage may undo damage
+            return
         self.saved[self.step] = bits_of(self.tree)
         self.tree["float32"][0] += 1  # in memory that was given to save
+        self.manager.wait_until_finished()
+        assert self.is_good(self.step)
+        assert sum(map(self.is_good, self.saved)) >= min(self.options["max_to_keep"] or len(good), len(good))
+
+    def is_good(self, step):
+        try:
+            return bits_of(checkpoint.load(self.folder / f"step_{step:09d}").tree) == self.saved[step]
+        except (OSError, CorruptCheckpointError):
+            return False
 
     @rule(place=st.floats(0, 1, exclude_max=True), how=st.sampled_from(["flip", "cut", "delete", "longer", "swap"]))
     def damage(self, place, how):
@@ -101,9 +118,11 @@ class Files(Machine):
             found = self.manager.restore()
         except (FileNotFoundError, CorruptCheckpointError):
             assert self.damaged or not self.saved
+            self.step = 0
             return
         assert bits_of(found.tree) == self.saved[found.step]
         assert self.damaged or found.step == self.step
+        self.step = found.step
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
