@@ -218,6 +218,9 @@ BAD = {
     "the metadata of a step that is not there": (lambda: kept().metadata(9), FileNotFoundError, "step_000000009"),
     "a restored step as text": (lambda: kept().restore(step="9"), TypeError, "restore: step", "an integer", "'9'"),
     "a folder of two managers": (lambda: manager(kept().folder), RuntimeError, "kept", "another"),
+    "a manager that only reads": (
+        lambda: manager(read_only=True).save(ARRAYS, step=1), RuntimeError, "only reads", "without read_only=True",
+    ),
     "a closed manager": (lambda: closed().save(ARRAYS, step=1), RuntimeError, "closed", "another CheckpointManager"),
 }  # fmt: skip
 

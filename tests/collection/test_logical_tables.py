@@ -62,8 +62,8 @@ def test_rows_by_key_that_a_table_without_keys_cannot_have_are_refused():
 
 
 def in_npz(path, arrays):
-    np.savez(path, **arrays)
-    return dict(np.load(path))
+    np.savez(f"{path}.npz", **arrays)
+    return dict(np.load(f"{path}.npz"))
 
 
 def in_safetensors(path, arrays):
