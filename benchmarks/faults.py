@@ -38,7 +38,7 @@ def tree_of(step: int) -> dict[str, Any]:
 
 
 class Rsembed:
-    """`CheckpointManager`, full checkpoints."""
+    """`CheckpointManager`."""
 
     def __init__(self, folder: Path):
         from rsembed.checkpoint import CheckpointManager

@@ -7,7 +7,6 @@ from rsembed.bags import Bags as Bags
 from rsembed.collection import EmbeddingCollection as EmbeddingCollection
 from rsembed.collection import EmbeddingState as EmbeddingState
 from rsembed.collection import LookupStatistics as LookupStatistics
-from rsembed.collection import SecondTier as SecondTier
 from rsembed.collection import value_and_grad as value_and_grad
 from rsembed.homes import Hashed as Hashed
 from rsembed.homes import HostCached as HostCached

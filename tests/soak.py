@@ -3,10 +3,11 @@
     python -m tests.soak --minutes 30
 
 Tables are trained at a rate that changes: one in memory, one on the host whose cache churns, one of keys that are ever
-new and push out others, and, by the SparseCore wing, one whose limits follow statistics. Every minute a checkpoint of
-what has changed is saved; every few minutes the run is thrown away and goes on from the newest. A twin of the same
-batches is left alone: losses must agree in every bit. Beside both, a table of the model-parallel wing grows with its
-keys; it counts how often it saw each, and must be right at the end.
+new and push out others, and, by the SparseCore wing, one whose limits follow statistics. Every minute a checkpoint is
+saved; every few minutes the run is thrown away and goes on from the newest. Every second time a bit of that is flipped,
+so that the run goes on from the one before and saves the damaged step again. A twin of the same batches is left alone:
+losses must agree in every bit. Beside both, a table of the model-parallel wing grows with its keys; it counts how often
+it saw each, and must be right at the end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -186,6 +188,12 @@ class Counts:
         )
 
 
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 def resident_mebibytes():
     """What is in use: memory that the allocator keeps to use it again, up to 256 MB, is given back before."""
     if hasattr(LIBC, "malloc_trim"):
@@ -200,11 +208,12 @@ class Soak:
         self.folder, self.run, self.twin, self.counts = folder, Run(), Run(), Counts()
         self.losses = np.full(1 << 20, np.nan, np.float32)  # of the twin, so many that memory does not grow later
         self.num_repeated = self.num_restores = self.num_saves = 0
+        self.damaged_step = None
         self.complaints, self.seconds, self.mebibytes = [], [], []
         self.open()
 
     def open(self):
-        self.manager = CheckpointManager(self.folder, self.run.collection, max_to_keep=3, full_every=4)
+        self.manager = CheckpointManager(self.folder, self.run.collection, max_to_keep=3)
 
     def advance(self):
         number = self.run.number
@@ -225,7 +234,12 @@ class Soak:
     def restore(self):
         self.manager.close()
         self.open()
-        self.run.go_on_from(*self.manager.restore(others=self.run.others))
+        *others, newest = self.manager.paths()
+        if others and self.num_restores % 2:
+            flip_a_bit(max(newest.glob("*/c.*"), key=lambda file: file.stat().st_size))
+            self.damaged_step = int(newest.name[5:])
+        with warnings.catch_warnings(action="ignore" if self.damaged_step else "error", category=UserWarning):
+            self.run.go_on_from(*self.manager.restore(others=self.run.others))
         self.num_restores += 1
 
     def last(
@@ -244,9 +258,10 @@ class Soak:
         try:
             while (now := time.monotonic() - start) < seconds and not self.complaints:
                 self.advance()
-                if now > next_save:
+                if now > next_save or self.run.number == self.damaged_step:
                     self.save()
-                    next_save += save_seconds
+                    next_save = now + save_seconds
+                    self.damaged_step = None
                 if now > next_restore and self.num_saves:
                     self.restore()
                     next_restore += restore_seconds

@@ -228,8 +228,8 @@ def test_the_programs_of_the_page_on_optimizers_run_as_printed():
     assert np.isfinite(names["two_steps"](names["quick"])).all()
 
 
-def test_the_program_of_the_page_on_long_runs_saves_what_it_says(capsys):
-    assert run_programs("reliability.md")[1] == 1
+def test_the_programs_of_the_page_on_long_runs_save_what_they_say(capsys):
+    assert run_programs("reliability.md")[1] == 2
     assert capsys.readouterr().out == "step_000000000 {'input': 4096}\n"
 
 

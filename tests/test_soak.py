@@ -14,8 +14,14 @@ def run(tmp_path_factory):
 def test_a_run_that_is_thrown_away_repeats_the_losses_of_one_that_is_not(run):
     for what in ("advance", "advance", "save", "advance", "advance", "restore", "advance", "advance", "advance"):
         getattr(run, what)()
+    run.save()
+    run.restore()  # from the checkpoint before the newest, which is damaged
+    assert (run.run.number, run.damaged_step) == (2, 5)
+    for what in ("advance", "advance", "advance", "save"):
+        getattr(run, what)()
     run.manager.close()
-    assert (run.twin.number, run.num_repeated, run.num_saves, run.num_restores) == (5, 2, 1, 1)
+    assert run.manager.latest_good() == run.manager.paths()[-1]
+    assert (run.twin.number, run.num_repeated, run.num_saves, run.num_restores) == (5, 5, 3, 2)
     assert not run.complaints and run.counts.are_right()
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Int
 
 from rsembed.bags import padded_size
-from rsembed.caching.stores import RowStore
 
 Rows = Int[np.ndarray, "..."]
 FIRST_VALUES_BLOCK = 4096
@@ -51,27 +50,27 @@ class BackingStore:
     """The rows of an array and of what belongs to it, such as optimizer state; those that a device has may be stale.
 
     Attributes:
-      stores: one per array.
+      arrays: the rows, changed in place.
     """
 
-    def __init__(self, stores: Sequence[RowStore], first_values: Callable[[Rows], Sequence[Any]] | None = None):
+    def __init__(self, arrays: Sequence[np.ndarray], first_values: Callable[[Rows], Sequence[Any]] | None = None):
         """A store of rows that were not written yet.
 
         Args:
-          stores: with equally many rows.
+          arrays: with equally many rows. Of zeros the system hands memory out as rows are first written.
           first_values: what rows hold in all arrays until they are written, which is made when they are read. It is
-            called with few different numbers of rows, of which it may be asked again. None leaves it to `stores`.
+            called with few different numbers of rows, of which it may be asked again. None leaves it to `arrays`.
 
-        Raises: ValueError: there is no store, or their numbers of rows differ.
+        Raises: ValueError: there is no array, or their numbers of rows differ.
         """
-        if len(sizes := {store.shape[0] for store in stores}) != 1:
-            raise ValueError(f"BackingStore needs at least one store, all with equally many rows, got {sorted(sizes)}.")
-        self.stores, self._first_values = tuple(stores), first_values
-        self._is_written = np.zeros(0 if first_values is None else self.stores[0].shape[0], bool)
+        if len(sizes := {array.shape[0] for array in arrays}) != 1:
+            raise ValueError(f"BackingStore needs at least one array, all with equally many rows, got {sorted(sizes)}.")
+        self.arrays, self._first_values = tuple(arrays), first_values
+        self._is_written = np.zeros(0 if first_values is None else self.arrays[0].shape[0], bool)
 
     def read(self, rows: Rows) -> list[np.ndarray]:
         """Copies of rows of all arrays."""
-        arrays = [store.read(rows) for store in self.stores]
+        arrays = [array[rows] for array in self.arrays]
         if self._first_values is not None:
             fresh = np.flatnonzero(~self._is_written[rows])
             for start in range(0, fresh.size, FIRST_VALUES_BLOCK):
@@ -84,10 +83,8 @@ class BackingStore:
 
     def write(self, rows: Rows, arrays: Sequence[Any]) -> None:
         """Replaces distinct rows of all arrays by the first of the values, which may be more."""
-        if len(arrays) != len(self.stores):
-            raise ValueError(f"there are {len(arrays)} arrays of rows for {len(self.stores)} stores.")
-        for store, values in zip(self.stores, arrays, strict=True):
-            store.write(rows, np.ascontiguousarray(values)[: rows.size])
+        for array, values in zip(self.arrays, arrays, strict=True):
+            array[rows] = np.asarray(values)[: rows.size]
         if self._first_values is not None:
             self._is_written[rows] = True
 

@@ -2,12 +2,7 @@
 
 from rsembed.checkpoint.collections import load_collection as load_collection
 from rsembed.checkpoint.collections import save_collection as save_collection
-from rsembed.checkpoint.exchange import export_tables as export_tables
-from rsembed.checkpoint.exchange import import_tables as import_tables
-from rsembed.checkpoint.exchange import state_dict as state_dict
-from rsembed.checkpoint.exchange import tables_of_state_dict as tables_of_state_dict
 from rsembed.checkpoint.files import Checkpoint as Checkpoint
-from rsembed.checkpoint.files import compact as compact
 from rsembed.checkpoint.files import latest as latest
 from rsembed.checkpoint.files import load as load
 from rsembed.checkpoint.files import save as save

@@ -29,7 +29,7 @@ import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
 
-from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, InOrder, SavedArray
+from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, SavedArray
 from rsembed.checkpoint.states import TableRows
 from rsembed.progress import progress
 
@@ -204,8 +204,6 @@ def _rows(array: Any, first: int, count: int) -> np.ndarray:
     """Rows of a host or global array; every process calls this, and process 0 gets what others hold."""
     if isinstance(array, TableRows):
         return _picked(array.array, array.rows(first, count))
-    if isinstance(array, InOrder):
-        return array.next(count)
     array = array.reshape(1) if array.ndim == 0 else array
     return _picked(array, np.arange(first, first + count))
 
@@ -309,22 +307,20 @@ def _by_row(store: Any, entry: Mapping[str, Any]) -> Any:
 # Reading
 
 
-def check_entry(entry: Any, number: int, *, is_zarr: bool) -> None:
+def check_entry(entry: Any, number: int) -> None:
     """Whether a manifest's entry describes one array of the checkpoint's own folder, and a checksum for all of it.
 
     Args:
       entry: of the manifest.
       number: its position.
-      is_zarr: not so in layouts 1 and 2.
 
     Raises: CorruptCheckpointError: it does not.
     """
-    place = {"folder": f"{number:04d}"} if is_zarr else {"file": f"{number:04d}.bin"}
     try:
-        shape, checksums = entry["shape"], entry["crc32c" if is_zarr else "crc32"]
-        count = 0 if is_zarr and 0 in shape else [*shape, 1][0]
+        shape, checksums = entry["shape"], entry["crc32c"]
+        count = 0 if 0 in shape else [*shape, 1][0]
         is_sound = (
-            place.items() <= entry.items()
+            entry["folder"] == f"{number:04d}"
             and all(isinstance(size, int) and size >= 0 for size in (*shape, entry["rows_per_chunk"] - 1))
             and len(checksums) == -(-count // entry["rows_per_chunk"])
             and all(isinstance(part, str) for part in (*entry["path"], *checksums, entry["prng"] or ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +17,6 @@ from rsembed.checkpoint.states import logical, tables_of, with_states
 from rsembed.checkpoint.writing import Contents, write
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.intervals import door
-
-_log = logging.getLogger("rsembed")
 
 
 @door
@@ -85,7 +82,7 @@ def load_collection(
     """
     path = Path(path)
     found, template = manifest(path), collection.template
-    check_owners(path, *_tables(path, found, collection, same_rules=same_rules))
+    check_owners(path, *_tables(found, collection, same_rules=same_rules))
     implementation = next(entry["prng"] for entry in found["arrays"] if entry["path"] == ["key"])
     key = jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
     template = template._replace(key=key.update(sharding=template.key.sharding))
@@ -99,11 +96,11 @@ def load_collection(
     for entry in found["arrays"]:
         if others is not None or entry["path"][0] != "others":
             entries[entry["path"][0] == "tables" and entry["path"][1] in by_key].append(entry)
-    tree = restored(path, found, entries[False], like)
+    tree = restored(path, entries[False], like)
     step = placed(np.asarray(found["step"], np.int32), template.step)
     state = with_states(arrays, tree | {"step": step})
     if apart:
-        keyed = nested(path, found, entries[True]).get("tables", {}) if by_key else {}
+        keyed = nested(path, entries[True]).get("tables", {}) if by_key else {}
         state = collection.logical.whole(state, tree["tables"] | keyed, tree["slots"], collection.layout)
     return state if others is None else (state, with_states(others, tree["others"]))
 
@@ -116,19 +113,10 @@ def _without_step(state: EmbeddingState) -> dict[str, Any]:
 
 
 def _tables(
-    path: Path, found: Mapping[str, Any], collection: EmbeddingCollection, *, same_rules: bool
+    found: Mapping[str, Any], collection: EmbeddingCollection, *, same_rules: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the tables in the file are, and what they should be."""
     saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(collection.template)
-    if found["layout_version"] == 1:
-        _log.warning(
-            "%s has layout 1, which told optimizers by a short name and kept rows in the order of the devices that "
-            "saved them: it is read as one saved without a mesh.",
-            path,
-        )
-        saved = found["metadata"].get("tables", {})
-        for name, table in collection.table_specs.items():
-            expected[name]["optimizer"] = table.optimizer.short_name()
     if not same_rules:
         for name in saved.keys() & expected.keys():
             expected[name]["optimizer"] = saved[name]["optimizer"]

@@ -17,19 +17,16 @@ table name, all arrays of an instant or none, and a refusal of files that are mi
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
-from rsembed.checkpoint.manifests import LAYOUT_VERSION, MANIFEST, manifest
-from rsembed.checkpoint.reading import in_order, nested, opened, restored
+from rsembed.checkpoint.manifests import MANIFEST, manifest
+from rsembed.checkpoint.reading import nested, opened, restored
 from rsembed.checkpoint.saved import SavedArray
-from rsembed.checkpoint.states import belongings, is_state, logical, stacks_of, with_states
+from rsembed.checkpoint.states import belongings, logical, with_states
 from rsembed.checkpoint.writing import Contents, write
 from rsembed.collection import EmbeddingCollection
 from rsembed.fingerprint import Fingerprint, check_same
@@ -96,16 +93,10 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     path = Path(path)
     found = manifest(path)
     if like is None:
-        return Checkpoint(nested(path, found, found["arrays"]), found["step"], found["metadata"])
-    template = like
-    if found["layout_version"] == 1:
-        template = jax.tree.map(functools.partial(_as_before, path), like, is_leaf=is_state)
-    else:
-        owners = belongings(like)
-        check_owners(path, {name: found["belongs_to"].get(name) for name in owners}, owners)
-    tree = with_states(template, restored(path, found, found["arrays"], logical(template)))
-    # What a template of an older file left out comes back with the structure.
-    tree = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
+        return Checkpoint(nested(path, found["arrays"]), found["step"], found["metadata"])
+    owners = belongings(like)
+    check_owners(path, {name: found["belongs_to"].get(name) for name in owners}, owners)
+    tree = with_states(like, restored(path, found["arrays"], logical(like)))
     return Checkpoint(tree, found["step"], found["metadata"])
 
 
@@ -120,18 +111,6 @@ def check_owners(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
     )
 
 
-def _as_before(path: Path, node: Any) -> Any:
-    """A template for files of layout 1, which kept the arrays of a state as they were."""
-    if not is_state(node):
-        return node
-    if any(stack["num_shards"] > 1 for stack in stacks_of(node).values()):
-        raise ValueError(
-            f"{path} has layout 1, which kept rows in the order of the devices that saved them and does not say which; "
-            "load it with a collection without mesh on as many devices as then, or as arrays, with like=None."
-        )
-    return node._replace(layout=None)
-
-
 @door
 def verify(path: str | os.PathLike[str]) -> None:
     """Reads every byte of a checkpoint, a few MiB at a time.
@@ -139,30 +118,10 @@ def verify(path: str | os.PathLike[str]) -> None:
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
     """
     path = Path(path)
-    found = manifest(path)
-    for array in opened(path, found, found["arrays"]).values():
+    for array in opened(path, manifest(path)["arrays"]).values():
         if isinstance(array, SavedArray):
             for _ in array.blocks():
                 pass
-
-
-@door
-def compact(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Writes what an incremental checkpoint and those that it builds on hold together as one that needs no other.
-
-    Args:
-      path: a checkpoint, which stays.
-      target: a folder that does not exist yet.
-
-    Raises: as `load` and `save`.
-    """
-    path, target = Path(path), Path(target)
-    found = manifest(path)
-    entries = {tuple(entry["path"]): entry["prng"] for entry in found["arrays"]}
-    arrays = {parts: in_order(array) for parts, array in opened(path, found, found["arrays"]).items()}
-    leaves = {parts: (arrays[parts], prng) for parts, prng in entries.items()}
-    body = {key: fact for key, fact in found.items() if key not in ("arrays", "row_numbers", "base")}
-    write(target, Contents(leaves, body | {"layout_version": LAYOUT_VERSION}))
 
 
 @door

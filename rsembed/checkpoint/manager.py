@@ -1,9 +1,8 @@
 """The checkpoints of a long run: written beside the training, as many kept as wanted, the newest good one found again.
 
 ```
-save ──copy──▶ memory ──thread──▶ step_000000100/     full
-                                  step_000000200/     rows that differ from 100
-                                  step_000000300/     rows that differ from 200
+save ──copy──▶ memory ──thread──▶ step_000000100/
+                                  step_000000200/
 ```
 """
 
@@ -17,7 +16,7 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +28,7 @@ from jax.experimental import multihost_utils
 
 from rsembed.checkpoint.collections import contents_of, load_collection
 from rsembed.checkpoint.files import load, verify
-from rsembed.checkpoint.manifests import manifest
+from rsembed.checkpoint.manifests import MANIFEST, manifest
 from rsembed.checkpoint.saved import CorruptCheckpointError
 from rsembed.checkpoint.states import belongings
 from rsembed.checkpoint.writing import Contents, agreed, already_there, hidden_beside, written
@@ -57,12 +56,11 @@ class CheckpointManager:
     Args:
       folder: of the run; a second writer is refused.
       collection: whose states are saved, with whatever stands beside them; None saves any tree.
-      max_to_keep: how many of the newest stay; None keeps all.
+      max_to_keep: how many good ones stay, of those that were written last; None keeps all. What is damaged does not
+        count, and goes when so many good ones are newer.
       keep_period: those whose step is a multiple stay in any case.
-      full_every: 1 makes every checkpoint a full one. `n` makes `n - 1` incremental ones follow each full one: of
-        arrays of 16 KiB and more they hold the rows that differ from the checkpoint before, which stays as long as they
-        do. What is on the disk is read to find out.
       asynchronous: False writes before `save` returns, and needs no memory for copies.
+      read_only: True writes nothing and locks nothing: for a folder that another process writes, or that nobody can.
 
     Raises:
       RuntimeError: another process writes here; says which.
@@ -89,20 +87,22 @@ class CheckpointManager:
         *,
         max_to_keep: int | None = None,
         keep_period: int | None = None,
-        full_every: int = 1,
         asynchronous: bool = True,
+        read_only: bool = False,
     ):
-        for name, value in (("max_to_keep", max_to_keep), ("keep_period", keep_period), ("full_every", full_every)):
+        for name, value in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or left out, got {value}.")
         self.folder, self.collection = Path(folder), collection
-        self.max_to_keep, self.keep_period, self.full_every = max_to_keep, keep_period, full_every
-        self.asynchronous = asynchronous
+        self.max_to_keep, self.keep_period, self.asynchronous = max_to_keep, keep_period, asynchronous
+        self.read_only = read_only
+        self._verified: dict[Path, Any] = {}
+        """Of good checkpoints, the sizes and times of their files when they were read or written."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rsembed-checkpoint")
         self._pending: Future[None] | None = None
         self._is_closed, self._lock = False, contextlib.ExitStack()
         failure: Exception | None = None
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not read_only:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(_only_writer(self.folder))
@@ -126,31 +126,33 @@ class CheckpointManager:
           others: what else belongs to the instant, beside a state: any pytree, such as dense parameters.
           metadata: what JSON can hold, such as the position of the input (`{"input": iterator.get_state()}`).
 
+        A damaged checkpoint of this step is replaced, which the log says.
+
         Raises:
-          FileExistsError: there is a checkpoint of this step.
+          FileExistsError: there is a good checkpoint of this step.
           OSError: the checkpoint before could not be written. This one has not begun; the next call can.
+          RuntimeError: this manager is closed, or only reads.
           TypeError, ValueError: as `save_collection` and `save`.
         """
+        if self.read_only:
+            raise RuntimeError(f"this CheckpointManager of {self.folder} only reads; make one without read_only=True.")
         if self._is_closed:
             raise RuntimeError(f"the checkpoints of {self.folder} are closed; make another CheckpointManager.")
         self.wait_until_finished()
         contents = self._contents(tree, step, others, metadata)
         path = self._path(contents.body["step"])
-        if agreed(path.exists()):
+        if agreed(jax.process_index() == 0 and self._is_taken(path)):
             raise already_there(path)
-        base = self._base(contents.body["step"])
-        if agreed(self.asynchronous or base is not None):
-            contents = contents.in_memory()
-            if jax.process_index() == 0:
-                self._pending = self._writer.submit(self._write, path, contents, base)
-            else:
-                self._pending = Future()
-                self._pending.set_result(None)
-            if not self.asynchronous:
-                self.wait_until_finished()
+        if not self.asynchronous:
+            self._raise_alike(written(path, contents))
+            self._remove_old(path)
             return
-        self._raise_alike(written(path, contents))
-        self._remove_old()
+        contents = contents.in_memory()
+        if jax.process_index() == 0:
+            self._pending = self._writer.submit(self._write, path, contents)
+        else:
+            self._pending = Future()
+            self._pending.set_result(None)
 
     def wait_until_finished(self) -> None:
         """Waits for the checkpoint that is being written.
@@ -191,12 +193,12 @@ class CheckpointManager:
     def paths(self) -> list[Path]:
         """The checkpoints, by step."""
         found = {path: _NAME.fullmatch(path.name) for path in self.folder.glob("step_*")}
-        return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name[5:]))
+        return sorted((path for path, match in found.items() if match), key=_step)
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, whatever is in it."""
         paths = self.paths()
-        return int(paths[-1].name[5:]) if paths else None
+        return _step(paths[-1]) if paths else None
 
     def latest_good(self) -> Path | None:
         """The newest checkpoint of which every byte is what was written; damaged ones are told of and passed over.
@@ -205,17 +207,22 @@ class CheckpointManager:
         """
         if self._pending is not None:
             self._pending.exception()  # left for `save` and `wait_until_finished` to raise, in all processes alike
-        for path in reversed(self.paths()):
+        tried: set[int] = set()
+        while (step := self._newest(tried)) >= 0:
+            path = self._path(step)
             try:
                 verify(path)
                 return path
             except (OSError, CorruptCheckpointError) as error:
                 warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
+            tried.add(step)
         return None
 
     @door
     def restore(self, like: Any = None, *, others: Any = None, step: int | None = None) -> Any:
-        """What was saved at a step, or the newest that is good.
+        """What was saved at a step, or the newest that is good: that of the largest step.
+
+        A run that goes back to an earlier step for good removes the folders of later ones.
 
         Args:
           like: a template for a tree, see `load`; a collection has its own.
@@ -230,9 +237,8 @@ class CheckpointManager:
           ValueError: as `load_collection` and `load`.
         """
         self.wait_until_finished()
-        paths = self.paths() if step is None else [self._path(step)]
         failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint.")
-        for path in reversed(paths):
+        for path in self._newest_first() if step is None else [self._path(step)]:
             found: Any = None
             problem: Exception | None = None
             try:
@@ -262,6 +268,31 @@ class CheckpointManager:
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:09d}"
 
+    def _newest(self, tried: set[int]) -> int:
+        """The largest step that was not tried, -1 for none. Asked anew each time, as a writer may go on meanwhile."""
+        return max((step for path in self.paths() if (step := _step(path)) not in tried), default=-1)
+
+    def _newest_first(self) -> Iterator[Path]:
+        """The checkpoints as process 0 sees them; all processes go on together."""
+        tried: set[int] = set()
+        while (step := agreed(self._newest(tried))) >= 0:
+            tried.add(step)
+            yield self._path(step)
+
+    def _is_taken(self, path: Path) -> bool:
+        """Whether there is a checkpoint that must not be replaced; one that is damaged goes."""
+        if not path.exists():
+            return False
+        try:
+            verify(path)
+            return True
+        except (FileNotFoundError, CorruptCheckpointError) as error:
+            _log.warning("%s is damaged and is replaced: %s", path, error)
+        except (OSError, ValueError):  # of what cannot be read now, or by this version, nothing is known
+            return True
+        _remove(path)
+        return path.exists()
+
     def _contents(self, tree: Any, step: int | None, others: Any, metadata: Mapping[str, Any] | None) -> Contents:
         if self.collection is not None:
             if step is not None:
@@ -271,56 +302,69 @@ class CheckpointManager:
             raise ValueError("a tree needs step, and everything of the instant in it: no others.")
         return Contents.of(tree, belongings(tree), step=step, metadata=metadata)
 
-    def _base(self, step: int) -> Path | None:
-        """The checkpoint whose changes the next one holds; None for a full one."""
-        chain = self._chain(self.paths()[-1]) if self.full_every > 1 and self.paths() else []
-        is_due = 0 < len(chain) < self.full_every and int(chain[0].name[5:]) < step
-        return chain[0] if is_due else None
-
-    def _chain(self, path: Path) -> list[Path]:
-        """A checkpoint and those that it needs; nothing if one of them is not there."""
-        chain = [path]
-        try:
-            while (base := manifest(chain[-1]).get("base")) is not None:
-                chain.append(path.with_name(base["name"]))
-        except (OSError, ValueError):
-            return []
-        return chain
-
-    def _write(self, path: Path, contents: Contents, base: Path | None) -> None:
+    def _write(self, path: Path, contents: Contents) -> None:
         """Runs in the thread."""
         try:
-            try:
-                failure = written(path, contents, base, show=False)
-            except CorruptCheckpointError as error:
-                warnings.warn(f"{path} becomes a full checkpoint: {error}", stacklevel=2)
-                failure = written(path, contents, show=False)
-            if failure is not None:
+            if (failure := written(path, contents, show=False)) is not None:
                 raise failure
-            self._remove_old()
+            self._remove_old(path)
         except Exception as error:
             _log.error("checkpoint %s could not be written: %s", path, error)
             raise
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, saved: Path) -> None:
+        """Removes what was written before the last `max_to_keep` good ones, of which `saved` is the newest."""
         if self.max_to_keep is None or jax.process_index() != 0:
             return
-        paths = self.paths()
-        kept = set(paths[-self.max_to_keep :])
-        if self.keep_period is not None:
-            kept |= {path for path in paths if int(path.name[5:]) % self.keep_period == 0}
-        needed = kept.union(*(self._chain(path) for path in kept))
-        for path in set(paths) - needed:
-            # Under a hidden name first: half of a checkpoint must not look like one.
-            hidden = hidden_beside(path)
-            with contextlib.suppress(OSError):
-                path.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+        self._verified[saved] = _seen(saved)
+        newest_first = [saved, *sorted(set(self.paths()) - {saved}, key=_when_written, reverse=True)]
+        num_good = 0
+        while newest_first and num_good < self.max_to_keep:
+            num_good += self._is_good(newest_first.pop(0))
+        for path in reversed(newest_first):  # a process that is killed meanwhile leaves the newer ones
+            if self.keep_period is None or _step(path) % self.keep_period:
+                _remove(path)
+                self._verified.pop(path, None)
+
+    def _is_good(self, path: Path) -> bool:
+        """Whether every byte is what was written; what was read before is read again where files have changed since."""
+        try:
+            if self._verified.get(path) != (seen := _seen(path)):
+                verify(path)
+                self._verified[path] = seen
+        except (OSError, ValueError):
+            return False
+        return True
 
     def _raise_alike(self, failure: BaseException | None) -> None:
         """Raises what went wrong in process 0, in all processes."""
         if agreed(failure is not None):
             raise failure or OSError(f"{self.folder}: process 0 could not write; its own error says why.")
+
+
+def _step(path: Path) -> int:
+    return int(path.name[5:])
+
+
+def _when_written(path: Path) -> tuple[int, int]:
+    """By the time of the manifest, which is written last; by the step where that does not tell."""
+    try:
+        return (path / MANIFEST).stat().st_mtime_ns, _step(path)
+    except OSError:
+        return 0, _step(path)
+
+
+def _seen(path: Path) -> Any:
+    """Names, sizes and times of the files of a checkpoint."""
+    return sorted((str(file), (facts := file.stat()).st_size, facts.st_mtime_ns) for file in path.rglob("*"))
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint, under a hidden name first: half of one must not look like one."""
+    hidden = hidden_beside(path)
+    with contextlib.suppress(OSError):
+        path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _all_agree(flag: bool) -> bool:

@@ -11,14 +11,11 @@ from typing import Any
 
 import jax
 
-from rsembed.checkpoint import increments
 from rsembed.checkpoint.arrays import check_entry
 from rsembed.checkpoint.saved import CorruptCheckpointError
 from rsembed.intervals import door
 
 LAYOUT_VERSION = 3
-INCREMENT_VERSION = 4
-"""Of checkpoints that take rows from another one, which older versions of the library must not read."""
 MANIFEST = "manifest.json"
 
 
@@ -39,25 +36,20 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
         is_intact = False
     if not is_intact:
         raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
-    if body["layout_version"] not in range(1, INCREMENT_VERSION + 1):
+    if body["layout_version"] != LAYOUT_VERSION:
         raise ValueError(
-            f"{path} has layout {body['layout_version']}, but this version of rsembed reads layouts up to "
-            f"{INCREMENT_VERSION}; read it with the version that wrote it."
+            f"{path} has layout {body['layout_version']}, but this version of rsembed reads layout "
+            f"{LAYOUT_VERSION}; read it with the version that wrote it."
         )
-    for number, entry in enumerate([*body["arrays"], *body.get("row_numbers", [])]):
-        check_entry(entry, number, is_zarr=body["layout_version"] > 2)
-    increments.check_manifest(body)
+    for number, entry in enumerate(body["arrays"]):
+        check_entry(entry, number)
     return body
-
-
-def checksum(body: Mapping[str, Any]) -> str:
-    """Of a manifest, by its meaning."""
-    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:
     """The manifest with its checksum, always with the same bytes, so that a load can compare them all."""
-    return json.dumps({"crc32": checksum(body), "manifest": body}, sort_keys=True, indent=1).encode()
+    checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+    return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
 
 
 def flattened(tree: Any) -> dict[tuple[str, ...], Any]:

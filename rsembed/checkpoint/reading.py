@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,69 +10,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.checkpoint import increments, old_layouts
 from rsembed.checkpoint.arrays import open_array
-from rsembed.checkpoint.manifests import checksum, flattened, joined, manifest
-from rsembed.checkpoint.saved import CorruptCheckpointError, InOrder, SavedArray, sharded
+from rsembed.checkpoint.manifests import flattened, joined
+from rsembed.checkpoint.saved import SavedArray, sharded
 from rsembed.checkpoint.states import TableRows
 
 
-def opened(path: Path, found: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+def opened(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
     """The arrays of some entries of a manifest, still on the disk but for PRNG keys."""
-
-    def on_disk(entry: Mapping[str, Any], name: str) -> SavedArray:
-        return (open_array if "folder" in entry else old_layouts.open_array)(path, entry, name)
-
-    arrays, base = {}, functools.cache(lambda: _base(path, found))
+    arrays = {}
     for entry in entries:
-        parts, name = tuple(entry["path"]), joined(entry["path"])
-        array: Any = on_disk(entry, name)
-        if (changed := entry.get("changed")) is not None:
-            rows = on_disk(found["row_numbers"][changed["rows"]], f"{name}, numbers of its rows")
-            keys = next((other for other in found["arrays"] if other["path"] == [*parts[:-1], increments.KEYS]), None)
-            own_keys = on_disk(keys, joined(keys["path"])) if changed["by_key"] and keys else None
-            array = increments.patched(parts, changed, rows, array, base(), own_keys)
+        array: Any = open_array(path, entry, joined(entry["path"]))
         if entry["prng"] is not None:
             array = jax.random.wrap_key_data(jnp.asarray(array.whole()), impl=entry["prng"])
-        arrays[parts] = array
+        arrays[tuple(entry["path"])] = array
     return arrays
-
-
-def _base(path: Path, found: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """The arrays that an incremental checkpoint says the changes of."""
-    base = path.with_name(found["base"]["name"])
-    try:
-        of_base = manifest(base)
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} holds changes of {base}, which is gone; take an older one.") from error
-    if checksum(of_base) != found["base"]["crc32"] or of_base["step"] >= found["step"]:
-        raise CorruptCheckpointError(f"{path} holds changes of another {base} than is there; take an older one.")
-    return opened(base, of_base, of_base["arrays"])
-
-
-def in_order(array: Any) -> Any:
-    """One of `opened`, to be written into another checkpoint."""
-    return InOrder(array) if isinstance(array, SavedArray) else np.asarray(jax.random.key_data(array))
 
 
 def _in_memory(array: Any) -> Any:
     return array.whole() if isinstance(array, SavedArray) else array
 
 
-def nested(path: Path, found: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> Any:
+def nested(path: Path, entries: Sequence[Mapping[str, Any]]) -> Any:
     """The arrays of entries, in memory, in dictionaries by the parts of their names."""
     from flax.traverse_util import unflatten_dict
 
-    arrays = {parts: _in_memory(array) for parts, array in opened(path, found, entries).items()}
+    arrays = {parts: _in_memory(array) for parts, array in opened(path, entries).items()}
     return arrays[()] if () in arrays else unflatten_dict(arrays)
 
 
-def restored(path: Path, found: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], like: Any) -> Any:
+def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: Any) -> Any:
     """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`.
 
     In place of the rows of tables stand those on the disk, for `with_states`.
     """
-    arrays, wanted = opened(path, found, entries), flattened(like)
+    arrays, wanted = opened(path, entries), flattened(like)
     problems = [f"{joined(parts)!r} is missing" for parts in wanted if parts not in arrays]
     problems += [f"{joined(parts)!r} is not wanted" for parts in arrays if parts not in wanted]
     for parts in wanted.keys() & arrays.keys():

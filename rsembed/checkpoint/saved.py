@@ -50,31 +50,6 @@ class SavedArray:
         return array
 
 
-class InOrder:
-    """The rows of a saved array as those ask for them who want each once, in order: another checkpoint.
-
-    Args:
-      array: where they are.
-    """
-
-    def __init__(self, array: SavedArray):
-        self.shape, self.dtype = array.shape, array.dtype
-        self._blocks = array.blocks()
-        self._left = np.empty((0, *array.shape[1:]), array.dtype)
-
-    def next(self, count: int) -> np.ndarray:
-        """The next rows.
-
-        Raises: CorruptCheckpointError: they are not what was written.
-        """
-        parts = [self._left]
-        while sum(map(len, parts)) < count:
-            parts.append(next(self._blocks)[1])
-        rows = np.concatenate(parts)
-        self._left = rows[count:]
-        return rows[:count]
-
-
 def sharded(
     shape: tuple[int, ...], dtype: Any, sharding: Any, pieces: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> jax.Array:

@@ -12,28 +12,19 @@ import socket
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rsembed.checkpoint import increments
 from rsembed.checkpoint.arrays import as_saved, copied, write_arrays
-from rsembed.checkpoint.manifests import (
-    INCREMENT_VERSION,
-    LAYOUT_VERSION,
-    MANIFEST,
-    checksum,
-    encoded,
-    flattened,
-    joined,
-    manifest,
-)
-from rsembed.checkpoint.reading import opened
+from rsembed.checkpoint.manifests import LAYOUT_VERSION, MANIFEST, encoded, flattened, joined
 from rsembed.checkpoint.states import logical
 from rsembed.fingerprint import ELSEWHERE
 from rsembed.parallel.agreement import check_not_forked
+
+Said = TypeVar("Said", bool, int)
 
 
 class Contents(NamedTuple):
@@ -92,13 +83,12 @@ def write(path: Path, contents: Contents) -> None:
         raise failure or OSError(f"checkpoint {path}: process 0 could not write it; its own error says why.")
 
 
-def written(path: Path, contents: Contents, base: Path | None = None, *, show: bool | None = None) -> OSError | None:
+def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSError | None:
     """Writes a checkpoint, and returns why that could not be done.
 
     Args:
       path: where.
       contents: with arrays in any place; all processes call this, unless they are `in_memory`.
-      base: a checkpoint beside, of which unchanged rows are taken; contents are `in_memory`.
       show: the progress, see `rsembed.progress`.
     """
     partial, failure = None, None
@@ -106,29 +96,19 @@ def written(path: Path, contents: Contents, base: Path | None = None, *, show: b
         if jax.process_index() == 0:
             partial, failure = _partial_folder(path)
             cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
-        arrays, body = {parts: array for parts, (array, _) in contents.leaves.items()}, contents.body
-        marks: dict[tuple[str, ...], dict[str, Any]] = {}
-        numbers: list[np.ndarray] = []
-        if base is not None:
-            found = manifest(base)
-            arrays, marks, numbers = increments.changes(arrays, opened(base, found, found["arrays"]))
-            is_based = {"layout_version": INCREMENT_VERSION, "base": {"name": base.name, "crc32": checksum(found)}}
-            body = body | (is_based if marks else {})
-        entries, problem = write_arrays(None if failure else partial, [*arrays.values(), *numbers], show=show)
+        arrays = [array for array, _ in contents.leaves.values()]
+        entries, problem = write_arrays(None if failure else partial, arrays, show=show)
         failure = failure or problem
         if partial is not None and failure is None:
-            for entry, (parts, (_, prng)) in zip(entries, contents.leaves.items(), strict=False):
-                entry |= {"path": list(parts), "prng": prng} | marks.get(parts, {})
-            for entry in entries[len(arrays) :]:
-                entry |= {"path": [], "prng": None}
-            own = {"arrays": entries[: len(arrays)], "row_numbers": entries[len(arrays) :]}
-            failure = _published(partial, path, encoded(body | (own if marks else {"arrays": entries})))
+            for entry, (parts, (_, prng)) in zip(entries, contents.leaves.items(), strict=True):
+                entry |= {"path": list(parts), "prng": prng}
+            failure = _published(partial, path, encoded(contents.body | {"arrays": entries}))
     return failure
 
 
-def agreed(flag: bool) -> bool:
+def agreed(said: Said) -> Said:
     """What process 0 says."""
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag))) if jax.process_count() > 1 else flag
+    return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said))) if jax.process_count() > 1 else said
 
 
 def already_there(path: Path) -> FileExistsError:

@@ -13,7 +13,6 @@ embeddings.py   what users call; every method is one function of what a single d
 """
 
 from rsembed.collection.embeddings import EmbeddingCollection as EmbeddingCollection
-from rsembed.collection.second_tier import SecondTier as SecondTier
 from rsembed.collection.state import EmbeddingState as EmbeddingState
 from rsembed.collection.state import LookupStatistics as LookupStatistics
 from rsembed.collection.training import value_and_grad as value_and_grad

@@ -252,22 +252,14 @@ class EmbeddingCollection:
                 "a state of collection.init, or load one with load_collection."
             )
 
-    def tables(self, state: EmbeddingState, *, since: int | None = None) -> dict[str, Any]:
+    def tables(self, state: EmbeddingState) -> dict[str, Any]:
         """The logical tables by name (copies; on a mesh, every device gets one).
 
         Of a table with keys, a dictionary of numpy arrays: `keys` in ascending order, their `values`, one `slot_<name>`
         per slot, `last_step`, `count`, and what else belongs to them.
-
-        Args:
-          state: whose.
-          since: number of a step. Of a table with keys, only rows are returned that this step used, or one after it,
-            and as `other_keys` all keys whose rows did not. `with_tables` takes these changes on top of the rows of a
-            state whose `step` was this number, or a later one, and forgets keys that are in neither.
-
-        Raises: NotImplementedError: with `since`, a rule moves all rows in every step.
         """
         self.check_state(state, parts=["tables"])
-        return self.logical.tables(state, since=since)
+        return self.logical.tables(state)
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """By table with a storage that counts: what happened on each device so far, such as new keys and failures."""
@@ -290,7 +282,7 @@ class EmbeddingCollection:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 
         A table with keys takes what `tables` returns of it, and needs only `keys` and `values`: slots that are left out
-        start anew, rows of other keys stay, and what changes counts as used now, but for changes with `other_keys`.
+        start anew, rows of other keys stay, and rows without `last_step` count as used now.
         Tables move between storages: rows of an array have their numbers for keys, a table without keys takes rows by
         key, and a tensor train the cores closest to an array.
 
@@ -319,7 +311,7 @@ class EmbeddingCollection:
             admission are no longer counted.
           norm_below: keys go whose rows have a smaller L2 norm.
 
-        Returns: the state, and what belonged to the keys, as `tables` returns it: for a `SecondTier`, a file, or
+        Returns: the state, and what belonged to the keys, as `tables` returns it: for a file, or
           another store. `with_tables` brings it back, as used now.
 
         Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no

@@ -13,9 +13,8 @@ from jaxtyping import Num, PRNGKeyArray
 
 from rsembed.bags import is_traced
 from rsembed.collection.devices import Devices
-from rsembed.collection.engine import all_as_bags
+from rsembed.collection.evicting import Evictor
 from rsembed.collection.fetching import Fetching
-from rsembed.collection.moving import Moving
 from rsembed.collection.stack import Stack
 from rsembed.collection.state import EmbeddingState
 from rsembed.fingerprint import Fingerprint
@@ -50,9 +49,9 @@ class LogicalTables:
         devices: Devices,
     ):
         self.specs, self.stacks, self.on_host, self.devices = specs, stacks, on_host, devices
-        self._moving: dict[str, Moving] = {}
+        self._evictors: dict[str, Evictor] = {}
 
-    def tables(self, state: EmbeddingState, *, since: int | None = None) -> dict[str, Any]:
+    def tables(self, state: EmbeddingState) -> dict[str, Any]:
         """See `EmbeddingCollection.tables`."""
         result: dict[str, Any] = {}
         for name, stack in self.stacks.items():
@@ -60,7 +59,7 @@ class LogicalTables:
                 fetching = self.on_host[name]
                 result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots.get(name))[0]
             elif stack.home.takes_keys:
-                result |= stack.all_rows_of(state.tables[name], state.slots.get(name, ()), since=since)
+                result |= stack.all_rows_of(state.tables[name], state.slots.get(name, ()))
             else:
                 dense = self.devices.place(stack.all_rows(state.tables[name]), PartitionSpec())
                 for table in stack.layout.stack.tables:
@@ -109,7 +108,7 @@ class LogicalTables:
             if stack.home.takes_keys and not isinstance(values, Mapping):
                 values = {"keys": np.arange(len(values)), "values": values}
             if stack.home.takes_keys and isinstance(values, Mapping) and "last_step" not in values:
-                # They count as used now: else they would be the first to go, and missing among changes since now.
+                # They count as used now: else they would be the first to go.
                 values = {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(state.step)))}
             if isinstance(values, Mapping) and (stack.is_dense or name in self.on_host):
                 values = self._with_rows_of_keys(state, table_name, values)
@@ -130,9 +129,7 @@ class LogicalTables:
             whole = whole.at[rows].set(jnp.asarray(values, whole.dtype))
             replaced[name] = self.devices.place(whole, stack.partition)
         for name, rows_of in stored.items():  # tables that share a home are written at once
-            step = int(on_host(state.step)) if self.stacks[name].home.takes_keys else None
-            written = self.stacks[name].with_rows(state.tables[name], state.slots[name], rows_of, step=step)
-            replaced[name], slots[name] = written
+            replaced[name], slots[name] = self.stacks[name].with_rows(state.tables[name], state.slots[name], rows_of)
         for name, arrays in kept_on_host.items():  # last, as what is refused must leave the store with the given state
             replaced[name] = self.on_host[name].with_arrays(state.tables[name], arrays)
         return state._replace(tables=replaced, slots=slots)
@@ -142,22 +139,22 @@ class LogicalTables:
         check_reason(f"evict from table {table_name!r}", **reason)
         if is_traced(state):
             raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
-        moving = self.moving(table_name)
-        name = moving.stack_name
+        evictor = self._evictor(table_name)
+        name = evictor.stack_name
         params, step = state.tables[name], int(on_host(state.step))
         given = {"keep": reason["keep"], "unused_for": reason["unused_for"]}
         squares = None if reason["norm_below"] is None else float(reason["norm_below"]) ** 2
-        is_own = moving.is_own(params)
-        keys = keys_to_leave(params, moving.score, is_own, **given, squares_below=squares, step=step)
-        params, rows = moving.take_out(params, state.slots.get(name, ()), keys)
+        is_own = evictor.is_own(params)
+        keys = keys_to_leave(params, evictor.score, is_own, **given, squares_below=squares, step=step)
+        params, rows = evictor.take_out(params, state.slots.get(name, ()), keys)
         if (unused_for := reason["unused_for"]) is not None:
-            params = moving.forget_older(params, state.step, unused_for)
+            params = evictor.forget_older(params, state.step, unused_for)
         return state._replace(tables=state.tables | {name: params}), rows
 
-    def moving(self, table_name: str) -> Moving:
-        """What moves the rows of a table with keys. Raises: ValueError: the table is unknown, or has none."""
-        if table_name in self._moving:
-            return self._moving[table_name]
+    def _evictor(self, table_name: str) -> Evictor:
+        """What takes rows out of a table with keys. Raises: ValueError: the table is unknown, or has none."""
+        if table_name in self._evictors:
+            return self._evictors[table_name]
         self._check_known(table_name)
         stack = self._stack_of(table_name)
         if not isinstance(stack.home, Hashed):
@@ -165,13 +162,8 @@ class LogicalTables:
                 f"table {table_name!r} is kept as {self.specs[table_name].storage or 'an array'}: rows leave tables of "
                 "keys, with storage=Hashed(...)."
             )
-        moving = Moving(
-            stack.rows,
-            lambda batch: stack.occurrences(all_as_bags(batch)),
-            stack.layout.stack.name,
-            table=self.specs[table_name],
-        )
-        return self._moving.setdefault(table_name, moving)
+        evictor = Evictor(stack.rows, stack.layout.stack.name, table=self.specs[table_name])
+        return self._evictors.setdefault(table_name, evictor)
 
     def _check_known(self, table_name: str) -> None:
         if table_name not in self.specs:

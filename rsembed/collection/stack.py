@@ -81,25 +81,20 @@ class Stack:
             for k, table in enumerate(tables)
         }
 
-    def all_rows_of(self, params: Any, slots: Any, *, since: int | None = None) -> dict[str, dict[str, np.ndarray]]:
+    def all_rows_of(self, params: Any, slots: Any) -> dict[str, dict[str, np.ndarray]]:
         """Rows by key with what belongs to them, of each table that shares the home, on the host."""
         return {
-            table.name: self.home.rows(*own, table, self.rows.num_shards, since=since)
+            table.name: self.home.rows(*own, table, self.rows.num_shards)
             for table, own in zip(self.tables, self.apart(params, slots).values(), strict=True)
         }
 
-    def with_rows(
-        self, params: Any, slots: Any, rows: Mapping[str, Any], *, step: int | None = None
-    ) -> tuple[Any, Any]:
-        """Parameters and slots of all devices with rows of some tables written, by key; not inside `jit`.
-
-        Rows that change count as used by `step`; None leaves all as it was.
-        """
+    def with_rows(self, params: Any, slots: Any, rows: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Parameters and slots of all devices with rows of some tables written, by key; not inside `jit`."""
         by_table = self.apart(params, slots)
         for table in self.tables:
             if table.name in rows:
                 given = *by_table[table.name], rows[table.name], table, self.rows.num_shards
-                by_table[table.name] = self.home.with_rows(*given, step=step)
+                by_table[table.name] = self.home.with_rows(*given)
         written, written_slots = together(list(by_table.values()), self.rows.num_shards)
         if len(by_table) > 1:
             written = written._replace(key=params.key)  # as it lies on the devices

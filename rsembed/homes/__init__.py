@@ -6,7 +6,7 @@ A *home* holds the rows of one device and knows nothing of others; `TableSpec(st
     home.py          what every home must be able to do
     hashed.py        rows for keys of 64 bits, handed out as keys appear
     hashed_rows.py   what a device keeps of them, what a row starts from, and steps
-    host_cached.py   rows on the host or on disk, those of late batches on the device
+    host_cached.py   rows on the host, those of late batches on the device
     logical_rows.py  rows out of such a table and into one, by key
     row_map.py       which key has which row: handed out, taken back, counted
     hash_table.py    from keys to numbers by open addressing, inside `jit`

@@ -48,20 +48,18 @@ class RowsByKey(Home):
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step_distinct(params, slots, rows, gradients, step)
 
-    def rows(
-        self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int, *, since: int | None = None
-    ) -> dict[str, np.ndarray]:
-        return logical_rows.export(params, slots, table, num_shards, since=since)
+    def rows(self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+        return logical_rows.export(params, slots, table, num_shards)
 
     def with_rows(
-        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int, *, step: int | None = None
+        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int
     ) -> tuple[Any, Any]:
         if not isinstance(rows, Mapping):
             raise ValueError(
                 f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
                 f"[n, {table.embedding_dim}], as collection.tables returns it, not {type(rows).__name__}."
             )
-        return logical_rows.import_rows(params, slots, rows, table, num_shards, step=step)
+        return logical_rows.import_rows(params, slots, rows, table, num_shards)
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         return hashed_rows.counts(params, num_shards)

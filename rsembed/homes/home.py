@@ -202,22 +202,12 @@ class Home(abc.ABC):
         """One optimizer step of all `params` with their gradients."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
-    def rows(
-        self, params: Any, slots: Any, table: TableSpec, num_shards: int, *, since: int | None = None
-    ) -> dict[str, np.ndarray]:
-        """Rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host.
-
-        All of them, or those that step `since` or a later one used, and the `other_keys`.
-        """
+    def rows(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+        """Rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
-    def with_rows(
-        self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int, *, step: int | None = None
-    ) -> tuple[Any, Any]:
-        """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`.
-
-        Where steps are noted, what changes counts as used by `step`; None, for files, leaves all as it was.
-        """
+    def with_rows(self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int) -> tuple[Any, Any]:
+        """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."
         )

@@ -1,10 +1,9 @@
-"""Tables larger than the device: rows on the host or on disk, and those of late batches near."""
+"""Tables larger than the device: rows on the host, and those of late batches near."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from rsembed.caching import BackingStore, RowStore
+from rsembed.caching import BackingStore
 from rsembed.homes import hash_table, hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Ahead, Home, on_host
@@ -23,7 +22,6 @@ from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
-from rsembed.kinds import check_kind
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 
@@ -60,11 +58,12 @@ class Moves(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCached(Home):
-    """Rows stay on the host or on disk; the device has those that the last batches read, and their optimizer state.
+    """Rows stay on the host; the device has those that the last batches read, and their optimizer state.
 
     Numbers are those of a table on the device, but for the noise of `stochastic_rounding`. `prefetch` of the
     collection brings the rows of a batch near; call it before a compiled step, which cannot reach the host and stops
-    with an error where a row is missing. Outside `jit`, lookups and steps call it themselves.
+    with an error where a row is missing. Outside `jit`, lookups and steps call it themselves. Memory of the host is
+    taken for rows that were trained or evicted.
 
     The store belongs to the collection, which has one at a time: `init` and `load_collection` begin a new one. States
     from before an exchange are refused, since the host does not hold their rows any more; go back with a checkpoint.
@@ -74,8 +73,6 @@ class HostCached(Home):
         `k % num_devices`.
       eviction: who leaves for new rows: those fetched longest ago ("lru"), or least often ("lfu"); never rows of the
         batch itself.
-      folder: where the rows are kept, in files without a name that last as long as the collection; None keeps them in
-        memory. Either takes space only for rows that were trained or evicted. To go on another day, save a checkpoint.
 
     Raises: ValueError: an argument is out of range, once a table uses it.
 
@@ -93,7 +90,6 @@ class HostCached(Home):
 
     cache_rows: int
     eviction: Eviction = "lru"
-    folder: str | None = None
     placements: ClassVar[tuple[str, ...]] = ("row", "replicated")
 
     @property
@@ -109,7 +105,6 @@ class HostCached(Home):
             raise ValueError(
                 f"table {table.name!r}: cache_rows must be an integer of at least 1, got {self.cache_rows}."
             )
-        check_kind(self.folder, str | os.PathLike | None, f"table {table.name!r}: folder")
         if self.eviction not in EVICTIONS:
             raise ValueError(f"table {table.name!r}: eviction {self.eviction!r} is not one of {', '.join(EVICTIONS)}.")
         if table.optimizer.moves_all_rows:
@@ -171,11 +166,7 @@ class HostCached(Home):
         first_values = functools.partial(_initial_rows_and_slots, table, key)
         one_row = jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32))
         shapes = [((table.vocabulary_size, *array.shape[1:]), array.dtype) for array in one_row]
-        if self.folder is None:
-            stores = [RowStore.in_memory(shape, dtype) for shape, dtype in shapes]
-        else:
-            stores = [RowStore.in_nameless_file(self.folder, shape, dtype) for shape, dtype in shapes]
-        return BackingStore(stores, jax.jit(first_values))
+        return BackingStore([np.zeros(shape, dtype) for shape, dtype in shapes], jax.jit(first_values))
 
     def counts(self, params: CachedRows, num_shards: int) -> dict[str, np.ndarray]:
         counts = hashed_rows.counts(params.near, num_shards)

@@ -24,36 +24,23 @@ from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_
 from rsembed.specs import TableSpec
 
 _find_or_assign = jax.jit(row_map.find_or_assign)
-OTHER_KEYS = "other_keys"
-"""Of changes, the keys whose rows did not change."""
 
 
-def export(
-    params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_shards: int = 1, *, since: int | None = None
-) -> dict[str, np.ndarray]:
+def export(params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_shards: int = 1) -> dict[str, np.ndarray]:
     """Everything that belongs to keys, in ascending order of the keys (copies on the host).
-
-    With `since`, rows of keys that this step used, or one after it; of all others `other_keys` alone. `import_rows`
-    takes these changes on top of rows that were exported when this was the next step, or later.
 
     Returns: `keys` (of the table's `key_dtype`), `values`, one `slot_<name>` per optimizer slot; of a hash table
     `last_step` and `count`, and `first_step` if it evicts by age; and with admission `waiting_keys`,
     `waiting_last_step` and `waiting_count`.
 
-    Raises: ValueError: a key does not fit `key_dtype`. NotImplementedError: nothing says which rows changed.
+    Raises: ValueError: a key does not fit `key_dtype`.
     """
-    if since is not None:
-        check_notes_changes(table, params)
     if params.keys is None:
         keys = np.arange(params.rows.shape[0])
         places = _fixed_places(table, split_keys(keys), keys.size, num_shards)
         exported = {"keys": keys.astype(_key_dtype(table))}
     else:
         places, exported = _keys_of(table, params.keys, "")
-    if since is not None:
-        is_used, keys = exported["last_step"] >= since, exported["keys"]
-        places, exported = places[is_used], {name: lane[is_used] for name, lane in exported.items()}
-        exported[OTHER_KEYS] = keys[~is_used]
     for name, array in zip(array_names(table, slots), (params.rows, *slots), strict=True):
         exported[name] = on_host(array)[places]
     if params.waiting is not None:
@@ -109,17 +96,6 @@ def check_reason(where: str, **given: float | None) -> None:
         check_within("[0, inf)", value, f"{where}: {name}")
 
 
-def check_notes_changes(table: TableSpec, params: DynamicTable) -> None:
-    """Raises: NotImplementedError: rows change that the steps of keys do not tell."""
-    reason = ""
-    if params.keys is None:
-        reason = "has no hash table, which would note when a key was used"
-    elif table.optimizer.moves_all_rows:
-        reason = f"is stepped by {type(table.optimizer).__name__}, which moves all rows in every step"
-    if reason:
-        raise NotImplementedError(f"table {table.name!r} {reason}: take all rows, without since=.")
-
-
 def _key_dtype(table: TableSpec) -> str:
     return cast(str, cast(Home, table.storage).key_dtype)
 
@@ -148,8 +124,6 @@ def import_rows(
     exported: Mapping[str, Any],
     table: TableSpec,
     num_shards: int = 1,
-    *,
-    step: int | None = None,
 ) -> tuple[DynamicTable, tuple[Any, ...]]:
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
@@ -157,20 +131,16 @@ def import_rows(
       params: rows of all shards, not inside `jit`; the arrays that change come back as arrays of numpy.
       slots: their optimizer state.
       exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, steps and
-        `count` at 0. With `other_keys`, keys of the table that are in neither lose their rows, and none waits but those
-        given. `first_step` is dropped where nobody asks for it. Keys that wait for admission are dropped, with
+        `count` at 0. `first_step` is dropped where nobody asks for it. Keys that wait for admission are dropped, with
         a warning, where every key is admitted at once.
       table: whose rows these are.
       num_shards: how many share the keys.
-      step: the one before which somebody writes these rows: keys that are new, or get anything else than they have,
-        count as used by it, so that changes since then tell them. None takes all numbers as they are, as do changes
-        with `other_keys`, which tell of another state.
 
     Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not fit `key_dtype`,
-      there are too few free rows, or the table has not all of the `other_keys`.
+      or there are too few free rows.
     """
     names, of_keys = array_names(table, slots), ("keys", "last_step", "count")
-    known = {*names, *of_keys, OTHER_KEYS, *(f"waiting_{name}" for name in of_keys)}
+    known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known - {"first_step"}):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
     keys = _checked_keys(table, exported, "")
@@ -180,11 +150,6 @@ def import_rows(
         if number and name in exported:
             parts[number] = jnp.asarray(_checked(table, exported, name, parts[number].shape), parts[number].dtype)
     known_keys, waiting = params.keys, params.waiting
-    if OTHER_KEYS in exported:
-        check_notes_changes(table, params)
-        known_keys = _without_removed(table, known_keys, keys, _checked_keys(table, exported, "other_"), num_shards)
-        waiting = None if waiting is None else _only(waiting, np.zeros(0, np.uint64), num_shards)
-    before = known_keys
     if known_keys is None:
         places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
     else:
@@ -201,20 +166,9 @@ def import_rows(
             stacklevel=2,
         )
     arrays: list[Any] = [np.array(on_host(array)) for array in (params.rows, *slots)]
-    is_changed = np.zeros(places.shape, bool)
     for array, part, name in zip(arrays, parts, names, strict=True):
-        is_changed |= _write(array, places, np.asarray(part), f"table {table.name!r}", name)
-    if before is not None and step is not None and OTHER_KEYS not in exported:
-        known_keys = _used_if_changed(before, known_keys, places, is_changed, step)
+        array[places] = as_dtype(np.asarray(part), array.dtype, f"table {table.name!r}", name)
     return params._replace(keys=known_keys, rows=arrays[0], waiting=waiting), tuple(arrays[1:])
-
-
-def _write(array: np.ndarray, places: np.ndarray, part: np.ndarray, where: str, name: str) -> np.ndarray:
-    """Writes rows in place, and says which of them had other bits. Raises: ValueError: numbers are too large."""
-    fitting = as_dtype(part, array.dtype, where, name)
-    is_changed = _differs(array[places], fitting)
-    array[places] = fitting
-    return is_changed
 
 
 def as_dtype(values: np.ndarray, dtype: Any, where: str, name: str) -> np.ndarray:
@@ -226,39 +180,18 @@ def as_dtype(values: np.ndarray, dtype: Any, where: str, name: str) -> np.ndarra
     return fitting
 
 
-def _used_if_changed(before: RowMap, after: RowMap, places: np.ndarray, is_changed: np.ndarray, step: int) -> RowMap:
-    """The maps of all shards after rows in `places` were written, with those used by `step` that changed."""
-    for name in ("last_step", "counts", "first_step"):
-        if (new := getattr(after, name)) is not None:
-            is_changed = is_changed | _differs(on_host(getattr(before, name))[places], new[places])
-    last_step: Any = np.array(after.last_step)
-    changed = places[is_changed]
-    last_step[changed] = np.maximum(last_step[changed], step)
-    return after._replace(last_step=last_step)
-
-
-def _differs(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Which rows of two arrays have other bits."""
-    bits = np.dtype(f"u{old.dtype.itemsize}")
-    differs: np.ndarray = (old.view(bits) != new.view(bits)).any(axis=tuple(range(1, old.ndim)))
-    return differs
-
-
 def room_needed(
     params: DynamicTable, exported: Mapping[str, Any], table: TableSpec, num_shards: int
 ) -> tuple[int, int]:
     """Rows, and places of keys that wait, that the fullest shard of a hash table needs for `import_rows` of these."""
 
-    def most(maps: RowMap | None, prefix: str, stay: np.ndarray | None) -> int:
+    def most(maps: RowMap | None, prefix: str) -> int:
         if maps is None or f"{prefix}keys" not in exported:
             return 0
         coming = _numbers(_checked_keys(table, exported, prefix))
-        return _most(np.concatenate([coming, _present(maps) if stay is None else stay]), num_shards)
+        return _most(np.concatenate([coming, _present(maps)]), num_shards)
 
-    if OTHER_KEYS not in exported:
-        return most(params.keys, "", None), most(params.waiting, "waiting_", None)
-    stay = _numbers(_checked_keys(table, exported, "other_"))
-    return most(params.keys, "", stay), most(params.waiting, "waiting_", np.zeros(0, np.uint64))
+    return most(params.keys, ""), most(params.waiting, "waiting_")
 
 
 def _numbers(keys: Keys) -> np.ndarray:
@@ -268,11 +201,6 @@ def _numbers(keys: Keys) -> np.ndarray:
 def _most(numbers: np.ndarray, num_shards: int) -> int:
     """Of these keys, which may repeat, how many belong to the shard with most of them."""
     return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
-
-
-def checked_rows_keys(table: TableSpec, exported: Mapping[str, Any]) -> Keys:
-    """The keys of rows. Raises: ValueError: they do not fit the table, one comes twice, or is none."""
-    return _checked_keys(table, exported, "")
 
 
 def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) -> Keys:
@@ -308,17 +236,6 @@ def _fixed_places(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) 
             f"table {table.name!r}: imported keys must be below {num_rows}, the number of rows, got {key}."
         )
     return owners(keys, num_shards).astype(np.int64) * capacity + rows
-
-
-def _without_removed(table: TableSpec, maps: RowMap, keys: Keys, others: Keys, num_shards: int) -> RowMap:
-    """The maps of all shards without keys that are in neither; all of the others must be there."""
-    present, (numbers, left) = _present(maps), (join_keys(own.high, own.low) for own in (keys, others))
-    if (missing := np.setdiff1d(left, present)).size:
-        raise ValueError(
-            f"table {table.name!r} has no rows of {missing.size} keys that these changes leave as they are, such as "
-            f"{missing[0]}; write the rows first that they are changes of."
-        )
-    return _only(maps, np.concatenate([numbers, left]), num_shards)
 
 
 def _present(maps: RowMap) -> np.ndarray:
@@ -368,7 +285,7 @@ def _place(
     places, placed = np.zeros(keys.shape, np.int64), []
     for shard, own_map in enumerate(_parted(maps, num_shards)):
         is_own, free = owner == shard, int(own_map.num_free[0])
-        own_map, found, _ = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
+        own_map, found = _find_or_assign(own_map, *jax.tree.map(lambda lane, own=is_own: lane[own], (keys, *lanes)))
         rows = np.asarray(found)
         if num_left := int(np.sum(rows == NO_ROW)):
             num_rows = free + int((own_map.last_step != row_map.FREE).sum()) - (rows.size - num_left)

@@ -139,18 +139,16 @@ def find_or_assign(
     steps: Int[Array, " nnz"],
     counts: Int[Array, " nnz"],
     first_steps: Int[Array, " nnz"],
-) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"]]:
+) -> tuple[RowMap, Int[Array, " nnz"]]:
     """Rows of distinct keys that are written from outside, with when they were used, how often, and since when.
 
-    Returns: the map, the row of every key (`NO_ROW` for padding and where there was none left), and how many are new,
-      of each table.
+    Returns: the map, and the row of every key, `NO_ROW` for padding and where there was none left.
     """
     rows = find(row_map, keys)
     new = keys.only(rows == NO_ROW)
-    num_free = row_map.num_free
     row_map, new_rows, *_ = assign(row_map, new, jnp.int32(0), counts)
     rows = jnp.where(new.is_key, new_rows, rows)
-    return touch(row_map, rows, steps, counts, first_steps), rows, num_free - row_map.num_free
+    return touch(row_map, rows, steps, counts, first_steps), rows
 
 
 def touch(

@@ -23,7 +23,6 @@ from rsembed.sok.policies import CounterFilter as CounterFilter
 from rsembed.sok.policies import EmbeddingVariableOption as EmbeddingVariableOption
 from rsembed.sok.policies import GlobalStepEvict as GlobalStepEvict
 from rsembed.sok.policies import L2WeightEvict as L2WeightEvict
-from rsembed.sok.second_tier import SecondTier as SecondTier
 from rsembed.sok.variables import EmbeddingVariable as EmbeddingVariable
 from rsembed.sok.variables import embedding_variable as embedding_variable
 from rsembed.sok.variables import split_embedding_variable_from_others as split_embedding_variable_from_others

@@ -23,23 +23,15 @@ from rsembed.sok.variables import EmbeddingVariable, grown, state_of
 
 
 @door
-def export_rows(variable: EmbeddingVariable, *, since: int | None = None) -> dict[str, np.ndarray]:
+def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     """All keys with what belongs to them, from all devices, in ascending order of the keys (copies on the host).
-
-    Args:
-      variable: the table.
-      since: number of a step. Only keys are returned that this step used in training, or one after it, and of all
-        others `other_keys` alone. `assign_rows` takes these changes on top of rows that were exported when `since` was
-        the next step, or later; keys that are in neither lose their rows.
 
     Returns: `keys`, `values`, one `slot_<name>` per optimizer slot; of a hash table `last_step` and `count`, and
       `first_step` if it evicts by age; with admission by count `waiting_keys`, `waiting_last_step` and `waiting_count`.
       Equal tables give equal arrays, whatever the number of devices.
-
-    Raises: NotImplementedError: with `since`, the table has no hash table, or its rule moves all rows in every step.
     """
     state, table = state_of(variable), variable.table
-    return table.home.rows(state.shards, state.slots, table.spec, table.context.num_devices, since=since)
+    return table.home.rows(state.shards, state.slots, table.spec, table.context.num_devices)
 
 
 @door
@@ -49,23 +41,19 @@ def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     Args:
       variable: the table.
       rows: `keys [n]` and `values [n, dim]`, and what else `export_rows` returns; slots that are missing start fresh.
-        Without `last_step` they count as used now, and so do keys that are new and rows that change in anything,
-        but for changes with `other_keys`.
+        Without `last_step` they count as used now.
 
     Raises: ValueError: keys repeat, are out of range or find no room, or an array does not fit.
     """
     state = state_of(variable)
-    table, step = variable.table, int(state.step)
     if "last_step" not in rows:
-        # Else they would be the first to go, and missing among changes since now.
-        rows = {**rows, "last_step": np.full(np.shape(rows.get("keys", ())), step)}
-    variable.set_value(_with_rows(table, state, rows, step=step))
+        # Else they would be the first to go.
+        rows = {**rows, "last_step": np.full(np.shape(rows.get("keys", ())), int(state.step))}
+    variable.set_value(_with_rows(variable.table, state, rows))
 
 
-def _with_rows(
-    table: ShardedTable, state: TableState, rows: Mapping[str, Any], *, step: int | None = None
-) -> TableState:
-    """The state with rows written: by somebody before `step`, or None, of a dump, as they were."""
+def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) -> TableState:
+    """The state with rows written."""
     num_devices = table.context.num_devices
     if table.grows and "keys" in rows:
         num_rows, num_waiting = room_needed(state.shards, rows, table.spec, num_devices)
@@ -74,98 +62,65 @@ def _with_rows(
             num_waiting = 0  # places may be more than rows
         if (needed := max(num_rows, num_waiting)) > there:
             state = grown(table, state, needed)
-    written = table.home.with_rows(state.shards, state.slots, rows, table.spec, num_devices, step=step)
+    written = table.home.with_rows(state.shards, state.slots, rows, table.spec, num_devices)
     shards, slots = table.engine.devices.place_from_host(written, table.engine.devices.split)
     return state._replace(shards=shards, slots=slots)
 
 
 @door
-def dump(
-    path: str | os.PathLike[str],
-    variables: Any,
-    optimizer: Any = None,
-    *,
-    since: str | os.PathLike[str] | None = None,
-) -> None:
+def dump(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) -> None:
     """Writes keys, rows, optimizer state and step of tables, all of one instant, as a checksummed checkpoint.
 
     Args:
       path: a folder that does not exist yet.
       variables: `EmbeddingVariable`s, or a model that has some.
       optimizer: accepted, as published; states belong to their tables, and are always written.
-      since: an earlier dump of the same run. Only keys are written that were used in training since then, and which
-        other keys there are: `load([since, path], ...)`. Tables without hash table, and those whose rule moves all
-        rows, are written whole.
 
     Raises:
-      ValueError: there is none, two have the same name, or the earlier dump has other tables.
+      ValueError: there is none, or two have the same name.
       FileExistsError: the folder exists.
     """
     del optimizer
     by_name = _by_name(variables)
-    steps = {} if since is None else {name: table["step"] for name, table in _tables_of(since, by_name).items()}
     tree, tables = {}, {}
     for name, variable in by_name.items():
-        spec, step = variable.table.spec, int(variable.get_value().step)
-        notes_changes = variable.table.use_hashtable and not spec.optimizer.moves_all_rows
-        first = steps.get(name) if notes_changes else None
-        if first is not None and first > step:
-            raise ValueError(f"table {name!r} is at step {step}, but {since} is a dump of step {first}, a later one.")
-        tree[name] = export_rows(variable, since=first)
+        tree[name] = export_rows(variable)
         used_rows = _num_used(variable, len(tree[name]["keys"]))
-        tables[name] = {**_description(variable.table), "step": step, "since": first, "used_rows": used_rows}
+        step = int(variable.get_value().step)
+        tables[name] = {**_description(variable.table), "step": step, "used_rows": used_rows}
     checkpoint.save(path, tree, step=max(t["step"] for t in tables.values()), metadata={"sok_tables": tables})
 
 
-def load(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], variables: Any, optimizer: Any = None
-) -> None:
+@door
+def load(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) -> None:
     """Makes tables what they were at the time of a `dump`, on this run's devices, however many there were then.
 
     Without hash table, the rows behind the last one that was ever trained may differ in number.
 
     Args:
-      path: the folder; of a dump of changes, all folders from the whole dump on, in their order.
+      path: the folder.
       variables: as for `dump`; keys that the dump does not have are forgotten.
       optimizer: accepted, as published.
 
     Raises:
       ValueError: the dump has other tables, or they have other dims, optimizers, a dtype that cannot hold the dumped
-        one, or more keys than there is room for; or it has changes of another dump than the one before it.
+        one, or more keys than there is room for.
       CorruptCheckpointError: the files were changed.
     """
     del optimizer
     by_name = _by_name(variables)
-    paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    if not paths:
-        raise ValueError("load needs a folder that dump wrote, or several in their order; got none.")
-    states: dict[str, TableState] = {}
-    for own_path in paths:
-        tables, found = _tables_of(own_path, by_name), checkpoint.load(own_path)
-        for name, variable in by_name.items():
-            _check_fits(own_path, name, tables[name], found.tree[name], variable.table)
-            state, since = states.get(name), tables[name].get("since")
-            if since is None:
-                state = _as_made(variable.table, state_of(variable))
-            elif state is None or int(state.step) < since:
-                there = "none is before it" if state is None else f"the one before it is of step {int(state.step)}"
-                raise ValueError(
-                    f"{own_path} has changes of table {name!r} since step {since}, but {there}; give load all dumps in "
-                    "their order, from the last whole one on."
-                )
-            rows = _refitted(variable, found.tree[name], tables[name].get("used_rows"))
-            step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), variable.get_value().step.sharding)
-            states[name] = _with_rows(variable.table, state, rows)._replace(step=step)
-    for name, variable in by_name.items():  # all of them, or none
-        variable.set_value(states[name])
-
-
-def _tables_of(path: str | os.PathLike[str], by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """What a dump says of its tables. Raises: ValueError: it has others than these."""
-    tables: dict[str, Any] = checkpoint.manifest(path)["metadata"].get("sok_tables", {})
+    tables = checkpoint.manifest(path)["metadata"].get("sok_tables", {})
     if set(tables) != set(by_name):
         raise ValueError(f"{path} holds the tables {sorted(tables)}, the model has {sorted(by_name)}.")
-    return tables
+    tree, states = checkpoint.load(path).tree, {}
+    for name, variable in by_name.items():
+        _check_fits(path, name, tables[name], tree[name], variable.table)
+        rows = _refitted(variable, tree[name], tables[name]["used_rows"])
+        step = jax.device_put(jnp.asarray(tables[name]["step"], jnp.int32), variable.get_value().step.sharding)
+        empty = _as_made(variable.table, state_of(variable))
+        states[name] = _with_rows(variable.table, empty, rows)._replace(step=step)
+    for name, variable in by_name.items():  # all of them, or none
+        variable.set_value(states[name])
 
 
 def _check_fits(
@@ -176,8 +131,7 @@ def _check_fits(
     there, here = (jnp.finfo(dtype) for dtype in (rows["values"].dtype, table.spec.dtype))
     if there.nmant > here.nmant or there.maxexp > here.maxexp:  # a wider one holds every value as it is
         then, now = then | {"dtype": str(there.dtype)}, now | {"dtype": str(here.dtype)}
-    # Files of earlier versions say less.
-    if differs := {key: (then[key], value) for key, value in now.items() if then.get(key, value) != value}:
+    if differs := {key: (then[key], value) for key, value in now.items() if then[key] != value}:
         raise ValueError(
             f"table {name!r} differs from {path} in {differs} (there, here); make it as it was, or take over "
             "keys and values alone, with assign_rows."
@@ -242,13 +196,12 @@ def _num_used(variable: EmbeddingVariable, num_rows: int) -> int:
     return int(np.where(last < 0, 0, last * last.size + devices + 1).max())
 
 
-def _refitted(variable: EmbeddingVariable, rows: Mapping[str, Any], num_used: int | None) -> Mapping[str, Any]:
+def _refitted(variable: EmbeddingVariable, rows: Mapping[str, Any], num_used: int) -> Mapping[str, Any]:
     """The rows of a dump that the table has, if it has no hash table; only unused ones are left out."""
     table, there = variable.table, len(rows["keys"])
     here = table.spec.vocabulary_size
     if table.use_hashtable or there <= here:
         return rows
-    num_used = there if num_used is None else num_used
     if num_used > here:
         devices = table.context.num_devices
         raise ValueError(

@@ -17,13 +17,12 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.devices import Devices
-from rsembed.collection.moving import Moving
-from rsembed.collection.rows import Occurrences, Rows, asks_nobody, each
+from rsembed.collection.evicting import Evictor
+from rsembed.collection.rows import Rows, asks_nobody
 from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
 from rsembed.initial_values import SameRows, keyed_form
 from rsembed.kernels.contract import Step
-from rsembed.keys import Keys
 from rsembed.parallel import Asking, together
 from rsembed.sok.initialize import Context
 from rsembed.sok.row_numbers import RowNumbers
@@ -92,9 +91,9 @@ class ShardedTable:
         return dataclasses.replace(self, spec=spec)
 
     @functools.cached_property
-    def moving(self) -> Moving:
-        """What moves the rows of a hash table between two steps; a batch is a list of keys."""
-        return Moving(self.engine, _each_by_itself, partition=self.engine.devices.split)
+    def evictor(self) -> Evictor:
+        """What takes rows out of a hash table between two steps."""
+        return Evictor(self.engine, partition=self.engine.devices.split)
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: PRNGKeyArray) -> TableState:
@@ -131,10 +130,6 @@ class ShardedTable:
 
         ((shards, slots),) = on_devices(on_device, [self], [state])
         return state._replace(shards=shards, slots=slots)
-
-
-def _each_by_itself(keys: Keys) -> Occurrences:
-    return Occurrences.of([(keys, each(keys.low.astype(jnp.int32)))])
 
 
 def on_devices(

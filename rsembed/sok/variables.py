@@ -80,15 +80,15 @@ class EmbeddingVariable(nnx.Variable):
             if value is not None:
                 check_count(value, f"table {table.spec.name!r}: evict", name, least=0)
         check_within("[0, inf)", l2_weight_threshold, f"table {table.spec.name!r}: evict: l2_weight_threshold")
-        state, moving = state_of(self), table.moving
+        state, evictor = state_of(self), table.evictor
         if is_traced(state):
             raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
         squares = None if l2_weight_threshold is None else 2 * l2_weight_threshold
         reasons: dict[str, Any] = {"keep": keep, "unused_for": steps_to_live, "squares_below": squares}
-        keys = keys_to_leave(state.shards, moving.score, **reasons, step=int(state.step))
-        shards, rows = moving.take_out(state.shards, state.slots, keys)
+        keys = keys_to_leave(state.shards, evictor.score, **reasons, step=int(state.step))
+        shards, rows = evictor.take_out(state.shards, state.slots, keys)
         if steps_to_live is not None:
-            shards = moving.forget_older(shards, state.step, steps_to_live)
+            shards = evictor.forget_older(shards, state.step, steps_to_live)
         self.set_value(state._replace(shards=shards))
         return rows
 

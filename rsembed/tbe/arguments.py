@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Container, Mapping, Set
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -62,7 +61,6 @@ class CacheArguments:
     multipass_prefetch_config: records.MultiPassPrefetchConfig | None = None
     gather_uvm_cache_stats: bool = False
     record_cache_metrics: records.RecordCacheMetrics = _NO_METRICS
-    storage_folder: str | Path | None = None
 
     def __post_init__(self) -> None:
         _check_intervals(self)

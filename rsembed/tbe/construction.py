@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from rsembed.caching import BackingStore, NearRows, RowStore, SetAssociativeCache, StorageFolder, num_sets_for
+from rsembed.caching import BackingStore, NearRows, SetAssociativeCache, num_sets_for
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import placement_of_tables
-from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kinds import check_kind
 from rsembed.optimizers import CounterAdagradOptimizerSpec
@@ -251,21 +250,9 @@ def host_rows_of(plan: TBEPlan, caching: CacheArguments) -> HostRows | None:
     """Caches and stores of the tables that live on the host; None when there are none."""
     if not plan.has_cache:
         return None
-    folder = None if caching.storage_folder is None else StorageFolder(caching.storage_folder, _in_files(plan))
     cached = [(number, group) for number, group in enumerate(plan.groups) if group.table.is_cached]
-    groups = [
-        NearRows(number, _cache_of(group, caching), _backing_of(number, group, folder)) for number, group in cached
-    ]
-    if folder is not None and folder.is_new:
-        folder.commit(0)
-    elif folder is not None and (others := [table.name for table in plan.tables if not table.is_cached]):
-        warnings.warn(
-            f"storage_folder keeps tables behind a cache only: tables {others} begin anew, beside others at step "
-            f"{folder.step}; load their weights and states.",
-            stacklevel=4,
-        )
-    counts_features = caching.record_cache_metrics.record_tablewise_cache_miss
-    return HostRows(plan, groups, counts_features=counts_features, folder=folder)
+    groups = [NearRows(number, _cache_of(group, caching), _backing_of(group)) for number, group in cached]
+    return HostRows(plan, groups, counts_features=caching.record_cache_metrics.record_tablewise_cache_miss)
 
 
 def _memory_of_device() -> dict[str, int] | None:
@@ -292,28 +279,13 @@ def _cache_of(group: GroupPlan, caching: CacheArguments) -> SetAssociativeCache:
     return SetAssociativeCache(num_sets, algorithm=caching.cache_algorithm.name.lower(), num_ids=group.num_rows)
 
 
-def _backing_of(number: int, group: GroupPlan, folder: StorageFolder | None) -> BackingStore:
-    table, stores = group.table, []
+def _backing_of(group: GroupPlan) -> BackingStore:
+    table = group.table
     first = [np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()]
-    for label, row in zip(("weights", *table.state_names), first, strict=True):
-        shape = (group.num_rows, *row.shape[1:])
-        if folder is None:
-            store = RowStore.in_memory(shape, row.dtype)
-        else:
-            store = folder.store(f"group{number}_{label}", shape, row.dtype)
-        if row.any() and (folder is None or folder.is_new):
-            store.fill(lambda start, stop, row=row: row)  # type: ignore[misc]
-        stores.append(store)
-    return BackingStore(stores)
-
-
-def _in_files(plan: TBEPlan) -> Fingerprint:
-    """What the files of cached tables depend on."""
-    tables = plan.layout.facts["tables"]
-    for table in plan.tables:
-        del tables[table.name]["placement"]
-        tables[table.name]["state_dtypes"] = [slot.dtype.name for slot in table.first_slots()]
-    return Fingerprint.of({table.name: tables[table.name] for table in plan.tables if table.is_cached})
+    shapes = [(group.num_rows, *row.shape[1:]) for row in first]
+    # Zeros take memory when they are first written.
+    zeros = (np.zeros(shape, row.dtype) for shape, row in zip(shapes, first, strict=True))
+    return BackingStore([np.full_like(own, row) if row.any() else own for own, row in zip(zeros, first, strict=True)])
 
 
 def first_state(
@@ -330,9 +302,6 @@ def first_state(
         state = state.with_group(group.number, weights=state.weights[group.number].astype(dtype))
     if host_rows is not None:
         state = state._replace(generation=jnp.asarray(host_rows.generation.number, jnp.uint32))
-        if host_rows.folder is not None:
-            step = jnp.asarray(host_rows.folder.step, jnp.int32)
-            state = state._replace(step=step, passed_step=step + 0)
     return state
 
 

@@ -22,8 +22,6 @@ from rsembed.caching import (
     CacheStatistics,
     Generation,
     NearRows,
-    RowStore,
-    StorageFolder,
     call_host,
     unique_misses_by_group,
 )
@@ -50,13 +48,10 @@ class HostRows:
       plan: the tables.
       groups: those of the plan that are cached.
       counts_features: also count misses by feature.
-      folder: where the stores are files.
     """
 
-    def __init__(
-        self, plan: TBEPlan, groups: list[NearRows], *, counts_features: bool, folder: StorageFolder | None = None
-    ):
-        self.plan, self.groups, self.folder = plan, groups, folder
+    def __init__(self, plan: TBEPlan, groups: list[NearRows], *, counts_features: bool):
+        self.plan, self.groups = plan, groups
         self.statistics = CacheStatistics(len(plan.features))
         self.counts_features = counts_features
         self.prefetched: collections.deque[tuple[np.ndarray, list[list[np.ndarray]]]] = collections.deque()
@@ -183,10 +178,10 @@ class HostRows:
             state = state.with_group(group.number, resident_rows=nobody)
         return self._advanced(state)
 
-    def stores_of(self, table: int) -> tuple[RowStore, ...]:
-        """The stores (weights, then states) that hold a table, and others of its group."""
+    def arrays_of(self, table: int) -> tuple[np.ndarray, ...]:
+        """The arrays (weights, then states) that hold a table, and others of its group."""
         number, _ = self.plan.places[table]
-        return next(group.backing.stores for group in self.groups if group.number == number)
+        return next(group.backing.arrays for group in self.groups if group.number == number)
 
     # On the host
 

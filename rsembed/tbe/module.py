@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -103,10 +102,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
       ema_beta: decay of its mean.
       min_shrinkage: its smallest factor.
       feature_names: for messages and `{feature: Bags}` input; by default the table's name, numbered if it is shared.
-      storage_folder: keep tables behind a cache in memory-mapped files there, which may be larger than memory. Files
-        that exist are continued from the last `flush()`, with its step, after a pass over them. What a process changed
-        after it and did not flush, because it was killed, say, is taken back. Files of other tables or optimizers, and
-        damaged ones, are refused. None keeps tables in host memory.
       mesh: devices that share the tables and the samples of a batch; None keeps all on one. See `prepare`.
       sharding_axis: axes of the mesh over which these are split; None takes all.
       placement: of tables on a mesh, by name or one for all, as for `rsembed.EmbeddingCollection`.
@@ -175,7 +170,6 @@ class TableBatchedEmbeddingBags(nnx.Module):
         ema_beta: float = 0.99,
         min_shrinkage: float = 0.1,
         feature_names: Sequence[str] | None = None,
-        storage_folder: str | Path | None = None,
         mesh: Mesh | None = None,
         sharding_axis: str | Sequence[str] | None = None,
         placement: str | Mapping[str, str] | None = None,
@@ -422,10 +416,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
 
     def flush(self) -> None:
-        """Writes all cached rows and states to the host, where they stay cached, and makes a `storage_folder` whole."""
+        """Writes all cached rows and states to the host; they stay cached."""
         whole_tables.bring_home(self)
-        if (host_rows := self.host_rows) is not None and host_rows.folder is not None:
-            host_rows.folder.commit(int(self.step))
 
     def reset_cache_states(self, *, discard: bool = False) -> None:
         """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""

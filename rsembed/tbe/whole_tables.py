@@ -90,7 +90,7 @@ def init_embedding_weights_uniform(
 
 
 def bring_home(module: TableBatchedEmbeddingBags) -> None:
-    """Writes all cached rows and states to the stores; they stay cached."""
+    """Writes all cached rows and states to the host; they stay cached."""
     if (host_rows := module.host_rows) is not None:
         host_rows.flush(module.state.get_value())
 
@@ -105,9 +105,9 @@ def write_table(
     blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
     if module.plan.tables[table].is_cached:
         module.reset_cache_states()
-        store = module.host_rows.stores_of(table)[array]  # type: ignore[union-attr]
+        stored = module.host_rows.arrays_of(table)[array]  # type: ignore[union-attr]
         for first, last in blocks:
-            store.write(first_row + np.arange(first, last), np.asarray(rows(first, last)).astype(store.dtype))
+            stored[first_row + first : first_row + last] = rows(first, last)
         return
     arrays = list(state.arrays(number))
     for first, last in blocks:
@@ -124,7 +124,10 @@ def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
     state = module.whole_state
     (number, first_row), num_rows = module.plan.places[table], module.plan.tables[table].num_rows
     if module.plan.tables[table].is_cached:
-        return [store.view(first_row, first_row + num_rows) for store in module.host_rows.stores_of(table)]  # type: ignore[union-attr]
+        views = [stored[first_row : first_row + num_rows] for stored in module.host_rows.arrays_of(table)]  # type: ignore[union-attr]
+        for view in views:
+            view.flags.writeable = False
+        return views
     arrays = state.arrays(number)
     if module.plan.split is not None:
         return module.plan.on_mesh.everywhere_rows(arrays, module.plan.rows_of(table, np.arange(num_rows)))
@@ -319,8 +322,8 @@ def reset_embedding_weight_momentum(
     for table, own in pruned:
         number, first_row = module.plan.places[table]
         if module.plan.tables[table].is_cached:
-            for store in module.host_rows.stores_of(table):  # type: ignore[union-attr]
-                store.write(own + first_row, np.zeros((own.size, *store.shape[1:]), store.dtype))
+            for stored in module.host_rows.arrays_of(table):  # type: ignore[union-attr]
+                stored[own + first_row] = 0
             continue
         state = module.whole_state
         arrays = [array.at[module.plan.rows_of(table, own)].set(0) for array in state.arrays(number)]

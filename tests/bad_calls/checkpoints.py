@@ -1,4 +1,4 @@
-"""Bad calls of checkpoints: saved, loaded, kept, exchanged."""
+"""Bad calls of checkpoints: saved, loaded, kept."""
 
 import functools
 import json
@@ -218,24 +218,10 @@ BAD = {
     "the metadata of a step that is not there": (lambda: kept().metadata(9), FileNotFoundError, "step_000000009"),
     "a restored step as text": (lambda: kept().restore(step="9"), TypeError, "restore: step", "an integer", "'9'"),
     "a folder of two managers": (lambda: manager(kept().folder), RuntimeError, "kept", "another"),
+    "a manager that only reads": (
+        lambda: manager(read_only=True).save(ARRAYS, step=1), RuntimeError, "only reads", "without read_only=True",
+    ),
     "a closed manager": (lambda: closed().save(ARRAYS, step=1), RuntimeError, "closed", "another CheckpointManager"),
-    # Other programs
-    "tables of one name": (
-        lambda: checkpoint.state_dict({"a": ARRAYS["y"], "b": ARRAYS["y"]}, name="weight"), ValueError, "'weight'",
-        "['a', 'b']", "{table}",
-    ),
-    "tables that are an array": (
-        lambda: checkpoint.state_dict(ARRAYS["y"]), TypeError, "state_dict: tables", "a mapping", "(2, 2)",
-    ),
-    "a name that fits nothing": (
-        lambda: checkpoint.tables_of_state_dict({"a.bias": ARRAYS["y"]}), ValueError, "'{table}.weight'", "['a.bias']",
-    ),
-    "an ending nobody reads": (
-        lambda: checkpoint.export_tables(fresh() / "x.csv", {}), ValueError, "x.csv", ".npz", ".safetensors",
-    ),
-    "a file of tables that is not there": (
-        lambda: checkpoint.import_tables("nothing.npz"), FileNotFoundError, "nothing.npz",
-    ),
 }  # fmt: skip
 
 

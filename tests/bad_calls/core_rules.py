@@ -232,12 +232,6 @@ BAD = {
         lambda: stored(rs.HostCached(cache_rows=2, eviction="random")), ValueError, "table 'word'", "eviction 'random'",
         "lru",
     ),
-    "a folder by number": (
-        lambda: stored(rs.HostCached(cache_rows=2, folder=3)), TypeError, "table 'word'", "folder", "3",
-    ),
-    "a folder that cannot be made": (
-        lambda: stored(rs.HostCached(cache_rows=2, folder="/dev/null/rows")).init(KEY(0)), OSError, "/dev/null/rows",
-    ),
     "more rows than are near": (
         lambda: near().prefetch(near().init(KEY(0)), {"what": [[1, 2, 3]]}), RuntimeError, "table 'item'",
         "1 ids of the batch", "cache_rows=2",

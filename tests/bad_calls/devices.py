@@ -8,15 +8,12 @@ from rsembed import parallel
 from rsembed.caching import (
     BackingStore,
     CacheStatistics,
-    RowStore,
     SetAssociativeCache,
-    StorageFolder,
     num_sets_for,
     set_of,
 )
-from rsembed.fingerprint import Fingerprint
 from rsembed.kernels import api
-from tests.bad_calls.world import FOLDER, mesh
+from tests.bad_calls.world import mesh
 
 NAN = float("nan")
 IDS = np.array([1, 2, 1, 3])
@@ -25,15 +22,6 @@ IDS = np.array([1, 2, 1, 3])
 @functools.cache
 def cache():
     return SetAssociativeCache(2, num_ways=2, num_ids=9)
-
-
-@functools.cache
-def store():
-    return RowStore.in_memory((9, 4), np.float32)
-
-
-def backing():
-    return BackingStore([store(), RowStore.in_memory((9,), np.float32)])
 
 
 BAD = {
@@ -98,21 +86,10 @@ BAD = {
         "0",
     ),
     "sets of none": (lambda: set_of(IDS, 0), ValueError, "num_sets", "at least 1", "0"),
-    "a row that is not there": (lambda: store().read(np.array([9])), IndexError, "rows must lie in 0 to 8", "9"),
-    "a negative row": (lambda: store().read(np.array([-1])), IndexError, "rows must lie in 0 to 8", "-1"),
-    "rows of floats": (lambda: store().read(np.array([0.5])), TypeError, "row", "integer", "float64"),
-    "values of another shape": (
-        lambda: store().write(np.array([0]), np.ones((1, 3), np.float32)), ValueError, "rows of shape (4,)", "(1, 3)",
+    "a store of no arrays": (lambda: BackingStore([]), ValueError, "BackingStore", "at least one"),
+    "arrays of other sizes": (
+        lambda: BackingStore([np.zeros((9, 4)), np.zeros((8, 4))]), ValueError, "BackingStore", "9", "8",
     ),
-    "a store over a list": (lambda: RowStore([[1.0]]), TypeError, "values", "array", "list"),
-    "a file that cannot be made": (lambda: RowStore.in_file("/dev/null/x", (2, 2), np.float32), OSError, "/dev/null/x"),
-    "a file of another size": (lambda: _other_size(), ValueError, "rows.bin", "bytes"),
-    "a store of no stores": (lambda: BackingStore([]), ValueError, "BackingStore", "at least one"),
-    "stores of other sizes": (
-        lambda: BackingStore([store(), RowStore.in_memory((8, 4), np.float32)]), ValueError, "BackingStore", "9", "8",
-    ),
-    "too few arrays": (lambda: backing().write(np.array([0]), [np.ones((1, 4))]), ValueError, "1 arrays", "2 stores"),
-    "a folder of other tables": (lambda: _other_folder(), ValueError, "another module", "rows"),
     "counts of other groups": (
         lambda: CacheStatistics(2).record(cache().admit(IDS).counts, np.zeros(3, np.int64)), ValueError, "3 groups",
         "num_groups=2",
@@ -122,16 +99,6 @@ BAD = {
     "an unknown kernel": (lambda: api.check_implementation("gpus"), ValueError, "'gpus'", "native", "reference"),
     "a kernel by number": (lambda: api.check_implementation(1), ValueError, "implementation 1", "native"),
 }  # fmt: skip
-
-
-def _other_size():
-    RowStore.in_file(FOLDER / "rows.bin", (2, 2), np.float32).flush()
-    return RowStore.in_file(FOLDER / "rows.bin", (3, 2), np.float32)
-
-
-def _other_folder():
-    StorageFolder(FOLDER / "folder", Fingerprint.of({"word": {"rows": 9}})).commit(0)
-    return StorageFolder(FOLDER / "folder", Fingerprint.of({"word": {"rows": 8}}))
 
 
 ACCEPTED = {

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rsembed.bags import padded_size
-from rsembed.caching import BackingStore, Generation, NearRows, RowStore, SetAssociativeCache
+from rsembed.caching import BackingStore, Generation, NearRows, SetAssociativeCache
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 
@@ -19,8 +19,8 @@ def test_rows_hold_their_first_values_until_they_are_written():
         sizes.add(rows.size)
         return np.stack([rows, -rows], axis=1).astype(np.float32), (rows[:, None] % 7).astype(np.int32)
 
-    stores = [RowStore.in_memory((NUM_ROWS, 2), np.float32), RowStore.in_memory((NUM_ROWS, 1), np.int32)]
-    backing, wanted = BackingStore(stores, first_values), [np.array(a) for a in first_values(np.arange(NUM_ROWS))]
+    arrays = [np.zeros((NUM_ROWS, 2), np.float32), np.zeros((NUM_ROWS, 1), np.int32)]
+    backing, wanted = BackingStore(arrays, first_values), [np.array(a) for a in first_values(np.arange(NUM_ROWS))]
     for _ in range(6):
         rows, asked = rng.permutation(NUM_ROWS)[:9], rng.integers(0, NUM_ROWS, 40)
         values = rng.normal(size=(12, 2)).astype(np.float32), rng.integers(0, 9, (12, 1)).astype(np.int32)
@@ -51,7 +51,7 @@ def test_a_generation_knows_its_own_number_alone():
 def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits):
     rng = np.random.default_rng(1)
     table, sums = rng.normal(size=(NUM_ROWS, 3)).astype(np.float32), rng.normal(size=(NUM_ROWS, 1)).astype(np.float32)
-    backing = BackingStore([RowStore(table.copy()), RowStore(sums.copy())])
+    backing = BackingStore([table.copy(), sums.copy()])
     near = NearRows(0, SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
     arrays = (jnp.zeros((8, 3)), jnp.zeros((8, 1)), jnp.full(8, NO_ROW, jnp.int32))
     for step in range(8):

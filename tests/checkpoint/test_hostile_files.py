@@ -112,7 +112,6 @@ def set_entry(**changes):
         set_entry(dtype="V8"),
         set_entry(dtype="float64"),
         set_entry(path=[3]),
-        lambda body: body.update(layout_version=2),
         lambda body: body.update(arrays=[{}]),
         lambda body: body.update(arrays=["x"]),
     ],

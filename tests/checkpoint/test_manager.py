@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import rsembed as rs
 from rsembed import checkpoint
-from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, increments, manager, writing
+from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, manager, writing
 
 
 def make_collection(mesh=None):
@@ -70,42 +71,6 @@ def test_what_was_given_is_written_though_training_goes_on_in_its_memory(tmp_pat
     assert others["host"].tolist() == [0, 1, 2, 3] and int(state.step) == 2
 
 
-@pytest.mark.parametrize("source", ["a mesh", "one device"])
-def test_incremental_checkpoints_hold_the_rows_that_differ_and_come_back_whole(tmp_path, run, monkeypatch, source):
-    collection, _, _, states = run
-    monkeypatch.setattr(increments, "LEAST_BYTES", 0)
-    with CheckpointManager(tmp_path / "run", collection, full_every=3) as checkpoints:
-        for state in states:
-            checkpoints.save(state)
-    manifests = [checkpoint.manifest(path) for path in checkpoints.paths()]
-    assert ["base" in found for found in manifests] == [False, True, True, False]
-    changed = {tuple(entry["path"]): entry for entry in manifests[1]["arrays"] if "changed" in entry}
-    before, after = (collection.tables(state)["word"] for state in states[:2])
-    num_differing = int((before != after).any(axis=1).sum())
-    assert changed["tables", "word"]["shape"] == [num_differing, 4] and 0 < num_differing <= 8
-    assert changed["tables", "user", "values"]["changed"]["by_key"]
-    target = collection if source == "a mesh" else make_collection()
-    with CheckpointManager(tmp_path / "run", target) as checkpoints:
-        for state in states:
-            assert_same_rows(checkpoints.restore(step=int(state.step)), target, state, collection)
-
-
-def test_rows_are_told_apart_by_their_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(increments, "LEAST_BYTES", 0)
-    first = np.zeros((8, 3), np.float32)
-    first[1] = np.nan
-    second = first.copy()
-    second[2, 0] = -0.0
-    second[7] = 1.0
-    with CheckpointManager(tmp_path, full_every=2) as checkpoints:
-        checkpoints.save({"x": first}, step=1)
-        checkpoints.save({"x": second}, step=2)
-    (entry,) = checkpoint.manifest(checkpoints.paths()[1])["arrays"]
-    assert entry["shape"] == [2, 3]
-    found = checkpoint.load(checkpoints.paths()[1]).tree["x"]
-    assert found.tobytes() == second.tobytes()
-
-
 def test_the_newest_good_one_is_not_the_one_that_a_save_in_progress_removes(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path, max_to_keep=1) as checkpoints:
         checkpoints.save({"x": np.zeros(3)}, step=1)
@@ -119,43 +84,7 @@ def test_the_newest_good_one_is_not_the_one_that_a_save_in_progress_removes(tmp_
         assert checkpoint.load(good).tree["x"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_chain_of_trees_comes_back_to_the_bit(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(increments, "LEAST_BYTES", 0)
-    rng = np.random.default_rng(seed)
-    dtypes = ["float32", "bfloat16", "int8", "bool", "uint16"]
-    tree = {dtype: rng.integers(0, 2, (20, seed + 1)).astype(jnp.dtype(dtype)) for dtype in dtypes}
-    tree |= {"line": np.arange(30), "grown": np.zeros((3, 2)), "key": jax.random.key(seed), "one": np.int32(0)}
-    saved = []
-    with CheckpointManager(tmp_path, full_every=10) as checkpoints:
-        for step in range(5):
-            keys = np.unique(rng.integers(0, 40, 25))
-            values = (keys[:, None] * 2.0).astype(np.float32)
-            values[rng.integers(0, len(keys), 3)] += step
-            tree = jax.tree.map(lambda leaf: np.copy(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
-            tree |= {"table": {"keys": keys, "values": values}, "one": np.int32(step)}
-            tree["line"][rng.integers(0, 30, 4)] = step
-            tree["bfloat16"][rng.integers(0, 20)] = 1 - tree["bfloat16"][rng.integers(0, 20)]
-            tree["grown"] = np.zeros((3 + step, 2))
-            checkpoints.save(tree, step=step)
-            saved.append(tree)
-    assert [("base" in checkpoint.manifest(path)) for path in checkpoints.paths()] == [False] + 4 * [True]
-    checkpoint.compact(checkpoints.paths()[4], tmp_path / "alone")
-    for path, expected in [*zip(checkpoints.paths(), saved, strict=True), (tmp_path / "alone", saved[4])]:
-        found = checkpoint.load(path, expected).tree
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            if not isinstance(b, jax.Array):
-                a, b = np.asarray(a), np.asarray(b)
-                assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
-        assert jax.random.uniform(found["key"]) == jax.random.uniform(expected["key"])
-    for path in checkpoints.paths():
-        path.rename(tmp_path / f"gone_{path.name}")
-    checkpoint.verify(tmp_path / "alone")
-
-
-def test_old_ones_go_but_for_those_that_others_build_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(increments, "LEAST_BYTES", 0)
-
+def test_old_ones_go_but_for_those_of_a_period(tmp_path):
     def steps_after(folder, **options):
         with CheckpointManager(folder, **options) as checkpoints:
             for step in range(1, 8):
@@ -165,7 +94,6 @@ def test_old_ones_go_but_for_those_that_others_build_on(tmp_path, monkeypatch):
 
     assert steps_after(tmp_path / "a", max_to_keep=2) == [6, 7]
     assert steps_after(tmp_path / "b", max_to_keep=1, keep_period=3) == [3, 6, 7]
-    assert steps_after(tmp_path / "c", max_to_keep=1, full_every=4) == [5, 6, 7]
     assert steps_after(tmp_path / "d", asynchronous=False, max_to_keep=3) == [5, 6, 7]
 
 
@@ -176,69 +104,135 @@ def damage(path, name="0000"):
     file.write_bytes(data)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_those_that_build_on_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(increments, "LEAST_BYTES", 0)
-    trees = [{"x": np.arange(10) + (np.arange(10) == step)} for step in range(5)]
-    with CheckpointManager(tmp_path, full_every=2) as checkpoints:
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    trees = [{"x": np.arange(10) + (np.arange(10) == step)} for step in range(4)]
+    with CheckpointManager(tmp_path) as checkpoints:
         for step, tree in enumerate(trees):
             checkpoints.save(tree, step=step)
         checkpoints.wait_until_finished()
-        damage(checkpoints.paths()[4])
+        damage(checkpoints.paths()[3])
         damage(checkpoints.paths()[2])
-        with pytest.warns(UserWarning, match="step_00000000[234] is passed over: .*is not what was written") as told:
+        with pytest.warns(UserWarning, match="step_00000000[23] is passed over: .*is not what was written") as told:
             found = checkpoints.restore(trees[0])
         assert found.step == 1 and found.tree["x"].tolist() == trees[1]["x"].tolist()
-        assert len(told) == 3
+        assert len(told) == 2
         with pytest.warns(UserWarning, match="passed over"):
             good = checkpoints.latest_good()
         assert good == checkpoints.paths()[1]
         with pytest.raises(CorruptCheckpointError, match="is not what was written"):
             checkpoints.restore(trees[0], step=3)
-        with pytest.warns(UserWarning, match="becomes a full checkpoint"):
-            checkpoints.save(trees[0], step=5)
+
+
+def steps_of(checkpoints):
+    return [int(path.name[5:]) for path in checkpoints.paths()]
+
+
+def x(step):
+    return {"x": np.full(4, step)}
+
+
+def lose_the_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("harm", [damage, lose_the_manifest])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(tmp_path, caplog, harm, asynchronous):
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(x(step), step=step)
+    harm(checkpoints.paths()[-1])
+    with CheckpointManager(tmp_path, asynchronous=asynchronous) as checkpoints:
+        with pytest.warns(UserWarning, match="passed over"):
+            assert checkpoints.restore(x(0)).step == 20
+        with pytest.raises(FileExistsError, match="step_000000020 exists"):
+            checkpoints.save(x(20), step=20)
+        checkpoints.save(x(31), step=30)
+        assert "step_000000030 is damaged and is replaced" in caplog.text
+        assert checkpoints.restore(x(0)).tree["x"].tolist() == [31] * 4
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_those_written_last_are_kept_and_not_those_of_the_largest_step(tmp_path):
+    with CheckpointManager(tmp_path, max_to_keep=1, keep_period=20) as checkpoints:
+        for step in (20, 40, 60):
+            checkpoints.save(x(step), step=step)
+    with CheckpointManager(tmp_path, max_to_keep=1, keep_period=20) as checkpoints:
+        assert checkpoints.restore(x(0), step=20).step == 20
+        for step in (21, 22):
+            checkpoints.save(x(step), step=step)
             checkpoints.wait_until_finished()
-        assert "base" not in checkpoint.manifest(checkpoints.paths()[-1])
+            assert steps_of(checkpoints) == [20, step, 40, 60]
 
 
-def test_changes_of_another_base_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(increments, "LEAST_BYTES", 0)
-    x = np.arange(10)
-    with CheckpointManager(tmp_path, full_every=2) as checkpoints:
-        checkpoints.save({"x": x}, step=1)
-        checkpoints.save({"x": x + (x == 3)}, step=2)
-    base, path = checkpoints.paths()
-    base.rename(tmp_path / "kept")
-    with pytest.raises(CorruptCheckpointError, match=r"changes of .*step_000000001, which is gone"):
-        checkpoint.load(path)
-    checkpoint.save(base, {"x": x + 1}, step=1)
-    with pytest.raises(CorruptCheckpointError, match=r"changes of another .*step_000000001"):
-        checkpoint.verify(path)
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_damaged_ones_do_not_count_among_those_that_are_kept(tmp_path, is_restarted):
+    checkpoints = CheckpointManager(tmp_path, max_to_keep=3 if not is_restarted else None)
+    for step in (1, 2, 3, 4) if is_restarted else (2, 3, 4):
+        checkpoints.save(x(step), step=step)
+    checkpoints.wait_until_finished()
+    for path in checkpoints.paths()[-2:]:
+        damage(path)
+    if is_restarted:
+        checkpoints.close()
+        checkpoints = CheckpointManager(tmp_path, max_to_keep=3)
+    with checkpoints:
+        checkpoints.save(x(5), step=5)
+        checkpoints.wait_until_finished()
+        assert {2, 5} < set(steps_of(checkpoints))
+        for step in (6, 7):
+            checkpoints.save(x(step), step=step)
+    assert steps_of(checkpoints) == [5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda body: body["base"].update(name="../elsewhere"),
-        lambda body: body["base"].update(name=".."),
-        lambda body: body.pop("base"),
-        lambda body: body["arrays"][0]["changed"].update(rows=7),
-        lambda body: body["arrays"][0]["changed"].update(count=0),
-        lambda body: body["arrays"][0]["changed"].update(by_key="yes"),
-        lambda body: body.update(row_numbers=[]),
-    ],
-)
-def test_a_forged_manifest_of_changes_is_refused(tmp_path, monkeypatch, change):
-    monkeypatch.setattr(increments, "LEAST_BYTES", 0)
-    x = np.arange(10)
-    with CheckpointManager(tmp_path, full_every=2) as checkpoints:
-        checkpoints.save({"x": x}, step=1)
-        checkpoints.save({"x": x + (x == 3)}, step=2)
-    path = checkpoints.paths()[1]
-    body = checkpoint.manifest(path)
-    change(body)
-    (path / "manifest.json").write_bytes(checkpoint.manifests.encoded(body))
-    with pytest.raises(CorruptCheckpointError):
-        checkpoint.load(path)
+def test_the_oldest_go_first(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in range(1, 9):
+            checkpoints.save(x(step), step=step)
+    gone, rename = [], Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, to: (gone.append(path.name), rename(path, to)))
+    with CheckpointManager(tmp_path, max_to_keep=2) as checkpoints:
+        checkpoints.save(x(9), step=9)
+    assert [name for name in gone if name.startswith("step_")] == [f"step_{step:09d}" for step in range(1, 8)]
+
+
+def test_a_folder_is_read_beside_its_writer_and_where_nothing_can_be_written(tmp_path, run):
+    collection, _, _, states = run
+    with CheckpointManager(tmp_path / "run", collection) as checkpoints:
+        checkpoints.save(states[0])
+        checkpoints.wait_until_finished()
+        with CheckpointManager(tmp_path / "run", collection, read_only=True) as reader:
+            assert_same_rows(reader.restore(), collection, states[0], collection)
+            assert reader.latest_good() == checkpoints.paths()[0] and reader.metadata(1) == {}
+            with pytest.raises(RuntimeError, match="only reads; make one without read_only=True"):
+                reader.save(states[1])
+        checkpoints.save(states[1])
+    before = sorted(tmp_path.rglob("*"))
+    with CheckpointManager(tmp_path / "nowhere", read_only=True) as reader:
+        assert reader.latest_good() is None
+        with pytest.raises(FileNotFoundError, match="has no checkpoint"):
+            reader.restore()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_reader_goes_on_to_what_its_writer_saved_meanwhile(tmp_path, monkeypatch):
+    with (
+        CheckpointManager(tmp_path, max_to_keep=1) as checkpoints,
+        CheckpointManager(tmp_path, read_only=True) as reader,
+    ):
+        checkpoints.save(x(1), step=1)
+        checkpoints.wait_until_finished()
+        load = manager.load
+
+        def overtaken(path, like):
+            monkeypatch.undo()
+            checkpoints.save(x(2), step=2)
+            checkpoints.wait_until_finished()
+            return load(path, like)
+
+        monkeypatch.setattr(manager, "load", overtaken)
+        with pytest.warns(UserWarning, match="step_000000001 is passed over"):
+            assert reader.restore(x(0)).step == 2
 
 
 def test_a_save_that_failed_is_heard_of_and_the_next_one_may_succeed(tmp_path, monkeypatch, caplog):
@@ -267,15 +261,6 @@ def test_two_writers_of_one_folder_are_refused_and_torn_saves_go(tmp_path):
     with CheckpointManager(tmp_path) as checkpoints, pytest.raises(FileNotFoundError, match="has no checkpoint"):
         checkpoints.restore()
     assert not torn.exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"max_to_keep": 0}, "max_to_keep must be at least 1"), ({"full_every": 0}, "full_every must be at least 1")],
-)
-def test_numbers_below_one_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        CheckpointManager(tmp_path, **options)
 
 
 def test_a_tree_needs_a_step_and_a_state_has_one(tmp_path, run):

@@ -3,11 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import rsembed as rs
+from rsembed import checkpoint
 from rsembed.tt import TensorTrain
+from rsembed.tt.cores import rows as rows_of_cores
 
 
 @pytest.mark.parametrize(("num_devices", "placement"), [(None, None), (1, "row"), (4, "row"), (4, "replicated")])
@@ -56,3 +59,50 @@ def test_rows_by_key_that_a_table_without_keys_cannot_have_are_refused():
         collection.with_tables(state, {"t": {"keys": np.array([3, 16]), "values": np.ones((2, 4))}})
     with pytest.raises(ValueError, match=r"takes rows by key as 'keys' \[n\] and 'values' \[n, 4\]"):
         collection.with_tables(state, {"t": {"keys": np.array([3]), "values": np.ones((2, 4))}})
+
+
+def in_npz(path, arrays):
+    np.savez(f"{path}.npz", **arrays)
+    return dict(np.load(f"{path}.npz"))
+
+
+def in_safetensors(path, arrays):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors.save_file(arrays, path)
+    return safetensors.load_file(path)
+
+
+@pytest.mark.parametrize("through", [in_npz, in_safetensors])
+def test_tables_go_through_files_of_other_programs(tmp_path, through):
+    rule = rs.AdagradOptimizerSpec(0.1)
+    word = rs.TableSpec(name="word", vocabulary_size=6, embedding_dim=4, optimizer=rule)
+    user = dataclasses.replace(word, name="user", storage=rs.Hashed())
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in (word, user)])
+    ids = {"word": np.array([[1], [5]]), "user": np.array([[2**40], [7]])}
+    state = collection.init(jax.random.key(0))
+    state = collection.update(state, ids, collection.lookup(state, ids))
+    expected = collection.tables(state)
+    found = through(tmp_path / "word", {"encoder.word.weight": np.asarray(expected["word"])})
+    tables = {"word": found["encoder.word.weight"], "user": through(tmp_path / "user", expected["user"])}
+    loaded = collection.with_tables(collection.init(jax.random.key(1)), tables)
+    jax.tree.map(np.testing.assert_array_equal, collection.tables(loaded), expected)
+
+
+def test_a_whole_table_or_cores_go_into_a_tensor_train(tmp_path):
+    storage = TensorTrain((8, 30), (4, 5, 3), (2, 2, 2))
+    table = rs.TableSpec(name="item", vocabulary_size=57, embedding_dim=8, storage=storage)
+    collection, rng = rs.EmbeddingCollection([rs.FeatureSpec(name="item", table_spec=table)]), np.random.default_rng(0)
+    state = collection.init(jax.random.key(0))
+    cores = [rng.normal(size=shape).astype(np.float32) for shape in storage.spec_of(table).core_shapes]
+    loaded = collection.with_tables(state, {"item": tuple(cores)})
+    ids = np.arange(57)[:, None]
+    expected = rows_of_cores(storage.spec_of(table), tuple(map(jnp.asarray, cores)), jnp.arange(57))
+    np.testing.assert_allclose(collection.lookup(loaded, {"item": ids})["item"], expected, rtol=1e-5)
+    checkpoint.save_collection(tmp_path / "saved", collection, loaded)
+    from_file = collection.with_tables(state, {"item": checkpoint.load(tmp_path / "saved").tree["tables"]["item"]})
+    jax.tree.map(np.testing.assert_array_equal, from_file.tables, loaded.tables)
+    # Of these ranks the last is larger than any table needs, and the first can hold this one.
+    again = collection.with_tables(state, {"item": expected})
+    np.testing.assert_allclose(collection.lookup(again, {"item": ids})["item"], expected, atol=1e-4)
+    with pytest.raises(ValueError, match=r"table 'item' is kept as a tensor train: give a whole table \[57, 8\]"):
+        collection.with_tables(state, {"item": expected[1:]})

@@ -148,16 +148,6 @@ class Hashed(Machine):
         self.state = self.collection.with_tables(fresh, now | {name: tables[name]})._replace(step=state.step)
         self.oracles[name] = copy.deepcopy(oracles[name])
 
-    @precondition(lambda self: self.dumped is not None and self.dumped[1]["user"].number <= self.oracles["user"].number)
-    @rule()
-    def restore_with_changes(self):
-        """What changed since the dump, on top of it, is what there is now: also if the life in between began anew."""
-        since = int(self.dumped[0].step)
-        changes = self.collection.tables(self.state, since=since)
-        base = self.collection.with_tables(self.collection.init(jax.random.key(0)), self.dumped[2])
-        base = base._replace(step=self.state.step)
-        self.state = self.collection.with_tables(base, changes)
-
 
 def run(seed: int) -> int:
     return live(Hashed, seed)

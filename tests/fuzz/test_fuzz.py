@@ -6,10 +6,11 @@ import subprocess
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.checkpoint import increments
+from rsembed.checkpoint import arrays
 from rsembed.collection.dense_rows import DenseRows
 from rsembed.homes.home import Home
 from rsembed.kernels import native
@@ -84,10 +85,10 @@ def test_a_few_short_lives_of_each_target_hold_what_they_should(monkeypatch, nam
     assert getattr(module, function)({"settings": 35}.get(name, 0)) >= 1  # a small one; most compile for seconds
 
 
-def test_a_checkpoint_without_one_of_the_changed_rows_is_found(monkeypatch):
+def test_a_checkpoint_with_one_wrong_row_is_found(monkeypatch):
     assert machines.live(files.Files, 0, max_examples=4) > 20
-    right = increments._differing
-    monkeypatch.setattr(increments, "_differing", lambda *arrays: right(*arrays)[1:])
+    right = arrays._rows
+    monkeypatch.setattr(arrays, "_rows", lambda array, first, count: np.roll(right(array, first, count), 1, axis=0))
     with pytest.raises(AssertionError):
         machines.live(files.Files, 0, phases=[hypothesis.Phase.generate])
 

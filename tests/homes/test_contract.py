@@ -43,7 +43,6 @@ class Home(NamedTuple):
     takes_keys: bool = False
     keyed: Mapping[str, int] = MappingProxyType({})  # arguments of its oracle
     policies: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by way, arguments of its storage and its oracle
-    tiers: tuple[str, ...] = ()  # the ways on which rows wait in a second tier, and the table has too few
     refuses_rules_that_move_all_rows: bool = False
 
 
@@ -70,7 +69,7 @@ COUNTED, DRAWN = {"admission_count": 4}, {"admission_probability": 0.2}
 ADMISSIONS = {"one device": COUNTED, "replicated": DRAWN, "row": DRAWN, "row, many rounds": COUNTED}
 HOMES = {
     "dense": Home(None, tuple(WAYS)),
-    "hashed": Home(rs.Hashed(), (*HERE, *ASKED), True, tiers=("replicated", "row, many rounds")),
+    "hashed": Home(rs.Hashed(), (*HERE, *ASKED), True),
     "hashed, evicting": Home(rs.Hashed(when_full="evict"), (*HERE, *ASKED), True, {"capacity": 12}, EVICTIONS),
     "hashed, admitting": Home(rs.Hashed(), (*HERE, *ASKED), True, policies=ADMISSIONS),
     "host-cached": Home(rs.HostCached(cache_rows=8), (*HERE, *ASKED), refuses_rules_that_move_all_rows=True),
@@ -106,10 +105,6 @@ class Cell(NamedTuple):
     @property
     def table(self):
         return " ".join((self.home, self.way, self.rules[0][:5], self.combiner))
-
-    @property
-    def has_second_tier(self):
-        return self.way in HOMES[self.home].tiers and not steps_of(self).moves_all_rows
 
     @property
     def features(self):
@@ -166,7 +161,7 @@ def spec_of(cell):
         storage = dataclasses.replace(storage, tt_p_shapes=(3, 4), tt_q_shapes=(dim // 4, 4))
     return rs.TableSpec(
         name=cell.table,
-        vocabulary_size=home.keyed.get("capacity", 8 if cell.has_second_tier else 16) if home.takes_keys else ROWS,
+        vocabulary_size=home.keyed.get("capacity", 16) if home.takes_keys else ROWS,
         embedding_dim=dim,
         initializer=from_key,
         optimizer=steps.rules[0] if len(steps.rules) == 1 else SideBySide(rules=steps.rules),
@@ -276,21 +271,11 @@ def slots_of(pairs):
     return [np.stack(column) for column in zip(*flat, strict=True)]
 
 
-def with_rows_of(tier, table):
-    """The table with the rows of its second tier, by key."""
-    there = tier.rows()
-    assert not np.intersect1d(table["keys"], there["keys"]).size
-    order = np.argsort(np.concatenate([table["keys"], there["keys"]]))
-    return {name: np.concatenate([array, there[name]])[order] for name, array in table.items()}
-
-
-def assert_holds(collection, state, oracles, tiers, what):
+def assert_holds(collection, state, oracles, what):
     """Rows, slots and bookkeeping of every table; those of one home are asked for together."""
     tables, takes_keys = collection.tables(state), any(HOMES[cell.home].takes_keys for cell in oracles)
     slots = {} if takes_keys else collection.slots(state)
     for cell, oracle in oracles.items():
-        if cell in tiers:
-            tables[cell.table] = with_rows_of(tiers[cell], tables[cell.table])
         table = tables[cell.table], slots.get(cell.table)
         assert_table_holds(collection, state, cell, oracle, table, f"{cell.table}, {what}")
 
@@ -306,8 +291,7 @@ def assert_table_holds(collection, state, cell, oracle, found, what):
             waiting = dict(zip(table["waiting_keys"].tolist(), table["waiting_count"].tolist(), strict=True))
             assert waiting == oracle.waiting, what
         counts = collection.counts(state)[cell.table]
-        wanted = oracle.num_inserted, oracle.num_evicted
-        assert cell.has_second_tier or (counts["inserted"].sum(), counts["evicted"].sum()) == wanted, what
+        assert (counts["inserted"].sum(), counts["evicted"].sum()) == (oracle.num_inserted, oracle.num_evicted), what
         assert counts["failed"].sum() == 0, what
         values, slots = table["values"], [array for name, array in table.items() if name.startswith("slot_")]
         expected = [oracle.rows[key] for key in keys]
@@ -342,14 +326,11 @@ def test_a_home_on_a_way_gives_the_numbers_of_loops(home, way):
     shapes = {name: (SAMPLES, *([WIDTH] * (c.combiner == "none"))) for c in own for name in c.features}
     dims = {name: spec_of(cell).embedding_dim for cell in own for name in cell.features}
     oracles = {cell: oracle_of(cell, collection, state) for cell in own}
-    tiers = {cell: rs.SecondTier(collection, cell.table, num_rows=8) for cell in own if cell.has_second_tier}
     for number in range(NUM_STEPS):
         generator = np.random.default_rng(100 + number)
         d_activations = {n: generator.normal(size=(*shapes[n], dims[n])).astype(np.float32) for n in shapes}
         batch = collection.prepare(batch_of(own, number))
         state = collection.prefetch(state, batch)
-        for tier in tiers.values():
-            state = tier.fetch(state, batch)
         looked, activations, applied, state = step(state, batch, d_activations)
         for cell in own:
             reads = dict(zip(cell.features, reads_of(HOMES[home], number), strict=True))
@@ -362,14 +343,7 @@ def test_a_home_on_a_way_gives_the_numbers_of_loops(home, way):
                     assert_close(found[name], expected[name], what)
             oracles[cell].update(reads, {name: d_activations[name] for name in cell.features})
         for after, by in ((state, "update"), (applied, "apply")):
-            assert_holds(collection, after, oracles, tiers, f"step {number}, {by}")
-    assert all(map(len, tiers.values()))
-    for cell, oracle in oracles.items():
-        if HOMES[home].takes_keys and not steps_of(cell).moves_all_rows:
-            changes = collection.tables(state, since=NUM_STEPS - 1)[cell.table]
-            used = [key for key in sorted(oracle.rows) if oracle.last_step[key] == NUM_STEPS - 1]
-            left = set(oracle.rows) - set(used) - set(tiers[cell].rows()["keys"].tolist() if cell in tiers else ())
-            assert (changes["keys"].tolist(), changes["other_keys"].tolist()) == (used, sorted(left))
+            assert_holds(collection, after, oracles, f"step {number}, {by}")
 
 
 def test_cells_cover_every_pair_of_home_way_rule_and_combiner_that_is_not_refused():

@@ -223,7 +223,7 @@ def test_rows_of_one_table_are_written_and_evicted_alone(num_devices, is_unlike,
     assert after["mine"]["keys"].size == 2 and gone["keys"].size == before["mine"]["keys"].size - 2
     assert not np.intersect1d(after["mine"]["keys"], gone["keys"]).size
     assert_equal({name: after[name] for name in ("here", "yours")}, {name: before[name] for name in ("here", "yours")})
-    order = [name for name in before["mine"] if not name.startswith("waiting") and name != "last_step"]
+    order = [name for name in before["mine"] if not name.startswith("waiting")]
     whole = collection.tables(collection.with_tables(left, {"mine": gone}))["mine"]
     assert_equal({name: whole[name] for name in order}, {name: before["mine"][name] for name in order})
 
@@ -234,36 +234,6 @@ def test_rows_that_a_smaller_table_has_no_room_for_are_refused(any_size):
     with pytest.raises(ValueError, match=r"'mine': 9 imported keys need 9 free rows, but the shard has 8 \(capacity=8"):
         collection.with_tables(collection.init(KEY), {"mine": rows})
     collection.with_tables(collection.init(KEY), {"yours": rows})
-
-
-def test_changes_of_one_table_are_told_apart():
-    collection, state = some_state()
-    before, (ids, gradients) = collection.tables(state), batches(NAMES)[1]
-    silent = {name: np.full((4, 3) if "bag" in name else 4, -1) for name in ids} | {"mine": ids["mine"]}
-    state = collection.update(state, collection.prepare(silent), gradients)
-    changes = collection.tables(state, since=int(state.step) - 1)
-    assert changes["mine"]["keys"].size and not changes["here"]["keys"].size
-    assert_equal(collection.tables(state)["yours"], before["yours"])
-    old = collection.with_tables(collection.init(KEY), before)
-    assert_equal(collection.tables(collection.with_tables(old, changes)), collection.tables(state))
-
-
-@pytest.mark.parametrize("others", [12, 30])
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_second_tier_of_one_table_gives_the_bits_of_a_table_with_room_for_all(num_devices, others, any_size):
-    rule = rs.AdagradOptimizerSpec(0.3)
-    sizes = {"here": others, "mine": 12, "yours": others + 1}, dict.fromkeys(NAMES, 64)
-    small, large = (collection_of(NAMES, num_devices, rows=rows, rule=rule) for rows in sizes)
-    states, tier = [c.init(KEY) for c in (small, large)], rs.SecondTier(small, "mine", num_rows=99)
-    for ids, gradients in batches(NAMES):
-        batch = small.prepare({name: own for name, own in ids.items()})
-        states[0] = tier.fetch(states[0], batch)
-        states = [jax.jit(c.update)(s, batch, gradients) for c, s in zip((small, large), states, strict=True)]
-    here, there, expected = small.tables(states[0]), tier.rows(), large.tables(states[1])
-    order = np.argsort(np.concatenate([here["mine"]["keys"], there["keys"]]))
-    assert len(tier) + here["mine"]["keys"].size == expected["mine"]["keys"].size
-    for what, array in here["mine"].items():
-        np.testing.assert_array_equal(np.concatenate([array, there[what]])[order], expected["mine"][what])
 
 
 def test_the_full_table_is_named(any_size):

@@ -46,60 +46,6 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, use_has
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("num_devices", [2, 1])
-def test_changes_are_loaded_on_top_of_the_dumps_before_them(tmp_path, num_devices):
-    """Keys are used, come anew, go by age, come back and are assigned; a table without hash table is beside."""
-    there = [model(2, steps_to_live=2), model(2, use_hashtable=False, rows=8, name="whole")]
-    variables = [layer.variable for layer in there]
-    for number, part in enumerate((range(3), [5], [12, 3])):
-        for layer in there:
-            train(layer, part)
-        there[0].variable.evict_older()
-        sok.dump(tmp_path / f"{number}", variables, since=tmp_path / f"{number - 1}" if number else None)
-        sok.assign_rows(there[0].variable, {"keys": [7, 2**41], "values": np.full((2, DIM), number, np.float32)})
-    before, changes = (checkpoint.load(tmp_path / path).tree["all2all_dense_embedding"] for path in "01")
-    left = {*changes["keys"].tolist(), *changes["other_keys"].tolist()}
-    assert changes["other_keys"].size and set(before["keys"].tolist()) - left  # some stay as they are, some go
-    there[0].variable.evict_older()
-    sok.dump(tmp_path / "3", variables, since=tmp_path / "2")
-    here = [
-        model(num_devices, rows=32, steps_to_live=2),
-        model(num_devices, use_hashtable=False, rows=16, name="whole"),
-    ]
-    sok.load([tmp_path / f"{number}" for number in range(4)], [layer.variable for layer in here])
-    for one, other in zip(here, there, strict=True):
-        found, expected = sok.export_rows(one.variable), sok.export_rows(other.variable)
-        assert int(one.variable.get_value().step) == int(other.variable.get_value().step)
-        for name, array in expected.items():
-            np.testing.assert_array_equal(found[name][: len(array)], array, err_msg=name)
-    assert len(sok.export_rows(here[0].variable)["keys"]) == here[0].variable.num_rows == there[0].variable.num_rows
-
-
-def test_changes_without_what_they_change_are_refused(tmp_path):
-    layer = model(1)
-    train(layer, [0])
-    sok.dump(tmp_path / "0", layer, layer.embedding_variable.table.spec.optimizer)  # by position, as published
-    train(layer, [1])
-    sok.dump(tmp_path / "1", layer, since=tmp_path / "0")
-    train(layer, [2])
-    sok.dump(tmp_path / "2", layer, since=tmp_path / "1")
-    with pytest.raises(ValueError, match="since step 1, but none is before it; give load all dumps in their order"):
-        sok.load(tmp_path / "1", layer)
-    with pytest.raises(ValueError, match="since step 2, but the one before it is of step 1"):
-        sok.load([tmp_path / "0", tmp_path / "2"], layer)
-    with pytest.raises(ValueError, match="load needs a folder that dump wrote"):
-        sok.load([], layer)
-    fresh = model(1)
-    with pytest.raises(ValueError, match=r"is at step 0, but .* is a dump of step 3, a later one"):
-        sok.dump(tmp_path / "3", fresh, since=tmp_path / "2")
-    with pytest.raises(ValueError, match=r"has no rows of .* keys that these changes leave as they are, such as"):
-        sok.assign_rows(fresh.variable, sok.export_rows(layer.variable, since=2))
-    with pytest.raises(NotImplementedError, match="has no hash table, which would note when a key was used"):
-        sok.export_rows(model(1, use_hashtable=False).variable, since=0)
-    with pytest.raises(NotImplementedError, match=r"is stepped by .*, which moves all rows in every step"):
-        sok.export_rows(model(1, optimizer=sok.optimizers.Adam(0.1)).variable, since=0)
-
-
 def test_rows_are_assigned_by_key():
     layer = model(2)
     keys = np.asarray([2**40, 5, 9])
@@ -129,16 +75,15 @@ def train_keys(variable, keys):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_table_that_grows_takes_rows_changes_and_waiting_keys_of_a_larger_one(tmp_path, num_devices):
+def test_a_table_that_grows_takes_rows_and_waiting_keys_of_a_larger_one(tmp_path, num_devices):
     variable = grows(num_devices)
     train_keys(variable, [1, 2, 3, 4])
     sok.assign_rows(variable, {"keys": np.arange(10, 13), "values": np.full((3, 2), 5, np.float32)})
     assert sok.export_rows(variable)["keys"].tolist() == [1, 2, 3, 4, 10, 11, 12]
-    sok.dump(tmp_path / "a", [variable])
     train_keys(variable, [20, 21, 22, 23, 24, 25])
-    sok.dump(tmp_path / "b", [variable], since=tmp_path / "a")
+    sok.dump(tmp_path / "a", [variable], variable.table.spec.optimizer)  # by position, as published
     again = grows(num_devices)
-    sok.load([tmp_path / "a", tmp_path / "b"], [again])
+    sok.load(tmp_path / "a", [again])
     for name, array in sok.export_rows(variable).items():
         np.testing.assert_array_equal(sok.export_rows(again)[name], array, err_msg=name)
 
@@ -154,37 +99,10 @@ def test_a_table_that_grows_takes_rows_changes_and_waiting_keys_of_a_larger_one(
         np.testing.assert_array_equal(rows[name], array, err_msg=name)
 
 
-def test_a_table_grows_no_further_than_rows_need(tmp_path):
-    """Keys that these changes forget make room, and more places of keys that wait than rows are none."""
-    variable = grows()
-    train_keys(variable, [1, 2, 3, 4])
-    sok.dump(tmp_path / "a", [variable])
-    variable.evict(keep=1)
-    train_keys(variable, [5, 6, 7])
-    sok.dump(tmp_path / "b", [variable], since=tmp_path / "a")
-    again = grows()
-    sok.load([tmp_path / "a", tmp_path / "b"], [again])
-    assert sok.export_rows(again)["keys"].tolist() == [4, 5, 6, 7]
-    assert again.get_value().shards.rows.shape[0] == 4
+def test_places_of_keys_that_wait_do_not_make_a_table_grow():
     waits = grows(admission_count=1, admission_capacity=20)
     sok.assign_rows(waits, {"keys": [1], "values": np.ones((1, 2), np.float32), "waiting_keys": np.arange(2, 20)})
     assert waits.get_value().shards.rows.shape[0] == 4
-
-
-def test_rows_that_are_assigned_are_among_the_changes(tmp_path):
-    """As they were before the last step, which a step number that they bring must not hide."""
-    variable = grows()
-    train_keys(variable, [1, 2, 3])
-    old = sok.export_rows(variable)
-    train_keys(variable, [3])
-    sok.dump(tmp_path / "a", [variable])
-    sok.assign_rows(variable, old)
-    sok.dump(tmp_path / "b", [variable], since=tmp_path / "a")
-    assert checkpoint.load(tmp_path / "b").tree["t"]["keys"].tolist() == [3]
-    again = grows()
-    sok.load([tmp_path / "a", tmp_path / "b"], [again])
-    for name, array in sok.export_rows(variable).items():
-        np.testing.assert_array_equal(sok.export_rows(again)[name], array, err_msg=name)
 
 
 def test_a_dump_that_does_not_fit_is_refused(tmp_path):
@@ -291,22 +209,6 @@ def test_state_of_the_same_rule_is_taken_whatever_its_rate(dumps, then, now):
     (folder, expected), here = dumps(then), model(1, optimizer=RULES[now])
     sok.load(folder, here)
     np.testing.assert_array_equal(here(KEYS), expected)
-
-
-def test_a_dump_of_an_earlier_version_is_compared_as_far_as_it_says(tmp_path):
-    there = model(1, optimizer=RULES["adam"])
-    there(KEYS, training=True)
-    sok.dump(tmp_path / "dump", there)
-    found = checkpoint.load(tmp_path / "dump")
-    (table,) = found.metadata["sok_tables"].values()
-    for name in ("rule", "used_rows"):
-        del table[name]
-    checkpoint.save(tmp_path / "old", found.tree, step=found.step, metadata=found.metadata)
-    here = model(1, optimizer=RULES["adam"])
-    sok.load(tmp_path / "old", here)
-    np.testing.assert_array_equal(here(KEYS), there(KEYS))
-    with pytest.raises(ValueError, match=r"in .'optimizer': .'optax', 'tf_lazy_adam'"):
-        sok.load(tmp_path / "old", model(1))
 
 
 def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):

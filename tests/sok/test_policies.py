@@ -1,4 +1,4 @@
-"""The names of DeepRec and SOK for who gets a row, who loses one, what rows start from, and where they wait."""
+"""The names of DeepRec and SOK for who gets a row, who loses one, and what rows start from."""
 
 import jax
 import jax.numpy as jnp
@@ -109,25 +109,3 @@ def test_initializers_of_whole_tables_are_refused_with_the_reason():
         variable(initializer="gauss")
 
 
-def test_a_second_tier_on_a_mesh_gives_the_bits_of_a_table_with_room_for_all():
-    generator, keys = np.random.default_rng(0), 2**40 + np.arange(24)
-    layers = [
-        sok.DistributedEmbedding("sum", rows, DIM, 1, 2, name="t", context=context(2), eviction="lfu")
-        for rows in (5, 20)
-    ]
-    tier = sok.SecondTier(layers[0].variable, num_rows=99)
-    for _ in range(6):
-        batch = generator.choice(keys, 8, replace=False).reshape(4, 1, 2)
-        tier.fetch(batch)
-        gradient = generator.normal(size=(4, 1, DIM)).astype(np.float32)
-        for layer in layers:
-            layer.vjp(batch)[1](gradient)
-    here, there, expected = sok.export_rows(layers[0].variable), tier.rows(), sok.export_rows(layers[1].variable)
-    assert len(here["keys"]) <= 10 < len(expected["keys"]) and len(tier) == len(there["keys"])
-    order = np.argsort(np.concatenate([here["keys"], there["keys"]]))
-    for name, array in expected.items():
-        np.testing.assert_array_equal(np.concatenate([here[name], there[name]])[order], array, err_msg=name)
-    tier.fetch([[int(there["keys"][0])], []])
-    assert len(tier) <= len(there["keys"]) and there["keys"][0] in sok.export_rows(layers[0].variable)["keys"]
-    with pytest.raises(NotImplementedError, match="table 't' has no hash table; its keys keep their rows"):
-        sok.SecondTier(variable(use_hashtable=False), num_rows=5)

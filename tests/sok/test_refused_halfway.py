@@ -1,10 +1,8 @@
 """Calls that are refused, and backward passes that follow later lookups: no step is lost and none is half done."""
 
-import jax
 import numpy as np
 import pytest
 
-import rsembed as rs
 from rsembed import sok
 
 
@@ -15,25 +13,6 @@ def context():
 
 def rows_of(layer):
     return sok.export_rows(layer.variable)
-
-
-def test_changes_hold_rows_that_were_stepped_after_a_later_lookup(context, tmp_path):
-    def layer():
-        return sok.DistributedEmbedding(
-            "sum", 64, 4, slot_num=1, max_nnz=2, name="t", optimizer=rs.AdagradOptimizerSpec(0.5)
-        )
-
-    first, second = np.arange(16).reshape(8, 1, 2), 100 + np.arange(16).reshape(8, 1, 2)
-    trained = layer()
-    output, backward = trained.vjp(first)
-    _, later = trained.vjp(second)
-    backward(np.ones(output.shape, np.float32))
-    sok.dump(tmp_path / "a", trained)
-    later(np.ones(output.shape, np.float32))
-    sok.dump(tmp_path / "b", trained, since=tmp_path / "a")
-    loaded = layer()
-    sok.load([tmp_path / "a", tmp_path / "b"], loaded)
-    jax.tree.map(np.testing.assert_array_equal, rows_of(loaded), rows_of(trained))
 
 
 def test_columns_step_all_or_none(context):
@@ -48,29 +27,3 @@ def test_columns_step_all_or_none(context):
     assert sok.export_rows(columns[0].variable)["keys"].tolist() == [1, 2]
     backward(np.ones(output.shape, np.float32))
     assert [int(column.variable.get_value().step) for column in columns] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"slot_accumulator": np.zeros((2, 7), np.float32)}, "'slot_accumulator' of rows that are kept has shape"),
-        ({"values": np.zeros((3, 4), np.float32)}, "'values' of rows that are kept has shape"),
-        ({"keys": np.asarray([-1, 2])}, "distinct and not -1"),
-        ({"keys": np.asarray([1.5, 2.5])}, "keys must be integers"),
-        ({"keys": np.asarray([1, 1])}, "must be distinct"),
-    ],
-)
-def test_a_second_tier_takes_rows_that_fit_or_none(changes, error):
-    table = rs.TableSpec(
-        name="h", vocabulary_size=8, embedding_dim=4, optimizer=rs.AdagradOptimizerSpec(0.1), storage=rs.Hashed()
-    )
-    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
-    state = collection.init(jax.random.key(0))
-    state = collection.update(state, {"f": np.asarray([[1], [2]])}, {"f": np.ones((2, 4), np.float32)})
-    tier = rs.SecondTier(collection, "h", num_rows=20)
-    _, rows = collection.evict(state, "h", keep=0)
-    tier.put(rows)
-    before = tier.rows()
-    with pytest.raises((ValueError, TypeError), match=error):
-        tier.put({**rows, "values": rows["values"] + 1, **changes})
-    jax.tree.map(np.testing.assert_array_equal, tier.rows(), before)

@@ -1,11 +1,6 @@
 """Tables behind a cache train to the bits of tables without one, and their statistics are those of a hand count."""
 
 import itertools
-import json
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,11 +64,9 @@ def test_states_travel_with_their_rows(variant):
     assert_steps_agree(*pair(variant, specs=((200, 4),), features=[0, 0, 0, 0], cache_sets=1), BATCHES[:3])
 
 
-@pytest.mark.parametrize("keeps_files", [False, True])
-def test_states_that_begin_above_zero_do_so_behind_a_cache(tmp_path, keeps_files):
+def test_states_that_begin_above_zero_do_so_behind_a_cache():
     arguments = {"optimizer": rt.OptimType.FTRL, "feature_table_map": [0, 0, 0, 0]}
-    files = {"storage_folder": tmp_path} if keeps_files else {}
-    plain, cached = make(((90, 4),), **arguments), make(((90, 4),), location=CACHED, cache_sets=1, **arguments, **files)
+    plain, cached = make(((90, 4),), **arguments), make(((90, 4),), location=CACHED, cache_sets=1, **arguments)
     assert all((states[0] == np.float32(0.1)).all() for states in tables_of(cached)[1])
     assert_steps_agree(plain, cached, BATCHES[:2])
 
@@ -254,61 +247,6 @@ def test_row_gradients_are_applied_behind_a_cache():
             output, backward = module.vjp(*batch)
             module.apply(backward.row_gradients(output))
     assert_same_bits(plain, cached)
-
-
-def test_a_folder_of_tables_is_continued_after_reopening(tmp_path):
-    plain, first = pair("adamw", cache_sets=1, storage_folder=tmp_path)
-    assert_steps_agree(plain, first, BATCHES[:3])
-    saved = {k: v for k, v in first.state_dict().items() if k in ("step", "key")}
-    first.flush()
-    del first
-    optimizer, arguments, _ = VARIANTS["adamw"]
-    caching = {"location": CACHED, "cache_sets": 2, "storage_folder": tmp_path}
-    second = make(SPECS, uniform=None, optimizer=optimizer, feature_table_map=FEATURES, **arguments, **caching)
-    assert_same_bits(plain, second)
-    second.set_optimizer_step(int(saved["step"]))
-    assert_steps_agree(plain, second, BATCHES[3:])
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to tell memory from mapped files")
-def test_training_in_files_needs_memory_for_the_cache_only(tmp_path):
-    """4 GB of weights and Adagrad sums in sparse files, 200 MB of cache; in a child, whose peak is its own."""
-    program = f"""
-        import json
-        import numpy as np
-        from rsembed import tbe as rt
-        rows, dim = 7_800_000, 64
-        spec = (rows, dim, rt.EmbeddingLocation.MANAGED_CACHING, rt.ComputeDevice.CPU)
-        tbe = rt.TableBatchedEmbeddingBags([spec], optimizer=rt.OptimType.EXACT_ADAGRAD, eps=1e-3, learning_rate=0.5,
-                                           storage_folder={str(tmp_path)!r}, cache_sets=12_200)
-        def anonymous():  # mapped pages of the files belong to the system, which takes them back when it likes
-            status = open("/proc/self/status").read()
-            return int(status.split("RssAnon:")[1].split()[0]) / 1024
-        used, rng, count = [anonymous()], np.random.default_rng(0), {{}}
-        for _ in range(4):
-            ids = np.concatenate([rng.integers(0, rows, 4000), np.arange(0, rows, rows // 96)])
-            out, backward = tbe.vjp(ids, np.arange(0, ids.size + 1))
-            used.append(anonymous())
-            backward(np.ones(out.shape, np.float32))
-            used.append(anonymous())
-            for row in np.unique(ids[-97:]).tolist():
-                count[row] = count.get(row, []) + [int((ids == row).sum())]
-        kept = np.array(sorted(count))
-        print(json.dumps(dict(used=used, cache=tbe.state_bytes()["total"]["cache"],
-              table=rows * dim * 4 * 2, found=np.asarray(tbe(kept, np.arange(kept.size + 1)))[:, 0].tolist(),
-              count=[count[row] for row in kept.tolist()])))
-    """
-    child = [sys.executable, "-c", textwrap.dedent(program)]
-    result = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    assert result["table"] > 3.9e9 and 1.9e8 < result["cache"] < 2.1e8
-    # The cache and at most one copy of it, beside what JAX takes at its first computation.
-    assert max(result["used"]) - result["used"][0] < 450, result["used"]
-    for found, counts in zip(result["found"], result["count"], strict=True):
-        sums = np.cumsum(np.square(counts, dtype=np.float64))
-        np.testing.assert_allclose(found, -np.sum(0.5 * np.array(counts) / (np.sqrt(sums) + 1e-3)), rtol=1e-5)
-
-
-# Statistics
 
 
 class HandCount:

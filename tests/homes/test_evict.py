@@ -1,0 +1,101 @@
+"""Rows that leave a table with `evict` come back as they were."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rsembed as rs
+from tests.homes.test_corners import mesh_of
+
+DIM = 4
+# Fifteen for each of four devices, which have four rows each.
+KEYS = np.random.default_rng(5).integers(0, 2**60, 60) * 4 + np.arange(60) % 4
+
+
+def collection_of(rows, *, mesh=None, **storage):
+    rule = rs.AdagradOptimizerSpec(0.3)
+    table = rs.TableSpec(
+        name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=rs.Hashed(**storage)
+    )
+    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
+
+
+@functools.cache
+def some_rows():
+    """Forty keys with all that belongs to them."""
+    generator, keys = np.random.default_rng(3), np.sort(KEYS)[10:50]
+    steps, counts = (generator.integers(low, 9, 40).astype(np.int32) for low in (0, 1))
+    arrays = {name: generator.normal(size=(40, DIM)).astype(np.float32) for name in ("values", "slot_accumulator")}
+    return {"keys": keys, "last_step": steps, "count": counts, **arrays}
+
+
+def filled(num_devices=None, **storage):
+    """A table with these rows, before step 9, on one device or four."""
+    collection = collection_of(96, mesh=num_devices and mesh_of(num_devices), eviction="lfu", **storage)
+    state = collection.with_tables(collection.init(jax.random.key(0)), {"t": some_rows()})
+    return collection, state._replace(step=jnp.int32(9))
+
+
+REASONS = {
+    "keep": lambda rows: sorted(range(rows["keys"].size), key=lambda k: (rows["count"][k], rows["keys"][k]))[:-20],
+    "unused_for": lambda rows: np.flatnonzero(9 - rows["last_step"] > 3),
+    "norm_below": lambda rows: np.flatnonzero(np.linalg.norm(np.float64(rows["values"]), axis=1) < 1.7),
+}
+ARGUMENTS = {"keep": 20, "unused_for": 3, "norm_below": 1.7}
+
+
+@pytest.mark.parametrize("num_devices", [None, 4])
+@pytest.mark.parametrize("reason", REASONS)
+def test_keys_that_have_a_reason_leave_with_all_that_belongs_to_them_and_come_back(reason, num_devices):
+    (collection, state), rows = filled(num_devices), some_rows()
+    state, gone = collection.evict(state, "t", **{reason: ARGUMENTS[reason]})
+    leaves = np.isin(np.arange(rows["keys"].size), REASONS[reason](rows))
+    assert 5 < leaves.sum() < leaves.size - 5
+    left = collection.tables(state)["t"]
+    for name, array in rows.items():
+        np.testing.assert_array_equal(gone[name], array[leaves], err_msg=name)
+        np.testing.assert_array_equal(left[name], array[~leaves], err_msg=name)
+    assert collection.counts(state)["t"]["evicted"].sum() == leaves.sum()
+    again = collection.tables(collection.with_tables(state, {"t": gone}))["t"]
+    for name, array in rows.items():
+        np.testing.assert_array_equal(again[name], array, err_msg=name)
+
+
+def test_what_nobody_lets_go_stays():
+    (collection, state), rows = filled(), some_rows()
+    state, gone = collection.evict(state, "t", keep=1000)
+    assert gone.keys() == rows.keys() and all(array.shape == (0, *rows[name].shape[1:]) for name, array in gone.items())
+    assert collection.tables(state)["t"]["keys"].size == 40
+
+
+def test_evicting_what_was_not_used_forgets_keys_that_wait():
+    collection, state = filled(admission_count=5)
+    waiting = {"waiting_keys": KEYS[:3], "waiting_last_step": [3, 2, 8], "waiting_count": [1, 2, 1]}
+    state = collection.with_tables(state, {"t": some_rows() | waiting})
+    state, _ = collection.evict(state, "t", unused_for=5)
+    assert collection.counts(state)["t"]["forgotten"].tolist() == [2]
+    assert collection.tables(state)["t"]["waiting_keys"].tolist() == [KEYS[2]]
+
+
+def test_what_cannot_be_evicted_is_refused_by_name():
+    collection, state = filled()
+    dense = rs.TableSpec(name="d", vocabulary_size=8, embedding_dim=DIM)
+    others = rs.EmbeddingCollection([rs.FeatureSpec(name="d", table_spec=dense)])
+    with pytest.raises(
+        ValueError, match=r"table 'd' is kept as an array: rows leave tables of keys, with storage=Hashed"
+    ):
+        others.evict(others.init(jax.random.key(0)), "d", keep=5)
+    with pytest.raises(ValueError, match="unknown table 'e'"):
+        collection.evict(state, "e", keep=5)
+    for given in ({}, {"keep": 5, "unused_for": 2}):
+        with pytest.raises(
+            ValueError, match=r"evict from table 't': give one of keep, unused_for, norm_below, not \d of"
+        ):
+            collection.evict(state, "t", **given)
+    with pytest.raises(ValueError, match=r"evict from table 't': keep must be in \[0, inf\), got -1"):
+        collection.evict(state, "t", keep=-1)
+    with pytest.raises(RuntimeError, match="outside of jit"):
+        jax.jit(lambda state: collection.evict(state, "t", keep=5)[0])(state)
