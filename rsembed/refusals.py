@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
-from rsembed.kinds import did_you_mean
+from rsembed.checks import did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)

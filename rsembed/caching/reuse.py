@@ -6,10 +6,10 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64
 
 from rsembed.caching.hashing import mix64
-from rsembed.intervals import door
+from rsembed.checks import validated
 
 
-@door
+@validated
 def reuse_distances(ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
     """For each id, how many distinct other ids came since its last use; -1 at its first use.
 
@@ -56,7 +56,7 @@ def _scatter(places: np.ndarray, values: np.ndarray) -> np.ndarray:
     return moved
 
 
-@door
+@validated
 def miss_ratio_curve(
     ids: Int[np.ndarray, " ids"],
     cache_rows: Int[np.ndarray, " sizes"],

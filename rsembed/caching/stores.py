@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 from numpy.typing import DTypeLike
 
-from rsembed.kinds import check_kind
+from rsembed.checks import check_type
 
 ROWS_PER_BLOCK = 65536
 
@@ -55,7 +55,7 @@ class RowStore:
             keeping `checksum`, is that rows are read before they are replaced.
           checksum: of the rows, where it is known; None takes one pass over all rows, if there is a `before_change`.
         """
-        check_kind(values, np.ndarray, "RowStore: values")
+        check_type(values, np.ndarray, "RowStore: values")
         self.shape, self.dtype = values.shape, values.dtype
         self._values = values
         self._before_change, self.checksum = before_change, checksum or 0

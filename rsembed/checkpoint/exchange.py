@@ -12,14 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 
 Arrays = dict[str, np.ndarray]
 _PART = "."
 """Between the name of a table with keys and those of its arrays."""
 
 
-@door
+@validated
 def state_dict(tables: Mapping[str, Any], *, name: str = "{table}.weight") -> Arrays:
     """Tables under the names of another program's parameters.
 
@@ -47,7 +47,7 @@ def state_dict(tables: Mapping[str, Any], *, name: str = "{table}.weight") -> Ar
     return arrays
 
 
-@door
+@validated
 def tables_of_state_dict(state_dict: Mapping[str, Any], *, name: str = "{table}.weight") -> dict[str, Any]:
     """The inverse of `state_dict`, for `collection.with_tables`: tables by name, those with keys as dictionaries.
 
@@ -73,7 +73,7 @@ def tables_of_state_dict(state_dict: Mapping[str, Any], *, name: str = "{table}.
     return tables
 
 
-@door
+@validated
 def export_tables(path: str | os.PathLike[str], tables: Mapping[str, Any], *, name: str = "{table}") -> None:
     """Writes tables into one file that other programs read.
 
@@ -97,7 +97,7 @@ def export_tables(path: str | os.PathLike[str], tables: Mapping[str, Any], *, na
         partial.unlink(missing_ok=True)
 
 
-@door
+@validated
 def import_tables(path: str | os.PathLike[str], *, name: str = "{table}") -> dict[str, Any]:
     """Tables of a file, for `collection.with_tables`.
 

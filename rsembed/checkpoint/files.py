@@ -31,9 +31,9 @@ from rsembed.checkpoint.reading import in_order, nested, opened, restored
 from rsembed.checkpoint.saved import SavedArray
 from rsembed.checkpoint.states import belongings, is_state, logical, stacks_of, with_states
 from rsembed.checkpoint.writing import Contents, write
+from rsembed.checks import NonNegativeInt, validated
 from rsembed.collection import EmbeddingCollection
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.intervals import Size, door
 
 
 class Checkpoint(NamedTuple):
@@ -50,8 +50,10 @@ class Checkpoint(NamedTuple):
     metadata: dict[str, Any]
 
 
-@door
-def save(path: str | os.PathLike[str], tree: Any, *, step: Size = 0, metadata: Mapping[str, Any] | None = None) -> None:
+@validated
+def save(
+    path: str | os.PathLike[str], tree: Any, *, step: NonNegativeInt = 0, metadata: Mapping[str, Any] | None = None
+) -> None:
     """Writes a checkpoint folder; it appears complete or not at all.
 
     With several processes all call this with the same tree, on storage that process 0 can write: it gathers arrays
@@ -73,7 +75,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: Size = 0, metadata: M
     write(Path(path), Contents.of(tree, belongings(tree), step=step, metadata=metadata))
 
 
-@door
+@validated
 def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
@@ -132,7 +134,7 @@ def _as_before(path: Path, node: Any) -> Any:
     return node._replace(layout=None)
 
 
-@door
+@validated
 def verify(path: str | os.PathLike[str]) -> None:
     """Reads every byte of a checkpoint, a few MiB at a time.
 
@@ -146,7 +148,7 @@ def verify(path: str | os.PathLike[str]) -> None:
                 pass
 
 
-@door
+@validated
 def compact(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Writes what an incremental checkpoint and those that it builds on hold together as one that needs no other.
 
@@ -165,7 +167,7 @@ def compact(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> Non
     write(target, Contents(leaves, body | {"layout_version": LAYOUT_VERSION}))
 
 
-@door
+@validated
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in `folder` with the highest step, or None.
 

@@ -14,7 +14,7 @@ import jax
 from rsembed.checkpoint import increments
 from rsembed.checkpoint.arrays import check_entry
 from rsembed.checkpoint.saved import CorruptCheckpointError
-from rsembed.intervals import door
+from rsembed.checks import validated
 
 LAYOUT_VERSION = 3
 INCREMENT_VERSION = 4
@@ -22,7 +22,7 @@ INCREMENT_VERSION = 4
 MANIFEST = "manifest.json"
 
 
-@door
+@validated
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
 

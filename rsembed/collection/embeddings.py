@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from rsembed.bags import is_traced
+from rsembed.checks import check_type, validated
 from rsembed.collection import fetching, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
@@ -25,10 +26,8 @@ from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached
 from rsembed.initial_values import table_keys
-from rsembed.intervals import door
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
-from rsembed.kinds import check_kind
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
@@ -76,7 +75,7 @@ class EmbeddingCollection:
       (2, 4)
     """
 
-    @door
+    @validated
     def __init__(
         self,
         features: Any,
@@ -187,7 +186,7 @@ class EmbeddingCollection:
 
         Raises: TypeError: `key` is no PRNG key.
         """
-        check_kind(key, PRNGKeyArray, "init: key")
+        check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
@@ -241,7 +240,7 @@ class EmbeddingCollection:
         Raises: ValueError: its tables, their rules or the place of their rows differ (names what differs), or an array
           has another shape or dtype. TypeError: it is no state.
         """
-        check_kind(state, EmbeddingState, "the state, which collection.init makes,")
+        check_type(state, EmbeddingState, "the state, which collection.init makes,")
         if state.layout is not None:
             check_same(
                 state.layout,
@@ -293,7 +292,7 @@ class EmbeddingCollection:
         self.check_state(state)
         return self.logical.slots(state)
 
-    @door
+    @validated
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from rsembed.bags import is_traced
+from rsembed.checks import PositiveInt, validated
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.moving import Moving
 from rsembed.collection.state import Batch, EmbeddingState
 from rsembed.homes.home import on_host
 from rsembed.homes.keyed_store import KeyedStore
-from rsembed.intervals import Count, door
 
 
 class SecondTier:
@@ -51,13 +51,13 @@ class SecondTier:
       ([1, 2, 5, 6], [3, 4])
     """
 
-    @door
+    @validated
     def __init__(
         self,
         collection: EmbeddingCollection,
         table: str,
         *,
-        num_rows: Count,
+        num_rows: PositiveInt,
         folder: str | os.PathLike[str] | None = None,
     ):
         self.collection, self._moving = collection, collection.logical.moving(table)

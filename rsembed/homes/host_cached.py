@@ -15,6 +15,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.caching import BackingStore, RowStore
+from rsembed.checks import check_type
 from rsembed.homes import hash_table, hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Ahead, Home, on_host
@@ -23,7 +24,6 @@ from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
-from rsembed.kinds import check_kind
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 
@@ -109,7 +109,7 @@ class HostCached(Home):
             raise ValueError(
                 f"table {table.name!r}: cache_rows must be an integer of at least 1, got {self.cache_rows}."
             )
-        check_kind(self.folder, str | os.PathLike | None, f"table {table.name!r}: folder")
+        check_type(self.folder, str | os.PathLike | None, f"table {table.name!r}: folder")
         if self.eviction not in EVICTIONS:
             raise ValueError(f"table {table.name!r}: eviction {self.eviction!r} is not one of {', '.join(EVICTIONS)}.")
         if table.optimizer.moves_all_rows:

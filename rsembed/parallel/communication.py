@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Num
 
-from rsembed.intervals import Count, check_fields, check_within, door, within
+from rsembed.checks import PositiveInt, check_within, validated, within
 
 PATHS = (
     "dedup",
@@ -58,7 +58,7 @@ class IdDistribution(NamedTuple):
         return float(np.sum(self.num_ids * -np.expm1(never)))
 
 
-@door
+@validated
 def zipf_ids(vocabulary_size: int, exponent: float) -> IdDistribution:
     """The id of rank `r` has a probability proportional to `r ** -exponent`; 0 draws all ids alike.
 
@@ -80,7 +80,7 @@ def zipf_ids(vocabulary_size: int, exponent: float) -> IdDistribution:
     return IdDistribution(weights / np.sum(weights * num_ids), num_ids)
 
 
-@door
+@validated
 def observed_ids(counts: Num[np.ndarray, " vocab"]) -> IdDistribution:
     """The distribution of a histogram, such as `plot.id_counts` returns.
 
@@ -119,15 +119,15 @@ class DeviceLoad:
     value_bytes: int = 4
 
 
-@door
+@validated
 def device_load(
     ids: IdDistribution,
     *,
-    local_batch: Count,
-    num_features: Count,
-    ids_per_sample: Count,
-    embedding_dim: Count,
-    devices_per_node: Count = 8,
+    local_batch: PositiveInt,
+    num_features: PositiveInt,
+    ids_per_sample: PositiveInt,
+    embedding_dim: PositiveInt,
+    devices_per_node: PositiveInt = 8,
     key_bytes: int = 8,
     value_bytes: int = 4,
 ) -> DeviceLoad:
@@ -157,6 +157,7 @@ def device_load(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@validated
 class Hardware:
     """Devices in nodes: fast links inside a node, slower ones between nodes. Defaults are round numbers, not a product.
 
@@ -177,9 +178,6 @@ class Hardware:
     inter_node_latency_seconds: float = within("[0, inf)", default=30e-6)
     memory_bytes_per_second: float = within("(0, inf]", default=2e12)
     memory_bytes: float = within("[0, inf]", default=60e9)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def split(self, num_devices: int) -> tuple[int, int]:
         """Devices of a node, and nodes. Raises: ValueError: nodes would not be full."""

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Num
 
-from rsembed.intervals import Count, check_within, door
-from rsembed.kinds import did_you_mean
+from rsembed.checks import PositiveInt, check_within, did_you_mean, validated
 from rsembed.parallel.communication import (
     DeviceLoad,
     Hardware,
@@ -123,11 +122,11 @@ class PlacementPlan:
         return "\n".join(lines)
 
 
-@door
+@validated
 def plan_placement(
     features: Any,
     *,
-    num_devices: Count,
+    num_devices: PositiveInt,
     hardware: Hardware | None = None,
     id_counts: Mapping[str, Num[np.ndarray, " vocab"]] | None = None,
     zipf_exponent: float = 1.05,

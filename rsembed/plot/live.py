@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from rsembed.caching import reuse_distances
-from rsembed.intervals import Count, door
+from rsembed.checks import PositiveInt, validated
 from rsembed.plot.caching import plot_miss_ratio
 from rsembed.plot.drawing import COLOURS, axes_or_new, finish, with_defaults
 from rsembed.stacking import SUBLANES, round_up
@@ -67,8 +67,8 @@ class StreamProfile(NamedTuple):
         return Costs(float(dropped), places * BYTES_PER_PLACE, float(hits), cache_rows * embedding_dim * 4)
 
 
-@door
-def profile_stream(batches: Int[np.ndarray, "batches samples ids"], *, num_shards: Count) -> StreamProfile:
+@validated
+def profile_stream(batches: Int[np.ndarray, "batches samples ids"], *, num_shards: PositiveInt) -> StreamProfile:
     """Counts a stream of batches once, for one device of `num_shards` cores that own the rows `id % num_shards`.
 
     Args:

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from rsembed.bags import is_traced, padded_size
+from rsembed.checks import PositiveInt, validated
 from rsembed.collection.second_tier import Exchange
-from rsembed.intervals import Count, door
 from rsembed.sok.key_bags import read_keys
 from rsembed.sok.variables import EmbeddingVariable, state_of
 
@@ -45,8 +45,10 @@ class SecondTier:
       ([1, 2, 5, 6], [3, 4])
     """
 
-    @door
-    def __init__(self, variable: EmbeddingVariable, *, num_rows: Count, folder: str | os.PathLike[str] | None = None):
+    @validated
+    def __init__(
+        self, variable: EmbeddingVariable, *, num_rows: PositiveInt, folder: str | os.PathLike[str] | None = None
+    ):
         table = variable.table
         if not table.use_hashtable:
             raise NotImplementedError(f"table {table.spec.name!r} has no hash table; its keys keep their rows.")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 
 Batch = TypeVar("Batch")
 Prepared = TypeVar("Prepared")
@@ -62,7 +62,7 @@ class Prefetcher(Iterator[Prepared], Generic[Prepared]):
         self.close()
 
 
-@door
+@validated
 def prefetch(
     batches: Iterable[Batch], function: Callable[[Batch], Prepared], *, depth: int = 2
 ) -> Prefetcher[Prepared]:

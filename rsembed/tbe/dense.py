@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 from rsembed.kernels import api
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.refusals import refuses_names
@@ -63,7 +63,7 @@ class DenseTableBatchedEmbeddingBags(nnx.Module):
       [2.0, 2.0]
     """
 
-    @door
+    @validated
     def __init__(
         self,
         embedding_specs: Sequence[tuple[int, int]],

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 from rsembed.progress import progress
 from rsembed.tt.checks import check_one_of
 from rsembed.tt.cores import full_weight
@@ -89,7 +89,7 @@ class _Task:
 Answer = tuple[int, Any, np.ndarray]
 
 
-@door
+@validated
 def compress(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,

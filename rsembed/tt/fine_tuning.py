@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 from rsembed.tt.chain import Cores
 from rsembed.tt.checks import check_numbers
 from rsembed.tt.cores import check_cores, rows
@@ -21,7 +21,7 @@ DRAWS_AT_ONCE = 2**22
 """Rows drawn before they are trained on, which bounds the memory of long runs."""
 
 
-@door
+@validated
 def fine_tune(
     spec: TTSpec,
     cores: Cores,

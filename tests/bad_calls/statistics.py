@@ -58,7 +58,7 @@ BAD = {
     "headroom as text": (
         lambda: LimitsPolicy(headroom_fraction="0.1"), TypeError, "headroom_fraction", "number", "str",
     ),
-    "a bucket that does not grow": (lambda: LimitsPolicy(bucket=1.0), ValueError, "bucket", "factor above 1", "1.0"),
+    "a bucket that does not grow": (lambda: LimitsPolicy(bucket=1.0), ValueError, "bucket", "(1, inf)", "1.0"),
     "a policy by name": (lambda: limits(policy="exact"), TypeError, "policy", "LimitsPolicy", "'exact'"),
     "no core for limits": (
         lambda: limits(num_sc_per_device=0), ValueError, "limits_from_statistics: num_sc_per_device", "[1, inf)", "0",
