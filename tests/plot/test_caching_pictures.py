@@ -1,4 +1,3 @@
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -25,12 +24,6 @@ def test_measured_shares_are_markers_of_their_own_in_the_order_of_their_sizes():
     assert len({line.get_marker() for line in points}) == len({line.get_color() for line in ax.lines}) - 1 == 2
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["predicted", "LRU", "LFU"]
     assert curve.get_label() == "predicted"
-
-
-def test_the_given_axes_are_drawn_on():
-    _, (left, right) = plt.subplots(1, 2)
-    assert plot.plot_miss_ratio([1, 2], [1.0, 0.5], ax=right) is right
-    assert not left.lines
 
 
 @pytest.mark.parametrize("measured", [None, {}])
