@@ -44,7 +44,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
         return importlib.metadata.version(__name__)
-    near = importlib.import_module(f"{__name__}.kinds").did_you_mean(name, __dir__())
+    near = importlib.import_module(f"{__name__}.checks").did_you_mean(name, __dir__())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
 
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rsembed.intervals import check_within
+from rsembed.checks import check_type, check_within, describe
 from rsembed.keys import Keys, join_keys
-from rsembed.kinds import check_kind, shown
 
 PAD_ID = -1
 """Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
@@ -58,7 +57,7 @@ class Bags:
           TypeError: a row is not a flat sequence of integers.
           ValueError: weights have other lengths than the ids.
         """
-        check_kind(rows, Sequence, "rows, one list of ids for each bag,")
+        check_type(rows, Sequence, "rows, one list of ids for each bag,")
         arrays = [_flat_ids(row, position) for position, row in enumerate(rows)]
         lengths = np.asarray([a.size for a in arrays], np.int64)
         ids = _joined(arrays)
@@ -79,7 +78,7 @@ class Bags:
         Raises: ValueError: a length is negative, or they do not add up to the number of ids. TypeError: lengths are no
           integers.
         """
-        check_kind(lengths, Int[np.ndarray, " bags"], "lengths")
+        check_type(lengths, Int[np.ndarray, " bags"], "lengths")
         values, lengths = np.asarray(values), np.asarray(lengths)
         if values.ndim != 1:
             raise ValueError(f"ids of all bags must have one axis, got shape {values.shape}.")
@@ -97,7 +96,7 @@ class Bags:
     def from_dense(ids: Any, weights: Any = None) -> Bags:
         """From an array `[bags]` or `[bags, ids per bag]`, in which `-1` stands for no id. Works inside `jit`."""
         if not isinstance(ids, (Keys, jax.Array, np.ndarray)):
-            raise TypeError(f"dense ids must be an array, got {shown(ids)}; Bags.from_lists takes lists.")
+            raise TypeError(f"dense ids must be an array, got {describe(ids)}; Bags.from_lists takes lists.")
         xp = _module_of(ids)
         if ids.ndim not in (1, 2):
             raise ValueError(f"dense ids must have one or two axes, got shape {tuple(ids.shape)}.")
@@ -116,8 +115,8 @@ class Bags:
 
         Raises: ValueError: a sample id lies outside `[0, num_samples)`, or the lists differ in length.
         """
-        check_kind(sample_ids, Int[np.ndarray, " nnz"], "sample ids")
-        check_kind(num_samples, int, "num_samples")
+        check_type(sample_ids, Int[np.ndarray, " nnz"], "sample ids")
+        check_type(num_samples, int, "num_samples")
         check_within("[0, inf)", num_samples, "num_samples")
         samples, ids = np.asarray(sample_ids), np.asarray(embedding_ids)
         if gains is not None and np.shape(gains) != ids.shape:
@@ -134,8 +133,8 @@ class Bags:
     @staticmethod
     def from_sparse_tensor(indices: Any, values: Any, dense_shape: Sequence[int], weights: Any = None) -> Bags:
         """From `indices [nnz, 2]` (sample, position), `values [nnz]` (ids) and `dense_shape` (samples, positions)."""
-        check_kind(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
-        check_kind(dense_shape, Sequence, "dense_shape (samples, positions)")
+        check_type(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
+        check_type(dense_shape, Sequence, "dense_shape (samples, positions)")
         indices = np.asarray(indices)
         if indices.shape[1:] != (2,):
             raise ValueError(f"indices must be (sample, position) each, [nnz, 2], got shape {indices.shape}.")
@@ -146,7 +145,7 @@ class Bags:
 
         Raises: ValueError: there are already more ids than that.
         """
-        check_kind(num_ids, int, "num_ids")
+        check_type(num_ids, int, "num_ids")
         missing = num_ids - self.ids.shape[0]
         if missing < 0:
             raise ValueError(f"the bags hold {self.ids.shape[0]} ids and cannot be padded to {num_ids}; raise num_ids.")
@@ -222,7 +221,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
         ids, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         _check_weights_are_floats(weights)
         if weights is not None and not isinstance(weights, (list, tuple, jax.Array, np.ndarray)):
-            raise TypeError(f"weights must be in the form of the ids, got {shown(weights)}.")
+            raise TypeError(f"weights must be in the form of the ids, got {describe(weights)}.")
         if isinstance(ids, Keys) or (isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object):
             weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
@@ -254,12 +253,14 @@ def _check_arrays(bags: Bags) -> None:
     is_array = isinstance(bags.ids, (Keys, jax.Array, np.ndarray))
     if not is_array or not isinstance(bags.offsets, (jax.Array, np.ndarray)):
         name, found = ("ids", bags.ids) if not is_array else ("offsets", bags.offsets)
-        raise TypeError(f"{name} of Bags must be an array, got {shown(found)}; Bags.from_lists makes Bags from lists.")
+        raise TypeError(
+            f"{name} of Bags must be an array, got {describe(found)}; Bags.from_lists makes Bags from lists."
+        )
     if bags.ids.ndim != 1 or not jnp.issubdtype(bags.offsets.dtype, np.integer):
-        check_kind(bags.offsets, Int[np.ndarray, "..."], "offsets of Bags")
+        check_type(bags.offsets, Int[np.ndarray, "..."], "offsets of Bags")
         raise ValueError(f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two.")
     if bags.weights is not None and not isinstance(bags.weights, jax.Array):
-        check_kind(bags.weights, Float[np.ndarray, "..."], "weights of Bags")
+        check_type(bags.weights, Float[np.ndarray, "..."], "weights of Bags")
 
 
 def padded_size(count: int) -> int:

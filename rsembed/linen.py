@@ -13,11 +13,10 @@ from flax import struct, traverse_util
 from flax.core.scope import union_filters
 
 from rsembed import taps
+from rsembed.checks import check_type, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
 from rsembed.collection.training import check_loss
-from rsembed.intervals import door
-from rsembed.kinds import check_kind
 from rsembed.taps import Gradients as Gradients
 
 # Variable collections in which a layer has `tables`; the last two only while `value_and_grad` runs.
@@ -57,7 +56,7 @@ class Embeddings(nn.Module):
 
         Raises: RuntimeError: the model is differentiated in a way that forgets the tables.
         """
-        check_kind(self.collection, EmbeddingCollection, "Embeddings: collection")
+        check_type(self.collection, EmbeddingCollection, "Embeddings: collection")
         state = self.variable(_STATES, "tables", lambda: self.collection.init(self.make_rng("params"))).value
         guard = self.param("guard", lambda _: jnp.zeros(()))
         if self.frozen:
@@ -94,7 +93,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
 
     @classmethod
-    @door
+    @validated
     def create(
         cls, *, apply_fn: Callable[..., Any], variables: Mapping[str, Any], tx: optax.GradientTransformation
     ) -> TrainState:
@@ -130,7 +129,7 @@ class TrainState(struct.PyTreeNode):
         return self.replace(step=self.step + 1, **(changed | replacements))
 
 
-@door
+@validated
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
     """Value and gradients of a loss by the parameters and tables of a model.
 
@@ -143,7 +142,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     """
 
     def with_gradients(state: TrainState, *args: Any) -> tuple[Any, Gradients]:
-        check_kind(state, TrainState, "value_and_grad: the first argument")
+        check_type(state, TrainState, "value_and_grad: the first argument")
 
         def run(params: Any, own_taps: dict[str, taps.Taps], embeddings: Any) -> tuple[Any, Any]:
             calls: dict[str, Any] = {}  # nested, as later calls of `apply` go on from it

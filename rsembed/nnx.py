@@ -11,10 +11,10 @@ import optax
 from flax import nnx
 
 from rsembed import taps
+from rsembed.checks import validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
 from rsembed.collection.training import check_loss
-from rsembed.intervals import door
 from rsembed.taps import Gradients as Gradients
 
 
@@ -61,7 +61,7 @@ class Embeddings(nnx.Module):
       (2, 4)
     """
 
-    @door
+    @validated
     def __init__(self, collection: EmbeddingCollection, *, rngs: nnx.Rngs, frozen: bool = False):
         self.collection = collection
         self.frozen = frozen
@@ -102,7 +102,7 @@ class Embeddings(nnx.Module):
         self.set_state(self.collection.prefetch(self.state, batch))
 
 
-@door
+@validated
 def value_and_grad(
     loss_fn: Callable[..., Any], *, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., tuple[Any, Gradients]]:
@@ -155,7 +155,7 @@ class Optimizer(nnx.Module):
       wrt: as for `value_and_grad`.
     """
 
-    @door
+    @validated
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from rsembed.checks import check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.hash_table import combine as combine_by_key
 from rsembed.homes.hash_table import unnamed
-from rsembed.intervals import check_within, door
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.kinds import check_kind
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -69,7 +68,7 @@ def check_belong(
     row_gradients: RowGradients, layout: Fingerprint, num_rows: tuple[tuple[str, int], ...], *, owner: str, way_out: str
 ) -> None:
     """Raises: TypeError: they are none. ValueError: they count rows otherwise than their `owner`, who has these."""
-    check_kind(row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,")
+    check_type(row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,")
     what = f"the row gradients do not belong to this {owner}"
     if row_gradients.layout is not None:
         check_same(row_gradients.layout, layout, what=what, way_out=way_out)
@@ -95,13 +94,13 @@ class SingleUse:
         self._is_used = True
 
 
-@door
+@validated
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
     """Euclidean norm over all rows of all stacks; equals the norm of the dense gradients."""
     return jnp.sqrt(sum((jnp.sum(v * v) for v in row_gradients.values.values()), start=jnp.zeros(())))
 
 
-@door
+@validated
 def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowGradients:
     """All values times `factor`.
 
@@ -113,7 +112,7 @@ def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowG
     return dataclasses.replace(row_gradients, values=values)
 
 
-@door
+@validated
 def clip_by_global_norm(
     row_gradients: RowGradients, max_norm: float | Float[Array, ""], *, other_norm: Float[Array, ""] | float = 0.0
 ) -> RowGradients:
@@ -133,7 +132,6 @@ def clip_by_global_norm(
     return scale(row_gradients, jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, 1e-38), 1.0))
 
 
-@door
 def combine(*row_gradients: RowGradients) -> RowGradients:
     """The sum of several row gradients, equal rows added up: gradient accumulation over micro-batches.
 
@@ -151,6 +149,7 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
     """
     if not row_gradients:
         raise ValueError("combine needs at least one RowGradients.")
+    check_type(row_gradients, tuple[RowGradients, ...], "combine: row_gradients")
     first = row_gradients[0]
     if any(other.num_rows != first.num_rows for other in row_gradients):
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, no_type_check, runtime_chec
 import jax
 import jax.numpy as jnp
 
-from rsembed.kinds import check_kind, dtype_among, shown
+from rsembed.checks import check_type, describe, dtype_among
 from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec
 
 DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
@@ -36,7 +36,7 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         for name, kind in (("min_value", float), ("max_value", float), ("num_buckets", int)):
-            check_kind(getattr(self, name), kind, f"QuantizationConfig: {name}")
+            check_type(getattr(self, name), kind, f"QuantizationConfig: {name}")
         if not -math.inf < self.min_value < self.max_value < math.inf:
             raise ValueError(
                 f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}, both finite."
@@ -195,7 +195,7 @@ class TableSpec:
         if self.storage is not None and not isinstance(self.storage, Storage):
             raise TypeError(
                 f"{where}: storage must be None, rsembed.Hashed(...), rsembed.HostCached(...) or "
-                f"rsembed.tt.TensorTrain(...), got {shown(self.storage)}."
+                f"rsembed.tt.TensorTrain(...), got {describe(self.storage)}."
             )
         takes_keys = self.storage is not None and self.storage.key_dtype is not None
         if self.vocabulary_size > MAX_ROWS and not takes_keys:
@@ -219,8 +219,8 @@ class TableSpec:
         if self.combiner not in COMBINERS:
             raise ValueError(f"{where}: unknown combiner {self.combiner!r}; choose one of {', '.join(COMBINERS)}.")
         self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")
-        check_kind(self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config")
-        check_kind(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
+        check_type(self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config")
+        check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
         self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
         if self.storage is not None:
             self.storage.check(self)
@@ -286,7 +286,7 @@ class FeatureSpec:
             raise TypeError(f"{where}: table_spec must be a TableSpec, got {type(self.table_spec).__name__}.")
         for field in ("input_shape", "output_shape"):
             shape = getattr(self, field)
-            check_kind(shape, tuple | None, f"{where}: {field}")
+            check_type(shape, tuple | None, f"{where}: {field}")
             if shape is not None:
                 is_open = [field == "input_shape" and place > 0 and size is None for place, size in enumerate(shape)]
                 sizes = tuple(
@@ -326,7 +326,7 @@ class FeatureSpec:
 
 
 def _positive_int(value: Any, where: str, field: str) -> int:
-    check_kind(value, int, f"{where}: {field}")
+    check_type(value, int, f"{where}: {field}")
     if value < 1:
         raise ValueError(f"{where}: {field} must be at least 1, got {value}.")
     return int(value)

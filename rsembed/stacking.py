@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from rsembed.intervals import Count, check_within, door
-from rsembed.kinds import check_kind, did_you_mean
+from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, validated
 from rsembed.places import Place
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
@@ -251,15 +250,15 @@ def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
     return Place(0, setting.row_offset_in_shard * num_shards, setting.shard_rotation)
 
 
-@door
+@validated
 def plan_stacking(
     features: Any,
     *,
-    num_shards: Count = 1,
+    num_shards: PositiveInt = 1,
     groups: Sequence[Sequence[str]] | None = None,
     pad: bool = True,
     rotation: int = 0,
-    activation_mem_bytes_limit: Count | None = None,
+    activation_mem_bytes_limit: PositiveInt | None = None,
     use_short_stack_names: bool = True,
 ) -> StackingPlan:
     """Plans all tables that `features` read; changes nothing.
@@ -438,7 +437,7 @@ def plan_stack(
     feature_placements, total_samples = _place_features(readers, placements, num_shards)
     limits = [max_ids_per_partition, max_unique_ids_per_partition]
     for limit, name in zip(limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True):
-        check_kind(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
+        check_type(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
     declared = [[t.max_ids_per_partition for t in tables], [t.max_unique_ids_per_partition for t in tables]]
     chosen = [int(limit(stack_name, total_samples)) for limit in limits]
     for value in chosen:

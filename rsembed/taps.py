@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rsembed.checks import check_type, did_you_mean
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
-from rsembed.kinds import check_kind, did_you_mean
 from rsembed.row_gradients import RowGradients, combine
 
 
@@ -118,7 +118,7 @@ class Gradients:
         Raises: ValueError: the loss called no such layer. TypeError: the gradients are no `RowGradients`.
         """
         for name, own in rows.items():
-            check_kind(own, RowGradients, f"with_rows: the gradients of layer {name!r}")
+            check_type(own, RowGradients, f"with_rows: the gradients of layer {name!r}")
         if unknown := sorted(set(rows) - set(self.calls)):
             near = did_you_mean(unknown[0], self.calls)
             raise ValueError(f"the loss called no layers {unknown}{near}, only {sorted(self.calls)}.")

@@ -1,12 +1,10 @@
 """Public names and arguments of four systems, recorded, and the page that tells where each of them is here.
 
-Run as a program, `python -m tests.published_names` writes the tables in docs/migration.md. To read a record anew, say
-which, and where the package lies: `python -m tests.published_names sparsecore <folder of the package>`; where
-FBGEMM can be imported, `python -m tests.published_names tbe`. The records of the other two, which
+Run as a program, `python -m tests.published_names` writes the tables in docs/migration.md. The records hold one
+published version each: those of the SparseCore API and of FBGEMM were read from the packages, the other two, which
 cannot be installed everywhere, were written by hand from their pages and sources.
 """
 
-import ast
 import dataclasses
 import enum
 import functools
@@ -15,8 +13,6 @@ import importlib.util
 import inspect
 import json
 import pathlib
-import re
-import sys
 from collections.abc import Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -132,77 +128,6 @@ SOK = System(
 SYSTEMS = {system.name: system for system in (SPARSECORE, TBE, TT, SOK)}
 
 
-def _arguments(function):
-    given = function.args
-    if any("property" in ast.unparse(by) or ".setter" in ast.unparse(by) for by in function.decorator_list):
-        return []
-    return [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls", "_")]
-
-
-def _is_public(name):
-    return not name.startswith("_")
-
-
-def _names_of(module):
-    """Public names of a module's source, with arguments; of classes also those of their methods."""
-    names = {}
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef):
-            names[node.name] = _arguments(node)
-        elif isinstance(node, ast.ClassDef):
-            own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
-            fields = [
-                part for part in node.body if isinstance(part, ast.AnnAssign) and "init=False" not in ast.unparse(part)
-            ]
-            made_by = own.get("__init__")
-            names[node.name] = _arguments(made_by) if made_by else [field.target.id for field in fields]
-            names |= {
-                f"{node.name}.{name}": _arguments(part)
-                for name, part in own.items()
-                if _is_public(name) and name != "setup"
-            }
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id: [] for target in targets if isinstance(target, ast.Name)}
-    return {name: arguments for name, arguments in names.items() if _is_public(name)}
-
-
-def published(folder):
-    """What the package in a folder has: names and their arguments, by module."""
-    result = {}
-    for path in sorted(pathlib.Path(folder).rglob("*.py")):
-        names = _names_of(ast.parse(path.read_text()))
-        if path.stem not in ("__init__", "version") and names:
-            result[".".join(path.relative_to(folder).with_suffix("").parts)] = names
-    return result
-
-
-def names_of_imported(module, package):
-    """Public names that an imported module has of its package, as `published` tells those of sources."""
-    names = {}
-    for name, own in sorted(vars(module).items()):
-        is_own = getattr(own, "__module__", "").startswith(package) or isinstance(own, int)
-        if not _is_public(name) or inspect.ismodule(own) or not is_own:
-            continue
-        if isinstance(own, type):
-            methods = {part: getattr(own, part) for part in vars(own) if _is_public(part)}
-            names[name] = list(own.__members__) if issubclass(own, enum.Enum) else _parameters(own)
-            names |= {
-                f"{name}.{part}": _parameters(function) for part, function in methods.items() if callable(function)
-            }
-        else:
-            names[name] = _parameters(own) if callable(own) else []
-    return {name: [own for own in arguments if own not in ("self", "cls")] for name, arguments in names.items()}
-
-
-def _parameters(function):
-    try:
-        given = inspect.signature(function).parameters.values()
-    except ValueError:  # of a class without a constructor of its own
-        return []
-    return [own.name for own in given if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
-
-
 def resolve(place):
     """The object at `rsembed.<module>.<name>`. Raises: AttributeError or ImportError: there is none."""
     parts = place.split(".")
@@ -291,26 +216,11 @@ def table(system, record):
     return "\n".join([*head, *rows(system, record)]) + "\n"
 
 
-def as_text(record):
-    """The record in JSON, a name a line."""
-    text = json.dumps(record, indent=1)
-    return re.sub(r"\[[^\]{}]*\]", lambda found: " ".join(found.group().split()), text) + "\n"
-
-
-def main(name=None, folder=None):
-    if name is not None:
-        record = SYSTEMS[name].record() if SYSTEMS[name].file.exists() else {"version": "", "elsewhere": {}}
-        if folder is None:
-            package = "fbgemm_gpu"
-            module = importlib.import_module(f"{package}.{_TBE_MODULE}")
-            record["package"] = {_TBE_MODULE: names_of_imported(module, package)}
-        else:
-            record["package"] = published(folder)
-        SYSTEMS[name].file.write_text(as_text(record))
+def main():
     for system in SYSTEMS.values():
         before, rest = PAGE.read_text().split(system.begin)
         PAGE.write_text(before + system.begin + table(system, system.record()) + END + rest.split(END, 1)[1])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

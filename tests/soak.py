@@ -2,12 +2,10 @@
 
     python -m tests.soak --minutes 30
 
-Tables are trained at a rate that changes: one in memory, one on the host whose cache churns, one of keys that are ever
-new and push out others, and, by the SparseCore wing, one whose limits follow statistics. Every minute a checkpoint is
-saved; every few minutes the run is thrown away and goes on from the newest. Every second time a bit of that is flipped,
-so that the run goes on from the one before and saves the damaged step again. A twin of the same batches is left alone:
-losses must agree in every bit. Beside both, a table of the model-parallel wing grows with its keys; it counts how often
-it saw each, and must be right at the end.
+Tables are trained at a rate that changes: one in memory, one on the host whose cache churns, and one of keys that are
+ever new and push out others. Every minute a checkpoint is saved; every few minutes the run is thrown away and goes on
+from the newest. Every second time a bit of that is flipped, so that the run goes on from the one before and saves the
+damaged step again. A twin of the same batches is left alone: losses must agree in every bit.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-import logging
 import os
 import sys
 import tempfile
@@ -27,21 +24,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rsembed as rs
-from rsembed import fdo, sok
 from rsembed.checkpoint import CheckpointManager
-from rsembed.sparsecore import embedding
 
 SAVE_SECONDS, RESTORE_SECONDS, SAMPLE_SECONDS = 60.0, 150.0, 5.0
 MOST_GROWTH = 0.03
 """Share by which memory in the last third of the time may lie above that in the second third, in the median."""
-BATCH, WIDTH, DIM, NUM_CORES = 128, 4, 16, 4
-RATE_STEPS, LIMIT_STEPS = 100, 250
-MOST_GROWING_KEYS, NEW_KEYS_A_STEP = 1 << 16, 16
+BATCH, WIDTH, DIM, RATE_STEPS = 128, 4, 16, 100
 LIBC = ctypes.CDLL(None)
-MESH = Mesh(np.asarray(jax.devices()[:1]), ("shard",))
 TABLES = {
     "word": (20_000, None),
     "item": (50_000, rs.HostCached(cache_rows=4 * BATCH * WIDTH)),
@@ -65,23 +56,6 @@ def ids_of(step):
     }
 
 
-def sparsecore_specs():
-    table = embedding.TableSpec(
-        name="token",
-        vocabulary_size=20_000,
-        embedding_dim=DIM,
-        optimizer=rs.AdagradOptimizerSpec(0.02),
-        combiner="sum",
-        max_ids_per_partition=BATCH * WIDTH,
-        max_unique_ids_per_partition=BATCH * WIDTH,
-    )
-    feature = embedding.FeatureSpec(
-        name="token", table_spec=table, input_shape=(BATCH, WIDTH), output_shape=(BATCH, DIM)
-    )
-    embedding.prepare_feature_specs_for_training([feature], global_device_count=1, num_sc_per_device=NUM_CORES)
-    return [feature]
-
-
 def make_collection():
     rule = rs.AdagradOptimizerSpec(rate_of)
     tables = [
@@ -96,35 +70,19 @@ class Run:
 
     def __init__(self):
         self.collection = make_collection()  # each has its own rows on the host
-        self.specs = sparsecore_specs()
-        self.client = fdo.MemoryFDOClient()
-        self.num_dropped, self.limits = 0, set()
-        tables, rows = embedding.get_table_specs(self.specs), NamedSharding(MESH, PartitionSpec("shard", None))
-        tokens = embedding.init_embedding_variables(jax.random.key(1), tables, rows, NUM_CORES)
-        weights = jnp.full((len(TABLES) + 1, DIM), 0.1, jnp.float32)
-        self.go_on_from(self.collection.init(jax.random.key(0)), {"weights": weights, "tokens": tokens})
-
-    def go_on_from(self, state, others):
-        # Tables of the wing lie on a mesh, so the step puts all there: what comes from elsewhere would compile it anew.
-        self.state, self.others = jax.device_put((state, others), NamedSharding(MESH, PartitionSpec()))
+        self.state = self.collection.init(jax.random.key(0))
+        self.weights = jnp.full((len(TABLES), DIM), 0.1, jnp.float32)
 
     @functools.cached_property
     def step(self):
-        specs = self.specs
-
-        def loss_of(activations, tokens, weights, target):
-            vectors = [*activations.values(), *tokens]
-            return jnp.mean((sum(v @ w for v, w in zip(vectors, weights, strict=True)) - target) ** 2)
+        def loss_of(activations, weights, target):
+            return jnp.mean((sum(v @ w for v, w in zip(activations.values(), weights, strict=True)) - target) ** 2)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(state, others, batch, inputs, target):
-            variables, weights = others["tokens"], others["weights"]
+        def step(state, weights, batch, target):
             activations, pullback = self.collection.lookup_vjp(state, batch)
-            tokens = embedding.tpu_sparse_dense_matmul(inputs, variables, specs, global_device_count=1)
-            loss, d = jax.value_and_grad(loss_of, (0, 1, 2))(activations, tokens, weights, target)
-            weights = weights - rate_of(state.step) * d[2]
-            variables = embedding.tpu_sparse_dense_matmul_grad(d[1], inputs, variables, specs)
-            return self.collection.apply(state, pullback(d[0])), {"weights": weights, "tokens": variables}, loss
+            loss, d = jax.value_and_grad(loss_of, (0, 1))(activations, weights, target)
+            return self.collection.apply(state, pullback(d[0])), weights - rate_of(state.step) * d[1], loss
 
         return step
 
@@ -132,60 +90,14 @@ class Run:
     def number(self):
         return int(self.state.step)
 
-    def preprocessed(self, ids):
-        inputs, statistics = embedding.preprocess_sparse_dense_matmul_input(
-            [ids], None, self.specs, 1, 1, num_sc_per_device=NUM_CORES
-        )
-        self.num_dropped += sum(int(np.sum(count)) for count in statistics.id_drop_counters.values())
-        self.client.record(statistics)
-        if self.number % LIMIT_STEPS == LIMIT_STEPS - 1:
-            self.client.publish()
-            policy = fdo.LimitsPolicy(headroom_fraction=1.0, monotone=False, bucket=2.0)
-            embedding.update_preprocessing_parameters(self.specs, self.client.load(), NUM_CORES, policy=policy)
-            self.limits.add(self.specs[0].table_spec.stacked_table_spec.max_ids_per_partition)
-        return inputs
-
     def advance(self):
         """One step; its loss."""
         ids = ids_of(self.number)
         target = np.sin(ids["word"].sum(axis=1)).astype(np.float32)
         batch = self.collection.prepare(ids)
-        inputs = self.preprocessed(ids["word"])
         state = self.collection.prefetch(self.state, batch)
-        self.state, self.others, loss = self.step(state, self.others, batch, inputs, target)
+        self.state, self.weights, loss = self.step(state, self.weights, batch, target)
         return np.float32(loss)
-
-
-class Counts:
-    """A table that grows with its keys: a row is minus how often its key came."""
-
-    def __init__(self):
-        self.layer = sok.All2AllDenseEmbedding(
-            256,
-            DIM,
-            1,
-            WIDTH,
-            embedding_initializer="zeros",
-            optimizer=rs.SGDOptimizerSpec(1.0),
-            when_full="grow",
-            name="counts",
-            context=sok.Init(mesh=MESH),
-        )
-        self.expected = np.zeros(MOST_GROWING_KEYS, np.int64)
-
-    def advance(self, step):
-        keys = 256 + NEW_KEYS_A_STEP * step - np.random.default_rng(step).integers(0, 256, (BATCH, 1, WIDTH))
-        keys %= MOST_GROWING_KEYS
-        np.add.at(self.expected, keys, 1)
-        activations, backward = self.layer.vjp(keys)
-        backward(jnp.ones_like(activations))
-
-    def are_right(self):
-        rows = sok.export_rows(self.layer.variable)
-        expected = self.expected[rows["keys"]]
-        return rows["keys"].size == np.count_nonzero(self.expected) and bool(
-            (rows["values"] == -expected[:, None]).all()
-        )
 
 
 def flip_a_bit(file):
@@ -205,7 +117,7 @@ class Soak:
     """Both runs, what is saved of one of them, and what was seen."""
 
     def __init__(self, folder):
-        self.folder, self.run, self.twin, self.counts = folder, Run(), Run(), Counts()
+        self.folder, self.run, self.twin = folder, Run(), Run()
         self.losses = np.full(1 << 20, np.nan, np.float32)  # of the twin, so many that memory does not grow later
         self.num_repeated = self.num_restores = self.num_saves = 0
         self.damaged_step = None
@@ -220,7 +132,6 @@ class Soak:
         place = number % self.losses.size
         if number == self.twin.number:
             self.losses[place] = self.twin.advance()
-            self.counts.advance(number)
         else:
             self.num_repeated += 1
         loss = self.run.advance()
@@ -228,7 +139,7 @@ class Soak:
             self.complaints.append(f"step {number}: loss {loss!r}, the twin's is {self.losses[place]!r}")
 
     def save(self):
-        self.manager.save(self.run.state, others=self.run.others)
+        self.manager.save(self.run.state, others=self.run.weights)
         self.num_saves += 1
 
     def restore(self):
@@ -239,7 +150,7 @@ class Soak:
             flip_a_bit(max(newest.glob("*/c.*"), key=lambda file: file.stat().st_size))
             self.damaged_step = int(newest.name[5:])
         with warnings.catch_warnings(action="ignore" if self.damaged_step else "error", category=UserWarning):
-            self.run.go_on_from(*self.manager.restore(others=self.run.others))
+            self.run.state, self.run.weights = self.manager.restore(others=self.run.weights)
         self.num_restores += 1
 
     def last(
@@ -271,10 +182,6 @@ class Soak:
         finally:
             is_over.set()
             watch.join()
-        if not self.counts.are_right():
-            self.complaints.append("the table that grew did not count right")
-        if self.run.num_dropped:
-            self.complaints.append(f"{self.run.num_dropped} ids were dropped: limits were too small")
         return self
 
     def growth(self):
@@ -283,12 +190,10 @@ class Soak:
         return float(third / second - 1)
 
     def __str__(self):
-        grown = self.counts.layer.variable.num_rows
         evicted = int(np.sum(self.run.collection.counts(self.run.state)["user"]["evicted"]))
         return (
             f"{self.twin.number} steps, {self.num_repeated} of them twice; {self.num_saves} saves, {self.num_restores} "
-            f"restores; {evicted:,} keys pushed out, {grown:,} that a table grew for; "
-            f"limits {sorted(self.twin.limits)}; memory in the last third over the second {self.growth():+.1%}"
+            f"restores; {evicted:,} keys pushed out; memory in the last third over the second {self.growth():+.1%}"
         )
 
 
@@ -296,7 +201,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     minutes = parser.parse_args().minutes
-    logging.getLogger("rsembed").setLevel(logging.ERROR)  # growth is told each time
     with tempfile.TemporaryDirectory(prefix="rsembed-soak-") as folder:
         soak = Soak(Path(folder)).last(60 * minutes, sample_seconds=min(SAMPLE_SECONDS, 2 * minutes))
         print(f"{'minute':>8}{'resident MiB':>16}")

@@ -69,13 +69,6 @@ def test_initializers_that_mix_rows_are_evaluated_whole(initializer):
     )
 
 
-def test_initializers_that_cannot_be_called_get_the_fix():
-    with pytest.raises(TypeError, match=r"table 't': .*lambda key, shape"):
-        initial_rows(jax.random.key(0), table(lambda: jnp.zeros((ROWS, DIM))), jnp.arange(2))
-    with pytest.raises(ValueError, match=r"returned \[\(128, 16\)\] for shape \(3000, 8\)"):
-        initial_rows(jax.random.key(0), table(lambda key, shape: jnp.zeros((128, 16))), jnp.arange(2))
-
-
 @pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")], ids=str)
 def test_keys_of_many_tables_are_those_of_each(key):
     names = ["item", "user", ""]

@@ -65,20 +65,6 @@ def test_run_reports_a_failing_cell_and_keeps_the_notebook(notebook_folder, tmp_
     assert "ZeroDivisionError" in (output / "01_tiny.ipynb").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["02"], "there is no notebook '02'; known: 01_tiny"),
-        (["01", "STEP=3"], "unknown parameter STEP; this notebook knows STEPS, SOURCE, rates"),
-        (["01", "STEPS"], "'STEPS' is not of the form NAME=VALUE"),
-        (["01", "STEPS=many"], "STEPS=many: the value must be a Python literal"),
-    ],
-)
-def test_run_explains_a_wrong_call(notebook_folder, capsys, arguments, message):
-    assert command_line.main(["run", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("content", [b"no json", b"\xff\xfe", b'{"cells": 3}', b"[]"])
 def test_run_refuses_a_file_that_is_no_notebook(notebook_folder, capsys, content):
     (notebook_folder / "own.ipynb").write_bytes(content)

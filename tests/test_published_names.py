@@ -1,10 +1,5 @@
 """The page names every public name and argument of four systems: where it is here, or why it is not."""
 
-import importlib.metadata
-import importlib.util
-import pathlib
-import warnings
-
 import pytest
 
 import rsembed as rs
@@ -16,14 +11,6 @@ EVERY_SYSTEM = pytest.mark.parametrize("system", published_names.SYSTEMS.values(
 NAMED_ONLY = ("OptimType", "SparseType", "EmbeddingLocation", "ComputeDevice", "UserEnabledConfigDefinition")
 """Enums and records with members that can be named, and are refused by what reads them."""
 LEAST_ROWS = {"sparsecore": 200, "tbe": 100, "tt": 50, "sok": 35}
-
-
-def installed(package, system):
-    """Whether the recorded version of a package is here."""
-    try:
-        return importlib.metadata.version(package) == system.record()["version"]
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 @EVERY_SYSTEM
@@ -139,25 +126,3 @@ TAKES_OPTIONS = {
 def test_an_argument_that_does_not_exist_is_a_type_error(name):
     with pytest.raises(TypeError, match="no_such_argument"):
         TAKES_OPTIONS[name](no_such_argument=None)
-
-
-@pytest.mark.skipif(
-    not installed("jax-tpu-embedding", published_names.SPARSECORE),
-    reason="needs the recorded version of jax-tpu-embedding; the record is its twin",
-)
-def test_the_record_is_what_the_installed_jax_tpu_embedding_has():
-    folder = pathlib.Path(importlib.util.find_spec("jax_tpu_embedding").origin).parent / "sparsecore"
-    assert published_names.published(folder) == published_names.SPARSECORE.record()["package"]
-
-
-@pytest.mark.skipif(
-    not installed("fbgemm-gpu-cpu", published_names.TBE),
-    reason="needs the recorded version of fbgemm-gpu-cpu, and torch; the record is its twin",
-)
-def test_the_record_is_what_the_installed_fbgemm_has():
-    (name,) = published_names.TBE.record()["package"]
-    with warnings.catch_warnings():  # not ours to mend
-        warnings.simplefilter("ignore")
-        pytest.importorskip("torch", exc_type=ImportError)
-        module = importlib.import_module(f"fbgemm_gpu.{name}")
-    assert published_names.names_of_imported(module, "fbgemm_gpu") == published_names.TBE.record()["package"][name]

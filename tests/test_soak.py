@@ -1,6 +1,5 @@
 """The soak notices what it is there for; `make soak` is the long one."""
 
-import jax
 import pytest
 
 from tests import soak
@@ -22,11 +21,11 @@ def test_a_run_that_is_thrown_away_repeats_the_losses_of_one_that_is_not(run):
     run.manager.close()
     assert run.manager.latest_good() == run.manager.paths()[-1]
     assert (run.twin.number, run.num_repeated, run.num_saves, run.num_restores) == (5, 5, 3, 2)
-    assert not run.complaints and run.counts.are_right()
+    assert not run.complaints
 
 
 def test_a_bit_that_changed_is_heard_of(run):
-    run.run.others = jax.tree.map(lambda x: x * (1 + 2**-12), run.run.others)
+    run.run.weights *= 1 + 2**-12
     run.advance()
     (complaint,) = run.complaints
     assert complaint.startswith("step 5: loss")
@@ -37,8 +36,3 @@ def test_memory_that_grows_is_told_from_memory_that_is_flat(run):
     assert 0 < run.growth() < soak.MOST_GROWTH
     run.mebibytes[-10:] = [210.0] * 10
     assert run.growth() > soak.MOST_GROWTH
-
-
-def test_a_row_that_was_not_counted_is_heard_of(run):
-    run.counts.expected[run.counts.expected.argmax()] += 1
-    assert not run.counts.are_right()

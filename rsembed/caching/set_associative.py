@@ -14,7 +14,7 @@ from jaxtyping import Int, Int64
 
 from rsembed.caching.hashing import set_of
 from rsembed.caching.statistics import CacheCounts
-from rsembed.intervals import Count, Size, door
+from rsembed.checks import NonNegativeInt, PositiveInt, validated
 
 NEVER = np.iinfo(np.int64).max
 """Rank of a slot that may not be a victim: above every count and every time."""
@@ -48,13 +48,13 @@ class Admission:
     counts: CacheCounts
 
 
-@door
+@validated
 def num_sets_for(
-    total_rows: Size,
+    total_rows: NonNegativeInt,
     load_factor: float,
     *,
-    num_ways: Count = 32,
-    row_bytes: Count,
+    num_ways: PositiveInt = 32,
+    row_bytes: PositiveInt,
     free_bytes: int | None = None,
     reserved_bytes: int = 0,
 ) -> int:
@@ -114,7 +114,7 @@ class SetAssociativeCache:
       [7]
     """
 
-    @door
+    @validated
     def __init__(self, num_sets: int, *, num_ways: int = 32, algorithm: str = "lru", num_ids: int) -> None:
         """An empty cache.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from rsembed.intervals import Size, door
+from rsembed.checks import NonNegativeInt, validated
 
 
 class CacheCounts(NamedTuple):
@@ -71,8 +71,8 @@ class CacheStatistics:
       (0.75, (1, 1))
     """
 
-    @door
-    def __init__(self, num_groups: Size = 0) -> None:
+    @validated
+    def __init__(self, num_groups: NonNegativeInt = 0) -> None:
         """Nothing recorded yet, for `num_groups` groups such as features or tables."""
         self.unique_misses_by_group: Int64[np.ndarray, " groups"] = np.zeros(num_groups, np.int64)
         self.reset()

@@ -15,11 +15,11 @@ from rsembed.checkpoint.manifests import manifest
 from rsembed.checkpoint.reading import nested, placed, restored
 from rsembed.checkpoint.states import logical, tables_of, with_states
 from rsembed.checkpoint.writing import Contents, write
+from rsembed.checks import validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
-from rsembed.intervals import door
 
 
-@door
+@validated
 def save_collection(
     path: str | os.PathLike[str],
     collection: EmbeddingCollection,
@@ -61,7 +61,7 @@ def contents_of(
     return Contents.of(tree, owners, step=int(state.step), metadata={"user": dict(metadata or {})})
 
 
-@door
+@validated
 def load_collection(
     path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: Any = None, same_rules: bool = True
 ) -> Any:

@@ -28,9 +28,9 @@ from rsembed.checkpoint.reading import nested, opened, restored
 from rsembed.checkpoint.saved import SavedArray
 from rsembed.checkpoint.states import belongings, logical, with_states
 from rsembed.checkpoint.writing import Contents, write
+from rsembed.checks import NonNegativeInt, validated
 from rsembed.collection import EmbeddingCollection
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.intervals import Size, door
 
 
 class Checkpoint(NamedTuple):
@@ -47,8 +47,10 @@ class Checkpoint(NamedTuple):
     metadata: dict[str, Any]
 
 
-@door
-def save(path: str | os.PathLike[str], tree: Any, *, step: Size = 0, metadata: Mapping[str, Any] | None = None) -> None:
+@validated
+def save(
+    path: str | os.PathLike[str], tree: Any, *, step: NonNegativeInt = 0, metadata: Mapping[str, Any] | None = None
+) -> None:
     """Writes a checkpoint folder; it appears complete or not at all.
 
     With several processes all call this with the same tree, on storage that process 0 can write: it gathers arrays
@@ -70,7 +72,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, step: Size = 0, metadata: M
     write(Path(path), Contents.of(tree, belongings(tree), step=step, metadata=metadata))
 
 
-@door
+@validated
 def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
@@ -111,7 +113,7 @@ def check_owners(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
     )
 
 
-@door
+@validated
 def verify(path: str | os.PathLike[str]) -> None:
     """Reads every byte of a checkpoint, a few MiB at a time.
 
@@ -124,7 +126,7 @@ def verify(path: str | os.PathLike[str]) -> None:
                 pass
 
 
-@door
+@validated
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in `folder` with the highest step, or None.
 

@@ -32,8 +32,8 @@ from rsembed.checkpoint.manifests import MANIFEST, manifest
 from rsembed.checkpoint.saved import CorruptCheckpointError
 from rsembed.checkpoint.states import belongings
 from rsembed.checkpoint.writing import Contents, agreed, already_there, hidden_beside, written
+from rsembed.checks import NonNegativeInt, validated
 from rsembed.collection import EmbeddingCollection
-from rsembed.intervals import Size, door
 
 fcntl: Any
 try:
@@ -79,7 +79,7 @@ class CheckpointManager:
       {'loss': 0.5}
     """
 
-    @door
+    @validated
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -114,9 +114,14 @@ class CheckpointManager:
 
     # Writing
 
-    @door
+    @validated
     def save(
-        self, tree: Any, *, step: Size | None = None, others: Any = None, metadata: Mapping[str, Any] | None = None
+        self,
+        tree: Any,
+        *,
+        step: NonNegativeInt | None = None,
+        others: Any = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Begins a checkpoint `step_<step>` of one instant; the one before is waited for.
 
@@ -218,7 +223,7 @@ class CheckpointManager:
             tried.add(step)
         return None
 
-    @door
+    @validated
     def restore(self, like: Any = None, *, others: Any = None, step: int | None = None) -> Any:
         """What was saved at a step, or the newest that is good: that of the largest step.
 

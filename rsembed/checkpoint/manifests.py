@@ -13,13 +13,13 @@ import jax
 
 from rsembed.checkpoint.arrays import check_entry
 from rsembed.checkpoint.saved import CorruptCheckpointError
-from rsembed.intervals import door
+from rsembed.checks import validated
 
 LAYOUT_VERSION = 3
 MANIFEST = "manifest.json"
 
 
-@door
+@validated
 def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from rsembed.bags import is_traced
+from rsembed.checks import check_type, validated
 from rsembed.collection import fetching, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
@@ -25,10 +26,8 @@ from rsembed.collection.state import Activations, Batch, EmbeddingState, check_n
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached
 from rsembed.initial_values import table_keys
-from rsembed.intervals import door
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
-from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
@@ -74,7 +73,7 @@ class EmbeddingCollection:
       (2, 4)
     """
 
-    @door
+    @validated
     def __init__(
         self,
         features: Any,
@@ -176,7 +175,7 @@ class EmbeddingCollection:
 
         Raises: TypeError: `key` is no PRNG key.
         """
-        check_kind(key, PRNGKeyArray, "init: key")
+        check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
         rest = jnp.zeros((), jnp.int32), jax.random.fold_in(key, 0x726F756E)
         step, key = self.devices.place(rest, PartitionSpec())
@@ -232,7 +231,7 @@ class EmbeddingCollection:
           process was forked.
         """
         check_not_forked("the collection")
-        check_kind(state, EmbeddingState, "the state, which collection.init makes,")
+        check_type(state, EmbeddingState, "the state, which collection.init makes,")
         if state.layout is not None:
             check_same(
                 state.layout,
@@ -277,7 +276,7 @@ class EmbeddingCollection:
         self.check_state(state)
         return self.logical.slots(state)
 
-    @door
+    @validated
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 

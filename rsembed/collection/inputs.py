@@ -28,10 +28,10 @@ from rsembed.bags import (
     narrow_ids,
     padded_size,
 )
+from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
 from rsembed.keys import Keys, checked_keys
-from rsembed.kinds import check_kind, did_you_mean
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.specs import FeatureSpec
 
@@ -208,7 +208,7 @@ def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: Any) -> Array:
 
     Raises: ValueError: it has another shape than the activations. TypeError: it is no array of numbers.
     """
-    check_kind(d_activation, Num[Array, "..."], f"feature {feature.name!r}: the activation gradient")
+    check_type(d_activation, Num[Array, "..."], f"feature {feature.name!r}: the activation gradient")
     gradient = device_copy(d_activation, jnp.float32)
     columns = feature.output_dim
     num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags

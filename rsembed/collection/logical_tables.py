@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Num, PRNGKeyArray
 
 from rsembed.bags import is_traced
+from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.evicting import Evictor
 from rsembed.collection.fetching import Fetching
@@ -22,7 +23,6 @@ from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import on_host
 from rsembed.homes.logical_rows import as_dtype, check_reason, keys_to_leave
-from rsembed.kinds import check_kind, did_you_mean
 from rsembed.specs import TableSpec
 
 OF_ROWS = ("keys", "values", "last_step", "count", "first_step", "waiting_keys", "waiting_last_step", "waiting_count")
@@ -97,7 +97,7 @@ class LogicalTables:
         for table_name, values in tables.items():
             self._check_known(table_name)
             for part, array in _parts(values):
-                check_kind(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
+                check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
             spec, stack = self.specs[table_name], self._stack_of(table_name)
             name = stack.layout.stack.name
             if (stack.home.takes_keys or name in self.on_host) and is_traced((state, values)):

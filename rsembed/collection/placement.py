@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
+from rsembed.checks import did_you_mean
 from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
@@ -12,7 +13,6 @@ from rsembed.collection.layout import RowLayout
 from rsembed.collection.rows import Rows
 from rsembed.collection.stack import Stack
 from rsembed.homes.home import Home
-from rsembed.kinds import did_you_mean
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
+from rsembed.checks import validated
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.state import Batch, EmbeddingState
-from rsembed.intervals import door
 
 
-@door
+@validated
 def value_and_grad(
     loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = True
 ) -> Callable[..., Any]:

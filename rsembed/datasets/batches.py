@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int, Int32
 
-from rsembed.intervals import Size, door
+from rsembed.checks import NonNegativeInt, validated
 
 SPLITS = ("train", "validation")
 
 
-@door
+@validated
 def word_id_batches(
     word_ids: Int[np.ndarray, " words"], num_steps: int, batch_size: int, seq_len: int, num_tables: int = 1
 ) -> tuple[dict[str, list[Int32[np.ndarray, "batch seq 1"]]], list[Int32[np.ndarray, " batch"]]]:
@@ -52,14 +52,14 @@ def word_id_batches(
     return features, [windows[:, -1]] * num_steps
 
 
-@door
+@validated
 def next_word_batches(
     word_ids: Int[np.ndarray, " words"],
     *,
     batch_size: int,
     sequence_length: int,
     num_batches: int | None = None,
-    seed: Size = 0,
+    seed: NonNegativeInt = 0,
     split: str = "train",
     validation_fraction: float = 0.1,
 ) -> Iterator[tuple[Int32[np.ndarray, "batch seq"], Int32[np.ndarray, " batch"]]]:
@@ -118,7 +118,7 @@ def check_counts(where: str, *, least: int = 1, **counts: int) -> None:
             raise ValueError(f"{where}: {name}={count} must be at least {least}.")
 
 
-@door
+@validated
 def unigram_entropy(word_ids: Int[np.ndarray, " words"], vocabulary_size: int) -> float:
     """Entropy of the words' frequencies, in nats: the loss of a model that knows them and sees no context.
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
+from rsembed.checks import NonNegativeInt, validated
 from rsembed.datasets.batches import check_counts
-from rsembed.intervals import Size, door
 
 CLICK_INTERCEPT = -1.0
 """Log-odds of a click before any feature speaks; the deviations leave clicks learnable but not certain."""
@@ -20,9 +20,9 @@ CLICK_BIAS_STD = 0.8
 CLICK_INTERACTION_STD = 0.8
 
 
-@door
+@validated
 def zipf_probabilities(
-    vocabulary_size: int, *, exponent: float = 1.15, seed: Size | None = None
+    vocabulary_size: int, *, exponent: float = 1.15, seed: NonNegativeInt | None = None
 ) -> Float64[np.ndarray, " vocab"]:
     """Probabilities of the bounded Zipf law: rank `r = 1, 2, …` has probability `r**-exponent / sum`.
 
@@ -50,9 +50,9 @@ def zipf_probabilities(
     return by_id
 
 
-@door
+@validated
 def zipf_ids(
-    num_ids: int, vocabulary_size: int, *, exponent: float = 1.15, seed: Size, shuffle: bool = True
+    num_ids: int, vocabulary_size: int, *, exponent: float = 1.15, seed: NonNegativeInt, shuffle: bool = True
 ) -> Int32[np.ndarray, " ids"]:
     """Ids drawn from the bounded Zipf law, by exact inversion of its distribution function.
 
@@ -111,14 +111,14 @@ class ClickLog:
     base_rate_log_loss: float
 
 
-@door
+@validated
 def synthetic_clicks(
     num_samples: int,
     *,
     vocabulary_sizes: Sequence[int] = (1000, 300, 100),
     num_dense: int = 4,
-    seed: Size,
-    sample_seed: Size = 0,
+    seed: NonNegativeInt,
+    sample_seed: NonNegativeInt = 0,
     exponent: float = 1.05,
     ids_per_feature: int = 1,
     embedding_dim: int = 4,

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64
 
+from rsembed.checks import NonNegativeInt, validated
 from rsembed.datasets.batches import check_counts
 from rsembed.datasets.generated import zipf_probabilities
-from rsembed.intervals import Size, door
 
 GENRES = (
     "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
@@ -146,9 +146,9 @@ class RatingsLog:
         return histories
 
 
-@door
+@validated
 def generated_ratings(
-    num_users: int, num_items: int, *, ratings_per_user: float = 40.0, exponent: float = 0.8, seed: Size
+    num_users: int, num_items: int, *, ratings_per_user: float = 40.0, exponent: float = 0.8, seed: NonNegativeInt
 ) -> RatingsLog:
     """A log in the form of MovieLens, drawn from a known law, so that the best possible advice is known too.
 

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import jax
 from jax.experimental import multihost_utils
 
+from rsembed.checks import validated
 from rsembed.fdo.statistics import (
     History,
     SparseDenseMatmulInputStats,
@@ -24,7 +25,6 @@ from rsembed.fdo.statistics import (
     running_maximum,
     to_statistics,
 )
-from rsembed.intervals import door
 
 _log = logging.getLogger("rsembed")
 
@@ -64,7 +64,7 @@ class FileFDOClient(FDOClient):
     def _decode(content: bytes) -> History:
         """Raises: ValueError: a file is not of this form."""
 
-    @door
+    @validated
     def __init__(self, base_dir: str | os.PathLike[str], retain_history: bool = True):
         self._folder = Path(base_dir)
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rsembed.checks import PositiveInt, validated, within
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.intervals import Count, check_fields, door
 from rsembed.specs import StackedTableSpec, features_of
 from rsembed.stacking import SUBLANES, round_up
 
@@ -23,6 +23,7 @@ _log = logging.getLogger("rsembed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@validated
 class LimitsPolicy:
     """How new limits are made from observed maxima.
 
@@ -35,16 +36,9 @@ class LimitsPolicy:
     Raises: ValueError: a negative headroom, or a factor that does not grow.
     """
 
-    headroom_fraction: float = 0.1
+    headroom_fraction: float = within("[0, inf)", default=0.1)
     monotone: bool = True
-    bucket: float | None = 1.25
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not 0 <= self.headroom_fraction < math.inf:
-            raise ValueError(f"headroom_fraction must be at least 0, got {self.headroom_fraction}.")
-        if self.bucket is not None and not 1 < self.bucket < math.inf:
-            raise ValueError(f"bucket must be a factor above 1, such as 1.25 or 2.0, or None; got {self.bucket}.")
+    bucket: float | None = within("(1, inf)", default=1.25)
 
     def limit(self, observed: float, current: int | None) -> int:
         """The limit for a maximum of `observed`, in place of `current` (None: there was none)."""
@@ -67,11 +61,11 @@ class PartitionLimits(NamedTuple):
     suggested_coo_buffer_size_per_device: int | None
 
 
-@door
+@validated
 def limits_from_statistics(
     stacks: Iterable[StackedTableSpec],
     statistics: SparseDenseMatmulInputStats,
-    num_sc_per_device: Count,
+    num_sc_per_device: PositiveInt,
     *,
     policy: LimitsPolicy | None = None,
 ) -> dict[str, PartitionLimits]:
@@ -159,7 +153,7 @@ def _round_up_to_bucket(value: int, growth: float) -> int:
     return step
 
 
-@door
+@validated
 def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_per_device: int) -> str:
     """A table of limits, of the largest values seen, and of what was dropped, one line per stack; print it.
 

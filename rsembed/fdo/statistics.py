@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rsembed.kinds import check_kind
+from rsembed.checks import check_type
 
 
 class TableDrops(NamedTuple):
@@ -94,7 +94,7 @@ def append_record(history: History, statistics: SparseDenseMatmulInputStats) -> 
     Raises:
       ValueError: a statistic has another length than before: the layout changed under one client.
     """
-    check_kind(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
+    check_type(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
     result = dict(history)
     for suffix, field in KINDS.items():
         for stack, values in getattr(statistics, field).items():

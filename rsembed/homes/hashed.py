@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from rsembed.checks import check_within
 from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_map
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Ahead, Home
 from rsembed.homes.row_map import FREE, Score
 from rsembed.homes.sharing import of_near_sizes
 from rsembed.initial_values import keyed_form, table_key, table_keys
-from rsembed.intervals import check_within
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, Step
 from rsembed.kernels.keyed import varying_zero

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from rsembed.checks import dtype_among
 from rsembed.homes import row_map
 from rsembed.homes.home import Home, on_host
 from rsembed.initial_values import keyed_rows
@@ -20,7 +21,6 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Rounding, Segment, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
-from rsembed.kinds import dtype_among
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
 

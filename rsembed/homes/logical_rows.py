@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from rsembed.checks import check_within
 from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Home, on_host
 from rsembed.homes.row_map import RowMap
-from rsembed.intervals import check_within
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.specs import TableSpec

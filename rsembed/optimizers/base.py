@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from rsembed.checks import check_fields, describe, within
 from rsembed.fingerprint import identity
-from rsembed.intervals import check_fields, within
-from rsembed.kinds import shown
 
 LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
 Slots = tuple[Array, ...]
@@ -116,7 +115,7 @@ class OptimizerSpec(abc.ABC):
     def _scheduled(self, rate: Any) -> Any:
         if not isinstance(rate, (int, float)) and getattr(rate, "shape", None) != ():
             raise TypeError(
-                f"{type(self).__name__}: the learning_rate is a schedule that must give a scalar, got {shown(rate)}."
+                f"{type(self).__name__}: the learning_rate is a schedule that must give a scalar, got {describe(rate)}."
             )
         return rate
 

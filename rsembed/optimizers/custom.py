@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from rsembed.intervals import check_within, within
+from rsembed.checks import check_within, within
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots
 
 

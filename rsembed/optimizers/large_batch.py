@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from rsembed.intervals import within
+from rsembed.checks import within
 from rsembed.optimizers.base import Hyperparameters, Slots
 from rsembed.optimizers.compact import FULL, PER_ROW, CompactOptimizerSpec, SlotKind, row_mean, row_norm
 from rsembed.optimizers.rules import AdamSlotVariables, one_minus_power

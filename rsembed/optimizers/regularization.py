@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rsembed.intervals import checked, within
+from rsembed.checks import validated, within
 
 
 class WeightDecayMode(enum.IntEnum):
@@ -56,7 +56,7 @@ class GradSumDecay(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-@checked
+@validated
 class TailIdThreshold:
     """A row is no tail row once its counter exceeds `val`, or `floor(val * max_counter)` if `is_ratio`."""
 
@@ -65,7 +65,7 @@ class TailIdThreshold:
 
 
 @dataclasses.dataclass(frozen=True)
-@checked
+@validated
 class CounterBasedRegularizationDefinition:
     """Row-wise Adagrad whose rates depend on how often a row was seen (`WeightDecayMode.COUNTER`).
 
@@ -111,7 +111,7 @@ class CounterBasedRegularizationDefinition:
 
 
 @dataclasses.dataclass(frozen=True)
-@checked
+@validated
 class CowClipDefinition:
     """Row-wise Adagrad with gradients clipped by row norm and counter (`WeightDecayMode.COWCLIP`).
 
@@ -137,7 +137,7 @@ Copies = tuple[Float[Array, "rows dim"], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-@checked
+@validated
 class EnsembleModeDefinition:
     """A slow copy of the tables that follows them every `step_ema` steps and replaces them every `step_swap` steps.
 
@@ -171,7 +171,7 @@ class EnsembleModeDefinition:
 
 
 @dataclasses.dataclass(frozen=True)
-@checked
+@validated
 class EmainplaceModeDefinition:
     """The second half of each row follows the first half every `step_ema` steps, from `step_start` on."""
 
@@ -195,7 +195,7 @@ class EmainplaceModeDefinition:
 
 
 @dataclasses.dataclass(frozen=True)
-@checked
+@validated
 class GlobalWeightDecayDefinition:
     """Decay that reaches untouched rows, made up for when they are read (`WeightDecayMode.DECOUPLE_GLOBAL`).
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from rsembed.intervals import within
+from rsembed.checks import within
 from rsembed.optimizers.base import Hyperparameters, Slots, as_float32
 from rsembed.optimizers.compact import FULL, ITERATION, PER_ROW, CompactOptimizerSpec, SlotKind, row_mean, row_norm
 from rsembed.optimizers.regularization import (

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from rsembed.intervals import within
+from rsembed.checks import within
 from rsembed.optimizers.base import Hyperparameters, LearningRate, OptimizerSpec, Slots, as_float32
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from rsembed.intervals import within
+from rsembed.checks import within
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots, as_float32
 from rsembed.optimizers.rules import AdamSlotVariables, adam_step, one_minus_power
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, cast
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 from rsembed.kernels import cpu_threads
 
 # After a failure, the others get this long to report theirs; after Ctrl-C, to clean up.
@@ -33,7 +33,7 @@ _HINTS: dict[int, str] = {
 _FAKE_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\S*")
 
 
-@door
+@validated
 def launch(script: str, arguments: Sequence[str] = (), *, num_processes: int = 2, devices_per_process: int = 1) -> int:
     """Runs a script in several processes with CPU devices of their own, until all are done or one fails.
 

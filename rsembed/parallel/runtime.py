@@ -25,9 +25,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rsembed.intervals import door
+from rsembed.checks import check_type, validated
 from rsembed.kernels.cpu_threads import check_threads, provide_threads
-from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import say_goodbye
 
 _log = logging.getLogger("rsembed")
@@ -36,7 +35,7 @@ _terminated = threading.Event()
 _watches_preemption = False
 
 
-@door
+@validated
 def init(
     coordinator_address: str | None = None,
     *,
@@ -199,7 +198,7 @@ def preempted(step: int) -> bool:
     return _terminated.is_set()
 
 
-@door
+@validated
 def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     """A mesh of one axis over the devices of all processes; tables and batches are split along it.
 
@@ -243,7 +242,7 @@ def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:
     Raises: ValueError: the mesh has no such axis, or an array is global already, or does not split over the local
       devices, or its integers do not fit JAX's 32 bits. TypeError: it holds no numbers.
     """
-    check_kind(mesh, Mesh, "put_global: mesh")
+    check_type(mesh, Mesh, "put_global: mesh")
     if axis not in (None, *mesh.axis_names):
         raise ValueError(f"put_global: axis {axis!r} is not in the mesh, which has {mesh.axis_names}.")
     sharding = NamedSharding(mesh, PartitionSpec(axis))

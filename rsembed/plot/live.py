@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from rsembed.intervals import Count, door
+from rsembed.checks import PositiveInt, validated
 from rsembed.plot.drawing import COLOURS, axes_or_new, finish, with_defaults
 from rsembed.stacking import SUBLANES, round_up
 
@@ -28,9 +28,9 @@ class Costs(NamedTuple):
     buffer_bytes: int
 
 
-@door
+@validated
 def partition_entries(
-    batches: Int[np.ndarray, "batches samples ids"], *, num_shards: Count
+    batches: Int[np.ndarray, "batches samples ids"], *, num_shards: PositiveInt
 ) -> Int[np.ndarray, "batches cores shards"]:
     """Entries of every partition, on one device of `num_shards` cores that own the rows `id % num_shards`.
 

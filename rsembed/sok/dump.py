@@ -13,16 +13,16 @@ import numpy as np
 from flax import nnx
 
 from rsembed import checkpoint
+from rsembed.checks import validated
 from rsembed.collection.rows import asks_nobody
 from rsembed.homes.home import on_host
 from rsembed.homes.logical_rows import room_needed
-from rsembed.intervals import door
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, grown, state_of
 
 
-@door
+@validated
 def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     """All keys with what belongs to them, from all devices, in ascending order of the keys (copies on the host).
 
@@ -34,7 +34,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     return table.home.rows(state.shards, state.slots, table.spec, table.context.num_devices)
 
 
-@door
+@validated
 def assign_rows(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
     """Writes rows by key: keys that the table has are overwritten, a hash table gets those that it has not.
 
@@ -67,7 +67,7 @@ def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) 
     return state._replace(shards=shards, slots=slots)
 
 
-@door
+@validated
 def dump(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) -> None:
     """Writes keys, rows, optimizer state and step of tables, all of one instant, as a checksummed checkpoint.
 
@@ -91,7 +91,7 @@ def dump(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) ->
     checkpoint.save(path, tree, step=max(t["step"] for t in tables.values()), metadata={"sok_tables": tables})
 
 
-@door
+@validated
 def load(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) -> None:
     """Makes tables what they were at the time of a `dump`, on this run's devices, however many there were then.
 

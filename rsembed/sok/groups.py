@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rsembed.bags import Bags, common_width, device_copy
-from rsembed.intervals import door
-from rsembed.kinds import check_kind, shown
+from rsembed.checks import check_type, describe, validated
 from rsembed.parallel import Agreement
 from rsembed.sok import plain_tables
 from rsembed.sok.initialize import Context
@@ -99,7 +98,7 @@ def _read_group(
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
     if not isinstance(params, (list, tuple)):
-        raise TypeError(f"{group}: params must be a list of tables, got {shown(params)}.")
+        raise TypeError(f"{group}: params must be a list of tables, got {describe(params)}.")
     known = [checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
     context = _context_of(params, group)
     # Where several processes have samples, all outputs are those of the global batch.
@@ -202,7 +201,7 @@ def group_embedding_column_scope(name: str | None = None) -> Iterator[str]:
         _open_scopes.pop()
 
 
-@door
+@validated
 def embedding_column(
     feature: str,
     dimension: int,
@@ -273,8 +272,8 @@ def _read_columns(
     features: Mapping[str, Any], columns: Sequence[EmbeddingColumn], *, training: bool
 ) -> tuple[list[Array], list[tuple[list[int], StepOnce]]]:
     for position, column in enumerate(columns):
-        check_kind(column, EmbeddingColumn, f"input_layer: columns[{position}]")
-    check_kind(features, Mapping, "input_layer: features")
+        check_type(column, EmbeddingColumn, f"input_layer: columns[{position}]")
+    check_type(features, Mapping, "input_layer: features")
     missing = [column.feature for column in columns if column.feature not in features]
     if missing or not columns:
         raise ValueError(f"input_layer: features {missing} are missing; the batch has {sorted(features)}.")

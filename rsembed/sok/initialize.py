@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rsembed.intervals import Count, door
+from rsembed.checks import PositiveInt, validated
 from rsembed.kernels.cpu_threads import check_threads
 from rsembed.parallel import runtime
 
@@ -73,9 +73,9 @@ class Context:
 _current: Context | None = None
 
 
-@door
+@validated
 def Init(
-    global_batch_size: Count | None = None, *, mesh: Mesh | None = None, axis: str = "shard", **distributed: Any
+    global_batch_size: PositiveInt | None = None, *, mesh: Mesh | None = None, axis: str = "shard", **distributed: Any
 ) -> Context:
     """Starts the distributed runtime, if there are several processes, and says which devices share tables.
 

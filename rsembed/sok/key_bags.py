@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, common_width, is_traced
+from rsembed.checks import check_type
 from rsembed.collection.inputs import padded
 from rsembed.keys import Keys, checked_keys
-from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.sok.initialize import Context
 from rsembed.sok.sharded_table import ShardedTable
@@ -75,7 +75,7 @@ def read_keys(
             "bags."
         )
     if weights is not None:
-        check_kind(weights, Float[Array, "..."], f"{name}: weights")
+        check_type(weights, Float[Array, "..."], f"{name}: weights")
     if weights is not None and np.shape(weights) != keys.shape:
         raise ValueError(f"{name}: weights have shape {np.shape(weights)}, keys {keys.shape}.")
     if not table.use_hashtable and _is_seen(keys.is_key):

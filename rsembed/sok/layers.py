@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rsembed.bags import device_copy
-from rsembed.intervals import door
+from rsembed.checks import validated
 from rsembed.keys import Keys
 from rsembed.parallel import Agreement
 from rsembed.sok.key_bags import KeyBags, bring, checked_combiner, read_keys, widened
@@ -126,7 +126,7 @@ class DistributedEmbedding(_Layer):
       ((8, 2, 4), 2)
     """
 
-    @door
+    @validated
     def __init__(
         self,
         combiner: str,
@@ -214,7 +214,7 @@ class All2AllDenseEmbedding(_Layer):
       (3, 4)
     """
 
-    @door
+    @validated
     def __init__(
         self,
         max_vocabulary_size_per_gpu: int,

@@ -14,6 +14,7 @@ from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
 from rsembed.bags import device_copy
+from rsembed.checks import check_type
 from rsembed.collection.asked_rows import keys_of
 from rsembed.collection.engine import STACKS_TOGETHER
 from rsembed.collection.rows import Occurrences, Trip
@@ -22,7 +23,6 @@ from rsembed.homes.hashed_rows import Counters, DynamicTable, numbers_of
 from rsembed.homes.home import on_host
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import join_keys, num_invalid
-from rsembed.kinds import check_kind
 from rsembed.parallel import Asking
 from rsembed.row_gradients import SingleUse
 from rsembed.sok.key_bags import KeyBags
@@ -63,7 +63,7 @@ class StepOnce:
         gradients: list[list[Array]] = [[] for _ in self.variables]
         for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
             name = self.variables[number].table.spec.name
-            check_kind(d_output, Float[Array, "..."], f"table {name!r}: the gradient")
+            check_type(d_output, Float[Array, "..."], f"table {name!r}: the gradient")
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from rsembed.bags import Bags, as_bags, check_ids_dtype, check_values, device_copy, is_traced, narrow_ids
+from rsembed.checks import check_type
 from rsembed.collection.inputs import padded
 from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
-from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import is_global
 from rsembed.sok.initialize import Context
 from rsembed.specs import Combiner
@@ -24,7 +24,7 @@ from rsembed.specs import Combiner
 
 def read_ids(table: Any, ids: Any, weights: Any, where: str) -> Bags:
     """The bags of a plain table. Raises: TypeError or ValueError: it is none, or an id is no row; named `where`."""
-    check_kind(table.get_value() if isinstance(table, nnx.Variable) else table, Float[Array, "rows dim"], where)
+    check_type(table.get_value() if isinstance(table, nnx.Variable) else table, Float[Array, "rows dim"], where)
     if isinstance(weights, jax.core.Tracer) and isinstance(ids, np.ndarray):  # differentiated by their weights
         read_ids(table, ids, None, where)
         ids = jnp.asarray(ids)

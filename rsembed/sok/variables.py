@@ -12,13 +12,12 @@ from flax import nnx
 from jaxtyping import Array
 
 from rsembed.bags import is_traced
+from rsembed.checks import PositiveInt, check_within, dtype_among, validated
 from rsembed.fingerprint import check_same
 from rsembed.homes import Hashed, hashed_rows
 from rsembed.homes.hashed import check_count
 from rsembed.homes.logical_rows import keys_to_leave
-from rsembed.intervals import Count, check_within, door
 from rsembed.keys import KEY_DTYPES
-from rsembed.kinds import dtype_among
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
 from rsembed.sok.initialize import Context, current_context
 from rsembed.sok.named_initializers import named_initializer
@@ -46,7 +45,7 @@ class EmbeddingVariable(nnx.Variable):
         """
         return hashed_rows.counts(self.get_value().shards, self.table.context.num_devices)
 
-    @door
+    @validated
     def evict(
         self, *, keep: int | None = None, steps_to_live: int | None = None, l2_weight_threshold: float | None = None
     ) -> dict[str, np.ndarray]:
@@ -105,8 +104,8 @@ class EmbeddingVariable(nnx.Variable):
             )
         self.set_value(_evict_older(self.table, state_of(self)))
 
-    @door
-    def grow(self, rows_per_device: Count) -> None:
+    @validated
+    def grow(self, rows_per_device: PositiveInt) -> None:
         """Makes room for more rows; programs that use the variable are compiled anew.
 
         Raises:
@@ -144,7 +143,7 @@ def grown(table: ShardedTable, state: TableState, capacity: int) -> TableState:
     return table.on_shards(lambda own: hashed_rows.grow(own.shards, own.slots, table.spec, capacity), state)
 
 
-@door
+@validated
 def embedding_variable(
     name: str,
     embedding_dim: int,
@@ -154,7 +153,7 @@ def embedding_variable(
     key_dtype: Any = "int64",
     initializer: str | float | Callable[..., Array] = "uniform",
     optimizer: OptimizerSpec | None = None,
-    exchange_capacity: Count | None = None,
+    exchange_capacity: PositiveInt | None = None,
     context: Context | None = None,
     rngs: nnx.Rngs | None = None,
     dtype: str = "float32",

@@ -8,10 +8,10 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import PRNGKeyArray
 
+from rsembed.checks import validated
 from rsembed.collection.devices import Devices
 from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
-from rsembed.intervals import door
 from rsembed.sparsecore import table_stacking
 from rsembed.sparsecore.layout import Nested as Nested
 from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
@@ -129,7 +129,7 @@ def compute_coo_buffer_size_per_device(
     return {name: layout.buffer_size_per_device(enable_minibatching) for name, layout in layouts.items()}
 
 
-@door
+@validated
 def init_embedding_variables(
     rng: PRNGKeyArray,
     table_specs: Nested[TableSpec],

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, Union
 
 import jax
 
+from rsembed.checks import check_type
 from rsembed.collection.layout import RowLayout
-from rsembed.kinds import check_kind
 from rsembed.specs import (
     FeatureIdTransformation,
     FeatureSpec,
@@ -67,8 +67,8 @@ def num_sparsecores_per_device(device: jax.Device | None = None, *, global_devic
 
 def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> int:
     """`num_sc_per_device`, checked, or the default of this machine."""
-    check_kind(global_device_count, int, "global_device_count")
-    check_kind(num_sc_per_device, int | None, "num_sc_per_device")
+    check_type(global_device_count, int, "global_device_count")
+    check_type(num_sc_per_device, int | None, "num_sc_per_device")
     if global_device_count < 1:
         raise ValueError(f"global_device_count must be at least 1, got {global_device_count}.")
     if num_sc_per_device is None:

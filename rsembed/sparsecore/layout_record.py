@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rsembed import optimizers
-from rsembed.kinds import check_kind
+from rsembed.checks import check_type
 from rsembed.optimizers import OptimizerSpec
 from rsembed.places import Place
 from rsembed.sparsecore.layout import Nested, stack_layouts
@@ -204,7 +204,7 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
 
 def get_optimizer_type(optimizer: OptimizerSpec) -> int:
     """The code of an optimizer; rules that are functions of the user's all have `CUSTOM_CODE`."""
-    check_kind(optimizer, OptimizerSpec, "get_optimizer_type: optimizer")
+    check_type(optimizer, OptimizerSpec, "get_optimizer_type: optimizer")
     return _CODES.get(type(optimizer), CUSTOM_CODE)
 
 

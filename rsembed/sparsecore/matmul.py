@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rsembed.checks import check_type, check_within
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import Occurrences, Rows
-from rsembed.intervals import check_within
 from rsembed.kernels import api
 from rsembed.kernels.contract import Rounding, Step
-from rsembed.kinds import check_kind
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel import default_capacity, together
 from rsembed.parallel.exchange import AxisName
@@ -150,7 +149,7 @@ def sparse_dense_matmul_grad(
 
 
 def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -> EmbeddingVariables:
-    check_kind(embedding_variables, Mapping, "embedding_variables")
+    check_type(embedding_variables, Mapping, "embedding_variables")
     if layout.name not in embedding_variables:
         raise ValueError(
             f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "
@@ -230,7 +229,7 @@ def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Arra
 def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]:
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     for feature, leaf in zip(features_of(feature_specs), leaves, strict=True):
-        check_kind(leaf, Float[Array, "..."], f"feature {feature.name!r}: activation gradients")
+        check_type(leaf, Float[Array, "..."], f"feature {feature.name!r}: activation gradients")
     return [jnp.asarray(leaf) for leaf in leaves]
 
 
@@ -272,7 +271,7 @@ def _stacks(
     """The stacks with what this device looks up in them, and the devices that share them."""
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
-    check_kind(inputs, PreprocessedInput, "preprocessed_inputs")
+    check_type(inputs, PreprocessedInput, "preprocessed_inputs")
     inputs.check_minibatching(enable_minibatching)
     num_minibatches = None
     if enable_minibatching:
@@ -313,7 +312,7 @@ def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str
             "sets no limit."
         )
     for name, pair in limits.items():
-        check_kind(pair, tuple[Any, Any], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
+        check_type(pair, tuple[Any, Any], f"embedding_var_limits of stack {name!r}: (minimum, maximum)")
         minimum, maximum = pair
         for which, limit in (("minimum", minimum), ("maximum", maximum)):
             check_within("[-inf, inf]", limit, f"embedding_var_limits of stack {name!r}: {which}")

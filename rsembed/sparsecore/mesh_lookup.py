@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.kernels.cpu_threads import check_threads
-from rsembed.kinds import check_kind
 from rsembed.sparsecore.layout import Nested
 from rsembed.sparsecore.matmul import sparse_dense_matmul, sparse_dense_matmul_grad
 from rsembed.sparsecore.preprocessing import PreprocessedInput, preprocess_sparse_dense_matmul_input
@@ -35,7 +35,7 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
 
     Raises: ValueError: the mesh lacks an axis, or is missing while there are several.
     """
-    check_kind(mesh, Mesh | None, "mesh")
+    check_type(mesh, Mesh | None, "mesh")
     axes = (sharding_axis,) if isinstance(sharding_axis, str) else tuple(sharding_axis)
     if mesh is None:
         if len(axes) != 1:
@@ -107,7 +107,7 @@ class MeshTables:
 
         The step is a counter of floats, or autodiff would not ask for its gradient.
         """
-        check_kind(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
+        check_type(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
 
         @jax.custom_vjp
         def lookup(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:

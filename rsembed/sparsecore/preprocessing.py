@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.kinds import check_kind
 from rsembed.sparsecore import native_partitioner, partitioner
 from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
 from rsembed.sparsecore.layout import Nested, StackLayout, row_pointers_size, sharding_strategy_to_enum, stack_layouts
@@ -165,7 +165,7 @@ def preprocess_sparse_dense_matmul_input(
     readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
     statistics, num_minibatches = SparseDenseMatmulInputStats(), 1
     batch = HostBatch(layouts, readers, local_device_count, allow_id_dropping, statistics)
-    check_kind(all_reduce_interface, Callable | None, "all_reduce_interface, a minibatching.AllReduce,")
+    check_type(all_reduce_interface, Callable | None, "all_reduce_interface, a minibatching.AllReduce,")
     if enable_minibatching:
         buffers, num_minibatches = partition_stacks_in_minibatches(batch, batch_number, all_reduce_interface)
     else:
@@ -227,7 +227,7 @@ def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
 def _layouts(
     feature_specs: Any, local_device_count: int, global_device_count: int, num_sc_per_device: int | None
 ) -> dict[str, StackLayout]:
-    check_kind(local_device_count, int, "local_device_count")
+    check_type(local_device_count, int, "local_device_count")
     if not 1 <= local_device_count <= global_device_count:
         raise ValueError(
             f"local_device_count={local_device_count} must be between 1 and global_device_count={global_device_count}."

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from rsembed.kinds import check_kind
+from rsembed.checks import check_type
 from rsembed.sparsecore.layout import (
     Nested,
     StackLayout,
@@ -129,8 +129,8 @@ def stack_tables(
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
     """
-    check_kind(table_names, Sequence[str], "table_names")
-    check_kind(stack_name, str | None, "stack_name")
+    check_type(table_names, Sequence[str], "table_names")
+    check_type(stack_name, str | None, "stack_name")
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name

@@ -8,19 +8,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float
 
-from rsembed.intervals import Count, check_within, door
+from rsembed.checks import PositiveInt, check_within, validated
 from rsembed.sparsecore.layout import NUM_SC_PER_DEVICE_MAP as NUM_SC_PER_DEVICE_MAP
 from rsembed.sparsecore.layout import num_sparsecores_per_device as num_sparsecores_per_device
 from rsembed.sparsecore.layout import sharding_strategy_to_enum
 from rsembed.stacking import SUBLANES, round_up
 
 
-@door
+@validated
 def estimate_preprocessing_parameters(
     *,
-    global_batch_size: Count,
-    global_device_count: Count,
-    num_sc_per_device: Count,
+    global_batch_size: PositiveInt,
+    global_device_count: PositiveInt,
+    num_sc_per_device: PositiveInt,
     valency: float,
     hot_shard_fraction: float = 0.2,
     headroom_factor: float = 1.25,
@@ -72,11 +72,11 @@ def embedding_table_format_with_sharding(sharding: Sharding) -> Sharding:
     return sharding
 
 
-@door
+@validated
 def shard_emb_table(
     table: Float[Array | np.ndarray, "vocab dim"],
-    num_devices: Count,
-    num_sc_per_device: Count,
+    num_devices: PositiveInt,
+    num_sc_per_device: PositiveInt,
     sharding_strategy: str = "MOD",
 ) -> Float[Array | np.ndarray, "devices rows dim"]:
     """One table, cut into the parts of the devices: row `v*S + c*C + s` is device `c`'s row `s*(vocab/S) + v`.
@@ -101,10 +101,10 @@ def shard_emb_table(
     return shards.reshape(num_devices, -1, table.shape[1])
 
 
-@door
+@validated
 def unshard_emb_table(
     sharded_table: Float[Array | np.ndarray, "devices rows dim"],
-    num_sc_per_device: Count,
+    num_sc_per_device: PositiveInt,
     sharding_strategy: str = "MOD",
 ) -> Float[Array | np.ndarray, "vocab dim"]:
     """The inverse of `shard_emb_table`.

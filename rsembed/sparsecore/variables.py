@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Num, PRNGKeyArray
 
 from rsembed.bags import is_traced
+from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.home import on_host
-from rsembed.kinds import check_kind
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.sparsecore.device import stack_rows
 from rsembed.sparsecore.layout import Nested, StackLayout, cores_of, placed_stack, stacks_of
@@ -233,7 +233,7 @@ def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> Em
     new = jax.tree.leaves(given) if isinstance(given, EmbeddingVariables) else [given]
     if isinstance(given, EmbeddingVariables) and len(new) != len(old):
         raise ValueError(f"{where}: got {len(new) - 1} slots, but its optimizer has {len(old) - 1}.")
-    check_kind(new[0], Num[Array, "..."], where)
+    check_type(new[0], Num[Array, "..."], where)
     if jnp.shape(new[0]) == shape[:1] and shape[1] == 1:
         new[0] = new[0][:, None]
     if jnp.shape(new[0]) != shape:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
-from rsembed.intervals import check_within, within
+from rsembed.checks import check_within, within
 from rsembed.optimizers import LearningRate
 from rsembed.tbe import records
 from rsembed.tbe.plan import TablePlan

@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from rsembed.caching import BackingStore, NearRows, SetAssociativeCache, num_sets_for
+from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import placement_of_tables
 from rsembed.kernels.contract import NO_ROW
-from rsembed.kinds import check_kind
 from rsembed.optimizers import CounterAdagradOptimizerSpec
 from rsembed.tbe import records
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, check_arguments, states_of, unused_arguments
@@ -89,7 +89,7 @@ def tables_of(
     optimizers = per_table(optimizer, len(names), "optimizer")
     rates = per_table(learning_rate, len(names), "learning_rate")
     for rate in rates:
-        check_kind(rate, float | Callable, "learning_rate")
+        check_type(rate, float | Callable, "learning_rate")
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
         raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
     return [

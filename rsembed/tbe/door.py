@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsembed.bags import PAD_ID, as_bags, is_traced, narrow_ids
+from rsembed.checks import check_type
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
-from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import is_global
 from rsembed.tbe.bounds import first_mistake, is_sound, repair
 from rsembed.tbe.meshes import MeshTables, SplitBatch
@@ -94,7 +94,7 @@ class Door:
             raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
         ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
         if sizes is not None:
-            check_kind(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
+            check_type(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
             sizes = tuple(tuple(int(n) for n in own) for own in sizes)
             if plan.split is not None:
                 raise ValueError(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
-from rsembed.intervals import Size, check_within, door
+from rsembed.checks import NonNegativeInt, check_within, validated
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.tbe import construction, functional, records, whole_tables
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
@@ -120,7 +120,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
       [[-1.0, -1.0], [-0.5, -0.5]]
     """
 
-    @door
+    @validated
     def __init__(
         self,
         embedding_specs: Sequence[construction.EmbeddingSpec],
@@ -347,8 +347,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         by_table = [float(rates[group]) for group, _ in self.plan.places]
         return by_table[0] if len(set(by_table)) == 1 else by_table
 
-    @door
-    def set_optimizer_step(self, step: Size) -> None:
+    @validated
+    def set_optimizer_step(self, step: NonNegativeInt) -> None:
         """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
         done = self.plan.everywhere(jnp.asarray(step, jnp.int32))
         self.state.set_value(self.whole_state._replace(step=done, passed_step=done + 0))

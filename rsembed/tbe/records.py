@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import jax.numpy as jnp
 
-from rsembed.intervals import checked, within
+from rsembed.checks import validated, within
 from rsembed.optimizers import CounterBasedRegularizationDefinition as CounterBasedRegularizationDefinition
 from rsembed.optimizers import CounterWeightDecayMode as CounterWeightDecayMode
 from rsembed.optimizers import CowClipDefinition as CowClipDefinition
@@ -198,7 +198,7 @@ class RecordCacheMetrics:
 
 
 @dataclasses.dataclass(frozen=True)
-@checked
+@validated
 class MultiPassPrefetchConfig:
     """A prefetch in up to `num_passes` passes of at least `min_splitable_pass_size` ids, to bound its memory."""
 
@@ -207,7 +207,7 @@ class MultiPassPrefetchConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-@checked
+@validated
 class TBEStatsReporterConfig:
     """Figures every `interval` training steps, for `report(step, figures)` or else for the log `rsembed`."""
 

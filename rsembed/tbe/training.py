@@ -15,8 +15,8 @@ from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
 from rsembed.bags import PAD_ID, is_traced, padded_size
+from rsembed.checks import check_type
 from rsembed.kernels.contract import JaggedBatch
-from rsembed.kinds import check_kind
 from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import RowGradients, SingleUse
 from rsembed.tbe import functional
@@ -266,7 +266,7 @@ class TablesBackward:
         module, shape = self._module, self._module.plan.output_shape(self._near)
         if self._by_feature:
             d_output = gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
-        check_kind(d_output, Float[Array, "..."], "the gradient of the output")
+        check_type(d_output, Float[Array, "..."], "the gradient of the output")
         d_output = jnp.asarray(d_output)
         if d_output.shape != shape:
             raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from rsembed.checks import check_type, check_within
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.intervals import check_within
-from rsembed.kinds import check_kind
 from rsembed.tbe import functional
 from rsembed.tbe.construction import per_table
 from rsembed.tbe.plan import TablePlan, TBEPlan
@@ -165,7 +164,7 @@ def set_embedding_weights(module: TableBatchedEmbeddingBags, table: int | str, w
     if not isinstance(number, int) or not 0 <= number < len(names):
         raise ValueError(f"there is no table {table!r}; there are {names}.")
     values, shape = np.asarray(weights), (module.plan.tables[number].num_rows, module.plan.tables[number].dim)
-    check_kind(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
+    check_type(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
     if values.shape != shape:
         raise ValueError(f"table {names[number]!r} has shape {shape}, the new weights {values.shape}.")
     write_table(module, number, lambda first, last: values[first:last])
@@ -216,7 +215,7 @@ def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, 
     Raises: ValueError: an entry is missing, unknown, of another shape or out of range, or `contents` has other
       optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
     """
-    check_kind(state_dict, Mapping, "the state dict")
+    check_type(state_dict, Mapping, "the state dict")
     plan, given, expected = module.plan, state_dict, dict[str, tuple[int, ...]]()
     for table in plan.tables:
         expected |= _entries(table)
@@ -224,7 +223,7 @@ def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, 
     if missing or unknown:
         raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
     for name, shape in expected.items():
-        check_kind(given[name], Num[np.ndarray, "..."], repr(name))
+        check_type(given[name], Num[np.ndarray, "..."], repr(name))
         if np.shape(given[name]) != shape:
             raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {shape}.")
     if "contents" in given:

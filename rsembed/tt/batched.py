@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 from rsembed.tt.module import SHAPES, by_name
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
@@ -40,7 +40,7 @@ class TableBatchedTTEmbeddingBag(TTTables):
       (2, 2, 4)
     """
 
-    @door
+    @validated
     def __init__(
         self,
         num_tables: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from rsembed.intervals import check_within
+from rsembed.checks import check_within
 
 CORE_DTYPES = ("float32", "bfloat16")
 

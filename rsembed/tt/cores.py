@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
 from rsembed.bags import Bags
+from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW
-from rsembed.kinds import check_kind
 from rsembed.tt.chain import Cores, pooled_rows, varying_zero
 from rsembed.tt.lookups import Mode, digits_of, gains_of_entries, lookups_of, with_room
 from rsembed.tt.meshes import on_every_device
@@ -40,7 +40,7 @@ def rows(
       >>> rows(spec, cores, jnp.asarray([1, 3])).tolist()
       [[3.0, 4.0], [10.0, 20.0]]
     """
-    check_kind(ids, Int[Array, "..."], "rows: ids")
+    check_type(ids, Int[Array, "..."], "rows: ids")
     cores, ids = on_every_device((check_cores(spec, cores), ids))
     found = rows_of((spec,), cores, ids.reshape(-1), implementation=implementation)
     return found.reshape(*ids.shape, spec.embedding_dim)
@@ -86,7 +86,7 @@ def bag(
       padding_idx: an id that contributes nothing either.
       implementation: see `chain.pooled_rows`.
     """
-    check_kind(bags, Bags, "bag: bags, which Bags.from_lists makes of lists,")
+    check_type(bags, Bags, "bag: bags, which Bags.from_lists makes of lists,")
     cores, bags = on_every_device((check_cores(spec, cores), bags))
     bags = with_room(bags)
     (found,) = lookups_of(bags, (spec,), ((0,),), padding_idx)
@@ -135,7 +135,7 @@ def check_cores(spec: TTSpec, cores: Cores) -> Cores:
 
     Raises: ValueError: their shapes are not those of the spec. TypeError: there is no spec.
     """
-    check_kind(spec, TTSpec, "spec")
+    check_type(spec, TTSpec, "spec")
     found = tuple(tuple(core.shape) for core in cores)
     if found != spec.core_shapes:
         raise ValueError(f"cores have shapes {found}, but the spec asks for {spec.core_shapes}.")

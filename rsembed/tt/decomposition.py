@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 from rsembed.progress import progress
 from rsembed.tt.chain import Cores
 from rsembed.tt.checks import check_one_of
@@ -28,7 +28,7 @@ MAX_EXACT_SIDE = 2048
 """Above this smaller side a truncated SVD to a known rank is randomised; below, it is exact."""
 
 
-@door
+@validated
 def from_dense(
     table: Float[Array | np.ndarray, "vocab dim"],
     *,
@@ -91,7 +91,7 @@ def from_dense(
     return _stored(rows, cores, dtype)
 
 
-@door
+@validated
 def round_cores(
     spec: TTSpec,
     cores: Cores,

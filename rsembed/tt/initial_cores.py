@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from rsembed.intervals import door
-from rsembed.kinds import dtype_among
+from rsembed.checks import dtype_among, validated
 from rsembed.tt.checks import CORE_DTYPES
 from rsembed.tt.spec import TTSpec
 
@@ -35,7 +34,7 @@ def core_std(spec: TTSpec) -> float:
     return (target_std(spec) ** 2 / math.prod(spec.tt_ranks)) ** (1 / (2 * spec.num_cores))
 
 
-@door
+@validated
 def init_cores(
     key: PRNGKeyArray, spec: TTSpec, weight_dist: str = "normal", *, dtype: Any = jnp.float32
 ) -> tuple[Array, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 from rsembed.tt.cores import check_cores
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
@@ -66,7 +66,7 @@ class TTEmbeddingBag(TTTables):
       (2, 3)
     """
 
-    @door
+    @validated
     def __init__(
         self,
         num_embeddings: int,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rsembed.checks import check_type
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.kinds import check_kind
 
 FINGERPRINT = "fingerprint"
 # Spilled rows make the arrays of a cache longer.
@@ -36,7 +36,7 @@ def load_saved_state(module: nnx.Module, state: Mapping[str, Any], fingerprint: 
     Raises: TypeError: it is no mapping. ValueError: names, shapes, dtypes or the fingerprint are those of another
       module. Then nothing changes.
     """
-    check_kind(state, Mapping, "the state")
+    check_type(state, Mapping, "the state")
     own = saved_state(module, fingerprint)
     if own.keys() != state.keys():
         raise ValueError(f"the state is that of another module: {sorted(own.keys() ^ state.keys())} are not in both.")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rsembed.intervals import door
+from rsembed.checks import validated
 
 
-@door
+@validated
 def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
     """The most even way to write `n`, or a slightly larger round number, as a product of `d` integers.
 

@@ -10,8 +10,7 @@ from typing import Any, Literal, no_type_check
 
 import jax.numpy as jnp
 
-from rsembed.intervals import Count, check_within, door
-from rsembed.kinds import check_kind, dtype_among
+from rsembed.checks import PositiveInt, check_type, check_within, dtype_among, validated
 from rsembed.specs import TABLE_DTYPES
 from rsembed.tt.checks import check_one_of
 from rsembed.tt.shapes import cheapest_p_shapes, suggested_tt_shapes
@@ -54,7 +53,7 @@ class TTSpec:
 
     def __post_init__(self) -> None:
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
-            check_kind(getattr(self, name), tuple[int, ...], f"TTSpec: {name}")
+            check_type(getattr(self, name), tuple[int, ...], f"TTSpec: {name}")
             object.__setattr__(self, name, tuple(_whole_number(name, value) for value in getattr(self, name)))
         object.__setattr__(self, "num_embeddings", _whole_number("num_embeddings", self.num_embeddings))
         d = len(self.tt_p_shapes)
@@ -70,10 +69,10 @@ class TTSpec:
             )
 
     @staticmethod
-    @door
+    @validated
     def suggest(
-        num_embeddings: Count,
-        embedding_dim: Count,
+        num_embeddings: PositiveInt,
+        embedding_dim: PositiveInt,
         tt_ranks: Sequence[int],
         tt_p_shapes: Sequence[int] | None = None,
         tt_q_shapes: Sequence[int] | None = None,
@@ -93,10 +92,10 @@ class TTSpec:
         return TTSpec(num_embeddings, tuple(p_shapes), tuple(q_shapes), tuple(tt_ranks))
 
     @staticmethod
-    @door
+    @validated
     def for_budget(
-        rows: Count,
-        dim: Count,
+        rows: PositiveInt,
+        dim: PositiveInt,
         *,
         bytes: int | None = None,
         ratio: float | None = None,
@@ -214,7 +213,7 @@ class TTSpec:
 
 
 def _whole_number(name: str, value: Any) -> int:
-    check_kind(value, int, f"TTSpec: {name}")
+    check_type(value, int, f"TTSpec: {name}")
     if int(value) < 1:
         raise ValueError(f"{name} must hold integers of at least 1, got {value!r}.")
     return int(value)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from rsembed.checks import check_type
 from rsembed.homes.home import Ahead, Home
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
-from rsembed.kinds import check_kind
 from rsembed.specs import TableSpec
 from rsembed.tt.chain import Cores
 from rsembed.tt.cores import rows as rows_of
@@ -64,7 +64,7 @@ class TensorTrain(Home):
     def __post_init__(self) -> None:
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
             value = getattr(self, name)
-            check_kind(value, tuple[int, ...] | None, f"TensorTrain: {name}")
+            check_type(value, tuple[int, ...] | None, f"TensorTrain: {name}")
             object.__setattr__(self, name, None if value is None else tuple(value))
         if (self.tt_ranks is None) == (self.bytes is None):
             raise ValueError("TensorTrain needs either tt_ranks or bytes.")

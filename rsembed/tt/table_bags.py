@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rsembed.bags import PAD_ID, Bags, check_bags, check_ids_dtype, check_values, is_traced
-from rsembed.kinds import check_kind
+from rsembed.checks import check_type
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.tt.meshes import on_every_device
 from rsembed.tt.spec import TTSpec
@@ -86,7 +86,7 @@ def _as_bags(
         ids = indices if isinstance(indices, jax.Array) else np.asarray(indices)
         if ids.ndim != 1:
             raise ValueError(f"offsets go with flat indices, got shape {ids.shape}; leave offsets out for dense ids.")
-        check_kind(per_sample_weights, Float[np.ndarray, " nnz"] | None, "per_sample_weights")
+        check_type(per_sample_weights, Float[np.ndarray, " nnz"] | None, "per_sample_weights")
         if isinstance(per_sample_weights, (list, tuple)):
             per_sample_weights = np.asarray(per_sample_weights, np.float32)
         return Bags(ids, _with_last(offsets, ids.shape[0], num_tables, include_last_offset), per_sample_weights)

@@ -14,11 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rsembed.bags import Bags
+from rsembed.checks import NonNegativeInt, check_type, dtype_among, validated
 from rsembed.fingerprint import Fingerprint, identity
-from rsembed.intervals import Size, door
 from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW
-from rsembed.kinds import check_kind, dtype_among
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.tt.chain import Cores, check_implementation
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
@@ -68,7 +67,7 @@ class TTTables(nnx.Module):
       learning_rate: of the fused update; a variable, so changing it compiles nothing.
     """
 
-    @door
+    @validated
     def __init__(
         self,
         specs: Sequence[TTSpec],
@@ -85,11 +84,11 @@ class TTTables(nnx.Module):
         include_last_offset: bool | None = None,
         implementation: str | None = None,
         use_cache: bool = False,
-        cache_size: Size = 0,
-        hashtbl_size: Size = 0,
-        max_spilled_rows: Size | None = None,
-        populate_every: Size = 0,
-        halve_counts_every: Size = 0,
+        cache_size: NonNegativeInt = 0,
+        hashtbl_size: NonNegativeInt = 0,
+        max_spilled_rows: NonNegativeInt | None = None,
+        populate_every: NonNegativeInt = 0,
+        halve_counts_every: NonNegativeInt = 0,
         rngs: nnx.Rngs | None = None,
     ):
         num_rows = min(spec.num_embeddings for spec in specs)
@@ -157,7 +156,7 @@ class TTTables(nnx.Module):
             cache.reset()
         self.step.set_value(jnp.zeros((), jnp.int32))
 
-    @door
+    @validated
     def set_learning_rate(self, lr: float | Float[Array, ""]) -> None:
         """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
         check_numbers(learning_rate=lr)
@@ -334,7 +333,7 @@ class TTTables(nnx.Module):
             if is_spent:
                 raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
             for table, (d_output, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
-                check_kind(d_output, Float[Array, "..."], f"d_output of table {table}")
+                check_type(d_output, Float[Array, "..."], f"d_output of table {table}")
                 if np.shape(d_output) != shape:
                     raise ValueError(f"d_output of table {table} has shape {np.shape(d_output)}, its output {shape}.")
             d_outputs = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]

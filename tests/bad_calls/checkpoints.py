@@ -88,10 +88,6 @@ BAD = {
     "a path by number": (lambda: checkpoint.save(3, ARRAYS), TypeError, "save: path", "a text or a path", "3"),
     "a path that cannot be made": (lambda: checkpoint.save("/dev/null/x", ARRAYS), OSError, "/dev/null"),
     "a leaf of text": (lambda: checkpoint.save(fresh(), {"x": "text"}), TypeError, "'x'", "text"),
-    "a leaf of objects": (lambda: checkpoint.save(fresh(), {"x": np.array([None])}), TypeError, "'x'", "object"),
-    "a leaf that is a function": (
-        lambda: checkpoint.save(fresh(), {"x": print}), TypeError, "'x'", "made of a builtin_function",
-    ),
     "two leaves of one name": (
         lambda: checkpoint.save(fresh(), {"1": ARRAYS["x"], "a": {}} | {1: ARRAYS["x"]}), TypeError, "keys", "order",
         "texts",
@@ -99,15 +95,7 @@ BAD = {
     "metadata of arrays": (
         lambda: checkpoint.save(fresh(), ARRAYS, metadata={"x": np.ones(1)}), TypeError, "metadata", "JSON", "ndarray",
     ),
-    "metadata as a list": (
-        lambda: checkpoint.save(fresh(), ARRAYS, metadata=[1]), TypeError, "save: metadata", "a mapping", "[1]",
-    ),
-    "a step as text": (
-        lambda: checkpoint.save(fresh(), ARRAYS, step="three"), TypeError, "save: step", "an integer", "'three'",
-    ),
-    "half a step": (lambda: checkpoint.save(fresh(), ARRAYS, step=1.5), TypeError, "step", "integer", "1.5"),
     "a negative step": (lambda: checkpoint.save(fresh(), ARRAYS, step=-1), ValueError, "save: step", "[0, inf)", "-1"),
-    "path and tree the wrong way round": (lambda: checkpoint.save(ARRAYS, fresh()), TypeError, "save: path", "dict"),
     "a plain save of keys": (
         lambda: checkpoint.save(fresh(), keyed_state()), ValueError, "'client'", "save_collection",
     ),
@@ -118,13 +106,6 @@ BAD = {
     "a state in place of its collection": (
         lambda: checkpoint.save_collection(fresh(), state(), collection()), TypeError, "save_collection: collection",
         "EmbeddingCollection", "EmbeddingState",
-    ),
-    "a state that is none": (
-        lambda: checkpoint.save_collection(fresh(), collection(), {}), TypeError, "EmbeddingState", "dict",
-    ),
-    "a collection saved without its state": (
-        lambda: checkpoint.save(fresh(), collection()), TypeError, "made of a EmbeddingCollection",
-        "of a collection its state",
     ),
     # Loading
     "a path that is not there": (
@@ -151,11 +132,6 @@ BAD = {
         lambda: checkpoint.load(arrays(), like=ARRAYS | {"x": np.ones(6, int)}), ValueError, "'x' is float32[6]",
         "wanted int64[6]",
     ),
-    "a template of other names": (
-        lambda: checkpoint.load(arrays(), like={"x": ARRAYS["x"], "z": ARRAYS["y"]}), ValueError, "'z' is missing",
-        "'y' is not wanted",
-    ),
-    "a template of text": (lambda: checkpoint.load(arrays(), like=ARRAYS | {"x": "x"}), ValueError, "'x'", "wanted"),
     "a collection as a template": (
         lambda: checkpoint.load(saved(), like=collection()), TypeError, "like", "collection.template",
         "load_collection",
@@ -171,24 +147,9 @@ BAD = {
         lambda: checkpoint.load_collection(collection(), saved()), TypeError, "load_collection: path",
         "EmbeddingCollection",
     ),
-    "a state to load into": (
-        lambda: checkpoint.load_collection(saved(), state()), TypeError, "collection", "EmbeddingCollection",
-        "EmbeddingState",
-    ),
     "another optimizer than saved": (
         lambda: load_into(feature(table_spec=table(optimizer=rs.AdamOptimizerSpec(0.1))), USER), ValueError,
         "word/optimizer", "AdamOptimizerSpec",
-    ),
-    "another dim than saved": (
-        lambda: load_into(feature(table_spec=table(embedding_dim=5)), USER), ValueError,
-        "word/embedding_dim is 4, expected 5",
-    ),
-    "more rows than saved": (
-        lambda: load_into(feature(table_spec=table(vocabulary_size=10)), USER), ValueError,
-        "word/vocabulary_size is 9, expected 10",
-    ),
-    "a table more than saved": (
-        lambda: load_into(feature(), USER, feature("c", table("shop"))), ValueError, "shop is missing",
     ),
     "a table less than saved": (lambda: load_into(feature()), ValueError, "user is not expected"),
     "a dense table into one of keys": (
@@ -204,11 +165,6 @@ BAD = {
     # Managers
     "a folder by number": (lambda: manager(3), TypeError, "CheckpointManager: folder", "a path", "3"),
     "nothing to keep": (lambda: manager(max_to_keep=0), ValueError, "max_to_keep", "at least 1", "0"),
-    "half a checkpoint to keep": (lambda: manager(max_to_keep=1.5), TypeError, "max_to_keep", "an integer", "1.5"),
-    "a state in place of a manager's collection": (
-        lambda: manager(collection=state()), TypeError, "CheckpointManager: collection", "EmbeddingCollection",
-        "EmbeddingState",
-    ),
     "a tree without its step": (lambda: kept().save(ARRAYS), ValueError, "a tree needs step"),
     "a kept step as text": (lambda: kept().save(ARRAYS, step="3"), TypeError, "save: step", "an integer", "'3'"),
     "a step that is kept": (

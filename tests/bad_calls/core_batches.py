@@ -6,7 +6,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed.keys import split_keys
-from tests.bad_calls.world import batch, collection, feature, keyed, mesh, near, other, state, table, title
+from tests.bad_calls.world import batch, collection, feature, keyed, mesh, other, state, title
 
 Bags = rs.Bags
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
@@ -28,13 +28,9 @@ def on_mesh(**changes):
 
 BAD = {
     # Bags
-    "rows that are no lists": (lambda: Bags.from_lists([1, 2]), TypeError, "row 0", "flat list of ids", "1"),
     "a text for rows": (lambda: Bags.from_lists("ab"), TypeError, "rows", "one list of ids for each bag", "'ab'"),
-    "a number for rows": (lambda: Bags.from_lists(3), TypeError, "rows", "one list of ids for each bag", "int"),
     "rows of floats": (lambda: Bags.from_lists([[1], [1.5]]), TypeError, "row 1", "float64", "integers"),
-    "rows of texts": (lambda: Bags.from_lists([["a"]]), TypeError, "row 0", "integers", "hash strings"),
     "rows nested too deeply": (lambda: Bags.from_lists([[[1]]]), TypeError, "row 0", "nested too deeply"),
-    "a row of uneven lists": (lambda: Bags.from_lists([[[1], [2, 3]]]), TypeError, "row 0", "nested too deeply"),
     "ids beyond 64 bits": (lambda: Bags.from_lists([[2**70]]), TypeError, "row 0", str(2**70), "64 bits"),
     "weights of other rows": (lambda: Bags.from_lists([[1], [2]], [[1.0]]), ValueError, "1 rows", "ids 2"),
     "too few weights": (lambda: Bags.from_lists([[1, 2]], [[1.0]]), ValueError, "row 0", "2 ids", "1 weights"),
@@ -44,20 +40,15 @@ BAD = {
     "lengths as floats": (lambda: Bags.from_lengths(IDS, [1.5, 1.5]), TypeError, "lengths", "integers", "[1.5, 1.5]"),
     "lengths of two axes": (lambda: Bags.from_lengths(IDS, [[1, 2]]), ValueError, "lengths", "[bags]", "[[1, 2]]"),
     "values of two axes": (lambda: Bags.from_lengths([[1, 2]], [1, 1]), ValueError, "ids", "one axis", "(1, 2)"),
-    "lengths with too few weights": (lambda: Bags.from_lengths(IDS, [1, 2], [1.0]), ValueError, "1 weights", "3 ids"),
     "dense ids of three axes": (
         lambda: Bags.from_dense(np.zeros((1, 1, 1), int)), ValueError, "one or two axes", "(1, 1, 1)",
     ),
-    "a dense number": (lambda: Bags.from_dense(np.array(3)), ValueError, "one or two axes", "()"),
     "a list as dense ids": (lambda: Bags.from_dense([1, 2]), TypeError, "dense ids", "array", "from_lists", "list"),
     "dense weights of another shape": (
         lambda: Bags.from_dense(np.zeros((2, 2), int), np.ones((2, 1))), ValueError, "weights", "(2, 1)", "(2, 2)",
     ),
     "sample ids outside": (
         lambda: Bags.from_coo([0, 5], [1, 2], num_samples=3), ValueError, "sample id 5", "[0, 3)", "num_samples",
-    ),
-    "negative sample ids": (
-        lambda: Bags.from_coo([0, -1], [1, 2], num_samples=3), ValueError, "sample id -1", "[0, 3)",
     ),
     "fewer sample ids than ids": (
         lambda: Bags.from_coo([0], [1, 2], num_samples=3), ValueError, "1 sample ids", "2 embedding",
@@ -83,17 +74,8 @@ BAD = {
     "a list in place of a batch": (
         lambda: collection().prepare([[1], [2]]), TypeError, "batch", "mapping", "'title'", "list",
     ),
-    "None in place of a batch": (lambda: collection().prepare(None), TypeError, "batch", "mapping", "NoneType"),
-    "an array in place of a batch": (lambda: collection().prepare(IDS), TypeError, "batch", "mapping", "'author'"),
     "a missing feature": (lambda: collection().prepare({"title": IDS}), ValueError, "missing ['author']", "unknown []"),
     "a feature too many": (lambda: collection().prepare(batch(date=IDS)), ValueError, "missing []", "unknown ['date']"),
-    "a feature spelt wrong": (
-        lambda: collection().prepare({"titel": IDS, "author": IDS}), ValueError, "'titel'", "did you mean 'title'",
-    ),
-    "a feature by number": (lambda: collection().prepare(batch() | {0: IDS}), ValueError, "batch", "unknown [0]"),
-    "the batch of another collection": (
-        lambda: collection().prepare({"who": IDS}), ValueError, "'author', 'title'", "'who'",
-    ),
     "a prepared batch of keys": (
         lambda: collection().prepare(batch(title=who(np.array([2**40]))["who"])), TypeError, "feature 'title'", "Keys",
         "rsembed.Hashed",
@@ -101,34 +83,14 @@ BAD = {
     "None for a feature": (
         lambda: title(None), TypeError, "feature 'title'", "Bags, an integer array or lists", "NoneType",
     ),
-    "a number for a feature": (lambda: title(3), TypeError, "feature 'title'", "integer array or lists", "int"),
-    "a set for a feature": (lambda: title({1, 2}), TypeError, "feature 'title'", "integer array or lists", "set"),
-    "a text for a feature": (lambda: title("12"), TypeError, "feature 'title'", "integer array or lists", "str"),
     "a generator for a feature": (lambda: title(i for i in (1, 2)), TypeError, "feature 'title'", "generator"),
     "ids of floats": (lambda: title(np.array([[1.0], [2.0]])), TypeError, "feature 'title'", "integers", "float64"),
-    "ids of JAX floats": (lambda: title(jnp.ones((2, 1))), TypeError, "feature 'title'", "integers", "float32"),
     "ids of bools": (lambda: title(np.array([[True], [False]])), TypeError, "feature 'title'", "integers", "bool"),
-    "ids of complex numbers": (
-        lambda: title(np.array([[1j], [2]])), TypeError, "feature 'title'", "integers", "complex",
-    ),
-    "ids of times": (
-        lambda: title(np.array(["2020-01-01"], "datetime64[D]")), TypeError, "feature 'title'", "integers", "datetime",
-    ),
-    "ids of texts": (lambda: title(np.array([["a"], ["b"]])), TypeError, "feature 'title'", "integers", "hash strings"),
     "lists of texts": (lambda: title([["a"], ["b"]]), TypeError, "feature 'title'", "row 0", "integers"),
-    "lists of floats": (lambda: title([[1], [2.5]]), TypeError, "feature 'title'", "row 1", "float64"),
-    "a list of floats": (lambda: title([1.0, 2.5]), TypeError, "feature 'title'", "row 0", "float64"),
-    "lists with None": (lambda: title([[1], [None]]), TypeError, "feature 'title'", "row 1", "None"),
-    "a list of bools": (lambda: title([True, False]), TypeError, "feature 'title'", "bool"),
-    "lists of lists of lists": (
-        lambda: title([[[1]], [[2]]]), TypeError, "feature 'title'", "row 0", "nested too deeply",
-    ),
     "an array of three axes": (
         lambda: title(np.zeros((2, 1, 1), int)), ValueError, "feature 'title'", "(2, 1, 1)", "two axes",
     ),
-    "an array of no axis": (lambda: title(np.array(1)), ValueError, "feature 'title'", "one or two axes", "()"),
     "lists of ids beyond 64 bits": (lambda: title([[1], [2**70]]), TypeError, "feature 'title'", "row 1", "64 bits"),
-    "a list of ids beyond 64 bits": (lambda: title([1, 2**70]), TypeError, "feature 'title'", str(2**70), "64 bits"),
     # Ids outside their table
     "an id too large": (
         lambda: title([[1], [9]]), ValueError, "feature 'title'", "id 9 in sample 1", "table 'word'",
@@ -137,29 +99,10 @@ BAD = {
     "a negative id": (
         lambda: title([[1], [-2]]), ValueError, "feature 'title'", "id -2 in sample 1", "table 'word'", "-1",
     ),
-    "an id beyond int32": (lambda: title([[1], [2**31]]), ValueError, "feature 'title'", "id 2147483648 in sample 1"),
     "an id that wraps round to a valid one": (
         lambda: title([[2**32 + 1], [2]]), ValueError, "id 4294967297 in sample 0",
     ),
-    "an unsigned id": (
-        lambda: title(np.array([2**64 - 1, 0], np.uint64)), ValueError, "id 18446744073709551615 in sample 0",
-    ),
-    "an id in the second column": (
-        lambda: title(np.array([[1, 2], [3, 99]])), ValueError, "id 99 in sample 1", "1 such ids",
-    ),
-    "an id outside a JAX array": (lambda: title(jnp.array([1, 9])), ValueError, "id 9 in sample 1", "table 'word'"),
-    "an id outside a mesh's table": (
-        lambda: on_mesh(author=np.array([9, 0])), ValueError, "feature 'author'", "id 9 in sample 0",
-    ),
-    "a row number on the host outside": (
-        lambda: near().prepare({"what": [[3], [9]]}), ValueError, "feature 'what'", "id 9 in sample 1", "table 'item'",
-    ),
     # Bags in a batch
-    "ids that are a list": (lambda: title(Bags([1, 2], OFFSETS)), TypeError, "feature 'title'", "Bags", "ids", "list"),
-    "ids of two axes in bags": (
-        lambda: title(Bags(np.ones((3, 1), int), OFFSETS)), ValueError, "feature 'title'", "ids", "(3, 1)",
-    ),
-    "offsets that are a list": (lambda: title(Bags(IDS, [0, 3])), TypeError, "feature 'title'", "offsets", "list"),
     "offsets of floats": (
         lambda: title(Bags(IDS, np.array([0.0, 3.0]))), TypeError, "feature 'title'", "offsets", "float64",
     ),
@@ -172,44 +115,24 @@ BAD = {
     "offsets behind the ids": (
         lambda: title(Bags(IDS, np.array([0, 4]))), ValueError, "feature 'title'", "offset is 4", "3 ids",
     ),
-    "no offsets at all": (lambda: title(Bags(IDS, np.zeros(0, int))), ValueError, "feature 'title'", "offsets", "[]"),
     "offsets of two axes": (lambda: title(Bags(IDS, np.array([[0, 3]]))), ValueError, "feature 'title'", "offsets"),
     # Weights
-    "a pair of two samples": (lambda: title(([1, 2], [3, 4])), TypeError, "feature 'title'", "(ids, weights)", "list"),
     "weights of NaN": (
         lambda: title(([[1], [2]], [[1.0], [float("nan")]])), ValueError, "feature 'title'", "weight nan in sample 1",
         "finite",
-    ),
-    "infinite weights": (
-        lambda: title((IDS, np.array([1, np.inf, 1], np.float32))), ValueError, "feature 'title'",
-        "weight inf in sample 1",
     ),
     "weights of another shape": (
         lambda: title((IDS, np.ones(2, np.float32))), ValueError, "feature 'title'", "weights have shape (2,)", "(3,)",
     ),
     "weights of texts": (lambda: title(([1, 2], ["a", "b"])), TypeError, "feature 'title'", "weights", "numbers"),
-    "an array of texts as weights": (
-        lambda: title((IDS, np.array(["a", "b", "c"]))), TypeError, "feature 'title'", "weights", "numbers",
-    ),
-    "one number for all weights": (lambda: title((IDS, 0.5)), TypeError, "feature 'title'", "weights", "float"),
     "complex weights": (lambda: title((IDS, np.array([1j, 1, 1]))), TypeError, "feature 'title'", "weights", "complex"),
     "bags with too few weights": (
         lambda: title(Bags(IDS, OFFSETS, np.ones(2, np.float32))), ValueError, "feature 'title'", "2 weights", "3 ids",
-    ),
-    "bags with weights of texts": (
-        lambda: title(Bags(IDS, OFFSETS, np.array(["a", "b", "c"]))), TypeError, "feature 'title'", "weights",
-        "numbers",
     ),
     "a triple": (lambda: title((IDS, IDS, IDS, 1.5)), TypeError, "feature 'title'", "row 3", "float64"),
     # Sizes
     "another batch than declared": (
         lambda: declared(np.zeros((7, 1), int)), ValueError, "feature 'title'", "7 samples", "declares 8",
-    ),
-    "other sequences than declared": (
-        lambda: rs.EmbeddingCollection([feature(table_spec=table(combiner="none"), output_shape=(8, 2, 4))]).prepare(
-            {"title": np.zeros((8, 3), int)}
-        ),
-        ValueError, "feature 'title'", "24 ids", "declares 16",
     ),
     "a batch that devices cannot share": (
         lambda: on_mesh(title=np.array([1, 2, 3])), ValueError, "feature 'title'", "3 samples", "2 devices",
@@ -221,7 +144,6 @@ BAD = {
     # Keys
     "a negative key": (lambda: who(np.array([-2])), ValueError, "feature 'who'", "key -2 at position 0", "uint64"),
     "a key of floats": (lambda: who(np.array([1.5])), TypeError, "feature 'who'", "keys must be integers", "float64"),
-    "a key of texts": (lambda: who(np.array(["a"])), TypeError, "feature 'who'", "integers", "hash strings"),
     "a key too wide for its table": (
         lambda: who(np.array([2**31]), key_dtype="int32"), ValueError, "feature 'who'", "key 2147483648",
         "key_dtype='int32'",
@@ -230,12 +152,10 @@ BAD = {
         lambda: who(np.array([2**64 - 1], np.uint64)), ValueError, "feature 'who'", "key 18446744073709551615",
         "uint64",
     ),
-    "a list of keys beyond 64 bits": (lambda: who([2**64]), TypeError, "feature 'who'", str(2**64), "64 bits"),
     "keys of floats": (lambda: split_keys(np.array([1.5])), TypeError, "keys", "integers", "float64"),
     "negative keys": (lambda: split_keys(np.array([3, -7])), ValueError, "keys", "key -7 at position 1", "uint64"),
 }  # fmt: skip
 
-EMPTY = np.zeros((0, 2), int)
 ACCEPTED = {
     "ids of int8": (lambda: title(np.array([1, 2], np.int8)), lambda: title(np.array([1, 2]))),
     "ids of uint64": (lambda: title(np.array([1, 2], np.uint64)), lambda: title(np.array([1, 2]))),

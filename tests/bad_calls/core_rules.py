@@ -47,16 +47,7 @@ def with_rows(**rows):
 
 BAD = {
     # Hyperparameters
-    "a negative rate": (
-        lambda: rs.SGDOptimizerSpec(-0.1), ValueError, "SGDOptimizerSpec: learning_rate", "[0, inf)", "-0.1",
-    ),
-    "a rate of NaN": (lambda: rs.SGDOptimizerSpec(NAN), ValueError, "SGDOptimizerSpec: learning_rate", "nan"),
-    "an infinite rate": (lambda: rs.AdamOptimizerSpec(np.inf), ValueError, "AdamOptimizerSpec: learning_rate", "inf"),
     "a rate as text": (lambda: rs.SGDOptimizerSpec("0.1"), TypeError, "learning_rate", "number or a callable", "str"),
-    "a rate of None": (
-        lambda: rs.SGDOptimizerSpec(None), TypeError, "learning_rate", "number or a callable", "NoneType",
-    ),
-    "a rate of True": (lambda: rs.SGDOptimizerSpec(True), TypeError, "learning_rate", "number or a callable", "bool"),
     "two rates": (
         lambda: rs.SGDOptimizerSpec(np.ones(2)), TypeError, "SGDOptimizerSpec: learning_rate", "scalar", "(2,)",
     ),
@@ -74,52 +65,19 @@ BAD = {
     "a schedule of texts": (
         lambda: stepped(rs.SGDOptimizerSpec(lambda step: "0.1")), TypeError, "learning_rate", "schedule", "str",
     ),
-    "a schedule of vectors": (
-        lambda: stepped(rs.SGDOptimizerSpec(lambda step: jnp.ones(2))), TypeError, "learning_rate", "scalar", "(2,)",
-    ),
-    "beta_1 of 1": (lambda: rs.AdamOptimizerSpec(beta_1=1.0), ValueError, "AdamOptimizerSpec: beta_1", "[0, 1)", "1.0"),
-    "beta_2 of NaN": (lambda: rs.AdamOptimizerSpec(beta_2=NAN), ValueError, "AdamOptimizerSpec: beta_2", "nan"),
-    "a negative epsilon": (
-        lambda: rs.AdamOptimizerSpec(epsilon=-1.0), ValueError, "AdamOptimizerSpec: epsilon", "-1.0",
-    ),
     "epsilon as text": (
         lambda: rs.AdamOptimizerSpec(epsilon="1e-8"), TypeError, "AdamOptimizerSpec: epsilon", "number", "str",
     ),
-    "an accumulator of NaN": (
-        lambda: rs.AdagradOptimizerSpec(0.1, NAN), ValueError, "AdagradOptimizerSpec: initial_accumulator_value", "nan",
-    ),
-    "a negative accumulator": (
-        lambda: rs.RowWiseAdagradOptimizerSpec(0.1, -1.0), ValueError, "initial_accumulator_value", "-1.0",
-    ),
-    "momentum above 1": (
-        lambda: rs.AdagradMomentumOptimizerSpec(momentum=1.5), ValueError, "AdagradMomentumOptimizerSpec: momentum",
-        "1.5",
-    ),
     "Nesterov as text": (
         lambda: rs.AdagradMomentumOptimizerSpec(use_nesterov="no"), TypeError, "use_nesterov", "True or False", "'no'",
-    ),
-    "a positive power": (
-        lambda: rs.FTRLOptimizerSpec(learning_rate_power=0.5), ValueError, "FTRLOptimizerSpec: learning_rate_power",
-        "0.5",
-    ),
-    "negative regularization": (
-        lambda: rs.FTRLOptimizerSpec(l1_regularization_strength=-1.0), ValueError, "l1_regularization_strength", "-1.0",
     ),
     "a negative clip": (
         lambda: rs.LaPropOptimizerSpec(rms_clip_threshold=-1.0), ValueError, "LaPropOptimizerSpec: rms_clip_threshold",
         "clip_by_global_norm",
     ),
-    "a negative rho": (lambda: rs.F2AOptimizerSpec(rho=-0.5), ValueError, "F2AOptimizerSpec: rho", "-0.5"),
-    "negative decay": (
-        lambda: rs.AdamWOptimizerSpec(weight_decay=-0.1), ValueError, "AdamWOptimizerSpec: weight_decay",
-    ),
-    "trust of NaN": (lambda: rs.LARSOptimizerSpec(eta=NAN), ValueError, "LARSOptimizerSpec: eta", "nan"),
     "slots of integers": (
         lambda: rs.AdamWOptimizerSpec(slot_dtypes=("int8", None)), ValueError, "AdamWOptimizerSpec: slot_dtypes",
         "int8", "float32, bfloat16 or float16",
-    ),
-    "slots of a dtype nobody knows": (
-        lambda: rs.AdamWOptimizerSpec(slot_dtypes=("flaot16", None)), ValueError, "slot_dtypes", "'flaot16'", "float16",
     ),
     "too many slot dtypes": (
         lambda: rs.AdamWOptimizerSpec(slot_dtypes=("float16",) * 3), ValueError, "slot_dtypes", "3", "2",
@@ -131,7 +89,6 @@ BAD = {
         lambda: optimizers.DecayedAdagradOptimizerSpec(weight_decay_mode="L2"), TypeError, "weight_decay_mode",
         "WeightDecayMode", "'L2'",
     ),
-    "a hyperparameter nobody knows": (lambda: rs.AdamOptimizerSpec(beta1=0.9), TypeError, "beta1", "AdamOptimizerSpec"),
     # Rules of others
     "optax by name": (lambda: rs.from_optax("adam"), TypeError, "from_optax", "GradientTransformation", "str"),
     "optax not called": (
@@ -181,9 +138,6 @@ BAD = {
     "half an admission": (
         lambda: stored(rs.Hashed(admission_count=1.5)), TypeError, "table 'word'", "admission_count", "1.5",
     ),
-    "room for nobody": (
-        lambda: stored(rs.Hashed(admission_capacity=0)), ValueError, "table 'word'", "admission_capacity", "0",
-    ),
     "keys of 16 bits": (
         lambda: stored(rs.Hashed(key_dtype="int16")), ValueError, "table 'word'", "'int16'", "int32", "uint64",
     ),
@@ -209,9 +163,6 @@ BAD = {
         lambda: with_rows(keys=np.array([1.0, 2.0])), TypeError, "table 'client'", "keys", "float64",
     ),
     "negative keys in a table": (lambda: with_rows(keys=np.array([1, -5])), ValueError, "table 'client'", "-5"),
-    "values of another dim": (
-        lambda: with_rows(values=np.ones((2, 3))), ValueError, "table 'client'", "(2, 3)", "(2, 4)",
-    ),
     "values of texts": (
         lambda: with_rows(values=np.full((2, 4), "a")), TypeError, "table 'client'", "values", "numbers",
     ),
@@ -222,12 +173,8 @@ BAD = {
     "what a table has no place for": (
         lambda: with_rows(momentum=np.ones((2, 4))), ValueError, "table 'client'", "momentum",
     ),
-    "keys of a dtype nobody knows": (
-        lambda: stored(rs.Hashed(key_dtype="int46")), ValueError, "table 'word'", "key_dtype", "'int46'", "uint64",
-    ),
     # HostCached
     "no rows near": (lambda: stored(rs.HostCached(cache_rows=0)), ValueError, "table 'word'", "cache_rows", "0"),
-    "half a row near": (lambda: stored(rs.HostCached(cache_rows=2.5)), ValueError, "table 'word'", "cache_rows", "2.5"),
     "a cache with an eviction nobody knows": (
         lambda: stored(rs.HostCached(cache_rows=2, eviction="random")), ValueError, "table 'word'", "eviction 'random'",
         "lru",

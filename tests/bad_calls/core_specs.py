@@ -1,6 +1,5 @@
 """Bad tables, features, collections and plans."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -25,48 +24,23 @@ def plan(**options):
 BAD = {
     # TableSpec
     "a name that is a number": (lambda: table(3), TypeError, "TableSpec: name", "non-empty string", "3"),
-    "no name": (lambda: table(""), TypeError, "TableSpec: name", "non-empty string", "''"),
     "no rows": (lambda: table(vocabulary_size=0), ValueError, "table 'word'", "vocabulary_size", "at least 1", "got 0"),
-    "negative rows": (lambda: table(vocabulary_size=-5), ValueError, "table 'word'", "vocabulary_size", "got -5"),
     "rows as text": (
         lambda: table(vocabulary_size="9"), TypeError, "table 'word'", "vocabulary_size", "integer", "'9'",
     ),
-    "rows as a float": (lambda: table(vocabulary_size=9.0), TypeError, "table 'word'", "vocabulary_size", "9.0"),
-    "rows as a bool": (lambda: table(vocabulary_size=True), TypeError, "table 'word'", "vocabulary_size", "True"),
-    "rows of None": (lambda: table(vocabulary_size=None), TypeError, "table 'word'", "vocabulary_size", "None"),
     "more rows than int32 has": (
         lambda: table(vocabulary_size=2**31), ValueError, "table 'word'", "2147483648 exceeds", "split the table",
     ),
-    "no columns": (lambda: table(embedding_dim=0), ValueError, "table 'word'", "embedding_dim", "at least 1"),
-    "half a column": (lambda: table(embedding_dim=2.5), TypeError, "table 'word'", "embedding_dim", "2.5"),
-    "columns as an array": (lambda: table(embedding_dim=np.array([4])), TypeError, "table 'word'", "embedding_dim"),
     "an initial number": (
         lambda: table(initializer=0.1), TypeError, "table 'word'", "initializer", "(key, shape)", "0.1",
     ),
-    "an initializer by name": (lambda: table(initializer="normal"), TypeError, "table 'word'", "initializer", "normal"),
     "an optimizer by name": (lambda: table(optimizer="adam"), TypeError, "table 'word'", "OptimizerSpec", "from_optax"),
-    "a class of optimizers": (
-        lambda: table(optimizer=rs.AdamOptimizerSpec), TypeError, "table 'word'", "AdamOptimizerSpec(...)",
-    ),
     "a bare optax rule": (lambda: table(optimizer=optax.sgd(0.1)), TypeError, "table 'word'", "rsembed.from_optax"),
     "an unknown combiner": (
         lambda: table(combiner="average"), ValueError, "table 'word'", "'average'", "sum, mean, sqrtn, none",
     ),
-    "None for a combiner": (lambda: table(combiner=None), ValueError, "table 'word'", "combiner None", "sum, mean"),
-    "a combiner that is a list": (lambda: table(combiner=["sum"]), ValueError, "table 'word'", "combiner ['sum']"),
     "an integer dtype": (
         lambda: table(dtype="int8"), ValueError, "table 'word'", "'int8'", "float32, bfloat16, float16",
-    ),
-    "a wide dtype": (lambda: table(dtype=jnp.float64), ValueError, "table 'word'", "'float64'", "float32"),
-    "a dtype nobody knows": (lambda: table(dtype="flaot32"), ValueError, "table 'word'", "dtype 'flaot32'", "float32"),
-    "a limit of zero": (
-        lambda: table(max_ids_per_partition=0), ValueError, "table 'word'", "max_ids_per_partition", "got 0",
-    ),
-    "a limit as text": (
-        lambda: table(max_unique_ids_per_partition="256"), TypeError, "table 'word'", "max_unique_ids_per_partition",
-    ),
-    "a buffer of no entries": (
-        lambda: table(suggested_coo_buffer_size_per_device=0), ValueError, "suggested_coo_buffer_size_per_device",
     ),
     "quantization as a tuple": (
         lambda: table(quantization_config=(0.0, 1.0, 4)), TypeError, "table 'word'", "quantization_config",
@@ -77,48 +51,31 @@ BAD = {
         "'no'",
     ),
     "a class of storages": (lambda: table(storage=rs.Hashed), TypeError, "table 'word'", "storage", "Hashed(...)"),
-    "a storage by name": (
-        lambda: table(storage="hashed"), TypeError, "table 'word'", "storage", "'hashed'", "rsembed.Hashed",
-    ),
-    "a field nobody knows": (lambda: table(vocab_size=3), TypeError, "vocab_size"),
     "a field set too late": (
         lambda: setattr(_placed(), "combiner", "mean"), AttributeError, "table 'word'", "'combiner'", "before stacking",
     ),
     "buckets outside their bounds": (
         lambda: rs.QuantizationConfig(1.0, 0.0, 4), ValueError, "min_value 1.0", "max_value",
     ),
-    "buckets of NaN": (lambda: rs.QuantizationConfig(float("nan"), 1.0, 4), ValueError, "min_value nan", "finite"),
-    "one bucket": (lambda: rs.QuantizationConfig(0.0, 1.0, 1), ValueError, "num_buckets", "at least 2", "got 1"),
     "half a bucket": (lambda: rs.QuantizationConfig(0.0, 1.0, 2.5), TypeError, "num_buckets", "integer", "2.5"),
-    "bounds as text": (
-        lambda: rs.QuantizationConfig("0", "1", 4), TypeError, "QuantizationConfig", "min_value", "number",
-    ),
     # FeatureSpec
     "a feature without a name": (lambda: feature(""), TypeError, "FeatureSpec: name", "non-empty string"),
-    "a feature named by a number": (lambda: feature(0), TypeError, "FeatureSpec: name", "0"),
     "a table by its name": (
         lambda: feature(table_spec="word"), TypeError, "feature 'title'", "table_spec", "TableSpec", "str",
-    ),
-    "a table as a dict": (
-        lambda: feature(table_spec={"name": "word"}), TypeError, "feature 'title'", "TableSpec", "dict",
     ),
     "a shape that is a number": (
         lambda: feature(input_shape=8), TypeError, "feature 'title'", "input_shape", "list", "got 8",
     ),
-    "a shape as text": (lambda: feature(input_shape="81"), TypeError, "feature 'title'", "input_shape", "'81'"),
     "a shape with a zero": (lambda: feature(input_shape=(8, 0)), ValueError, "feature 'title'", "input_shape", "got 0"),
     "a shape of floats": (lambda: feature(output_shape=(8.0, 4)), TypeError, "feature 'title'", "output_shape", "8.0"),
     "an empty input shape": (lambda: feature(input_shape=()), ValueError, "feature 'title'", "input_shape", "()"),
-    "an empty output shape": (lambda: feature(output_shape=()), ValueError, "feature 'title'", "output_shape", "()"),
     "more columns than the table has": (
         lambda: feature(output_shape=(8, 5)), ValueError, "feature 'title'", "5 columns", "table 'word'",
         "embedding_dim=4",
     ),
     # Features together
     "no features": (lambda: rs.EmbeddingCollection([]), ValueError, "no FeatureSpec"),
-    "None for features": (lambda: rs.EmbeddingCollection(None), ValueError, "no FeatureSpec"),
     "features by name": (lambda: rs.EmbeddingCollection(["title"]), TypeError, "FeatureSpec", "str"),
-    "tables in place of features": (lambda: rs.EmbeddingCollection([table()]), TypeError, "FeatureSpec", "TableSpec"),
     "two features of one name": (
         lambda: rs.EmbeddingCollection([feature(), feature()]), ValueError, "unique", "'title'",
     ),
@@ -136,19 +93,13 @@ BAD = {
     ),
     "no capacity": (lambda: one(exchange_capacity=0), ValueError, "exchange_capacity=0", "at least 1"),
     "half a capacity": (lambda: one(exchange_capacity=2.5), TypeError, "exchange_capacity", "integer", "2.5"),
-    "capacity as text": (lambda: one(exchange_capacity="8"), TypeError, "exchange_capacity", "integer", "'8'"),
     "an unknown kernel": (lambda: one(implementation="natvie"), ValueError, "'natvie'", "native", "reference"),
-    "devices in place of a mesh": (lambda: one(mesh=jax.devices()[:2]), TypeError, "mesh", "jax.make_mesh", "list"),
-    "a number of devices": (lambda: one(mesh=2), TypeError, "mesh", "jax.make_mesh", "int"),
     "an axis without a mesh": (lambda: one(sharding_axis="shard"), ValueError, "sharding_axis='shard'", "needs a mesh"),
     "an unknown axis": (
         lambda: one(mesh=mesh(), sharding_axis="shrad"), ValueError, "sharding_axis='shrad'", "('shard',)",
     ),
     "an axis twice": (
         lambda: one(mesh=mesh(), sharding_axis=("shard", "shard")), ValueError, "sharding_axis", "once each", "shard",
-    ),
-    "an axis by number": (
-        lambda: one(mesh=mesh(), sharding_axis=0), TypeError, "sharding_axis", "a text or a list", "0",
     ),
     "a placement without a mesh": (lambda: one(placement="row"), ValueError, "placement='row'", "needs a mesh"),
     "an unknown placement": (
@@ -157,12 +108,6 @@ BAD = {
     ),
     "a placement of an unknown table": (
         lambda: one(mesh=mesh(), placement={"wrod": "row"}), ValueError, "placement", "'wrod'", "'word'",
-    ),
-    "a placement by number": (
-        lambda: one(mesh=mesh(), placement={"word": 0}), TypeError, "placement['word']", "a text", "0",
-    ),
-    "placements as a list": (
-        lambda: one(mesh=mesh(), placement=["row"]), TypeError, "placement", "['row']", "a mapping",
     ),
     "columns that cannot be split": (
         lambda: rs.EmbeddingCollection(
@@ -180,9 +125,7 @@ BAD = {
     "shards as text": (lambda: plan(num_shards="2"), TypeError, "num_shards", "integer", "'2'"),
     "an unknown table in a group": (lambda: plan(groups=[["s", "x"]]), ValueError, "every table once", "'t'", "'x'"),
     "a table in two groups": (lambda: plan(groups=[["s", "t"], ["t"]]), ValueError, "every table once", "'t'"),
-    "groups as a list of names": (lambda: plan(groups=["word", "user"]), TypeError, "groups", "list", "'word'"),
     "shards without padding": (lambda: plan(num_shards=2, pad=False), ValueError, "without padding", "pad=True"),
-    "half a rotation": (lambda: plan(rotation=0.5), TypeError, "rotation", "integer", "0.5"),
     "negative activations": (
         lambda: plan(activation_mem_bytes_limit=-1), ValueError, "activation_mem_bytes_limit", "[1, inf)", "-1",
     ),
@@ -194,9 +137,6 @@ BAD = {
     "a table nobody knows": (lambda: plan().table("wrod"), KeyError, "'wrod'", "'s'", "'t'"),
     "the load of unknown features": (lambda: plan().shard_load({"x": [1]}), ValueError, "'x'", "'a'", "'b'"),
     "the load of ids as text": (lambda: plan().shard_load({"a": ["x"]}), ValueError, "feature 'a'", "integers", "'x'"),
-    "the load of ids outside": (
-        lambda: plan().shard_load({"a": [[99]]}), ValueError, "feature 'a'", "from 0 to 8", "table 's'", "99",
-    ),
 }  # fmt: skip
 
 

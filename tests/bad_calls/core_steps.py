@@ -11,7 +11,6 @@ from tests.bad_calls.world import (
     collection,
     feature,
     gradients,
-    mesh,
     other,
     other_row_gradients,
     other_state,
@@ -65,20 +64,11 @@ def as_numpy(tree):
     return tree._replace(tables={name: np.asarray(array) for name, array in tree.tables.items()})
 
 
-def on_mesh():
-    return rs.EmbeddingCollection([feature(), feature("author", table("user", vocabulary_size=5))], mesh=mesh())
-
-
 BAD = {
     # init
     "a seed in place of a key": (lambda: collection().init(0), TypeError, "PRNG key", "0", "jax.random.key(0)"),
-    "a text in place of a key": (lambda: collection().init("0"), TypeError, "PRNG key", "'0'", "jax.random.key(0)"),
-    "no key": (lambda: collection().init(None), TypeError, "PRNG key", "None", "jax.random.key(0)"),
     "several keys": (
         lambda: collection().init(jax.random.split(KEY(0))), ValueError, "PRNG key", "(2,)", "jax.random.key(0)",
-    ),
-    "an array that is no key": (
-        lambda: collection().init(jnp.zeros(3)), TypeError, "PRNG key", "float32", "jax.random.key(0)",
     ),
     "an initializer of another shape": (
         lambda: started(lambda key, shape: jnp.zeros(3)), ValueError, "table 'word'", "initializer", "(3,)", "(9, 4)",
@@ -86,17 +76,11 @@ BAD = {
     "an initializer of one argument": (
         lambda: started(lambda key: key), TypeError, "table 'word'", "initializer(key, (9, 4))", "lambda key, shape",
     ),
-    "an initializer of text": (
-        lambda: started(lambda key, shape: "zeros"), TypeError, "table 'word'", "initializer", "str",
-    ),
     "an initializer of None": (
         lambda: started(lambda key, shape: None), ValueError, "table 'word'", "initializer returned []", "(9, 4)",
     ),
     # States
     "no state": (lambda: lookup(None), TypeError, "EmbeddingState", "NoneType", "collection.init"),
-    "a text in place of a state": (lambda: lookup("state"), TypeError, "EmbeddingState", "str", "collection.init"),
-    "the tables in place of the state": (lambda: lookup(state().tables), TypeError, "EmbeddingState", "dict"),
-    "a plain tuple": (lambda: lookup(tuple(state())), TypeError, "EmbeddingState", "tuple"),
     "batch and state the wrong way round": (
         lambda: collection().lookup(batch(), state()), TypeError, "EmbeddingState", "dict",
     ),
@@ -104,20 +88,12 @@ BAD = {
         lambda: lookup(other_state()), ValueError, "does not belong to this collection", "word_user is missing",
         "with_tables",
     ),
-    "the state of a mesh": (lambda: lookup(on_mesh().init(KEY(0))), ValueError, "does not belong to this collection"),
     "a state without tables": (
         lambda: lookup(STATELESS), ValueError, "does not belong", "tables are {}", "collection.init",
-    ),
-    "a table of another shape": (
-        lambda: lookup(reshaped(word_user=jnp.ones((3, 4)))), ValueError, "does not belong", "float32[3, 4]",
-        "float32[14, 4]",
     ),
     "a table of another dtype": (
         lambda: lookup(reshaped(word_user=jnp.ones((14, 4), jnp.bfloat16))), ValueError, "does not belong",
         "bfloat16[14, 4]",
-    ),
-    "a table that is a list": (
-        lambda: lookup(reshaped(word_user=[[0.0] * 4] * 14)), ValueError, "does not belong", "float", "expected",
     ),
     "slots of another optimizer": (
         lambda: collection().update(reshaped()._replace(slots={"word_user": (jnp.ones(3),)}), batch(), gradients()),
@@ -134,18 +110,6 @@ BAD = {
     "tables as an array": (
         lambda: collection().with_tables(state(), np.ones((9, 4))), TypeError, "tables", "a mapping", "(9, 4)",
     ),
-    "values of another shape": (
-        lambda: with_tables(word=np.ones((9, 5))), ValueError, "table 'word'", "(9, 4)", "(9, 5)",
-    ),
-    "values as texts": (lambda: with_tables(word=np.full((9, 4), "a")), TypeError, "table 'word'", "numbers", "<U1"),
-    "values of uneven lists": (
-        lambda: with_tables(word=[[1.0], [1.0, 2.0]]), TypeError, "table 'word'", "an array of numbers",
-        "[[1.0], [1.0, 2.0]]",
-    ),
-    "complex values": (
-        lambda: with_tables(word=np.full((9, 4), 1j)), TypeError, "table 'word'", "numbers", "complex128",
-    ),
-    "no values": (lambda: with_tables(word=None), TypeError, "table 'word'", "an array of numbers", "None"),
     "a row by key outside": (
         lambda: with_tables(word={"keys": [9], "values": np.ones((1, 4))}), ValueError, "table 'word'", "9 rows",
         "key 9",
@@ -169,21 +133,7 @@ BAD = {
     "a gradient of other columns": (
         lambda: update(title=np.ones((4, 2))), ValueError, "feature 'title'", "(4, 2)", "of 4",
     ),
-    "a gradient of one axis": (
-        lambda: update(title=np.ones(8)), ValueError, "feature 'title'", "(8,)", "2 vectors of 4",
-    ),
     "a gradient of text": (lambda: update(title="ones"), TypeError, "feature 'title'", "gradient", "str"),
-    "a gradient of None": (lambda: update(title=None), TypeError, "feature 'title'", "gradient", "NoneType"),
-    "a gradient of texts": (
-        lambda: update(title=np.full((2, 4), "a")), TypeError, "feature 'title'", "gradient", "<U1",
-    ),
-    "a complex gradient": (
-        lambda: update(title=np.full((2, 4), 1j)), TypeError, "feature 'title'", "gradient", "complex",
-    ),
-    "a gradient of the batch before": (
-        lambda: collection().update(state(), batch(title=[1, 2, 3]), gradients()), ValueError, "feature 'title'",
-        "3 vectors",
-    ),
     "gradients of another batch in a pullback": (
         lambda: collection().lookup_vjp(state(), batch())[1](gradients(author=np.ones((3, 4)))), ValueError,
         "feature 'author'",
@@ -195,12 +145,6 @@ BAD = {
     # Row gradients
     "no row gradients": (
         lambda: collection().apply(state(), None), TypeError, "RowGradients", "NoneType", "lookup_vjp",
-    ),
-    "dense gradients": (
-        lambda: collection().apply(state(), {"word": jnp.ones((9, 4))}), TypeError, "RowGradients", "dict",
-    ),
-    "gradients in place of the state": (
-        lambda: collection().apply(row_gradients(), state()), TypeError, "RowGradients", "EmbeddingState",
     ),
     "row gradients of another collection": (
         lambda: collection().apply(state(), other_row_gradients()), ValueError, "do not belong to this collection",
@@ -215,31 +159,24 @@ BAD = {
     "a factor for each row": (
         lambda: rs.scale(row_gradients(), np.ones((2, 1))), ValueError, "scale: factor", "number", "(2, 1)",
     ),
-    "a scaled dict": (lambda: rs.scale({"word": jnp.ones(3)}, 2.0), TypeError, "scale", "RowGradients", "dict"),
     "the norm of a dict": (
         lambda: rs.global_norm({"word": jnp.ones(3)}), TypeError, "global_norm", "RowGradients", "dict",
     ),
     "a negative norm": (
         lambda: rs.clip_by_global_norm(row_gradients(), -1.0), ValueError, "clip_by_global_norm: max_norm", "-1.0",
     ),
-    "a norm of NaN": (lambda: rs.clip_by_global_norm(row_gradients(), NAN), ValueError, "max_norm", "nan"),
     "a norm as text": (lambda: rs.clip_by_global_norm(row_gradients(), "1"), TypeError, "max_norm", "number", "str"),
     "another norm of NaN": (
         lambda: rs.clip_by_global_norm(row_gradients(), 1.0, other_norm=NAN), ValueError, "other_norm", "nan",
     ),
     "nothing to combine": (lambda: rs.combine(), ValueError, "combine", "at least one RowGradients"),
     "a list to combine": (lambda: rs.combine([row_gradients()]), TypeError, "combine", "RowGradients", "list"),
-    "dicts to combine": (lambda: rs.combine({}, {}), TypeError, "combine", "RowGradients", "dict"),
     "gradients of two collections": (
         lambda: rs.combine(row_gradients(), other_row_gradients()), ValueError, "different collections", "combined",
     ),
     # value_and_grad
     "collection and loss the wrong way round": (
         lambda: rs.value_and_grad(collection(), loss_of), TypeError, "loss_fn", "function", "EmbeddingCollection",
-    ),
-    "no loss": (lambda: rs.value_and_grad(None, collection()), TypeError, "loss_fn", "function", "NoneType"),
-    "a state in place of a collection": (
-        lambda: rs.value_and_grad(loss_of, state()), TypeError, "collection", "EmbeddingCollection", "EmbeddingState",
     ),
     "a loss without its aux": (lambda: grad(loss_of), TypeError, "loss_fn", "(loss, aux)", "has_aux=False"),
     "a loss of vectors": (

@@ -33,8 +33,6 @@ BAD = {
     "devices as text": (
         lambda: parallel.make_mesh(num_devices="2"), TypeError, "make_mesh", "num_devices", "integer", "'2'",
     ),
-    "half a device": (lambda: parallel.make_mesh(num_devices=1.5), TypeError, "make_mesh", "num_devices", "1.5"),
-    "an axis by number": (lambda: parallel.make_mesh(0), TypeError, "make_mesh", "axis", "0"),
     "samples that devices cannot share": (
         lambda: parallel.put_global({"ids": np.ones(3)}, mesh()), ValueError, "put_global: array ['ids']", "(3,)",
         "2 devices",
@@ -72,12 +70,10 @@ BAD = {
         lambda: SetAssociativeCache(1, num_ids=9, algorithm="fifo"), ValueError, "'fifo'", "'lru' or 'lfu'",
     ),
     "admitted floats": (lambda: cache().admit(IDS / 1), TypeError, "ids", "integer", "float64"),
-    "admitted ids of two axes": (lambda: cache().admit(IDS.reshape(2, 2)), TypeError, "ids", "flat", "(2, 2)"),
     "a slot that is not locked": (lambda: cache().unlock(np.array([0])), ValueError, "slot 0 is not locked"),
     "a slot that is not there": (lambda: cache().unlock(np.array([9])), ValueError, "slots must be 0 to 3", "9"),
     "slots of floats": (lambda: cache().unlock(np.array([0.5])), TypeError, "slots", "integer", "float64"),
     "a load above all rows": (lambda: num_sets_for(9, 1.5, row_bytes=16), ValueError, "load_factor=1.5", "from 0 to 1"),
-    "a load of NaN": (lambda: num_sets_for(9, NAN, row_bytes=16), ValueError, "load_factor=nan"),
     "too little memory": (
         lambda: num_sets_for(9, 0.5, row_bytes=16, free_bytes=10), ValueError, "not even one set", "10 free bytes",
     ),
@@ -97,7 +93,6 @@ BAD = {
     "negative groups": (lambda: CacheStatistics(-1), ValueError, "num_groups", "[0, inf)", "-1"),
     # Kernels
     "an unknown kernel": (lambda: api.check_implementation("gpus"), ValueError, "'gpus'", "native", "reference"),
-    "a kernel by number": (lambda: api.check_implementation(1), ValueError, "implementation 1", "native"),
 }  # fmt: skip
 
 

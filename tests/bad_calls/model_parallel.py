@@ -5,9 +5,8 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-import rsembed as rs
 from rsembed import sok
-from tests.bad_calls.world import collection, mesh, new_path, state
+from tests.bad_calls.world import mesh, new_path
 
 NAN = float("nan")
 
@@ -94,33 +93,25 @@ BAD = {
     "a batch that devices cannot share": (
         lambda: sok.Init(3, mesh=mesh()), ValueError, "sok.Init", "global_batch_size=3", "2 devices",
     ),
-    "a batch of half a sample": (lambda: sok.Init(2.5, mesh=mesh()), TypeError, "global_batch_size", "integer", "2.5"),
     "a batch of none": (lambda: sok.Init(0, mesh=mesh()), ValueError, "global_batch_size", "[1, inf)", "0"),
-    "an axis by number": (lambda: sok.Init(axis=0), TypeError, "Init: axis", "a text", "0"),
     "an option of Init nobody knows": (lambda: sok.Init(batch_size=4, mesh=mesh()), TypeError, "batch_size"),
     # Variables
     "no rows": (lambda: made(rows_per_device=0), ValueError, "table 'word'", "rows_per_device", "at least 1"),
     "rows as text": (lambda: made(rows_per_device="4"), TypeError, "'word': rows_per_device", "'4'"),
     "no columns": (lambda: made(dim=0), ValueError, "table 'word'", "embedding_dim", "at least 1"),
-    "a name that is a number": (lambda: made(3), TypeError, "embedding_variable: name", "a text", "3"),
     "keys of 16 bits": (lambda: made(key_dtype="int16"), ValueError, "table 'word'", "'int16'", "int64"),
-    "keys of a dtype nobody knows": (lambda: made(key_dtype="int46"), ValueError, "table 'word'", "'int46'", "int64"),
     "an initializer nobody knows": (
         lambda: made(initializer="gauss"), ValueError, "table 'word'", "'gauss'", "uniform, normal",
     ),
-    "an optimizer by name": (lambda: made(optimizer="adam"), TypeError, "'word': optimizer", "OptimizerSpec", "'adam'"),
     "a policy nobody knows": (lambda: made(when_full="drop"), ValueError, "table 'word'", "when_full", "'drop'"),
     "an option nobody knows": (lambda: made(capacity=4), TypeError, "capacity"),
     "policies without a hash table": (
         lambda: made(use_hashtable=False, eviction="lru"), ValueError, "table 'word'", "eviction",
         "use_hashtable is False",
     ),
-    "a life of less than no steps": (lambda: made(steps_to_live=-1), ValueError, "table 'word'", "steps_to_live", "-1"),
     "no capacity of an exchange": (
         lambda: made(exchange_capacity=0), ValueError, "'word': exchange_capacity", "[1, inf)", "0",
     ),
-    "a context that is a mesh": (lambda: made(context=mesh()), TypeError, "'word': context", "of type Context", "Mesh"),
-    "a seed for Rngs": (lambda: made(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
     "an eviction nobody asked for": (lambda: variable().evict_older(), ValueError, "table 'word'", "steps_to_live"),
     "growth of a table of numbers": (lambda: plain().grow(8), NotImplementedError, "table 'number'", "no hash table"),
     "growth to less": (lambda: variable().grow(2), ValueError, "table 'word'", "2", "4"),
@@ -135,21 +126,12 @@ BAD = {
     ),
     "a combiner by number": (lambda: layer(1), TypeError, "DistributedEmbedding: combiner", "a text", "1"),
     "no slots": (lambda: layer(slots=0), ValueError, "layer 'distributed_embedding'", "slot_num", "got 0"),
-    "half a slot": (lambda: layer(slots=1.5), TypeError, "DistributedEmbedding: slot_num", "an integer", "1.5"),
-    "rows of a layer as text": (
-        lambda: layer(rows="4"), TypeError, "DistributedEmbedding: max_vocabulary_size_per_gpu", "'4'",
-    ),
     "samples of no keys": (
         lambda: layer(max_feature_num=0), ValueError, "layer 'distributed_embedding'", "max_feature_num", "0",
     ),
     # Batches
     "keys of floats": (lambda: call(KEYS / 1), TypeError, "table 'distributed_embedding'", "integers", "float64"),
-    "keys of texts": (
-        lambda: call(np.full((2, 1, 2), "a")), TypeError, "table 'distributed_embedding'", "integers", "<U1",
-    ),
-    "keys of None": (lambda: call(None), TypeError, "table 'distributed_embedding'", "integers"),
     "lists of texts": (lambda: call([["a"], ["b"]]), TypeError, "distributed_embedding", "row 0", "integers"),
-    "lists of floats": (lambda: call([[1.5], [2.5]]), TypeError, "distributed_embedding", "row 0", "float64"),
     "keys beyond 64 bits": (lambda: call([[2**70], [1]]), TypeError, "distributed_embedding", "row 0", "64 bits"),
     "a negative key": (
         lambda: call(np.array([[[1, -5]], [[2, 3]]])), ValueError, "table 'distributed_embedding'", "key -5", "uint64",
@@ -239,7 +221,6 @@ BAD = {
         lambda: layered({"titel": [[1], [2]]}), ValueError, "input_layer", "['title']", "['titel']",
     ),
     "a batch that is a list": (lambda: layered([[1], [2]]), TypeError, "input_layer", "mapping", "list"),
-    "no columns to read": (lambda: sok.input_layer({}, []), ValueError, "input_layer"),
     "columns by name": (
         lambda: sok.input_layer({"title": [[1]]}, ["title"]), TypeError, "input_layer", "columns[0]", "str",
     ),
@@ -274,7 +255,6 @@ BAD = {
     "a dump of another dim": (
         lambda: sok.load(dumped(), [made(dim=3)]), ValueError, "table 'word'", "embedding_dim", "assign_rows",
     ),
-    "a checkpoint that is no dump": (lambda: _checkpoint(), ValueError, "holds the tables", "['word']"),
 }  # fmt: skip
 
 
@@ -282,12 +262,6 @@ def _twice():
     output, backward = pooled().vjp(KEYS)
     backward(output)
     backward(output)
-
-
-def _checkpoint():
-    path = new_path("saved")
-    rs.checkpoint.save_collection(path, collection(), state())
-    return sok.load(path, [variable()])
 
 
 ACCEPTED = {

@@ -54,16 +54,13 @@ BAD = {
         lambda: client().record({"word": [1]}), TypeError, "SparseDenseMatmulInputStats", "dict",
     ),
     "negative headroom": (lambda: LimitsPolicy(headroom_fraction=-0.1), ValueError, "headroom_fraction", "-0.1"),
-    "headroom of NaN": (lambda: LimitsPolicy(headroom_fraction=float("nan")), ValueError, "headroom_fraction", "nan"),
     "headroom as text": (
         lambda: LimitsPolicy(headroom_fraction="0.1"), TypeError, "headroom_fraction", "number", "str",
     ),
-    "a bucket that does not grow": (lambda: LimitsPolicy(bucket=1.0), ValueError, "bucket", "factor above 1", "1.0"),
     "a policy by name": (lambda: limits(policy="exact"), TypeError, "policy", "LimitsPolicy", "'exact'"),
     "no core for limits": (
         lambda: limits(num_sc_per_device=0), ValueError, "limits_from_statistics: num_sc_per_device", "[1, inf)", "0",
     ),
-    "stacks by name": (lambda: limits(stacks=["word"]), TypeError, "stacks", "StackedTableSpec", "str"),
     "a buffer of an unknown stack": (
         lambda: statistics().set_required_buffer_size_per_device("x", 64), ValueError, "stack 'x'", "num_sc",
     ),

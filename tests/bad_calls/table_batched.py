@@ -70,47 +70,18 @@ BAD = {
         lambda: module((9, 4)), TypeError, "embedding_specs", "(an integer, an integer, a member of EmbeddingLocation",
         "(9, 4)",
     ),
-    "specs of the core": (
-        lambda: module(rs.TableSpec(name="word", vocabulary_size=9, embedding_dim=4)), TypeError, "embedding_specs[0]",
-        "a member of EmbeddingLocation, such as", "TableSpec",
-    ),
-    "one spec without a list": (
-        lambda: TableBatchedEmbeddingBags((9, 4, HOST, CPU)), TypeError, "embedding_specs[0]", "9",
-        "(an integer, an integer, a member of EmbeddingLocation",
-    ),
     "fewer than no rows": (lambda: module((-1, 4, HOST, CPU)), ValueError, "table 'table_0'", "-1 rows"),
-    "rows as text": (lambda: module(("9", 4, HOST, CPU)), TypeError, "embedding_specs[0][0]", "an integer", "'9'"),
-    "half a column": (lambda: module((9, 4.5, HOST, CPU)), TypeError, "embedding_specs[0][1]", "an integer", "4.5"),
     "rows beyond int32": (lambda: module((2**31, 4, HOST, CPU)), ValueError, "table 'table_0'", "32-bit", "hash"),
-    "a location by name": (
-        lambda: module((9, 4, "host", CPU)), TypeError, "embedding_specs[0][2]", "a member of EmbeddingLocation",
-        "'host'",
-    ),
-    "location and device the wrong way round": (
-        lambda: module((9, 4, CPU, HOST)), TypeError, "embedding_specs[0][2]", "a member of EmbeddingLocation",
-        "ComputeDevice.CPU",
-    ),
     "a device nobody has": (
         lambda: module((9, 4, EmbeddingLocation.MTIA, CPU)), ValueError, "table 'table_0'", "MTIA", "DEVICE",
     ),
     "too few names": (lambda: module(table_names=["word"]), ValueError, "table_names", "2 different names", "['word']"),
     "a name twice": (lambda: module(table_names=["word", "word"]), ValueError, "table_names", "2 different names"),
-    "names that are numbers": (lambda: module(table_names=[1, 2]), TypeError, "table_names[0]", "a text", "1"),
-    "a text for the names": (lambda: module(table_names="ab"), TypeError, "table_names", "list", "'ab'"),
     "a feature of a table that is not there": (
         lambda: module(feature_table_map=[0, 2]), ValueError, "feature", "reads table 2", "there are 2 tables",
     ),
     "a table without a feature": (
         lambda: module(feature_table_map=[0, 0]), ValueError, "['table_1']", "feature_table_map",
-    ),
-    "a feature map of texts": (
-        lambda: module(feature_table_map=["0", "1"]), TypeError, "feature_table_map[0]", "an integer", "'0'",
-    ),
-    "a feature map that is a number": (
-        lambda: module(feature_table_map=1), TypeError, "feature_table_map", "list", "1",
-    ),
-    "too many feature names": (
-        lambda: module(feature_names=["a", "b", "c"]), ValueError, "feature_names", "2 different names",
     ),
     # Arguments
     "an unknown optimizer": (lambda: module(optimizer="adan"), ValueError, "EmbOptimType", "'adan'", "ADAM"),
@@ -120,16 +91,13 @@ BAD = {
     ),
     "a rate as text": (lambda: module(learning_rate="0.1"), TypeError, "learning_rate", "number", "str"),
     "a rate of NaN": (lambda: module(learning_rate=NAN), ValueError, "learning_rate", "nan"),
-    "a negative rate": (lambda: module(learning_rate=-1.0), ValueError, "learning_rate", "-1.0"),
     "rates of other tables": (
         lambda: module(learning_rate=[0.1] * 3), ValueError, "learning_rate", "3 entries for 2 tables",
     ),
     "eps of zero": (
         lambda: module(optimizer=OptimType.EXACT_ADAGRAD, eps=0.0), ValueError, "eps must be positive", "1e-10",
     ),
-    "eps as text": (lambda: module(optimizer=OptimType.EXACT_ADAGRAD, eps="1e-8"), TypeError, "eps", "number", "str"),
     "beta1 of 1": (lambda: module(optimizer=OptimType.ADAM, beta1=1.0), ValueError, "beta1", "[0, 1)", "1.0"),
-    "negative decay": (lambda: module(optimizer=OptimType.ADAM, weight_decay=-1.0), ValueError, "weight_decay", "-1.0"),
     "an unknown decay mode": (
         lambda: module(optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, weight_decay_mode="l3"), ValueError,
         "WeightDecayMode", "'l3'", "L2",
@@ -154,7 +122,6 @@ BAD = {
         lambda: module(gradient_clipping=True, max_gradient=0.0), ValueError, "max_gradient", "(0, inf]", "0.0",
     ),
     "an option nobody knows": (lambda: module(lr=0.1), TypeError, "lr"),
-    "a seed for Rngs": (lambda: module(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
     "state dtypes nobody has": (
         lambda: module(optimizer=OptimType.ADAM, optimizer_state_dtypes={"momentum3": SparseType.FP16}), ValueError,
         "optimizer_state_dtypes", "'momentum3'", "momentum1",
@@ -163,8 +130,6 @@ BAD = {
     "a cache above all rows": (
         lambda: module(CACHED, cache_load_factor=1.5), ValueError, "cache_load_factor", "[0, 1]", "1.5",
     ),
-    "negative sets": (lambda: module(CACHED, cache_sets=-1), ValueError, "cache_sets", "-1"),
-    "half a set": (lambda: module(CACHED, cache_sets=1.5), TypeError, "cache_sets", "integer", "1.5"),
     "an unknown algorithm": (
         lambda: module(CACHED, cache_algorithm="fifo"), ValueError, "CacheAlgorithm", "'fifo'", "LRU",
     ),
@@ -178,10 +143,6 @@ BAD = {
     "reports every zero steps": (
         lambda: TBEStatsReporterConfig(interval=0), ValueError, "TBEStatsReporterConfig: interval", "0",
     ),
-    "metrics by name": (
-        lambda: module(CACHED, record_cache_metrics="all"), TypeError, "record_cache_metrics", "RecordCacheMetrics",
-        "'all'",
-    ),
     "counts nobody asked for": (
         lambda: cached().get_cache_miss_counter(), RuntimeError, "record_cache_miss_counter=True",
     ),
@@ -191,18 +152,13 @@ BAD = {
     # Batches
     "no offsets": (lambda: bags()(IDS), TypeError, "offsets is missing", "{feature: Bags}"),
     "ids of floats": (lambda: call(IDS + 0.5), TypeError, "indices", "integers", "float64"),
-    "ids of texts": (lambda: call(["a"] * 4), TypeError, "indices", "integers", "<U1"),
     "ids of two axes": (lambda: call(IDS.reshape(2, 2)), TypeError, "indices", "flat", "(2, 2)"),
-    "ids of None": (lambda: call(None), TypeError, "indices", "integers", "object"),
     "ids beyond 64 bits": (lambda: call([2**70, 1, 2, 3]), TypeError, "indices", "integers", "object"),
-    "offsets of floats": (lambda: call(IDS, OFFSETS / 1), TypeError, "offsets", "integers", "float64"),
     "offsets that fall": (lambda: call(IDS, OFFSETS[::-1]), ValueError, "offsets begin with 4"),
     "offsets that no tables share": (lambda: call(IDS, OFFSETS[:4]), ValueError, "offsets has 4 entries", "2 features"),
-    "offsets that do not begin at 0": (lambda: call(IDS, OFFSETS + 1), ValueError, "offset"),
     "an id outside": (
         lambda: call(np.array([1, 9, 3, 4])), ValueError, "feature 'word'", "9", "table 'word'", "9 rows",
     ),
-    "a negative id": (lambda: call(np.array([1, 2, 3, -2])), ValueError, "feature 'user'", "-2", "table 'user'"),
     "an id that wraps round": (
         lambda: call(np.array([2**32 + 1, 2, 3, 4])), ValueError, "feature 'word'", "4294967297",
     ),
@@ -210,7 +166,6 @@ BAD = {
         lambda: call(IDS, OFFSETS, np.ones(4, int)), TypeError, "per_sample_weights", "floats", "int64",
     ),
     "too few weights": (lambda: call(IDS, OFFSETS, np.ones(3)), ValueError, "per_sample_weights", "(3,)", "4 indices"),
-    "weights of texts": (lambda: call(IDS, OFFSETS, ["a"] * 4), TypeError, "per_sample_weights", "floats", "<U1"),
     "weights of NaN": (
         lambda: call(IDS, OFFSETS, np.array([1, NAN, 1, 1])), ValueError, "per_sample_weights", "nan", "index 1",
     ),
@@ -247,7 +202,6 @@ BAD = {
         lambda: backward(np.ones((3, 8), np.float32)), ValueError, "gradient", "(3, 8)", "(2, 8)",
     ),
     "a gradient of text": (lambda: backward("ones"), TypeError, "gradient", "str"),
-    "a gradient of None": (lambda: backward(None), TypeError, "gradient", "NoneType"),
     "requirements of too few features": (
         lambda: backward(np.ones((2, 8), np.float32), feature_requires_grad=[1]), ValueError, "feature_requires_grad",
         "(1,)", "2 numbers",

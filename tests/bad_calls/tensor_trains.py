@@ -7,7 +7,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import tt
-from tests.bad_calls.world import KEY, feature, mesh, table
+from tests.bad_calls.world import KEY, feature, table
 
 NAN = float("nan")
 SPEC = tt.TTSpec(9, (3, 3), (2, 2), (2,))
@@ -43,11 +43,8 @@ IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2])
 BAD = {
     # TTSpec
     "one core": (lambda: tt.TTSpec(9, (9,), (4,), ()), ValueError, "d >= 2", "tt_p_shapes=[9]"),
-    "too many ranks": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (2, 2)), ValueError, "d - 1 ranks", "tt_ranks=[2, 2]"),
     "a rank of zero": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (0,)), ValueError, "tt_ranks", "at least 1", "0"),
     "half a rank": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (2.5,)), TypeError, "tt_ranks[0]", "an integer", "2.5"),
-    "one rank for all": (lambda: tt.TTSpec(9, (3, 3), (2, 2), 2), TypeError, "tt_ranks", "each an integer", "got 2"),
-    "factors as text": (lambda: tt.TTSpec(9, "33", (2, 2), (2,)), TypeError, "tt_p_shapes", "each an integer", "'33'"),
     "too few rows": (lambda: tt.TTSpec(10, (3, 3), (2, 2), (2,)), ValueError, "make 9 rows", "num_embeddings=10"),
     "rows of a train as text": (lambda: tt.TTSpec("9", (3, 3), (2, 2), (2,)), TypeError, "num_embeddings", "'9'"),
     "columns that do not multiply": (
@@ -58,11 +55,9 @@ BAD = {
         lambda: tt.TTSpec.suggest(9, 4, 2), TypeError, "tt_ranks", "each an integer", "got 2",
     ),
     "no suggested rows": (lambda: tt.TTSpec.suggest(0, 4, [2]), ValueError, "num_embeddings", "[1, inf)", "0"),
-    "no suggested columns": (lambda: tt.TTSpec.suggest(9, 0, [2]), ValueError, "embedding_dim", "[1, inf)", "0"),
     "two budgets": (
         lambda: tt.TTSpec.for_budget(9, 4, bytes=99, ratio=2.0), ValueError, "exactly one", "bytes=", "ratio=",
     ),
-    "no budget": (lambda: tt.TTSpec.for_budget(9, 4), ValueError, "exactly one", "bytes=", "ratio="),
     "a budget that holds nothing": (
         lambda: tt.TTSpec.for_budget(9, 4, bytes=8), ValueError, "8 bytes", "9 x 4", "rank 1",
     ),
@@ -96,12 +91,6 @@ BAD = {
     "too few bytes for the table": (lambda: stored(bytes=8), ValueError, "table 'word'", "8 bytes"),
     "float16 cores": (
         lambda: stored((2,), dtype="float16"), ValueError, "table 'word'", "float32 or bfloat16", "float16",
-    ),
-    "a train placed by row": (
-        lambda: rs.EmbeddingCollection(
-            [feature(table_spec=table(storage=tt.TensorTrain((2,))))], mesh=mesh(), placement={"word": "row"}
-        ),
-        ValueError, "table 'word'", "'row'", "'replicated'",
     ),
     # Functions of cores
     "cores of another spec": (
@@ -168,18 +157,11 @@ BAD = {
     "a dtype of a module nobody knows": (
         lambda: module(dtype="flaot32"), ValueError, "dtype", "'flaot32'", "float32, bfloat16",
     ),
-    "a module of integers": (lambda: module(dtype="int32"), ValueError, "dtype", "float32, bfloat16", "int32"),
     "a negative rate of a module": (lambda: module(learning_rate=-1.0), ValueError, "learning_rate", "-1.0"),
-    "a rate of a module as text": (lambda: module(learning_rate="0.1"), TypeError, "learning_rate", "number", "str"),
     "a padding id outside": (lambda: module(padding_idx=9), ValueError, "padding_idx=9", "no row"),
-    "a padding id of half": (lambda: module(padding_idx=1.5), TypeError, "padding_idx", "integer", "1.5"),
     "a bounds check nobody knows": (lambda: module(bounds_check="clip"), ValueError, "bounds_check", "'clip'"),
     "a kernel of a module nobody knows": (lambda: module(implementation="fast"), ValueError, "'fast'", "chunked"),
-    "a cache of half a row": (
-        lambda: module(use_cache=True, cache_size=1.5), TypeError, "cache_size", "an integer", "1.5",
-    ),
     "renormalised rows": (lambda: module(max_norm=1.0), NotImplementedError, "max_norm=1.0"),
-    "a seed for Rngs": (lambda: module(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
     "no tables": (
         lambda: tt.TableBatchedTTEmbeddingBag(0, 9, 4, tt_ranks=[2]), ValueError, "num_tables", "at least 1", "0",
     ),
@@ -190,7 +172,6 @@ BAD = {
     # Their batches
     "a batch without offsets": (lambda: bag()(IDS), ValueError, "(3,)", "need offsets"),
     "a batch of floats": (lambda: bag()(np.array([1.5]), np.array([0])), TypeError, "indices", "integers", "float64"),
-    "a batch of texts": (lambda: bag()(["a"], [0]), TypeError, "indices", "integers"),
     "a batch of None": (lambda: bag()(None, OFFSETS), ValueError, "offsets go with flat indices", "()"),
     "offsets of floats": (lambda: bag()(IDS, np.array([0.0, 2.0])), TypeError, "offsets", "integers", "float64"),
     "offsets that fall": (lambda: bag()(IDS, np.array([0, 3, 2])), ValueError, "offsets", "never fall"),

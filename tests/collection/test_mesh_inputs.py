@@ -68,48 +68,18 @@ def test_ids_out_of_range_are_counted_over_all_devices():
     np.testing.assert_array_equal(activations["f"][:, 0], [1, 1, 1, 2])
 
 
-def test_batches_that_cannot_be_split_are_refused():
-    collection = collection_of(4)
-    with pytest.raises(ValueError, match=r"feature 'f': a batch of 3 samples cannot be split over 4 devices"):
-        collection.prepare({"f": [[1], [2], [3]]})
-    with pytest.raises(ValueError, match=r"id 9 in sample 1 is outside table 't'"):
-        collection.prepare({"f": [[1], [9], [3], [1]]})
-    bags = rs.Bags(jnp.arange(4), jnp.arange(5))
-    with pytest.raises(ValueError, match=r"feature 'f': on a mesh, bags of any length .* collection.prepare"):
-        jax.eval_shape(lambda bags: collection.prepare({"f": bags}), bags)
-    with pytest.raises(ValueError, match="gradient has shape"):
-        jax.eval_shape(
-            collection.update,
-            jax.eval_shape(collection.init, jax.random.key(0)),
-            {"f": jnp.zeros((4, 1), jnp.int32)},
-            {"f": jnp.zeros((4, 3))},
-        )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"placement": "rows"}, r"table 't': placement 'rows' is not one of row, table, column, replicated"),
-        ({"placement": {"x": "row"}}, r"placement names unknown tables \['x'\]"),
-        ({"sharding_axis": "y"}, r"sharding_axis='y' must name axes of the mesh"),
-        ({"exchange_capacity": 0}, r"exchange_capacity=0 must be at least 1"),
         (
             {"placement": "column", "optimizer": rs.RowWiseAdagradOptimizerSpec()},
             r"tables \['t'\] cannot be placed 'column': RowWiseAdagradOptimizerSpec steps whole rows",
         ),
-        ({"placement": "column", "num_devices": 8}, r"embedding_dim=4 is not divisible by 8 devices"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         collection_of(**options)
-
-
-def test_options_of_a_mesh_need_one():
-    feature = rs.FeatureSpec(name="f", table_spec=rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=4))
-    for options in ({"placement": "row"}, {"sharding_axis": "x"}):
-        with pytest.raises(ValueError, match="needs a mesh"):
-            rs.EmbeddingCollection(feature, **options)
 
 
 def test_row_gradients_of_different_meshes_are_not_combined():

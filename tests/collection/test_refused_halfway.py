@@ -84,16 +84,6 @@ def test_numbers_too_large_for_the_dtype_are_refused(storage):
     assert_same(collection.tables(state), before)
 
 
-def test_rows_by_key_for_a_table_of_rows_are_checked():
-    collection = collection_of({"t": None})
-    state = trained(collection)
-    rows = {"keys": np.asarray([1, 1]), "values": np.zeros((2, DIM))}
-    with pytest.raises(ValueError, match="keys must be distinct, but 1 comes twice"):
-        collection.with_tables(state, {"t": rows})
-    with pytest.raises(ValueError, match=r"cannot take \['bogus'\]"):
-        collection.with_tables(state, {"t": {**rows, "keys": np.asarray([1, 2]), "bogus": np.zeros(2)}})
-
-
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (None, 4), (4, None)])
 def test_tables_move_between_meshes_of_one_process(sizes):
     first, second = (collection_of({"t": None}, mesh=None if n is None else mesh_of(n)) for n in sizes)

@@ -59,21 +59,6 @@ def test_zipf_ids_lie_in_the_vocabulary(num_ids, vocabulary_size, exponent, seed
     assert all(0 <= number < vocabulary_size for number in ids.tolist())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "exponent", "message"),
-    [
-        ((-1, 5), 1.0, "num_ids=-1 must not be negative"),
-        ((5, 0), 1.0, "vocabulary_size=0 must be at least 1"),
-        ((5, 2**31), 1.0, r"below 2\*\*31"),
-        ((5, 5), -0.5, "exponent=-0.5 must be finite and not negative"),
-        ((5, 5), math.nan, "exponent=nan must be finite"),
-    ],
-)
-def test_zipf_refuses_bad_arguments(sizes, exponent, message):
-    with pytest.raises(ValueError, match=message):
-        datasets.zipf_ids(*sizes, exponent=exponent, seed=0)
-
-
 def log_odds(clicks):
     return np.log(clicks.click_probability) - np.log1p(-clicks.click_probability)
 
@@ -172,20 +157,3 @@ def test_labels_follow_the_click_probability():
         probability = clicks.click_probability[members]
         deviation = math.sqrt(np.sum(probability * (1 - probability))) / len(members)
         assert abs(clicks.labels[members].mean() - probability.mean()) < 5 * deviation
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_samples": 0}, "num_samples=0 must be at least 1"),
-        ({"vocabulary_sizes": ()}, r"len\(vocabulary_sizes\)=0 must be at least 1"),
-        ({"vocabulary_sizes": (5, 0)}, "vocabulary_size=0 must be at least 1"),
-        ({"num_dense": -1}, "num_dense=-1 must be at least 0"),
-        ({"ids_per_feature": 0}, "ids_per_feature=0 must be at least 1"),
-        ({"embedding_dim": 0}, "embedding_dim=0 must be at least 1"),
-        ({"exponent": -1.0}, "exponent=-1.0 must be finite"),
-    ],
-)
-def test_click_logs_refuse_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        datasets.synthetic_clicks(**{"num_samples": 5, "seed": 0, **options})

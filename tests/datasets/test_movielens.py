@@ -84,29 +84,6 @@ def test_the_published_form_is_read_in_the_order_of_time(published):
     assert np.diff(log.days).sum() * 86_400 == pytest.approx(60)
 
 
-def test_the_archive_is_found_in_a_folder_in_the_environment_and_in_the_cache(published, monkeypatch, cache):
-    name, file = published
-    sources = [datasets.movielens(name, path=file.parent).source]
-    monkeypatch.setenv("RSEMBED_DATA", str(file.parent))
-    sources.append(datasets.movielens(name).source)
-    monkeypatch.setenv("RSEMBED_DATA", str(file))
-    sources.append(datasets.movielens(name, source="ratings").source)
-    assert sources == [sources[0]] * 3
-    monkeypatch.delenv("RSEMBED_DATA")
-    (cache / file.name).write_bytes(file.read_bytes())
-    assert str(cache) in datasets.movielens(name).source
-
-
-def test_an_archive_with_another_checksum_is_refused_unless_it_has_another_name(published):
-    name, file = published
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr("more", "more")
-    with pytest.raises(ValueError, match=r"checksum mismatch.*fetch it again"):
-        datasets.movielens(name, path=file)
-    own = file.rename(file.with_name("mine.zip"))
-    assert "your own" in datasets.movielens(name, path=own).source
-
-
 def test_a_download_with_another_checksum_is_refused(monkeypatch, published):
     name, file = published
 
@@ -147,25 +124,6 @@ def test_only_the_first_users_are_kept(published):
     log = datasets.movielens(name, path=file, max_users=1)
     assert log.user_ids.tolist() == [2]
     assert log.items.tolist() == [2, 0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "ml-25m"}, "name='ml-25m' is none of"),
-        ({"source": "web"}, "source='web' none of"),
-        ({"source": "generated", "download": True}, "drop path= and download="),
-        ({"max_users": 0}, "max_users=0 must be at least 1"),
-    ],
-)
-def test_a_wrong_argument_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        datasets.movielens(**arguments)
-
-
-def test_a_path_without_an_archive_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"neither an archive nor a folder with ml-1m\.zip"):
-        datasets.movielens("ml-1m", path=tmp_path / "nowhere")
 
 
 def test_an_archive_of_another_form_is_refused(tmp_path):
@@ -238,19 +196,6 @@ def test_a_taste_turns_from_the_first_visit_to_the_last(log):
     old = law.release_days < -60 * 30  # no longer new, so nothing but popularity and taste is left
     np.testing.assert_allclose(first[0, old], liked[old], atol=1e-9)
     assert np.abs(last[0, old] - first[0, old]).max() > 0.5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_items": 30}, "num_items=30 must be at least 40"),
-        ({"num_users": 0}, "num_users=0 must be at least 1"),
-        ({"ratings_per_user": 70.0}, r"from 20 to 60\.0, half of num_items"),
-    ],
-)
-def test_a_log_that_cannot_be_generated_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        datasets.generated_ratings(**({"num_users": 10, "num_items": 120, "seed": 0} | arguments))
 
 
 # What follows from a log

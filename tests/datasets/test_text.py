@@ -81,20 +81,6 @@ def test_words_are_ranked_by_count_and_ties_by_first_appearance(tmp_path, vocabu
     assert text.unknown_fraction == ids.count(0) / len(ids)
 
 
-def test_a_text_of_454_words_and_287_distinct_ones_uses_the_ids_1_to_287(tmp_path):
-    words = [f"w{i}" for i in range(287)] + [f"w{i * i % 97}" for i in range(167)]
-    text = datasets.shakespeare(2048, path=own_text(tmp_path, " ".join(words)))
-    counts = Counter(text.word_ids.tolist())
-    first = {number: text.word_ids.tolist().index(number) for number in counts}
-    assert len(text.word_ids) == 454
-    assert sorted(counts) == list(range(1, 288))
-    order = [(-counts[number], first[number]) for number in range(1, 288)]
-    assert order == sorted(order)
-    features, labels = datasets.word_id_batches(text.word_ids, 100, 256, 16, 1)
-    assert (len(features["words_0"]), features["words_0"][0].shape) == (100, (256, 16, 1))
-    assert (len(labels), labels[99].shape) == (100, (256,))
-
-
 def test_the_word_of_id_0_is_unknown_even_where_a_text_contains_it(tmp_path):
     text = datasets.shakespeare(8, path=own_text(tmp_path, "<unk> sea <unk> bell"))
     assert text.vocabulary == ("<unk>", "sea", "bell")
@@ -110,14 +96,6 @@ def test_encode_and_decode_are_inverse_on_known_words():
     assert text.encode("the zeppelin").tolist() == [1, 0]
     assert text.encode([]).shape == (0,)
     assert text.decode(np.array([[1, 0], [0, 1]])) == "the <unk> <unk> the"
-
-
-@pytest.mark.parametrize("bad", [-1, 9])
-def test_decoding_an_id_without_a_word_names_it(tmp_path, bad):
-    text = datasets.shakespeare(100, path=own_text(tmp_path, VERSE))
-    assert len(text.vocabulary) == 9
-    with pytest.raises(ValueError, match=rf"id {bad} at position 1 has no word.*0 to 8"):
-        text.decode([0, bad])
 
 
 def test_max_words_cuts_before_ranking():
@@ -258,21 +236,6 @@ def test_a_doctored_corpus_is_refused(monkeypatch, doctored, cache, place):
         datasets.shakespeare(10, path=doctored if place == "path" else None)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocabulary_size": 1}, "vocabulary_size=1; id 0 and one word"),
-        ({"source": "web"}, r"source='web' is none of \('auto', 'generated', 'pastiche', 'corpus'\)"),
-        ({"max_words": 0}, "max_words=0 must be at least 1"),
-        ({"source": "pastiche", "path": "x.txt"}, "drop path= and download="),
-        ({"source": "generated", "download": True}, "drop path= and download="),
-    ],
-)
-def test_shakespeare_refuses_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        datasets.shakespeare(**options)
-
-
 def test_an_insisted_corpus_that_is_missing_lists_the_ways_out():
     with pytest.raises(FileNotFoundError, match=r"path=FILE.*RSEMBED_DATA.*download=True.*source='generated'"):
         datasets.shakespeare(10, source="corpus")
@@ -282,14 +245,6 @@ def test_a_path_without_a_text_is_an_error(tmp_path):
     for place in (tmp_path, tmp_path / "gone.txt"):
         with pytest.raises(FileNotFoundError, match=r"neither a text file nor a folder with tinyshakespeare\.txt"):
             datasets.shakespeare(10, path=place)
-
-
-def test_a_file_without_words_or_in_another_encoding_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="has no words"):
-        datasets.shakespeare(10, path=own_text(tmp_path, " \n"))
-    (tmp_path / "latin.txt").write_bytes("süß".encode("latin-1"))
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
-        datasets.shakespeare(10, path=tmp_path / "latin.txt")
 
 
 def test_verse_gives_every_speaker_a_line_and_joins_stops(tmp_path):

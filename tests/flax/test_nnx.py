@@ -77,30 +77,6 @@ def test_steps_may_be_scanned():
     world.assert_same_run(world.core_run("dense"), losses, *trained_parts(model))
 
 
-def test_a_table_trains_as_a_matrix_that_one_hot_vectors_multiply():
-    table = world.table("t", optimizer=rs.SGDOptimizerSpec(0.5))
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
-    ids, model = [[3, 5], [5], [1, 1, 3], [9]], Model(collection)
-    matrix = sum(np.eye(world.ROWS, dtype=np.float32)[[bag[k % len(bag)] for bag in ids]] for k in range(6)) / 6
-    optimizer = rs.nnx.Optimizer(model, optax.sgd(0.25))
-    params = {"table": collection.tables(model.embeddings.state)["t"], "head": jnp.asarray(world.HEAD)}
-    tx = optax.partition({"table": optax.sgd(0.5), "head": optax.sgd(0.25)}, {"table": "table", "head": "head"})
-    opt_state = tx.init(params)
-
-    def dense_loss(params):
-        return world.loss_of(matrix @ params["table"] @ params["head"], world.LABELS)
-
-    # Outside of jit, lists of any length are a batch.
-    for train, batch in ((step, {"f": ids}), (train_step, collection.prepare({"f": ids}))):
-        expected, gradients = jax.value_and_grad(dense_loss)(params)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        np.testing.assert_allclose(train(model, optimizer, batch), expected, rtol=1e-5)
-    head, (tables, *_) = trained_parts(model)
-    np.testing.assert_allclose(head, params["head"], rtol=1e-5)
-    np.testing.assert_allclose(tables["t"], params["table"], rtol=1e-5, atol=1e-7)
-
-
 def test_several_calls_of_a_layer_are_one_step_of_the_sum():
     collection, _, model, optimizer = new("dense")
     ids = np.arange(8).reshape(2, 4) % 5

@@ -43,7 +43,7 @@ TARGETS = {
     },
     **{f"partitioner-{name}": Target("tests.fuzz.properties:partitioner", name) for name in sanitizers.FLAGS},
     "cache": Target("tests.fuzz.properties:cache"),
-    **{name: Target(f"tests.fuzz.{name}:run") for name in ("collection", "hashed", "files", "settings")},
+    **{name: Target(f"tests.fuzz.{name}:run") for name in ("collection", "hashed", "files")},
 }
 
 

@@ -5,17 +5,13 @@ import re
 import subprocess
 
 import hypothesis
-import jax
 import numpy as np
 import pytest
 
-import rsembed as rs
 from rsembed.checkpoint import arrays
-from rsembed.collection.dense_rows import DenseRows
-from rsembed.homes.home import Home
 from rsembed.kernels import native
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz import collection, files, machines, native_calls, properties, sanitizers, settings, valid_calls
+from tests.fuzz import collection, files, machines, native_calls, properties, sanitizers, valid_calls
 
 PLANTED = """
 #include <thread>
@@ -81,8 +77,7 @@ def test_a_few_short_lives_of_each_target_hold_what_they_should(monkeypatch, nam
     monkeypatch.setattr(module, "live", short, raising=False)
     monkeypatch.setattr(collection, "model_on", lambda *_: on_one_device(0, "row"))
     monkeypatch.setattr(properties, "SETTINGS", hypothesis.settings(properties.SETTINGS, max_examples=3))
-    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests go on with theirs
-    assert getattr(module, function)({"settings": 35}.get(name, 0)) >= 1  # a small one; most compile for seconds
+    assert getattr(module, function)(0) >= 1
 
 
 def test_a_checkpoint_with_one_wrong_row_is_found(monkeypatch):
@@ -91,13 +86,3 @@ def test_a_checkpoint_with_one_wrong_row_is_found(monkeypatch):
     monkeypatch.setattr(arrays, "_rows", lambda array, first, count: np.roll(right(array, first, count), 1, axis=0))
     with pytest.raises(AssertionError):
         machines.live(files.Files, 0, phases=[hypothesis.Phase.generate])
-
-
-def test_two_settings_that_do_not_go_together_are_found(monkeypatch):
-    table = rs.TableSpec(name="table_0", vocabulary_size=7, embedding_dim=4, dtype="bfloat16")
-    mesh = {"mesh": jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), "placement": "row"}
-    model = settings.Settings([rs.FeatureSpec(name="f", table_spec=table)], ["dense"], True, True, None, mesh)
-    settings.compare(model, seed=0)
-    monkeypatch.setattr(DenseRows, "vector_dtype", Home.vector_dtype)
-    with pytest.raises(TypeError, match="bfloat16"):
-        settings.compare(model, seed=0)

@@ -212,16 +212,6 @@ def test_arguments_that_would_leave_memory_are_refused(offsets, blocks, reason):
         jax.block_until_ready(native.row_gradients(4, JaggedGradients(batch, d_output, 0, [3])))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_table_without_rows_reads_zeros_and_gives_weights_no_gradient(implementation):
-    ids, offsets, weights = jax.device_put((np.zeros(3, np.int32), np.int32([0, 2, 3]), np.ones(3, np.float32)))
-    batch = JaggedBatch(ids, offsets, weights, "sum", [Block(0, 2, 0, 0, 0)], "blocks")
-    tables = [jax.device_put(np.zeros((0, 4), np.float32))]
-    assert not np.asarray(implementation.lookup_jagged(tables, batch)).any()
-    d_output = jax.device_put(np.ones(batch.output_places([4])[0], np.float32))
-    assert not np.asarray(implementation.weight_gradients(tables, batch, d_output)).any()
-
-
 @pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
 @pytest.mark.parametrize(
     ("place", "number", "combiner", "reason"),

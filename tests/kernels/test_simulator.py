@@ -76,9 +76,6 @@ def step_is_right(tiles):
 CHECKS = {"gather": gather_is_right, "pool": pool_is_right, "step": step_is_right}
 PLANTED = {
     "last chunk skipped": ("gather", "_deal(ids.shape[0] // chunk, work)", "_deal(ids.shape[0] // chunk - 1, work)"),
-    "core number ignored": ("gather", 'lax.axis_index("core") * info.num_subcores + lax', "lax"),
-    "first chunk skipped": ("gather", "pl.loop(tile, num_chunks,", "pl.loop(tile + 1, num_chunks,"),
-    "doubled stride": ("gather", "step=info.num_cores * info", "step=2 * info.num_cores * info"),
     "written before read": (
         "gather",
         "pltpu.sync_copy(table_hbm.at[ids_v], rows_v)\n            pltpu.sync_copy(rows_v, out_hbm.at[_span(number, "
@@ -88,27 +85,12 @@ PLANTED = {
     ),
     "ids not loaded": ("gather", "pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)\n", "\n"),
     "output not cleared": ("pool", "out_v[bag, span] = _repeat(0.0, jnp.float32)", "pass"),
-    "gain dropped": ("pool", "gain * rows_v[entry, span]", "rows_v[entry, span]"),
     "entry off by one": ("pool", "gain * rows_v[entry, span]", "gain * rows_v[entry + 1, span]"),
-    "neighbours counted": ("pool", "(bag >= 0) & (bag < chunk) & ", ""),
-    "last entries missing": ("pool", "pl.loop(_lane(limits, 0), _lane(limits, 1))", "pl.loop(_lane(limits, 0), 3)"),
-    "bags of the wrong chunk": ("pool", "add_entries(number * chunk)", "add_entries(number)"),
     "stored instead of added": ("pool", "plsc.addupdate_scatter", "plsc.store_scatter"),
     "columns shifted": ("pool", "lax.iota(jnp.int32, lanes) + start", "lax.iota(jnp.int32, lanes)"),
     "no write-back": ("step", "pltpu.sync_copy(v, hbm.at[places])", "pass"),
     "padding not ignored": ("step", ", ignored_value=NO_ID", ""),
-    "rates not loaded": ("step", "pltpu.sync_copy(hyper_hbm, hyper_v)", "pass"),
-    "slots swapped": (
-        "step",
-        "inputs = [*(arrays[place] for place in order)",
-        "inputs = [*(arrays[place] for place in (1, 0, 2))",
-    ),
     "gradient of another row": ("step", "gradients_v[row, span] for", "gradients_v[0, span] for"),
-    "numbers written to the wrong rows": (
-        "step",
-        "pltpu.sync_copy(v, hbm.at[span])",
-        "pltpu.sync_copy(v, hbm.at[places])",
-    ),
     "a copy that nobody waits for": (
         "step",
         "pltpu.sync_copy(gradients_hbm.at[span], gradients_v)",

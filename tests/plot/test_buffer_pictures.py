@@ -1,6 +1,5 @@
 """The picture of a buffer shows what the partitioner laid out."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
@@ -76,10 +75,3 @@ def test_more_shards_than_colours_and_an_empty_buffer_are_drawn():
     ax = plot.plot_buffer(np.arange(16)[None])
     assert "colours repeat" in legend_texts(ax)[-3]
     assert legend_texts(plot.plot_buffer(np.full((1, 8), TAIL))) == ["gap", "empty tail"]
-
-
-def test_it_draws_on_the_given_axes_and_passes_options_on():
-    _, (left, right) = plt.subplots(1, 2)
-    assert plot.plot_buffer(PLACES, ax=right, alpha=0.5) is right
-    assert plt.get_fignums() == [1] and not left.has_data()
-    assert {strip.get_alpha() for strip in right.collections} == {0.5}

@@ -68,16 +68,6 @@ def test_the_caller_s_options_reach_the_bars():
         assert {bar.get_alpha() for bars in ax.containers for bar in bars} == {0.25}
 
 
-@pytest.mark.parametrize(
-    "draw", [lambda **kw: plot.plot_shard_load(LOADS, **kw), lambda **kw: plot.plot_stack_bytes(SIZES, **kw)]
-)
-def test_it_draws_on_the_given_axes_and_nowhere_else(draw):
-    _, (left, right) = plt.subplots(1, 2)
-    assert draw(ax=right) is right
-    assert plt.get_fignums() == [1] and not left.has_data()
-    assert right.get_xlabel() and right.get_ylabel()
-
-
 @pytest.mark.parametrize("box", [(4.0, 3.0), (1.0, 7.0)])
 def test_a_treemap_tiles_its_box_with_areas_in_proportion(box):
     sizes = np.random.default_rng(0).exponential(size=12)

@@ -107,5 +107,3 @@ def test_initializers_of_whole_tables_are_refused_with_the_reason():
         ValueError, match="unknown initializer 'gauss'; choose one of uniform, normal, truncated_normal"
     ):
         variable(initializer="gauss")
-
-

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from rsembed.checks import validated
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
-from rsembed.intervals import door
 from rsembed.sparsecore.layout import Nested, cores_of, sharding_strategy_to_enum
 from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, step_counter, table_mesh
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
@@ -56,7 +56,7 @@ class SparseCoreEmbed(nnx.Module):
       num_sc_per_device: cores per device; None takes the number that the specs were placed for, which the layer tells.
     """
 
-    @door
+    @validated
     def __init__(
         self,
         feature_specs: Nested[FeatureSpec],

@@ -1,0 +1,250 @@
+"""Checks of arguments and fields against their annotations: users call without a type checker."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import enum
+import functools
+import inspect
+import numbers
+import os
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import AbstractArray
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+PositiveInt = Annotated[int, "[1, inf)"]
+NonNegativeInt = Annotated[int, "[0, inf)"]
+
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    type(None): "None",
+    os.PathLike: "a path",
+    Callable: "a function",
+    jax.sharding.Mesh: "a mesh (jax.make_mesh makes one)",
+}
+_KEYS, _INTEGERS, _REALS = (jax.dtypes.prng_key,), (np.integer,), (np.integer, np.floating)
+_NUMBERS: dict[Any, tuple[Any, ...]] = {bool: (np.bool_,), int: _INTEGERS, float: _REALS}
+_SEQUENCES, _MAPPINGS = (Sequence, Iterable, list, tuple), (Mapping, dict)
+_MAX_ENTRIES = 1000  # of a list or mapping, up to which each is checked
+
+
+def validated(function: Function) -> Function:
+    """The function, or class to be made a dataclass, which refuses values that its annotations do not admit.
+
+    For what is called seldom: to declare, plan, load or save. What runs in every step, or takes `*args`, checks its
+    arguments itself. An error reads `plan_stacking: num_shards must be an integer, got '2' (str).`
+    """
+    if isinstance(function, type):
+        function.__post_init__ = check_fields  # type: ignore[attr-defined]
+        return function
+    annotated = inspect.unwrap(function)
+    positional = inspect.getfullargspec(annotated).args
+
+    @functools.wraps(function)
+    def validate_and_call(*args: Any, **kwargs: Any) -> Any:
+        hints = _hints(annotated)
+        arguments = [*zip(positional, args, strict=False), *kwargs.items()]
+        where = type(args[0]).__name__ if annotated.__name__ == "__init__" else annotated.__qualname__
+        label = next((f" {value!r}" for name, value in arguments if name == "name" and isinstance(value, str)), "")
+        for name, value in arguments:
+            if name in hints:
+                check_type(value, hints[name], f"{where}{label}: {name}")
+        return function(*args, **kwargs)
+
+    return cast(Function, validate_and_call)
+
+
+def within(interval: str, *, default: Any = dataclasses.MISSING) -> Any:
+    """A dataclass field whose number `check_fields` holds to an interval, such as `(0, inf]`; NaN lies in none."""
+    return dataclasses.field(default=default, metadata={"interval": interval})
+
+
+def check_fields(record: Any) -> None:
+    """Raises: TypeError, ValueError: the annotation or the interval of a field does not admit its value."""
+    kind: Any = type(record)
+    hints = _hints(kind)
+    for field in dataclasses.fields(record):
+        value, name = getattr(record, field.name), f"{kind.__name__}: {field.name}"
+        if interval := field.metadata.get("interval"):
+            check_within(interval, value, name)
+        elif field.name in hints:
+            check_type(value, hints[field.name], name)
+
+
+def check_within(interval: str, value: Any, name: str) -> None:
+    """Raises: TypeError, ValueError: `value` is no number, or outside `interval`.
+
+    Functions (schedules, initializers) and traced values are known only later, and pass; so does None, for a number
+    that may be left out.
+    """
+    if value is None or callable(value) or isinstance(value, jax.core.Tracer):
+        return
+    check_type(value, float, name)
+    number, (low, high) = float(value), map(float, interval[1:-1].split(","))
+    is_above = low <= number if interval[0] == "[" else low < number
+    is_below = number <= high if interval[-1] == "]" else number < high
+    if not (is_above and is_below):
+        raise ValueError(f"{name} must be in {interval}, got {value}.")
+
+
+def check_type(value: Any, hint: Any, name: str) -> None:
+    """Raises: TypeError: `hint` does not admit `value`. ValueError: an array has other axes, a number is outside.
+
+    More is admitted than a type checker would: any sequence of the right entries where a list or tuple is asked for
+    (texts are none), scalars of numpy and JAX as numbers, integers as floats, lists of numbers as arrays. What only a
+    long search could refuse is admitted.
+    """
+    if misfit := _misfit(value, hint, name):
+        error, place, wanted, entry = misfit
+        raise error(f"{place} must be {_words_for(wanted)}, got {describe(entry)}.")
+
+
+def describe(value: Any) -> str:
+    """The value as errors show it: itself where that is short, else its type."""
+    kind = type(value).__name__
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array of {value.dtype} with shape {tuple(value.shape)}"
+    is_plain = value is None or isinstance(value, (str, numbers.Number, list, tuple, dict, enum.Enum))
+    return f"{text} ({kind})" if is_plain and len(text := repr(value)) <= 60 else f"a value of type {kind}"
+
+
+def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
+    """The name of a dtype. Raises: ValueError: it is none of those that are allowed, or of none."""
+    with contextlib.suppress(TypeError):  # a word that names no dtype is not allowed either
+        dtype = jnp.dtype(dtype).name
+    if dtype not in allowed:
+        raise ValueError(f"{name} {dtype!r} is not one of {', '.join(allowed)}.")
+    return dtype
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The nearest known name as the end of a sentence, or nothing."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+@functools.cache
+def _hints(owner: Any) -> dict[str, Any]:
+    """Annotations of a function or class, without those of a user's class that name what only a type checker sees."""
+    hints: dict[str, Any] = {}
+    for part in reversed(owner.__mro__) if isinstance(owner, type) else [owner]:
+        # `get_type_hints` finds nothing in a class with `@no_type_check`, which is meant for other checkers.
+        own = {"__annotations__": inspect.get_annotations(part), "__module__": part.__module__}
+        with contextlib.suppress(NameError):
+            hints |= get_type_hints(type("Annotations", (), own), include_extras=True)
+    return hints
+
+
+def _misfit(value: Any, hint: Any, name: str) -> tuple[type[Exception], str, Any, Any] | None:
+    """The error, place, annotation and value of the first entry that an annotation does not admit, or None."""
+    kind, args = get_origin(hint) or hint, get_args(hint)
+    misfit = (TypeError, name, hint, value)
+    if kind is Annotated:
+        if not (inner := _misfit(value, args[0], name)):
+            check_within(hint.__metadata__[0], value, name)
+        return inner
+    if kind in (Union, types.UnionType):
+        misfits = [_misfit(value, alternative, name) for alternative in args]
+        nearest = [own for own in misfits if own and (own[0] is ValueError or own[1] != name)]
+        return None if None in misfits else (nearest or [misfit])[0]
+    if _dtypes_of(kind):
+        error = _array_error(value, kind)
+        return (error, name, hint, value) if error else None
+    if kind is Callable:
+        is_admitted = callable(value)
+    elif kind in _MAPPINGS:
+        is_admitted = isinstance(value, Mapping)
+    elif kind in _SEQUENCES:
+        is_list = hasattr(value, "__iter__") and not isinstance(value, (str, bytes, Mapping))
+        is_admitted = is_list and not (_is_record(hint) and isinstance(value, Sized) and len(value) != len(args))
+    elif kind in _NUMBERS:
+        is_scalar = hasattr(value, "dtype") and np.ndim(value) == 0 and _is_among(value.dtype, _NUMBERS[kind])
+        is_number = isinstance(value, (int, float) if kind is float else kind)
+        is_admitted = is_scalar or (is_number and (kind is bool or not isinstance(value, bool)))
+    else:
+        is_admitted = kind is Any or not isinstance(kind, type) or isinstance(value, kind)
+    if not is_admitted:
+        return misfit
+    misfits = [_misfit(entry, own, f"{name}[{place!r}]") for place, entry, own in _entries(value, hint)]
+    return next(filter(None, misfits), None)
+
+
+def _entries(value: Any, hint: Any) -> Iterable[tuple[Any, Any, Any]]:
+    """Places and entries of a list or mapping that is not long, each with its own annotation."""
+    args = get_args(hint)
+    if not args or not isinstance(value, (list, tuple, Mapping)) or len(value) > _MAX_ENTRIES:
+        return []
+    if isinstance(value, Mapping):
+        return [(place, entry, args[1]) for place, entry in value.items()]
+    return zip(range(len(value)), value, args if _is_record(hint) else (args[0],) * len(value), strict=True)
+
+
+def _array_error(value: Any, hint: Any) -> type[Exception] | None:
+    try:
+        array = np.asarray(value) if isinstance(value, (list, tuple)) else value
+        dtype, shape = array.dtype, array.shape
+    except (ValueError, AttributeError):  # rows of other lengths; no array
+        return TypeError
+    dtypes, axes = _dtypes_of(hint), hint.dim_str.split()
+    is_untyped = dtypes == _INTEGERS and 0 in shape  # an empty list has no dtype yet
+    if not _is_among(dtype, _REALS if is_untyped else dtypes):
+        return TypeError
+    has_axes = any(axis[0] in "*." for axis in axes) or len(shape) == len(axes)
+    return None if has_axes else ValueError
+
+
+def _words_for(hint: Any) -> str:
+    """What an annotation asks for, in words."""
+    kind, args = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        return _words_for(args[0])
+    if kind in (Union, types.UnionType):
+        if any(_dtypes_of(own) == _KEYS for own in args):  # which arrays of integers may stand for
+            args = tuple(own for own in args if _dtypes_of(own) != _INTEGERS)
+        return " or ".join(dict.fromkeys(map(_words_for, args)))
+    if kind in _WORDS:
+        return _WORDS[kind]
+    if kind in _SEQUENCES:
+        if _is_record(hint):
+            return f"({', '.join(map(_words_for, args))})"
+        return "a list" if not args or args[0] is Any else f"a list (each {_words_for(args[0])})"
+    if kind in _MAPPINGS:
+        return "a mapping" if not args or args[1] is Any else f"a mapping (each {_words_for(args[1])})"
+    if (dtypes := _dtypes_of(kind)) == _KEYS:
+        return "a PRNG key, such as jax.random.key(0)"
+    if dtypes:
+        axes = kind.dim_str.replace("...", "").split()
+        words = "an array of integers" if dtypes == _INTEGERS else "an array of numbers" if kind.dim_str else "a number"
+        return words + (f" [{', '.join(axes)}]" if axes else "")
+    name = getattr(kind, "__name__", str(kind))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return f"a member of {name}, such as {name}.{next(iter(kind)).name}"
+    return f"of type {name}" + (", as in nnx.Rngs(0)" if name == "Rngs" else "")
+
+
+def _is_record(hint: Any) -> bool:
+    """Whether a tuple has a meaning for each place."""
+    return get_origin(hint) is tuple and get_args(hint)[-1:] != (...,)
+
+
+def _dtypes_of(hint: Any) -> tuple[Any, ...]:
+    """Kinds of dtypes that an annotation of arrays admits (integers stand for numbers); none for other annotations."""
+    if not isinstance(hint, type) or not issubclass(hint, AbstractArray):
+        return ()
+    word = hint.__name__.partition("[")[0]
+    return _KEYS if word == "Key" else _INTEGERS if "Int" in word else _REALS
+
+
+def _is_among(dtype: Any, kinds: tuple[Any, ...]) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)

@@ -1,0 +1,251 @@
+"""What annotations and intervals admit, how errors name what they do not, and that public numbers have an interval."""
+
+import ast
+import dataclasses
+import enum
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxtyping import Float, Int, PRNGKeyArray
+
+import rsembed as rs
+import rsembed.optimizers as ro
+from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, dtype_among, validated, within
+from rsembed.parallel import Hardware, zipf_ids
+from rsembed.sparsecore.utils import estimate_preprocessing_parameters
+from rsembed.tbe import records
+from rsembed.tbe.module import TableBatchedEmbeddingBags
+from rsembed.tbe.records import EmbOptimType, WeightDecayMode
+
+NAN, INF = math.nan, math.inf
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+Point = tuple[int, Colour]
+
+ADMITTED = [
+    (np.int8(3), int),
+    (jnp.int32(3), int),
+    (3, float),
+    (jnp.float32(3), float),
+    (np.bool_(True), bool),
+    (None, int | None),
+    ([1, 2], tuple[int, ...]),
+    (np.ones(2), Sequence[float]),
+    ((3, Colour.RED), Point),
+    ({"a": [1]}, Mapping[str, Sequence[int]]),
+    (np.ones((2, 2), int), Float[np.ndarray, "a b"]),
+    ([[1.0, 2.0]], Float[np.ndarray, "a b"]),
+    ([], Int[np.ndarray, "a"]),
+    (jnp.ones(2, jnp.bfloat16), Float[np.ndarray, "a"]),
+    (jax.random.key(0), PRNGKeyArray),
+    (jax.random.PRNGKey(0), PRNGKeyArray),
+    (len, Callable[..., int]),
+    ("anything", Any),
+    ([0] * 2000, Sequence[str]),
+]
+
+REFUSED = [
+    (3.0, int, "x must be an integer, got 3.0 (float)."),
+    (True, float, "x must be a number, got True (bool)."),
+    (1, bool, "x must be True or False, got 1 (int)."),
+    ("ab", Sequence[str], "x must be a list (each a text), got 'ab' (str)."),
+    (["a", 1], Sequence[str], "x[1] must be a text, got 1 (int)."),
+    ({"a": 1}, str | Mapping[str, str], "x['a'] must be a text, got 1 (int)."),
+    ([(3, "red")], Sequence[Point], "x[0][1] must be a member of Colour, such as Colour.RED, got 'red' (str)."),
+    ((3,), Point, "x must be (an integer, a member of Colour, such as Colour.RED), got (3,) (tuple)."),
+    (np.ones(2), Int[np.ndarray, "a"], "x must be an array of integers [a], got an array of float64"),
+    (np.ones(2) * 1j, Float[np.ndarray, "a"], "x must be an array of numbers [a], got an array of complex128"),
+    ([[1], [1, 2]], Float[np.ndarray, "a b"], "x must be an array of numbers [a, b], got [[1], [1, 2]] (list)."),
+    (0, PRNGKeyArray, "x must be a PRNG key, such as jax.random.key(0), got 0 (int)."),
+    (object(), int | None, "x must be an integer or None, got a value of type object."),
+]
+
+
+@pytest.mark.parametrize(("value", "hint"), ADMITTED)
+def test_what_means_the_same_is_admitted(value, hint):
+    check_type(value, hint, "x")
+
+
+@pytest.mark.parametrize(("value", "hint", "message"), REFUSED)
+def test_what_does_not_fit_is_named_with_its_place(value, hint, message):
+    with pytest.raises(TypeError) as refusal:
+        check_type(value, hint, "x")
+    assert str(refusal.value).startswith(message)
+
+
+@validated
+def planned(first: int, *, others: PositiveInt | None = None, name: str = "plan", share: Float[np.ndarray, "a"] = ()):
+    return first
+
+
+def test_an_error_names_the_function_what_it_makes_and_the_argument():
+    assert planned(np.int64(1), others=2, name="x") == 1
+    with pytest.raises(TypeError, match=r"^planned: first must be an integer, got '1'"):
+        planned("1")
+    with pytest.raises(ValueError, match=r"^planned: others must be in \[1, inf\), got 0"):
+        planned(1, others=0)
+    with pytest.raises(ValueError, match=r"^planned 'x': share must be an array of numbers \[a\], got an array of"):
+        planned(1, name="x", share=np.ones((2, 2)))
+
+
+@dataclasses.dataclass
+@validated
+class Settings:
+    rate: float = within("[0, 1]", default=0.5)
+    colour: Colour = Colour.RED
+
+
+def test_fields_are_held_to_their_annotations():
+    assert Settings(rate=1).rate == 1
+    with pytest.raises(ValueError, match="Settings: rate must be in"):
+        Settings(rate=2.0)
+    with pytest.raises(TypeError, match="Settings: colour must be a member of Colour"):
+        Settings(colour="red")
+
+
+ROOT = Path(rs.__file__).parent
+
+
+@pytest.mark.parametrize("path", [path for path in sorted(ROOT.rglob("*.py")) if "@validated" in path.read_text()])
+def test_every_annotation_of_a_validated_function_can_be_read(path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
+    tree = ast.parse(path.read_text())
+    classes = [(getattr(module, node.name), node) for node in tree.body if isinstance(node, ast.ClassDef)]
+    for owner, scope in [(module, tree), *classes]:
+        for node in scope.body:
+            if any(ast.unparse(decorator) == "validated" for decorator in getattr(node, "decorator_list", ())):
+                assert get_type_hints(inspect.unwrap(getattr(owner, node.name)), include_extras=True)
+
+
+@pytest.mark.parametrize(
+    ("interval", "inside", "outside"),
+    [
+        ("[0, 1)", (0, 0.999), (-1e-9, 1, NAN)),
+        ("(0, inf]", (1e-30, INF), (0, -1, NAN)),
+        ("(-inf, inf)", (-1e30, 0), (INF, -INF, NAN)),
+    ],
+)
+def test_an_interval_means_what_it_means_in_a_textbook(interval, inside, outside):
+    for value in inside:
+        check_within(interval, value, "number")
+    for value in outside:
+        with pytest.raises(ValueError, match="number must be in"):
+            check_within(interval, value, "number")
+
+
+def test_names_and_dtypes_near_by_are_offered():
+    assert did_you_mean("titel", ["author", "title"]) == " (did you mean 'title'?)"
+    assert did_you_mean(0, ["author"]) == ""
+    assert dtype_among(("float32", "bfloat16"), jnp.bfloat16, "dtype") == "bfloat16"
+    with pytest.raises(ValueError, match=r"^dtype 'flaot32' is not one of float32, bfloat16"):
+        dtype_among(("float32", "bfloat16"), "flaot32", "dtype")
+
+
+RULES = [getattr(ro, name) for name in dir(ro) if name.endswith("OptimizerSpec") and name != "OptimizerSpec"]
+FREE = (rs.CustomOptimizerSpec, ro.OptaxOptimizerSpec)  # need a function or a transformation
+OUTSIDE = {  # a number just outside, by the beginning of the field's name; NaN is outside of all
+    **dict.fromkeys(
+        ("learning_rate", "initial_acc", "initial_slot", "initial_local", "eps", "l1_", "l2_", "rho"), -1e-3
+    ),
+    **dict.fromkeys(("weight_decay", "max_norm", "max_counter", "eta", "ar_alpha", "beta"), -1e-3),
+    **dict.fromkeys(("exponent", "max_lr_multiplier"), 0.0),
+    **dict.fromkeys(("b1", "b2", "beta_1", "beta_2"), 1.0),
+    **dict.fromkeys(("beta2", "momentum", "ema_beta", "min_shrinkage"), 1.1),
+    **{"learning_rate_power": 0.5, "initial_linear": INF, "initial_momentum": INF},
+}
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in FREE])
+def test_rules_refuse_numbers_without_meaning(rule):
+    for field in dataclasses.fields(rule):
+        if "float" in str(field.type) or "LearningRate" in str(field.type):
+            if field.name == "rms_clip_threshold":  # any number has a meaning
+                continue
+            outside = OUTSIDE[max((start for start in OUTSIDE if field.name.startswith(start)), key=len)]
+            for value in (outside, NAN):
+                with pytest.raises(ValueError, match=rf"{rule.__name__}: {field.name} must be in .*, got {value}"):
+                    rule(**{field.name: value})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [rule(learning_rate=0) for rule in RULES if rule not in (*FREE, rs.FTRLOptimizerSpec)],
+        lambda: rs.FTRLOptimizerSpec(learning_rate=0.0, multiply_linear_by_learning_rate=True),
+        lambda: rs.SGDOptimizerSpec(lambda step: -1.0),  # a function is known only later
+        lambda: rs.SGDOptimizerSpec(jnp.float32(0.1)),
+        lambda: rs.AdagradOptimizerSpec(initial_accumulator_value=0.0),
+        lambda: rs.AdamOptimizerSpec(beta_1=0.0, epsilon=0.0),
+        lambda: rs.AdagradMomentumOptimizerSpec(momentum=1.0, beta2=1.0),
+        lambda: rs.F2AOptimizerSpec(max_lr_multiplier=INF),
+        lambda: rs.from_optax(optax.scale_by_adam(), learning_rate=-0.1),  # its updates point uphill
+        lambda: jax.jit(lambda g, norm: rs.clip_by_global_norm(g, norm))(one_gradient(), 1.0),
+    ],
+)
+def test_the_edges_of_meaning_still_run(make):
+    make()
+
+
+def one_gradient():
+    return rs.RowGradients({"t": jnp.asarray([1])}, {"t": jnp.ones((1, 2))}, (("t", 3),))
+
+
+def tables(**options):
+    specs = [(6, 4, records.EmbeddingLocation.MANAGED_CACHING, records.ComputeDevice.CPU)]
+    return TableBatchedEmbeddingBags(specs, **{"optimizer": EmbOptimType.EXACT_SGD, **options})
+
+
+LARS, RMSPROP = EmbOptimType.LARS_SGD, EmbOptimType.ROWWISE_RMSPROP_AR
+DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode": WeightDecayMode.L2}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("FTRLOptimizerSpec: learning_rate", lambda: rs.FTRLOptimizerSpec(0.0)),  # is divided by
+        ("OptaxOptimizerSpec: learning_rate", lambda: rs.from_optax(optax.sgd(0.1), learning_rate=NAN)),
+        ("clip_by_global_norm: max_norm", lambda: rs.clip_by_global_norm(one_gradient(), -1.0)),
+        ("max_gradient", lambda: tables(gradient_clipping=True, max_gradient=NAN)),
+        ("cache_load_factor", lambda: tables(cache_load_factor=1.5)),
+        ("cache_sets", lambda: tables(cache_sets=-1)),
+        ("cache_reserved_memory", lambda: tables(cache_reserved_memory=NAN)),
+        ("learning_rate", lambda: tables(learning_rate=-0.1)),
+        ("learning_rate", lambda: tables().set_learning_rate(NAN)),
+        ("set_optimizer_step: step", lambda: tables().set_optimizer_step(-1)),
+        ("max_norm", lambda: tables(**DECAYED, max_norm=-1.0)),
+        ("weight_decay", lambda: tables(**DECAYED, weight_decay=-0.1)),
+        ("momentum", lambda: tables(optimizer=LARS, momentum=1.1)),
+        ("eta", lambda: tables(optimizer=LARS, eta=NAN)),
+        ("ema_beta", lambda: tables(optimizer=RMSPROP, ema_beta=1.5)),
+        ("min_shrinkage", lambda: tables(optimizer=RMSPROP, min_shrinkage=2.0)),
+        ("init_embedding_weights_uniform: min_val", lambda: tables().init_embedding_weights_uniform(0.1, -0.1)),
+        ("init_embedding_weights_uniform: max_val", lambda: tables().init_embedding_weights_uniform(0.1, NAN)),
+        ("EnsembleModeDefinition: step_ema_coef", lambda: records.EnsembleModeDefinition(step_ema_coef=1.2)),
+        ("CowClipDefinition: lower_bound", lambda: records.CowClipDefinition(lower_bound=-1.0)),
+        ("GlobalWeightDecayDefinition: lower_bound", lambda: records.GlobalWeightDecayDefinition(lower_bound=NAN)),
+        ("zipf_ids: exponent", lambda: zipf_ids(10, -1.0)),
+        ("Hardware: memory_bytes_per_second", lambda: Hardware(memory_bytes_per_second=0.0)),
+        (
+            "estimate_preprocessing_parameters: hot_shard_fraction",
+            lambda: estimate_preprocessing_parameters(
+                global_batch_size=8, global_device_count=1, num_sc_per_device=4, valency=1.0, hot_shard_fraction=1.5
+            ),
+        ),
+    ],
+)
+def test_calls_refuse_numbers_without_meaning(name, call):
+    with pytest.raises(ValueError, match=rf"{name} must be in [\[(].*, .*[\])], got "):
+        call()
