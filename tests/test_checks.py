@@ -20,7 +20,6 @@ from jaxtyping import Float, Int, PRNGKeyArray
 import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, dtype_among, validated, within
-from rsembed.parallel import Hardware, zipf_ids
 from rsembed.sparsecore.utils import estimate_preprocessing_parameters
 from rsembed.tbe import records
 from rsembed.tbe.module import TableBatchedEmbeddingBags
@@ -236,8 +235,6 @@ DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode":
         ("EnsembleModeDefinition: step_ema_coef", lambda: records.EnsembleModeDefinition(step_ema_coef=1.2)),
         ("CowClipDefinition: lower_bound", lambda: records.CowClipDefinition(lower_bound=-1.0)),
         ("GlobalWeightDecayDefinition: lower_bound", lambda: records.GlobalWeightDecayDefinition(lower_bound=NAN)),
-        ("zipf_ids: exponent", lambda: zipf_ids(10, -1.0)),
-        ("Hardware: memory_bytes_per_second", lambda: Hardware(memory_bytes_per_second=0.0)),
         (
             "estimate_preprocessing_parameters: hot_shard_fraction",
             lambda: estimate_preprocessing_parameters(
