@@ -243,7 +243,7 @@ class HotRows(nnx.Module):
         self._set_rows([jnp.asarray(array) for array in changed])
 
     def _set_rows(self, arrays: Sequence[Array]) -> None:
-        self.rows.set_value(arrays[0])
+        nnx.Variable.set_value(self.rows, arrays[0])
         self.state.set_value(tuple(arrays[1:]))
 
     def _write_directory(self, ids: np.ndarray, places: np.ndarray, is_cached: np.ndarray) -> None:
@@ -281,6 +281,16 @@ class HotRows(nnx.Module):
     def halve_counts(self) -> None:
         """Lets old reads fade."""
         self.reads.set_value(tuple(self.read_counts().halved()))
+
+    def forget(self, first: int, last: int) -> None:
+        """Forgets the rows of ids from `first` to before `last`; works inside `jit`."""
+        ids, places, is_cached = (jnp.asarray(own.get_value()) for own in (self.ids, self.places, self.is_cached))
+        is_old = (ids >= first) & (ids < last)
+        ids = jnp.where(is_old, NO_ROW, ids)
+        order = jnp.argsort(ids, stable=True)
+        self.ids.set_value(ids[order])
+        self.places.set_value(places[order])
+        self.is_cached.set_value((is_cached & ~is_old)[order])
 
     def reset(self) -> None:
         """Forgets counts and contents, and gives the room of spilled rows back."""

@@ -8,7 +8,6 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from rsembed.intervals import door
-from rsembed.tt.cores import check_cores
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
 
@@ -91,11 +90,6 @@ class TTEmbeddingBag(TTTables):
     def spec(self) -> TTSpec:
         """Rows, factors and ranks."""
         return self.specs[0]
-
-    def set_cores(self, cores: Sequence[Array]) -> None:
-        """Puts cores in place, such as those of `from_dense`. Raises: ValueError: their shapes do not fit."""
-        for variable, core in zip(self.tt_cores, check_cores(self.spec, tuple(cores)), strict=True):
-            variable.set_value(core.astype(self.dtype))
 
     def full_weight(self) -> Float[Array, "vocab dim"]:
         """The whole table, padding rows left out."""

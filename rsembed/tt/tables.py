@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags
+from rsembed.bags import Bags, is_traced
 from rsembed.fingerprint import Fingerprint, identity
 from rsembed.intervals import Size, door
 from rsembed.kernels import api as kernels
@@ -22,9 +22,9 @@ from rsembed.kinds import check_kind, dtype_among
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.refusals import refuses_names
 from rsembed.tt import refused
-from rsembed.tt.chain import Cores, check_implementation
+from rsembed.tt.chain import AnyCores, Cores, check_implementation
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
-from rsembed.tt.cores import full_weight, rows_of
+from rsembed.tt.cores import check_cores, full_weight, rows_of
 from rsembed.tt.fused import OptimType, init_core_slots, member_of, rule_of, step_cores
 from rsembed.tt.hot_rows import CacheReport, HotRows
 from rsembed.tt.initial_cores import init_cores
@@ -37,6 +37,16 @@ from rsembed.tt.table_bags import read_bags
 
 class FusedParam(nnx.Variable):
     """Cores that only the fused update trains: no `nnx.Param`, so neither `nnx.grad` nor optax sees them."""
+
+    def set_value(self, value: Any, **how: Any) -> None:
+        """Cores have optimizer states and cached rows beside them, which the module replaces with them.
+
+        Raises: ValueError: always, and names `set_cores`.
+        """
+        raise ValueError(
+            "the cores of a module with sparse=True have an optimizer state and cached rows beside them, which would "
+            "stay those of the old cores; use module.set_cores(cores, table)."
+        )
 
 
 class FusedState(nnx.Variable):
@@ -149,7 +159,7 @@ class TTTables(nnx.Module):
     def _set_cores(self, cores: Sequence[Cores], slots: Sequence[tuple[Slots, ...]]) -> None:
         for variables, group in zip(self.core_groups, cores, strict=True):
             for variable, core in zip(variables, group, strict=True):
-                variable.set_value(core)
+                nnx.Variable.set_value(variable, core)
         for state, own in zip(self.slots, slots, strict=True):
             state.set_value(own)
 
@@ -168,10 +178,43 @@ class TTTables(nnx.Module):
 
     def cores_of(self, table: int = 0) -> tuple[Array, ...]:
         """The cores of one table."""
+        g, cuts = self._cuts_of(table)
+        return tuple(core.get_value()[cut] for core, cut in zip(self.core_groups[g], cuts, strict=True))
+
+    def set_cores(self, cores: AnyCores, table: int = 0) -> None:
+        """Puts cores in place of those of a table, such as those of `from_dense`.
+
+        The optimizer state of the old cores and the cached rows of the table are forgotten; read counts stay, and so
+        does the number of steps where there are other tables.
+
+        Raises: ValueError: their shapes do not fit, or a number is not finite.
+        """
+        g, cuts = self._cuts_of(table)
+        new = tuple(core.astype(self.dtype) for core in check_cores(self.specs[table], cores))
+        for t, core in enumerate(new):
+            if not is_traced(core) and not bool(jnp.isfinite(core).all()):
+                raise ValueError(f"core {t} for table {table} has a number that is not finite; clean the cores first.")
+        values, slots = list(self._core_values()), [own.get_value() for own in self.slots]
+
+        def put(old: Any, own: Any) -> Any:
+            pairs = zip(old, own, cuts, strict=True)
+            return tuple(jax.tree.map(lambda x, y, cut=cut: x.at[cut].set(y), *pair) for *pair, cut in pairs)
+
+        values[g] = put(values[g], new)
+        if self.sparse:
+            slots[g] = put(slots[g], init_core_slots(self.rule, new))
+        self._set_cores(values, slots)
+        if len(self.specs) == 1:
+            self.step.set_value(jnp.zeros((), jnp.int32))
+        if self.caches:
+            first = sum(spec.num_embeddings for spec in self._place_of(table)[1])
+            self.caches[g].forget(first, first + self.specs[table].num_embeddings)
+
+    def _cuts_of(self, table: int) -> tuple[int, list[slice]]:
+        """A table's group, and where its part of each core begins and ends there."""
         g, before = self._place_of(table)
         first = [sum(spec.tt_p_shapes[t] for spec in before) for t in range(self.specs[table].num_cores)]
-        cut = zip(self.core_groups[g], first, self.specs[table].tt_p_shapes, strict=True)
-        return tuple(core.get_value()[start : start + p] for core, start, p in cut)
+        return g, [slice(start, start + p) for start, p in zip(first, self.specs[table].tt_p_shapes, strict=True)]
 
     def _place_of(self, table: int) -> tuple[int, list[TTSpec]]:
         """A table's group, and the tables that stand before it there."""
