@@ -402,12 +402,12 @@ class TableBatchedEmbeddingBags(nnx.Module):
     def get_optimizer_state(self) -> list[dict[str, Any]]:
         """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
 
-        Tables with global decay or counters have the number of steps, too, as `iter`.
+        Where there is `prev_iter`, which is counted in them, the number of steps is there, too, as `iter`.
         """
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
         return [
             dict(zip(table.torch_state_names, states, strict=True))
-            | ({"iter": self.step} if table.counts_steps else {})
+            | ({"iter": self.step} if "prev_iter" in table.state_names else {})
             for table, states in by_table
         ]
 

@@ -77,11 +77,6 @@ class TablePlan(NamedTuple):
         """The decay that untouched rows owe, and that lookups see."""
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagradOptimizerSpec) else None
 
-    @property
-    def counts_steps(self) -> bool:
-        """Whether its optimizer state means nothing without the number of steps done."""
-        return self.global_decay is not None or isinstance(self.rule, CounterAdagradOptimizerSpec)
-
     def contents(self) -> dict[str, Any]:
         """What its numbers mean: hyperparameters may change from one run to the next, these facts may not."""
         states = list(self.state_names)
