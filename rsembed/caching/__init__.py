@@ -11,6 +11,7 @@ from rsembed.caching.near_rows import NearRows as NearRows
 from rsembed.caching.near_rows import call_host as call_host
 from rsembed.caching.reuse import miss_ratio_curve as miss_ratio_curve
 from rsembed.caching.reuse import reuse_distances as reuse_distances
+from rsembed.caching.set_associative import NUM_WAYS as NUM_WAYS
 from rsembed.caching.set_associative import Admission as Admission
 from rsembed.caching.set_associative import SetAssociativeCache as SetAssociativeCache
 from rsembed.caching.set_associative import num_sets_for as num_sets_for

@@ -48,12 +48,16 @@ class Admission:
     counts: CacheCounts
 
 
+NUM_WAYS = 32
+"""Rows per set."""
+
+
 @door
 def num_sets_for(
     total_rows: Size,
     load_factor: float,
     *,
-    num_ways: Count = 32,
+    num_ways: Count = NUM_WAYS,
     row_bytes: Count,
     free_bytes: int | None = None,
     reserved_bytes: int = 0,
@@ -115,7 +119,7 @@ class SetAssociativeCache:
     """
 
     @door
-    def __init__(self, num_sets: int, *, num_ways: int = 32, algorithm: str = "lru", num_ids: int) -> None:
+    def __init__(self, num_sets: int, *, num_ways: int = NUM_WAYS, algorithm: str = "lru", num_ids: int) -> None:
         """An empty cache.
 
         Args:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from rsembed.caching import BackingStore, NearRows, RowStore, SetAssociativeCache, StorageFolder, num_sets_for
+from rsembed.caching import NUM_WAYS, BackingStore, NearRows, RowStore, SetAssociativeCache, StorageFolder, num_sets_for
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import placement_of_tables
 from rsembed.fingerprint import Fingerprint
@@ -254,7 +254,8 @@ def host_rows_of(plan: TBEPlan, caching: CacheArguments) -> HostRows | None:
     folder = None if caching.storage_folder is None else StorageFolder(caching.storage_folder, _in_files(plan))
     cached = [(number, group) for number, group in enumerate(plan.groups) if group.table.is_cached]
     groups = [
-        NearRows(number, _cache_of(group, caching), _backing_of(number, group, folder)) for number, group in cached
+        NearRows(number, cache, _backing_of(number, group, folder))
+        for (number, group), cache in zip(cached, _caches_of([group for _, group in cached], caching), strict=True)
     ]
     if folder is not None and folder.is_new:
         folder.commit(0)
@@ -274,22 +275,38 @@ def _memory_of_device() -> dict[str, int] | None:
     return memory if "bytes_limit" in memory else None
 
 
-def _cache_of(group: GroupPlan, caching: CacheArguments) -> SetAssociativeCache:
-    table = group.table
-    if table.placement == "host":
-        num_sets = 1  # the least that a cache can have: rows visit for one batch
-    elif caching.cache_sets > 0:
-        num_sets = caching.cache_sets
-    else:
-        memory = _memory_of_device()
-        num_sets = num_sets_for(
-            group.num_rows,
-            caching.cache_load_factor,
-            row_bytes=table.dim * caching.dtype_of(table).itemsize + sum(slot.nbytes for slot in table.first_slots()),
-            free_bytes=None if memory is None else memory["bytes_limit"] - memory.get("bytes_in_use", 0),
-            reserved_bytes=int(caching.cache_reserved_memory * 2**30),
-        )
-    return SetAssociativeCache(num_sets, algorithm=caching.cache_algorithm.name.lower(), num_ids=group.num_rows)
+def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[SetAssociativeCache]:
+    """Caches of the groups, which share the memory that is free where the device tells how much there is.
+
+    Each has one set, and of what it asks for beyond that the share for which there is room.
+
+    Raises: ValueError: there is no room for a set of each.
+    """
+    row_bytes = [
+        group.table.dim * caching.dtype_of(group.table).itemsize
+        + sum(slot.nbytes for slot in group.table.first_slots())
+        for group in groups
+    ]
+    sets = [_wanted_sets(group, caching, own) for group, own in zip(groups, row_bytes, strict=True)]
+    memory = _memory_of_device()
+    if memory is not None and not caching.cache_sets:
+        free, reserved = memory["bytes_limit"] - memory.get("bytes_in_use", 0), caching.cache_reserved_memory * 2**30
+        num_sets_for(1, 1.0, row_bytes=sum(row_bytes), free_bytes=free, reserved_bytes=int(reserved))
+        least = NUM_WAYS * sum(row_bytes)
+        wanted = NUM_WAYS * sum(n * own for n, own in zip(sets, row_bytes, strict=True))
+        share = min(1.0, (free - reserved - least) / max(1, wanted - least))
+        sets = [1 + int((n - 1) * share) for n in sets]
+    algorithm = caching.cache_algorithm.name.lower()
+    return [
+        SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
+        for num_sets, group in zip(sets, groups, strict=True)
+    ]
+
+
+def _wanted_sets(group: GroupPlan, caching: CacheArguments, row_bytes: int) -> int:
+    if group.table.placement == "host":
+        return 1  # the least that a cache can have: rows visit for one batch
+    return caching.cache_sets or num_sets_for(group.num_rows, caching.cache_load_factor, row_bytes=row_bytes)
 
 
 def _backing_of(number: int, group: GroupPlan, folder: StorageFolder | None) -> BackingStore:
