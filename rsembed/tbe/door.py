@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.bags import PAD_ID, as_bags, is_traced, narrow_ids
+from rsembed.bags import PAD_ID, as_bags, check_end, is_traced, narrow_ids
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.kinds import check_kind
@@ -133,7 +133,9 @@ class Door:
         bags = [as_bags(bags_by_feature[name], feature=name) for name in self.feature_names]
         xp: Any = jnp if is_traced(bags) else np
         ids, ends, weights, first = [], [xp.zeros(1, xp.int32)], [], 0
-        for own in bags:
+        for name, own in zip(self.feature_names, bags, strict=True):
+            if xp is np:
+                check_end(own, f"feature {name!r}")
             # What stands behind a feature's last bag would fall into the first bag of the next one.
             is_used = xp.arange(own.ids.shape[0]) < own.offsets[-1]
             ids.append(xp.where(is_used, xp.asarray(own.ids), PAD_ID))

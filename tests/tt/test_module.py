@@ -310,6 +310,7 @@ def test_wrong_options_are_refused(options, error, match):
         ((jnp.asarray([[3, 4]]), jnp.asarray([0])), ValueError, "offsets go with flat indices"),
         ((jnp.asarray([3, 4]), jnp.asarray([1, 2])), ValueError, "offsets must start at 0 and never fall"),
         ((jnp.asarray([3, 4]), jnp.asarray([0, 5])), ValueError, "offset"),
+        ((Bags(np.arange(3), np.asarray([0, 2])),), ValueError, "last offset is 2, but .* 1 would be in no bag"),
         ((jnp.asarray([3, 4]), jnp.asarray([0.0])), TypeError, "offsets must be a flat array of integers"),
         ((jnp.asarray([3.0]), jnp.asarray([0])), TypeError, "ids must be integers"),
         ((jnp.asarray([3, 4]), jnp.asarray([0]), jnp.ones(3)), ValueError, "3 numbers for 2 indices"),
@@ -324,6 +325,11 @@ def test_wrong_options_are_refused(options, error, match):
 def test_wrong_input_is_refused(arguments, error, match):
     with pytest.raises(error, match=match):
         small()(*arguments)
+
+
+def test_several_tables_lose_no_id_behind_the_last_offset():
+    with pytest.raises(ValueError, match="last offset is 9, but there are 10 ids"):
+        TableBatchedTTEmbeddingBag(3, 100, 16, [4])(np.arange(10), np.arange(10))
 
 
 def test_ignored_ids_are_warned_about_and_dropped():
