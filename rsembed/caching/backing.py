@@ -54,19 +54,27 @@ class BackingStore:
       stores: one per array.
     """
 
-    def __init__(self, stores: Sequence[RowStore], first_values: Callable[[Rows], Sequence[Any]] | None = None):
+    def __init__(
+        self,
+        stores: Sequence[RowStore],
+        first_values: Callable[[Rows], Sequence[Any]] | None = None,
+        near_dtype: Any = None,
+    ):
         """A store of rows that were not written yet.
 
         Args:
           stores: with equally many rows.
           first_values: what rows hold in all arrays until they are written, which is made when they are read. It is
             called with few different numbers of rows, of which it may be asked again. None leaves it to `stores`.
+          near_dtype: what a device rounds the first array to, if it does. A number that comes back as it left keeps
+            what the store has.
 
         Raises: ValueError: there is no store, or their numbers of rows differ.
         """
         if len(sizes := {store.shape[0] for store in stores}) != 1:
             raise ValueError(f"BackingStore needs at least one store, all with equally many rows, got {sorted(sizes)}.")
         self.stores, self._first_values = tuple(stores), first_values
+        self._near_dtype = near_dtype
         self._is_written = np.zeros(0 if first_values is None else self.stores[0].shape[0], bool)
 
     def read(self, rows: Rows) -> list[np.ndarray]:
@@ -86,8 +94,14 @@ class BackingStore:
         """Replaces distinct rows of all arrays by the first of the values, which may be more."""
         if len(arrays) != len(self.stores):
             raise ValueError(f"there are {len(arrays)} arrays of rows for {len(self.stores)} stores.")
-        for store, values in zip(self.stores, arrays, strict=True):
-            store.write(rows, np.ascontiguousarray(values)[: rows.size])
+        own = [np.ascontiguousarray(values)[: rows.size] for values in arrays]
+        if self._near_dtype is not None:
+            kept = self.stores[0].read(rows)
+            with np.errstate(over="ignore"):
+                is_same = kept.astype(self._near_dtype).astype(kept.dtype) == own[0]
+            own[0] = np.where(is_same, kept, own[0])
+        for store, values in zip(self.stores, own, strict=True):
+            store.write(rows, values)
         if self._first_values is not None:
             self._is_written[rows] = True
 

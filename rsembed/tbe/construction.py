@@ -254,7 +254,7 @@ def host_rows_of(plan: TBEPlan, caching: CacheArguments) -> HostRows | None:
     folder = None if caching.storage_folder is None else StorageFolder(caching.storage_folder, _in_files(plan))
     cached = [(number, group) for number, group in enumerate(plan.groups) if group.table.is_cached]
     groups = [
-        NearRows(number, cache, _backing_of(number, group, folder))
+        NearRows(number, cache, _backing_of(number, group, folder, caching.dtype_of(group.table)))
         for (number, group), cache in zip(cached, _caches_of([group for _, group in cached], caching), strict=True)
     ]
     if folder is not None and folder.is_new:
@@ -309,7 +309,7 @@ def _wanted_sets(group: GroupPlan, caching: CacheArguments, row_bytes: int) -> i
     return caching.cache_sets or num_sets_for(group.num_rows, caching.cache_load_factor, row_bytes=row_bytes)
 
 
-def _backing_of(number: int, group: GroupPlan, folder: StorageFolder | None) -> BackingStore:
+def _backing_of(number: int, group: GroupPlan, folder: StorageFolder | None, near: Any) -> BackingStore:
     table, stores = group.table, []
     first = [np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()]
     for label, row in zip(("weights", *table.state_names), first, strict=True):
@@ -321,7 +321,7 @@ def _backing_of(number: int, group: GroupPlan, folder: StorageFolder | None) -> 
         if row.any() and (folder is None or folder.is_new):
             store.fill(lambda start, stop, row=row: row)  # type: ignore[misc]
         stores.append(store)
-    return BackingStore(stores)
+    return BackingStore(stores, near_dtype=None if near in (jnp.float32, jnp.dtype(table.dtype)) else near)
 
 
 def _in_files(plan: TBEPlan) -> Fingerprint:

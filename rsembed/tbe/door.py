@@ -97,9 +97,11 @@ class Door:
             check_kind(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
             sizes = tuple(tuple(int(n) for n in own) for own in sizes)
             if plan.split is not None:
+                num_bags = [sum(own) for own in sizes]
+                way_out = "add bags without ids, and " if len(set(num_bags)) > 1 else ""
                 raise ValueError(
-                    f"on a mesh all features need equally many bags, got {[sum(own) for own in sizes]}; add bags "
-                    "without ids, and leave batch_size_per_feature_per_rank out."
+                    f"on a mesh all features need equally many bags, got {num_bags}; {way_out}leave "
+                    "batch_size_per_feature_per_rank out, which has no meaning there."
                 )
             if plan.pooling == "none":
                 raise ValueError(
@@ -165,8 +167,8 @@ class Door:
             if self.mode in _WARNING and not self.has_warned:
                 self.has_warned = True
                 message = (
-                    f"rsembed.tbe: {mistake} It was corrected as FBGEMM does; this is told once, bounds_check_warning "
-                    "counts on."
+                    f"rsembed.tbe: {mistake} It was corrected as FBGEMM does. This is told once; afterwards "
+                    "bounds_check_warning tells how many the last batch had."
                 )
                 warnings.warn(message, stacklevel=5)
         ids, offsets, num_corrected = repair(*arguments)

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.intervals import Size, check_within, door
+from rsembed.kinds import dtype_among
 from rsembed.refusals import refuses, refuses_names
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.tbe import construction, functional, records, refused, whole_tables
@@ -94,12 +95,14 @@ class TableBatchedEmbeddingBags(nnx.Module):
       uvm_non_rowwise_momentum: no effect, as use_experimental_tbe and uvm_host_mapped; states follow their rows.
       use_experimental_tbe: see there.
       prefetch_pipeline: rows of prefetched batches stay in the cache until they were used; LRU only.
-      stats_reporter_config: reports bytes, sizes and cache counts every so many steps.
+      stats_reporter_config: reports bytes, sizes and cache counts every so many steps outside `jit`.
       table_names: for messages and state dicts; `table_0`, ... by default.
       optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
       multipass_prefetch_config: prefetch long batches in parts.
       global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
       uvm_host_mapped: see uvm_non_rowwise_momentum.
+      embedding_table_index_type: int32 or int64, without effect: ids of any integer type are taken.
+      embedding_table_offset_type: likewise, of offsets.
       emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
       extra_optimizer_config: options of ADAM and EXACT_SGD.
       ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
@@ -173,6 +176,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         global_weight_decay: records.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
+        embedding_table_index_type: Any = np.int64,
+        embedding_table_offset_type: Any = np.int64,
         emainplace_mode: records.EmainplaceModeDefinition | None = None,
         extra_optimizer_config: records.UserEnabledConfigDefinition | None = None,
         ar_alpha: float = 0.0,
@@ -185,6 +190,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         placement: str | Mapping[str, str] | None = None,
         rngs: nnx.Rngs | None = None,
     ):
+        dtype_among(("int32", "int64"), embedding_table_index_type, "embedding_table_index_type")
+        dtype_among(("int32", "int64"), embedding_table_offset_type, "embedding_table_offset_type")
         cache_algorithm = records.member(CacheAlgorithm, cache_algorithm)
         weights_precision = records.member(SparseType, weights_precision)
         output_dtype = records.member(SparseType, output_dtype)

@@ -58,8 +58,6 @@ METHODS = {
 
 ARGUMENTS = {
     "tbe_input_multiplexer_config": _INPUT_RECORDING,
-    "embedding_table_index_type": "ids of any integer type are taken",
-    "embedding_table_offset_type": "offsets of any integer type are taken",
     "embedding_shard_info": "`mesh` and `placement` say which devices share a table, and how",
     "enable_raw_embedding_streaming": _STREAMING,
     "res_params": _STREAMING,

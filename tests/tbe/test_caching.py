@@ -201,13 +201,14 @@ def test_a_hundred_batches_may_wait():
     assert_steps_agree(plain, cached, batches)
 
 
-def test_compiled_steps_use_up_prefetched_batches():
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_compiled_steps_use_up_prefetched_batches(is_prepared):
     _, cached = pair(specs=((300, 2),), features=[0], cache_sets=1, prefetch_pipeline=True)
-    compiled = nnx.jit(lambda module, ids, offsets: module.vjp(ids, offsets)[1](jnp.ones((1, 2))))
+    compiled = nnx.jit(lambda module, *batch: module.vjp(*batch)[1](jnp.ones((1, 2))))
     for k in range(MAX_PREFETCHES + 2):
-        batch = np.array([k, k + 1], np.int32), np.array([0, 2], np.int32)
+        batch = np.array([k, k + 1, k + 2], np.int32), np.array([0, 3], np.int32)
         cached.prefetch(*batch)
-        compiled(cached, *batch)
+        compiled(cached, *([cached.prepare(*batch)] if is_prepared else batch))  # which has room for four ids
     step(cached, batch)
     cached.reset_cache_states()
 

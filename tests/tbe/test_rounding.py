@@ -156,6 +156,16 @@ def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_anothe
         np.testing.assert_allclose(own.mean(), 1 - 40 * rate, atol=5 * deviation)
 
 
+@pytest.mark.parametrize(("weights", "cache"), [(FP32, FP16), (FP32, BF16), (FP16, BF16)])
+def test_a_lookup_through_a_narrower_cache_changes_no_bit_of_the_table(weights, cache):
+    caching = {"location": rt.EmbeddingLocation.MANAGED_CACHING, "cache_sets": 1, "cache_precision": cache}
+    module = make(((NUM_ROWS, DIM),), uniform=(-1, 1), weights_precision=weights, **caching)
+    (before,) = module.split_embedding_weights()
+    for first in (0, 30, 60):  # rows leave for others, and all come home in the end
+        module(np.arange(first, first + 30), np.array([0, 30]))
+    np.testing.assert_array_equal(module.split_embedding_weights()[0], before)
+
+
 def test_without_stochastic_rounding_a_cache_of_another_precision_rounds_to_nearest():
     values = stepped(1e-5, num_steps=5, weights_precision=FP16, cache_precision=FP32, stochastic_rounding=False)
     np.testing.assert_array_equal(values[52:], 1.0)
