@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Array, Float
 
 from rsembed.intervals import door
+from rsembed.kinds import did_you_mean
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
 
@@ -136,7 +138,7 @@ def by_name(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Ranks, row and column factors, and all other arguments, of which any may be given by position.
 
-    Raises: TypeError: one is given twice, there are too many, or ranks are missing.
+    Raises: TypeError: one is given twice or unknown, there are too many, or ranks are missing.
     """
     given = {name: value for name, value in zip(SHAPES, shapes, strict=True) if value is not None} | dict(options)
     places = [name for name in (*SHAPES, *AFTER_SHAPES) if name != "tt_ranks" or name not in given]
@@ -148,6 +150,9 @@ def by_name(
         if name in given:
             raise TypeError(f"{name} is given by position and by keyword.")
         given[name] = value
+    known = {*SHAPES, *inspect.signature(TTTables.__init__).parameters} - {"self", "specs"}
+    if unknown := [name for name in given if name not in known | {"enforce_embedding_dim"}]:
+        raise TypeError(f"there is no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}.")
     if "tt_ranks" not in given:
         raise TypeError(
             "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."

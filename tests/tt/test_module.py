@@ -327,6 +327,12 @@ def test_wrong_input_is_refused(arguments, error, match):
         small()(*arguments)
 
 
+def test_an_unknown_argument_is_named_with_the_nearest():
+    for make in (lambda **o: TTEmbeddingBag(10, 3, **o), lambda **o: TableBatchedTTEmbeddingBag(2, 10, 3, **o)):
+        with pytest.raises(TypeError, match=r"there is no argument 'cache_sise' \(did you mean 'cache_size'\?\)"):
+            make(tt_ranks=[2], cache_sise=3)
+
+
 def test_several_tables_lose_no_id_behind_the_last_offset():
     with pytest.raises(ValueError, match="last offset is 9, but there are 10 ids"):
         TableBatchedTTEmbeddingBag(3, 100, 16, [4])(np.arange(10), np.arange(10))
