@@ -49,8 +49,10 @@ class TTEmbeddingBag(TTTables):
         what is approximated once they are full.
       max_spilled_rows: bound of the trained rows that left the cache and are still served as they are; when they are
         full, trained rows stay in the cache, which is logged. None keeps them all, and logs when they take more than
-        three times the cache. With `sparse=False` it is always 0, since an optimizer outside knows a row by its place.
-      populate_every: populate before every so many counted lookups; 0 leaves it to you.
+        three times the cache. With `sparse=False`, where an optimizer outside knows the array of rows by its shape,
+        room for them is made at once: None makes it three times the cache.
+      populate_every: populate before every so many counted lookups; 0 leaves it to you. Not with lookups inside `jit`,
+        which are not counted.
       halve_counts_every: halve all counts after every so many populates, so that the cache follows a drifting stream.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.
 

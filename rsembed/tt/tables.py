@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from rsembed.tt.chain import AnyCores, Cores, check_implementation
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
 from rsembed.tt.cores import check_cores, full_weight, rows_of
 from rsembed.tt.fused import OptimType, init_core_slots, member_of, rule_of, step_cores
-from rsembed.tt.hot_rows import CacheReport, HotRows
+from rsembed.tt.hot_rows import CacheReport, HotRows, on_host
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.lookups import Lookups, gains_of_entries, lookups_of, with_room
 from rsembed.tt.meshes import Split, on_every_device, shared_rows
@@ -110,11 +111,6 @@ class TTTables(nnx.Module):
         check_implementation(implementation)
         check_options(num_rows, mode=mode, bounds_check=bounds_check, padding_idx=padding_idx)
         check_numbers(learning_rate=learning_rate, eps=eps)
-        if max_spilled_rows and not sparse:
-            raise ValueError(
-                f"max_spilled_rows={max_spilled_rows} needs sparse=True: with sparse=False an optimizer outside knows "
-                "rows by their place, so trained rows must keep theirs; leave it out."
-            )
         by_shape: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             by_shape.setdefault((spec.tt_q_shapes, spec.tt_ranks), []).append(k)
@@ -143,7 +139,8 @@ class TTTables(nnx.Module):
                     kind=kind,
                     cache_size=cache_size,
                     hashtbl_size=hashtbl_size,
-                    max_spilled_rows=max_spilled_rows if sparse else 0,
+                    max_spilled_rows=max_spilled_rows,
+                    is_stepped_here=sparse,
                 )
                 for group in (self.groups if use_cache else ())
             ]
@@ -303,14 +300,27 @@ class TTTables(nnx.Module):
         Args:
           indices: ids as for a lookup; of one table also flat ids without offsets.
           offsets: as for a lookup.
+
+        Raises: RuntimeError: inside `jit`.
         """
+        if isinstance(indices, jax.Array):
+            indices = on_host(indices)
         if offsets is None and len(self.specs) == 1 and not isinstance(indices, Bags):
             flat = np.asarray(indices) if all(np.ndim(own) == 0 for own in indices) else None
             indices = indices if flat is None else flat.reshape(-1, 1)
         self._count(self._look_up(self._checked_bags(indices, offsets, None))[0])
 
     def cache_populate(self) -> None:
-        """Keeps the most read rows from now on, outside `jit`; no output changes. See `hot_rows`."""
+        """Keeps the most read rows from now on; no output changes. Warns where no read was counted. See `hot_rows`.
+
+        Raises: RuntimeError: inside `jit`.
+        """
+        if self.caches and not any(cache.report().lookups for cache in self.caches):
+            warnings.warn(
+                "cache_populate: nothing was counted, so nothing is cached; lookups inside jit are not counted: call "
+                "update_cache(ids) beside compiled steps.",
+                stacklevel=2,
+            )
         for cache, cores, group in zip(self.caches, self._core_values(), self.groups, strict=False):
             cache.populate(functools.partial(_rows_by_number, [self.specs[k] for k in group], cores))
         if self._is_turn(1, self.halve_counts_every):
@@ -413,7 +423,8 @@ class TTTables(nnx.Module):
 
     def _count(self, batch: list[Lookups]) -> None:
         for cache, asked in zip(self.caches, batch, strict=False):
-            cache.count(np.asarray(asked.ids)[np.asarray(asked.bags) != NO_ROW])
+            ids, bags = on_host((asked.ids, asked.bags))
+            cache.count(ids[bags != NO_ROW])
 
     def _is_turn(self, which: int, every: int) -> bool:
         """Whether one more lookup (0) or populate (1) completes a round of `every`."""
@@ -428,7 +439,13 @@ class TTTables(nnx.Module):
         """The batch, and where its cached rows are; first it is counted, and the cache populated when it is time."""
         if not self.caches:
             return batch
-        if not self.deterministic and not any(isinstance(asked.bags, jax.core.Tracer) for asked in batch):
+        is_inside = any(isinstance(asked.bags, jax.core.Tracer) for asked in batch)
+        if is_inside and self.populate_every and not self.deterministic:
+            raise RuntimeError(
+                f"populate_every={self.populate_every} counts lookups on the host, which inside jit nobody does; leave "
+                "it out, and call update_cache(ids) and cache_populate() between compiled steps; or call eval()."
+            )
+        if not is_inside and not self.deterministic:
             self._count(batch)
             if self._is_turn(0, self.populate_every):
                 self.cache_populate()

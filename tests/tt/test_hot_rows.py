@@ -250,6 +250,32 @@ def test_lookups_count_outside_jit_and_not_after_eval():
     assert emb.cache_reports()[0].lookups == 3
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda emb: emb.cache_populate(),
+        lambda emb: emb.update_cache(six_bags([[4]])),
+        lambda emb: emb.update_cache(jnp.asarray([4, 5])),
+        lambda emb: emb.reset_cache(),
+        lambda emb: emb.cache_reports(),
+        lambda emb: emb.full_weight(),
+    ],
+)
+def test_what_the_host_does_is_refused_by_name_inside_jit(ask):
+    with pytest.raises(RuntimeError, match=r"cache_populate, reset_cache, .* outside of jit"):
+        nnx.jit(ask)(make())
+
+
+def test_a_compiled_loop_says_that_nothing_is_counted():
+    emb = make(populate_every=3)
+    with pytest.raises(RuntimeError, match=r"populate_every=3 counts lookups on the host.* update_cache\(ids\)"):
+        looked_up(emb, six_bags([[4]]))
+    emb.eval()
+    looked_up(emb, six_bags([[4]]))
+    with pytest.warns(UserWarning, match="nothing was counted, so nothing is cached"):
+        emb.cache_populate()
+
+
 def test_a_cached_step_lives_in_one_jit():
     emb, eager = make(), make()
 
@@ -338,8 +364,11 @@ def test_a_saved_module_goes_on_as_if_never_saved(sparse, tmp_path):
     np.savez(tmp_path / "module.npz", **emb.state_dict())
     with np.load(tmp_path / "module.npz") as state:
         other.load_state_dict(state)
+    for module in (emb, other):
+        module.eval()
     np.testing.assert_array_equal(all_rows(other), all_rows(emb))
     for module in (emb, other):
+        module.train()
         go_on(module, 32)
     one, two = emb.state_dict(), other.state_dict()
     assert one.keys() == two.keys()
