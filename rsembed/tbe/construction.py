@@ -18,7 +18,7 @@ from rsembed.collection.placement import placement_of_tables
 from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kinds import check_kind
-from rsembed.optimizers import CounterAdagradOptimizerSpec
+from rsembed.optimizers import CounterAdagradOptimizerSpec, OptimizerSpec
 from rsembed.tbe import records
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, check_arguments, states_of, unused_arguments
 from rsembed.tbe.functional import TBEState, init_state
@@ -80,7 +80,7 @@ def tables_of(
     specs: Sequence[EmbeddingSpec],
     names: Sequence[str],
     *,
-    optimizer: EmbOptimType | Sequence[EmbOptimType],
+    optimizer: records.TableOptimizer | Sequence[records.TableOptimizer],
     learning_rate: Any,
     weights_precision: SparseType,
     enforce_hbm: bool,
@@ -88,7 +88,10 @@ def tables_of(
 ) -> list[TablePlan]:
     """The tables of the constructor's arguments of these names, without rules."""
     optimizers = per_table(optimizer, len(names), "optimizer")
-    rates = per_table(learning_rate, len(names), "learning_rate")
+    rates = [
+        own.learning_rate if isinstance(own, OptimizerSpec) else rate
+        for own, rate in zip(optimizers, per_table(learning_rate, len(names), "learning_rate"), strict=True)
+    ]
     for rate in rates:
         check_kind(rate, float | Callable, "learning_rate")
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
@@ -122,7 +125,9 @@ def with_rules(tables: Sequence[TablePlan], arguments: OptimizerArguments) -> tu
     """
     optimizers = {table.optimizer for table in tables}
     unread = [set(unused_arguments(table.optimizer, vars(arguments))) for table in tables]
-    warn_of_no_effect(sorted(set.intersection(*unread)), f"optimizer {tables[0].optimizer.name} does not use them")
+    warn_of_no_effect(
+        sorted(set.intersection(*unread)), f"optimizer {records.name_of(tables[0].optimizer)} does not use them"
+    )
     if len(optimizers) == 1:
         # What does not go together is refused before unread arguments are left out.
         check_arguments(tables[0].optimizer, arguments)
@@ -238,8 +243,9 @@ def _with_rule(table: TablePlan, arguments: OptimizerArguments) -> TablePlan:
             f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
         )
     counts = isinstance(table.rule, CounterAdagradOptimizerSpec)
-    if table.is_cached and (mode is not None or counts):
-        what = "weight_decay_mode COUNTER" if counts else optimizer.name
+    moves_all_rows = table.rule is not None and table.rule.moves_all_rows
+    if table.is_cached and (mode is not None or counts or moves_all_rows):
+        what = "weight_decay_mode COUNTER" if counts else records.name_of(optimizer)
         raise NotImplementedError(
             f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
             "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."

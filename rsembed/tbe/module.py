@@ -23,7 +23,15 @@ from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
 from rsembed.tbe.door import Door, PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import TBEPlan
-from rsembed.tbe.records import BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, WeightDecayMode
+from rsembed.tbe.records import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    EmbOptimType,
+    PoolingMode,
+    SparseType,
+    TableOptimizer,
+    WeightDecayMode,
+)
 from rsembed.tbe.reporting import StatisticsReporter
 from rsembed.tbe.training import TablesBackward, bring_near, learning_rates, pooled, prefetch, prepared, read_batch
 
@@ -71,7 +79,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
       weights_precision: FP32, FP16 or BF16.
       output_dtype: FP32, FP16 or BF16; sums are float32.
       enforce_hbm: MANAGED_CACHING as DEVICE.
-      optimizer: rule of all tables, or one per table; see `EmbOptimType`.
+      optimizer: rule of all tables, or one per table; see `EmbOptimType`. Also a rule of the core, such as
+        `rsembed.FTRLOptimizerSpec(...)`, with its own settings and learning rate.
       record_cache_metrics: allows `get_cache_miss_counter` and `get_table_wise_cache_miss`.
       gather_uvm_cache_stats: allows `get_uvm_cache_stats` and its companions.
       stochastic_rounding: of FP16 and BF16 rows when they are stepped.
@@ -145,7 +154,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         weights_precision: SparseType | str | int = SparseType.FP32,
         output_dtype: SparseType | str | int = SparseType.FP32,
         enforce_hbm: bool = False,
-        optimizer: EmbOptimType | str | Sequence[EmbOptimType | str] = EmbOptimType.EXACT_SGD,
+        optimizer: TableOptimizer | str | Sequence[TableOptimizer | str] = EmbOptimType.EXACT_SGD,
         record_cache_metrics: records.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
