@@ -28,7 +28,7 @@ class Bags:
     """Bags of ids: bag `b` holds `ids[offsets[b] : offsets[b + 1]]`.
 
     Args:
-      ids: all ids, bag after bag, an integer array or `Keys`; places behind the last offset are ignored.
+      ids: all ids, bag after bag, an integer array or `Keys`; places behind the last offset hold no id, -1.
       offsets: starts at 0 and never falls.
       weights: one per id; None means ones.
       dense_shape: shape of the array that the ids came from, which activations without a combiner take over.
@@ -343,6 +343,7 @@ def check_bags(bags: Bags, *, feature: str) -> None:
         raise ValueError(f"feature {feature!r}: offsets must start at 0 and never fall, got {offsets[:8].tolist()}...")
     if offsets[-1] > num_ids:
         raise ValueError(f"feature {feature!r}: the last offset is {int(offsets[-1])}, but there are {num_ids} ids.")
+    check_end(bags, f"feature {feature!r}")
     if bags.weights is not None:
         weights = np.asarray(bags.weights)
         if weights.shape != (num_ids,):
@@ -354,3 +355,14 @@ def check_bags(bags: Bags, *, feature: str) -> None:
             raise ValueError(
                 f"feature {feature!r}: weight {float(weights[place])} in sample {bag} is not finite; clean the weights."
             )
+
+
+def check_end(bags: Bags, where: str) -> None:
+    """Raises: ValueError: ids lie behind the last offset of concrete bags, where only room for ids may be."""
+    ids, last = bags.ids, int(np.asarray(bags.offsets)[-1])
+    is_id = np.asarray(ids.is_key)[last:] if isinstance(ids, Keys) else np.asarray(ids)[last:] != PAD_ID
+    if is_id.any():
+        raise ValueError(
+            f"{where}: the last offset is {last}, but there are {ids.shape[0]} ids, of which "
+            f"{int(is_id.sum())} would be in no bag; end the offsets with the number of ids, or fill up with {PAD_ID}."
+        )

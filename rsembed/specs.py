@@ -125,6 +125,9 @@ class Storage(Protocol):
     def in_files(self) -> str | None:
         """What a file of the table and the table must agree in; None where the file has a row for every id."""
 
+    def resolved(self, table: TableSpec) -> Storage:
+        """The same with all that `table` decides: equal where the numbers of a state mean the same."""
+
     def kin(self, table: TableSpec) -> Hashable:
         """Equal for tables that one home may keep; None keeps a table alone."""
 

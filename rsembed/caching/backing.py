@@ -53,19 +53,26 @@ class BackingStore:
       arrays: the rows, changed in place.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], first_values: Callable[[Rows], Sequence[Any]] | None = None):
+    def __init__(
+        self,
+        arrays: Sequence[np.ndarray],
+        first_values: Callable[[Rows], Sequence[Any]] | None = None,
+        near_dtype: Any = None,
+    ):
         """A store of rows that were not written yet.
 
         Args:
           arrays: with equally many rows. Of zeros the system hands memory out as rows are first written.
           first_values: what rows hold in all arrays until they are written, which is made when they are read. It is
             called with few different numbers of rows, of which it may be asked again. None leaves it to `arrays`.
+          near_dtype: what a device rounds the first array to, if it does. A number that comes back as it left keeps
+            what the store has.
 
         Raises: ValueError: there is no array, or their numbers of rows differ.
         """
         if len(sizes := {array.shape[0] for array in arrays}) != 1:
             raise ValueError(f"BackingStore needs at least one array, all with equally many rows, got {sorted(sizes)}.")
-        self.arrays, self._first_values = tuple(arrays), first_values
+        self.arrays, self._first_values, self._near_dtype = tuple(arrays), first_values, near_dtype
         self._is_written = np.zeros(0 if first_values is None else self.arrays[0].shape[0], bool)
 
     def read(self, rows: Rows) -> list[np.ndarray]:
@@ -83,8 +90,14 @@ class BackingStore:
 
     def write(self, rows: Rows, arrays: Sequence[Any]) -> None:
         """Replaces distinct rows of all arrays by the first of the values, which may be more."""
-        for array, values in zip(self.arrays, arrays, strict=True):
-            array[rows] = np.asarray(values)[: rows.size]
+        own = [np.asarray(values)[: rows.size] for values in arrays]
+        if self._near_dtype is not None:
+            kept = self.arrays[0][rows]
+            with np.errstate(over="ignore"):
+                is_same = kept.astype(self._near_dtype).astype(kept.dtype) == own[0]
+            own[0] = np.where(is_same, kept, own[0])
+        for array, values in zip(self.arrays, own, strict=True):
+            array[rows] = values
         if self._first_values is not None:
             self._is_written[rows] = True
 

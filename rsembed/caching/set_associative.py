@@ -48,12 +48,16 @@ class Admission:
     counts: CacheCounts
 
 
+NUM_WAYS = 32
+"""Rows per set."""
+
+
 @validated
 def num_sets_for(
     total_rows: NonNegativeInt,
     load_factor: float,
     *,
-    num_ways: PositiveInt = 32,
+    num_ways: PositiveInt = NUM_WAYS,
     row_bytes: PositiveInt,
     free_bytes: int | None = None,
     reserved_bytes: int = 0,
@@ -115,7 +119,7 @@ class SetAssociativeCache:
     """
 
     @validated
-    def __init__(self, num_sets: int, *, num_ways: int = 32, algorithm: str = "lru", num_ids: int) -> None:
+    def __init__(self, num_sets: int, *, num_ways: int = NUM_WAYS, algorithm: str = "lru", num_ids: int) -> None:
         """An empty cache.
 
         Args:

@@ -163,13 +163,14 @@ class RowLayout:
 
 def table_facts(table: TableSpec) -> dict[str, Any]:
     """What must be equal wherever rows and optimizer state of a table are used; learning rates may change."""
+    storage = None if table.storage is None else table.storage.resolved(table)
     return {
         "vocabulary_size": table.vocabulary_size,
         "embedding_dim": table.embedding_dim,
         "dtype": table.dtype,
         "optimizer": table.optimizer.identity,
-        "storage": None if table.storage is None else repr(table.storage),
-        "in_files": None if table.storage is None else table.storage.in_files,
+        "storage": None if storage is None else repr(storage),
+        "in_files": None if storage is None else storage.in_files,
     }
 
 

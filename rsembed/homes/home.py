@@ -65,6 +65,11 @@ class Home(abc.ABC):
         """What a file of the table and the table must agree in; None where the file has a row for every id."""
         return repr(self)
 
+    def resolved(self, table: TableSpec) -> Home:
+        """The same with all that `table` decides: equal where the numbers of a state mean the same."""
+        del table
+        return self
+
     def kin(self, table: TableSpec) -> Hashable:
         """Tables of equal dim, dtype and rule for which this is equal may be `shared`; None keeps a table alone."""
         del table

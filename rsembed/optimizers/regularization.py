@@ -144,9 +144,9 @@ class EnsembleModeDefinition:
     Up to `step_start` the slow copy takes over all of the table, later `1 - step_ema_coef` of the difference.
     """
 
-    step_ema: int = within("[1, inf)", default=10000)
-    step_swap: int = within("[1, inf)", default=10000)
-    step_start: int = 0
+    step_ema: float = within("[1, inf)", default=10000)
+    step_swap: float = within("[1, inf)", default=10000)
+    step_start: float = 0
     step_ema_coef: float = within("[0, 1]", default=0.6)
     step_mode: StepMode = StepMode.USE_ITER
 
@@ -155,8 +155,8 @@ class EnsembleModeDefinition:
     ) -> tuple[Float[Array, "rows dim"], Copies]:
         """A table and its slow copy before the lookup of training step `t`; unchanged between passes."""
         t = jnp.asarray(t, jnp.int32)
-        follows, swaps = t % self.step_ema == 0, t % self.step_swap == 0
-        share = jnp.where(t <= self.step_start, 1.0, 1.0 - self.step_ema_coef)
+        follows, swaps = t % int(self.step_ema) == 0, t % int(self.step_swap) == 0
+        share = jnp.where(t <= int(self.step_start), 1.0, 1.0 - self.step_ema_coef)
 
         def run(fast: Array, copies: Copies) -> tuple[Array, Copies]:
             (slow,) = copies
@@ -175,8 +175,8 @@ class EnsembleModeDefinition:
 class EmainplaceModeDefinition:
     """The second half of each row follows the first half every `step_ema` steps, from `step_start` on."""
 
-    step_ema: int = within("[1, inf)", default=10)
-    step_start: int = 0
+    step_ema: float = within("[1, inf)", default=10)
+    step_start: float = 0
     step_ema_coef: float = within("[0, 1]", default=0.6)
 
     def before_step(
@@ -190,7 +190,7 @@ class EmainplaceModeDefinition:
             moved = slow + self.step_ema_coef * (fast - slow)
             return table.at[:, table.shape[1] // 2 :].set(moved.astype(table.dtype))
 
-        is_due = (t % self.step_ema == 0) & (t >= self.step_start)
+        is_due = (t % int(self.step_ema) == 0) & (t >= int(self.step_start))
         return jax.lax.cond(is_due, run, lambda table: table, table), copies
 
 
@@ -229,6 +229,8 @@ def global_decay_factor(
     t = jnp.asarray(t, jnp.int32)
     weight_decay = jnp.asarray(weight_decay, jnp.float32)
     missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
-    kept = jnp.power(1.0 - jnp.asarray(learning_rate, jnp.float32) * weight_decay, missed)
+    rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
+    # By the logarithm where it exists: in float32, `1 - rate` is 1 below 6e-8, however many steps were missed.
+    kept = jnp.where(rate < 0.5, jnp.exp(missed * jnp.log1p(-jnp.minimum(rate, 0.5))), jnp.power(1.0 - rate, missed))
     decays = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)
     return jnp.where(decays, jnp.maximum(kept, config.lower_bound), 1.0)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int64, Integer
 
-from rsembed.bags import PAD_ID, Bags
+from rsembed.bags import PAD_ID, Bags, check_end
 from rsembed.sparsecore.layout import leaves_like
 from rsembed.specs import FeatureSpec, features_of
 
@@ -147,7 +147,9 @@ def _pairs_of(bags: Bags, weight: Any, where: str) -> tuple[Any, Any]:
     if weight is not None and bags.weights is not None:
         raise ValueError(f"{where}: weights are given twice, inside the Bags and in features_weights; keep one.")
     weight = bags.weights if weight is None else weight
-    return _used_part(bags, bags.ids, where), _used_part(bags, weight, where) if _is_flat(weight) else weight
+    pair = _used_part(bags, bags.ids, where)
+    check_end(bags, where)
+    return pair, _used_part(bags, weight, where) if _is_flat(weight) else weight
 
 
 def _used_part(bags: Bags, values: Any, where: str) -> tuple[np.ndarray, np.ndarray]:

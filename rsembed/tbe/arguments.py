@@ -16,7 +16,7 @@ from rsembed.checks import check_within, within
 from rsembed.optimizers import LearningRate
 from rsembed.tbe import records
 from rsembed.tbe.plan import TablePlan
-from rsembed.tbe.records import EmbOptimType, WeightDecayMode
+from rsembed.tbe.records import EmbOptimType, OptimizerSpec, TableOptimizer, WeightDecayMode, name_of
 
 Record = TypeVar("Record")
 _NO_OPTIONS, _NO_METRICS = records.UserEnabledConfigDefinition(), records.RecordCacheMetrics()
@@ -138,14 +138,21 @@ _OPTIMIZERS = {
 }
 
 
-def _offered(optimizer: EmbOptimType) -> _Optimizer:
+def _offered(optimizer: TableOptimizer) -> _Optimizer:
+    if isinstance(optimizer, OptimizerSpec):
+        if optimizer.slot_type is tuple:
+            raise NotImplementedError(
+                f"optimizer {name_of(optimizer)}: states of another package have no names here, and may be no rows; "
+                "use rsembed.EmbeddingCollection, or a rule of rsembed."
+            )
+        return _Optimizer({name: name for name in optimizer.slot_type._fields})  # type: ignore[attr-defined]
     if optimizer not in _OPTIMIZERS:
         offered = ", ".join(member.name for member in _OPTIMIZERS)
-        raise ValueError(f"optimizer {optimizer.name} is deprecated and not offered; choose one of {offered}.")
+        raise ValueError(f"optimizer {name_of(optimizer)} is deprecated and not offered; choose one of {offered}.")
     return _OPTIMIZERS[optimizer]
 
 
-def states_of(optimizer: EmbOptimType, arguments: OptimizerArguments) -> dict[str, str]:
+def states_of(optimizer: TableOptimizer, arguments: OptimizerArguments) -> dict[str, str]:
     """Names of a table's states in the order of `split_optimizer_states`, with those of torch's optimizers.
 
     They are the slots of `make_rule` in the same order, except for `momentum2` of ENSEMBLE_ROWWISE_ADAGRAD: that is a
@@ -159,12 +166,12 @@ def states_of(optimizer: EmbOptimType, arguments: OptimizerArguments) -> dict[st
     return {**_offered(optimizer).states, **{name: name for name in extra}}
 
 
-def read_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> dict[str, Any]:
+def read_arguments(optimizer: TableOptimizer, arguments: OptimizerArguments) -> dict[str, Any]:
     """The arguments that the optimizer reads and not every optimizer has, by name."""
     return {name: getattr(arguments, name) for name in _offered(optimizer).arguments}
 
 
-def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[str]:
+def unused_arguments(optimizer: TableOptimizer, given: Mapping[str, Any]) -> list[str]:
     """Names of arguments in `given` that differ from their default although `optimizer` does not read them.
 
     Names that are no field of `OptimizerArguments` are skipped. The options of `extra_optimizer_config` are judged one
@@ -187,7 +194,7 @@ def unused_arguments(optimizer: EmbOptimType, given: Mapping[str, Any]) -> list[
     return unused + [f"extra_optimizer_config.{name}" for name, on in options.items() if on and name not in read]
 
 
-def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
+def check_arguments(optimizer: TableOptimizer, arguments: OptimizerArguments) -> None:
     """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
     read = _offered(optimizer).arguments
     _check_decay_mode(optimizer, arguments)
@@ -200,11 +207,11 @@ def check_arguments(optimizer: EmbOptimType, arguments: OptimizerArguments) -> N
     _check_state_dtypes(optimizer, arguments)
 
 
-def _check_decay_mode(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
+def _check_decay_mode(optimizer: TableOptimizer, arguments: OptimizerArguments) -> None:
     mode = arguments.weight_decay_mode
     if mode in _DECAY_MODES and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         raise ValueError(
-            f"weight_decay_mode {mode.name} exists for EXACT_ROWWISE_ADAGRAD only, not for {optimizer.name}; "
+            f"weight_decay_mode {mode.name} exists for EXACT_ROWWISE_ADAGRAD only, not for {name_of(optimizer)}; "
             "change the optimizer or the mode."
         )
     for own_mode, (record, _) in _DECAY_MODES.items():
@@ -216,12 +223,12 @@ def _check_decay_mode(optimizer: EmbOptimType, arguments: OptimizerArguments) ->
             )
 
 
-def _check_state_dtypes(optimizer: EmbOptimType, arguments: OptimizerArguments) -> None:
+def _check_state_dtypes(optimizer: TableOptimizer, arguments: OptimizerArguments) -> None:
     names = [name for name in _offered(optimizer).states if name.startswith("momentum")]
     names = [] if optimizer == EmbOptimType.FTRL else names
     for name in arguments.optimizer_state_dtypes or {}:
         if name not in names:
             offered = f"choose among {', '.join(names)}" if names else "leave the argument out"
             raise ValueError(
-                f"optimizer_state_dtypes: {optimizer.name} has no state {name!r} with a dtype to choose; {offered}."
+                f"optimizer_state_dtypes: {name_of(optimizer)} has no state {name!r} with a dtype to choose; {offered}."
             )

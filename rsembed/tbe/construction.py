@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from rsembed.caching import BackingStore, NearRows, SetAssociativeCache, num_sets_for
+from rsembed.caching import NUM_WAYS, BackingStore, NearRows, SetAssociativeCache, num_sets_for
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.collection.placement import placement_of_tables
 from rsembed.kernels.contract import NO_ROW
-from rsembed.optimizers import CounterAdagradOptimizerSpec
+from rsembed.optimizers import CounterAdagradOptimizerSpec, OptimizerSpec
 from rsembed.tbe import records
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, check_arguments, states_of, unused_arguments
 from rsembed.tbe.functional import TBEState, init_state
@@ -79,7 +79,7 @@ def tables_of(
     specs: Sequence[EmbeddingSpec],
     names: Sequence[str],
     *,
-    optimizer: EmbOptimType | Sequence[EmbOptimType],
+    optimizer: records.TableOptimizer | Sequence[records.TableOptimizer],
     learning_rate: Any,
     weights_precision: SparseType,
     enforce_hbm: bool,
@@ -87,7 +87,10 @@ def tables_of(
 ) -> list[TablePlan]:
     """The tables of the constructor's arguments of these names, without rules."""
     optimizers = per_table(optimizer, len(names), "optimizer")
-    rates = per_table(learning_rate, len(names), "learning_rate")
+    rates = [
+        own.learning_rate if isinstance(own, OptimizerSpec) else rate
+        for own, rate in zip(optimizers, per_table(learning_rate, len(names), "learning_rate"), strict=True)
+    ]
     for rate in rates:
         check_type(rate, float | Callable, "learning_rate")
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
@@ -121,7 +124,9 @@ def with_rules(tables: Sequence[TablePlan], arguments: OptimizerArguments) -> tu
     """
     optimizers = {table.optimizer for table in tables}
     unread = [set(unused_arguments(table.optimizer, vars(arguments))) for table in tables]
-    warn_of_no_effect(sorted(set.intersection(*unread)), f"optimizer {tables[0].optimizer.name} does not use them")
+    warn_of_no_effect(
+        sorted(set.intersection(*unread)), f"optimizer {records.name_of(tables[0].optimizer)} does not use them"
+    )
     if len(optimizers) == 1:
         # What does not go together is refused before unread arguments are left out.
         check_arguments(tables[0].optimizer, arguments)
@@ -237,8 +242,9 @@ def _with_rule(table: TablePlan, arguments: OptimizerArguments) -> TablePlan:
             f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
         )
     counts = isinstance(table.rule, CounterAdagradOptimizerSpec)
-    if table.is_cached and (mode is not None or counts):
-        what = "weight_decay_mode COUNTER" if counts else optimizer.name
+    moves_all_rows = table.rule is not None and table.rule.moves_all_rows
+    if table.is_cached and (mode is not None or counts or moves_all_rows):
+        what = "weight_decay_mode COUNTER" if counts else records.name_of(optimizer)
         raise NotImplementedError(
             f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
             "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
@@ -251,7 +257,11 @@ def host_rows_of(plan: TBEPlan, caching: CacheArguments) -> HostRows | None:
     if not plan.has_cache:
         return None
     cached = [(number, group) for number, group in enumerate(plan.groups) if group.table.is_cached]
-    groups = [NearRows(number, _cache_of(group, caching), _backing_of(group)) for number, group in cached]
+    caches = _caches_of([group for _, group in cached], caching)
+    groups = [
+        NearRows(number, cache, _backing_of(group, caching.dtype_of(group.table)))
+        for (number, group), cache in zip(cached, caches, strict=True)
+    ]
     return HostRows(plan, groups, counts_features=caching.record_cache_metrics.record_tablewise_cache_miss)
 
 
@@ -261,31 +271,48 @@ def _memory_of_device() -> dict[str, int] | None:
     return memory if "bytes_limit" in memory else None
 
 
-def _cache_of(group: GroupPlan, caching: CacheArguments) -> SetAssociativeCache:
-    table = group.table
-    if table.placement == "host":
-        num_sets = 1  # the least that a cache can have: rows visit for one batch
-    elif caching.cache_sets > 0:
-        num_sets = caching.cache_sets
-    else:
-        memory = _memory_of_device()
-        num_sets = num_sets_for(
-            group.num_rows,
-            caching.cache_load_factor,
-            row_bytes=table.dim * caching.dtype_of(table).itemsize + sum(slot.nbytes for slot in table.first_slots()),
-            free_bytes=None if memory is None else memory["bytes_limit"] - memory.get("bytes_in_use", 0),
-            reserved_bytes=int(caching.cache_reserved_memory * 2**30),
-        )
-    return SetAssociativeCache(num_sets, algorithm=caching.cache_algorithm.name.lower(), num_ids=group.num_rows)
+def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[SetAssociativeCache]:
+    """Caches of the groups, which share the memory that is free where the device tells how much there is.
+
+    Each has one set, and of what it asks for beyond that the share for which there is room.
+
+    Raises: ValueError: there is no room for a set of each.
+    """
+    row_bytes = [
+        group.table.dim * caching.dtype_of(group.table).itemsize
+        + sum(slot.nbytes for slot in group.table.first_slots())
+        for group in groups
+    ]
+    sets = [_wanted_sets(group, caching, own) for group, own in zip(groups, row_bytes, strict=True)]
+    memory = _memory_of_device()
+    if memory is not None and not caching.cache_sets:
+        free, reserved = memory["bytes_limit"] - memory.get("bytes_in_use", 0), caching.cache_reserved_memory * 2**30
+        num_sets_for(1, 1.0, row_bytes=sum(row_bytes), free_bytes=free, reserved_bytes=int(reserved))
+        least = NUM_WAYS * sum(row_bytes)
+        wanted = NUM_WAYS * sum(n * own for n, own in zip(sets, row_bytes, strict=True))
+        share = min(1.0, (free - reserved - least) / max(1, wanted - least))
+        sets = [1 + int((n - 1) * share) for n in sets]
+    algorithm = caching.cache_algorithm.name.lower()
+    return [
+        SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
+        for num_sets, group in zip(sets, groups, strict=True)
+    ]
 
 
-def _backing_of(group: GroupPlan) -> BackingStore:
+def _wanted_sets(group: GroupPlan, caching: CacheArguments, row_bytes: int) -> int:
+    if group.table.placement == "host":
+        return 1  # the least that a cache can have: rows visit for one batch
+    return caching.cache_sets or num_sets_for(group.num_rows, caching.cache_load_factor, row_bytes=row_bytes)
+
+
+def _backing_of(group: GroupPlan, near: Any) -> BackingStore:
     table = group.table
     first = [np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()]
     shapes = [(group.num_rows, *row.shape[1:]) for row in first]
     # Zeros take memory when they are first written.
     zeros = (np.zeros(shape, row.dtype) for shape, row in zip(shapes, first, strict=True))
-    return BackingStore([np.full_like(own, row) if row.any() else own for own, row in zip(zeros, first, strict=True)])
+    arrays = [np.full_like(own, row) if row.any() else own for own, row in zip(zeros, first, strict=True)]
+    return BackingStore(arrays, near_dtype=None if near in (jnp.float32, jnp.dtype(table.dtype)) else near)
 
 
 def first_state(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.bags import PAD_ID, as_bags, is_traced, narrow_ids
+from rsembed.bags import PAD_ID, as_bags, check_end, is_traced, narrow_ids
 from rsembed.checks import check_type
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
@@ -97,9 +97,11 @@ class Door:
             check_type(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
             sizes = tuple(tuple(int(n) for n in own) for own in sizes)
             if plan.split is not None:
+                num_bags = [sum(own) for own in sizes]
+                way_out = "add bags without ids, and " if len(set(num_bags)) > 1 else ""
                 raise ValueError(
-                    f"on a mesh all features need equally many bags, got {[sum(own) for own in sizes]}; add bags "
-                    "without ids, and leave batch_size_per_feature_per_rank out."
+                    f"on a mesh all features need equally many bags, got {num_bags}; {way_out}leave "
+                    "batch_size_per_feature_per_rank out, which has no meaning there."
                 )
             if plan.pooling == "none":
                 raise ValueError(
@@ -133,7 +135,9 @@ class Door:
         bags = [as_bags(bags_by_feature[name], feature=name) for name in self.feature_names]
         xp: Any = jnp if is_traced(bags) else np
         ids, ends, weights, first = [], [xp.zeros(1, xp.int32)], [], 0
-        for own in bags:
+        for name, own in zip(self.feature_names, bags, strict=True):
+            if xp is np:
+                check_end(own, f"feature {name!r}")
             # What stands behind a feature's last bag would fall into the first bag of the next one.
             is_used = xp.arange(own.ids.shape[0]) < own.offsets[-1]
             ids.append(xp.where(is_used, xp.asarray(own.ids), PAD_ID))
@@ -163,8 +167,8 @@ class Door:
             if self.mode in _WARNING and not self.has_warned:
                 self.has_warned = True
                 message = (
-                    f"rsembed.tbe: {mistake} It was corrected as FBGEMM does; this is told once, bounds_check_warning "
-                    "counts on."
+                    f"rsembed.tbe: {mistake} It was corrected as FBGEMM does. This is told once; afterwards "
+                    "bounds_check_warning tells how many the last batch had."
                 )
                 warnings.warn(message, stacklevel=5)
         ids, offsets, num_corrected = repair(*arguments)

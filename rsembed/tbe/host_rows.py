@@ -122,7 +122,7 @@ class HostRows:
             self._find(self.plan.bags_of(part), part.ids, part.offsets, admit=True, lock=lock, is_prefetch=True)
             state = self._moved(state)
             locked.append([group.places for group in self.groups] if lock else [])
-        self.prefetched.append((np.concatenate([part.ids for part in parts]), locked))
+        self.prefetched.append((np.concatenate([_ids_in_bags(part.ids, part.offsets) for part in parts]), locked))
         return state
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
@@ -190,8 +190,9 @@ class HostRows:
     ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
         """Ids with places instead of rows, and for every group which places are left and taken."""
         self.generation.advance(generation)
-        ids = np.asarray(ids)
-        self._find(num_bags, ids, np.asarray(offsets), admit=admit and not self._take_prefetched(ids))
+        ids, offsets = np.asarray(ids), np.asarray(offsets)
+        admits = admit and not self._take_prefetched(_ids_in_bags(ids, offsets))
+        self._find(num_bags, ids, offsets, admit=admits)
         translated = ids.astype(np.int32)
         for group in self.groups:
             np.copyto(translated, group.places, where=group.rows >= 0, casting="same_kind")
@@ -231,3 +232,8 @@ class HostRows:
             by_group = [unique_misses_by_group(rows, admission.missed_ids, starts) for rows, admission in admitted]
             by_feature = np.sum(by_group, axis=0)
         self.statistics.record(total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique), by_feature)
+
+
+def _ids_in_bags(ids: Any, offsets: Any) -> np.ndarray:
+    """Ids without the room behind them, which a prepared batch has."""
+    return np.asarray(ids)[: int(offsets[-1])]

@@ -13,14 +13,22 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from rsembed.caching import CacheCounts, CacheStatistics
-from rsembed.checks import NonNegativeInt, check_within, validated
+from rsembed.checks import NonNegativeInt, check_within, dtype_among, validated
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.tbe import construction, functional, records, whole_tables
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
 from rsembed.tbe.door import Door, PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import TBEPlan
-from rsembed.tbe.records import BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, WeightDecayMode
+from rsembed.tbe.records import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    EmbOptimType,
+    PoolingMode,
+    SparseType,
+    TableOptimizer,
+    WeightDecayMode,
+)
 from rsembed.tbe.reporting import StatisticsReporter
 from rsembed.tbe.training import TablesBackward, bring_near, learning_rates, pooled, prefetch, prepared, read_batch
 
@@ -66,7 +74,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
       weights_precision: FP32, FP16 or BF16.
       output_dtype: FP32, FP16 or BF16; sums are float32.
       enforce_hbm: MANAGED_CACHING as DEVICE.
-      optimizer: rule of all tables, or one per table; see `EmbOptimType`.
+      optimizer: rule of all tables, or one per table; see `EmbOptimType`. Also a rule of the core, such as
+        `rsembed.FTRLOptimizerSpec(...)`, with its own settings and learning rate.
       record_cache_metrics: allows `get_cache_miss_counter` and `get_table_wise_cache_miss`.
       gather_uvm_cache_stats: allows `get_uvm_cache_stats` and its companions.
       stochastic_rounding: of FP16 and BF16 rows when they are stepped.
@@ -90,12 +99,14 @@ class TableBatchedEmbeddingBags(nnx.Module):
       uvm_non_rowwise_momentum: no effect, as use_experimental_tbe and uvm_host_mapped; states follow their rows.
       use_experimental_tbe: see there.
       prefetch_pipeline: rows of prefetched batches stay in the cache until they were used; LRU only.
-      stats_reporter_config: reports bytes, sizes and cache counts every so many steps.
+      stats_reporter_config: reports bytes, sizes and cache counts every so many steps outside `jit`.
       table_names: for messages and state dicts; `table_0`, ... by default.
       optimizer_state_dtypes: FP32, FP16 or BF16 by state name; for momentum1 and momentum2 of any optimizer.
       multipass_prefetch_config: prefetch long batches in parts.
       global_weight_decay: if and only if the mode is DECOUPLE_GLOBAL.
       uvm_host_mapped: see uvm_non_rowwise_momentum.
+      embedding_table_index_type: int32 or int64, without effect: ids of any integer type are taken.
+      embedding_table_offset_type: likewise, of offsets.
       emainplace_mode: of EMAINPLACE_ROWWISE_ADAGRAD.
       extra_optimizer_config: options of ADAM and EXACT_SGD.
       ar_alpha: shrinkage per step of ROWWISE_RMSPROP_AR, in learning rates.
@@ -133,7 +144,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         weights_precision: SparseType | str | int = SparseType.FP32,
         output_dtype: SparseType | str | int = SparseType.FP32,
         enforce_hbm: bool = False,
-        optimizer: EmbOptimType | str | Sequence[EmbOptimType | str] = EmbOptimType.EXACT_SGD,
+        optimizer: TableOptimizer | str | Sequence[TableOptimizer | str] = EmbOptimType.EXACT_SGD,
         record_cache_metrics: records.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
@@ -164,6 +175,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         global_weight_decay: records.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
+        embedding_table_index_type: Any = np.int64,
+        embedding_table_offset_type: Any = np.int64,
         emainplace_mode: records.EmainplaceModeDefinition | None = None,
         extra_optimizer_config: records.UserEnabledConfigDefinition | None = None,
         ar_alpha: float = 0.0,
@@ -175,6 +188,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
         placement: str | Mapping[str, str] | None = None,
         rngs: nnx.Rngs | None = None,
     ):
+        dtype_among(("int32", "int64"), embedding_table_index_type, "embedding_table_index_type")
+        dtype_among(("int32", "int64"), embedding_table_offset_type, "embedding_table_offset_type")
         cache_algorithm = records.member(CacheAlgorithm, cache_algorithm)
         weights_precision = records.member(SparseType, weights_precision)
         output_dtype = records.member(SparseType, output_dtype)
@@ -390,12 +405,12 @@ class TableBatchedEmbeddingBags(nnx.Module):
     def get_optimizer_state(self) -> list[dict[str, Any]]:
         """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
 
-        Tables with global decay or counters have the number of steps, too, as `iter`.
+        Where there is `prev_iter`, which is counted in them, the number of steps is there, too, as `iter`.
         """
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
         return [
             dict(zip(table.torch_state_names, states, strict=True))
-            | ({"iter": self.step} if table.counts_steps else {})
+            | ({"iter": self.step} if "prev_iter" in table.state_names else {})
             for table, states in by_table
         ]
 

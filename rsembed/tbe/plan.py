@@ -52,7 +52,7 @@ class TablePlan(NamedTuple):
     """
 
     name: str
-    optimizer: records.EmbOptimType
+    optimizer: records.TableOptimizer
     num_rows: int
     dim: int
     learning_rate: LearningRate
@@ -77,15 +77,11 @@ class TablePlan(NamedTuple):
         """The decay that untouched rows owe, and that lookups see."""
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagradOptimizerSpec) else None
 
-    @property
-    def counts_steps(self) -> bool:
-        """Whether its optimizer state means nothing without the number of steps done."""
-        return self.global_decay is not None or isinstance(self.rule, CounterAdagradOptimizerSpec)
-
     def contents(self) -> dict[str, Any]:
         """What its numbers mean: hyperparameters may change from one run to the next, these facts may not."""
-        states = list(self.state_names)
-        return {"rows": self.num_rows, "dim": self.dim, "optimizer": self.optimizer.name, "states": states}
+        states, own = list(self.state_names), self.optimizer
+        optimizer = own.name if isinstance(own, records.EmbOptimType) else own.identity
+        return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
 
     def first_slots(self) -> tuple[np.ndarray, ...]:
         """What all optimizer states of a row begin as, `[1, dim]` or `[1, 1]` each."""

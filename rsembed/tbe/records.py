@@ -23,6 +23,7 @@ from rsembed.optimizers import EnsembleModeDefinition as EnsembleModeDefinition
 from rsembed.optimizers import GlobalWeightDecayDefinition as GlobalWeightDecayDefinition
 from rsembed.optimizers import GradSumDecay as GradSumDecay
 from rsembed.optimizers import LearningRateMode as LearningRateMode
+from rsembed.optimizers import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers import StepMode as StepMode
 from rsembed.optimizers import TailIdThreshold as TailIdThreshold
 from rsembed.optimizers import WeightDecayMode as WeightDecayMode
@@ -139,11 +140,21 @@ def member(kind: type[Member], given: Member | str | int) -> Member:
     raise ValueError(f"{kind.__name__} has no member {given!r}; there are {', '.join(own.name for own in kind)}.")
 
 
-def optimizers(given: EmbOptimType | str | Sequence[EmbOptimType | str]) -> EmbOptimType | list[EmbOptimType]:
+TableOptimizer = EmbOptimType | OptimizerSpec
+
+
+def optimizers(given: TableOptimizer | str | Sequence[TableOptimizer | str]) -> TableOptimizer | list[TableOptimizer]:
     """One for all tables, or one each. Raises: ValueError: as `member`."""
+    if isinstance(given, OptimizerSpec):
+        return given
     if isinstance(given, (EmbOptimType, str)):
         return member(EmbOptimType, given)
-    return [member(EmbOptimType, own) for own in given]
+    return [own if isinstance(own, OptimizerSpec) else member(EmbOptimType, own) for own in given]
+
+
+def name_of(optimizer: TableOptimizer) -> str:
+    """A published name, or the name of a rule of the core."""
+    return optimizer.name if isinstance(optimizer, EmbOptimType) else type(optimizer).__name__
 
 
 def bounds_check_mode(given: BoundsCheckMode | str | int) -> BoundsCheckMode:

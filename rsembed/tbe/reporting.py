@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from rsembed.bags import is_traced
 from rsembed.caching import CacheCounts
 from rsembed.tbe.records import TBEStatsReporterConfig
 
@@ -44,12 +46,19 @@ class StatisticsReporter:
         self.prefetched_ids += ids.size
         self.prefetched_bytes += ids.nbytes
 
-    def step(self, module: TableBatchedEmbeddingBags, ids: Any, output: Any) -> None:
-        """Counts a training step, and reports if it is time."""
+    def step(self, module: TableBatchedEmbeddingBags, batch: Any, output: Any) -> None:
+        """Counts a training step, and reports if it is time; warns of steps inside `jit`, which it never sees."""
+        if is_traced(batch):
+            warnings.warn(
+                "stats_reporter_config: no effect inside jit, where steps are not reported; train outside of it, or "
+                "read state_bytes() and get_uvm_cache_stats() between compiled steps.",
+                stacklevel=3,
+            )
+            return
         self._num_steps += 1
         if self._num_steps % self.config.interval:
             return
-        outputs, given = jax.tree.leaves(output), jax.tree.leaves(ids)
+        outputs, given = jax.tree.leaves(output), jax.tree.leaves(batch.ids)
         figures: dict[str, float] = {
             "total_prefetch_duration": self.prefetch_seconds,
             "bwd_wait_for_prefetch": 0.0,  # prefetches end before they return

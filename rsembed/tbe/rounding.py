@@ -21,17 +21,19 @@ _FLOAT16_SUBNORMAL_SPACING = 2.0**-24
 def round_with_noise(values: Float[Array, "*shape"], words: UInt32[Array, "*shape"], dtype: Any) -> Array:
     """`values` rounded to one of their two neighbours in `dtype`, up if the mantissa carries after adding the noise.
 
-    The mean over all words is the value itself in the normal range of `dtype`; float16 values below 2**-14 lean
-    toward zero. Infinities, NaN and values above the largest number of `dtype` are rounded to nearest.
+    The mean over all words is the value itself. Infinities, NaN and values above the largest number of `dtype` are
+    rounded to nearest.
 
     Args:
       values: float32.
-      words: one random word per value, of which the upper bits are used: 13 for float16, 16 for bfloat16.
+      words: one random word per value, of which the upper bits are used: 13 for float16, 24 below its normal range, and
+        16 for bfloat16.
       dtype: float16 or bfloat16; float32 returns `values`.
 
     Raises: ValueError: another dtype.
 
-    Source: FBGEMM's fused optimizers: noise of the size of the dropped bits, then rounding toward zero.
+    Source: FBGEMM's fused optimizers: noise of the size of the dropped bits, then rounding toward zero. There, float16
+      values below 2**-14 lean toward zero, because their noise is smaller than their spacing.
     """
     dtype = jnp.dtype(dtype)
     if dtype == jnp.float32:
@@ -45,9 +47,11 @@ def round_with_noise(values: Float[Array, "*shape"], words: UInt32[Array, "*shap
     rounded = jax.lax.bitcast_convert_type(kept, jnp.float32)
     largest = float(jnp.finfo(dtype).max)
     if dtype == jnp.float16:
-        noisy = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        subnormal = jnp.trunc(noisy / _FLOAT16_SUBNORMAL_SPACING) * _FLOAT16_SUBNORMAL_SPACING
-        rounded = jnp.where(jnp.abs(noisy) < _SMALLEST_NORMAL_FLOAT16, subnormal, rounded)
+        steps = jnp.abs(values) / _FLOAT16_SUBNORMAL_SPACING
+        whole = jnp.floor(steps)
+        is_up = (words >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < steps - whole
+        subnormal = jnp.copysign((whole + is_up.astype(jnp.float32)) * _FLOAT16_SUBNORMAL_SPACING, values)
+        rounded = jnp.where(jnp.abs(values) < _SMALLEST_NORMAL_FLOAT16, subnormal, rounded)
     # Not `>`: NaN must take the branch of nearest rounding too.
     return jnp.where(jnp.abs(values) <= largest, rounded, values).astype(dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from rsembed.optimizers import (
@@ -20,13 +21,13 @@ from rsembed.optimizers import (
     TorchAdagradOptimizerSpec,
 )
 from rsembed.tbe.arguments import OptimizerArguments, check_arguments, read_arguments, states_of
-from rsembed.tbe.records import EmbOptimType, WeightDecayMode, dtype_of
+from rsembed.tbe.records import EmbOptimType, TableOptimizer, WeightDecayMode, dtype_of
 
 _FIELDS = {"eps": "epsilon", "beta1": "beta_1", "beta2": "beta_2"}
 """Arguments that rules call otherwise."""
 
 
-def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None:
+def make_rule(optimizer: TableOptimizer, **arguments: Any) -> OptimizerSpec | None:
     """The row rule of `optimizer`; None for `EmbOptimType.NONE`.
 
     Where the numbers are the same it is a rule that has a fused native kernel. What
@@ -35,13 +36,15 @@ def make_rule(optimizer: EmbOptimType, **arguments: Any) -> OptimizerSpec | None
     Arguments that `optimizer` does not read are skipped; `unused_arguments` lists them for a warning.
 
     Args:
-      optimizer: FTRL, an extension, takes its other settings from `FTRLOptimizerSpec`.
+      optimizer: a published name, or a rule of the core, which brings all its settings but the learning rate.
       **arguments: the fields of `OptimizerArguments`.
 
     Raises: ValueError: the optimizer is not offered, or arguments do not go together. TypeError: unknown arguments.
     """
     given = OptimizerArguments(**arguments)
     check_arguments(optimizer, given)
+    if isinstance(optimizer, OptimizerSpec):
+        return dataclasses.replace(optimizer, learning_rate=given.learning_rate)
     rate, dtypes = given.learning_rate, _slot_dtypes(optimizer, given)
     read = {_FIELDS.get(name, name): value for name, value in read_arguments(optimizer, given).items()}
     is_corrected_by_row = optimizer == EmbOptimType.ADAM and given.extra_optimizer_config.use_rowwise_bias_correction

@@ -191,8 +191,8 @@ class TablesBackward:
             wants_weight_gradients=per_sample_weights_grad and self._batch.weights is not None,
         )
         module.state.set_value(state if host_rows is None else host_rows.write_back(state))
-        if module.reporter is not None and not is_traced(self._batch):
-            module.reporter.step(module, self._batch.ids, d_output)
+        if module.reporter is not None:
+            module.reporter.step(module, self._batch, d_output)
         return d_weights if d_weights is None else self._masked(d_weights, mask)
 
     def weight_gradients(self, d_output: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,8 @@ MIN_GROUPED_LOOKUPS = 2_000
 IMPLEMENTATIONS = ("native", "grouped", "chunked", "unique", "plain")
 
 Cores = tuple[Array, ...]
+AnyCores = Sequence[Array | np.ndarray]
+"""Cores as users have them."""
 
 
 def check_implementation(implementation: str | None) -> None:

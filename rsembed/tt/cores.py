@@ -14,14 +14,14 @@ from jaxtyping import Array, Float, Int, Integer
 from rsembed.bags import Bags
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW
-from rsembed.tt.chain import Cores, pooled_rows, varying_zero
+from rsembed.tt.chain import AnyCores, Cores, pooled_rows, varying_zero
 from rsembed.tt.lookups import Mode, digits_of, gains_of_entries, lookups_of, with_room
 from rsembed.tt.meshes import on_every_device
 from rsembed.tt.spec import TTSpec
 
 
 def rows(
-    spec: TTSpec, cores: Cores, ids: Integer[Array | np.ndarray, "*batch"], *, implementation: str | None = None
+    spec: TTSpec, cores: AnyCores, ids: Integer[Array | np.ndarray, "*batch"], *, implementation: str | None = None
 ) -> Float[Array, "*batch dim"]:
     """The rows of `ids`, float32; an id outside the table has a row of zeros.
 
@@ -41,8 +41,8 @@ def rows(
       [[3.0, 4.0], [10.0, 20.0]]
     """
     check_type(ids, Int[Array, "..."], "rows: ids")
-    cores, ids = on_every_device((check_cores(spec, cores), ids))
-    found = rows_of((spec,), cores, ids.reshape(-1), implementation=implementation)
+    arrays, ids = on_every_device((check_cores(spec, cores), ids))
+    found = rows_of((spec,), arrays, ids.reshape(-1), implementation=implementation)
     return found.reshape(*ids.shape, spec.embedding_dim)
 
 
@@ -69,7 +69,7 @@ def rows_of(
 
 def bag(
     spec: TTSpec,
-    cores: Cores,
+    cores: AnyCores,
     bags: Bags,
     *,
     mode: Mode = "sum",
@@ -102,26 +102,26 @@ def bag(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def full_weight(spec: TTSpec, cores: Cores) -> Float[Array, "vocab dim"]:
+def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
     """The whole table, written block after block of equal first digits; needs the table and one block of memory."""
-    cores = on_every_device(check_cores(spec, cores))
+    arrays: Cores = on_every_device(check_cores(spec, cores))
     num_rows, size = spec.num_embeddings, spec.strides[0]
     whole = num_rows // size
 
     def put(k: Array | int, table: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(table, weight_block(spec, cores, k), k * size, 0)
+        return jax.lax.dynamic_update_slice_in_dim(table, weight_block(spec, arrays, k), k * size, 0)
 
-    nothing = jnp.full((num_rows, spec.embedding_dim), varying_zero(*cores).astype(jnp.float32))
+    nothing = jnp.full((num_rows, spec.embedding_dim), varying_zero(*arrays).astype(jnp.float32))
     table = jax.lax.fori_loop(0, whole, put, nothing)
     if whole * size < num_rows:
-        rest = weight_block(spec, cores, whole)[: num_rows - whole * size]
+        rest = weight_block(spec, arrays, whole)[: num_rows - whole * size]
         table = jax.lax.dynamic_update_slice_in_dim(table, rest, whole * size, 0)
     return table
 
 
-def weight_block(spec: TTSpec, cores: Cores, first_digit: Int[Array, ""] | int) -> Float[Array, "block dim"]:
+def weight_block(spec: TTSpec, cores: AnyCores, first_digit: Int[Array, ""] | int) -> Float[Array, "block dim"]:
     """Rows `first_digit * strides[0]` and following, as many as share that digit, padding rows included."""
-    p, shapes = spec.tt_p_shapes, spec.slice_shapes
+    p, shapes, cores = spec.tt_p_shapes, spec.slice_shapes, check_cores(spec, cores)
     product = cores[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])  # [rows, columns, rank]
     for t in range(1, spec.num_cores):
         core = cores[t].astype(jnp.float32).reshape(p[t], *shapes[t])
@@ -130,8 +130,8 @@ def weight_block(spec: TTSpec, cores: Cores, first_digit: Int[Array, ""] | int) 
     return product.reshape(spec.strides[0], spec.embedding_dim)
 
 
-def check_cores(spec: TTSpec, cores: Cores) -> Cores:
-    """The cores as a tuple.
+def check_cores(spec: TTSpec, cores: AnyCores) -> Cores:
+    """The cores as a tuple of JAX arrays.
 
     Raises: ValueError: their shapes are not those of the spec. TypeError: there is no spec.
     """
@@ -139,4 +139,4 @@ def check_cores(spec: TTSpec, cores: Cores) -> Cores:
     found = tuple(tuple(core.shape) for core in cores)
     if found != spec.core_shapes:
         raise ValueError(f"cores have shapes {found}, but the spec asks for {spec.core_shapes}.")
-    return tuple(cores)
+    return tuple(map(jnp.asarray, cores))

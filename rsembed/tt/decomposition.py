@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from rsembed.checks import validated
 from rsembed.progress import progress
-from rsembed.tt.chain import Cores
+from rsembed.tt.chain import AnyCores, Cores
 from rsembed.tt.checks import check_one_of
 from rsembed.tt.cores import check_cores
 from rsembed.tt.shapes import suggested_tt_shapes
@@ -94,7 +94,7 @@ def from_dense(
 @validated
 def round_cores(
     spec: TTSpec,
-    cores: Cores,
+    cores: AnyCores,
     *,
     ranks: Integers | int | np.integer[Any] | None = None,
     max_relative_error: float | None = None,
@@ -152,7 +152,7 @@ def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], d
     return _stored(spec.num_embeddings, parts, dtype)[1]
 
 
-def to_tensorly(spec: TTSpec, cores: Cores) -> Any:
+def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
     """A `tensorly.tt_matrix.TTMatrix` of NumPy cores `[R_{t-1}, p_t, q_t, R_t]`."""
     import tensorly
     from tensorly.tt_matrix import TTMatrix

@@ -17,7 +17,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from rsembed.bags import is_traced
 from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.optimizers import Hyperparameters, OptimizerSpec
@@ -38,11 +39,21 @@ LEAST_ROWS = 32
 COUNTS_PER_ROW = 16
 LEAST_COUNTS_PER_ROW = 6
 SPILLED_ROWS_TO_LOG = 3
-"""Times the cache; beyond it the spill area is worth a word."""
+"""Times the cache; beyond it the spill area is worth a word, and where it cannot grow it is as large from the start."""
 
 NEVER_LEAVES = np.iinfo(np.int64).max
 
 _LOG = logging.getLogger("rsembed")
+
+
+def on_host(values: Any) -> Any:
+    """The values as NumPy arrays. Raises: RuntimeError: they are known only inside `jit`."""
+    if is_traced(values):
+        raise RuntimeError(
+            "a tensor-train cache counts, populates and tells what it holds on the host: call update_cache, "
+            "cache_populate, reset_cache, cache_reports and full_weight outside of jit, between compiled steps."
+        )
+    return jax.tree.map(np.asarray, values)
 
 
 class CacheDirectory(nnx.Variable):
@@ -92,7 +103,8 @@ class HotRows(nnx.Module):
       cache_size: rows in the cache at most; 0 takes a thousandth of all, at least 32.
       hashtbl_size: ids counted at most; 0 takes 16 per cached row, rounded up to a power of two. So does, with a
         warning, less than six per cached row, which would lose hits.
-      max_spilled_rows: spilled rows at most; None makes room for all.
+      max_spilled_rows: spilled rows at most; None makes room for all, if it may.
+      is_stepped_here: False makes room at once, and never more, as an optimizer outside knows the array by its shape.
 
     Raises: ValueError: fewer counts than rows, or 2^31 rows in the group.
     """
@@ -107,20 +119,24 @@ class HotRows(nnx.Module):
         cache_size: int,
         hashtbl_size: int,
         max_spilled_rows: int | None,
+        is_stepped_here: bool,
     ):
         if group_rows >= NO_ROW:
             raise ValueError(
                 f"a cache takes fewer than {NO_ROW} rows in a group of tables, got {group_rows}; use_cache=False."
             )
         self.capacity = min(group_rows, cache_size or max(LEAST_ROWS, group_rows // 1000))
+        if max_spilled_rows is None and not is_stepped_here:
+            max_spilled_rows = min(SPILLED_ROWS_TO_LOG * self.capacity, group_rows - self.capacity)
         self.max_spilled_rows = max_spilled_rows
+        self.first_size = self.capacity + (0 if is_stepped_here else max_spilled_rows or 0)
         self.rule: OptimizerSpec = nnx.static(rule)
-        rows, nothing = jnp.zeros((self.capacity, dim)), np.full(self.capacity, NO_ROW, np.int32)
+        rows, nothing = jnp.zeros((self.first_size, dim)), np.full(self.first_size, NO_ROW, np.int32)
         self.rows = kind(rows)
         self.state = CacheDirectory(rule.init_slots(rows))
         self.ids = CacheDirectory(nothing)
         self.places = CacheDirectory(np.zeros_like(nothing))
-        self.is_cached = CacheDirectory(np.zeros(self.capacity, bool))
+        self.is_cached = CacheDirectory(np.zeros(self.first_size, bool))
         self.reads = CacheDirectory(tuple(ReadCounts.empty(self._num_counts(hashtbl_size))))
         self.totals = CacheDirectory(np.zeros(2 * len(TOTALS), np.uint32))
 
@@ -159,15 +175,19 @@ class HotRows(nnx.Module):
 
     def sizes(self) -> dict[str, int]:
         """What a saved state must have been made with."""
-        return {"cache_size": self.capacity, "num_counts": self.reads.get_value()[0].size}
+        return {
+            "cache_size": self.capacity,
+            "first_size": self.first_size,
+            "num_counts": self.reads.get_value()[0].size,
+        }
 
     def read_counts(self) -> ReadCounts:
         """How often ids were read."""
-        return ReadCounts(*map(np.asarray, self.reads.get_value()))
+        return ReadCounts(*on_host(tuple(self.reads.get_value())))
 
     def count(self, ids: Int[np.ndarray, " nnz"]) -> None:
         """Counts reads, on the host."""
-        is_hit = places_in(np.asarray(self.ids.get_value()), ids)[1]
+        is_hit = places_in(on_host(self.ids.get_value()), ids)[1]
         counts, num_uncounted = self.read_counts().counted(ids)
         self.reads.set_value(tuple(counts))
         self._add(lookups=ids.size, hits=int(is_hit.sum()), uncounted=num_uncounted)
@@ -180,7 +200,7 @@ class HotRows(nnx.Module):
 
     def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
         """All stored ids, ascending, and their rows."""
-        ids, places = map(np.asarray, self.directory())
+        ids, places = on_host(self.directory())
         num = int((ids != NO_ROW).sum())
         return ids[:num], np.asarray(self.rows.get_value())[places[:num]]
 
@@ -243,7 +263,7 @@ class HotRows(nnx.Module):
         self._set_rows([jnp.asarray(array) for array in changed])
 
     def _set_rows(self, arrays: Sequence[Array]) -> None:
-        self.rows.set_value(arrays[0])
+        nnx.Variable.set_value(self.rows, arrays[0])
         self.state.set_value(tuple(arrays[1:]))
 
     def _write_directory(self, ids: np.ndarray, places: np.ndarray, is_cached: np.ndarray) -> None:
@@ -257,7 +277,7 @@ class HotRows(nnx.Module):
             _LOG.warning(
                 "%d trained rows keep their places in a tensor-train cache of %d although others are read more often: "
                 "max_spilled_rows=%d are used up. Raise it or cache_size, or take the learned rows out with "
-                "reset_cache(); with sparse=False no trained row can move.",
+                "reset_cache().",
                 num_held,
                 self.capacity,
                 self.max_spilled_rows,
@@ -266,7 +286,7 @@ class HotRows(nnx.Module):
 
     def report(self) -> CacheReport:
         """Contents and counters."""
-        num_stored = int((np.asarray(self.ids.get_value()) != NO_ROW).sum())
+        num_stored = int((on_host(self.ids.get_value()) != NO_ROW).sum())
         num_cached = int(np.asarray(self.is_cached.get_value()).sum())
         return CacheReport(num_cached, num_stored - num_cached, **self._totals())
 
@@ -282,9 +302,19 @@ class HotRows(nnx.Module):
         """Lets old reads fade."""
         self.reads.set_value(tuple(self.read_counts().halved()))
 
+    def forget(self, first: int, last: int) -> None:
+        """Forgets the rows of ids from `first` to before `last`; works inside `jit`."""
+        ids, places, is_cached = (jnp.asarray(own.get_value()) for own in (self.ids, self.places, self.is_cached))
+        is_old = (ids >= first) & (ids < last)
+        ids = jnp.where(is_old, NO_ROW, ids)
+        order = jnp.argsort(ids, stable=True)
+        self.ids.set_value(ids[order])
+        self.places.set_value(places[order])
+        self.is_cached.set_value((is_cached & ~is_old)[order])
+
     def reset(self) -> None:
         """Forgets counts and contents, and gives the room of spilled rows back."""
-        self._set_rows([x[: self.capacity] for x in (self.rows.get_value(), *self.state.get_value())])
+        self._set_rows([x[: self.first_size] for x in (self.rows.get_value(), *self.state.get_value())])
         self.reads.set_value(tuple(ReadCounts.empty(self.reads.get_value()[0].size)))
         self.totals.set_value(np.zeros(2 * len(TOTALS), np.uint32))
         self._write_directory(*np.empty((3, 0), np.int32))

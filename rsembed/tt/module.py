@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from rsembed.checks import validated
-from rsembed.tt.cores import check_cores
+from rsembed.checks import did_you_mean, validated
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
 
@@ -48,8 +48,10 @@ class TTEmbeddingBag(TTTables):
         what is approximated once they are full.
       max_spilled_rows: bound of the trained rows that left the cache and are still served as they are; when they are
         full, trained rows stay in the cache, which is logged. None keeps them all, and logs when they take more than
-        three times the cache. With `sparse=False` it is always 0, since an optimizer outside knows a row by its place.
-      populate_every: populate before every so many counted lookups; 0 leaves it to you.
+        three times the cache. With `sparse=False`, where an optimizer outside knows the array of rows by its shape,
+        room for them is made at once: None makes it three times the cache.
+      populate_every: populate before every so many counted lookups; 0 leaves it to you. Not with lookups inside `jit`,
+        which are not counted.
       halve_counts_every: halve all counts after every so many populates, so that the cache follows a drifting stream.
       rngs: its stream `params` draws the cores; None means `nnx.Rngs(0)`, as the published calls pass none.
 
@@ -91,11 +93,6 @@ class TTEmbeddingBag(TTTables):
     def spec(self) -> TTSpec:
         """Rows, factors and ranks."""
         return self.specs[0]
-
-    def set_cores(self, cores: Sequence[Array]) -> None:
-        """Puts cores in place, such as those of `from_dense`. Raises: ValueError: their shapes do not fit."""
-        for variable, core in zip(self.tt_cores, check_cores(self.spec, tuple(cores)), strict=True):
-            variable.set_value(core.astype(self.dtype))
 
     def full_weight(self) -> Float[Array, "vocab dim"]:
         """The whole table, padding rows left out."""
@@ -142,7 +139,7 @@ def by_name(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Ranks, row and column factors, and all other arguments, of which any may be given by position.
 
-    Raises: TypeError: one is given twice, there are too many, or ranks are missing.
+    Raises: TypeError: one is given twice or unknown, there are too many, or ranks are missing.
     """
     given = {name: value for name, value in zip(SHAPES, shapes, strict=True) if value is not None} | dict(options)
     places = [name for name in (*SHAPES, *AFTER_SHAPES) if name != "tt_ranks" or name not in given]
@@ -154,6 +151,9 @@ def by_name(
         if name in given:
             raise TypeError(f"{name} is given by position and by keyword.")
         given[name] = value
+    known = {*SHAPES, *inspect.signature(TTTables.__init__).parameters} - {"self", "specs"}
+    if unknown := [name for name in given if name not in known | {"enforce_embedding_dim"}]:
+        raise TypeError(f"there is no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}.")
     if "tt_ranks" not in given:
         raise TypeError(
             "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."

@@ -58,7 +58,7 @@ def load_saved_state(module: nnx.Module, state: Mapping[str, Any], fingerprint: 
         leaves, structure = jax.tree.flatten(leaf.get_value())
         arrays = [_like(old, saved[f"{_name(path)}/{k}"].view(old.dtype)) for k, old in enumerate(leaves)]
         variable: Any = functools.reduce(_part, path, module)
-        variable.set_value(jax.tree.unflatten(structure, arrays))
+        nnx.Variable.set_value(variable, jax.tree.unflatten(structure, arrays))
 
 
 def _name(path: tuple[Any, ...]) -> str:

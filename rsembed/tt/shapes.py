@@ -42,14 +42,24 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
 
 
 def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
-    """Greatest entropy and its ascending factors; of equals the lexicographically largest."""
-    divisors = _divisors(n)
+    """Greatest entropy and its ascending factors; of equals the lexicographically largest.
+
+    A factor is 1 only where there are fewer primes than factors, which then are the primes.
+    """
+    primes = _primes(n)
+    if len(primes) <= d:
+        factors = (*[1] * (d - len(primes)), *sorted(primes))
+        return _entropy(factors), factors
+    products = {1}
+    for prime in primes:
+        products |= {prime * product for product in products}
+    divisors = sorted(products)
     best: tuple[float, tuple[int, ...]] = (-1.0, ())
 
     def search(chosen: tuple[int, ...], left: int) -> None:
         """From the most even on: what is left, in equal parts, bounds what it can still give, and bounds fall."""
         nonlocal best
-        count, least = d - len(chosen), chosen[-1] if chosen else 1
+        count, least = d - len(chosen), chosen[-1] if chosen else 2
         if count == 1:
             best = max(best, (_entropy((*chosen, left)), (*chosen, left)))
             return
@@ -68,8 +78,8 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
     return best
 
 
-def _divisors(n: int) -> list[int]:
-    """Ascending. Twos and fives, of which round numbers have many, are divided out before anything is tried."""
+def _primes(n: int) -> list[int]:
+    """Twos and fives, of which round numbers have many, are divided out before anything is tried."""
     primes, rest = [], n
     for prime in (2, 5):
         while rest % prime == 0:
@@ -80,10 +90,7 @@ def _divisors(n: int) -> list[int]:
         while rest % factor == 0:
             primes.append(factor)
             rest //= factor
-    found = {1}
-    for prime in (*primes, rest):
-        found |= {prime * divisor for divisor in found}
-    return sorted(found)
+    return primes if rest == 1 else [*primes, rest]
 
 
 _SLACK = 1e-9  # roots are not exact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, no_type_check
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from rsembed import specs
 from rsembed.checks import check_type
 from rsembed.homes.home import Ahead, Home
 from rsembed.initial_values import table_key
@@ -40,7 +42,7 @@ class TensorTrain(Home):
       tt_p_shapes: row factors; None suggests them.
       tt_q_shapes: column factors; None suggests them.
       bytes: budget of the cores, instead of ranks and factors; see `TTSpec.for_budget`.
-      weight_dist: distribution of the initial table, see `init_cores`. The table's own initializer is not asked.
+      weight_dist: distribution of the initial table, see `init_cores`. The table's own initializer has no effect.
 
     Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
 
@@ -81,12 +83,24 @@ class TensorTrain(Home):
             return TTSpec.for_budget(*size, bytes=self.bytes, dtype=table.dtype)
         return TTSpec.suggest(*size, self.tt_ranks, self.tt_p_shapes, self.tt_q_shapes)
 
+    def resolved(self, table: TableSpec) -> TensorTrain:
+        """Ranks and factors said, however they were chosen; how cores were drawn no longer matters."""
+        spec = self.spec_of(table)
+        return TensorTrain(spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes)
+
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError: the factors do not fit the table, or it asks for what trains of cores cannot do."""
         if table.dtype == "float16" or table.stochastic_rounding:
             raise ValueError(
                 f"table {table.name!r}: TensorTrain keeps float32 or bfloat16 cores, rounded to nearest; got dtype "
                 f"{table.dtype!r} and stochastic_rounding={table.stochastic_rounding}."
+            )
+        if table.initializer is not specs.default_initializer:
+            logging.getLogger("rsembed").warning(
+                "table %r: its initializer has no effect: TensorTrain draws cores by weight_dist=%r. Give a whole "
+                "table to collection.with_tables for the train closest to it.",
+                table.name,
+                self.weight_dist,
             )
         try:
             self.spec_of(table)
@@ -159,7 +173,10 @@ class TensorTrain(Home):
         """
         del num_shards, step
         spec, whole, dtype = self.spec_of(table), (table.vocabulary_size, table.embedding_dim), params[0].dtype
-        cores = [rows[key] for key in sorted(rows)] if isinstance(rows, Mapping) else rows
+        # By length first: the eleventh core is behind the second.
+        cores = (
+            [rows[key] for key in sorted(rows, key=lambda key: (len(key), key))] if isinstance(rows, Mapping) else rows
+        )
         if isinstance(cores, (tuple, list)) and [np.shape(core) for core in cores] == list(spec.core_shapes):
             return tuple(jnp.asarray(core, dtype) for core in cores), slots
         if np.shape(cores) == whole:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,17 +14,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags
+from rsembed.bags import Bags, is_traced
 from rsembed.checks import NonNegativeInt, check_type, dtype_among, validated
 from rsembed.fingerprint import Fingerprint, identity
 from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
-from rsembed.tt.chain import Cores, check_implementation
+from rsembed.tt.chain import AnyCores, Cores, check_implementation
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
-from rsembed.tt.cores import full_weight, rows_of
+from rsembed.tt.cores import check_cores, full_weight, rows_of
 from rsembed.tt.fused import OptimType, init_core_slots, member_of, rule_of, step_cores
-from rsembed.tt.hot_rows import CacheReport, HotRows
+from rsembed.tt.hot_rows import CacheReport, HotRows, on_host
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.lookups import Lookups, gains_of_entries, lookups_of, with_room
 from rsembed.tt.meshes import Split, on_every_device, shared_rows
@@ -34,6 +35,16 @@ from rsembed.tt.table_bags import read_bags
 
 class FusedParam(nnx.Variable):
     """Cores that only the fused update trains: no `nnx.Param`, so neither `nnx.grad` nor optax sees them."""
+
+    def set_value(self, value: Any, **how: Any) -> None:
+        """Cores have optimizer states and cached rows beside them, which the module replaces with them.
+
+        Raises: ValueError: always, and names `set_cores`.
+        """
+        raise ValueError(
+            "the cores of a module with sparse=True have an optimizer state and cached rows beside them, which would "
+            "stay those of the old cores; use module.set_cores(cores, table)."
+        )
 
 
 class FusedState(nnx.Variable):
@@ -96,11 +107,6 @@ class TTTables(nnx.Module):
         check_implementation(implementation)
         check_options(num_rows, mode=mode, bounds_check=bounds_check, padding_idx=padding_idx)
         check_numbers(learning_rate=learning_rate, eps=eps)
-        if max_spilled_rows and not sparse:
-            raise ValueError(
-                f"max_spilled_rows={max_spilled_rows} needs sparse=True: with sparse=False an optimizer outside knows "
-                "rows by their place, so trained rows must keep theirs; leave it out."
-            )
         by_shape: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             by_shape.setdefault((spec.tt_q_shapes, spec.tt_ranks), []).append(k)
@@ -129,7 +135,8 @@ class TTTables(nnx.Module):
                     kind=kind,
                     cache_size=cache_size,
                     hashtbl_size=hashtbl_size,
-                    max_spilled_rows=max_spilled_rows if sparse else 0,
+                    max_spilled_rows=max_spilled_rows,
+                    is_stepped_here=sparse,
                 )
                 for group in (self.groups if use_cache else ())
             ]
@@ -145,7 +152,7 @@ class TTTables(nnx.Module):
     def _set_cores(self, cores: Sequence[Cores], slots: Sequence[tuple[Slots, ...]]) -> None:
         for variables, group in zip(self.core_groups, cores, strict=True):
             for variable, core in zip(variables, group, strict=True):
-                variable.set_value(core)
+                nnx.Variable.set_value(variable, core)
         for state, own in zip(self.slots, slots, strict=True):
             state.set_value(own)
 
@@ -164,10 +171,43 @@ class TTTables(nnx.Module):
 
     def cores_of(self, table: int = 0) -> tuple[Array, ...]:
         """The cores of one table."""
+        g, cuts = self._cuts_of(table)
+        return tuple(core.get_value()[cut] for core, cut in zip(self.core_groups[g], cuts, strict=True))
+
+    def set_cores(self, cores: AnyCores, table: int = 0) -> None:
+        """Puts cores in place of those of a table, such as those of `from_dense`.
+
+        The optimizer state of the old cores and the cached rows of the table are forgotten; read counts stay, and so
+        does the number of steps where there are other tables.
+
+        Raises: ValueError: their shapes do not fit, or a number is not finite.
+        """
+        g, cuts = self._cuts_of(table)
+        new = tuple(core.astype(self.dtype) for core in check_cores(self.specs[table], cores))
+        for t, core in enumerate(new):
+            if not is_traced(core) and not bool(jnp.isfinite(core).all()):
+                raise ValueError(f"core {t} for table {table} has a number that is not finite; clean the cores first.")
+        values, slots = list(self._core_values()), [own.get_value() for own in self.slots]
+
+        def put(old: Any, own: Any) -> Any:
+            pairs = zip(old, own, cuts, strict=True)
+            return tuple(jax.tree.map(lambda x, y, cut=cut: x.at[cut].set(y), *pair) for *pair, cut in pairs)
+
+        values[g] = put(values[g], new)
+        if self.sparse:
+            slots[g] = put(slots[g], init_core_slots(self.rule, new))
+        self._set_cores(values, slots)
+        if len(self.specs) == 1:
+            self.step.set_value(jnp.zeros((), jnp.int32))
+        if self.caches:
+            first = sum(spec.num_embeddings for spec in self._place_of(table)[1])
+            self.caches[g].forget(first, first + self.specs[table].num_embeddings)
+
+    def _cuts_of(self, table: int) -> tuple[int, list[slice]]:
+        """A table's group, and where its part of each core begins and ends there."""
         g, before = self._place_of(table)
         first = [sum(spec.tt_p_shapes[t] for spec in before) for t in range(self.specs[table].num_cores)]
-        cut = zip(self.core_groups[g], first, self.specs[table].tt_p_shapes, strict=True)
-        return tuple(core.get_value()[start : start + p] for core, start, p in cut)
+        return g, [slice(start, start + p) for start, p in zip(first, self.specs[table].tt_p_shapes, strict=True)]
 
     def _place_of(self, table: int) -> tuple[int, list[TTSpec]]:
         """A table's group, and the tables that stand before it there."""
@@ -256,14 +296,27 @@ class TTTables(nnx.Module):
         Args:
           indices: ids as for a lookup; of one table also flat ids without offsets.
           offsets: as for a lookup.
+
+        Raises: RuntimeError: inside `jit`.
         """
+        if isinstance(indices, jax.Array):
+            indices = on_host(indices)
         if offsets is None and len(self.specs) == 1 and not isinstance(indices, Bags):
             flat = np.asarray(indices) if all(np.ndim(own) == 0 for own in indices) else None
             indices = indices if flat is None else flat.reshape(-1, 1)
         self._count(self._look_up(self._checked_bags(indices, offsets, None))[0])
 
     def cache_populate(self) -> None:
-        """Keeps the most read rows from now on, outside `jit`; no output changes. See `hot_rows`."""
+        """Keeps the most read rows from now on; no output changes. Warns where no read was counted. See `hot_rows`.
+
+        Raises: RuntimeError: inside `jit`.
+        """
+        if self.caches and not any(cache.report().lookups for cache in self.caches):
+            warnings.warn(
+                "cache_populate: nothing was counted, so nothing is cached; lookups inside jit are not counted: call "
+                "update_cache(ids) beside compiled steps.",
+                stacklevel=2,
+            )
         for cache, cores, group in zip(self.caches, self._core_values(), self.groups, strict=False):
             cache.populate(functools.partial(_rows_by_number, [self.specs[k] for k in group], cores))
         if self._is_turn(1, self.halve_counts_every):
@@ -366,7 +419,8 @@ class TTTables(nnx.Module):
 
     def _count(self, batch: list[Lookups]) -> None:
         for cache, asked in zip(self.caches, batch, strict=False):
-            cache.count(np.asarray(asked.ids)[np.asarray(asked.bags) != NO_ROW])
+            ids, bags = on_host((asked.ids, asked.bags))
+            cache.count(ids[bags != NO_ROW])
 
     def _is_turn(self, which: int, every: int) -> bool:
         """Whether one more lookup (0) or populate (1) completes a round of `every`."""
@@ -381,7 +435,13 @@ class TTTables(nnx.Module):
         """The batch, and where its cached rows are; first it is counted, and the cache populated when it is time."""
         if not self.caches:
             return batch
-        if not self.deterministic and not any(isinstance(asked.bags, jax.core.Tracer) for asked in batch):
+        is_inside = any(isinstance(asked.bags, jax.core.Tracer) for asked in batch)
+        if is_inside and self.populate_every and not self.deterministic:
+            raise RuntimeError(
+                f"populate_every={self.populate_every} counts lookups on the host, which inside jit nobody does; leave "
+                "it out, and call update_cache(ids) and cache_populate() between compiled steps; or call eval()."
+            )
+        if not is_inside and not self.deterministic:
             self._count(batch)
             if self._is_turn(0, self.populate_every):
                 self.cache_populate()

@@ -115,6 +115,9 @@ BAD = {
     "offsets behind the ids": (
         lambda: title(Bags(IDS, np.array([0, 4]))), ValueError, "feature 'title'", "offset is 4", "3 ids",
     ),
+    "ids behind the last offset": (
+        lambda: title(Bags(IDS, np.array([0, 2]))), ValueError, "feature 'title'", "offset is 2", "1 would be",
+    ),
     "offsets of two axes": (lambda: title(Bags(IDS, np.array([[0, 3]]))), ValueError, "feature 'title'", "offsets"),
     # Weights
     "weights of NaN": (

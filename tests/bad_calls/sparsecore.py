@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rsembed import Bags
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
 from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
 from rsembed.sparsecore.linen import embed as linen
@@ -163,6 +164,9 @@ BAD = {
         "vocabulary_size=32",
     ),
     "a negative id": (lambda: run(IDS - 1), ValueError, "feature 'f_word'", "id -1 in sample 0", "table 'word'"),
+    "ids behind the last offset": (
+        lambda: run(Bags(np.arange(9), np.arange(9))), ValueError, "feature 'f_word'", "offset is 8", "9 ids",
+    ),
     "an id that wraps round": (lambda: run(IDS + 2**32), ValueError, "feature 'f_word'", "id 4294967311 in sample 7"),
     "an id beyond 64 bits": (lambda: run([[2**70, 1]] * 8), ValueError, "feature 'f_word'", "fit 64 bits", "hash"),
     "lists of other depth": (lambda: run([[0, [1]]] * 8), ValueError, "feature 'f_word'", "sample 0 mixes"),

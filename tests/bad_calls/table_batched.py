@@ -150,6 +150,9 @@ BAD = {
         lambda: bags().get_uvm_cache_stats(), RuntimeError, "MANAGED_CACHING", "gather_uvm_cache_stats",
     ),
     # Batches
+    "ids of a feature behind its last offset": (
+        lambda: by_feature(word=rs.Bags(IDS, np.array([0, 1, 2]))), ValueError, "feature 'word'", "offset is 2",
+    ),
     "no offsets": (lambda: bags()(IDS), TypeError, "offsets is missing", "{feature: Bags}"),
     "ids of floats": (lambda: call(IDS + 0.5), TypeError, "indices", "integers", "float64"),
     "ids of two axes": (lambda: call(IDS.reshape(2, 2)), TypeError, "indices", "flat", "(2, 2)"),

@@ -35,6 +35,13 @@ def test_the_global_factor_keeps_the_shape_of_slots_and_takes_traced_values():
     np.testing.assert_allclose(factor, [[1.0], [0.8**2]], rtol=1e-6)
 
 
+def test_the_global_factor_of_tiny_rates_counts_up_over_long_gaps():
+    config, last = records.GlobalWeightDecayDefinition(), jnp.asarray([1, 10_000_001])
+    factors = global_decay_factor(last, 10_000_002, 1e-4, 1e-4, config)
+    np.testing.assert_allclose(factors, [np.exp(-0.1), 1.0], rtol=1e-6)
+    np.testing.assert_allclose(global_decay_factor(last, 10_000_002, 1.0, 1.0, config), [0.0, 1.0])
+
+
 def ensemble_oracle(w, m2, t, config):
     w, m2 = np.array(w, np.float64), np.array(m2, np.float64)
     if t % config.step_ema == 0:
@@ -49,7 +56,7 @@ def ensemble_oracle(w, m2, t, config):
 ENSEMBLES = [
     records.EnsembleModeDefinition(step_ema=3, step_swap=6, step_start=6, step_ema_coef=0.75),
     records.EnsembleModeDefinition(step_ema=4, step_swap=3, step_mode=records.StepMode.NONE),
-    records.EnsembleModeDefinition(step_ema=2, step_swap=5, step_mode=records.StepMode.USE_COUNTER),
+    records.EnsembleModeDefinition(step_ema=2.0, step_swap=5.0, step_start=0.0, step_mode=records.StepMode.USE_COUNTER),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -193,13 +194,14 @@ def test_a_hundred_batches_may_wait():
     assert_steps_agree(plain, cached, batches)
 
 
-def test_compiled_steps_use_up_prefetched_batches():
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_compiled_steps_use_up_prefetched_batches(is_prepared):
     _, cached = pair(specs=((300, 2),), features=[0], cache_sets=1, prefetch_pipeline=True)
-    compiled = nnx.jit(lambda module, ids, offsets: module.vjp(ids, offsets)[1](jnp.ones((1, 2))))
+    compiled = nnx.jit(lambda module, *batch: module.vjp(*batch)[1](jnp.ones((1, 2))))
     for k in range(MAX_PREFETCHES + 2):
-        batch = np.array([k, k + 1], np.int32), np.array([0, 2], np.int32)
+        batch = np.array([k, k + 1, k + 2], np.int32), np.array([0, 3], np.int32)
         cached.prefetch(*batch)
-        compiled(cached, *batch)
+        compiled(cached, *([cached.prepare(*batch)] if is_prepared else batch))  # which has room for four ids
     step(cached, batch)
     cached.reset_cache_states()
 
@@ -334,3 +336,22 @@ def test_enforce_hbm_keeps_cached_tables_on_the_device():
     plain, enforced = make(SPECS), make(SPECS, location=CACHED, enforce_hbm=True)
     assert enforced.host_rows is None
     assert_same_bits(plain, enforced)
+
+
+class SmallDevice:
+    """A device that tells how much memory it has."""
+
+    def memory_stats(self):
+        return {"bytes_limit": 5 * 2**20, "bytes_in_use": 2**20}
+
+
+def test_the_caches_of_all_groups_share_what_memory_is_free(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SmallDevice()])
+    dims = (8, 16, 32, 4)
+    specs = [(rows, dim, CACHED, rt.ComputeDevice.CPU) for rows, dim in zip([*[100_000] * 3, 40], dims, strict=True)]
+    module = rt.TableBatchedEmbeddingBags(specs, cache_load_factor=0.5)
+    sizes = [own.cache.num_sets * 32 * dim * 4 for own, dim in zip(module.host_rows.groups, dims, strict=True)]
+    assert 0.98 * 4 * 2**20 < sum(sizes) <= 4 * 2**20
+    assert sizes[3] == 32 * 4 * 4  # one set, which a table of 40 rows asks for
+    with pytest.raises(ValueError, match="not even one set of 32 rows of 240 bytes fits"):
+        rt.TableBatchedEmbeddingBags(specs, cache_reserved_memory=3.999 / 2**10)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rsembed import tbe as rt
+from rsembed.kernels import api
 from rsembed.tbe.rounding import numbers_of_rows, round_with_noise, rounding_noise
 from tests.tbe.oracle import make, train
 
@@ -34,15 +35,26 @@ def test_the_published_bits_are_reproduced():
         assert found.view(np.uint16).tolist() == [bits[column] for bits in case["expected"]["fp16_bits"]]
 
 
-@pytest.mark.parametrize("exponents", [(-14, 15), (-26, -12), (-140, -120)])
-def test_float16_is_the_noisy_value_rounded_toward_zero(exponents):
-    values, words = random_floats(0, 4000, exponents), random_words(1, 4000)
+def test_float16_is_the_noisy_value_rounded_toward_zero():
+    values, words = random_floats(0, 4000, (-14, 15)), random_words(1, 4000)
     start = (values.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
     noisy_start = ((values.view(np.uint32) & np.uint32(0xFF800000)) | (words >> 19)).view(np.float32)
     noisy = values.astype(np.float64) + (noisy_start.astype(np.float64) - start)
     nearest = noisy.astype(np.float16)
     wanted = np.where(np.abs(nearest.astype(np.float64)) > np.abs(noisy), np.nextafter(nearest, np.float16(0)), nearest)
     np.testing.assert_array_equal(rounded(values, words, jnp.dtype(jnp.float16)), wanted)
+
+
+@pytest.mark.parametrize("value", [3e-6, -3e-6, 6.1e-5, 4e-8, 1e-9])
+def test_subnormal_float16_keeps_the_mean(value):
+    float16, core = jnp.dtype(jnp.float16), api.stochastic_rounding(jax.random.key(0))
+    for found in (
+        rounded(np.full(200_000, value, np.float32), random_words(1, 200_000), float16),
+        core(jnp.full((2_000, 100), value, jnp.float32), float16, jnp.arange(2_000)),
+    ):
+        found = np.asarray(found, np.float64)
+        assert np.abs(found - value).max() < 2.0**-24
+        assert abs(found.mean() - value) < 5 * 2.0**-25 / np.sqrt(200_000)  # a spread of at most half a spacing
 
 
 def test_bfloat16_steps_up_when_the_low_half_overflows():
@@ -142,6 +154,16 @@ def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_anothe
         deviation = np.sqrt(40 * spacing * rate / own.size) + 1e-9
         assert 5 * deviation < 40 * rate / 4  # lost steps would leave 1
         np.testing.assert_allclose(own.mean(), 1 - 40 * rate, atol=5 * deviation)
+
+
+@pytest.mark.parametrize(("weights", "cache"), [(FP32, FP16), (FP32, BF16), (FP16, BF16)])
+def test_a_lookup_through_a_narrower_cache_changes_no_bit_of_the_table(weights, cache):
+    caching = {"location": rt.EmbeddingLocation.MANAGED_CACHING, "cache_sets": 1, "cache_precision": cache}
+    module = make(((NUM_ROWS, DIM),), uniform=(-1, 1), weights_precision=weights, **caching)
+    (before,) = module.split_embedding_weights()
+    for first in (0, 30, 60):  # rows leave for others, and all come home in the end
+        module(np.arange(first, first + 30), np.array([0, 30]))
+    np.testing.assert_array_equal(module.split_embedding_weights()[0], before)
 
 
 def test_without_stochastic_rounding_a_cache_of_another_precision_rounds_to_nearest():

@@ -8,13 +8,16 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import rsembed as rs
+from rsembed.optimizers import TensorFlowAdamOptimizerSpec
 from rsembed.tbe import records
 from rsembed.tbe.arguments import OptimizerArguments, states_of
 from rsembed.tbe.records import EmbOptimType as Optim
 from rsembed.tbe.rules import make_rule
+from tests.tbe.oracle import make, train
 from tests.tbe.row_formulas import FIRST_STEP, LR, VARIANTS, stepped, stepped_in_float64
 
 ROWS, DIM = 6, 4
@@ -185,3 +188,25 @@ def test_a_rule_that_counts_updates_asks_for_the_step():
 def test_an_unknown_argument_is_refused():
     with pytest.raises(TypeError, match="beta3"):
         make_rule(Optim.ADAM, beta3=0.9)
+
+
+def test_a_rule_of_the_core_is_taken_with_its_settings():
+    rule = rs.FTRLOptimizerSpec(0.3, l1_regularization_strength=0.05, initial_accumulator_value=0.5)
+    module = make(((4, 2), (5, 2)), optimizer=[rule, "EXACT_SGD"], learning_rate=0.1)
+    assert module.get_learning_rate() == pytest.approx([0.3, 0.1])
+    before = module.split_embedding_weights()[0]
+    train(module, np.array([1, 2]), np.array([0, 1, 2]))
+    rows = before[1:2]
+    hyper = rule.get_hyperparameters(jnp.zeros((), jnp.int32))
+    wanted, slots = rule.step_rows(rows, rule.init_slots(rows), jnp.ones((1, 2)), hyper)
+    np.testing.assert_allclose(module.split_embedding_weights()[0][1:2], wanted, rtol=1e-6)
+    state = module.get_optimizer_state()[0]
+    assert list(state) == ["accumulator", "linear"]
+    np.testing.assert_allclose(state["accumulator"][1], slots[0][0], rtol=1e-6)
+    other = make(((4, 2), (5, 2)), optimizer=[rule, "EXACT_SGD"])
+    other.load_state_dict(module.state_dict())
+    np.testing.assert_array_equal(other.split_embedding_weights()[0], module.split_embedding_weights()[0])
+    with pytest.raises(NotImplementedError, match="states of another package have no names here"):
+        make(((4, 2),), optimizer=rs.from_optax(optax.adam(0.1)))
+    with pytest.raises(NotImplementedError, match="TensorFlowAdamOptimizerSpec goes over whole tables"):
+        make(((4, 2),), optimizer=TensorFlowAdamOptimizerSpec(0.1), location=records.EmbeddingLocation.MANAGED_CACHING)

@@ -267,7 +267,7 @@ def test_the_ensemble_averages_and_swaps_over_several_steps(mode):
 
 
 def test_the_slow_half_follows_the_fast_half_over_several_steps():
-    config = rt.EmainplaceModeDefinition(step_ema=3, step_start=4, step_ema_coef=0.25)
+    config = rt.EmainplaceModeDefinition(step_ema=3.0, step_start=4.0, step_ema_coef=0.25)
     module = make(((6, 4),), optimizer=Optim.EMAINPLACE_ROWWISE_ADAGRAD, emainplace_mode=config, eps=0.1)
     oracle = Oracle(module, (0,), "sum", rowwise_adagrad, {"eps": 0.1})
     for t in range(1, 11):

@@ -59,6 +59,24 @@ def test_hyper_parameters_that_nobody_reads_are_taken_with_a_word():
         module.update_hyper_parameters({"gamma": 1.0})
 
 
+COUNTER = rt.CounterBasedRegularizationDefinition(counter_weight_decay_mode=rt.CounterWeightDecayMode.ADAGRADW)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "ROWWISE_RMSPROP_AR"},
+        {"weight_decay_mode": "COUNTER", "counter_based_regularization": COUNTER},
+        {"weight_decay_mode": "COWCLIP", "cowclip_regularization": rt.CowClipDefinition(lower_bound=1.0)},
+        {"weight_decay_mode": "DECOUPLE_GLOBAL", "global_weight_decay": rt.GlobalWeightDecayDefinition()},
+    ],
+)
+def test_the_number_of_steps_is_among_states_that_are_counted_in_them(options):
+    module = make(SPECS, **{"optimizer": "EXACT_ROWWISE_ADAGRAD", **options})
+    train(module, IDS, OFFSETS)
+    assert [int(state["iter"]) for state in module.get_optimizer_state()] == [1, 1, 1]
+
+
 def test_optimizer_buffers_are_flat_and_tell_the_step():
     module = make(SPECS, optimizer=rt.OptimType.EXACT_ROWWISE_ADAGRAD)
     train(module, IDS, OFFSETS)
@@ -67,13 +85,4 @@ def test_optimizer_buffers_are_flat_and_tell_the_step():
     assert module.get_optimizer_buffer("iter").tolist() == [1]
     with pytest.raises(ValueError, match="'momentum2'; there are iter, momentum1"):
         module.get_optimizer_buffer("momentum2")
-    decay = rt.CounterBasedRegularizationDefinition(counter_weight_decay_mode=rt.CounterWeightDecayMode.ADAGRADW)
-    counting = make(
-        SPECS,
-        optimizer=rt.OptimType.EXACT_ROWWISE_ADAGRAD,
-        weight_decay_mode=rt.WeightDecayMode.COUNTER,
-        counter_based_regularization=decay,
-    )
-    train(counting, IDS, OFFSETS)
-    assert [int(state["iter"]) for state in counting.get_optimizer_state()] == [1, 1, 1]
     assert all("iter" not in state for state in module.get_optimizer_state())

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed import Bags
-from rsembed.tt import TTSpec, bag, chain, full_weight, native, rows
+from rsembed.tt import TTSpec, bag, chain, full_weight, native, rows, weight_block
 from rsembed.tt.cores import digits_of, gains_of_entries
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled
 
@@ -329,3 +329,13 @@ def test_wrong_arguments_are_refused():
         digits_of((spec,), jnp.ones(2))
     with pytest.raises(ValueError, match=r"mode must be 'sum' or 'mean', got 'max'"):
         gains_of_entries.__wrapped__(jnp.zeros(1, jnp.int32), 1, None, "max")
+
+
+def test_cores_may_be_arrays_of_numpy():
+    spec = TTSpec(6, (2, 3), (1, 2), (1,))
+    cores = [np.float32([[1.0], [10.0]]), np.float32([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])]
+    whole = full_weight(spec, cores)
+    np.testing.assert_array_equal(whole, dense_table(spec, cores))
+    np.testing.assert_array_equal(rows(spec, cores, np.arange(6)), whole)
+    np.testing.assert_array_equal(bag(spec, cores, Bags.from_dense(np.arange(6))), whole)
+    np.testing.assert_array_equal(weight_block(spec, cores, 1), whole[3:])

@@ -14,6 +14,7 @@ from tests.tt.tt_oracles import CASES, dense_table
 
 ALL = np.arange(200)[:, None]
 SIZES = [50, 60, 40]
+OTHER = [np.full((14, 2 * 3), 0.5, np.float32), np.full((15, 3 * 2), 0.25, np.float32)]
 
 
 def make(cache_size=4, hashtbl_size=64, rngs=0, **options):
@@ -249,6 +250,32 @@ def test_lookups_count_outside_jit_and_not_after_eval():
     assert emb.cache_reports()[0].lookups == 3
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda emb: emb.cache_populate(),
+        lambda emb: emb.update_cache(six_bags([[4]])),
+        lambda emb: emb.update_cache(jnp.asarray([4, 5])),
+        lambda emb: emb.reset_cache(),
+        lambda emb: emb.cache_reports(),
+        lambda emb: emb.full_weight(),
+    ],
+)
+def test_what_the_host_does_is_refused_by_name_inside_jit(ask):
+    with pytest.raises(RuntimeError, match=r"cache_populate, reset_cache, .* outside of jit"):
+        nnx.jit(ask)(make())
+
+
+def test_a_compiled_loop_says_that_nothing_is_counted():
+    emb = make(populate_every=3)
+    with pytest.raises(RuntimeError, match=r"populate_every=3 counts lookups on the host.* update_cache\(ids\)"):
+        looked_up(emb, six_bags([[4]]))
+    emb.eval()
+    looked_up(emb, six_bags([[4]]))
+    with pytest.warns(UserWarning, match="nothing was counted, so nothing is cached"):
+        emb.cache_populate()
+
+
 def test_a_cached_step_lives_in_one_jit():
     emb, eager = make(), make()
 
@@ -298,12 +325,27 @@ def test_reset_returns_what_was_learned():
     np.testing.assert_allclose(all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-5, atol=1e-7)
 
 
-def test_new_parameters_are_not_hidden_by_old_rows():
-    emb = make()
+@pytest.mark.parametrize("give", [lambda emb: emb.reset_parameters(rngs=nnx.Rngs(9)), lambda emb: emb.set_cores(OTHER)])
+def test_new_cores_are_not_hidden_by_old_rows_nor_stepped_with_old_state(give):
+    emb = make(optimizer="adam")
     emb.update_cache(six_bags([[4, 9]]))
     emb.cache_populate()
-    emb.reset_parameters(rngs=nnx.Rngs(9))
-    np.testing.assert_allclose(emb.full_weight(), dense_table(emb.spec, emb.cores_of()), rtol=1e-4, atol=1e-7)
+    train(emb, [[4], [20]])
+    give(emb)
+    np.testing.assert_allclose(all_rows(emb), dense_table(emb.spec, emb.cores_of()), rtol=1e-4, atol=1e-7)
+    fresh = make(optimizer="adam")
+    fresh.set_cores(emb.cores_of())
+    for module in (emb, fresh):
+        step(module, six_bags([[4], [20]]), np.ones((6, 4), np.float32))
+    np.testing.assert_array_equal(all_rows(emb), all_rows(fresh))
+
+
+def test_cores_of_the_fused_update_change_by_set_cores_alone():
+    emb = make()
+    with pytest.raises(ValueError, match=r"cached rows beside them.*use module\.set_cores"):
+        emb.tt_cores[0].set_value(OTHER[0])
+    with pytest.raises(ValueError, match="core 1 for table 0 has a number that is not finite"):
+        emb.set_cores([OTHER[0], np.full_like(OTHER[1], np.nan)])
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -322,8 +364,11 @@ def test_a_saved_module_goes_on_as_if_never_saved(sparse, tmp_path):
     np.savez(tmp_path / "module.npz", **emb.state_dict())
     with np.load(tmp_path / "module.npz") as state:
         other.load_state_dict(state)
+    for module in (emb, other):
+        module.eval()
     np.testing.assert_array_equal(all_rows(other), all_rows(emb))
     for module in (emb, other):
+        module.train()
         go_on(module, 32)
     one, two = emb.state_dict(), other.state_dict()
     assert one.keys() == two.keys()
@@ -367,6 +412,19 @@ def test_tables_of_a_batch_share_a_cache_without_mixing_rows():
     emb.update_cache(bags)
     emb.cache_populate()
     np.testing.assert_allclose([np.asarray(emb.full_weight(k))[i] for k, i in enumerate(ids)], before - 0.3, rtol=1e-5)
+
+
+def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
+    emb = three_tables(cache_size=4, optimizer="exact_adagrad")
+    emb.update_cache(six_bags([[3], [], [5], [], [3, 8], []]))
+    emb.cache_populate()
+    bags = six_bags([[3, 1], [], [5], [], [3], []])
+    step(emb, bags, np.ones((3, 2, 4), np.float32))
+    before = np.asarray(emb.full_weight(0))
+    emb.set_cores([jnp.ones_like(core) for core in emb.cores_of(2)], table=2)
+    assert [cache.learned()[0].tolist() for cache in emb.caches] == [[3], [5]]
+    np.testing.assert_array_equal(emb.full_weight(0), before)
+    np.testing.assert_allclose(emb.full_weight(2), dense_table(emb.specs[2], emb.cores_of(2)), rtol=1e-6)
 
 
 def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_own_tables():

@@ -6,6 +6,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -85,7 +86,7 @@ def test_under_drift_the_cache_hits_like_a_fresh_one_and_loses_no_learned_row(ca
     assert caplog.text.count("none is dropped") == 1
 
 
-@pytest.mark.parametrize("options", [{"max_spilled_rows": 8}, {"sparse": False}])
+@pytest.mark.parametrize("options", [{"max_spilled_rows": 8}, {"sparse": False, "max_spilled_rows": 0}])
 def test_a_cache_that_cannot_follow_says_so_once_and_keeps_what_was_learned(options, caplog):
     emb = make(**options)
     for epoch in (0, 0, 1, 1, 2, 2):  # the second time, rows are in the cache and are trained there
@@ -97,8 +98,26 @@ def test_a_cache_that_cannot_follow_says_so_once_and_keeps_what_was_learned(opti
         emb.cache_populate()
         np.testing.assert_allclose(all_rows(emb), before, rtol=2e-5, atol=1e-7)
     assert emb.cache_reports()[0].held_ids > 0
-    assert emb.cache_reports()[0].spilled_ids <= options.get("max_spilled_rows", 0)
+    assert emb.cache_reports()[0].spilled_ids <= options["max_spilled_rows"]
     assert caplog.text.count("keep their places in a tensor-train cache of 32") == 1
+
+
+def test_rows_that_an_optimizer_outside_steps_make_room_for_what_is_read_now():
+    emb, optimizer_state = make(sparse=False), None
+    tx = optax.sgd(0.1, momentum=0.9)
+    for epoch in range(4):  # of 24 rows each, which the cache of 32 and the room for 96 hold
+        train(emb, hot_ids(epoch, 0))
+        emb.cache_populate()
+        rows = emb.caches[0].rows
+        optimizer_state = tx.init(rows.get_value()) if optimizer_state is None else optimizer_state
+        _, gradients = train(emb, hot_ids(epoch, 2))
+        changes, optimizer_state = tx.update(gradients.cached_rows[0], optimizer_state)
+        rows.set_value(rows.get_value() + changes)
+        before = all_rows(emb)
+        emb.cache_populate()
+        np.testing.assert_allclose(all_rows(emb), before, rtol=2e-5, atol=1e-7)
+        assert hits_of(emb, hot_ids(epoch, 1)) > 0.8
+    assert emb.cache_reports()[0].held_ids == 0
 
 
 def test_the_bound_of_the_spill_area_is_used_to_the_last_row():

@@ -255,7 +255,8 @@ def test_state_survives_a_round_trip_through_a_file(tmp_path):
 def test_get_params_and_reset_parameters():
     emb = small(sparse=True, optimizer="exact_adagrad")
     assert len(emb.get_params()) == len(emb.get_params()) == 3
-    assert [own.shape for own in small(use_cache=True, cache_size=4).get_params()[3:]] == [(4, emb.embedding_dim)]
+    cached = small(sparse=True, use_cache=True, cache_size=4)
+    assert [own.shape for own in cached.get_params()[3:]] == [(4, emb.embedding_dim)]
     first = values(emb)
     step(emb, np.ones((1, 3), np.float32), np.asarray([[1, 2]]))
     emb.reset_parameters(rngs=nnx.Rngs(0))
@@ -310,6 +311,7 @@ def test_wrong_options_are_refused(options, error, match):
         ((jnp.asarray([[3, 4]]), jnp.asarray([0])), ValueError, "offsets go with flat indices"),
         ((jnp.asarray([3, 4]), jnp.asarray([1, 2])), ValueError, "offsets must start at 0 and never fall"),
         ((jnp.asarray([3, 4]), jnp.asarray([0, 5])), ValueError, "offset"),
+        ((Bags(np.arange(3), np.asarray([0, 2])),), ValueError, "last offset is 2, but .* 1 would be in no bag"),
         ((jnp.asarray([3, 4]), jnp.asarray([0.0])), TypeError, "offsets must be a flat array of integers"),
         ((jnp.asarray([3.0]), jnp.asarray([0])), TypeError, "ids must be integers"),
         ((jnp.asarray([3, 4]), jnp.asarray([0]), jnp.ones(3)), ValueError, "3 numbers for 2 indices"),
@@ -324,6 +326,17 @@ def test_wrong_options_are_refused(options, error, match):
 def test_wrong_input_is_refused(arguments, error, match):
     with pytest.raises(error, match=match):
         small()(*arguments)
+
+
+def test_an_unknown_argument_is_named_with_the_nearest():
+    for make in (lambda **o: TTEmbeddingBag(10, 3, **o), lambda **o: TableBatchedTTEmbeddingBag(2, 10, 3, **o)):
+        with pytest.raises(TypeError, match=r"there is no argument 'cache_sise' \(did you mean 'cache_size'\?\)"):
+            make(tt_ranks=[2], cache_sise=3)
+
+
+def test_several_tables_lose_no_id_behind_the_last_offset():
+    with pytest.raises(ValueError, match="last offset is 9, but there are 10 ids"):
+        TableBatchedTTEmbeddingBag(3, 100, 16, [4])(np.arange(10), np.arange(10))
 
 
 def test_ignored_ids_are_warned_about_and_dropped():
@@ -343,7 +356,6 @@ def test_ignored_ids_are_warned_about_and_dropped():
         ({"cache_size": -1}, r"cache_size must be in \[0, inf\), got -1"),
         ({"hashtbl_size": -4}, r"hashtbl_size must be in \[0, inf\), got -4"),
         ({"max_spilled_rows": -1}, r"max_spilled_rows must be in \[0, inf\), got -1"),
-        ({"max_spilled_rows": 8, "sparse": False}, "max_spilled_rows=8 needs sparse=True"),
         ({"populate_every": -1}, r"populate_every must be in \[0, inf\), got -1"),
     ],
 )

@@ -123,20 +123,46 @@ def test_wrong_budgets_are_refused():
         suggested_tt_shapes(0)
 
 
-def every_product(n, d, least=1):
-    if d == 1:
-        return [(n,)] if n >= least else []
-    return [(f, *rest) for f in range(least, n + 1) if n % f == 0 for rest in every_product(n // f, d - 1, f)]
+def products_of_groups(primes, groups=()):
+    """The products of all ways to put the primes into groups of which none is empty."""
+    if not primes:
+        return {tuple(sorted(groups))} if 0 not in groups else set()
+    return {
+        found
+        for k in range(len(groups))
+        for found in products_of_groups(
+            primes[1:], tuple(sorted((*groups[:k], (groups[k] or 1) * primes[0], *groups[k + 1 :])))
+        )
+    }
 
 
-@pytest.mark.parametrize(("n", "d"), [(1, 3), (97, 2), (720, 4), (1024, 5), (2310, 3), (1680, 4)])
-def test_suggested_factors_are_the_most_even_of_all_products(n, d):
-    def evenness(factors):
-        shares = np.asarray(factors) / sum(factors)
-        return round(float(-(shares * np.log(shares)).sum()), 10)
+def evenness(factors):
+    shares = np.asarray(factors) / sum(factors)
+    return round(float(-(shares * np.log(shares)).sum()), 10)
 
-    best = max(map(evenness, every_product(n, d)))
-    assert evenness(suggested_tt_shapes(n, d, allow_round_up=False)) == best
+
+@pytest.mark.parametrize(
+    ("primes", "d"),
+    [
+        ([97], 2),
+        ([2, 2, 11], 3),
+        ([2, 2, 11], 4),
+        ([2, 2, 2, 17], 3),
+        ([2, 3, 5, 7, 11], 3),
+        ([2, 2, 2, 2, 3, 3, 5], 4),
+        ([2] * 10, 5),
+    ],
+)
+def test_suggested_factors_are_the_most_even_groups_of_primes(primes, d):
+    groups = products_of_groups([*primes, *[1] * (d - len(primes))], (0,) * d)
+    found = suggested_tt_shapes(math.prod(primes), d, allow_round_up=False)
+    assert tuple(sorted(found)) == max(groups, key=lambda factors: (evenness(factors), factors))
+
+
+def test_the_published_factors_have_no_one_that_is_not_needed():
+    assert suggested_tt_shapes(44, 3, False) == [2, 2, 11]
+    assert suggested_tt_shapes(136, 3, False) == [2, 4, 17]
+    assert suggested_tt_shapes(44, 4, False) == [1, 2, 2, 11]
 
 
 def test_numbers_of_many_divisors_are_factored_without_going_through_all_products():

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rsembed as rs
+from rsembed import checkpoint
 from rsembed.tt import TensorTrain, TTSpec, full_weight
 from tests.parallel.hlo import collective_bytes
 
@@ -199,6 +200,35 @@ def test_bfloat16_cores_stay_bfloat16():
 def test_impossible_trains_are_refused(make, reason):
     with pytest.raises(ValueError, match=reason):
         make()
+
+
+def test_an_initializer_without_effect_is_told(caplog):
+    collection_of()
+    assert not caplog.text
+    collection_of(initializer=jax.nn.initializers.ones)
+    assert "table 't': its initializer has no effect: TensorTrain draws cores by weight_dist='normal'" in caplog.text
+
+
+@pytest.mark.parametrize("storage", [TensorTrain((3, 4), None, (1, 2, 3)), TensorTrain((3, 4), weight_dist="uniform")])
+def test_files_hold_the_same_cores_however_they_were_declared(storage, tmp_path):
+    spelled = collection_of(storage=TensorTrain((3, 4), (3, 4, 5), (1, 2, 3)))
+    other = collection_of(storage=storage)
+    state = spelled.init(jax.random.key(0))
+    checkpoint.save_collection(tmp_path / "saved", spelled, state)
+    loaded = checkpoint.load_collection(tmp_path / "saved", other)
+    jax.tree.map(np.testing.assert_array_equal, loaded.tables["t"], state.tables["t"])
+
+
+def test_cores_of_a_state_dictionary_are_read_in_their_order():
+    table = rs.TableSpec(
+        name="t", vocabulary_size=2**12, embedding_dim=2, storage=TensorTrain([2] * 11, [2] * 12, [2, *[1] * 11])
+    )
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    state = collection.init(jax.random.key(0))
+    cores = {f"t.weight.{k}": core for k, core in enumerate(state.tables["t"])}
+    tables = checkpoint.tables_of_state_dict(cores)
+    loaded = collection.with_tables(collection.init(jax.random.key(1)), tables)
+    jax.tree.map(np.testing.assert_array_equal, loaded.tables["t"], state.tables["t"])
 
 
 def test_stacked_layouts_refuse_trains():
