@@ -61,8 +61,10 @@ def by_table(ids, offsets, weights, k, count=3):
 def test_the_worked_batch_of_three_tables():
     given, expect = CASES["table_batched_forward"]["input"], CASES["table_batched_forward"]["expect"]
     emb = nnx.jit(lambda: TableBatchedTTEmbeddingBag(3, 6, 4, given["ranks"], given["p"], given["q"]))()
-    for variable, core in zip(emb.core_groups[0], given["cores"], strict=True):
-        variable.set_value(np.asarray(core, np.float32).reshape(variable.get_value().shape))  # one behind the other
+    shapes = [variable.get_value().shape for variable in emb.core_groups[0]]  # of all tables, one behind the other
+    stacked = [np.asarray(core, np.float32).reshape(shape) for core, shape in zip(given["cores"], shapes, strict=True)]
+    for table in range(3):
+        emb.set_cores([np.split(core, 3)[table] for core in stacked], table)
     output = looked_up(emb, jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
     np.testing.assert_array_equal(output, expect["output"])
     np.testing.assert_array_equal(output, emb(given["indices"], given["offsets"][:-1]))
