@@ -56,6 +56,20 @@ def preprocessed(features, ids, weights=None):
 # Stacking
 
 
+def test_a_device_without_sparsecores_counts_as_a_v5p_or_as_the_environment_says(monkeypatch):
+    def num_shards():
+        features = new_features()
+        embedding.prepare_feature_specs_for_training(features, 2)
+        return features["f0"].table_spec.stacked_table_spec.num_shards
+
+    assert (utils.num_sparsecores_per_device(jax.devices()[0]), num_shards()) == (4, 8)
+    monkeypatch.setenv("RSEMBED_CORES_PER_DEVICE", "2")
+    assert (utils.num_sparsecores_per_device(), num_shards()) == (2, 4)
+    monkeypatch.setenv("RSEMBED_CORES_PER_DEVICE", "many")
+    with pytest.raises(ValueError, match=r"RSEMBED_CORES_PER_DEVICE must be a number of cores from 1 on.*'many'"):
+        num_shards()
+
+
 @pytest.mark.parametrize("auto_stack_tables", [embedding.auto_stack_tables, table_stacking.auto_stack_tables])
 @pytest.mark.parametrize(
     ("chosen", "limit"), [({"stack_to_max_ids_per_partition": lambda name, samples: 100}, 100), ({}, 300)]
