@@ -101,13 +101,13 @@ def sparse_dense_matmul_grad(
     use_gradient_stacking_primitive: bool = False,
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
     axis_name: AxisName | None = None,
-) -> dict[str, EmbeddingVariables]:
+) -> dict[str, Any]:
     """The updated variables: one optimizer step of every row that was looked up, in place when donated.
 
     Args:
       activation_gradients: like the activations; `{stack: gradients}` without `perform_stacking`.
       preprocessed_inputs: as given to `sparse_dense_matmul`.
-      embedding_variables: this device's part of the variables; a plain tuple of a table and its slots serves, too.
+      embedding_variables: this device's part of the variables; a plain tuple of a table and its slots is taken, too.
       feature_specs: placed specs.
       global_device_count: devices that share the tables; None reads it off the gradients' size.
       sharding_strategy: "MOD".
@@ -119,6 +119,9 @@ def sparse_dense_matmul_grad(
       use_gradient_stacking_primitive: ignored; a TPU detail.
       embedding_var_limits: `{stack: (minimum or None, maximum or None)}` of stepped rows, for every stack.
       axis_name: as for `sparse_dense_matmul`.
+
+    Returns:
+      `{stack: variables}`, each in the structure that it was given in.
 
     Raises:
       ValueError: limits do not name every stack, shapes do not fit, a step is needed and missing, or input, variables
@@ -143,9 +146,8 @@ def sparse_dense_matmul_grad(
         askings.append(stack.rows(devices, rule).update(*trained, stack.occurrences, [d_activations], how))
     updated = {}
     for stack, (table, slots) in zip(stacks, together(askings, devices.axes), strict=True):
-        layout = stack.layout
-        fingerprint = _variables_of(layout, embedding_variables).layout
-        updated[layout.name] = EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots), fingerprint)
+        structure = jax.tree.structure(embedding_variables[stack.layout.name])
+        updated[stack.layout.name] = jax.tree.unflatten(structure, [table, *slots])
     return updated
 
 

@@ -32,7 +32,7 @@ from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
 from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
-from rsembed.sparsecore.variables import check_layout, check_logical, fingerprint_of, labelled, logical_form, rows_of
+from rsembed.sparsecore.variables import logical_form, rows_of
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     FeatureSpec,
@@ -267,10 +267,8 @@ def stack_and_shard_tables(
         cores_of(layout.tables, 1, num_shards)
         for table in layout.tables:
             _check_given(tables, table.name, "tables")
-            check_logical(tables[table.name], table.optimizer, where=f"table {table.name!r}")
         stack = functools.partial(_stacked, layout, pad_value)
-        stacked = jax.tree.map(stack, *(labelled(tables[table.name], None) for table in layout.tables))
-        result[name] = labelled(stacked, fingerprint_of(layout))
+        result[name] = jax.tree.map(stack, *(tables[table.name] for table in layout.tables))
     return result
 
 
@@ -310,7 +308,6 @@ def unshard_and_unstack_tables(
         cores_of(members, 1, num_shards)
         _check_given(stacked_tables, name, "stacked_tables")
         layout = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
-        check_layout(stacked_tables[name], layout)
         shards = num_shards, layout.rows_per_shard
         for leaf in jax.tree.leaves(stacked_tables[name]):
             if leaf.shape[:-1] not in (shards, (layout.spec.stack_vocab_size,)):
