@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from rsembed.intervals import check_within
 from rsembed.keys import Keys, join_keys
-from rsembed.kinds import check_kind, shown
+from rsembed.kinds import check_kind, check_unmasked, shown
 
 PAD_ID = -1
 """Stands for "no id" in dense arrays and behind the last bag; contributes nothing and is not counted as a mistake."""
@@ -80,6 +80,7 @@ class Bags:
           integers.
         """
         check_kind(lengths, Int[np.ndarray, " bags"], "lengths")
+        check_unmasked(values, "ids")
         values, lengths = np.asarray(values), np.asarray(lengths)
         if values.ndim != 1:
             raise ValueError(f"ids of all bags must have one axis, got shape {values.shape}.")
@@ -98,6 +99,7 @@ class Bags:
         """From an array `[bags]` or `[bags, ids per bag]`, in which `-1` stands for no id. Works inside `jit`."""
         if not isinstance(ids, (Keys, jax.Array, np.ndarray)):
             raise TypeError(f"dense ids must be an array, got {shown(ids)}; Bags.from_lists takes lists.")
+        check_unmasked((ids, weights), "ids or weights")
         xp = _module_of(ids)
         if ids.ndim not in (1, 2):
             raise ValueError(f"dense ids must have one or two axes, got shape {tuple(ids.shape)}.")
@@ -118,6 +120,7 @@ class Bags:
         """
         check_kind(sample_ids, Int[np.ndarray, " nnz"], "sample ids")
         check_kind(num_samples, int, "num_samples")
+        check_unmasked(embedding_ids, "embedding ids")
         check_within("[0, inf)", num_samples, "num_samples")
         samples, ids = np.asarray(sample_ids), np.asarray(embedding_ids)
         if gains is not None and np.shape(gains) != ids.shape:
@@ -176,6 +179,7 @@ def _module_of(ids: Any) -> Any:
 def _flat_ids(row: Any, position: int) -> np.ndarray:
     if isinstance(row, str) or not hasattr(row, "__len__"):
         raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; give one list of ids for each bag.")
+    check_unmasked(row, f"the ids of row {position}")
     try:
         array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
     except ValueError:  # lists of other lengths
@@ -204,6 +208,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _floats(weights: Any, where: str) -> np.ndarray:
+    check_unmasked(weights, f"{where}: weights")
     array = np.asarray(weights)
     if not (array.dtype.kind in "fiu" or jnp.issubdtype(array.dtype, np.floating)):
         raise TypeError(f"{where}: weights must be numbers, got {array.dtype}.")
@@ -255,6 +260,7 @@ def _check_arrays(bags: Bags) -> None:
     if not is_array or not isinstance(bags.offsets, (jax.Array, np.ndarray)):
         name, found = ("ids", bags.ids) if not is_array else ("offsets", bags.offsets)
         raise TypeError(f"{name} of Bags must be an array, got {shown(found)}; Bags.from_lists makes Bags from lists.")
+    check_unmasked(bags.ids, "ids of Bags")
     if bags.ids.ndim != 1 or not jnp.issubdtype(bags.offsets.dtype, np.integer):
         check_kind(bags.offsets, Int[np.ndarray, "..."], "offsets of Bags")
         raise ValueError(f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two.")

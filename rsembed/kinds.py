@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import AbstractArray
+from jaxtyping import AbstractArray, Array, Num
 
 _WORDS: dict[Any, str] = {
     int: "an integer",
@@ -41,6 +41,21 @@ def check_kind(value: Any, hint: Any, name: str) -> None:
             check_kind(entry, entry_hint, f"{name}[{place!r}]")
     error = ValueError if is_kind(value, hint, by_axes=False) else TypeError
     raise error(f"{name} must be {words_for(hint)}, got {shown(value)}.")
+
+
+def check_gradient(value: Any, name: str) -> None:
+    """Raises: TypeError: a gradient is no array of floats: of integers, a cast has cut them."""
+    check_kind(value, Num[Array, "..."], name)
+    if not jnp.issubdtype(getattr(value, "dtype", None) or np.asarray(value).dtype, jnp.floating):
+        raise TypeError(f"{name} must be an array of floats, got {shown(value)}; convert it with .astype('float32').")
+
+
+def check_unmasked(value: Any, name: str) -> None:
+    """Raises: TypeError: a masked array, or rows among which there is one: as arrays, they would lose their masks."""
+    is_object = isinstance(value, np.ndarray) and value.dtype.kind == "O"
+    rows = value if isinstance(value, (list, tuple)) else value.flat if is_object else ()
+    if isinstance(value, np.ma.MaskedArray) or any(isinstance(row, np.ma.MaskedArray) for row in rows):
+        raise TypeError(f"{name} are in a masked array, whose mask has no meaning here; fill it, as in ids.filled(-1).")
 
 
 def is_kind(value: Any, hint: Any, *, by_axes: bool = True) -> bool:
@@ -115,7 +130,8 @@ def shown(value: Any) -> str:
     """A value in an error: itself where that is short, else what it is."""
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array of {value.dtype} with shape {tuple(value.shape)}"
+        is_masked = isinstance(value, np.ma.MaskedArray)
+        return f"{'a masked' if is_masked else 'an'} array of {value.dtype} with shape {tuple(value.shape)}"
     is_plain = value is None or isinstance(value, (str, numbers.Number, list, tuple, dict, enum.Enum))
     return f"{text} ({kind})" if is_plain and len(text := repr(value)) <= 60 else f"a value of type {kind}"
 
@@ -172,6 +188,8 @@ def _is_array(value: Any, hint: Any, by_axes: bool) -> bool:
         except ValueError:  # rows of other lengths
             return False
     if not hasattr(value, "dtype") or not hasattr(value, "shape") or not _is_dtype(value.dtype, _letter(hint), value):
+        return False
+    if isinstance(value, np.ma.MaskedArray):
         return False
     axes = hint.dim_str.split()
     return not by_axes or any(axis[0] in "*." for axis in axes) or len(value.shape) == len(axes)

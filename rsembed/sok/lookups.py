@@ -22,7 +22,7 @@ from rsembed.homes.hashed_rows import Counters, DynamicTable, numbers_of
 from rsembed.homes.home import on_host
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import join_keys, num_invalid
-from rsembed.kinds import check_kind
+from rsembed.kinds import check_gradient
 from rsembed.parallel import Asking
 from rsembed.row_gradients import SingleUse
 from rsembed.sok.key_bags import KeyBags
@@ -63,7 +63,7 @@ class StepOnce:
         gradients: list[list[Array]] = [[] for _ in self.variables]
         for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
             name = self.variables[number].table.spec.name
-            check_kind(d_output, Float[Array, "..."], f"table {name!r}: the gradient")
+            check_gradient(d_output, f"table {name!r}: the gradient")
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")

@@ -14,7 +14,7 @@ from rsembed.collection.rows import Occurrences, Rows
 from rsembed.intervals import check_within
 from rsembed.kernels import api
 from rsembed.kernels.contract import Rounding, Step
-from rsembed.kinds import check_kind
+from rsembed.kinds import check_gradient, check_kind
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel import default_capacity, together
 from rsembed.parallel.exchange import AxisName
@@ -140,6 +140,7 @@ def sparse_dense_matmul_grad(
         layout, optimizer = stack.layout, stack.layout.spec.optimizer
         variables, rule = _variables_of(layout, embedding_variables), rule_of(layout, limits[layout.name])
         check_variables(variables, layout, rule=rule)
+        check_gradient(activation_gradients[layout.name], f"stack {layout.name!r}: activation gradients")
         d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(jnp.float32)
         how = Step(optimizer.get_hyperparameters(step), rule, _rounding(step, layout))
         trained = variables.table, variables.slots()
@@ -218,7 +219,7 @@ def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Arra
     for feature in layout.features:
         gradient, expected = by_feature[feature.name], (feature.num_samples or 0) // layout.num_devices
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        if gradient.shape[0] != expected or gradient.shape[1] > width:
+        if gradient.shape != (expected, feature.output_dim):
             raise ValueError(
                 f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, expected "
                 f"({expected}, {feature.output_dim}) on each of {layout.num_devices} devices."
@@ -232,17 +233,25 @@ def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Arra
 def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]:
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     for feature, leaf in zip(features_of(feature_specs), leaves, strict=True):
-        check_kind(leaf, Float[Array, "..."], f"feature {feature.name!r}: activation gradients")
+        check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
     return [jnp.asarray(leaf) for leaf in leaves]
 
 
 def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking: bool) -> int:
-    feature = features_of(feature_specs)[0]
+    feature, stack = features_of(feature_specs)[0], placed_stack(features_of(feature_specs)[0].table_spec)
     if perform_stacking:
+        where, declared = f"feature {feature.name!r}", feature.num_samples or 0
         gradient = _gradient_leaves(activation_gradients, feature_specs)[0]
-        return (feature.num_samples or 0) // max(1, gradient.size // gradient.shape[-1])
-    stack = placed_stack(feature.table_spec)
-    return stack.total_sample_count // max(1, activation_gradients[stack.stack_name].shape[0])
+    else:
+        where, declared = f"stack {stack.stack_name!r}", stack.total_sample_count
+        gradient = activation_gradients[stack.stack_name]
+    found = gradient.size // max(1, gradient.shape[-1])
+    if not found or declared % found:
+        raise ValueError(
+            f"{where}: activation gradients have shape {gradient.shape}, but the global batch has {declared} "
+            "samples, of which each device has an equal part; give the gradients of this device's activations."
+        )
+    return declared // found
 
 
 class _Stack(NamedTuple):

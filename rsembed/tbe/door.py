@@ -14,7 +14,7 @@ import numpy as np
 from rsembed.bags import PAD_ID, as_bags, is_traced, narrow_ids
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
-from rsembed.kinds import check_kind
+from rsembed.kinds import check_kind, check_unmasked
 from rsembed.parallel.agreement import is_global
 from rsembed.tbe.bounds import first_mistake, is_sound, repair
 from rsembed.tbe.meshes import MeshTables, SplitBatch
@@ -179,6 +179,7 @@ def _is_unknown(given: Any) -> bool:
 
 
 def _integers(values: Any, what: str) -> Any:
+    check_unmasked(values, what)
     array: Any = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
         array = array.astype(np.int32)  # an empty list would become float64
@@ -196,6 +197,7 @@ def _check_finite(weights: np.ndarray) -> None:
 def _weights(plan: TBEPlan, weights: Any, ids: Any) -> Any:
     if weights is None:
         return None
+    check_unmasked(weights, "per_sample_weights")
     weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"per_sample_weights must be floats, got {weights.dtype}.")

@@ -18,7 +18,7 @@ from rsembed.fingerprint import Fingerprint, identity
 from rsembed.intervals import Size, door
 from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW
-from rsembed.kinds import check_kind, dtype_among
+from rsembed.kinds import check_gradient, dtype_among
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.refusals import refuses_names
 from rsembed.tt import refused
@@ -337,7 +337,7 @@ class TTTables(nnx.Module):
             if is_spent:
                 raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
             for table, (d_output, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
-                check_kind(d_output, Float[Array, "..."], f"d_output of table {table}")
+                check_gradient(d_output, f"d_output of table {table}")
                 if np.shape(d_output) != shape:
                     raise ValueError(f"d_output of table {table} has shape {np.shape(d_output)}, its output {shape}.")
             d_outputs = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]

@@ -172,6 +172,12 @@ BAD = {
     "a gradient of one axis": (
         lambda: update(title=np.ones(8)), ValueError, "feature 'title'", "(8,)", "2 vectors of 4",
     ),
+    "a gradient of integers": (
+        lambda: update(title=np.ones((2, 4), int)), TypeError, "feature 'title'", "gradient", "floats", "int64",
+    ),
+    "a masked gradient": (
+        lambda: update(title=np.ma.masked_less(np.ones((2, 4)), 0)), TypeError, "feature 'title'", "masked array",
+    ),
     "a gradient of text": (lambda: update(title="ones"), TypeError, "feature 'title'", "gradient", "str"),
     "a gradient of None": (lambda: update(title=None), TypeError, "feature 'title'", "gradient", "NoneType"),
     "a gradient of texts": (

@@ -156,6 +156,12 @@ BAD = {
         lambda: embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, specs(), 1, 1), ValueError, "features",
         "tree structure",
     ),
+    "masked ids": (
+        lambda: run(np.ma.masked_equal(IDS, 1)), TypeError, "feature 'f_word'", "masked array", "filled(-1)",
+    ),
+    "masked rows": (
+        lambda: run([np.ma.masked_equal([1, 2], 1)] * 8), TypeError, "feature 'f_word'", "masked array",
+    ),
     "ids of floats": (lambda: run(IDS / 2), TypeError, "feature 'f_word'", "integers", "float64"),
     "ids of texts": (lambda: run(np.full((8, 2), "a")), TypeError, "feature 'f_word'", "integers", "<U1"),
     "ids of one axis": (lambda: run(np.zeros(8, int)), ValueError, "feature 'f_word'", "1 dimensions", "reshape"),
@@ -250,6 +256,25 @@ BAD = {
     ),
     "gradients of other columns": (
         lambda: update([jnp.ones((8, 9))], global_device_count=1), ValueError, "feature 'f_word'", "(8, 9)", "(8, 8)",
+    ),
+    "gradients narrower than the features": (
+        lambda: update([jnp.ones((8, 4))]), ValueError, "feature 'f_word'", "(8, 4)", "(8, 8)",
+    ),
+    "gradients of integers": (
+        lambda: update([jnp.ones((8, 8), int)]), TypeError, "feature 'f_word'", "gradients", "floats", "int32",
+    ),
+    "gradients of more samples than the global batch": (
+        lambda: update([jnp.ones((16, 8))]), ValueError, "feature 'f_word'", "(16, 8)", "global batch has 8",
+    ),
+    "stacked gradients of more samples than the global batch": (
+        lambda: update({"word": jnp.ones((16, 8))}, perform_stacking=False), ValueError, "stack 'word'", "(16, 8)",
+        "global batch has 8",
+    ),
+    "stacked gradients of integers": (
+        lambda: update({"word": jnp.ones((8, 8), int)}, perform_stacking=False), TypeError, "stack 'word'", "floats",
+    ),
+    "masked gradients": (
+        lambda: update([np.ma.masked_equal(np.eye(8), 1)]), TypeError, "feature 'f_word'", "masked array",
     ),
     "gradients of text": (
         lambda: update(["ones"], global_device_count=1), TypeError, "feature 'f_word'", "gradient", "str",
