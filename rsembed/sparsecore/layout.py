@@ -241,8 +241,8 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
         if placed != num_devices * cores:
             raise ValueError(
                 f"table {table.name!r} was laid out for another number of shards: {placed}, not {num_devices * cores} "
-                f"({num_devices} devices x {cores} cores). Use the global_device_count and num_sc_per_device that it "
-                "was placed with (None takes the latter from the specs), or place new specs."
+                "(devices times cores). Use the global_device_count and num_sc_per_device that it was placed with "
+                "(None takes the latter from the specs), or place new specs."
             )
     return cores
 

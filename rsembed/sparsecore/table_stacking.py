@@ -65,7 +65,7 @@ def auto_stack_tables(
     stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
     *,
     use_short_stack_names: bool = True,
-    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+    activation_mem_bytes_limit: int | None = None,
 ) -> None:
     """Stacks all tables that can share one (equal padded dim, optimizer, combiner, quantization), in place.
 
@@ -80,11 +80,12 @@ def auto_stack_tables(
         those declare; left out, 256, or the highest that one of the tables declares.
       stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
       use_short_stack_names: cut names over 50 characters and add a hash.
-      activation_mem_bytes_limit: activations per shard beyond which a group is split.
+      activation_mem_bytes_limit: activations per shard beyond which a group is split; None means 2 MiB.
     """
+    memory_limit = _memory_limit(activation_mem_bytes_limit)
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
-    groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=activation_mem_bytes_limit)
+    groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=memory_limit)
     free = [[name for name in group if not tables[name].is_stacked()] for group in groups]
     plan = plan_groups(
         features,
@@ -94,7 +95,7 @@ def auto_stack_tables(
         use_short_stack_names=use_short_stack_names,
         max_ids_per_partition=stack_to_max_ids_per_partition,
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
-        activation_mem_bytes_limit=activation_mem_bytes_limit,
+        activation_mem_bytes_limit=memory_limit,
     )
     attach_placement(features, plan)
 
@@ -110,7 +111,7 @@ def stack_tables(
     stack_name: str | None = None,
     fail_on_excess_padding: bool = False,
     *,
-    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+    activation_mem_bytes_limit: int | None = None,
 ) -> None:
     """Stacks the named tables in the given order, in place. Narrower tables are padded to the widest.
 
@@ -124,7 +125,7 @@ def stack_tables(
       stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
       stack_name: None joins the table names.
       fail_on_excess_padding: raise if a table is narrower than the widest one.
-      activation_mem_bytes_limit: recorded in the stack.
+      activation_mem_bytes_limit: recorded in the stack; None means 2 MiB.
 
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
@@ -134,7 +135,10 @@ def stack_tables(
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
-    _check_free(tables, table_names, name)
+    for table in (tables[table_name] for table_name in table_names if table_name in tables):
+        if table.is_stacked():
+            own = table.setting_in_stack.stack_name
+            raise ValueError(f"table {table.name!r} is already in stack {own!r}; a table has one place.")
     stack = plan_stack(
         features,
         table_names,
@@ -143,7 +147,7 @@ def stack_tables(
         rotation=rotation,
         max_ids_per_partition=stack_to_max_ids_per_partition,
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
-        activation_mem_bytes_limit=activation_mem_bytes_limit,
+        activation_mem_bytes_limit=_memory_limit(activation_mem_bytes_limit),
     )
     if fail_on_excess_padding:
         _check_excess_padding(stack)
@@ -179,11 +183,16 @@ def prepare_feature_specs_for_training(
 def attach_placement(features: Any, plan: StackingPlan) -> None:
     """Writes a plan into the specs, in place: the one function that changes a spec.
 
-    Raises: ValueError: tables that the plan leaves where they are lie on another number of shards.
+    Raises: ValueError: tables that the plan leaves where they are lie on another number of shards, or their stacks have
+      (or will have) a name that it gives to another.
     """
     planned = {placement.name for stack in plan.stacks for placement in stack.tables}
     others = [table for name, table in tables_of(features).items() if name not in planned]
     cores_of([table for table in others if table.stacked_table_spec is not None], 1, plan.num_shards)
+    for table in others:
+        name = table.name if table.stacked_table_spec is None else table.stacked_table_spec.stack_name
+        if name in {stack.name for stack in plan.stacks}:
+            raise ValueError(f"stack name {name!r} is already used by table {table.name!r}; choose another stack_name.")
     by_name = {feature.name: feature for feature in features_of(features)}
     for stack in plan.stacks:
         settings = {placement.name: placement.setting for placement in stack.tables}
@@ -220,15 +229,8 @@ def _checked_sizes(
     return global_device_count * num_cores, num_cores if rotation is None else rotation
 
 
-def _check_free(tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str) -> None:
-    for name, table in tables.items():
-        stack = table.stacked_table_spec
-        if stack is None:
-            continue
-        if name in table_names and table.is_stacked():
-            raise ValueError(f"table {name!r} is already in stack {stack.stack_name!r}; a table has one place.")
-        if stack.stack_name == stack_name and name not in table_names:
-            raise ValueError(f"stack name {stack_name!r} is already used by table {name!r}; choose another stack_name.")
+def _memory_limit(given: int | None) -> int:
+    return DEFAULT_ACTIVATION_MEM_BYTES_LIMIT if given is None else given
 
 
 def _check_excess_padding(stack: StackPlan) -> None:

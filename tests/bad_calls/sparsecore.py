@@ -66,6 +66,18 @@ def stack(names=("a", "b"), *features, devices=1, cores=1, **options):
     return table_stacking.stack_tables(list(features) or [made("a"), made("b")], names, devices, cores, **options)
 
 
+def _two_stacks_of_one_name():
+    features = [made(name) for name in "abcd"]
+    stack(["a", "b"], *features, stack_name="x")
+    stack(["c", "d"], *features, stack_name="x")
+
+
+def _stacked_again():
+    features = [made(name) for name in "abcd"]
+    stack(["a", "b"], *features, devices=2, cores=2)
+    stack(["c", "d"], *features, devices=2, cores=4)
+
+
 def auto(*sizes, **options):
     return table_stacking.auto_stack_tables([made("a"), made("b")], *(sizes or (1, 1)), **options)
 
@@ -141,6 +153,23 @@ BAD = {
     "more padding than allowed": (
         lambda: stack(["a", "b"], made("a"), made("b", embedding_dim=16), fail_on_excess_padding=True), ValueError,
         "stack 'a_b'", "adds",
+    ),
+    "a stack named after a table": (
+        lambda: stack(["a", "b"], made("a"), made("b"), made("c"), stack_name="c"), ValueError, "stack name 'c'",
+        "table 'c'", "choose another stack_name",
+    ),
+    "a stack of another's name": (lambda: _two_stacks_of_one_name(), ValueError, "stack name 'x'", "already used"),
+    "a limit callable that gives nothing": (
+        lambda: stack(stack_to_max_ids_per_partition=lambda *_: None), TypeError, "stack 'a_b'", "integer", "None",
+    ),
+    "a limit callable that gives a fraction": (
+        lambda: stack(stack_to_max_ids_per_partition=lambda *_: 2.5), TypeError, "stack 'a_b'", "integer", "2.5",
+    ),
+    "a limit callable that gives a text": (
+        lambda: auto(stack_to_max_unique_ids_per_partition=lambda *_: "7"), TypeError, "stack 'a_b'", "integer", "'7'",
+    ),
+    "other tables on other cores": (
+        lambda: _stacked_again(), ValueError, "table 'a'", "another number of shards: 4, not 8", "devices times cores",
     ),
     "a stack named by a number": (lambda: stack(stack_name=3), TypeError, "stack_name", "3"),
     "other shards than placed": (
