@@ -28,7 +28,7 @@ from rsembed.sparsecore.layout import (
     with_place,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
-from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
+from rsembed.sparsecore.layout_record import EmbeddingSpecRecord, StackRecord
 from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
@@ -52,6 +52,7 @@ from rsembed.stacking import (
     plan_stack,
     round_up,
     settings_in_stack,
+    split_by_memory,
     stack_name_of,
 )
 
@@ -369,22 +370,29 @@ def unstack_and_unshard_stacked_tables(
 
     Raises: ValueError: a stack is missing, or has another shape than it was recorded with.
     """
-    result = {}
+    result: dict[str, Array] = {}
     for stack in embedding_specs.stacked_table_specs:  # all, before one is freed
         _check_given(stacked_tables, stack.stack_name, "stacked_tables")
         shape, given = (stack.stack_vocab_size, stack.stack_embedding_dim), stacked_tables[stack.stack_name]
         if math.prod(given.shape) != math.prod(shape) or given.shape[-1] != shape[-1]:
             raise ValueError(f"stack {stack.stack_name!r}: got shape {given.shape}, but it was recorded as {shape}.")
     for stack in embedding_specs.stacked_table_specs:
-        given = stacked_tables[stack.stack_name]
-        rows_of_stack = given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
-        for table in stack.table_specs:
-            rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
-            result[table.table_name] = rows_of_stack[rows, : table.embedding_dim]
-        if donate and isinstance(given, jax.Array):
-            jax.block_until_ready(result)
-            given.delete()
+        result |= _unstack_and_unshard_stacked_table(stacked_tables[stack.stack_name], stack, donate)
     return result
+
+
+def _unstack_and_unshard_stacked_table(given: Array, stack: StackRecord, donate: bool = False) -> dict[str, Array]:
+    result, rows_of_stack = {}, given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
+    for table in stack.table_specs:
+        rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
+        result[table.table_name] = rows_of_stack[rows, : table.embedding_dim]
+    if donate and isinstance(given, jax.Array):
+        jax.block_until_ready(result)
+        given.delete()
+    return result
+
+
+_next_largest_multiple, _split_groups_by_memory_limit = round_up, split_by_memory  # published programs call them
 
 
 def round_up_dim_and_vocab_size(tables: Mapping[str, TableSpec], num_sc: int) -> tuple[dict[str, int], dict[str, int]]:
