@@ -79,6 +79,7 @@ class Bags:
           integers.
         """
         check_type(lengths, Int[np.ndarray, " bags"], "lengths")
+        check_unmasked(values, "ids")
         values, lengths = np.asarray(values), np.asarray(lengths)
         if values.ndim != 1:
             raise ValueError(f"ids of all bags must have one axis, got shape {values.shape}.")
@@ -97,6 +98,7 @@ class Bags:
         """From an array `[bags]` or `[bags, ids per bag]`, in which `-1` stands for no id. Works inside `jit`."""
         if not isinstance(ids, (Keys, jax.Array, np.ndarray)):
             raise TypeError(f"dense ids must be an array, got {describe(ids)}; Bags.from_lists takes lists.")
+        check_unmasked((ids, weights), "ids or weights")
         xp = _module_of(ids)
         if ids.ndim not in (1, 2):
             raise ValueError(f"dense ids must have one or two axes, got shape {tuple(ids.shape)}.")
@@ -117,6 +119,7 @@ class Bags:
         """
         check_type(sample_ids, Int[np.ndarray, " nnz"], "sample ids")
         check_type(num_samples, int, "num_samples")
+        check_unmasked(embedding_ids, "embedding ids")
         check_within("[0, inf)", num_samples, "num_samples")
         samples, ids = np.asarray(sample_ids), np.asarray(embedding_ids)
         if gains is not None and np.shape(gains) != ids.shape:
@@ -175,6 +178,7 @@ def _module_of(ids: Any) -> Any:
 def _flat_ids(row: Any, position: int) -> np.ndarray:
     if isinstance(row, str) or not hasattr(row, "__len__"):
         raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; give one list of ids for each bag.")
+    check_unmasked(row, f"the ids of row {position}")
     try:
         array = np.asarray(row) if len(row) else np.zeros(0, np.int64)  # an empty list would become float64
     except ValueError:  # lists of other lengths
@@ -203,6 +207,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _floats(weights: Any, where: str) -> np.ndarray:
+    check_unmasked(weights, f"{where}: weights")
     array = np.asarray(weights)
     if not (array.dtype.kind in "fiu" or jnp.issubdtype(array.dtype, np.floating)):
         raise TypeError(f"{where}: weights must be numbers, got {array.dtype}.")
@@ -256,6 +261,7 @@ def _check_arrays(bags: Bags) -> None:
         raise TypeError(
             f"{name} of Bags must be an array, got {describe(found)}; Bags.from_lists makes Bags from lists."
         )
+    check_unmasked(bags.ids, "ids of Bags")
     if bags.ids.ndim != 1 or not jnp.issubdtype(bags.offsets.dtype, np.integer):
         check_type(bags.offsets, Int[np.ndarray, "..."], "offsets of Bags")
         raise ValueError(f"ids of Bags must have one axis, got shape {bags.ids.shape}; Bags.from_dense takes two.")
@@ -334,6 +340,14 @@ def check_values(
             f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); enlarge the table, hash the "
             f"ids first, use {PAD_ID} for missing ids, or pass bounds_check='ignore' to drop and count them."
         )
+
+
+def check_unmasked(value: Any, name: str) -> None:
+    """Raises: TypeError: a masked array, or rows among which there is one: as arrays, they would lose their masks."""
+    is_object = isinstance(value, np.ndarray) and value.dtype.kind == "O"
+    rows = value if isinstance(value, (list, tuple)) else value.flat if is_object else ()
+    if isinstance(value, np.ma.MaskedArray) or any(isinstance(row, np.ma.MaskedArray) for row in rows):
+        raise TypeError(f"{name} are in a masked array, whose mask has no meaning here; fill it, as in ids.filled(-1).")
 
 
 def check_bags(bags: Bags, *, feature: str) -> None:

@@ -114,8 +114,8 @@ def describe(value: Any) -> str:
     """The value as errors show it: itself where that is short, else its type."""
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array of {value.dtype} with shape {tuple(value.shape)}"
-    is_plain = value is None or isinstance(value, (str, numbers.Number, list, tuple, dict, enum.Enum))
+        return f"a{' masked' * np.ma.isMaskedArray(value) or 'n'} array of {value.dtype} with shape {tuple(value.shape)}"
+    is_plain = isinstance(value, (str, numbers.Number, list, tuple, dict, enum.Enum, types.NoneType))
     return f"{text} ({kind})" if is_plain and len(text := repr(value)) <= 60 else f"a value of type {kind}"
 
 
@@ -198,7 +198,7 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
         return TypeError
     dtypes, axes = _dtypes_of(hint), hint.dim_str.split()
     is_untyped = dtypes == _INTEGERS and 0 in shape  # an empty list has no dtype yet
-    if not _is_among(dtype, _REALS if is_untyped else dtypes):
+    if np.ma.isMaskedArray(array) or not _is_among(dtype, _REALS if is_untyped else dtypes):
         return TypeError
     has_axes = any(axis[0] in "*." for axis in axes) or len(shape) == len(axes)
     return None if has_axes else ValueError

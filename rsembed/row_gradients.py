@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from rsembed.checks import check_type, check_within, validated
+from rsembed.checks import check_type, check_within, describe, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.hash_table import combine as combine_by_key
 from rsembed.homes.hash_table import unnamed
@@ -62,6 +63,15 @@ class RowGradients:
             name: jnp.zeros((rows, self.values[name].shape[-1])).at[self.rows[name]].add(self.values[name], mode="drop")
             for name, rows in self.num_rows
         }
+
+
+def check_gradient(value: Any, name: str) -> None:
+    """Raises: TypeError: a gradient is no array of floats: of integers, a cast has cut them."""
+    check_type(value, Num[Array, "..."], name)
+    if not jnp.issubdtype(getattr(value, "dtype", None) or np.asarray(value).dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must be an array of floats, got {describe(value)}; convert it with .astype('float32')."
+        )
 
 
 def check_belong(

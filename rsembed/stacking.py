@@ -439,11 +439,12 @@ def plan_stack(
     for limit, name in zip(limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True):
         check_type(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
     declared = [[t.max_ids_per_partition for t in tables], [t.max_unique_ids_per_partition for t in tables]]
-    chosen = [int(limit(stack_name, total_samples)) for limit in limits]
+    chosen: list[Any] = [limit(stack_name, total_samples) for limit in limits]
     for value in chosen:
+        check_type(value, int, f"stack {stack_name!r}: the limit of ids in a partition, which a callable gives,")
         check_within("[1, inf)", value, f"stack {stack_name!r}: the limit of ids in a partition")
     max_ids, max_unique = (
-        own[0] if len(tables) == 1 else max(value, *(own if by is get_default_limits else [value]))
+        own[0] if len(tables) == 1 else max(int(value), *(own if by is get_default_limits else [int(value)]))
         for by, value, own in zip(limits, chosen, declared, strict=True)
     )
     suggested = [table.suggested_coo_buffer_size_per_device for table in tables]

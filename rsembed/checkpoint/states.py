@@ -88,7 +88,7 @@ def belongings(tree: Any) -> dict[str, Any]:
 
 
 def _layout_of(node: Any) -> Fingerprint | None:
-    """What a named tuple says it was laid out for: a state, or variables of a wing, which are written as they lie."""
+    """What a named tuple says it was laid out for: a state of the core or of a wing."""
     layout = getattr(node, "layout", None) if isinstance(node, tuple) else None
     return layout if isinstance(layout, Fingerprint) else None
 

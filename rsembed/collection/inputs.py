@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Num
+from jaxtyping import Array
 
 from rsembed.bags import (
     PAD_ID,
@@ -28,11 +28,12 @@ from rsembed.bags import (
     narrow_ids,
     padded_size,
 )
-from rsembed.checks import check_type, did_you_mean
+from rsembed.checks import did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
 from rsembed.keys import Keys, checked_keys
 from rsembed.parallel.agreement import Agreement, is_global
+from rsembed.row_gradients import check_gradient
 from rsembed.specs import FeatureSpec
 
 
@@ -206,9 +207,9 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 def as_d_output(feature: FeatureSpec, bags: Bags, d_activation: Any) -> Array:
     """The gradient of a feature's activations as one float32 row `[outputs, dim]` per output of its kernel call.
 
-    Raises: ValueError: it has another shape than the activations. TypeError: it is no array of numbers.
+    Raises: ValueError: it has another shape than the activations. TypeError: it is no array of floats.
     """
-    check_type(d_activation, Num[Array, "..."], f"feature {feature.name!r}: the activation gradient")
+    check_gradient(d_activation, f"feature {feature.name!r}: the activation gradient")
     gradient = device_copy(d_activation, jnp.float32)
     columns = feature.output_dim
     num_outputs = bags.ids.shape[0] if feature.table_spec.combiner == "none" else bags.num_bags

@@ -20,8 +20,9 @@ from rsembed.checks import validated
 from rsembed.fdo.statistics import (
     History,
     SparseDenseMatmulInputStats,
-    append_record,
+    append_history,
     merge_processes,
+    record_of,
     running_maximum,
     to_statistics,
 )
@@ -70,19 +71,23 @@ class FileFDOClient(FDOClient):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._retain_history = retain_history
         self._history: History = {}
-        self._client, self._since = secrets.token_hex(4), time.time_ns()
+        self._unpublished: History = {}
+        self._client = secrets.token_hex(4)
         # Files whose records this client remembers, so that its next file replaces them.
         self._known: set[Path] = set()
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
         """Appends one row to every statistic, or raises the running maximum."""
-        history = append_record(self._history, data)
-        self._history = history if self._retain_history else running_maximum(history)
+        self._unpublished = self._kept(append_history(self._unpublished, record_of(data)))
+        self._history = self._kept(append_history(self._history, record_of(data)))
+
+    def _kept(self, history: History) -> History:
+        return history if self._retain_history else running_maximum(history)
 
     def publish(self) -> None:
-        """Writes everything in one go, and removes files that it replaces, also those of this process' earlier runs.
+        """Writes everything in one go, and removes the files that it replaces: its own, and those that it has loaded.
 
-        What another client publishes for the same process meanwhile is left alone.
+        What others have published for the same process, earlier or meanwhile, is left alone.
         """
         content, process = self._encode(self._history), jax.process_index()
         name = f"fdo_stats_{process}_{time.time_ns()}_{self._client}_{zlib.crc32(content):08x}.{self._extension}"
@@ -90,29 +95,28 @@ class FileFDOClient(FDOClient):
         partial = path.with_suffix(".partial")
         partial.write_bytes(content)
         partial.replace(path)
-        self._known.discard(path)
-        for other, file in self._files().items():
-            is_earlier_run = file.process == process and file.time < self._since
-            if other in self._known or (is_earlier_run and other != path):
-                other.unlink(missing_ok=True)
-        self._known = {path}
+        for other in self._known - {path}:
+            other.unlink(missing_ok=True)
+        self._known, self._unpublished = {path}, {}
         _wait_for_all_processes("rsembed.fdo.publish")
 
     def load(self) -> SparseDenseMatmulInputStats:
-        """Reads the newest file of each client of each process; what was read replaces what this client remembers.
+        """Reads the newest file of each client of each process.
+
+        This client remembers what it has read, and what it has recorded but not published.
 
         Returns:
           All records of a single file, or the elementwise maximum of all records of several.
 
         Raises:
           FileNotFoundError: nothing was published.
-          ValueError: a file is damaged, not of this form, or holds something that is no statistic.
+          ValueError: a file is damaged, not of this form, of another layout, or holds something that is no statistic.
         """
         files, histories = self._read()
         _wait_for_all_processes("rsembed.fdo.load")
         merged = merge_processes(histories)
         statistics = to_statistics(merged)
-        self._history = merged
+        self._history = self._kept(append_history(merged, self._unpublished))
         # Each process replaces its own files alone.
         self._known = {path for path, file in files.items() if file.process == jax.process_index()}
         return statistics

@@ -7,7 +7,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rsembed.fdo.client import FDOClient
-from rsembed.fdo.statistics import History, SparseDenseMatmulInputStats, append_record, running_maximum, to_statistics
+from rsembed.fdo.statistics import (
+    History,
+    SparseDenseMatmulInputStats,
+    append_history,
+    record_of,
+    running_maximum,
+    to_statistics,
+)
 
 
 class MemoryFDOClient(FDOClient):
@@ -22,7 +29,7 @@ class MemoryFDOClient(FDOClient):
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
         """Raises the running maximum."""
-        self._recorded = running_maximum(append_record(self._recorded, data))
+        self._recorded = running_maximum(append_history(self._recorded, record_of(data)))
 
     def publish(self) -> None:
         """Makes the running maximum the one that `load` returns."""

@@ -88,23 +88,30 @@ History = dict[str, np.ndarray]
 """Every statistic of every stack by its name in files; one row per record once there are several."""
 
 
-def append_record(history: History, statistics: SparseDenseMatmulInputStats) -> History:
-    """The history with one more record. A first record stays one-dimensional; further ones become rows.
+def record_of(statistics: SparseDenseMatmulInputStats) -> History:
+    """The history of one record, which is one-dimensional."""
+    check_type(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
+    return {
+        f"{stack}_{suffix}": np.atleast_1d(np.asarray(values)).astype(np.int64)
+        for suffix, field in KINDS.items()
+        for stack, values in getattr(statistics, field).items()
+    }
+
+
+def append_history(history: History, later: History) -> History:
+    """Both histories, one after the other; records become rows where there are several.
 
     Raises:
       ValueError: a statistic has another length than before: the layout changed under one client.
     """
-    check_type(statistics, SparseDenseMatmulInputStats, "the statistics of a batch, which preprocessing returns,")
     result = dict(history)
-    for suffix, field in KINDS.items():
-        for stack, values in getattr(statistics, field).items():
-            key, row = f"{stack}_{suffix}", np.atleast_1d(np.asarray(values)).astype(np.int64)
-            if key in result and result[key].shape[-1] != row.shape[-1]:
-                raise ValueError(
-                    f"statistic {key!r} now has {row.shape[-1]} values, but was recorded with {result[key].shape[-1]}; "
-                    "use a new client (and folder) when the number of devices or cores changes."
-                )
-            result[key] = np.vstack([result[key], row]) if key in result else row
+    for key, rows in later.items():
+        if key in result and result[key].shape[-1] != rows.shape[-1]:
+            raise ValueError(
+                f"statistic {key!r} now has {rows.shape[-1]} values, but was recorded with {result[key].shape[-1]}; "
+                "use a new client (and folder) when the number of devices or cores changes."
+            )
+        result[key] = np.vstack([result[key], rows]) if key in result else rows
     return result
 
 

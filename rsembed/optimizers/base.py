@@ -133,9 +133,11 @@ class OptimizerSpec(abc.ABC):
         """Number of arrays kept beside the table."""
         return len(self.slot_initial_values())
 
-    def slot_variables_initializers(self) -> tuple[Callable[..., Array], ...]:
-        """The slots' initial values as initializers of `(key, shape)`."""
-        return tuple(v if callable(v) else jax.nn.initializers.constant(v) for v in self.slot_initial_values())
+    def slot_variables_initializers(self) -> Any:
+        """The slots' initial values as initializers of `(key, shape)`, in the named tuple of this optimizer."""
+        constant = jax.nn.initializers.constant
+        initializers: Any = tuple(v if callable(v) else constant(v) for v in self.slot_initial_values())
+        return self.pack_slots(initializers)
 
     def init_slots(self, rows: Float[Array, "rows dim"]) -> Slots:
         """Initial slots of `rows`: arrays whose leading axis counts rows."""

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from rsembed.bags import Bags, common_width, device_copy
 from rsembed.checks import check_type, describe, validated
 from rsembed.parallel import Agreement
+from rsembed.row_gradients import check_gradient
 from rsembed.sok import plain_tables
 from rsembed.sok.initialize import Context
 from rsembed.sok.key_bags import KeyBags, bring, checked_combiner, read_keys, widened
@@ -259,6 +260,7 @@ def input_layer_vjp(
     shape = (outputs[0].shape[0], sum(output.shape[1] for output in outputs))
 
     def backward(d_output: Any) -> None:
+        check_gradient(d_output, "input_layer: the gradient")
         if np.shape(d_output) != shape:  # all groups step, or none
             raise ValueError(f"input_layer: the gradient has shape {np.shape(d_output)}, the output {shape}.")
         pieces = jnp.split(device_copy(d_output, jnp.float32), splits, axis=1)

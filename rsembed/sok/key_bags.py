@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, common_width, is_traced
+from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_unmasked, common_width, is_traced
 from rsembed.checks import check_type
 from rsembed.collection.inputs import padded
 from rsembed.keys import Keys, checked_keys
@@ -60,6 +60,7 @@ def read_keys(
     Raises: TypeError or ValueError, naming the table, the position and the way out.
     """
     name = f"table {table.spec.name!r}"
+    check_unmasked(value, f"{name}: keys")
     if isinstance(value, (Bags, list, tuple)) and not isinstance(value, Keys):
         keys, weights = _from_bags(table, value, weights, width)
     else:

@@ -16,6 +16,7 @@ from rsembed.bags import device_copy
 from rsembed.checks import validated
 from rsembed.keys import Keys
 from rsembed.parallel import Agreement
+from rsembed.row_gradients import check_gradient
 from rsembed.sok.key_bags import KeyBags, bring, checked_combiner, read_keys, widened
 from rsembed.sok.lookups import StepOnce, look_up_variables
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
@@ -290,7 +291,12 @@ class All2AllDenseEmbedding(_Layer):
         output, backward = self._look_up(padded, training, -1)
         if is_part or not missing:
             return output, backward
-        return output[:num_keys], lambda d_output: backward(_padded(device_copy(d_output, jnp.float32), missing))
+
+        def backward_of_keys(d_output: Any) -> None:
+            check_gradient(d_output, f"table {self.variable.table.spec.name!r}: the gradient")
+            backward(_padded(device_copy(d_output, jnp.float32), missing))
+
+        return output[:num_keys], backward_of_keys
 
 
 def _padded(array: Any, missing: int) -> Any:

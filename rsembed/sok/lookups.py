@@ -14,7 +14,6 @@ from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
 from rsembed.bags import device_copy
-from rsembed.checks import check_type
 from rsembed.collection.asked_rows import keys_of
 from rsembed.collection.engine import STACKS_TOGETHER
 from rsembed.collection.rows import Occurrences, Trip
@@ -24,7 +23,7 @@ from rsembed.homes.home import on_host
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import join_keys, num_invalid
 from rsembed.parallel import Asking
-from rsembed.row_gradients import SingleUse
+from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.sok.key_bags import KeyBags
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, state_of
@@ -63,7 +62,7 @@ class StepOnce:
         gradients: list[list[Array]] = [[] for _ in self.variables]
         for number, d_output, shape in zip(self.order, d_outputs, self.shapes, strict=True):
             name = self.variables[number].table.spec.name
-            check_type(d_output, Float[Array, "..."], f"table {name!r}: the gradient")
+            check_gradient(d_output, f"table {name!r}: the gradient")
             gradient = device_copy(d_output, jnp.float32)
             if gradient.shape != shape:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")

@@ -1,8 +1,11 @@
 """`rsembed.sparsecore.pipelining` under its published name, with the types of its default stages."""
 
 from types import NoneType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from rsembed.sparsecore.layout import Nested
 from rsembed.sparsecore.pipelining import CurrentStepInput as CurrentStepInput
@@ -29,3 +32,7 @@ NestedEmbeddingVariables = Nested[EmbeddingVariables]
 DefaultSparseInputs = PreprocessedInput
 DefaultEmbeddingActivations = DefaultEmbeddingGradients = jax.Array | None
 DefaultScFwdAux = DefaultTcAux = DefaultScBwdAux = NoneType
+
+
+def _safe_copy(value: Any) -> Any:
+    return jnp.copy(value) if isinstance(value, jax.Array | np.ndarray) else value

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int64, Integer
 
-from rsembed.bags import PAD_ID, Bags, check_end
+from rsembed.bags import PAD_ID, Bags, check_end, check_unmasked
 from rsembed.sparsecore.layout import leaves_like
 from rsembed.specs import FeatureSpec, features_of
 
@@ -95,6 +95,8 @@ def read_features(
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
         where = f"feature {spec.name!r}"
         is_bags = isinstance(leaf, Bags)
+        for part in (leaf, weight, leaf.ids if isinstance(leaf, Bags) else None):
+            check_unmasked(part, f"{where}: ids or weights")
         if is_bags:
             leaf, weight = _pairs_of(leaf, weight, where)
         ids, lengths, ids_per_sample = _rows(leaf, where)
@@ -125,6 +127,7 @@ def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense
     pairs = []
     for spec, *leaves in zip(features_of(feature_specs), *trees, strict=True):
         where = f"feature {spec.name!r}"
+        check_unmasked(leaves, f"{where}: a sparse tensor's parts")
         index, value, shape = map(np.asarray, leaves)
         if index.ndim != 2 or index.shape[1] != 2 or value.shape != index.shape[:1] or shape.shape != (2,):
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
@@ -33,26 +34,24 @@ Nested = Union[T, Sequence[T], Mapping[str, T]]  # noqa: UP007  (X | Y cannot be
 
 MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
-EMULATED_SHARDS = 32
-"""Shards laid out where there are no SparseCores, over all devices together."""
+CORES_VARIABLE = "RSEMBED_CORES_PER_DEVICE"
+EMULATED_CORES = 4
+"""Cores that a device without SparseCores is laid out with, as a TPU v5p, unless `CORES_VARIABLE` is set."""
 
 NUM_SC_PER_DEVICE_MAP = {"TPU v5": 4, "TPU v5p": 4, "TPU v6 lite": 2, "TPU v6e": 2, "TPU7x": 2}
 """SparseCores of a device, by its kind."""
 
 
-def num_sparsecores_per_device(device: jax.Device | None = None, *, global_device_count: int | None = None) -> int:
+def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
     """SparseCores of a device: 4 on TPU v5p, 2 on v6e and TPU7x; elsewhere, the number that is laid out as if.
 
-    Limits such as `max_ids_per_partition` count the entries between one core and one shard, so a layout of few shards
-    would exceed limits that were written for a pod. Machines without SparseCores therefore lay out 32 shards in
-    total (at least one per device): the same shards, limits and statistics for 1, 2, 4, 8, 16 or 32 devices. Pass any
-    other `num_sc_per_device >= 1` to the functions of this wing for another layout; results do not depend on it.
+    CPUs and GPUs are laid out as a TPU v5p, with 4 cores, or with as many as the environment variable
+    `RSEMBED_CORES_PER_DEVICE` says. Activations and updates do not depend on it; limits and statistics do.
 
     Args:
       device: None means the first device.
-      global_device_count: devices that share the tables; None means all of the device's platform.
 
-    Raises: ValueError: a TPU of unknown kind.
+    Raises: ValueError: a TPU of unknown kind, or the variable holds no number of cores.
     """
     device = jax.devices()[0] if device is None else device
     if device.platform == "tpu":
@@ -62,7 +61,10 @@ def num_sparsecores_per_device(device: jax.Device | None = None, *, global_devic
                 "pass num_sc_per_device to lay tables out as if it had."
             )
         return NUM_SC_PER_DEVICE_MAP[device.device_kind]
-    return max(1, EMULATED_SHARDS // (global_device_count or jax.device_count(device.platform)))
+    chosen = os.environ.get(CORES_VARIABLE) or str(EMULATED_CORES)
+    if not chosen.isdecimal() or int(chosen) < 1:
+        raise ValueError(f"{CORES_VARIABLE} must be a number of cores from 1 on, such as 4, got {chosen!r}.")
+    return int(chosen)
 
 
 def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> int:
@@ -72,7 +74,7 @@ def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> in
     if global_device_count < 1:
         raise ValueError(f"global_device_count must be at least 1, got {global_device_count}.")
     if num_sc_per_device is None:
-        return num_sparsecores_per_device(global_device_count=global_device_count)
+        return num_sparsecores_per_device()
     if num_sc_per_device < 1:
         raise ValueError(f"num_sc_per_device must be at least 1, got {num_sc_per_device}.")
     return num_sc_per_device
@@ -239,8 +241,8 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
         if placed != num_devices * cores:
             raise ValueError(
                 f"table {table.name!r} was laid out for another number of shards: {placed}, not {num_devices * cores} "
-                f"({num_devices} devices x {cores} cores). Use the global_device_count and num_sc_per_device that it "
-                "was placed with (None takes the latter from the specs), or place new specs."
+                "(devices times cores). Use the global_device_count and num_sc_per_device that it was placed with "
+                "(None takes the latter from the specs), or place new specs."
             )
     return cores
 

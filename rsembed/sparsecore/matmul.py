@@ -17,6 +17,7 @@ from rsembed.kernels.contract import Rounding, Step
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel import default_capacity, together
 from rsembed.parallel.exchange import AxisName
+from rsembed.row_gradients import check_gradient
 from rsembed.sparsecore.device import own_devices, read_occurrences, stack_rows
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
@@ -100,13 +101,13 @@ def sparse_dense_matmul_grad(
     use_gradient_stacking_primitive: bool = False,
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
     axis_name: AxisName | None = None,
-) -> dict[str, EmbeddingVariables]:
+) -> dict[str, Any]:
     """The updated variables: one optimizer step of every row that was looked up, in place when donated.
 
     Args:
       activation_gradients: like the activations; `{stack: gradients}` without `perform_stacking`.
       preprocessed_inputs: as given to `sparse_dense_matmul`.
-      embedding_variables: this device's part of the variables; a plain tuple of a table and its slots serves, too.
+      embedding_variables: this device's part of the variables; a plain tuple of a table and its slots is taken, too.
       feature_specs: placed specs.
       global_device_count: devices that share the tables; None reads it off the gradients' size.
       sharding_strategy: "MOD".
@@ -118,6 +119,9 @@ def sparse_dense_matmul_grad(
       use_gradient_stacking_primitive: ignored; a TPU detail.
       embedding_var_limits: `{stack: (minimum or None, maximum or None)}` of stepped rows, for every stack.
       axis_name: as for `sparse_dense_matmul`.
+
+    Returns:
+      `{stack: variables}`, each in the structure that it was given in.
 
     Raises:
       ValueError: limits do not name every stack, shapes do not fit, a step is needed and missing, or input, variables
@@ -136,15 +140,15 @@ def sparse_dense_matmul_grad(
         layout, optimizer = stack.layout, stack.layout.spec.optimizer
         variables, rule = _variables_of(layout, embedding_variables), rule_of(layout, limits[layout.name])
         check_variables(variables, layout, rule=rule)
+        check_gradient(activation_gradients[layout.name], f"stack {layout.name!r}: activation gradients")
         d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(jnp.float32)
         how = Step(optimizer.get_hyperparameters(step), rule, _rounding(step, layout))
         trained = variables.table, variables.slots()
         askings.append(stack.rows(devices, rule).update(*trained, stack.occurrences, [d_activations], how))
     updated = {}
     for stack, (table, slots) in zip(stacks, together(askings, devices.axes), strict=True):
-        layout = stack.layout
-        fingerprint = _variables_of(layout, embedding_variables).layout
-        updated[layout.name] = EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots), fingerprint)
+        structure = jax.tree.structure(embedding_variables[stack.layout.name])
+        updated[stack.layout.name] = jax.tree.unflatten(structure, [table, *slots])
     return updated
 
 
@@ -215,7 +219,7 @@ def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Arra
     for feature in layout.features:
         gradient, expected = by_feature[feature.name], (feature.num_samples or 0) // layout.num_devices
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        if gradient.shape[0] != expected or gradient.shape[1] > width:
+        if gradient.shape != (expected, feature.output_dim):
             raise ValueError(
                 f"feature {feature.name!r}: activation gradients have shape {gradient.shape}, expected "
                 f"({expected}, {feature.output_dim}) on each of {layout.num_devices} devices."
@@ -229,17 +233,25 @@ def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Arra
 def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]:
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     for feature, leaf in zip(features_of(feature_specs), leaves, strict=True):
-        check_type(leaf, Float[Array, "..."], f"feature {feature.name!r}: activation gradients")
+        check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
     return [jnp.asarray(leaf) for leaf in leaves]
 
 
 def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking: bool) -> int:
-    feature = features_of(feature_specs)[0]
+    feature, stack = features_of(feature_specs)[0], placed_stack(features_of(feature_specs)[0].table_spec)
     if perform_stacking:
+        where, declared = f"feature {feature.name!r}", feature.num_samples or 0
         gradient = _gradient_leaves(activation_gradients, feature_specs)[0]
-        return (feature.num_samples or 0) // max(1, gradient.size // gradient.shape[-1])
-    stack = placed_stack(feature.table_spec)
-    return stack.total_sample_count // max(1, activation_gradients[stack.stack_name].shape[0])
+    else:
+        where, declared = f"stack {stack.stack_name!r}", stack.total_sample_count
+        gradient = activation_gradients[stack.stack_name]
+    found = gradient.size // max(1, gradient.shape[-1])
+    if not found or declared % found:
+        raise ValueError(
+            f"{where}: activation gradients have shape {gradient.shape}, but the global batch has {declared} "
+            "samples, of which each device has an equal part; give the gradients of this device's activations."
+        )
+    return declared // found
 
 
 class _Stack(NamedTuple):

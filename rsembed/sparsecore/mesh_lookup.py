@@ -99,8 +99,8 @@ class MeshTables:
                 )
         updated = self._sharded(on_device, part, part, P(), part)(d_activations, variables, step, inputs)
         # A FrozenDict of tuples comes back as one: autodiff asks for gradients of the very structure it was given.
-        leaves = [leaf for name in sorted(updated) for leaf in jax.tree.leaves(updated[name])]
-        return jax.tree.unflatten(jax.tree.structure(variables), leaves)
+        leaves = {name: iter(jax.tree.leaves(own)) for name, own in updated.items()}
+        return jax.tree_util.tree_map_with_path(lambda path, _: next(leaves[path[0].key]), variables)
 
     def train(self, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
         """A lookup whose "gradients" are the variables and the step after one update.

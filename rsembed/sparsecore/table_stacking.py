@@ -28,11 +28,11 @@ from rsembed.sparsecore.layout import (
     with_place,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
-from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
+from rsembed.sparsecore.layout_record import EmbeddingSpecRecord, StackRecord
 from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
 from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
-from rsembed.sparsecore.variables import check_layout, check_logical, fingerprint_of, labelled, logical_form, rows_of
+from rsembed.sparsecore.variables import logical_form, rows_of
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     FeatureSpec,
@@ -52,6 +52,7 @@ from rsembed.stacking import (
     plan_stack,
     round_up,
     settings_in_stack,
+    split_by_memory,
     stack_name_of,
 )
 
@@ -65,7 +66,7 @@ def auto_stack_tables(
     stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
     *,
     use_short_stack_names: bool = True,
-    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+    activation_mem_bytes_limit: int | None = None,
 ) -> None:
     """Stacks all tables that can share one (equal padded dim, optimizer, combiner, quantization), in place.
 
@@ -80,11 +81,12 @@ def auto_stack_tables(
         those declare; left out, 256, or the highest that one of the tables declares.
       stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
       use_short_stack_names: cut names over 50 characters and add a hash.
-      activation_mem_bytes_limit: activations per shard beyond which a group is split.
+      activation_mem_bytes_limit: activations per shard beyond which a group is split; None means 2 MiB.
     """
+    memory_limit = _memory_limit(activation_mem_bytes_limit)
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
-    groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=activation_mem_bytes_limit)
+    groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=memory_limit)
     free = [[name for name in group if not tables[name].is_stacked()] for group in groups]
     plan = plan_groups(
         features,
@@ -94,7 +96,7 @@ def auto_stack_tables(
         use_short_stack_names=use_short_stack_names,
         max_ids_per_partition=stack_to_max_ids_per_partition,
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
-        activation_mem_bytes_limit=activation_mem_bytes_limit,
+        activation_mem_bytes_limit=memory_limit,
     )
     attach_placement(features, plan)
 
@@ -110,7 +112,7 @@ def stack_tables(
     stack_name: str | None = None,
     fail_on_excess_padding: bool = False,
     *,
-    activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+    activation_mem_bytes_limit: int | None = None,
 ) -> None:
     """Stacks the named tables in the given order, in place. Narrower tables are padded to the widest.
 
@@ -124,7 +126,7 @@ def stack_tables(
       stack_to_max_unique_ids_per_partition: likewise, for distinct ids.
       stack_name: None joins the table names.
       fail_on_excess_padding: raise if a table is narrower than the widest one.
-      activation_mem_bytes_limit: recorded in the stack.
+      activation_mem_bytes_limit: recorded in the stack; None means 2 MiB.
 
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
@@ -134,7 +136,10 @@ def stack_tables(
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
-    _check_free(tables, table_names, name)
+    for table in (tables[table_name] for table_name in table_names if table_name in tables):
+        if table.is_stacked():
+            own = table.setting_in_stack.stack_name
+            raise ValueError(f"table {table.name!r} is already in stack {own!r}; a table has one place.")
     stack = plan_stack(
         features,
         table_names,
@@ -143,7 +148,7 @@ def stack_tables(
         rotation=rotation,
         max_ids_per_partition=stack_to_max_ids_per_partition,
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
-        activation_mem_bytes_limit=activation_mem_bytes_limit,
+        activation_mem_bytes_limit=_memory_limit(activation_mem_bytes_limit),
     )
     if fail_on_excess_padding:
         _check_excess_padding(stack)
@@ -179,11 +184,16 @@ def prepare_feature_specs_for_training(
 def attach_placement(features: Any, plan: StackingPlan) -> None:
     """Writes a plan into the specs, in place: the one function that changes a spec.
 
-    Raises: ValueError: tables that the plan leaves where they are lie on another number of shards.
+    Raises: ValueError: tables that the plan leaves where they are lie on another number of shards, or their stacks have
+      (or will have) a name that it gives to another.
     """
     planned = {placement.name for stack in plan.stacks for placement in stack.tables}
     others = [table for name, table in tables_of(features).items() if name not in planned]
     cores_of([table for table in others if table.stacked_table_spec is not None], 1, plan.num_shards)
+    for table in others:
+        name = table.name if table.stacked_table_spec is None else table.stacked_table_spec.stack_name
+        if name in {stack.name for stack in plan.stacks}:
+            raise ValueError(f"stack name {name!r} is already used by table {table.name!r}; choose another stack_name.")
     by_name = {feature.name: feature for feature in features_of(features)}
     for stack in plan.stacks:
         settings = {placement.name: placement.setting for placement in stack.tables}
@@ -220,15 +230,8 @@ def _checked_sizes(
     return global_device_count * num_cores, num_cores if rotation is None else rotation
 
 
-def _check_free(tables: Mapping[str, TableSpec], table_names: Sequence[str], stack_name: str) -> None:
-    for name, table in tables.items():
-        stack = table.stacked_table_spec
-        if stack is None:
-            continue
-        if name in table_names and table.is_stacked():
-            raise ValueError(f"table {name!r} is already in stack {stack.stack_name!r}; a table has one place.")
-        if stack.stack_name == stack_name and name not in table_names:
-            raise ValueError(f"stack name {stack_name!r} is already used by table {name!r}; choose another stack_name.")
+def _memory_limit(given: int | None) -> int:
+    return DEFAULT_ACTIVATION_MEM_BYTES_LIMIT if given is None else given
 
 
 def _check_excess_padding(stack: StackPlan) -> None:
@@ -267,10 +270,8 @@ def stack_and_shard_tables(
         cores_of(layout.tables, 1, num_shards)
         for table in layout.tables:
             _check_given(tables, table.name, "tables")
-            check_logical(tables[table.name], table.optimizer, where=f"table {table.name!r}")
         stack = functools.partial(_stacked, layout, pad_value)
-        stacked = jax.tree.map(stack, *(labelled(tables[table.name], None) for table in layout.tables))
-        result[name] = labelled(stacked, fingerprint_of(layout))
+        result[name] = jax.tree.map(stack, *(tables[table.name] for table in layout.tables))
     return result
 
 
@@ -310,7 +311,6 @@ def unshard_and_unstack_tables(
         cores_of(members, 1, num_shards)
         _check_given(stacked_tables, name, "stacked_tables")
         layout = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
-        check_layout(stacked_tables[name], layout)
         shards = num_shards, layout.rows_per_shard
         for leaf in jax.tree.leaves(stacked_tables[name]):
             if leaf.shape[:-1] not in (shards, (layout.spec.stack_vocab_size,)):
@@ -370,22 +370,29 @@ def unstack_and_unshard_stacked_tables(
 
     Raises: ValueError: a stack is missing, or has another shape than it was recorded with.
     """
-    result = {}
+    result: dict[str, Array] = {}
     for stack in embedding_specs.stacked_table_specs:  # all, before one is freed
         _check_given(stacked_tables, stack.stack_name, "stacked_tables")
         shape, given = (stack.stack_vocab_size, stack.stack_embedding_dim), stacked_tables[stack.stack_name]
         if math.prod(given.shape) != math.prod(shape) or given.shape[-1] != shape[-1]:
             raise ValueError(f"stack {stack.stack_name!r}: got shape {given.shape}, but it was recorded as {shape}.")
     for stack in embedding_specs.stacked_table_specs:
-        given = stacked_tables[stack.stack_name]
-        rows_of_stack = given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
-        for table in stack.table_specs:
-            rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
-            result[table.table_name] = rows_of_stack[rows, : table.embedding_dim]
-        if donate and isinstance(given, jax.Array):
-            jax.block_until_ready(result)
-            given.delete()
+        result |= _unstack_and_unshard_stacked_table(stacked_tables[stack.stack_name], stack, donate)
     return result
+
+
+def _unstack_and_unshard_stacked_table(given: Array, stack: StackRecord, donate: bool = False) -> dict[str, Array]:
+    result, rows_of_stack = {}, given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
+    for table in stack.table_specs:
+        rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
+        result[table.table_name] = rows_of_stack[rows, : table.embedding_dim]
+    if donate and isinstance(given, jax.Array):
+        jax.block_until_ready(result)
+        given.delete()
+    return result
+
+
+_next_largest_multiple, _split_groups_by_memory_limit = round_up, split_by_memory  # published programs call them
 
 
 def round_up_dim_and_vocab_size(tables: Mapping[str, TableSpec], num_sc: int) -> tuple[dict[str, int], dict[str, int]]:

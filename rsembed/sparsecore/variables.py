@@ -1,10 +1,10 @@
-"""The variables of stacks, all pytrees keyed by stack name: made, told apart, read and written by table.
+"""The variables of stacks, all pytrees keyed by stack name: made, compared with specs, read and written by table.
 
 Stacking, sharding, rotation and padding are matters of the physical layout; a logical table is `[vocabulary, dim]`.
 
-Four devices or eight, another rotation, another order of tables: arrays have the same shapes, and rows other places.
-Variables therefore carry the layout that they were made for, and whoever is given some compares it here with the
-specs. Arrays that users put together themselves carry None, and only their shapes are checked.
+Variables are bare arrays, of which shapes and slots alone are compared with specs. Another number of cores, another
+rotation or order of tables may leave the shapes and move the rows: what goes to other specs, at once or through files,
+goes by table, by `logical_variables` and `with_logical_tables`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from jaxtyping import Array, Int, Num, PRNGKeyArray
 from rsembed.bags import is_traced
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
-from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.home import on_host
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.sparsecore.device import stack_rows
@@ -34,41 +33,20 @@ from rsembed.stacking import place_of
 ArrayLike = jax.Array | np.ndarray
 
 
-class _TableAndSlot(NamedTuple):
-    table: Any
-    slot: Any
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class EmbeddingVariables(_TableAndSlot):
+class EmbeddingVariables(NamedTuple):
     """One physical table and its optimizer state: a pair of arrays (or of whatever a tree like them holds).
 
     Attributes:
       table: rows of all shards, `[rows, columns]`, shard after shard.
       slot: named tuple of arrays with the same rows, as the optimizer names them.
-      layout: where the rows lie, by which lookups and updates know whether specs and variables belong together. It is
-        part of the tree's structure. None means that nobody told, as for variables that were put together by hand.
     """
 
-    layout: Fingerprint | None = None
-
-    def __new__(cls, table: Any, slot: Any, layout: Fingerprint | None = None) -> EmbeddingVariables:
-        variables = super().__new__(cls, table, slot)
-        variables.layout = layout
-        return variables
+    table: Any
+    slot: Any
 
     def slots(self) -> Slots:
         """The slots as a plain tuple, as kernels take them."""
         return tuple(jax.tree.leaves(self.slot))
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], Fingerprint | None]:
-        """The children by attribute, as for any named tuple, and the layout."""
-        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._fields), self.layout
-
-    @classmethod
-    def tree_unflatten(cls, layout: Fingerprint | None, children: tuple[Any, Any]) -> EmbeddingVariables:
-        """The inverse."""
-        return cls(*children, layout=layout)
 
 
 def initialize(
@@ -98,44 +76,17 @@ def initialize(
 def _initial_stack(key: PRNGKeyArray, layout: StackLayout, devices: Devices) -> EmbeddingVariables:
     """Rows and slots of this device; padding rows and columns are zero."""
     table, slots = stack_rows(layout, devices, rule_of(layout)).init(key)
-    return EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots), fingerprint_of(layout))
-
-
-# What variables belong to
-
-_WAY_OUT = (
-    "Use the specs that they were made for, or move tables between layouts by name, with logical_variables and "
-    "with_logical_tables."
-)
-
-
-def fingerprint_of(layout: StackLayout) -> Fingerprint:
-    """Where the rows of a stack lie, and whose state the slots are; of a logical table, the latter alone is told."""
-    return Fingerprint.of(layout.facts() | {"optimizer": layout.spec.optimizer.identity})
-
-
-def labelled(tree: Any, layout: Fingerprint | None) -> Any:
-    """Variables with another layout; any other tree as it is."""
-    return EmbeddingVariables(*tree, layout=layout) if isinstance(tree, EmbeddingVariables) else tree
-
-
-def check_layout(tree: Any, layout: StackLayout, *, is_any_optimizer: bool = True) -> None:
-    """Raises: ValueError: these are variables of a stack whose rows lie elsewhere, or are stepped by another rule."""
-    if isinstance(tree, EmbeddingVariables) and tree.layout is not None:
-        identity = tree.layout.facts["optimizer"] if is_any_optimizer else layout.spec.optimizer.identity
-        what = f"variables of stack {layout.name!r} were made for other specs"
-        check_same(tree.layout, Fingerprint.of(layout.facts() | {"optimizer": identity}), what=what, way_out=_WAY_OUT)
+    return EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots))
 
 
 def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule: OptimizerSpec | None = None) -> None:
-    """Raises: ValueError: variables are not those of one device of a stack, as far as one can tell.
+    """Raises: ValueError: variables have other shapes than those of one device of a stack.
 
     Args:
       variables: of one device.
       layout: the stack's.
       rule: what is going to step the rows; None leaves the slots alone.
     """
-    check_layout(variables, layout, is_any_optimizer=rule is None)
     shape = (layout.rows_per_shard * layout.num_shards // layout.num_devices, layout.spec.stack_embedding_dim)
     if variables.table.shape != shape:
         raise ValueError(
@@ -172,7 +123,7 @@ def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, A
       feature_specs: the placed specs it was made for.
 
     Raises:
-      ValueError: a stack is missing, is there twice, or was made for other specs than these.
+      ValueError: a stack is missing, is there twice, or has another shape than these specs give it.
     """
     return {name: variables.table for name, variables in logical_variables(tree, feature_specs).items()}
 
@@ -186,17 +137,7 @@ def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str
 
 def logical_form(table: TableSpec, stacked: Any) -> Any:
     """One table, with its rows in the order of ids and without padding, out of its stack's tree of flat arrays."""
-    logical = jax.tree.map(functools.partial(_logical_rows, table), stacked)
-    if not isinstance(logical, EmbeddingVariables) or logical.layout is None:
-        return logical
-    return labelled(logical, Fingerprint.of({"optimizer": logical.layout.facts["optimizer"]}))
-
-
-def check_logical(tree: Any, optimizer: OptimizerSpec, *, where: str) -> None:
-    """Raises: ValueError: these are variables of one table, but of another optimizer, or not in their logical form."""
-    if isinstance(tree, EmbeddingVariables) and tree.layout is not None:
-        what = f"{where}: its variables were made for another optimizer or layout"
-        check_same(tree.layout, Fingerprint.of({"optimizer": optimizer.identity}), what=what, way_out=_WAY_OUT)
+    return jax.tree.map(functools.partial(_logical_rows, table), stacked)
 
 
 def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
@@ -210,7 +151,7 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
 
     Raises:
       ValueError: a table is unknown or has another shape than its spec, slots are not those of its optimizer, or the
-        stacks in `tree` were made for other specs.
+        stacks in `tree` have other shapes than these specs give them.
     """
     specs = tables_of(feature_specs)
     found = _stacks_in(tree, stacks_of(specs.values()))
@@ -239,7 +180,6 @@ def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> Em
     if jnp.shape(new[0]) != shape:
         raise ValueError(f"{where}: got shape {jnp.shape(new[0])}, its spec says {shape}.")
     if isinstance(given, EmbeddingVariables):
-        check_logical(given, table.optimizer, where=where)
         _check_slots(given.slot, table.optimizer, shape, where=where)
     for number, values in enumerate(new):
         old[number] = _set_rows(old[number], rows_of(table), jnp.asarray(values))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.bags import PAD_ID, as_bags, check_end, is_traced, narrow_ids
+from rsembed.bags import PAD_ID, as_bags, check_end, check_unmasked, is_traced, narrow_ids
 from rsembed.checks import check_type
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
@@ -183,6 +183,7 @@ def _is_unknown(given: Any) -> bool:
 
 
 def _integers(values: Any, what: str) -> Any:
+    check_unmasked(values, what)
     array: Any = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
         array = array.astype(np.int32)  # an empty list would become float64
@@ -200,6 +201,7 @@ def _check_finite(weights: np.ndarray) -> None:
 def _weights(plan: TBEPlan, weights: Any, ids: Any) -> Any:
     if weights is None:
         return None
+    check_unmasked(weights, "per_sample_weights")
     weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"per_sample_weights must be floats, got {weights.dtype}.")

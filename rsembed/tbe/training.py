@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.errors import TraceContextError
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from rsembed.bags import PAD_ID, is_traced, padded_size
-from rsembed.checks import check_type
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.parallel.agreement import Agreement
-from rsembed.row_gradients import RowGradients, SingleUse
+from rsembed.row_gradients import RowGradients, SingleUse, check_gradient
 from rsembed.tbe import functional
 from rsembed.tbe.bounds import feature_starts, repeat_by_feature
 from rsembed.tbe.door import PreparedBatch, is_by_feature
@@ -266,7 +265,7 @@ class TablesBackward:
         module, shape = self._module, self._module.plan.output_shape(self._near)
         if self._by_feature:
             d_output = gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
-        check_type(d_output, Float[Array, "..."], "the gradient of the output")
+        check_gradient(d_output, "the gradient of the output")
         d_output = jnp.asarray(d_output)
         if d_output.shape != shape:
             raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
@@ -316,5 +315,7 @@ def gradient_of_dict(names: Sequence[str], d_output: Any, *, is_flat: bool) -> A
     """The other way round. Raises: ValueError: not a dict of exactly these features."""
     if not isinstance(d_output, Mapping) or set(d_output) != set(names):
         raise ValueError(f"the output was {{feature: array}}; its gradient needs the features {sorted(names)}.")
+    for name in names:
+        check_gradient(d_output[name], f"the gradient of the output of feature {name!r}")
     parts = [jnp.asarray(d_output[name]) for name in names]
     return jnp.concatenate([part.reshape(-1) for part in parts]) if is_flat else jnp.concatenate(parts, axis=1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from rsembed.bags import PAD_ID, Bags, check_bags, check_ids_dtype, check_values, is_traced
+from rsembed.bags import PAD_ID, Bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.tt.meshes import on_every_device
@@ -75,6 +75,8 @@ def read_bags(
 def _as_bags(
     indices: Any, offsets: Any, per_sample_weights: Any, num_tables: int, include_last_offset: bool | None
 ) -> Bags:
+    check_unmasked((indices, offsets), "indices or offsets")
+    check_unmasked(indices, "indices")
     indices, offsets, per_sample_weights = (
         on_every_device(x) if isinstance(x, (jax.Array, Bags)) else x for x in (indices, offsets, per_sample_weights)
     )

@@ -15,11 +15,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rsembed.bags import Bags, is_traced
-from rsembed.checks import NonNegativeInt, check_type, dtype_among, validated
+from rsembed.checks import NonNegativeInt, dtype_among, validated
 from rsembed.fingerprint import Fingerprint, identity
 from rsembed.kernels import api as kernels
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.row_gradients import check_gradient
 from rsembed.tt.chain import AnyCores, Cores, check_implementation
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
 from rsembed.tt.cores import check_cores, full_weight, rows_of
@@ -386,7 +387,7 @@ class TTTables(nnx.Module):
             if is_spent:
                 raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
             for table, (d_output, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
-                check_type(d_output, Float[Array, "..."], f"d_output of table {table}")
+                check_gradient(d_output, f"d_output of table {table}")
                 if np.shape(d_output) != shape:
                     raise ValueError(f"d_output of table {table} has shape {np.shape(d_output)}, its output {shape}.")
             d_outputs = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]

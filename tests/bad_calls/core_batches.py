@@ -35,6 +35,19 @@ BAD = {
     "weights of other rows": (lambda: Bags.from_lists([[1], [2]], [[1.0]]), ValueError, "1 rows", "ids 2"),
     "too few weights": (lambda: Bags.from_lists([[1, 2]], [[1.0]]), ValueError, "row 0", "2 ids", "1 weights"),
     "weights as texts": (lambda: Bags.from_lists([[1]], [["a"]]), TypeError, "row 0", "weights", "numbers"),
+    "masked dense ids": (
+        lambda: title(np.ma.masked_equal([[1, 2], [3, 1]], 1)), TypeError, "feature 'title'", "masked array",
+        "filled(-1)",
+    ),
+    "masked rows": (lambda: title([np.ma.masked_equal([1, 2], 1), [3]]), TypeError, "feature 'title'", "masked array"),
+    "masked ids of bags": (lambda: title(Bags(np.ma.masked_equal(IDS, 1), OFFSETS)), TypeError, "masked array"),
+    "masked weights": (
+        lambda: title((IDS, np.ma.masked_less(np.ones(3, np.float32), 0))), TypeError, "weights", "masked array",
+    ),
+    "masked ids with lengths": (lambda: Bags.from_lengths(np.ma.masked_equal(IDS, 1), [3]), TypeError, "masked array"),
+    "masked coordinates": (
+        lambda: Bags.from_coo([0, 0, 1], np.ma.masked_equal(IDS, 1), num_samples=2), TypeError, "masked array",
+    ),
     "negative lengths": (lambda: Bags.from_lengths(IDS, [4, -1]), ValueError, "lengths", "-1 at bag 1"),
     "lengths that do not add up": (lambda: Bags.from_lengths(IDS, [1, 1]), ValueError, "add up to 2", "3 ids"),
     "lengths as floats": (lambda: Bags.from_lengths(IDS, [1.5, 1.5]), TypeError, "lengths", "integers", "[1.5, 1.5]"),

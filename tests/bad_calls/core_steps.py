@@ -133,6 +133,15 @@ BAD = {
     "a gradient of other columns": (
         lambda: update(title=np.ones((4, 2))), ValueError, "feature 'title'", "(4, 2)", "of 4",
     ),
+    "a gradient of one axis": (
+        lambda: update(title=np.ones(8)), ValueError, "feature 'title'", "(8,)", "2 vectors of 4",
+    ),
+    "a gradient of integers": (
+        lambda: update(title=np.ones((2, 4), int)), TypeError, "feature 'title'", "gradient", "floats", "int64",
+    ),
+    "a masked gradient": (
+        lambda: update(title=np.ma.masked_less(np.ones((2, 4)), 0)), TypeError, "feature 'title'", "masked array",
+    ),
     "a gradient of text": (lambda: update(title="ones"), TypeError, "feature 'title'", "gradient", "str"),
     "gradients of another batch in a pullback": (
         lambda: collection().lookup_vjp(state(), batch())[1](gradients(author=np.ones((3, 4)))), ValueError,

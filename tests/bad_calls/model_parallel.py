@@ -185,6 +185,13 @@ BAD = {
         lambda: pooled().vjp(KEYS)[1](np.ones((3, 1, 4), np.float32)), ValueError, "table 'distributed_embedding'",
         "(3, 1, 4)", "(2, 1, 4)",
     ),
+    "masked keys": (
+        lambda: pooled()(np.ma.masked_equal(KEYS, 1)), TypeError, "table 'distributed_embedding'", "keys",
+        "masked array", "filled(-1)",
+    ),
+    "a gradient of integers": (
+        lambda: pooled().vjp(KEYS)[1](np.ones((2, 1, 4), int)), TypeError, "table 'distributed_embedding'", "floats",
+    ),
     "a gradient of text": (
         lambda: pooled().vjp(KEYS)[1]("ones"), TypeError, "table 'distributed_embedding'", "gradient", "str",
     ),

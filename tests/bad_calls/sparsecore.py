@@ -67,6 +67,18 @@ def stack(names=("a", "b"), *features, devices=1, cores=1, **options):
     return table_stacking.stack_tables(list(features) or [made("a"), made("b")], names, devices, cores, **options)
 
 
+def _two_stacks_of_one_name():
+    features = [made(name) for name in "abcd"]
+    stack(["a", "b"], *features, stack_name="x")
+    stack(["c", "d"], *features, stack_name="x")
+
+
+def _stacked_again():
+    features = [made(name) for name in "abcd"]
+    stack(["a", "b"], *features, devices=2, cores=2)
+    stack(["c", "d"], *features, devices=2, cores=4)
+
+
 def auto(*sizes, **options):
     return table_stacking.auto_stack_tables([made("a"), made("b")], *(sizes or (1, 1)), **options)
 
@@ -142,6 +154,23 @@ BAD = {
         lambda: stack(["a", "b"], made("a"), made("b", embedding_dim=16), fail_on_excess_padding=True), ValueError,
         "stack 'a_b'", "adds",
     ),
+    "a stack named after a table": (
+        lambda: stack(["a", "b"], made("a"), made("b"), made("c"), stack_name="c"), ValueError, "stack name 'c'",
+        "table 'c'", "choose another stack_name",
+    ),
+    "a stack of another's name": (lambda: _two_stacks_of_one_name(), ValueError, "stack name 'x'", "already used"),
+    "a limit callable that gives nothing": (
+        lambda: stack(stack_to_max_ids_per_partition=lambda *_: None), TypeError, "stack 'a_b'", "integer", "None",
+    ),
+    "a limit callable that gives a fraction": (
+        lambda: stack(stack_to_max_ids_per_partition=lambda *_: 2.5), TypeError, "stack 'a_b'", "integer", "2.5",
+    ),
+    "a limit callable that gives a text": (
+        lambda: auto(stack_to_max_unique_ids_per_partition=lambda *_: "7"), TypeError, "stack 'a_b'", "integer", "'7'",
+    ),
+    "other tables on other cores": (
+        lambda: _stacked_again(), ValueError, "table 'a'", "another number of shards: 4, not 8", "devices times cores",
+    ),
     "a stack named by a number": (lambda: stack(stack_name=3), TypeError, "stack_name", "3"),
     "other shards than placed": (
         lambda: run(num_sc_per_device=4), ValueError, "table 'word'", "another number of shards",
@@ -155,6 +184,12 @@ BAD = {
     "too many features": (
         lambda: embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, specs(), 1, 1), ValueError, "features",
         "tree structure",
+    ),
+    "masked ids": (
+        lambda: run(np.ma.masked_equal(IDS, 1)), TypeError, "feature 'f_word'", "masked array", "filled(-1)",
+    ),
+    "masked rows": (
+        lambda: run([np.ma.masked_equal([1, 2], 1)] * 8), TypeError, "feature 'f_word'", "masked array",
     ),
     "ids of floats": (lambda: run(IDS / 2), TypeError, "feature 'f_word'", "integers", "float64"),
     "ids of one axis": (lambda: run(np.zeros(8, int)), ValueError, "feature 'f_word'", "1 dimensions", "reshape"),
@@ -243,6 +278,28 @@ BAD = {
     ),
     "gradients of another batch": (
         lambda: update([jnp.ones((4, 8))], global_device_count=1), ValueError, "feature 'f_word'", "(4, 8)", "(8, 8)",
+    ),
+    "gradients of other columns": (
+        lambda: update([jnp.ones((8, 9))], global_device_count=1), ValueError, "feature 'f_word'", "(8, 9)", "(8, 8)",
+    ),
+    "gradients narrower than the features": (
+        lambda: update([jnp.ones((8, 4))]), ValueError, "feature 'f_word'", "(8, 4)", "(8, 8)",
+    ),
+    "gradients of integers": (
+        lambda: update([jnp.ones((8, 8), int)]), TypeError, "feature 'f_word'", "gradients", "floats", "int32",
+    ),
+    "gradients of more samples than the global batch": (
+        lambda: update([jnp.ones((16, 8))]), ValueError, "feature 'f_word'", "(16, 8)", "global batch has 8",
+    ),
+    "stacked gradients of more samples than the global batch": (
+        lambda: update({"word": jnp.ones((16, 8))}, perform_stacking=False), ValueError, "stack 'word'", "(16, 8)",
+        "global batch has 8",
+    ),
+    "stacked gradients of integers": (
+        lambda: update({"word": jnp.ones((8, 8), int)}, perform_stacking=False), TypeError, "stack 'word'", "floats",
+    ),
+    "masked gradients": (
+        lambda: update([np.ma.masked_equal(np.eye(8), 1)]), TypeError, "feature 'f_word'", "masked array",
     ),
     "gradients of text": (
         lambda: update(["ones"], global_device_count=1), TypeError, "feature 'f_word'", "gradient", "str",

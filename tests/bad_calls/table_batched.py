@@ -204,6 +204,15 @@ BAD = {
     "a gradient of another batch": (
         lambda: backward(np.ones((3, 8), np.float32)), ValueError, "gradient", "(3, 8)", "(2, 8)",
     ),
+    "a gradient of integers": (lambda: backward(np.ones((2, 8), int)), TypeError, "gradient", "floats", "int64"),
+    "a masked gradient": (
+        lambda: backward(np.ma.masked_less(np.ones((2, 8)), 0)), TypeError, "gradient", "masked array",
+    ),
+    "masked indices": (lambda: call(np.ma.masked_equal(IDS, 1)), TypeError, "indices", "masked array", "filled(-1)"),
+    "masked weights": (
+        lambda: call(IDS, OFFSETS, np.ma.masked_less(np.ones(len(IDS), np.float32), 0)), TypeError,
+        "per_sample_weights", "masked array",
+    ),
     "a gradient of text": (lambda: backward("ones"), TypeError, "gradient", "str"),
     "requirements of too few features": (
         lambda: backward(np.ones((2, 8), np.float32), feature_requires_grad=[1]), ValueError, "feature_requires_grad",

@@ -188,6 +188,10 @@ BAD = {
     "a gradient of another batch": (
         lambda: bag().vjp(IDS, OFFSETS)[1](np.ones((3, 4), np.float32)), ValueError, "d_output", "(3, 4)", "(2, 4)",
     ),
+    "a gradient of integers": (
+        lambda: bag().vjp(IDS, OFFSETS)[1](np.ones((2, 4), int)), TypeError, "d_output", "floats", "int64",
+    ),
+    "masked ids": (lambda: bag()(np.ma.masked_equal(IDS, 1), OFFSETS), TypeError, "indices", "masked array"),
     "a gradient of None": (lambda: bag().vjp(IDS, OFFSETS)[1](None), TypeError, "d_output", "NoneType"),
     "a backward pass twice": (lambda: _twice(), RuntimeError, "already stepped", "look the batch up again"),
     "cores of other shapes": (

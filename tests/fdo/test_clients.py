@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rsembed.fdo import CSVFileFDOClient, MemoryFDOClient, NPZFileFDOClient, SparseDenseMatmulInputStats
-from rsembed.fdo.statistics import append_record, merge_processes, to_statistics
+from rsembed.fdo.statistics import merge_processes, record_of, to_statistics
 
 
 def stats(max_ids, max_unique=(1, 1), required=(8, 8), dropped=0, stack="t"):
@@ -62,7 +62,7 @@ def test_a_new_layout_under_an_old_client_is_refused(client):
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])
-def test_histories_have_a_row_per_record_and_loading_replaces_memory(kind, tmp_path):
+def test_histories_have_a_row_per_record_and_loading_keeps_what_was_not_published(kind, tmp_path):
     client, other = CLIENTS[kind](str(tmp_path)), CLIENTS[kind](str(tmp_path))
     for value in range(3):
         client.record(stats([value, 1]))
@@ -71,7 +71,10 @@ def test_histories_have_a_row_per_record_and_loading_replaces_memory(kind, tmp_p
     assert other.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1]]
     other.record(stats([7, 7]))
     other.publish()
-    assert client.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1], [7, 7]]
+    assert client.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1], [9, 9], [7, 7]]
+    client.load()  # what is published is counted once
+    client.publish()
+    assert client.load().max_ids_per_partition["t"].tolist() == [[0, 1], [1, 1], [2, 1], [9, 9], [7, 7]]
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])
@@ -82,6 +85,17 @@ def test_a_client_leaves_one_file_however_often_it_publishes(kind, tmp_path):
         client.publish()
     (path,) = tmp_path.iterdir()
     assert path.match(f"fdo_stats_0_*.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["npz_maximum", "csv_maximum"])
+def test_records_between_publish_and_load_are_published_next(kind, tmp_path):
+    client = CLIENTS[kind](str(tmp_path))
+    client.record(stats([1, 2]))
+    client.publish()
+    client.record(stats([9, 1]))
+    assert client.load().max_ids_per_partition["t"].tolist() == [1, 2]
+    client.publish()
+    assert client.load().max_ids_per_partition["t"].tolist() == [9, 2]
 
 
 @pytest.mark.parametrize("kind", ["npz_maximum", "csv_maximum"])
@@ -96,13 +110,15 @@ def test_files_of_a_running_maximum_keep_their_size(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])
-def test_an_earlier_run_leaves_nothing_behind(kind, tmp_path):
-    for values in ([99, 99], [1, 2]):
+def test_what_earlier_clients_published_stays_until_it_is_loaded(kind, tmp_path):
+    for values in ([99, 2], [5, 7]):
         client = CLIENTS[kind](str(tmp_path))
         client.record(stats(values))
         client.publish()
+    assert client.load().max_ids_per_partition["t"].tolist() == [99, 7]
+    client.publish()
     assert len(list(tmp_path.iterdir())) == 1
-    assert client.load().max_ids_per_partition["t"].tolist() == [1, 2]
+    assert client.load().max_ids_per_partition["t"].tolist() == [99, 7]
 
 
 def test_processes_with_other_layouts_are_refused():
@@ -225,7 +241,7 @@ def test_files_with_unknown_statistics_are_refused(tmp_path):
 
 
 def test_stack_names_may_end_like_statistics():
-    statistics = to_statistics(append_record({}, stats([3, 4], stack="a_max_ids")))
+    statistics = to_statistics(record_of(stats([3, 4], stack="a_max_ids")))
     assert list(statistics.max_ids_per_partition) == ["a_max_ids"]
     assert list(statistics.max_unique_ids_per_partition) == ["a_max_ids"]
 

@@ -1,10 +1,12 @@
 """Lookup and update over meshes of any shape equal dense loops on one device."""
 
+import collections
 import functools
 
 import jax
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 from jax.sharding import Mesh
 
 from rsembed.sparsecore import embedding, mesh_lookup
@@ -60,6 +62,22 @@ def test_lookup_and_update_equal_dense_loops(name):
         small_world.assert_close(activations, small_world.dense_activations(tables, ids))
         tables, slots = small_world.dense_step(tables, slots, ids, gradients, oracles.adagrad_step, learning_rate=0.5)
         small_world.assert_close(updated, tables)
+
+
+@pytest.mark.parametrize("container", [dict, collections.OrderedDict, FrozenDict])
+def test_updated_tables_keep_their_names_in_any_container(container):
+    specs = small_world.placed_specs(2, 2, is_stacked=False)
+    tables = mesh_lookup.MeshTables(
+        feature_specs=specs, devices=mesh_lookup.table_mesh(mesh_of((2,), "x"), "x"), num_sc_per_device=2
+    )
+    ids, gradients = small_world.draw_batch(0)
+    inputs, variables = tables.prepare(ids)[0], tables.init(jax.random.key(5))
+    wanted = tables.update(gradients, variables, None, inputs)
+    given = container(dict(reversed(variables.items())))
+    found = tables.update(gradients, given, None, inputs)
+    assert jax.tree.structure(found) == jax.tree.structure(given)
+    for name, updated in wanted.items():
+        jax.tree.map(np.testing.assert_array_equal, found[name], updated)
 
 
 @pytest.mark.parametrize("name", MESHES)

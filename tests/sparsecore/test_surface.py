@@ -56,6 +56,36 @@ def preprocessed(features, ids, weights=None):
 # Stacking
 
 
+def test_no_limit_of_memory_means_the_published_one():
+    def stacks(**options):
+        features = [
+            embedding_spec.FeatureSpec(f"f{name}", embedding_spec.TableSpec(name, 32, 8), output_shape=(2**16, 8))
+            for name in "ab"
+        ]
+        table_stacking.auto_stack_tables(features, 1, 1, **options)
+        assert {feature.table_spec.stacked_table_spec.activation_mem_bytes_limit for feature in features} == {
+            options.get("activation_mem_bytes_limit") or embedding_spec.DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
+        }
+        return [feature.table_spec.setting_in_stack.stack_name for feature in features]
+
+    assert stacks() == stacks(activation_mem_bytes_limit=None) == ["a", "b"]
+    assert stacks(activation_mem_bytes_limit=2**22) == ["a_b", "a_b"]
+
+
+def test_a_device_without_sparsecores_counts_as_a_v5p_or_as_the_environment_says(monkeypatch):
+    def num_shards():
+        features = new_features()
+        embedding.prepare_feature_specs_for_training(features, 2)
+        return features["f0"].table_spec.stacked_table_spec.num_shards
+
+    assert (utils.num_sparsecores_per_device(jax.devices()[0]), num_shards()) == (4, 8)
+    monkeypatch.setenv("RSEMBED_CORES_PER_DEVICE", "2")
+    assert (utils.num_sparsecores_per_device(), num_shards()) == (2, 4)
+    monkeypatch.setenv("RSEMBED_CORES_PER_DEVICE", "many")
+    with pytest.raises(ValueError, match=r"RSEMBED_CORES_PER_DEVICE must be a number of cores from 1 on.*'many'"):
+        num_shards()
+
+
 @pytest.mark.parametrize("auto_stack_tables", [embedding.auto_stack_tables, table_stacking.auto_stack_tables])
 @pytest.mark.parametrize(
     ("chosen", "limit"), [({"stack_to_max_ids_per_partition": lambda name, samples: 100}, 100), ({}, 300)]
@@ -187,7 +217,7 @@ def test_containers_are_matched_by_path(case):
     for feature, ids in IDS.items():
         tables[f"t{feature[1]}"][ids.ravel()] -= RATE * 2
     record = embedding.create_proto_from_feature_specs(features, 1, CORES)
-    found = table_stacking.unstack_and_unshard_stacked_tables({name: v.table for name, v in after.items()}, record)
+    found = table_stacking.unstack_and_unshard_stacked_tables({name: v[0] for name, v in after.items()}, record)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, tables)
 
 
@@ -214,7 +244,7 @@ def test_activations_have_the_dtype_of_the_table():
     expected = np.asarray(halves["t0"], np.float32)[IDS["f0"]].sum(axis=1)
     np.testing.assert_array_equal(found["f0"], jnp.asarray(expected, jnp.bfloat16))
     after = embedding.tpu_sparse_dense_matmul_grad(found, batch, variables, features, global_device_count=1)
-    assert after["t0_t1"].table.dtype == jnp.bfloat16
+    assert after["t0_t1"][0].dtype == jnp.bfloat16
 
 
 def test_padding_columns_are_zero_and_take_no_gradient():
@@ -225,7 +255,7 @@ def test_padding_columns_are_zero_and_take_no_gradient():
     assert found.shape == (BATCH, 8) and not found[:, DIM:].any()
     gradients = {name: jnp.ones((BATCH, 8)) for name in IDS}
     after = embedding.tpu_sparse_dense_matmul_grad(gradients, batch, variables, features, global_device_count=1)
-    assert not after["t0_t1"].table[:, DIM:].any() and after["t0_t1"].table[:, :DIM].any()
+    assert not after["t0_t1"][0][:, DIM:].any() and after["t0_t1"][0][:, :DIM].any()
 
 
 def test_an_initializer_pair_is_a_named_tuple():
