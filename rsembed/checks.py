@@ -102,8 +102,7 @@ def check_type(value: Any, hint: Any, name: str) -> None:
     """Raises: TypeError: `hint` does not admit `value`. ValueError: an array has other axes, a number is outside.
 
     More is admitted than a type checker would: any sequence of the right entries where a list or tuple is asked for
-    (texts are none), scalars of numpy and JAX as numbers, integers as floats, lists of numbers as arrays. What only a
-    long search could refuse is admitted.
+    (texts are none), scalars of numpy and JAX as numbers, integers as floats, lists of numbers as arrays.
     """
     if misfit := _misfit(value, hint, name):
         error, place, wanted, entry = misfit
@@ -112,11 +111,12 @@ def check_type(value: Any, hint: Any, name: str) -> None:
 
 def describe(value: Any) -> str:
     """The value as errors show it: itself where that is short, else its type."""
-    kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"a{' masked' * np.ma.isMaskedArray(value) or 'n'} array of {value.dtype} with shape {tuple(value.shape)}"
+        article = "a masked" if np.ma.isMaskedArray(value) else "an"
+        return f"{article} array of {value.dtype} with shape {tuple(value.shape)}"
     is_plain = isinstance(value, (str, numbers.Number, list, tuple, dict, enum.Enum, types.NoneType))
-    return f"{text} ({kind})" if is_plain and len(text := repr(value)) <= 60 else f"a value of type {kind}"
+    kind, text = type(value).__name__, repr(value) if is_plain else ""
+    return f"{text} ({kind})" if 0 < len(text) <= 60 else f"a value of type {kind}"
 
 
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:

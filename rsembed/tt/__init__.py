@@ -9,6 +9,7 @@ from rsembed.tt.decomposition import from_dense as from_dense
 from rsembed.tt.decomposition import from_tensorly as from_tensorly
 from rsembed.tt.decomposition import round_cores as round_cores
 from rsembed.tt.decomposition import to_tensorly as to_tensorly
+from rsembed.tt.fused import FusedParam as FusedParam
 from rsembed.tt.fused import OptimType as OptimType
 from rsembed.tt.initial_cores import init_cores as init_cores
 from rsembed.tt.module import TTEmbeddingBag as TTEmbeddingBag
@@ -16,5 +17,4 @@ from rsembed.tt.shapes import cheapest_p_shapes as cheapest_p_shapes
 from rsembed.tt.shapes import suggested_tt_shapes as suggested_tt_shapes
 from rsembed.tt.spec import TTSpec as TTSpec
 from rsembed.tt.storage import TensorTrain as TensorTrain
-from rsembed.tt.tables import FusedParam as FusedParam
 from rsembed.tt.tables import TTGradients as TTGradients

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array
 
 from rsembed.optimizers import (
@@ -19,6 +20,24 @@ from rsembed.optimizers import (
     TorchAdagradOptimizerSpec,
 )
 from rsembed.tt.chain import Cores
+
+
+class FusedParam(nnx.Variable):
+    """Cores that only the fused update trains: no `nnx.Param`, so neither `nnx.grad` nor optax sees them."""
+
+    def set_value(self, value: Any, **how: Any) -> None:
+        """Cores have optimizer states and cached rows beside them, which the module replaces with them.
+
+        Raises: ValueError: always, and names `set_cores`.
+        """
+        raise ValueError(
+            "the cores of a module with sparse=True have an optimizer state and cached rows beside them, which would "
+            "stay those of the old cores; use module.set_cores(cores, table)."
+        )
+
+
+class FusedState(nnx.Variable):
+    """Optimizer state, step counter and learning rate of the fused update."""
 
 
 class OptimType(enum.Enum):

@@ -24,7 +24,7 @@ from rsembed.row_gradients import check_gradient
 from rsembed.tt.chain import AnyCores, Cores, check_implementation
 from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
 from rsembed.tt.cores import check_cores, full_weight, rows_of
-from rsembed.tt.fused import OptimType, init_core_slots, member_of, rule_of, step_cores
+from rsembed.tt.fused import FusedParam, FusedState, OptimType, init_core_slots, member_of, rule_of, step_cores
 from rsembed.tt.hot_rows import CacheReport, HotRows, on_host
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.lookups import Lookups, gains_of_entries, lookups_of, with_room
@@ -32,24 +32,6 @@ from rsembed.tt.meshes import Split, on_every_device, shared_rows
 from rsembed.tt.saved_state import load_saved_state, saved_state
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.table_bags import read_bags
-
-
-class FusedParam(nnx.Variable):
-    """Cores that only the fused update trains: no `nnx.Param`, so neither `nnx.grad` nor optax sees them."""
-
-    def set_value(self, value: Any, **how: Any) -> None:
-        """Cores have optimizer states and cached rows beside them, which the module replaces with them.
-
-        Raises: ValueError: always, and names `set_cores`.
-        """
-        raise ValueError(
-            "the cores of a module with sparse=True have an optimizer state and cached rows beside them, which would "
-            "stay those of the old cores; use module.set_cores(cores, table)."
-        )
-
-
-class FusedState(nnx.Variable):
-    """Optimizer state, step counter and learning rate of the fused update."""
 
 
 class TTGradients(NamedTuple):

@@ -263,7 +263,9 @@ BAD = {
     "an input of other specs": (
         lambda: look_up(given=placed(made("user"))), ValueError, "preprocessed for stacks ['word']", "['user']",
     ),
-    "a number of devices that does not fit": (lambda: look_up(global_device_count=3), ValueError, "3 devices"),
+    "a number of devices that does not fit": (
+        lambda: look_up(global_device_count=3), ValueError, "table 'word'", "2, not 6",
+    ),
     "no devices to look up on": (
         lambda: look_up(global_device_count=0), ValueError, "global_device_count", "at least 1", "0",
     ),
