@@ -125,12 +125,6 @@ def test_a_table_has_the_bits_of_one_in_a_collection_of_its_own(num_devices, pla
     assert not np.array_equal(counts["here"]["inserted"], counts["mine"]["inserted"])  # the tables differ
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("policy", [*POLICIES])
-def test_policies_look_at_one_table(policy, num_devices):
-    assert_each_is_as_if_alone(num_devices, **POLICIES[policy])
-
-
 @pytest.fixture
 def any_size(monkeypatch):
     """However many rows stay empty."""
@@ -140,8 +134,13 @@ def any_size(monkeypatch):
 SOME_WAIT = {"when_full": "evict", "admission_count": 1}
 
 
-@pytest.mark.parametrize(("num_devices", "placement"), [(1, None), (4, "row"), (4, "replicated")], ids=str)
-@pytest.mark.parametrize("policy", [*POLICIES, "as many wait as have rows"])
+@pytest.mark.parametrize(
+    ("policy", "num_devices", "placement"),
+    [
+        *((policy, *way) for policy in [*POLICIES, "as many wait as have rows"] for way in ((1, None), (4, "row"))),
+        ("count", 4, "replicated"),
+    ],
+)
 def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(any_size, policy, num_devices, placement):
     policy = POLICIES.get(policy, SOME_WAIT)
     collection, state = assert_each_is_as_if_alone(num_devices, placement, rows=SIZES, **policy)
@@ -169,8 +168,7 @@ def without_zeros(tables):
     return {name: {what: array for what, array in own.items() if array.size} for name, own in tables.items()}
 
 
-@pytest.mark.parametrize("is_unlike", [False, True], ids=["equal", "unlike"])
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 1), (4, 1), (1, 2)])
+@pytest.mark.parametrize(("saved_on", "loaded_on", "is_unlike"), [(1, 1, False), (4, 1, True), (1, 2, True)])
 def test_files_know_tables_by_name_whatever_home_they_share(saved_on, loaded_on, is_unlike, any_size, tmp_path):
     collection, state = some_state(saved_on, is_unlike=is_unlike)
     assert len(state.tables) == 1
