@@ -22,6 +22,7 @@ from rsembed.checkpoint.arrays import as_saved, copied, write_arrays
 from rsembed.checkpoint.manifests import LAYOUT_VERSION, MANIFEST, encoded, flattened, joined
 from rsembed.checkpoint.states import logical
 from rsembed.fingerprint import ELSEWHERE
+from rsembed.parallel.agreement import check_not_forked
 
 Said = TypeVar("Said", bool, int)
 
@@ -43,6 +44,7 @@ class Contents(NamedTuple):
 
         Raises: TypeError, ValueError: as `save`.
         """
+        check_not_forked("checkpoint")
         for name, facts in owners.items():
             if ELSEWHERE in facts:
                 raise ValueError(f"checkpoint: {name!r} is not whole: {facts[ELSEWHERE]}")

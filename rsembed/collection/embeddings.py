@@ -21,7 +21,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
 from rsembed.collection.logical_tables import LogicalTables
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
-from rsembed.collection.state import Activations, Batch, EmbeddingState
+from rsembed.collection.state import Activations, Batch, EmbeddingState, check_not_taken
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached
 from rsembed.initial_values import table_keys
@@ -29,6 +29,7 @@ from rsembed.intervals import door
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
 from rsembed.kinds import check_kind
+from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
@@ -239,8 +240,10 @@ class EmbeddingCollection:
           parts: what is going to be used of it. A lookup needs no slots, which a state for serving may leave out.
 
         Raises: ValueError: its tables, their rules or the place of their rows differ (names what differs), or an array
-          has another shape or dtype. TypeError: it is no state.
+          has another shape or dtype. TypeError: it is no state. RuntimeError: a step took its arrays over, or this
+          process was forked.
         """
+        check_not_forked("the collection")
         check_kind(state, EmbeddingState, "the state, which collection.init makes,")
         if state.layout is not None:
             check_same(
@@ -252,6 +255,7 @@ class EmbeddingCollection:
             )
         for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
+            check_not_taken(found, part)
             if list(map(_shape_and_kind, jax.tree.leaves(found))) == [*map(_shape_and_kind, jax.tree.leaves(expected))]:
                 continue
             shown = (jax.tree.map(_shown, tree) for tree in (found, expected))

@@ -9,14 +9,18 @@ agreement.width("feature 'f'")                            the largest size that 
 
 The devices take no part: a program whose shapes differ between processes ends them without a message, and waiting for
 the devices would stall the step that still runs. Records travel through the service that connected the processes: every
-process sends one and reads one, and the first process of the mesh compares them.
+process sends one and reads one, and the first process of the mesh compares them. A process that ends sends a last one,
+for a round that it will not take part in: who brings another batch learns at once that this process had fewer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from types import TracebackType
@@ -25,18 +29,32 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from rsembed.jax_internals import service_of_processes
+from rsembed.jax_internals import has_devices, service_of_processes
 
 # As long as others wait in collectives: a process may read data or write a checkpoint alone for a while.
 TIMEOUT_SECONDS = 1800
+# The first process, which keeps the service, stays so long for the others to read why the round failed.
+_RECEIPT_SECONDS = 10
 _rounds: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+_used_before_fork: list[bool] = []
+os.register_at_fork(after_in_child=lambda: _used_before_fork.append(has_devices()))
+
+
+def check_not_forked(what: str) -> None:
+    """Raises: RuntimeError: JAX had devices when this process was forked; it would wait for threads that it lacks."""
+    if any(_used_before_fork):
+        raise RuntimeError(
+            f"{what}: this process was forked from one that uses JAX, whose threads do not exist here. Start it with "
+            "multiprocessing.get_context('spawn'), or leave to it what needs no JAX, such as reading files."
+        )
 
 
 class Agreement:
     """One round in which the processes of a mesh compare what they bring; see the module.
 
     An error inside the `with` block reaches all processes: it is raised where it happened, and the others raise a
-    ValueError that quotes it. In a single process nothing is compared.
+    ValueError that quotes it. In a single process nothing is compared. A forked process is refused, see
+    `check_not_forked`.
 
     Args:
       mesh: whose processes take part; None if there are no others.
@@ -45,6 +63,7 @@ class Agreement:
     """
 
     def __init__(self, mesh: Mesh | None, what: str, given: Any):
+        check_not_forked(what)
         self.processes = () if mesh is None or not _has_own(given) else processes_of(mesh)
         self.what = what
         self._brought: dict[str, tuple[str, int]] = {}
@@ -74,7 +93,12 @@ class Agreement:
         if is_alone or not (error is None or isinstance(error, Exception)):  # Ctrl-C ends the run at once
             return
         reason = None if error is None else f"{type(error).__name__}: {error}"
-        verdict = self._exchange({"what": self.what, "error": reason, "brought": self._brought})
+        try:
+            verdict = self._exchange({"what": self.what, "error": reason, "brought": self._brought})
+        except jax.errors.JaxRuntimeError as failure:
+            raise RuntimeError(
+                f"{self.what}: process 0, through which the others reach each other, has ended; see its own message."
+            ) from failure
         if error is None and verdict["problem"] is not None:
             raise ValueError(f"{self.what}: {verdict['problem']}")
         self._widths = verdict["widths"]
@@ -84,13 +108,15 @@ class Agreement:
         if client is None:
             raise RuntimeError("processes cannot reach each other; start each of them with rsembed.parallel.init().")
         first, own = self.processes[0], jax.process_index()
-        group = f"rsembed/agreement/{'-'.join(map(str, self.processes))}"
+        group = _group(self.processes)
         number = next(_rounds[self.processes])
 
         def received(key: str, sender: str) -> Any:
             try:
                 return json.loads(client.blocking_key_value_get(f"{group}/{key}", TIMEOUT_SECONDS * 1000))
             except jax.errors.JaxRuntimeError as failure:
+                if "DEADLINE" not in str(failure):
+                    raise
                 raise RuntimeError(
                     f"{self.what}: {sender} did not say what it brings within {TIMEOUT_SECONDS} s; every process must "
                     f"prepare and look up equally many batches, in the same order. ({failure})"
@@ -98,14 +124,41 @@ class Agreement:
 
         if own != first:
             client.key_value_set(f"{group}/{number}/{own}", json.dumps(record))
-            return received(f"{number}/verdict", f"process {first}, or one that it waits for,")
+            verdict = received(f"{number}/verdict", f"process {first}, or one that it waits for,")
+            if verdict["problem"] is not None:
+                client.key_value_set(f"{group}/{number}/{own}/read", "")
+            return verdict
         records = {first: json.loads(json.dumps(record))}
         records |= {other: received(f"{number}/{other}", f"process {other}") for other in self.processes[1:]}
         verdict = {"problem": _problem(records), "widths": _widths(records)}
         client.key_value_set(f"{group}/{number}/verdict", json.dumps(verdict))
+        if verdict["problem"] is not None:
+            present = [other for other in self.processes[1:] if "ended" not in records[other]]
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                for other in present:
+                    client.blocking_key_value_get(f"{group}/{number}/{other}/read", _RECEIPT_SECONDS * 1000)
         if number:  # all have read it, since they are a round further
             client.key_value_delete(f"{group}/{number - 1}")
         return verdict
+
+
+def _group(processes: tuple[int, ...]) -> str:
+    """Name under which the records of a set of processes are kept."""
+    return f"rsembed/agreement/{'-'.join(map(str, processes))}"
+
+
+def say_goodbye() -> None:
+    """Tells processes that bring another batch that this one has ended: a record or verdict of a round without it."""
+    own, error = jax.process_index(), getattr(sys, "last_value", None)
+    reason = f"process {own} has ended by {type(error).__name__}; see its own message."
+    if error is None:
+        reason = f"process {own} had no more batches and has ended; all processes must bring equally many."
+    for processes, rounds in _rounds.items():
+        is_first = own == processes[0]
+        record = {"problem": reason, "widths": {}} if is_first else {"ended": reason}
+        key = f"{_group(processes)}/{next(rounds)}/{'verdict' if is_first else own}"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service may be gone
+            service_of_processes().key_value_set(key, json.dumps(record))
 
 
 @functools.cache
@@ -129,6 +182,8 @@ def _has_own(given: Any) -> bool:
 def _problem(records: dict[int, Any]) -> str | None:
     """What is wrong, and with whom; None if all is well."""
     for process, record in records.items():
+        if "ended" in record:
+            return str(record["ended"])
         if record["error"] is not None:
             return f"process {process} refused what it was given ({record['error']}); see its own message."
     (first, expected), *others = records.items()
@@ -152,6 +207,6 @@ def _problem(records: dict[int, Any]) -> str | None:
 def _widths(records: dict[int, Any]) -> dict[str, int]:
     widths: dict[str, int] = {}
     for record in records.values():
-        for name, (_, width) in record["brought"].items():
+        for name, (_, width) in record.get("brought", {}).items():
             widths[name] = max(width, widths.get(name, 0))
     return widths

@@ -23,7 +23,10 @@ from rsembed.kernels import cpu_threads
 # After a failure, the others get this long to report theirs; after Ctrl-C, to clean up.
 GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+# The exit status of a script that was preempted and asks to be started again.
+_START_AGAIN = getattr(os, "EX_TEMPFAIL", 75)
 _HINTS: dict[int, str] = {
+    -_START_AGAIN: " (so a script that was preempted asks to be started again)",
     getattr(signal, "SIGKILL", 9): " (so the system ends a process when memory runs out)",
     signal.SIGABRT: " (so JAX ends a process when another fell silent; its message names that one)",
 }
@@ -145,16 +148,17 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], ended: Sequence[int], rec
         if len(ended) == len(children) or (deadline is not None and time.monotonic() > deadline):
             break
         time.sleep(_POLL_SECONDS)
-    if received:
+    status = 0 if failed is None else children[failed].returncode
+    if received and status != _START_AGAIN:
         return 0 if failed is None and signal.SIGINT not in received else 128 + received[0]
     if failed is None:
         return 0
-    status = children[failed].returncode
+    others = "".join(f" Process {own} failed, too." for own in ended if children[own].returncode and own != failed)
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
     print(
         f"rsembed launch: process {failed} of {len(children)} {how}{_HINTS.get(-status, '')} after "
-        f"{time.monotonic() - start:.0f} s, and "
-        "the others were stopped. Its last lines are above; start the run again, from the latest checkpoint.",
+        f"{time.monotonic() - start:.0f} s, and the others were stopped.{others} Its last lines are above; start the "
+        "run again, from the latest checkpoint.",
         file=sys.stderr,
         flush=True,
     )

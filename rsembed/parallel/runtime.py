@@ -28,6 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rsembed.intervals import door
 from rsembed.kernels.cpu_threads import check_threads, provide_threads
 from rsembed.kinds import check_kind
+from rsembed.parallel.agreement import say_goodbye
 
 _log = logging.getLogger("rsembed")
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES")
@@ -93,7 +94,7 @@ def init(
         jax.config.update("jax_enable_preemption_service", preemption)
         is_alone = num_processes == 1 or not _connect(address, num_processes, process_id, local_device_ids, timeouts)
         if not is_alone:
-            atexit.register(_leave_at_once_after_an_error)
+            atexit.register(_leave)
             _log.info("process %d of %d", jax.process_index(), jax.process_count())
     if preemption and not _watches_preemption:
         if is_alone:
@@ -134,6 +135,10 @@ def _connect(
     )
     explain.daemon = True
     explain.start()
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES", ""))
+    if local_device_ids is None and seen and "," not in seen:
+        # Slurm's --gpus-per-task=1 shows each task one GPU, which is its number 0; JAX would take the task's number.
+        local_device_ids = [0]
     try:
         jax.distributed.initialize(
             address,
@@ -162,8 +167,9 @@ def _connect(
     return True
 
 
-def _leave_at_once_after_an_error() -> None:
-    """JAX waits at exit for all processes, but these may wait for us, in a collective that we shall never join."""
+def _leave() -> None:
+    """Says goodbye, and after an error leaves at once: JAX waits at exit for all processes, which may wait for us."""
+    say_goodbye()
     if getattr(sys, "last_value", None) is not None:
         process = f"process {jax.process_index()} of {jax.process_count()}"
         print(

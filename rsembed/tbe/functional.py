@@ -112,11 +112,16 @@ def is_taken(state: TBEState) -> bool:
 def check_state(plan: TBEPlan, state: TBEState) -> None:
     """Raises: ValueError: it is of another plan, whatever the shapes of its arrays. RuntimeError: it `is_taken`."""
     if is_taken(state):  # compiled programs for several devices end the process when they are given such arrays
-        what = "the module's arrays have been taken over by a training step of a copy that shared them"
+        what = (
+            "the module's arrays were taken over by a training step of a copy that shared them, or of one interrupted"
+        )
         if plan.has_cache:
             what += ", so that its state is not the one that belongs to its tables on the host"
-        way_out = "make a new module" if plan.has_cache else "load a state dict of the copy"
-        raise RuntimeError(f"{what}; {way_out}, and copy modules by state_dict and load_state_dict.")
+        way_out = "make a new module" if plan.has_cache else "load a state dict"
+        raise RuntimeError(
+            f"{what}; {way_out}, of the copy or of the latest checkpoint, and copy modules by state_dict and "
+            "load_state_dict."
+        )
     if state.layout is not None:
         way_out = "Copy modules by state_dict and load_state_dict, where they hold the same tables and optimizers."
         check_same(state.layout, plan.layout, what="the state does not belong to this module", way_out=way_out)

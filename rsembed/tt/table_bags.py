@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from rsembed.bags import PAD_ID, Bags, check_bags, check_ids_dtype, check_values, is_traced
 from rsembed.kinds import check_kind
+from rsembed.parallel.agreement import check_not_forked
 from rsembed.tt.meshes import on_every_device
 from rsembed.tt.spec import TTSpec
 
@@ -54,6 +55,7 @@ def read_bags(
       ValueError: the forms do not go together, bags do not divide by tables, offsets fall, an id lies outside its
         table, or a weight is not finite; the message names the id, the bag and the table.
     """
+    check_not_forked(name)
     bags = _as_bags(indices, offsets, per_sample_weights, len(specs), include_last_offset)
     if bags.weights is not None and bags.weights.shape != bags.ids.shape:
         raise ValueError(f"per_sample_weights have {bags.weights.size} numbers for {bags.ids.size} indices.")

@@ -133,3 +133,13 @@ def test_tables_that_no_program_can_write_say_so_inside_jit(storage):
     with pytest.raises(RuntimeError, match=r"'t' is kept as .*: with_tables writes its rows beside compiled programs"):
         jax.jit(lambda values: collection.with_tables(state, {"t": values}))(np.zeros((ROWS, DIM), np.float32))
     assert_same(collection.tables(state), before)
+
+
+@pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=16)])
+def test_a_state_that_an_interrupted_step_took_over_says_how_to_go_on(storage):
+    collection = collection_of({"t": storage})
+    state = trained(collection)
+    jax.tree.map(lambda array: array.delete(), state.tables)
+    for call in (collection.lookup, collection.lookup_vjp):
+        with pytest.raises(RuntimeError, match=r"lost its tables to a step .* Ctrl-C .* load the latest checkpoint"):
+            call(state, {"t": [[1]]})

@@ -50,6 +50,9 @@ def service(monkeypatch):
             rounds.count = getattr(rounds, "count", -1)
             return self
 
+        def items(self):
+            return [((1, 2, 4), self[1, 2, 4])]
+
         def __next__(self):
             rounds.count += 1
             return rounds.count
@@ -129,6 +132,35 @@ def test_an_error_of_one_process_is_raised_there_and_quoted_by_the_others(servic
     assert isinstance(results[2], KeyError)
     for process in (1, 4):
         assert "the batch: process 2 refused what it was given (KeyError: 'no such feature')" in str(results[process])
+
+
+@pytest.mark.parametrize("shortest", [1, 4])
+def test_a_process_with_fewer_batches_is_named_by_those_that_wait_for_it(service, shortest):
+    def work(process):
+        for _ in range(2 if process == shortest else 3):
+            with Agreement(MESH, "the batch", OWN) as agreed:
+                agreed.bring("f", "4 samples")
+        agreement.say_goodbye()
+
+    results = run(work)
+    assert results.pop(shortest) is None
+    for error in results.values():
+        assert isinstance(error, ValueError) and f"process {shortest} had no more batches" in str(error)
+
+
+def test_the_first_process_leaves_a_refused_round_after_all_have_read_why(service):
+    def work(process):
+        try:
+            with Agreement(MESH, "the batch", OWN) as agreed:
+                agreed.bring("f", f"{process} samples")
+        finally:
+            if process == 1:
+                assert {f"{GROUP}/0/{other}/read" for other in (2, 4)} <= service.values.keys()
+
+    assert all(isinstance(error, ValueError) for error in run(work).values())
+
+
+GROUP = "rsembed/agreement/1-2-4"
 
 
 def test_a_process_that_does_not_come_is_named_after_the_time_limit(service, monkeypatch):

@@ -151,6 +151,97 @@ def test_launch_explains_a_wrong_call(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_program_of_the_page_goes_on_after_a_preemption_as_if_there_had_been_none(tmp_path):
+    page = (PROGRAM.parents[2] / "docs" / "distributed.md").read_text()
+    (tmp_path / "page.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    (tmp_path / "preempted.py").write_text(PREEMPTED)
+    (tmp_path / "both.py").write_text(RESUMED_AND_TWIN)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[2]), *filter(None, sys.path)])}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 240}
+    launched = subprocess.run([sys.executable, "-m", "rsembed", "launch", "preempted.py"], **options)
+    assert launched.returncode == os.EX_TEMPFAIL, launched.stdout + launched.stderr
+    assert "asks to be started again" in launched.stderr
+    both = subprocess.run([sys.executable, "both.py"], **options)
+    resumed, twin = [line for line in both.stdout.splitlines() if line.startswith("step")]
+    assert resumed.startswith("step 30, loss ") and resumed == twin, both.stdout + both.stderr
+
+
+PREEMPTED = """
+import os, runpy, signal, time
+from rsembed import parallel
+
+preempted = parallel.preempted
+
+def at_13(step):
+    if step == 13 and os.environ["RSEMBED_PROCESS_ID"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5 if step >= 13 else 0)  # the processes agree within seconds, steps take milliseconds
+    return preempted(step)
+
+parallel.preempted = at_13
+runpy.run_path("page.py")
+"""
+RESUMED_AND_TWIN = """
+import os, runpy
+
+step = os.path.basename(os.listdir("runs")[0])
+assert "step_000014" <= step < "step_000030", step
+runpy.run_path("page.py")
+os.mkdir("twin")
+os.chdir("twin")
+runpy.run_path("../page.py")
+"""
+
+
+def test_a_task_of_slurm_that_sees_one_gpu_takes_it(alone, monkeypatch):
+    given = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: given.append(arguments[3]))
+    for seen in ("0", "GPU-8f6a", "0,1", None):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if seen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        parallel.init()
+    assert given == [[0], [0], None, None]
+
+
+def test_calls_of_a_forked_process_are_refused_by_name():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.count("forked from one that uses JAX") == 5, done.stdout + done.stderr
+
+
+FORKED = """
+import os, signal, warnings
+import jax, numpy as np
+import rsembed as rs
+from rsembed import checkpoint, sok, tbe, tt
+
+warnings.simplefilter("ignore")  # of JAX, which says the same
+table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=4)
+collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+state = collection.init(jax.random.key(0))
+batched = tbe.SplitTableBatchedEmbeddingBagsCodegen([(9, 4, tbe.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)])
+trains = tt.TTEmbeddingBag(1000, 16, tt_ranks=[4])
+sok.Init()
+layer = sok.DistributedEmbedding("sum", 9, 4, slot_num=1, max_nnz=2)
+calls = [
+    lambda: collection.lookup(state, {"f": [[1]]}),
+    lambda: checkpoint.save("never", state),
+    lambda: batched(np.arange(3), np.asarray([0, 3])),
+    lambda: trains(np.arange(3), np.asarray([0, 3])),
+    lambda: layer(np.zeros((1, 1, 1), int)),
+]
+if (child := os.fork()) == 0:
+    signal.alarm(60)
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            print(error, flush=True)
+    os._exit(0)
+os._exit(os.waitpid(child, 0)[1])
+"""
+
+
 # One process
 
 

@@ -5,6 +5,7 @@ One program for all of it: to start processes takes longer than what they do. Ar
 
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,8 @@ def main():
     table_batched_module(process, context.mesh)
     print("all agreed")
     checkpoint.save(sys.argv[1], training.train(sok.Init(global_batch_size=training.BATCH)))
+    page = (Path(__file__).parents[2] / "docs" / "sok.md").read_text()
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], {})
 
 
 if __name__ == "__main__":
