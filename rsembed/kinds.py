@@ -131,6 +131,19 @@ def dtype_among(allowed: Sequence[str], given: Any, name: str) -> str:
     return found
 
 
+def as_dtype(values: Any, dtype: Any, where: str, name: str) -> np.ndarray:
+    """Numbers from outside in the dtype that keeps them. Raises: ValueError: some are too large for it."""
+    given = np.asarray(values)
+    with np.errstate(over="ignore"):
+        fitting: np.ndarray = given.astype(dtype, copy=False)
+    if not np.can_cast(given.dtype, dtype) and (lost := int(np.sum(np.isfinite(given) & ~np.isfinite(fitting)))):
+        raise ValueError(
+            f"{where}: {lost} numbers of imported {name!r} are too large for {fitting.dtype}; clip them, or take a "
+            "wider dtype."
+        )
+    return fitting
+
+
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """The nearest known name as the end of a sentence, or nothing."""
     near = difflib.get_close_matches(str(name), list(known), n=1)

@@ -21,8 +21,8 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.homes import Hashed
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import on_host
-from rsembed.homes.logical_rows import as_dtype, check_reason, keys_to_leave
-from rsembed.kinds import check_kind, did_you_mean
+from rsembed.homes.logical_rows import check_reason, keys_to_leave
+from rsembed.kinds import as_dtype, check_kind, did_you_mean
 from rsembed.specs import TableSpec
 
 OF_ROWS = ("keys", "values", "last_step", "count", "first_step", "waiting_keys", "waiting_last_step", "waiting_count")

@@ -21,6 +21,7 @@ from rsembed.homes.row_map import RowMap
 from rsembed.intervals import check_within
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
+from rsembed.kinds import as_dtype
 from rsembed.specs import TableSpec
 
 _find_or_assign = jax.jit(row_map.find_or_assign)
@@ -144,11 +145,14 @@ def import_rows(
     if unknown := sorted(set(exported) - known - {"first_step"}):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
     keys = _checked_keys(table, exported, "")
-    values = jnp.asarray(_checked(table, exported, "values", (*keys.shape, table.embedding_dim)), jnp.float32)
-    parts = [values, *table.optimizer.init_slots(values)]
+    where = f"table {table.name!r}"
+    values = _checked(table, exported, "values", (*keys.shape, table.embedding_dim))
+    values = as_dtype(values, np.float32, where, "values")
+    parts: list[Any] = [values, *table.optimizer.init_slots(jnp.asarray(values))]
     for number, name in enumerate(names):
         if number and name in exported:
-            parts[number] = jnp.asarray(_checked(table, exported, name, parts[number].shape), parts[number].dtype)
+            given = _checked(table, exported, name, parts[number].shape)
+            parts[number] = as_dtype(given, parts[number].dtype, where, name)
     known_keys, waiting = params.keys, params.waiting
     if known_keys is None:
         places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
@@ -167,17 +171,8 @@ def import_rows(
         )
     arrays: list[Any] = [np.array(on_host(array)) for array in (params.rows, *slots)]
     for array, part, name in zip(arrays, parts, names, strict=True):
-        array[places] = as_dtype(np.asarray(part), array.dtype, f"table {table.name!r}", name)
+        array[places] = as_dtype(part, array.dtype, where, name)
     return params._replace(keys=known_keys, rows=arrays[0], waiting=waiting), tuple(arrays[1:])
-
-
-def as_dtype(values: np.ndarray, dtype: Any, where: str, name: str) -> np.ndarray:
-    """The values in another dtype. Raises: ValueError: some are too large for it."""
-    with np.errstate(over="ignore"):
-        fitting: np.ndarray = values.astype(dtype)
-    if fitting.dtype != values.dtype and (lost := int(np.sum(np.isfinite(values) & ~np.isfinite(fitting)))):
-        raise ValueError(f"{where}: {lost} numbers of imported {name!r} are too large for {fitting.dtype}.")
-    return fitting
 
 
 def room_needed(

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.homes.home import Ahead, Home
+from rsembed.bags import is_traced
+from rsembed.homes.home import Ahead, Home, on_host
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
-from rsembed.kinds import check_kind
+from rsembed.kinds import as_dtype, check_kind
 from rsembed.specs import TableSpec
 from rsembed.tt.chain import Cores
 from rsembed.tt.cores import rows as rows_of
@@ -159,13 +160,16 @@ class TensorTrain(Home):
         """
         del num_shards, step
         spec, whole, dtype = self.spec_of(table), (table.vocabulary_size, table.embedding_dim), params[0].dtype
+        where = f"table {table.name!r}"
         cores = [rows[key] for key in sorted(rows)] if isinstance(rows, Mapping) else rows
         if isinstance(cores, (tuple, list)) and [np.shape(core) for core in cores] == list(spec.core_shapes):
+            if not is_traced(cores):
+                cores = [as_dtype(on_host(core), dtype, where, f"core {k}") for k, core in enumerate(cores)]
             return tuple(jnp.asarray(core, dtype) for core in cores), slots
         if np.shape(cores) == whole:
-            return nearest_cores(spec, np.asarray(cores, np.float32), dtype), slots
+            return nearest_cores(spec, as_dtype(cores, np.float32, where, "values"), dtype), slots
         raise ValueError(
-            f"table {table.name!r} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
+            f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
             f"or a tuple of cores {list(spec.core_shapes)}."
         )
 

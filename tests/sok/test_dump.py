@@ -223,6 +223,10 @@ def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
     half = model(1, dtype="float16")
     with pytest.raises(ValueError, match="1 numbers of imported 'values' are too large for float16"):
         sok.assign_rows(half.variable, {"keys": [3, 4], "values": np.asarray([[1e6, 1, 1], [1, np.inf, 1]])})
+    for name, part in (("values", {}), ("slot_momentum", {"slot_momentum": np.full((1, 3), 1e300)})):
+        rows = {"keys": [3], "values": np.full((1, 3), 1.0 if part else 1e300)} | part
+        with pytest.raises(ValueError, match=f"3 numbers of imported '{name}' are too large for float32; clip them"):
+            sok.assign_rows(wide.variable, rows)
 
 
 @pytest.mark.parametrize("changes", [{"optimizer": rs.from_optax(optax.adamax(0.1))}, {"num_devices": 1, "rows": 32}])
