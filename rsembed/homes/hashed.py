@@ -171,7 +171,7 @@ class Hashed(RowsByKey):
     def _read_ahead(
         self, params: DynamicTable, keys: Keys, rows: Int[Array, " nnz"], table: TableSpec, ahead: Ahead
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, " nnz"], Int[Array, ""]]:
-        """Vectors as they are stored, in which of them each key finds its own, and how many distinct keys have no row.
+        """Vectors as they are stored, in which of them each key finds its own, and how many keys want a row.
 
         Nothing as large is kept beside them: memory that a program needs beyond 32 MB comes from the system in every
         call, and its pages one by one, whether a batch has strangers or not.
@@ -182,7 +182,7 @@ class Hashed(RowsByKey):
         (vectors,) = hashed_rows.with_initial_values((vectors,), *new, slots=False)
         (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
         places = jnp.where(first == NO_ROW, jnp.arange(keys.shape[0], dtype=jnp.int32), first)
-        return vectors, jnp.where(keys.is_key, places, NO_ROW), jnp.sum(own.is_key, dtype=jnp.int32)
+        return vectors, jnp.where(keys.is_key, places, NO_ROW), jnp.sum(starts, dtype=jnp.int32)
 
     def newcomers(
         self, params: DynamicTable, strangers: Keys, ahead: Ahead

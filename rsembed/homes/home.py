@@ -125,7 +125,8 @@ class Home(abc.ABC):
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows, zeros for what is no key or has no row; and how many distinct keys have none.
 
-        `ahead` of a step, keys without a row read as what `find` is going to give them. None only looks.
+        `ahead` of a step, keys without a row read as what `find` is going to give them, and those are counted that it
+        wants to give one. None only looks.
         """
 
     def pooled(

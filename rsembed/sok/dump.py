@@ -58,10 +58,8 @@ def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) 
     if table.grows and "keys" in rows:
         num_rows, num_waiting = room_needed(state.shards, rows, table.spec, num_devices)
         there, waiting = state.shards.rows.shape[0] // num_devices, state.shards.waiting
-        if waiting is not None and num_waiting <= waiting.last_step.shape[0] // num_devices:
-            num_waiting = 0  # places may be more than rows
-        if (needed := max(num_rows, num_waiting)) > there:
-            state = grown(table, state, needed)
+        if num_rows > there or (waiting is not None and num_waiting > waiting.last_step.shape[0] // num_devices):
+            state = grown(table, state, max(num_rows, there), num_waiting)
     written = table.home.with_rows(state.shards, state.slots, rows, table.spec, num_devices)
     shards, slots = table.engine.devices.place_from_host(written, table.engine.devices.split)
     return state._replace(shards=shards, slots=slots)

@@ -117,7 +117,8 @@ class EmbeddingVariable(nnx.Variable):
         """
         if not self.table.use_hashtable:
             raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
-        self.set_value(grown(self.table, state_of(self), rows_per_device))
+        num_waiting = rows_per_device if self.table.home.admission_capacity is None else 0
+        self.set_value(grown(self.table, state_of(self), rows_per_device, num_waiting))
 
 
 def state_of(variable: EmbeddingVariable) -> TableState:
@@ -140,10 +141,14 @@ def _evict_older(table: ShardedTable, state: TableState) -> TableState:
     return table.on_shards(on_device, state)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def grown(table: ShardedTable, state: TableState, capacity: int) -> TableState:
-    """The state with room for `capacity` rows on every device."""
-    return table.on_shards(lambda own: hashed_rows.grow(own.shards, own.slots, table.spec, capacity), state)
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def grown(table: ShardedTable, state: TableState, capacity: int, num_waiting: int) -> TableState:
+    """The state with room for `capacity` rows, and `num_waiting` keys that wait for one, on every device."""
+
+    def on_device(own: TableState) -> tuple[Any, Any]:
+        return hashed_rows.grow(own.shards, own.slots, table.spec, capacity, num_waiting)
+
+    return table.on_shards(on_device, state)
 
 
 @refuses(refused.ARGUMENTS)
