@@ -57,7 +57,9 @@ class EmbeddingCollection:
         each table one owner, `column` every device some columns of all rows, `replicated` every device a copy.
       exchange_capacity: distinct rows that two devices exchange in one round, for `row` and `table`. Any number gives
         the same result; few save memory, many save rounds. None takes what skewed ids need for one round. Only of
-        new keys of one batch that meet a full hashed table do the rounds decide which get the last rows.
+        new keys of one batch that meet a full hashed table, or no more room to wait for admission, do the rounds decide
+        which get the last rows and places: those of earlier rounds do, and a key that is admitted leaves its place to
+        later rounds only.
       reproducible: `world_size` sums gradients in the order of the global batch, so that tables have equal bits on any
         number of devices (one included), as far as the gradients of the activations do. Gradients then travel one per
         id, not one per distinct row.

@@ -298,9 +298,12 @@ class Hashed(RowsByKey):
         return self.when_full == "evict"
 
     def hold(self, params: DynamicTable, keys: Keys, step: Step) -> DynamicTable:
-        rows = row_map.find(params.keys, keys)
-        last_step = params.keys.last_step.at[rows].set(_number(step), mode="drop")
-        return params._replace(keys=params.keys._replace(last_step=last_step))
+        def used(maps: row_map.RowMap) -> row_map.RowMap:
+            last_step = maps.last_step.at[row_map.find(maps, keys)].set(_number(step), mode="drop")
+            return maps._replace(last_step=last_step)
+
+        waiting = None if params.waiting is None else used(params.waiting)
+        return params._replace(keys=used(params.keys), waiting=waiting)
 
     def check_step(self, before: DynamicTable, after: DynamicTable, table: TableSpec) -> None:
         if self.when_full != "error":

@@ -153,7 +153,7 @@ class Home(abc.ABC):
         """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
 
     def hold(self, params: Any, keys: Keys, step: Step) -> Any:
-        """`params`, in which the rows of these keys stay where they are until the step is done."""
+        """`params`, in which the rows (and counts) of these keys stay where they are until the step is done."""
         del keys, step
         return params
 
