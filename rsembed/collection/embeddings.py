@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
-from rsembed.bags import is_traced
+from rsembed.bags import check_not_taken, is_traced
 from rsembed.collection import fetching, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
 from rsembed.collection.logical_tables import LogicalTables
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
-from rsembed.collection.state import Activations, Batch, EmbeddingState, check_not_taken
+from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached
 from rsembed.initial_values import table_keys
@@ -257,7 +257,7 @@ class EmbeddingCollection:
             )
         for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
-            check_not_taken(found, part)
+            check_not_taken(found, f"the state has lost its {part}", _AFTER_A_STEP)
             if list(map(_shape_and_kind, jax.tree.leaves(found))) == [*map(_shape_and_kind, jax.tree.leaves(expected))]:
                 continue
             shown = (jax.tree.map(_shown, tree) for tree in (found, expected))
@@ -463,6 +463,12 @@ class EmbeddingCollection:
 
 # Made from all else, and nothing that pickle knows; rows on the host belong to this process.
 _OF_THIS_PROCESS = ("_engine", "_on_host", "logical", "template")
+
+
+_AFTER_A_STEP = (
+    "go on with the state that the step returned or, where an error or Ctrl-C kept it from returning one, load the "
+    "latest checkpoint"
+)
 
 
 @functools.cache

@@ -185,7 +185,7 @@ def _num_failed(variable: EmbeddingVariable) -> int:
     home = variable.table.home
     if not isinstance(home, Hashed) or home.when_full == "zero":
         return 0  # nobody asks, so that nobody waits for the device either
-    return int(numbers_of(variable.get_value().shards.counters.failed).sum())
+    return int(numbers_of(state_of(variable).shards.counters.failed).sum())
 
 
 def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from rsembed.bags import is_traced
+from rsembed.bags import check_not_taken, is_traced
 from rsembed.fingerprint import check_same
 from rsembed.homes import Hashed, hashed_rows
 from rsembed.homes.hashed import check_count
@@ -46,7 +46,7 @@ class EmbeddingVariable(nnx.Variable):
 
         Evaluation under a transformation that the variable is not an argument of counts nothing.
         """
-        return hashed_rows.counts(self.get_value().shards, self.table.context.num_devices)
+        return hashed_rows.counts(state_of(self).shards, self.table.context.num_devices)
 
     @door
     def evict(
@@ -122,8 +122,13 @@ class EmbeddingVariable(nnx.Variable):
 
 
 def state_of(variable: EmbeddingVariable) -> TableState:
-    """The variable's value. Raises: ValueError: it is the state of another table."""
+    """The variable's value. Raises: ValueError: it is the state of another table. RuntimeError: a step took it over."""
     state: TableState = variable.get_value()
+    way_out = (
+        "where an error or Ctrl-C broke that step off, make the layer anew and sok.load the latest dump; where a copy "
+        "that shared the arrays took it, go on with the copy"
+    )
+    check_not_taken(state, f"table {variable.table.spec.name!r} has lost its rows", way_out)
     check_same(
         state.layout,
         variable.table.layout,

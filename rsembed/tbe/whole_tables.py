@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from rsembed.bags import is_taken
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.intervals import check_within
 from rsembed.kinds import as_dtype, check_kind
@@ -235,7 +236,7 @@ def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, 
         way_out = "Construct the module as the saved one was; to take the numbers all the same, leave out 'contents'."
         check_same(found, plan.contents, what="the state dict does not belong to this module", way_out=way_out)
     changes = _numbers_of(module, given)
-    if functional.is_taken(module.state.get_value()):
+    if is_taken(module.state.get_value()):
         _begin_anew(module)
     module.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
     for number, table in enumerate(plan.tables):
