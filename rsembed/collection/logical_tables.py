@@ -60,8 +60,10 @@ class LogicalTables:
                 result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots.get(name))[0]
             elif stack.home.takes_keys:
                 result |= stack.all_rows_of(state.tables[name], state.slots.get(name, ()))
+            elif not stack.is_dense:
+                result[stack.table.name] = stack.all_rows(state.tables[name])
             else:
-                dense = self.devices.place(stack.all_rows(state.tables[name]), PartitionSpec())
+                dense = self.devices.place(state.tables[name], PartitionSpec())
                 for table in stack.layout.stack.tables:
                     result[table.name] = _copy_of(dense, stack.layout.all_rows(table.name, table.rows))
         return result

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -22,6 +23,9 @@ from rsembed.homes.home import Home
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
+
+ROWS_PER_BLOCK = 1 << 14
+"""Rows of a table that are made of other numbers at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +106,27 @@ class Stack:
             written = written._replace(key=params.key)  # as it lies on the devices
         return self.rows.devices.place_from_host((written, written_slots), self.partition)
 
-    def all_rows(self, params: Any) -> Array:
-        """An array of rows, where ids are row numbers."""
-        if self.is_dense:
-            array: Array = params
-            return array
-        return self.home.read(params, as_keys(jnp.arange(self.table.vocabulary_size, dtype=jnp.int32)), self.table)[0]
+    @functools.cached_property
+    def all_rows(self) -> Callable[[Any], Array]:
+        """From parameters of a table that is kept in few numbers to an array of its rows, equal on every device.
+
+        Blocks of rows are written into one array: nothing else is as large.
+        """
+        num_rows, dim = self.table.vocabulary_size, self.table.embedding_dim
+        size = min(num_rows, ROWS_PER_BLOCK)
+
+        def all_rows(params: Any) -> Array:
+            def put(number: Array, rows: Array) -> Array:
+                first = jnp.minimum(number * size, num_rows - size)
+                ids = as_keys(first + jnp.arange(size, dtype=jnp.int32))
+                block = self.home.read(params, ids, self.table)[0]
+                return jax.lax.dynamic_update_slice_in_dim(rows, block, first, 0)
+
+            nothing = jnp.zeros((num_rows, dim), self.home.vector_dtype(self.table))
+            rows: Array = jax.lax.fori_loop(0, -(-num_rows // size), put, nothing)
+            return rows
+
+        return jax.jit(self.rows.devices.on_each(all_rows, PartitionSpec(), PartitionSpec()))
 
     def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
         """The ids of the stack's features; those outside their table are none."""
