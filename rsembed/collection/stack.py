@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -106,27 +106,23 @@ class Stack:
             written = written._replace(key=params.key)  # as it lies on the devices
         return self.rows.devices.place_from_host((written, written_slots), self.partition)
 
-    @functools.cached_property
-    def all_rows(self) -> Callable[[Any], Array]:
-        """From parameters of a table that is kept in few numbers to an array of its rows, equal on every device.
+    def all_rows(self, params: Any) -> Array:
+        """An array of rows, of a table that is kept in few numbers; one device's part of a program.
 
         Blocks of rows are written into one array: nothing else is as large.
         """
         num_rows, dim = self.table.vocabulary_size, self.table.embedding_dim
         size = min(num_rows, ROWS_PER_BLOCK)
 
-        def all_rows(params: Any) -> Array:
-            def put(number: Array, rows: Array) -> Array:
-                first = jnp.minimum(number * size, num_rows - size)
-                ids = as_keys(first + jnp.arange(size, dtype=jnp.int32))
-                block = self.home.read(params, ids, self.table)[0]
-                return jax.lax.dynamic_update_slice_in_dim(rows, block, first, 0)
+        def put(number: Array, rows: Array) -> Array:
+            first = jnp.minimum(number * size, num_rows - size)
+            ids = as_keys(first + jnp.arange(size, dtype=jnp.int32))
+            block = self.home.read(params, ids, self.table)[0]
+            return jax.lax.dynamic_update_slice_in_dim(rows, block, first, 0)
 
-            nothing = jnp.zeros((num_rows, dim), self.home.vector_dtype(self.table))
-            rows: Array = jax.lax.fori_loop(0, -(-num_rows // size), put, nothing)
-            return rows
-
-        return jax.jit(self.rows.devices.on_each(all_rows, PartitionSpec(), PartitionSpec()))
+        nothing = jnp.zeros((num_rows, dim), self.home.vector_dtype(self.table))
+        rows: Array = jax.lax.fori_loop(0, -(-num_rows // size), put, nothing)
+        return rows
 
     def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
         """The ids of the stack's features; those outside their table are none."""

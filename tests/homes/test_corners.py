@@ -309,22 +309,6 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     np.testing.assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
 
 
-def test_files_of_rows_belong_to_the_newest_state_and_leave_nothing(tmp_path):
-    table = rs.TableSpec(
-        name="a/b", vocabulary_size=9, embedding_dim=DIM, storage=rs.HostCached(cache_rows=2, folder=str(tmp_path))
-    )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
-    collection.init(jax.random.key(0))
-    rows = np.arange(9 * DIM, dtype=np.float32).reshape(9, DIM)
-    state = collection.with_tables(collection.init(jax.random.key(1)), {"a/b": rows})
-    for first in range(0, 8, 2):  # through the cache and back
-        ids = np.array([first, first + 1])
-        state = collection.prefetch(state, {"f": ids})
-        np.testing.assert_array_equal(collection.lookup(state, {"f": ids})["f"], rows[ids])
-    np.testing.assert_array_equal(collection.tables(state)["a/b"], rows)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_state_for_serving_has_keys_and_rows_and_names_what_needs_more():
     collection = keyed(optimizer=rs.AdagradOptimizerSpec(LR))
     state = collection.init(jax.random.key(0))
