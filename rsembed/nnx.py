@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from rsembed import taps
 from rsembed.checks import validated
@@ -38,6 +40,10 @@ _WAY_OUT = (
     "Use loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ...) and rs.nnx.Optimizer(...).update(model, "
     "gradients); or, to leave the tables as they are, set layer.frozen = True."
 )
+
+
+_LEFT_BEHIND = re.compile(r"mutate Calls|\['calls'\]\.value")
+"""How Flax and JAX name the record of lookups where one was made inside a transformation of theirs."""
 
 
 class Embeddings(nnx.Module):
@@ -114,6 +120,8 @@ def value_and_grad(
       wrt: filter of the dense parameters.
 
     Returns: a function `(model, ...) -> (value, gradients)`.
+
+    Raises: RuntimeError: the loss calls a layer in a scan, a branch or a `vmap`, where that cannot be recorded.
     """
 
     def with_gradients(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Gradients]:
@@ -128,7 +136,16 @@ def value_and_grad(
             check_loss(loss_fn(copy, *more, **named), has_aux=has_aux)
             return {name: layer.calls.get_value() for name, layer in layers.items()}
 
-        recorded, layers = jax.eval_shape(record, variables), _trained_layers(model)
+        layers = _trained_layers(model)
+        try:
+            recorded = jax.eval_shape(record, variables)
+        except (TraceContextError, TypeError, ValueError) as error:
+            if not _LEFT_BEHIND.search(str(error)):
+                raise
+            raise RuntimeError(
+                f"the loss looks up rows of the layers {sorted(layers)}, or of some, in a scan, a branch or a vmap, "
+                "from where no gradients of rows come back; call the layer before it, and hand the activations in."
+            ) from error
         by = nnx.DiffState(0, nnx.Any(wrt, Taps))
         differentiated = nnx.value_and_grad(loss_fn, argnums=by, has_aux=has_aux, graph=True, graph_updates=True)
         try:

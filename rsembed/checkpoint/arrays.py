@@ -30,7 +30,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 
 from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, SavedArray
-from rsembed.checkpoint.states import TableRows
+from rsembed.checkpoint.states import PickedRows, TableRows
 from rsembed.progress import progress
 
 CHUNK_BYTES = 1 << 22
@@ -52,7 +52,7 @@ def as_saved(leaf: Any, name: str) -> tuple[Any, str | None]:
 
     Raises: TypeError: the leaf is no array of numbers, or more than that.
     """
-    if isinstance(leaf, TableRows):
+    if isinstance(leaf, TableRows | PickedRows):
         return leaf, None
     if isinstance(leaf, jax.Array):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -202,7 +202,7 @@ def _chunk_checksum(file: Path) -> str:
 
 def _rows(array: Any, first: int, count: int) -> np.ndarray:
     """Rows of a host or global array; every process calls this, and process 0 gets what others hold."""
-    if isinstance(array, TableRows):
+    if isinstance(array, TableRows | PickedRows):
         return _picked(array.array, array.rows(first, count))
     array = array.reshape(1) if array.ndim == 0 else array
     return _picked(array, np.arange(first, first + count))
@@ -231,6 +231,8 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
         return np.asarray(data)[_index(rows)]
     # On an accelerator np.asarray would keep a copy of the whole array on the host.
     first, last = int(rows.min()), int(rows.max())
+    if last - first >= 4 * rows.size:
+        return np.asarray(data[rows.astype(np.int32)])
     return np.asarray(jax.lax.dynamic_slice_in_dim(data, np.int32(first), last - first + 1))[rows - first]
 
 

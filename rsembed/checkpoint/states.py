@@ -47,6 +47,28 @@ class TableRows:
         return self.place.rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
 
 
+@dataclasses.dataclass(frozen=True)
+class PickedRows:
+    """Rows of an array, in the order of their `places` in it: a leaf of the tree that is written, block by block."""
+
+    array: Any
+    places: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of an array of its own."""
+        return (self.places.size, *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Of the array."""
+        return self.array.dtype
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Where neighbouring rows lie in the array."""
+        return self.places[first : first + count]
+
+
 def is_state(node: Any) -> TypeGuard[EmbeddingState]:
     """Whether the node is a state that knows its layout."""
     return isinstance(node, EmbeddingState) and node.layout is not None

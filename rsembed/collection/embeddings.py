@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
-from rsembed.bags import is_traced
+from rsembed.bags import check_not_taken, is_traced
 from rsembed.checks import check_type, validated
 from rsembed.collection import fetching, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
 from rsembed.collection.logical_tables import LogicalTables
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
-from rsembed.collection.state import Activations, Batch, EmbeddingState, check_not_taken
+from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached
 from rsembed.initial_values import table_keys
@@ -56,7 +56,9 @@ class EmbeddingCollection:
         each table one owner, `column` every device some columns of all rows, `replicated` every device a copy.
       exchange_capacity: distinct rows that two devices exchange in one round, for `row` and `table`. Any number gives
         the same result; few save memory, many save rounds. None takes what skewed ids need for one round. Only of
-        new keys of one batch that meet a full hashed table do the rounds decide which get the last rows.
+        new keys of one batch that meet a full hashed table, or no more room to wait for admission, do the rounds decide
+        which get the last rows and places: those of earlier rounds do, and a key that is admitted leaves its place to
+        later rounds only.
       implementation: name of a kernel implementation to insist on; None takes the fastest that can serve. What a
         storage does by itself (finding, reading and stepping its rows) takes the fastest.
       bounds_check: outside `jit`, `raise` turns an id outside its table into an error, `ignore` lets it contribute
@@ -242,7 +244,7 @@ class EmbeddingCollection:
             )
         for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
-            check_not_taken(found, part)
+            check_not_taken(found, f"the state has lost its {part}", _AFTER_A_STEP)
             if list(map(_shape_and_kind, jax.tree.leaves(found))) == [*map(_shape_and_kind, jax.tree.leaves(expected))]:
                 continue
             shown = (jax.tree.map(_shown, tree) for tree in (found, expected))
@@ -448,6 +450,12 @@ class EmbeddingCollection:
 
 # Made from all else, and nothing that pickle knows; rows on the host belong to this process.
 _OF_THIS_PROCESS = ("_engine", "_on_host", "logical", "template")
+
+
+_AFTER_A_STEP = (
+    "go on with the state that the step returned or, where an error or Ctrl-C kept it from returning one, load the "
+    "latest checkpoint"
+)
 
 
 @functools.cache

@@ -50,6 +50,12 @@ class LogicalTables:
     ):
         self.specs, self.stacks, self.on_host, self.devices = specs, stacks, on_host, devices
         self._evictors: dict[str, Evictor] = {}
+        everywhere = PartitionSpec()
+        self._all_rows = {
+            name: jax.jit(devices.on_each(stack.all_rows, everywhere, everywhere))
+            for name, stack in stacks.items()
+            if not stack.is_dense
+        }
 
     def tables(self, state: EmbeddingState) -> dict[str, Any]:
         """See `EmbeddingCollection.tables`."""
@@ -60,8 +66,10 @@ class LogicalTables:
                 result[fetching.table.name] = fetching.arrays(state.tables[name], state.slots.get(name))[0]
             elif stack.home.takes_keys:
                 result |= stack.all_rows_of(state.tables[name], state.slots.get(name, ()))
+            elif not stack.is_dense:
+                result[stack.table.name] = self._all_rows[name](state.tables[name])
             else:
-                dense = self.devices.place(stack.all_rows(state.tables[name]), PartitionSpec())
+                dense = self.devices.place(state.tables[name], PartitionSpec())
                 for table in stack.layout.stack.tables:
                     result[table.name] = _copy_of(dense, stack.layout.all_rows(table.name, table.rows))
         return result

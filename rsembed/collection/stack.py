@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -20,6 +21,9 @@ from rsembed.homes.home import Home
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
+
+ROWS_PER_BLOCK = 1 << 14
+"""Rows of a table that are made of other numbers at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +105,22 @@ class Stack:
         return self.rows.devices.place_from_host((written, written_slots), self.partition)
 
     def all_rows(self, params: Any) -> Array:
-        """An array of rows, where ids are row numbers."""
-        if self.is_dense:
-            array: Array = params
-            return array
-        return self.home.read(params, as_keys(jnp.arange(self.table.vocabulary_size, dtype=jnp.int32)), self.table)[0]
+        """An array of rows, of a table that is kept in few numbers; one device's part of a program.
+
+        Blocks of rows are written into one array: nothing else is as large.
+        """
+        num_rows, dim = self.table.vocabulary_size, self.table.embedding_dim
+        size = min(num_rows, ROWS_PER_BLOCK)
+
+        def put(number: Array, rows: Array) -> Array:
+            first = jnp.minimum(number * size, num_rows - size)
+            ids = as_keys(first + jnp.arange(size, dtype=jnp.int32))
+            block = self.home.read(params, ids, self.table)[0]
+            return jax.lax.dynamic_update_slice_in_dim(rows, block, first, 0)
+
+        nothing = jnp.zeros((num_rows, dim), self.home.vector_dtype(self.table))
+        rows: Array = jax.lax.fori_loop(0, -(-num_rows // size), put, nothing)
+        return rows
 
     def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
         """The ids of the stack's features; those outside their table are none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -33,16 +32,6 @@ class EmbeddingState(NamedTuple):
     step: Int[Array, ""]
     key: PRNGKeyArray
     layout: Fingerprint | None = None
-
-
-def check_not_taken(part: Any, name: str) -> None:
-    """Raises: RuntimeError: a step took the arrays of a part of the state over, and what it made is elsewhere."""
-    for leaf in jax.tree.leaves(part):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-            raise RuntimeError(
-                f"the state has lost its {name} to a step that took its arrays over: go on with the state that the "
-                "step returned or, where an error or Ctrl-C kept it from returning one, load the latest checkpoint."
-            )
 
 
 class Traffic(NamedTuple):

@@ -171,7 +171,7 @@ class Hashed(RowsByKey):
     def _read_ahead(
         self, params: DynamicTable, keys: Keys, rows: Int[Array, " nnz"], table: TableSpec, ahead: Ahead
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, " nnz"], Int[Array, ""]]:
-        """Vectors as they are stored, in which of them each key finds its own, and how many distinct keys have no row.
+        """Vectors as they are stored, in which of them each key finds its own, and how many keys want a row.
 
         Nothing as large is kept beside them: memory that a program needs beyond 32 MB comes from the system in every
         call, and its pages one by one, whether a batch has strangers or not.
@@ -182,7 +182,7 @@ class Hashed(RowsByKey):
         (vectors,) = hashed_rows.with_initial_values((vectors,), *new, slots=False)
         (first,) = api.gather_rows((first_of,), entry_of, missing=NO_ROW)
         places = jnp.where(first == NO_ROW, jnp.arange(keys.shape[0], dtype=jnp.int32), first)
-        return vectors, jnp.where(keys.is_key, places, NO_ROW), jnp.sum(own.is_key, dtype=jnp.int32)
+        return vectors, jnp.where(keys.is_key, places, NO_ROW), jnp.sum(starts, dtype=jnp.int32)
 
     def newcomers(
         self, params: DynamicTable, strangers: Keys, ahead: Ahead
@@ -298,9 +298,12 @@ class Hashed(RowsByKey):
         return self.when_full == "evict"
 
     def hold(self, params: DynamicTable, keys: Keys, step: Step) -> DynamicTable:
-        rows = row_map.find(params.keys, keys)
-        last_step = params.keys.last_step.at[rows].set(_number(step), mode="drop")
-        return params._replace(keys=params.keys._replace(last_step=last_step))
+        def used(maps: row_map.RowMap) -> row_map.RowMap:
+            last_step = maps.last_step.at[row_map.find(maps, keys)].set(_number(step), mode="drop")
+            return maps._replace(last_step=last_step)
+
+        waiting = None if params.waiting is None else used(params.waiting)
+        return params._replace(keys=used(params.keys), waiting=waiting)
 
     def check_step(self, before: DynamicTable, after: DynamicTable, table: TableSpec) -> None:
         if self.when_full != "error":

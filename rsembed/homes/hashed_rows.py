@@ -284,8 +284,12 @@ def forget_older(
     return params._replace(waiting=waiting, counters=counters)
 
 
-def grow(params: DynamicTable, slots: Slots, table: TableSpec, capacity: int) -> tuple[DynamicTable, Slots]:
+def grow(
+    params: DynamicTable, slots: Slots, table: TableSpec, capacity: int, num_waiting: int = 0
+) -> tuple[DynamicTable, Slots]:
     """The shard with room for `capacity` rows; every key keeps its row. Programs are compiled anew for the new shape.
+
+    At least `num_waiting` keys can wait for admission then, where they have to.
 
     Raises: ValueError: that is less than the shard has.
     """
@@ -298,8 +302,8 @@ def grow(params: DynamicTable, slots: Slots, table: TableSpec, capacity: int) ->
         (params.rows, tuple(slots)),
     )
     waiting = params.waiting
-    if waiting is not None and waiting.last_step.shape[0] < capacity:
-        waiting = row_map.grow(waiting, capacity)
+    if waiting is not None and waiting.last_step.shape[0] < num_waiting:
+        waiting = row_map.grow(waiting, num_waiting)
     return params._replace(keys=row_map.grow(params.keys, capacity), rows=rows, waiting=waiting), slots
 
 

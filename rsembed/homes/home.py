@@ -130,7 +130,8 @@ class Home(abc.ABC):
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows, zeros for what is no key or has no row; and how many distinct keys have none.
 
-        `ahead` of a step, keys without a row read as what `find` is going to give them. None only looks.
+        `ahead` of a step, keys without a row read as what `find` is going to give them, and those are counted that it
+        wants to give one. None only looks.
         """
 
     def pooled(
@@ -157,7 +158,7 @@ class Home(abc.ABC):
         """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
 
     def hold(self, params: Any, keys: Keys, step: Step) -> Any:
-        """`params`, in which the rows of these keys stay where they are until the step is done."""
+        """`params`, in which the rows (and counts) of these keys stay where they are until the step is done."""
         del keys, step
         return params
 

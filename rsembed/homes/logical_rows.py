@@ -12,8 +12,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
+from rsembed.bags import padded_size
 from rsembed.checks import check_within
 from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
@@ -23,7 +24,23 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.specs import TableSpec
 
+ROWS_PER_BLOCK = 1 << 16
+"""Rows that are written at once."""
+
 _find_or_assign = jax.jit(row_map.find_or_assign)
+
+
+def as_dtype(values: Any, dtype: Any, where: str, name: str) -> np.ndarray:
+    """Numbers from outside in the dtype that keeps them. Raises: ValueError: some are too large for it."""
+    given = np.asarray(values)
+    with np.errstate(over="ignore"):
+        fitting: np.ndarray = given.astype(dtype, copy=False)
+    if not np.can_cast(given.dtype, dtype) and (lost := int(np.sum(np.isfinite(given) & ~np.isfinite(fitting)))):
+        raise ValueError(
+            f"{where}: {lost} numbers of imported {name!r} are too large for {fitting.dtype}; clip them, or take a "
+            "wider dtype."
+        )
+    return fitting
 
 
 def export(params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_shards: int = 1) -> dict[str, np.ndarray]:
@@ -35,17 +52,24 @@ def export(params: DynamicTable, slots: Sequence[Any], table: TableSpec, num_sha
 
     Raises: ValueError: a key does not fit `key_dtype`.
     """
+    places, exported = places_by_key(params, table, num_shards)
+    for name, array in zip(array_names(table, slots), (params.rows, *slots), strict=True):
+        exported[name] = on_host(array)[places]
+    return exported
+
+
+def places_by_key(
+    params: DynamicTable, table: TableSpec, num_shards: int
+) -> tuple[Int[np.ndarray, " n"], dict[str, np.ndarray]]:
+    """Where the rows of keys lie, in ascending order of the keys; and what `export` returns but for their contents."""
     if params.keys is None:
         keys = np.arange(params.rows.shape[0])
         places = _fixed_places(table, split_keys(keys), keys.size, num_shards)
-        exported = {"keys": keys.astype(_key_dtype(table))}
-    else:
-        places, exported = _keys_of(table, params.keys, "")
-    for name, array in zip(array_names(table, slots), (params.rows, *slots), strict=True):
-        exported[name] = on_host(array)[places]
+        return places, {"keys": keys.astype(_key_dtype(table))}
+    places, exported = _keys_of(table, params.keys, "")
     if params.waiting is not None:
         exported |= _keys_of(table, params.waiting, "waiting_")[1]
-    return exported
+    return places, exported
 
 
 def keys_to_leave(
@@ -128,7 +152,8 @@ def import_rows(
     """The table with the rows of `exported`; keys that it has already are overwritten, new ones get free rows.
 
     Args:
-      params: rows of all shards, not inside `jit`; the arrays that change come back as arrays of numpy.
+      params: rows of all shards, not inside `jit`. Rows and slots are written where they are, keys come back as arrays
+        of numpy.
       slots: their optimizer state.
       exported: as from `export`. Only `keys` and `values` are needed: without them slots start fresh, steps and
         `count` at 0. `first_step` is dropped where nobody asks for it. Keys that wait for admission are dropped, with
@@ -144,11 +169,14 @@ def import_rows(
     if unknown := sorted(set(exported) - known - {"first_step"}):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
     keys = _checked_keys(table, exported, "")
-    values = jnp.asarray(_checked(table, exported, "values", (*keys.shape, table.embedding_dim)), jnp.float32)
-    parts = [values, *table.optimizer.init_slots(values)]
+    where = f"table {table.name!r}"
+    values = _checked(table, exported, "values", (*keys.shape, table.embedding_dim))
+    values = as_dtype(values, np.float32, where, "values")
+    parts: list[Any] = [values, *table.optimizer.init_slots(jnp.asarray(values))]
     for number, name in enumerate(names):
         if number and name in exported:
-            parts[number] = jnp.asarray(_checked(table, exported, name, parts[number].shape), parts[number].dtype)
+            given = _checked(table, exported, name, parts[number].shape)
+            parts[number] = as_dtype(given, parts[number].dtype, where, name)
     known_keys, waiting = params.keys, params.waiting
     if known_keys is None:
         places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
@@ -165,19 +193,34 @@ def import_rows(
             "admission are dropped. They have no rows yet.",
             stacklevel=2,
         )
-    arrays: list[Any] = [np.array(on_host(array)) for array in (params.rows, *slots)]
-    for array, part, name in zip(arrays, parts, names, strict=True):
-        array[places] = as_dtype(np.asarray(part), array.dtype, f"table {table.name!r}", name)
+    arrays = [
+        _written(array, places, as_dtype(part, array.dtype, where, name), num_shards)
+        for array, part, name in zip((params.rows, *slots), parts, names, strict=True)
+    ]
     return params._replace(keys=known_keys, rows=arrays[0], waiting=waiting), tuple(arrays[1:])
 
 
-def as_dtype(values: np.ndarray, dtype: Any, where: str, name: str) -> np.ndarray:
-    """The values in another dtype. Raises: ValueError: some are too large for it."""
-    with np.errstate(over="ignore"):
-        fitting: np.ndarray = values.astype(dtype)
-    if fitting.dtype != values.dtype and (lost := int(np.sum(np.isfinite(values) & ~np.isfinite(fitting)))):
-        raise ValueError(f"{where}: {lost} numbers of imported {name!r} are too large for {fitting.dtype}.")
-    return fitting
+def _written(array: Any, places: Int[np.ndarray, " n"], values: np.ndarray, num_shards: int) -> Any:
+    """A copy of the array of all shards with values in some places, made where the array lies."""
+    if isinstance(array, np.ndarray):
+        written = array.copy()
+        written[places] = values
+        return written
+    size = padded_size(min(max(places.size, 1), ROWS_PER_BLOCK))
+    for first in range(0, max(places.size, 1), ROWS_PER_BLOCK):
+        own = slice(first, first + ROWS_PER_BLOCK)
+        shard, row = np.divmod(places[own], array.shape[0] // num_shards)
+        padding = (0, size - shard.size)
+        shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)
+        block = np.pad(values[own], [padding, *[(0, 0)] * (values.ndim - 1)])
+        put = jax.jit(_put, static_argnums=0, donate_argnums=1 if first else (), out_shardings=array.sharding)
+        array = put(num_shards, array, shard, np.pad(row, padding).astype(np.int32), block)
+    return array
+
+
+def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array) -> Array:
+    by_shard = array.reshape(num_shards, -1, *array.shape[1:])
+    return by_shard.at[shard, row].set(values, mode="drop").reshape(array.shape)
 
 
 def room_needed(

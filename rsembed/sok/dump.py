@@ -13,10 +13,11 @@ import numpy as np
 from flax import nnx
 
 from rsembed import checkpoint
+from rsembed.checkpoint.states import PickedRows
 from rsembed.checks import validated
 from rsembed.collection.rows import asks_nobody
 from rsembed.homes.home import on_host
-from rsembed.homes.logical_rows import room_needed
+from rsembed.homes.logical_rows import array_names, places_by_key, room_needed
 from rsembed.sok.row_numbers import RowNumbers
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
 from rsembed.sok.variables import EmbeddingVariable, grown, state_of
@@ -58,10 +59,8 @@ def _with_rows(table: ShardedTable, state: TableState, rows: Mapping[str, Any]) 
     if table.grows and "keys" in rows:
         num_rows, num_waiting = room_needed(state.shards, rows, table.spec, num_devices)
         there, waiting = state.shards.rows.shape[0] // num_devices, state.shards.waiting
-        if waiting is not None and num_waiting <= waiting.last_step.shape[0] // num_devices:
-            num_waiting = 0  # places may be more than rows
-        if (needed := max(num_rows, num_waiting)) > there:
-            state = grown(table, state, needed)
+        if num_rows > there or (waiting is not None and num_waiting > waiting.last_step.shape[0] // num_devices):
+            state = grown(table, state, max(num_rows, there), num_waiting)
     written = table.home.with_rows(state.shards, state.slots, rows, table.spec, num_devices)
     shards, slots = table.engine.devices.place_from_host(written, table.engine.devices.split)
     return state._replace(shards=shards, slots=slots)
@@ -84,10 +83,12 @@ def dump(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) ->
     by_name = _by_name(variables)
     tree, tables = {}, {}
     for name, variable in by_name.items():
-        tree[name] = export_rows(variable)
-        used_rows = _num_used(variable, len(tree[name]["keys"]))
-        step = int(variable.get_value().step)
-        tables[name] = {**_description(variable.table), "step": step, "used_rows": used_rows}
+        state, spec = state_of(variable), variable.table.spec
+        places, by_key = places_by_key(state.shards, spec, variable.table.context.num_devices)
+        arrays = zip(array_names(spec, state.slots), (state.shards.rows, *state.slots), strict=True)
+        tree[name] = by_key | {part: PickedRows(array, places) for part, array in arrays}
+        used_rows = _num_used(variable, len(places))
+        tables[name] = {**_description(variable.table), "step": int(state.step), "used_rows": used_rows}
     checkpoint.save(path, tree, step=max(t["step"] for t in tables.values()), metadata={"sok_tables": tables})
 
 

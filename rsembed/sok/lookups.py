@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
@@ -26,7 +27,7 @@ from rsembed.parallel import Asking
 from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.sok.key_bags import KeyBags
 from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
-from rsembed.sok.variables import EmbeddingVariable, state_of
+from rsembed.sok.variables import EmbeddingVariable, grown, state_of
 
 Outputs = tuple[Float[Array, "_ _"], ...]
 """Of each feature `[bags, dim]`, or `[bags * width, dim]` for combiner "none"."""
@@ -165,24 +166,25 @@ def _in_programs(
 
 
 def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None:
-    """Grows the table so that all new keys of the batch find a row."""
+    """Grows the table, and the room of keys that wait for a row, so that all new keys of the batch find a place."""
     table, state = variable.table, state_of(variable)
     maps = [rows for rows in (state.shards.keys, state.shards.waiting) if rows is not None]
-    num_free = min(int(on_host(rows.num_free).min()) for rows in maps)
-    if num_free >= sum(feature.keys.is_key.size for feature in features):
+    free = [on_host(rows.num_free) for rows in maps]
+    if np.min(free) >= sum(feature.keys.is_key.size for feature in features):
         return
-    ((counters, _),) = _in_programs(_evaluate, lambda *_: None, [variable], [features])
-    num_new = numbers_of(counters.unknown) - numbers_of(state.shards.counters.unknown)
-    if num_new.max() > num_free:
-        old = state.shards.rows.shape[0] // table.context.num_devices
-        variable.grow(max(2 * old, old - num_free + int(num_new.max())))
+    (needed,) = _in_programs(_places_wanted, lambda *_: None, [variable], [features])
+    old = [rows.last_step.shape[0] // table.context.num_devices for rows in maps]
+    missing = [int((on_host(own) - left).max()) for own, left in zip(needed, free, strict=False)]
+    new = [max(2 * size, size + short) if short > 0 else size for size, short in zip(old, missing, strict=True)]
+    if new != old:
+        variable.set_value(grown(table, state, *new, *[0] * (2 - len(new))))
 
 
 def _num_failed(variable: EmbeddingVariable) -> int:
     home = variable.table.home
     if not isinstance(home, Hashed) or home.when_full == "zero":
         return 0  # nobody asks, so that nobody waits for the device either
-    return int(numbers_of(variable.get_value().shards.counters.failed).sum())
+    return int(numbers_of(state_of(variable).shards.counters.failed).sum())
 
 
 def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> None:
@@ -232,6 +234,21 @@ def _evaluate(
         shards, own = _counted(table, state.shards, features)
         outputs, num_unknown, _ = yield from table.engine.look_up(shards, own, None)
         return shards.counters.add(unknown=num_unknown), tuple(outputs)
+
+    return on_devices(on_device, tables, states, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _places_wanted(
+    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
+) -> list[tuple[Array, Array]]:
+    """Of each table how many keys of the batch want a row on each device, and how many will wait for one at most."""
+
+    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Asking[Any]:
+        _, own = _counted(table, state.shards, features)
+        _, num_rows, _ = yield from table.engine.look_up(state.shards, own, state.step)
+        _, num_unknown, _ = yield from table.engine.look_up(state.shards, own, None)
+        return num_rows[None], (num_unknown - num_rows)[None]
 
     return on_devices(on_device, tables, states, batch)
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from rsembed.bags import is_traced
+from rsembed.bags import check_not_taken, is_traced
 from rsembed.checks import PositiveInt, check_within, dtype_among, validated
 from rsembed.fingerprint import check_same
 from rsembed.homes import Hashed, hashed_rows
@@ -43,7 +43,7 @@ class EmbeddingVariable(nnx.Variable):
 
         Evaluation under a transformation that the variable is not an argument of counts nothing.
         """
-        return hashed_rows.counts(self.get_value().shards, self.table.context.num_devices)
+        return hashed_rows.counts(state_of(self).shards, self.table.context.num_devices)
 
     @validated
     def evict(
@@ -114,12 +114,18 @@ class EmbeddingVariable(nnx.Variable):
         """
         if not self.table.use_hashtable:
             raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
-        self.set_value(grown(self.table, state_of(self), rows_per_device))
+        num_waiting = rows_per_device if self.table.home.admission_capacity is None else 0
+        self.set_value(grown(self.table, state_of(self), rows_per_device, num_waiting))
 
 
 def state_of(variable: EmbeddingVariable) -> TableState:
-    """The variable's value. Raises: ValueError: it is the state of another table."""
+    """The variable's value. Raises: ValueError: it is the state of another table. RuntimeError: a step took it over."""
     state: TableState = variable.get_value()
+    way_out = (
+        "where an error or Ctrl-C broke that step off, make the layer anew and sok.load the latest dump; where a copy "
+        "that shared the arrays took it, go on with the copy"
+    )
+    check_not_taken(state, f"table {variable.table.spec.name!r} has lost its rows", way_out)
     check_same(
         state.layout,
         variable.table.layout,
@@ -137,10 +143,14 @@ def _evict_older(table: ShardedTable, state: TableState) -> TableState:
     return table.on_shards(on_device, state)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def grown(table: ShardedTable, state: TableState, capacity: int) -> TableState:
-    """The state with room for `capacity` rows on every device."""
-    return table.on_shards(lambda own: hashed_rows.grow(own.shards, own.slots, table.spec, capacity), state)
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def grown(table: ShardedTable, state: TableState, capacity: int, num_waiting: int) -> TableState:
+    """The state with room for `capacity` rows, and `num_waiting` keys that wait for one, on every device."""
+
+    def on_device(own: TableState) -> tuple[Any, Any]:
+        return hashed_rows.grow(own.shards, own.slots, table.spec, capacity, num_waiting)
+
+    return table.on_shards(on_device, state)
 
 
 @validated

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from rsembed.bags import is_traced
+from rsembed.bags import is_taken
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, Step
@@ -103,15 +103,10 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None 
     return state._replace(layout=plan.layout)
 
 
-def is_taken(state: TBEState) -> bool:
-    """Whether its arrays went to a training step of a copy of the module, which shared them."""
-    arrays = jax.tree.leaves((state.weights, state.slots, state.step))
-    return any(isinstance(array, jax.Array) and not is_traced(array) and array.is_deleted() for array in arrays)
-
-
 def check_state(plan: TBEPlan, state: TBEState) -> None:
-    """Raises: ValueError: it is of another plan, whatever the shapes of its arrays. RuntimeError: it `is_taken`."""
-    if is_taken(state):  # compiled programs for several devices end the process when they are given such arrays
+    """Raises: ValueError: it is of another plan, whatever its shapes. RuntimeError: a step took its arrays over."""
+    # Compiled programs for several devices end the process when they are given such arrays.
+    if is_taken((state.weights, state.slots, state.step)):
         what = (
             "the module's arrays were taken over by a training step of a copy that shared them, or of one interrupted"
         )

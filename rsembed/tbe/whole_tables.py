@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from rsembed.bags import is_taken
 from rsembed.checks import check_type, check_within
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.homes.logical_rows import as_dtype
 from rsembed.tbe import functional
 from rsembed.tbe.construction import per_table
 from rsembed.tbe.plan import TablePlan, TBEPlan
@@ -134,13 +136,14 @@ def read_table(module: TableBatchedEmbeddingBags, table: int) -> list[Any]:
     return [jnp.array(array[first_row : first_row + num_rows], copy=True) for array in arrays]
 
 
-def _entries(table: TablePlan) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of weights and states in a state dict; row-wise states are flat, as their arrays are not."""
+def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Weights and states as a state dict has them, by name; row-wise states are flat, as their arrays are not."""
     slots = table._replace(dim=2).first_slots()  # in a table of dim 1, shapes would not tell
-    is_flat = [False, *(slot.shape[1] == 1 for slot in slots)]
+    kinds = [(False, table.dtype), *((slot.shape[1] == 1, slot.dtype) for slot in slots)]
     labels = [f"{table.name}.{label}" for label in ("weight", *table.torch_state_names)]
-    shapes = [(table.num_rows,) if flat else (table.num_rows, table.dim) for flat in is_flat]
-    return dict(zip(labels, shapes, strict=True))
+    whole, flat = (table.num_rows, table.dim), (table.num_rows,)
+    entries = [jax.ShapeDtypeStruct(flat if is_flat else whole, dtype) for is_flat, dtype in kinds]
+    return dict(zip(labels, entries, strict=True))
 
 
 def split_embedding_weights(module: TableBatchedEmbeddingBags) -> list[Any]:
@@ -167,6 +170,7 @@ def set_embedding_weights(module: TableBatchedEmbeddingBags, table: int | str, w
     check_type(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
     if values.shape != shape:
         raise ValueError(f"table {names[number]!r} has shape {shape}, the new weights {values.shape}.")
+    values = as_dtype(values, module.plan.tables[number].dtype, f"table {names[number]!r}", "weights")
     write_table(module, number, lambda first, last: values[first:last])
 
 
@@ -181,7 +185,7 @@ def split_optimizer_states(module: TableBatchedEmbeddingBags) -> list[list[Any]]
     found = []
     for number, table in enumerate(module.plan.tables):
         arrays = zip(read_table(module, number), _entries(table).values(), strict=True)
-        found.append([array.reshape(shape) for array, shape in arrays][1:])
+        found.append([array.reshape(entry.shape) for array, entry in arrays][1:])
     return found
 
 
@@ -193,8 +197,8 @@ def state_dict(module: TableBatchedEmbeddingBags) -> dict[str, np.ndarray]:
     state, plan, found = module.whole_state, module.plan, {}
     bring_home(module)
     for number, table in enumerate(plan.tables):
-        for (name, shape), array in zip(_entries(table).items(), read_table(module, number), strict=True):
-            found[name] = np.array(array).reshape(shape)
+        for (name, entry), array in zip(_entries(table).items(), read_table(module, number), strict=True):
+            found[name] = np.array(array).reshape(entry.shape)
     rates = np.asarray(state.learning_rates)
     found["step"] = np.asarray(state.step)
     if plan.has_passes and state.passed_step != state.step:  # a lookup to be trained has begun the next step
@@ -216,22 +220,23 @@ def load_state_dict(module: TableBatchedEmbeddingBags, state_dict: Mapping[str, 
       optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
     """
     check_type(state_dict, Mapping, "the state dict")
-    plan, given, expected = module.plan, state_dict, dict[str, tuple[int, ...]]()
+    plan, given, expected = module.plan, state_dict, dict[str, jax.ShapeDtypeStruct]()
     for table in plan.tables:
         expected |= _entries(table)
     missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected) - _OPTIONAL)
     if missing or unknown:
         raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
-    for name, shape in expected.items():
+    for name, entry in expected.items():
         check_type(given[name], Num[np.ndarray, "..."], repr(name))
-        if np.shape(given[name]) != shape:
-            raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {shape}.")
+        if np.shape(given[name]) != entry.shape:
+            raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {entry.shape}.")
+        as_dtype(given[name], entry.dtype, "the state dict", name)
     if "contents" in given:
         found = Fingerprint(np.asarray(given["contents"], np.uint8).tobytes().decode())
         way_out = "Construct the module as the saved one was; to take the numbers all the same, leave out 'contents'."
         check_same(found, plan.contents, what="the state dict does not belong to this module", way_out=way_out)
     changes = _numbers_of(module, given)
-    if functional.is_taken(module.state.get_value()):
+    if is_taken(module.state.get_value()):
         _begin_anew(module)
     module.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
     for number, table in enumerate(plan.tables):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rsembed.bags import check_not_taken
 from rsembed.checks import check_type
 from rsembed.fingerprint import Fingerprint, check_same
 
@@ -21,13 +22,27 @@ _OF_ANY_LENGTH = re.compile(r"caches/\d+/(rows|state|ids|places|is_cached)/.*")
 
 
 def saved_state(module: nnx.Module, fingerprint: Fingerprint) -> dict[str, np.ndarray]:
-    """All variables by path and number of leaf, and the fingerprint as bytes."""
-    state = {
-        f"{_name(path)}/{k}": np.asarray(x)
+    """All variables by path and number of leaf, and the fingerprint as bytes. Raises: as `check_whole`."""
+    check_whole(module, nnx.state(module))
+    arrays = {name: np.asarray(leaf) for name, leaf in _leaves(module).items()}
+    return arrays | {FINGERPRINT: np.frombuffer(fingerprint.text.encode(), np.uint8)}
+
+
+def check_whole(module: nnx.Module, values: Any) -> None:
+    """Raises: RuntimeError: a step took arrays of the module over."""
+    way_out = (
+        "where an error or Ctrl-C broke that step off, load_state_dict of the latest checkpoint; where a copy that "
+        "shared the arrays took it, go on with the copy"
+    )
+    check_not_taken(values, f"{type(module).__name__} has lost its cores", way_out)
+
+
+def _leaves(module: nnx.Module) -> dict[str, Any]:
+    return {
+        f"{_name(path)}/{k}": x
         for path, leaf in nnx.to_flat_state(nnx.state(module))
         for k, x in enumerate(jax.tree.leaves(leaf.get_value()))
     }
-    return state | {FINGERPRINT: np.frombuffer(fingerprint.text.encode(), np.uint8)}
 
 
 def load_saved_state(module: nnx.Module, state: Mapping[str, Any], fingerprint: Fingerprint) -> None:
@@ -37,11 +52,11 @@ def load_saved_state(module: nnx.Module, state: Mapping[str, Any], fingerprint: 
       module. Then nothing changes.
     """
     check_type(state, Mapping, "the state")
-    own = saved_state(module, fingerprint)
-    if own.keys() != state.keys():
-        raise ValueError(f"the state is that of another module: {sorted(own.keys() ^ state.keys())} are not in both.")
-    saved = {name: np.asarray(state[name]) for name in own}
-    for name in [name for name in own if name != FINGERPRINT]:
+    own = _leaves(module)
+    if differ := {*own, FINGERPRINT} ^ state.keys():
+        raise ValueError(f"the state is that of another module: {sorted(differ)} are not in both.")
+    saved = {name: np.asarray(array) for name, array in state.items()}
+    for name in own:
         ours, theirs, first = own[name], saved[name], int(_OF_ANY_LENGTH.fullmatch(name) is not None)
         if ours.shape[first:] != theirs.shape[first:]:
             raise ValueError(f"{name} has shape {theirs.shape} in the state and {ours.shape} in this module.")

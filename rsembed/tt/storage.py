@@ -13,8 +13,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed import specs
+from rsembed.bags import is_traced
 from rsembed.checks import check_type
-from rsembed.homes.home import Ahead, Home
+from rsembed.homes.home import Ahead, Home, on_host
+from rsembed.homes.logical_rows import as_dtype
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
@@ -173,16 +175,16 @@ class TensorTrain(Home):
         """
         del num_shards, step
         spec, whole, dtype = self.spec_of(table), (table.vocabulary_size, table.embedding_dim), params[0].dtype
-        # By length first: the eleventh core is behind the second.
-        cores = (
-            [rows[key] for key in sorted(rows, key=lambda key: (len(key), key))] if isinstance(rows, Mapping) else rows
-        )
+        where, by_number = f"table {table.name!r}", lambda key: (len(key), key)
+        cores = [rows[key] for key in sorted(rows, key=by_number)] if isinstance(rows, Mapping) else rows
         if isinstance(cores, (tuple, list)) and [np.shape(core) for core in cores] == list(spec.core_shapes):
+            if not is_traced(cores):
+                cores = [as_dtype(on_host(core), dtype, where, f"core {k}") for k, core in enumerate(cores)]
             return tuple(jnp.asarray(core, dtype) for core in cores), slots
         if np.shape(cores) == whole:
-            return nearest_cores(spec, np.asarray(cores, np.float32), dtype), slots
+            return nearest_cores(spec, as_dtype(cores, np.float32, where, "values"), dtype), slots
         raise ValueError(
-            f"table {table.name!r} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
+            f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
             f"or a tuple of cores {list(spec.core_shapes)}."
         )
 

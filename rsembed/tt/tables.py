@@ -29,7 +29,7 @@ from rsembed.tt.hot_rows import CacheReport, HotRows, on_host
 from rsembed.tt.initial_cores import init_cores
 from rsembed.tt.lookups import Lookups, gains_of_entries, lookups_of, with_room
 from rsembed.tt.meshes import Split, on_every_device, shared_rows
-from rsembed.tt.saved_state import load_saved_state, saved_state
+from rsembed.tt.saved_state import check_whole, load_saved_state, saved_state
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.table_bags import read_bags
 
@@ -384,7 +384,9 @@ class TTTables(nnx.Module):
         return outputs, backward
 
     def _core_values(self) -> tuple[Cores, ...]:
-        return on_every_device(tuple(tuple(core.get_value() for core in group) for group in self.core_groups))
+        cores = tuple(tuple(core.get_value() for core in group) for group in self.core_groups)
+        check_whole(self, cores)
+        return on_every_device(cores)
 
     def _cached_values(self) -> tuple[Array, ...]:
         return on_every_device(tuple(cache.rows.get_value() for cache in self.caches))

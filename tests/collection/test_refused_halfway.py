@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
+from rsembed.tt import TensorTrain
 
 ROWS, DIM = 40, 4
 
@@ -79,9 +80,31 @@ def test_numbers_too_large_for_the_dtype_are_refused(storage):
     collection = collection_of({"t": storage}, dtype="float16")
     state = trained(collection)
     before = collection.tables(state)
-    with pytest.raises(ValueError, match="'t': 160 numbers of imported 'values' are too large for float16"):
+    with pytest.raises(ValueError, match="'t': 160 numbers of imported 'values' are too large for float16; clip them"):
         collection.with_tables(state, {"t": np.full((ROWS, DIM), 1e6, np.float32)})
+    with pytest.raises(ValueError, match="'t': 1 numbers of imported 'values' are too large for float"):
+        collection.with_tables(
+            state, {"t": {"keys": np.asarray([3]), "values": np.asarray([[1e300] + [1] * (DIM - 1)])}}
+        )
     assert_same(collection.tables(state), before)
+
+
+def test_cores_too_large_for_the_dtype_are_refused():
+    collection = collection_of({"t": TensorTrain((2,))})
+    state = trained(collection)
+    cores = [np.full(core.shape, 1e300) for core in state.tables["t"]]
+    with pytest.raises(ValueError, match=r"'t': .* numbers of imported 'core 0' are too large for float32; clip them"):
+        collection.with_tables(state, {"t": tuple(cores)})
+
+
+def test_rows_by_key_for_a_table_of_rows_are_checked():
+    collection = collection_of({"t": None})
+    state = trained(collection)
+    rows = {"keys": np.asarray([1, 1]), "values": np.zeros((2, DIM))}
+    with pytest.raises(ValueError, match="keys must be distinct, but 1 comes twice"):
+        collection.with_tables(state, {"t": rows})
+    with pytest.raises(ValueError, match=r"cannot take \['bogus'\]"):
+        collection.with_tables(state, {"t": {**rows, "keys": np.asarray([1, 2]), "bogus": np.zeros(2)}})
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (None, 4), (4, None)])

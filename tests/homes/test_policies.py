@@ -14,12 +14,12 @@ DIM, LR, ROWS = 4, 0.5, 8
 KEYS = 2**40 * np.arange(12)[::-1]
 
 
-def one_table(rule=None, rows=ROWS, mesh=None, **storage):
+def one_table(rule=None, rows=ROWS, mesh=None, capacity=None, **storage):
     rule = rs.SGDOptimizerSpec(LR) if rule is None else rule
     table = rs.TableSpec(
         name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=rs.Hashed(**storage)
     )
-    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
+    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh, exchange_capacity=capacity)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "age"])
@@ -88,3 +88,35 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
     for after in (updated, applied):
         np.testing.assert_array_equal(collection.tables(after)["t"]["keys"], np.sort(wanted))
     np.testing.assert_array_equal(*(collection.tables(after)["t"]["values"] for after in (updated, applied)))
+
+
+@pytest.mark.parametrize("when_full", ["zero", "evict"])
+@pytest.mark.parametrize("capacity", [1, 2, None])
+def test_any_number_of_rounds_admits_what_a_dictionary_does(capacity, when_full):
+    """Where there is a row, and a place to wait, for every key."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "x")
+    collection = one_table(rows=48, mesh=mesh, capacity=capacity, when_full=when_full, admission_count=2)
+    update, ones = jax.jit(collection.update), {"f": np.ones((8, DIM), np.float32)}
+    for seed in range(3):
+        generator, state, known = np.random.default_rng(seed), collection.init(jax.random.key(0)), {}
+        for number in range(10):
+            keys = generator.integers(-1, 24, (8, 2))
+            state = update(state, collection.prepare({"f": keys}), ones)
+            for key in keys[keys >= 0]:
+                known[key] = number, known.get(key, (0, 0))[1] + 1
+            rows = collection.tables(state)["t"]
+            for prefix, is_in in (("", lambda count: count > 2), ("waiting_", lambda count: count <= 2)):
+                found = zip(*(rows[prefix + part].tolist() for part in ("keys", "last_step", "count")), strict=True)
+                assert list(found) == [(key, *noted) for key, noted in sorted(known.items()) if is_in(noted[1])]
+
+
+@pytest.mark.parametrize("capacity", [1, None])
+def test_keys_that_wait_are_not_forgotten_for_others_of_the_same_batch(capacity):
+    """Whichever round brings them."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "x")
+    policies = {"when_full": "evict", "admission_count": 1, "admission_capacity": 1, "capacity": capacity}
+    collection = one_table(mesh=mesh, **policies)
+    state = collection.init(jax.random.key(0))
+    for keys in ([[100, -1], [-1, -1]], [[2, 100], [-1, -1]]):  # key 2 is asked for in an earlier round
+        state = collection.update(state, {"f": np.asarray(keys)}, {"f": np.ones((2, DIM), np.float32)})
+    assert collection.tables(state)["t"]["keys"].tolist() == [100]

@@ -1,6 +1,7 @@
 """Dumps come back on any number of devices, with optimizer state and step; or not at all."""
 
 import functools
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,32 @@ def test_rows_are_assigned_by_key():
         sok.assign_rows(layer.variable, {"values": values})
     with pytest.raises(ValueError, match="free rows"):
         sok.assign_rows(layer.variable, {"keys": np.arange(100) * 2, "values": np.zeros((100, DIM), np.float32)})
+
+
+@pytest.mark.parametrize("use_hashtable", [True, False])
+def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(tmp_path, use_hashtable):
+    context, dim = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:2]), ("shard",))), 256
+    options = {"rows_per_device": 1 << 15, "use_hashtable": use_hashtable, "initializer": "ones", "context": context}
+    variable = sok.embedding_variable("t", dim, **options)
+    keys = np.arange(1 << 16)
+    if use_hashtable:
+        sok.assign_rows(variable, {"keys": keys, "values": np.ones((keys.size, dim), np.float32)})
+    shards, slots = variable.get_value()[:2]
+    table_bytes = shards.rows.nbytes + sum(slot.nbytes for slot in slots)
+    calls = [
+        (lambda: sok.assign_rows(variable, {"keys": [5], "values": np.full((1, dim), 7)}), 0.15),
+        (lambda: sok.dump(tmp_path / "dump", [variable]), 0.4),
+    ]
+    for call, share in calls:
+        tracemalloc.start()
+        call()
+        assert tracemalloc.get_traced_memory()[1] < share * table_bytes
+        tracemalloc.stop()
+    saved = checkpoint.load(tmp_path / "dump").tree["t"]
+    expected = sok.export_rows(variable)
+    assert expected["values"][5].tolist() == [7] * dim and (expected["values"][keys != 5] == 1).all()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(saved[name], array, err_msg=name)
 
 
 def grows(num_devices=1, **options):
@@ -223,6 +250,10 @@ def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
     half = model(1, dtype="float16")
     with pytest.raises(ValueError, match="1 numbers of imported 'values' are too large for float16"):
         sok.assign_rows(half.variable, {"keys": [3, 4], "values": np.asarray([[1e6, 1, 1], [1, np.inf, 1]])})
+    for name, part in (("values", {}), ("slot_momentum", {"slot_momentum": np.full((1, 3), 1e300)})):
+        rows = {"keys": [3], "values": np.full((1, 3), 1.0 if part else 1e300)} | part
+        with pytest.raises(ValueError, match=f"3 numbers of imported '{name}' are too large for float32; clip them"):
+            sok.assign_rows(wide.variable, rows)
 
 
 @pytest.mark.parametrize("changes", [{"optimizer": rs.from_optax(optax.adamax(0.1))}, {"num_devices": 1, "rows": 32}])

@@ -197,6 +197,18 @@ class TestFullTable:
         np.testing.assert_array_equal(layer(self.keys(0, 4)), before)
         assert layer.variable.num_rows == 8 and layer.variable.counts()["failed"].sum() == 0
 
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_grows_by_the_keys_that_are_admitted_and_the_room_of_the_others_by_itself(self, num_devices):
+        policies = {"when_full": "grow", "admission_count": 1, "admission_capacity": 8, "context": context(num_devices)}
+        layer = sok.All2AllDenseEmbedding(16, DIM, 1, 1, **policies)
+        for first, num_rows in ((0, 0), (0, 12), (100, 12)):  # 12 keys once, the same again, and others once
+            layer(self.keys(first, 12), training=True)
+            assert layer.variable.num_rows == num_rows
+        layer(self.keys(1000, 4096), training=True)
+        state = layer.variable.get_value().shards
+        assert (state.rows.shape[0], layer.variable.counts()["failed"].sum()) == (16 * num_devices, 0)
+        assert len(sok.export_rows(layer.variable)["waiting_keys"]) == 12 + 4096
+
     def test_evicts_the_keys_used_longest_ago(self):
         layer = self.layer(when_full="evict")
         for first in (0, 4):

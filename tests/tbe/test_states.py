@@ -83,6 +83,11 @@ def test_state_dicts_that_do_not_fit_are_refused_by_name():
         module.load_state_dict({**saved, "other": np.zeros(1)})
     with pytest.raises(ValueError, match=r"'table_1.weight' has shape \(2, 3\), but the module has \(50, 3\)"):
         module.load_state_dict({**saved, "table_1.weight": np.zeros((2, 3))})
+    for name in ("table_1.weight", "table_1.sum"):
+        with pytest.raises(ValueError, match=f"imported '{name}' are too large for float32; clip them"):
+            module.load_state_dict({**saved, name: np.full(saved[name].shape, 1e300)})
+    with pytest.raises(ValueError, match="'table_1': 150 numbers of imported 'weights' are too large for float32"):
+        module.set_embedding_weights(1, np.full((50, 3), 1e300))
 
 
 def test_every_optimizer_lists_its_states_by_table_also_sgd_and_lars():

@@ -252,6 +252,20 @@ def test_state_survives_a_round_trip_through_a_file(tmp_path):
     assert all((a == b).all() for a, b in zip(values(emb), values(other), strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"use_cache": True, "cache_size": 4}, {"sparse": False}])
+def test_a_module_that_an_interrupted_step_took_over_says_how_to_go_on_and_does(options):
+    module, ids = TTEmbeddingBag(12, 4, tt_ranks=[2], **options), np.array([[1], [2]])
+    saved, before = module.state_dict(), module(ids)
+    jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, nnx.state(module))
+    for call in (lambda: module(ids), lambda: module.vjp(ids), module.state_dict):
+        with pytest.raises(
+            RuntimeError, match=r"TTEmbeddingBag has lost its cores .* Ctrl-C .* load_state_dict of the la"
+        ):
+            call()
+    module.load_state_dict(saved)
+    np.testing.assert_array_equal(module(ids), before)
+
+
 def test_get_params_and_reset_parameters():
     emb = small(sparse=True, optimizer="exact_adagrad")
     assert len(emb.get_params()) == len(emb.get_params()) == 3

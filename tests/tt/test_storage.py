@@ -1,5 +1,8 @@
 """Tensor trains as the storage of core tables, against a dense table that is expanded after every step."""
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,6 +180,27 @@ def test_the_plan_counts_the_bytes_of_the_cores():
     table = rs.TableSpec(name="t", vocabulary_size=1_000, embedding_dim=8, storage=budget)
     assert isinstance(budget.spec_of(table), TTSpec)
     assert budget.spec_of(table).num_params * 4 <= 2_000
+
+
+def resident_bytes(what):
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_whole_table_is_made_of_its_cores_in_place(num_devices):
+    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    table = rs.TableSpec(name="t", vocabulary_size=500_000, embedding_dim=64, storage=TensorTrain((4,)))
+    placement = None if mesh is None else "replicated"
+    collection = rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table), mesh=mesh, placement=placement)
+    state = collection.init(jax.random.key(0))
+    expected = full_weight(table.storage.spec_of(table), jax.device_get(state.tables["t"]))
+    np.testing.assert_allclose(collection.tables(state)["t"], expected, rtol=1e-5, atol=1e-6)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_bytes("VmRSS")
+    whole = jax.block_until_ready(collection.tables(state)["t"])
+    assert resident_bytes("VmHWM") - before < 1.5 * whole.nbytes * (num_devices or 1)
 
 
 def test_bfloat16_cores_stay_bfloat16():
