@@ -129,9 +129,3 @@ def test_building_needs_little_beside_the_table():
     table_bytes = 2_000_000 * 16 * 4
     assert analysis.output_size_in_bytes >= table_bytes
     assert analysis.temp_size_in_bytes < 0.1 * table_bytes
-
-
-def test_the_sharding_must_shard_rows():
-    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("x",)), P())
-    with pytest.raises(ValueError, match="must shard rows"):
-        embedding.init_embedding_variables(KEY, {}, sharding, 1)

@@ -105,12 +105,3 @@ def test_rotation_is_the_fourth_argument_here_and_limits_there():
     specs = unstacked_specs(no_argument)
     embedding.auto_stack_tables(specs, 1, 4, lambda name, samples: 300)
     assert {spec.table_spec.stacked_table_spec.max_ids_per_partition for spec in specs} == {300}
-
-
-def test_the_plan_behind_the_specs_can_be_printed():
-    specs = page_specs(no_argument)
-    plan = table_stacking.stacking_plan(specs)
-    assert plan.num_shards == 4
-    head, row = plan.describe({"feature_spec_a": np.arange(0, 64, 4)[:, None]}).splitlines()
-    assert head.split()[-4:] == ["ids", "busiest", "shard", "skew"]
-    assert row.split()[-3:] == ["16", "0", "4.00"]
