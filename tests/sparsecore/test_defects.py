@@ -17,7 +17,7 @@
 | different optimizers may compare equal | `test_optimizers_of_different_kinds_differ` here |
 | AdagradMomentum breaks with minibatches | `test_minibatching::test_the_step_is_bit_by_bit_that_of_the_whole_batch` |
 | shapes in advance ignore the leading dimension | `test_minibatching::test_shapes_are_known_in_advance` |
-| the process aborts on a limit, 3-D input, lists, an uneven batch, a large buffer | `bad_calls/sparsecore` |
+| the process aborts on limits, 3-D input, lists, uneven batches, large buffers | `bad_calls/sparsecore`, `test_cases` |
 | lookup and update need a TPU; layers fail in their constructor | every test of this folder runs on a CPU |
 | shard counts must be powers of two, one core is refused | `test_cases`, `test_random_models` |
 | sparse tensors have no weights | `test_sparse_input_may_have_weights` here |

@@ -36,11 +36,10 @@ def initial(specs):
     return embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
 
 
-@pytest.mark.parametrize("is_stacked", [True, False])
 @pytest.mark.parametrize("name", RULES)
-def test_new_and_stacked_variables_have_equal_shapes(name, is_stacked):
+def test_new_and_stacked_variables_have_equal_shapes(name):
     """The dim, 5, is no multiple of 8."""
-    specs = small_world.placed_specs(1, 4, is_stacked=is_stacked, optimizer=RULES[name])
+    specs = small_world.placed_specs(1, 4, optimizer=RULES[name])
     variables = initial(specs)
     logical = embedding.logical_variables(variables, specs)
     table_specs = embedding.get_table_specs(specs)
