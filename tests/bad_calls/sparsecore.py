@@ -14,6 +14,7 @@ from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
 from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
 from rsembed.sparsecore.linen import embed as linen
 from rsembed.sparsecore.nnx import embed
+from rsembed.tt import TensorTrain
 from tests.bad_calls.world import KEY, mesh
 
 NAN = float("nan")
@@ -57,9 +58,9 @@ def look_up(inputs=None, tables=None, given=None, **options):
     return jax.eval_shape(lambda: embedding.sparse_dense_matmul(inputs, tables, given, **options))
 
 
-def update(gradients=None, **options):
+def update(gradients=None, tables=None, **options):
     gradients = [jnp.ones((8, 8))] if gradients is None else gradients
-    given = processed(), variables(), specs()
+    given = processed(), variables() if tables is None else tables, specs()
     return jax.eval_shape(lambda: embedding.sparse_dense_matmul_grad(gradients, *given, **options))
 
 
@@ -77,6 +78,35 @@ def _stacked_again():
     features = [made(name) for name in "abcd"]
     stack(["a", "b"], *features, devices=2, cores=2)
     stack(["c", "d"], *features, devices=2, cores=4)
+
+
+def _one_table_in_two_stacks():
+    features = [made(name) for name in "abc"]
+    stack(["b", "c"], *features)
+    stack(["a", "c"], *features)
+
+
+def _stacked_pair():
+    features = [made("a"), made("b")]
+    stack(["a", "b"], *features, cores=2)
+    return features
+
+
+def _look_up_for_two_devices():
+    given = placed(devices=2)
+    inputs, _ = run(given=given, local=2, devices=2)
+    half = jax.tree.map(lambda array: array[: array.size // 2], inputs)
+    return look_up(half, given=given, global_device_count=2)
+
+
+def _of_two_devices(inputs):
+    return jax.tree.map(lambda array: np.concatenate([array, array]), inputs)
+
+
+def _step_of_halves():
+    given = placed(made(dtype="bfloat16", stochastic_rounding=True))
+    tables = variables(word=embedding.EmbeddingVariables(jnp.zeros((32, 8), "bfloat16"), ()))
+    return embedding.sparse_dense_matmul_grad([jnp.ones((8, 8))], run(given=given)[0], tables, given)
 
 
 def auto(*sizes, **options):
@@ -162,6 +192,9 @@ BAD = {
     "a limit callable that gives nothing": (
         lambda: stack(stack_to_max_ids_per_partition=lambda *_: None), TypeError, "stack 'a_b'", "integer", "None",
     ),
+    "a limit callable that gives no room": (
+        lambda: stack(stack_to_max_ids_per_partition=lambda *_: 0), ValueError, "limit of ids", "[1, inf)",
+    ),
     "a limit callable that gives a fraction": (
         lambda: stack(stack_to_max_ids_per_partition=lambda *_: 2.5), TypeError, "stack 'a_b'", "integer", "2.5",
     ),
@@ -172,6 +205,14 @@ BAD = {
         lambda: _stacked_again(), ValueError, "table 'a'", "another number of shards: 4, not 8", "devices times cores",
     ),
     "a stack named by a number": (lambda: stack(stack_name=3), TypeError, "stack_name", "3"),
+    "a table in two stacks": (lambda: _one_table_in_two_stacks(), ValueError, "table 'c'", "already in stack 'b_c'"),
+    "a buffer above what limits can fill": (
+        lambda: run(given=placed(made(suggested_coo_buffer_size_per_device=5000))), ValueError, "5000", "above 1024",
+    ),
+    "a table of a storage of its own": (
+        lambda: placed(made(storage=TensorTrain((4,)))), NotImplementedError, "table 'word'", "storage=TensorTrain",
+        "EmbeddingCollection",
+    ),
     "other shards than placed": (
         lambda: run(num_sc_per_device=4), ValueError, "table 'word'", "another number of shards",
     ),
@@ -204,6 +245,10 @@ BAD = {
     ),
     "an id that wraps round": (lambda: run(IDS + 2**32), ValueError, "feature 'f_word'", "id 4294967311 in sample 7"),
     "an id beyond 64 bits": (lambda: run([[2**70, 1]] * 8), ValueError, "feature 'f_word'", "fit 64 bits", "hash"),
+    "ids of bools": (lambda: run(IDS % 2 == 0), TypeError, "feature 'f_word'", "integers", "bool"),
+    "ids of texts": (lambda: run([["a", "b"]] * 8), TypeError, "feature 'f_word'", "integers"),
+    "lists of no depth": (lambda: run(list(range(8))), ValueError, "feature 'f_word'", "sample 0 is a single value"),
+    "lists of lists of lists": (lambda: run([[[0]], [[1]]] * 4), ValueError, "feature 'f_word'", "sample 0", "2 deep"),
     "lists of other depth": (lambda: run([[0, [1]]] * 8), ValueError, "feature 'f_word'", "sample 0 mixes"),
     "a batch of another size": (
         lambda: run(np.zeros((9, 2), int)), ValueError, "feature 'f_word'", "9 samples", "batch of 8",
@@ -214,6 +259,13 @@ BAD = {
     "weights of texts": (
         lambda: run(IDS, np.full((8, 2), "a")), TypeError, "feature 'f_word'", "weights", "numbers", "<U1",
     ),
+    "offsets beyond the ids": (
+        lambda: run(Bags(np.arange(6), np.asarray([0, 9]))), ValueError, "feature 'f_word'", "offsets", "6 values",
+    ),
+    "weights given twice": (
+        lambda: run(Bags.from_lists(IDS.tolist(), np.ones((8, 2)).tolist()), np.ones(16)), ValueError,
+        "feature 'f_word'", "weights are given twice",
+    ),
     "weights of NaN": (
         lambda: run(IDS, np.full((8, 2), NAN)), ValueError, "feature 'f_word'", "weight nan in sample 0",
     ),
@@ -223,6 +275,10 @@ BAD = {
     "local devices as text": (lambda: run(local="1"), TypeError, "local_device_count", "integer", "'1'"),
     "a limit too low": (
         lambda: run(2 * (IDS % 2), given=placed(made(max_ids_per_partition=3))), ValueError, "max_ids_per_partition=3",
+        "word",
+    ),
+    "a limit of distinct ids too low": (
+        lambda: run(given=placed(made(max_unique_ids_per_partition=1))), ValueError, "max_unique_ids_per_partition=1",
         "word",
     ),
     "a buffer too small": (
@@ -245,9 +301,17 @@ BAD = {
     "a sharding of no rows": (
         lambda: init(where=sharding()), ValueError, "global_sharding", "PartitionSpec('x', None)",
     ),
+    "a part of a stack's tables": (
+        lambda: init(given={"a": _stacked_pair()[0].table_spec}), ValueError, "stack 'a_b'", "has 64 rows", "have 32",
+    ),
+    "a variable of a storage of its own": (
+        lambda: init(given=[made(storage=TensorTrain((4,))).table_spec]), NotImplementedError, "table 'word'",
+        "storage=TensorTrain",
+    ),
     "a seed for Rngs": (lambda: layer(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
     "no Rngs": (lambda: layer(rngs=None), ValueError, "needs rngs", "nnx.Rngs(0)"),
     "an unknown axis": (lambda: layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
+    "two axes of no mesh": (lambda: layer(sharding_axis=("x", "y"), mesh=None), ValueError, "('x', 'y') needs a mesh"),
     # Lookup and update
     "no stack of this name": (lambda: look_up(tables={}), ValueError, "no stack 'word'", "feature_specs"),
     "tables as an array": (
@@ -257,6 +321,11 @@ BAD = {
         lambda: look_up(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), ()))), ValueError,
         "stack 'word'", "(16, 8)", "(32, 8)",
     ),
+    "a step of a table of another shape": (
+        lambda: update(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), ()))), ValueError,
+        "stack 'word'", "(16, 8)", "(32, 8)",
+    ),
+    "devices without a shard_map": (lambda: _look_up_for_two_devices(), ValueError, "inside jax.shard_map"),
     "raw ids in place of an input": (
         lambda: look_up([IDS]), TypeError, "preprocessed_inputs", "PreprocessedInput", "list",
     ),
@@ -275,6 +344,15 @@ BAD = {
     "minibatches nobody made": (
         lambda: look_up(enable_minibatching=True), ValueError, "enable_minibatching=True", "preprocessed",
     ),
+    "minibatches that nobody told of": (
+        lambda: look_up(run(enable_minibatching=True)[0]), ValueError, "enable_minibatching=False",
+        "preprocessed with enable_minibatching=True",
+    ),
+    "minibatches of more devices": (
+        lambda: look_up(_of_two_devices(run(enable_minibatching=True)[0]), enable_minibatching=True), ValueError,
+        "num_minibatches has 2 numbers, one per device",
+    ),
+    "stochastic rounding without a step": (lambda: _step_of_halves(), ValueError, "needs a new key every step"),
     "gradients of another tree": (
         lambda: update({"f": jnp.ones((8, 8))}), ValueError, "activation gradients", "tree structure",
     ),
@@ -337,6 +415,28 @@ BAD = {
         lambda: embedding.with_logical_tables(variables(), specs(), {"word": jnp.ones((31, 8))}), ValueError,
         "table 'word'", "(31, 8)", "(32, 8)",
     ),
+    "a table without its slots": (
+        lambda: embedding.with_logical_tables(
+            variables(), placed(made(optimizer=embedding_spec.AdagradOptimizerSpec())), variables()
+        ),
+        ValueError, "table 'word'", "AdagradSlotVariables", "got tuple",
+    ),
+    "a stack twice": (
+        lambda: embedding.logical_tables({"a": variables(), "b": variables()}, specs()), ValueError, "stack 'word'",
+        "there twice",
+    ),
+    "tables of other devices": (
+        lambda: embedding.logical_tables(variables(), placed(devices=8, cores=8)), ValueError, "stack 'word'",
+        "another number of devices or cores",
+    ),
+    "a table of other rows to stack": (
+        lambda: table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.ones((16, 8))}, 2),
+        ValueError, "table 'word'", "16 rows", "vocabulary_size=32",
+    ),
+    "a stack of other rows to unstack": (
+        lambda: table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {"word": np.ones((2, 8, 8))}, 2),
+        ValueError, "stack 'word'", "(2, 8, 8)", "32 rows on 2 shards",
+    ),
     "a table of texts": (
         lambda: embedding.with_logical_tables(variables(), specs(), {"word": np.full((32, 8), "a")}), TypeError,
         "table 'word'", "numbers", "<U1",
@@ -380,6 +480,9 @@ BAD = {
     ),
     "a hot shard above all": (lambda: guess(hot_shard_fraction=2.0), ValueError, "hot_shard_fraction", "[0, 1]", "2.0"),
     "a linen layer of another axis": (lambda: linen_layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
+    "a linen layer of an unknown strategy": (
+        lambda: linen_layer(table_sharding_strategy="DIV"), ValueError, "sharding strategy 'DIV'",
+    ),
     "raw ids for a layer": (lambda: trained()([IDS]), TypeError, "PreprocessedInput", "list"),
 }  # fmt: skip
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import FrozenDict
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -153,7 +152,3 @@ def assert_matches(got, expected, tolerance):
     np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
     error = np.abs(got - wanted) / (1 + np.abs(wanted))
     assert np.nanmax(error, initial=0.0) <= tolerance, f"largest error {np.nanmax(error)}"
-
-
-def frozen(features):
-    return FrozenDict({feature.name: feature for feature in features})

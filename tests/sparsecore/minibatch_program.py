@@ -1,11 +1,4 @@
-"""One step of a model that needs minibatches, in one process or several.
-
-`minibatch_program.py ADDRESS NUM_PROCESSES PROCESS` takes part in a run with two devices a process, and prints what
-`run_step` returns as one line of JSON.
-"""
-
-import json
-import sys
+"""One step of a model that needs minibatches, in one process or several."""
 
 import jax
 import numpy as np
@@ -16,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 from rsembed.sparsecore import embedding, embedding_spec
 
 ROWS, DIM, BATCH, IDS = 64, 8, 32, 6
+TIGHT = {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6}
+"""With them a batch takes several minibatches."""
 
 
 def specs_for(devices, cores=1, **limits):
@@ -25,7 +20,7 @@ def specs_for(devices, cores=1, **limits):
         embedding_dim=DIM,
         initializer=jax.nn.initializers.normal(),
         combiner="mean",
-        optimizer=embedding_spec.AdagradOptimizerSpec(0.5),
+        optimizer=embedding_spec.AdagradMomentumOptimizerSpec(0.5),
         **limits,
     )
     specs = {"history": embedding_spec.FeatureSpec(name="history", table_spec=table, output_shape=(BATCH, DIM))}
@@ -66,20 +61,3 @@ def run_step(devices, limits=None, **options):
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
     gathered = multihost_utils.process_allgather(run(on_mesh, variables), tiled=True)
     return [np.asarray(array) for array in gathered], statistics
-
-
-def main(address, num_processes, process):
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, int(num_processes), int(process))
-    results, _ = run_step(
-        jax.device_count(),
-        {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6},
-        enable_minibatching=True,
-        batch_number=7,
-    )
-    print(json.dumps([array.tolist() for array in results]))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

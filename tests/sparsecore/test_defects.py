@@ -3,7 +3,7 @@
 | defect of the published system | shown by |
 |---|---|
 | int64 ids misread as pairs of int32, or wrapped | `test_preprocessing::test_every_form_of_the_same_ids...` |
-| ids outside the table, other batch sizes accepted | `test_errors::test_wrong_ids_are_named` |
+| ids outside the table, other batch sizes accepted | `bad_calls/sparsecore` (an id outside, a batch of another size) |
 | unknown combiner behaves as sum | `test_specs` (unknown combiner 'max') |
 | weights that cancel give NaN | `test_preprocessing::test_cancelling_weights_give_zero_gains` |
 | the layer hides the step from Adam | `test_tutorial::test_the_true_step_is_the_default...` |
@@ -15,14 +15,14 @@
 | suggested buffer sizes are lost in stacking | `test_suggested_buffer_sizes_survive_stacking` here |
 | LaProp comes back as SGD, quantization is lost | `test_layout_record` |
 | different optimizers may compare equal | `test_optimizers_of_different_kinds_differ` here |
-| AdagradMomentum breaks with minibatches | `test_every_optimizer_steps_minibatches_as_the_whole_batch` here |
+| AdagradMomentum breaks with minibatches | `test_minibatching::test_the_step_is_bit_by_bit_that_of_the_whole_batch` |
 | shapes in advance ignore the leading dimension | `test_minibatching::test_shapes_are_known_in_advance` |
-| the process aborts on a limit, 3-D input, lists, an uneven batch, a large buffer | `test_errors`, `test_cases` |
+| the process aborts on limits, 3-D input, lists, uneven batches, large buffers | `bad_calls/sparsecore`, `test_cases` |
 | lookup and update need a TPU; layers fail in their constructor | every test of this folder runs on a CPU |
-| shard counts must be powers of two, one core is refused | `test_cases`, `test_matmul`, `test_random_models` |
+| shard counts must be powers of two, one core is refused | `test_cases`, `test_random_models` |
 | sparse tensors have no weights | `test_sparse_input_may_have_weights` here |
-| tables are float32 only | `test_matmul::test_half_precision_tables...` |
-| the statistics example of the documentation is wrong | `test_the_documented_statistics_example_as_it_really_is` here |
+| tables are float32 only | `test_rounding`, `test_surface::test_activations_have_the_dtype_of_the_table` |
+| the statistics example of the documentation is wrong | `test_cases` (`pre_stats_docstring_example`) |
 | zero-argument initializers fail at initialization; `rotation` misnamed | `test_stacking_page` |
 | limits jump up and down with every batch | `fdo/test_limits::test_few_limits_occur...` |
 | statistics files grow and are never removed | `fdo/test_clients` (running maximum, earlier run) |
@@ -39,7 +39,6 @@ import pytest
 from rsembed import Bags
 from rsembed.sparsecore import drops, embedding, embedding_spec, table_stacking
 from tests.sparsecore import minibatch_program as program
-from tests.sparsecore.case_specs import variables_of
 
 
 def preprocess(specs, ids, weights=None, **options):
@@ -158,40 +157,6 @@ def test_optimizers_of_different_kinds_differ():
     assert embedding_spec.AdagradOptimizerSpec(0.1) == embedding_spec.AdagradOptimizerSpec(0.1)
 
 
-OPTIMIZERS = {
-    "sgd": embedding_spec.SGDOptimizerSpec(0.1),
-    "adagrad_momentum": embedding_spec.AdagradMomentumOptimizerSpec(0.1),
-    "adam": embedding_spec.AdamOptimizerSpec(0.1),
-    "ftrl": embedding_spec.FTRLOptimizerSpec(0.1),
-    "laprop": embedding_spec.LaPropOptimizerSpec(0.1),
-    "f2a": embedding_spec.F2AOptimizerSpec(0.1),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_steps_minibatches_as_the_whole_batch(name):
-    rng = np.random.default_rng(0)
-    ids, gradient = rng.integers(0, 32, (8, 6)), jnp.asarray(rng.normal(size=(8, 8)), jnp.float32)
-    table = rng.normal(size=(32, 8)).astype(np.float32)
-
-    def step(enable_minibatching, **limits):
-        spec = prepared(spec_for(optimizer=OPTIMIZERS[name], **limits))
-        processed, _ = preprocess(spec, ids, enable_minibatching=enable_minibatching)
-        variables = variables_of([spec], {"devices": 1, "cores": 1}, {"words": table})
-
-        @jax.jit
-        def update(processed, variables):
-            return embedding.sparse_dense_matmul_grad(
-                gradient, processed, variables, spec, step=3, enable_minibatching=enable_minibatching
-            )
-
-        return int(processed.num_minibatches[0]), update(processed, variables)
-
-    number, split = step(True, max_ids_per_partition=24, max_unique_ids_per_partition=6)
-    assert number > 1
-    jax.tree.map(np.testing.assert_array_equal, split, step(False)[1])
-
-
 def test_sparse_input_may_have_weights():
     spec = prepared(spec_for(combiner="mean"))
     indices, values = [[0, 0], [0, 3], [5, 1]], [4, 2, 4]
@@ -200,17 +165,6 @@ def test_sparse_input_may_have_weights():
     assert processed.lhs_embedding_ids["words"][:3].tolist() == [2, 4, 4]
     assert processed.lhs_sample_ids["words"][:3].tolist() == [0, 0, 5]
     assert processed.lhs_gains["words"][:3].tolist() == [0.75, 0.25, 1.0]
-
-
-def test_the_documented_statistics_example_as_it_really_is():
-    """Two devices of one core; entries are counted once per sample, and every partition fills whole tiles."""
-    spec = spec_for(batch=4)
-    embedding.prepare_feature_specs_for_training(spec, 2, 1)
-    ids = [[0, 0, 2, 4], [1, 3], [5, 7, 9, 11], [1, 1, 2]]
-    _, statistics = embedding.preprocess_sparse_dense_matmul_input(ids, None, spec, 2, 2, num_sc_per_device=1)
-    assert statistics.max_ids_per_partition["words"].tolist() == [3, 2, 1, 5]
-    assert statistics.max_unique_ids_per_partition["words"].tolist() == [3, 2, 1, 5]
-    assert statistics.required_buffer_size_per_sc["words"].tolist() == [16, 16]
 
 
 FLAT_IDS, LENGTHS = np.asarray([3, 1, 4, 1, 5, 9]), np.asarray([2, 0, 1, 3, 0, 0, 0, 0])
@@ -222,9 +176,8 @@ def rows_of(flat):
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("combiner", ["sum", "mean"])
-def test_jagged_forms_equal_lists(combiner, is_weighted):
-    spec = prepared(spec_for(combiner=combiner))
+def test_jagged_forms_equal_lists(is_weighted):
+    spec = prepared(spec_for(combiner="mean"))
     flat = WEIGHTS if is_weighted else None
     wanted, _ = preprocess(spec, rows_of(FLAT_IDS), rows_of(WEIGHTS) if is_weighted else None)
     bags = Bags.from_lengths(FLAT_IDS, LENGTHS)
@@ -254,27 +207,6 @@ def test_one_feature_may_go_without_weights():
     ids = np.arange(8)[:, None]
     got, _ = preprocess(specs, (ids, ids), (None, np.full((8, 1), 2.0)))
     assert got.lhs_gains["a"][:8].tolist() == [1] * 8 and got.lhs_gains["b"][:8].tolist() == [2] * 8
-
-
-@pytest.mark.parametrize(
-    ("ids", "weights", "message"),
-    [
-        ((FLAT_IDS[:3], LENGTHS[:3]), None, "got 3 samples"),
-        (
-            (FLAT_IDS, LENGTHS + 1),
-            None,
-            r"a pair of arrays is \(values, lengths\), but the lengths .* do not add up to 6",
-        ),
-        ((FLAT_IDS, np.full(8, -1)), None, "do not add up"),
-        (Bags(FLAT_IDS, np.asarray([0, 9])), None, "the offsets of Bags must rise from 0 to at most the 6 values"),
-        (Bags.from_lengths(FLAT_IDS, LENGTHS, WEIGHTS), WEIGHTS, "weights are given twice"),
-        (Bags.from_lengths(FLAT_IDS, LENGTHS), WEIGHTS[:5], "to at most the 5 values"),
-        (Bags.from_lengths(FLAT_IDS + 30, LENGTHS), None, r"feature 'of_words': id 39 in sample 3"),
-    ],
-)
-def test_wrong_jagged_forms_are_named(ids, weights, message):
-    with pytest.raises(ValueError, match=message):
-        preprocess(prepared(spec_for()), ids, weights)
 
 
 def test_no_drop_goes_uncounted_with_minibatches_in_a_small_buffer():

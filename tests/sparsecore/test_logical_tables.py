@@ -69,21 +69,3 @@ def test_tables_are_found_in_models_of_both_kinds():
         new = embedding.with_logical_tables(tree, specs, {"first": np.zeros((20, small_world.DIM))})
         assert jax.tree.structure(new) == jax.tree.structure(tree)
         assert not embedding.logical_tables(new, specs)["first"].any()
-
-
-def test_what_does_not_fit_is_refused():
-    specs = small_world.placed_specs(1, 2)
-    variables = variables_with(specs)
-    with pytest.raises(ValueError, match=r"no tables \['third'\]; they have \['first', 'second'\]"):
-        embedding.with_logical_tables(variables, specs, {"third": np.ones((1, 1))})
-    with pytest.raises(ValueError, match=r"table 'first': got shape \(3, 5\), its spec says \(20, 5\)"):
-        embedding.with_logical_tables(variables, specs, {"first": np.ones((3, 5))})
-    with pytest.raises(ValueError, match="table 'first': got 0 slots, but its optimizer has 1"):
-        table = embedding.EmbeddingVariables(np.ones((20, 5)), ())
-        embedding.with_logical_tables(variables, specs, {"first": table})
-    with pytest.raises(ValueError, match=r"no EmbeddingVariables under the names of the stacks \['first_second'\]"):
-        embedding.logical_tables({}, specs)
-    with pytest.raises(ValueError, match="stack 'first_second' is there twice"):
-        embedding.logical_tables({"a": variables, "b": variables}, specs)
-    with pytest.raises(ValueError, match=r"stack 'first_second' has shape .* another number of devices or cores"):
-        embedding.logical_tables(variables, small_world.placed_specs(8, 8))

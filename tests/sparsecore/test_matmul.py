@@ -1,154 +1,33 @@
-"""Lookup and update against dense loops, on any number of devices, cores and stacks."""
-
-import functools
+"""What lookup and update leave alone, and the meshes they run under; `test_random_models` holds their numbers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
-from tests.sparsecore.case_specs import logical_tables, on_devices, variables_of
-
-TABLES = {"first": 20, "second": 50}
-FEATURES = {"a": ("first", 24), "b": ("second", 12), "c": ("first", 12)}
-DIM = 5
-VALUE_TOLERANCE = 2e-5
-"""Sums of a few dozen float32 products."""
-OPTIMIZERS = {
-    "sgd": embedding_spec.SGDOptimizerSpec(0.5),
-    "adagrad": embedding_spec.AdagradOptimizerSpec(0.5),
-    "adam": embedding_spec.AdamOptimizerSpec(0.1),
-    "rowwise_adagrad": embedding_spec.RowWiseAdagradOptimizerSpec(0.5),
-    "custom": embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * g / (1 + jnp.linalg.norm(g))),
-}
+from tests.sparsecore import small_world
+from tests.sparsecore.case_specs import on_devices, variables_of
 
 
-def specs_for(devices, cores, *, combiner="sum", optimizer="sgd", is_stacked=True, **fields):
-    tables = {
-        name: embedding_spec.TableSpec(
-            name=name,
-            vocabulary_size=vocabulary,
-            embedding_dim=DIM,
-            combiner=combiner,
-            optimizer=OPTIMIZERS[optimizer],
-            **fields,
-        )
-        for name, vocabulary in TABLES.items()
-    }
-    specs = {
-        name: embedding_spec.FeatureSpec(name=name, table_spec=tables[table], output_shape=(batch, DIM))
-        for name, (table, batch) in FEATURES.items()
-    }
-    if is_stacked:
-        table_stacking.auto_stack_tables(specs, devices, cores, rotation=1)
-    embedding.prepare_feature_specs_for_training(specs, devices, cores)
-    return specs
-
-
-def draw(seed):
-    """Tables, ids (with duplicates), weights and activation gradients."""
-    rng = np.random.default_rng(seed)
-    tables = {name: rng.normal(size=(vocabulary, DIM)).astype(np.float32) for name, vocabulary in TABLES.items()}
-    ids = {name: rng.integers(0, TABLES[table], (batch, 3)) for name, (table, batch) in FEATURES.items()}
-    weights = {name: rng.uniform(0.1, 2, rows.shape).astype(np.float32) for name, rows in ids.items()}
-    gradients = {name: rng.normal(size=(batch, DIM)).astype(np.float32) for name, (_, batch) in FEATURES.items()}
-    return tables, ids, weights, gradients
-
-
-def gains(combiner, weights):
-    weights = weights.astype(np.float64)
-    divisor = {"sum": 1.0, "mean": weights.sum(1, keepdims=True), "sqrtn": np.sqrt((weights**2).sum(1, keepdims=True))}
-    return weights / divisor[combiner]
-
-
-def expected_activations(tables, ids, weights, combiner):
-    return {
-        name: np.einsum("bk,bkd->bd", gains(combiner, weights[name]), tables[FEATURES[name][0]][ids[name]])
-        for name in ids
-    }
-
-
-def expected_update(tables, ids, weights, gradients, combiner, optimizer, step):
-    """One step of the row rule for every touched row, with its gradients added in float64."""
-    updated = {}
-    for name, table in tables.items():
-        total = np.zeros(table.shape, np.float64)
-        touched = np.zeros(len(table), bool)
-        for feature, rows in ids.items():
-            if FEATURES[feature][0] == name:
-                terms = gains(combiner, weights[feature])[..., None] * gradients[feature][:, None]
-                np.add.at(total, rows, terms)
-                touched[rows] = True
-        stepped = stepped_rows(optimizer)(table, total.astype(np.float32), step)
-        updated[name] = np.where(touched[:, None], stepped, table)
-    return updated
-
-
-@functools.cache
-def stepped_rows(optimizer):
-    """The rule for all rows at once, so that one program serves whichever were touched."""
-    rule = OPTIMIZERS[optimizer]
-    return jax.jit(
-        lambda rows, total, step: rule.step_rows(rows, rule.init_slots(rows), total, rule.get_hyperparameters(step))[0]
-    )
-
-
-@functools.cache
-def compiled(devices, cores, combiner, optimizer, is_stacked):
-    specs = specs_for(devices, cores, combiner=combiner, optimizer=optimizer, is_stacked=is_stacked)
-
-    def look_up_and_update(processed, variables, gradients):
-        activations = embedding.sparse_dense_matmul(processed, variables, specs, global_device_count=devices)
-        updated = embedding.sparse_dense_matmul_grad(
-            gradients, processed, variables, specs, global_device_count=devices, step=3
-        )
-        return activations, updated
-
-    return specs, on_devices(look_up_and_update, devices)
-
-
-LAYOUTS = [
-    (1, 1, "sum", "sgd", True),
-    (1, 4, "mean", "adagrad", False),
-    (2, 2, "sqrtn", "adam", True),
-    (3, 1, "mean", "rowwise_adagrad", True),
-    (4, 1, "sum", "custom", False),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-@settings(deadline=None, max_examples=5)
-@given(seed=st.integers(0, 2**31))
-def test_lookup_and_update_equal_dense_loops(layout, seed):
-    devices, cores, combiner, optimizer, _ = layout
-    specs, run = compiled(*layout)
-    tables, ids, weights, gradients = draw(seed)
+def drawn(devices, cores, *, highest=None, **fields):
+    """Specs, their variables, a preprocessed batch and its gradients; ids below `highest`."""
+    specs = small_world.placed_specs(devices, cores, **fields)
+    ids, gradients = small_world.draw_batch()
+    if highest is not None:
+        ids = {name: rows % highest for name, rows in ids.items()}
     processed, _ = embedding.preprocess_sparse_dense_matmul_input(
-        ids, weights, specs, devices, devices, num_sc_per_device=cores
+        ids, None, specs, devices, devices, num_sc_per_device=cores
     )
-    spec = {"devices": devices, "cores": cores}
-    variables = variables_of(specs, spec, tables)
-    activations, updated = run(processed, variables, gradients)
-    for name, wanted in expected_activations(tables, ids, weights, combiner).items():
-        np.testing.assert_allclose(activations[name], wanted, atol=VALUE_TOLERANCE)
-    after = logical_tables(specs, spec, {name: stack.table for name, stack in updated.items()})
-    for name, wanted in expected_update(tables, ids, weights, gradients, combiner, optimizer, 3).items():
-        np.testing.assert_allclose(after[name], wanted, atol=VALUE_TOLERANCE)
-    for stack in updated.values():
-        assert not np.asarray(stack.table)[:, DIM:].any(), "padding columns must stay zero"
+    variables = variables_of(specs, {"devices": devices, "cores": cores}, small_world.draw_tables())
+    return specs, variables, processed, gradients
 
 
 def test_untouched_rows_and_slots_keep_their_bits():
-    specs = specs_for(1, 2, optimizer="adam")
-    tables, ids, _, gradients = draw(0)
-    ids = {name: rows % 4 for name, rows in ids.items()}
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1, num_sc_per_device=2)
-    before = variables_of(specs, {"devices": 1, "cores": 2}, tables)
+    adam = embedding_spec.AdamOptimizerSpec(0.1)
+    specs, before, processed, gradients = drawn(1, 2, highest=4, optimizer=adam)
     gradients = jax.tree.map(np.zeros_like, gradients)
     warm = jax.tree.map(lambda array: np.asarray(array) + np.float32(0.25), before)
 
@@ -166,9 +45,7 @@ def test_untouched_rows_and_slots_keep_their_bits():
 
 
 def test_garbage_in_gaps_and_tails_is_never_used():
-    specs = specs_for(2, 2)
-    tables, ids, _, gradients = draw(1)
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 2, 2, num_sc_per_device=2)
+    specs, variables, processed, gradients = drawn(2, 2)
     (name,) = processed.lhs_gains
     is_gap = np.isnan(processed.lhs_gains[name])
     assert is_gap.any()
@@ -180,7 +57,6 @@ def test_garbage_in_gaps_and_tails_is_never_used():
     ]
     dirty = embedding.PreprocessedInput(embedding.SparseDenseMatmulInput(*({name: array} for array in dirty)),
                                         processed.num_minibatches, processed.limits)  # fmt: skip
-    variables = variables_of(specs, {"devices": 2, "cores": 2}, tables)
 
     def run(processed, variables, gradients):
         activations = embedding.sparse_dense_matmul(processed, variables, specs, global_device_count=2)
@@ -191,20 +67,14 @@ def test_garbage_in_gaps_and_tails_is_never_used():
 
 
 def test_limits_unknown_means_a_full_buffer():
-    specs = specs_for(2, 1)
-    tables, ids, _, _ = draw(2)
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 2, 2, num_sc_per_device=1)
+    specs, variables, processed, _ = drawn(2, 1)
     bare = embedding.PreprocessedInput(processed.sparse_dense_matmul_input, processed.num_minibatches)
-    variables = variables_of(specs, {"devices": 2, "cores": 1}, tables)
     run = on_devices(lambda p, v: embedding.sparse_dense_matmul(p, v, specs, global_device_count=2), 2)
     jax.tree.map(np.testing.assert_array_equal, run(processed, variables), run(bare, variables))
 
 
 def test_the_devices_may_span_several_mesh_axes_or_one_of_several():
-    specs = specs_for(2, 1)
-    tables, ids, _, _ = draw(3)
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 2, 2, num_sc_per_device=1)
-    variables = variables_of(specs, {"devices": 2, "cores": 1}, tables)
+    specs, variables, processed, _ = drawn(2, 1)
 
     def look_up(processed, variables):
         return embedding.sparse_dense_matmul(processed, variables, specs, global_device_count=2)
@@ -220,10 +90,7 @@ def test_the_devices_may_span_several_mesh_axes_or_one_of_several():
 
 
 def test_a_shard_map_may_check_what_varies_over_the_mesh():
-    specs = specs_for(4, 1)
-    tables, ids, _, gradients = draw(6)
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 4, 4, num_sc_per_device=1)
-    variables = variables_of(specs, {"devices": 4, "cores": 1}, tables)
+    specs, variables, processed, gradients = drawn(4, 1)
 
     def step(processed, variables, gradients):
         options = {"global_device_count": 4}
@@ -237,25 +104,22 @@ def test_a_shard_map_may_check_what_varies_over_the_mesh():
 
 
 def test_row_limits_leave_padding_and_untouched_rows_alone():
-    specs = specs_for(1, 1, optimizer="sgd", is_stacked=False)
-    tables, ids, _, gradients = draw(4)
-    ids = {name: rows % 3 for name, rows in ids.items()}
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1, num_sc_per_device=1)
+    specs, variables, processed, gradients = drawn(1, 1, highest=3, is_stacked=False)
     limits = {"first": (0.5, None), "second": (None, -0.5)}
-    variables = variables_of(specs, {"devices": 1, "cores": 1}, tables)
     updated = jax.jit(
         lambda p, v: embedding.sparse_dense_matmul_grad(gradients, p, v, specs, embedding_var_limits=limits)
     )(processed, variables)
     first, second = (np.asarray(updated[name].table) for name in ("first", "second"))
-    assert (first[:3, :DIM] >= 0.5).all() and not first[:, DIM:].any()
-    assert (second[:3, :DIM] <= -0.5).all() and not second[:, DIM:].any()
-    np.testing.assert_array_equal(first[3:20, :DIM], tables["first"][3:])
+    assert (first[:3, : small_world.DIM] >= 0.5).all() and not first[:, small_world.DIM :].any()
+    assert (second[:3, : small_world.DIM] <= -0.5).all() and not second[:, small_world.DIM :].any()
+    np.testing.assert_array_equal(first[3:], variables["first"].table[3:])
+    assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, variables)
 
 
 def test_whole_row_rules_refuse_stacks_of_different_dims():
     tables = [
         embedding_spec.TableSpec(
-            name=name, vocabulary_size=8, embedding_dim=dim, optimizer=OPTIMIZERS["rowwise_adagrad"]
+            name=name, vocabulary_size=8, embedding_dim=dim, optimizer=embedding_spec.RowWiseAdagradOptimizerSpec(0.5)
         )
         for name, dim in (("narrow", 4), ("wide", 12))
     ]
@@ -270,24 +134,4 @@ def test_whole_row_rules_refuse_stacks_of_different_dims():
     table, slot = np.zeros((16, 16), np.float32), np.zeros((16, 1), np.float32)
     variables = {"narrow_wide": embedding.EmbeddingVariables(table, (slot,))}
     with pytest.raises(ValueError, match=r"'rowwise_adagrad' works on whole rows, .*'narrow': 4, 'wide': 12"):
-        jax.jit(lambda *given: embedding.sparse_dense_matmul_grad(*given, specs))(gradients, processed, variables)
-
-
-def test_half_precision_tables_round_stochastically_when_told():
-    specs = specs_for(1, 1, dtype="bfloat16", stochastic_rounding=True)
-    tables, ids, _, gradients = draw(5)
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1, num_sc_per_device=1)
-    variables = jax.tree.map(
-        lambda array: np.asarray(array).astype(jnp.bfloat16), variables_of(specs, {"devices": 1, "cores": 1}, tables)
-    )
-
-    @jax.jit
-    def update(processed, variables, step):
-        return embedding.sparse_dense_matmul_grad(gradients, processed, variables, specs, step=step)
-
-    (one,), (same,), (other,) = (update(processed, variables, jnp.int32(step)).values() for step in (0, 0, 1))
-    assert one.table.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(one.table, same.table)
-    assert (np.asarray(one.table) != np.asarray(other.table)).any()
-    with pytest.raises(ValueError, match="rounds stochastically, which needs a new key every step"):
         jax.jit(lambda *given: embedding.sparse_dense_matmul_grad(*given, specs))(gradients, processed, variables)

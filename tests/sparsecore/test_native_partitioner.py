@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rsembed.fdo import SparseDenseMatmulInputStats
 from rsembed.sparsecore import embedding, embedding_spec, native_partitioner, partitioner, table_stacking
-from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
+from rsembed.sparsecore.host_features import read_features
 from rsembed.sparsecore.layout import stack_layouts
 
 _reason = native_partitioner.unavailable_because()
@@ -219,11 +219,10 @@ def test_equals_the_definition(problem):
     )
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 7])
-@pytest.mark.parametrize("combiner", ["sum", "mean"])
-def test_large_batches_take_every_pass_of_the_sort(combiner, num_threads):
+@pytest.mark.parametrize("num_threads", [1, 7])
+def test_large_batches_take_every_pass_of_the_sort(num_threads):
     specs = make_specs(
-        1, 2, {"a": (2**30, combiner), "b": (50_000, combiner)}, {"f": ("a", 4096), "g": ("b", 2048), "h": ("a", 2)},
+        1, 2, {"a": (2**30, "mean"), "b": (50_000, "mean")}, {"f": ("a", 4096), "g": ("b", 2048), "h": ("a", 2)},
         limits=(40_000, 40_000), rotation=1,
     )  # fmt: skip
     generator = np.random.default_rng(3)
@@ -243,39 +242,8 @@ def test_large_batches_take_every_pass_of_the_sort(combiner, num_threads):
         )
 
 
-@pytest.mark.parametrize("limits", [(4, 256), (256, 2), (5, 3)])
-@pytest.mark.parametrize("suggested", [None, 32])
-def test_dropping_equals_the_definition_and_counts_by_table(limits, suggested):
-    specs = make_specs(
-        2, 1, {"a": (40, "sum"), "b": (30, "sum")}, {"f": ("a", 16), "g": ("b", 16)},
-        limits=limits, suggested=suggested if limits[0] == 256 else None, rotation=1,
-    )  # fmt: skip
-    generator = np.random.default_rng(1)
-    batch = {"f": draw_ids(generator, 40, "int32", (16, 9)), "g": draw_ids(generator, 30, "int32", (16, 9))}
-    expected = assert_equals_definition(
-        specs,
-        lambda: read_features(specs, batch, None, local_device_count=2, global_device_count=2),
-        2,
-        1,
-        drops=True,
-    )
-    assert sum(expected[1].id_drop_counters.values()) > 0
-
-
-def test_sparse_tensors_in_any_order_equal_the_definition():
-    specs = make_specs(1, 4, {"t": (30, "mean")}, {"f": ("t", 16)})
-    generator = np.random.default_rng(2)
-    indices = np.stack([generator.integers(0, 16, 60), np.arange(60)], axis=1)
-    values = draw_ids(generator, 30, "int32", 60)
-    batch = sparse_tensors_as_pairs(specs, {"f": indices}, {"f": values}, {"f": [16, 60]})
-    assert_equals_definition(
-        specs, lambda: read_features(specs, batch, None, local_device_count=1, global_device_count=1), 1, 4
-    )
-
-
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-def test_a_batch_without_ids_equals_the_definition(combiner):
-    specs = make_specs(1, 4, {"t": (30, combiner)}, {"f": ("t", 8)})
+def test_a_batch_without_ids_equals_the_definition():
+    specs = make_specs(1, 4, {"t": (30, "mean")}, {"f": ("t", 8)})
     for batch in (np.zeros((8, 0), np.int32), [[]] * 8):
         for weights in (None, {"f": batch}):
             assert_equals_definition(
@@ -288,11 +256,9 @@ def test_a_batch_without_ids_equals_the_definition(combiner):
             )
 
 
-@pytest.mark.parametrize("scattered", [True, False])
-def test_scattered_and_read_only_ids_are_read_right(scattered):
+def test_scattered_and_read_only_ids_are_read_right():
     specs = make_specs(1, 2, {"t": (30, "sum")}, {"f": ("t", 8)})
-    ids = np.random.default_rng(0).integers(0, 30, (16, 3), dtype=np.int32)
-    ids = ids[::2] if scattered else ids[:8]
+    ids = np.random.default_rng(0).integers(0, 30, (16, 3), dtype=np.int32)[::2]
     ids.flags.writeable = False
     assert_equals_definition(
         specs, lambda: read_features(specs, {"f": ids}, None, local_device_count=1, global_device_count=1), 1, 2
@@ -307,15 +273,13 @@ def test_an_id_outside_its_table_is_named(bad, dtype):
     specs = make_specs(1, 2, {"t": (30, "sum")}, {"f": ("t", 8), "g": ("t", 8)})
     batch = {name: np.ones((8, 3), dtype) for name in specs}
     batch["g"][5, 1] = bad
-    for allow_id_dropping in (True, False):
-        with pytest.raises(ValueError, match=rf"feature 'g': id {bad} in sample 5 is outside table 't'.*=30"):
-            embedding.preprocess_sparse_dense_matmul_input(
-                batch, None, specs, 1, 1, num_sc_per_device=2, allow_id_dropping=allow_id_dropping
-            )
+    with pytest.raises(ValueError, match=rf"feature 'g': id {bad} in sample 5 is outside table 't'.*=30"):
+        embedding.preprocess_sparse_dense_matmul_input(
+            batch, None, specs, 1, 1, num_sc_per_device=2, allow_id_dropping=True
+        )
 
 
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("bad", "combiner"), [(np.nan, "sum"), (np.inf, "mean"), (-np.inf, "sqrtn")])
 def test_a_weight_that_is_not_finite_is_named(bad, combiner):
     specs = make_specs(1, 2, {"t": (30, combiner)}, {"f": ("t", 8)})
     weights = np.ones((8, 3), np.float32)
@@ -370,7 +334,7 @@ def test_python_runs_beside_it():
     assert len(beats) > 3  # with the lock held, at most one at the edge of each call
 
 
-@pytest.mark.parametrize("wanted", ["1", " 3 ", "1000000"])
+@pytest.mark.parametrize("wanted", [" 1 ", "1000000"])
 def test_the_environment_caps_the_threads(wanted, monkeypatch):
     monkeypatch.delenv(native_partitioner.THREADS_VARIABLE, raising=False)
     available = native_partitioner.num_threads()
@@ -378,7 +342,7 @@ def test_the_environment_caps_the_threads(wanted, monkeypatch):
     assert native_partitioner.num_threads() == min(available, int(wanted))
 
 
-@pytest.mark.parametrize("wanted", ["0", "-2", "many"])
+@pytest.mark.parametrize("wanted", ["0", "many"])
 def test_a_senseless_number_of_threads_is_refused(wanted, monkeypatch):
     monkeypatch.setenv(native_partitioner.THREADS_VARIABLE, wanted)
     with pytest.raises(ValueError, match=f"must be a number of at least 1, got '{wanted}'"):

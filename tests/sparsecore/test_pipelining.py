@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.optimizers import TensorFlowAdamOptimizerSpec
-from rsembed.sparsecore import embedding, embedding_pipelining_utils, embedding_spec, mesh_lookup, pipelining
+from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, pipelining
 from tests import oracles
 from tests.sparsecore import small_world
 
@@ -155,39 +155,34 @@ def test_optimizers_that_need_a_step_are_not_frozen_silently():
         update(None, None, None)
 
 
-def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
-    table = embedding_spec.TableSpec(
-        name="t", vocabulary_size=16, embedding_dim=8, optimizer=TensorFlowAdamOptimizerSpec(0.1)
-    )
+def one_table(rows, rule):
+    """A table on one device: its specs, its variables, and the stages of a pipeline with gradients of ones."""
+    table = embedding_spec.TableSpec(name="t", vocabulary_size=rows, embedding_dim=8, optimizer=rule)
     specs = {"f": embedding_spec.FeatureSpec(name="f", table_spec=table, output_shape=(8, 8))}
     embedding.prepare_feature_specs_for_training(specs, 1, 1)
     one = Mesh(np.asarray(jax.devices()[:1]), ("x",))
     tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(one, "x"))
-    variables = embedding.init_embedding_variables(
-        jax.random.key(0), embedding.get_table_specs(specs), NamedSharding(one, P("x", None))
-    )
-    inputs = [tables.prepare({"f": [[i, (i + k) % 16] for i in range(8)]})[0] for k in (1, 5)]
-    look_up = pipelining.get_default_sc_fwd_function(specs, one)
-    update = pipelining.get_default_sc_bwd_function(specs, one)
-    gradients = {"f": jnp.ones((8, 8))}
-    variables = tables.update(gradients, variables, 0, inputs[0])  # there is momentum
 
     def dense(activations, dense_inputs, train_state, aux):
-        return gradients, 0.0, train_state, None
+        return {"f": jnp.ones((8, 8))}, 0.0, train_state, None
 
-    state = pipelining.get_initial_state(pipelining.CurrentStepInput(inputs[1], None), None, variables, look_up, dense)
+    stages = (
+        pipelining.get_default_sc_fwd_function(specs, one),
+        dense,
+        pipelining.get_default_sc_bwd_function(specs, one),
+    )
+    return specs, tables, tables.init(jax.random.key(0)), stages
+
+
+def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
+    specs, tables, variables, stages = one_table(16, TensorFlowAdamOptimizerSpec(0.1))
+    inputs = [tables.prepare({"f": [[i, (i + k) % 16] for i in range(8)]})[0] for k in (1, 5)]
+    variables = tables.update({"f": jnp.ones((8, 8))}, variables, 0, inputs[0])  # there is momentum
+    given = pipelining.CurrentStepInput(inputs[1], None)
+    state = pipelining.get_initial_state(given, None, variables, *stages[:2])
     found = [np.asarray(embedding.logical_tables(variables, specs)["t"])]
     for cycle in range(3):
-        _, _, _, variables, state = pipelining.step(
-            pipelining.CurrentStepInput(inputs[1], None),
-            None,
-            variables,
-            state,
-            look_up,
-            dense,
-            update,
-            fake_tc_step=cycle == 0,
-        )
+        *_, variables, state = pipelining.step(given, None, variables, state, *stages, fake_tc_step=cycle == 0)
         found.append(np.asarray(embedding.logical_tables(variables, specs)["t"]))
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_array_equal(found[2], found[0])
@@ -197,30 +192,14 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
 @pytest.mark.parametrize("rule", [TensorFlowAdamOptimizerSpec(0.1), embedding_spec.AdagradOptimizerSpec(0.1)])
 def test_a_cycle_with_or_without_gradients_steps_donated_tables_where_they_lie(rule):
     """Also where a branch tells cycles apart: beside its arrays it holds the gradient of a table at most."""
-    table = embedding_spec.TableSpec(name="t", vocabulary_size=1 << 14, embedding_dim=8, optimizer=rule)
-    specs = {"f": embedding_spec.FeatureSpec(name="f", table_spec=table, output_shape=(8, 8))}
-    embedding.prepare_feature_specs_for_training(specs, 1, 1)
-    one = Mesh(np.asarray(jax.devices()[:1]), ("x",))
-    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(one, "x"))
-    placed = NamedSharding(one, P("x", None))
-    variables = embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), placed)
+    _, tables, variables, stages = one_table(1 << 14, rule)
     inputs = pipelining.CurrentStepInput(tables.prepare({"f": [[i] for i in range(8)]})[0], None)
-    look_up = pipelining.get_default_sc_fwd_function(specs, one)
-    update = pipelining.get_default_sc_bwd_function(specs, one)
-
-    def dense(activations, dense_inputs, train_state, aux):
-        return {"f": jnp.ones((8, 8))}, 0.0, train_state, None
 
     def cycle(variables, state):
-        return pipelining.step(inputs, None, variables, state, look_up, dense, update, fake_tc_step=False)[3:]
+        return pipelining.step(inputs, None, variables, state, *stages, fake_tc_step=False)[3:]
 
-    state = pipelining.get_initial_state(inputs, None, variables, look_up, dense)
+    state = pipelining.get_initial_state(inputs, None, variables, *stages[:2])
     memory = jax.jit(cycle, donate_argnums=(0, 1)).lower(variables, state).compile().memory_analysis()
     table_bytes = (1 << 14) * 8 * 4
     assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
     assert memory.temp_size_in_bytes < table_bytes * (1.2 if rule.moves_all_rows else 0.2)
-
-
-def test_the_published_module_name_works():
-    assert embedding_pipelining_utils.step is pipelining.step
-    assert embedding_pipelining_utils.get_initial_state is pipelining.get_initial_state

@@ -187,11 +187,22 @@ def partitions_of(model, ids, weights):
     return found
 
 
-def surviving(model, ids, weights):
+def statistics_of(model, partitions):
+    """By stack: ids and distinct ids of the busiest core's partitions, dropped ones included, and places per core."""
+    cores, found = range(model.shards), {}
+    for stack in map("_".join, model.stacks):
+        parts = [[[key for key in partitions[stack, core] if key[0] == shard] for shard in cores] for core in cores]
+        counts = np.asarray([[(len(part), len({key[1] for key in part})) for part in row] for row in parts])
+        busiest = counts.reshape(model.devices, model.cores, model.shards, 2).max(axis=1).reshape(-1, 2)
+        found[stack] = [*busiest.T.tolist(), up(counts[..., 0], 8).sum(axis=1).tolist()]
+    return found
+
+
+def surviving(model, partitions):
     """Raw entries that the limits and the buffer let through, and the number of ids dropped per stack and table."""
     max_ids, max_unique = limits_of(model)
     kept, by_stack, by_table = [], defaultdict(int), defaultdict(int)
-    for (stack, _), entries in partitions_of(model, ids, weights).items():
+    for (stack, _), entries in partitions.items():
         place, is_full = 0, False
         for shard in range(model.shards):
             rows = []
@@ -253,7 +264,13 @@ def test_everything_equals_loops(model, seed, skew, is_weighted, form):
         allow_id_dropping=True,
         enable_minibatching=model.minibatching,
     )
-    kept, by_stack, by_table = surviving(model, ids, weights if is_weighted else None)
+    partitions = partitions_of(model, ids, weights if is_weighted else None)
+    for stack, (num_ids, num_unique, places_per_core) in statistics_of(model, partitions).items():
+        assert statistics.max_ids_per_partition[stack].tolist() == num_ids
+        assert statistics.max_unique_ids_per_partition[stack].tolist() == num_unique
+        if not model.minibatching:  # which begins every minibatch at a new tile
+            assert statistics.required_buffer_size_per_sc[stack].tolist() == places_per_core
+    kept, by_stack, by_table = surviving(model, partitions)
     assert statistics.id_drop_counters == {"_".join(stack): by_stack["_".join(stack)] for stack in model.stacks}
     assert {table: sum(drops) for table, drops in statistics.id_drops_by_table.items()} == {
         table: by_table[table] for table in model.tables

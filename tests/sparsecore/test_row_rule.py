@@ -36,22 +36,10 @@ def initial(specs):
     return embedding.init_embedding_variables(jax.random.key(0), embedding.get_table_specs(specs), sharding)
 
 
-def step_of(specs, **options):
-    """One program for every batch."""
-
-    def step(gradients, inputs, variables, step):
-        return embedding.sparse_dense_matmul_grad(
-            gradients, inputs, variables, specs, global_device_count=1, step=step, **options
-        )
-
-    return jax.jit(step)
-
-
-@pytest.mark.parametrize("is_stacked", [True, False])
 @pytest.mark.parametrize("name", RULES)
-def test_new_and_stacked_variables_have_equal_shapes(name, is_stacked):
+def test_new_and_stacked_variables_have_equal_shapes(name):
     """The dim, 5, is no multiple of 8."""
-    specs = small_world.placed_specs(1, 4, is_stacked=is_stacked, optimizer=RULES[name])
+    specs = small_world.placed_specs(1, 4, optimizer=RULES[name])
     variables = initial(specs)
     logical = embedding.logical_variables(variables, specs)
     table_specs = embedding.get_table_specs(specs)
@@ -79,7 +67,11 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
         flat = [jnp.asarray(array.reshape(-1, array.shape[-1])) for array in (table, slot)]
         (name,) = variables
         variables = {name: embedding.EmbeddingVariables(flat[0], tuple(flat[1:]))}
-    step = step_of(specs)
+
+    @jax.jit
+    def step(gradients, inputs, variables, step):
+        return embedding.sparse_dense_matmul_grad(gradients, inputs, variables, specs, global_device_count=1, step=step)
+
     for seed in range(2):
         ids, gradients = small_world.draw_batch(seed)
         inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
@@ -90,16 +82,3 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
     small_world.assert_close(
         {name: jax.tree.leaves(pair.slot)[0] for name, pair in got.items()}, {name: s[0] for name, s in slots.items()}
     )
-
-
-def test_limits_of_values_go_with_slots_of_any_dim():
-    specs = small_world.placed_specs(1, 4)
-    ids, gradients = small_world.draw_batch()
-    inputs, _ = embedding.preprocess_sparse_dense_matmul_input(ids, None, specs, 1, 1)
-    variables = initial(specs)
-    step = step_of(specs, embedding_var_limits={name: (-0.1, 0.1) for name in variables})
-    updated = step(gradients, inputs, variables, jnp.int32(0))
-    touched = np.unique(np.concatenate([ids["a"].ravel(), ids["c"].ravel()]))
-    first = np.asarray(embedding.logical_tables(updated, specs)["first"])[touched]
-    assert np.abs(first).max() <= np.float32(0.1)
-    assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, variables)

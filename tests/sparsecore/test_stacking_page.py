@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 
 
-def unstacked_specs(initializer):
-    """Two tables of 64 and 120 rows, the second read by two features."""
+def page_specs(initializer, **options):
+    """Two tables of 64 and 120 rows, the second read by two features, stacked as the page does."""
     tables = {
         name: embedding_spec.TableSpec(
             name=name,
@@ -25,7 +25,7 @@ def unstacked_specs(initializer):
         )
         for name, rows, dim in (("table_a", 64, 12), ("table_b", 120, 10))
     }
-    return [
+    specs = [
         embedding_spec.FeatureSpec(
             name=f"feature_spec_{letter}",
             table_spec=tables[table],
@@ -34,13 +34,8 @@ def unstacked_specs(initializer):
         )
         for letter, table in (("a", "table_a"), ("b", "table_b"), ("c", "table_b"))
     ]
-
-
-def page_specs(initializer, num_cores=4, **options):
-    """`unstacked_specs`, stacked as the page does."""
-    specs = unstacked_specs(initializer)
-    embedding.auto_stack_tables(specs, global_device_count=1, num_sc_per_device=num_cores, **options)
-    embedding.prepare_feature_specs_for_training(specs, global_device_count=1, num_sc_per_device=num_cores)
+    embedding.auto_stack_tables(specs, global_device_count=1, num_sc_per_device=4, **options)
+    embedding.prepare_feature_specs_for_training(specs, global_device_count=1, num_sc_per_device=4)
     return specs
 
 
@@ -96,21 +91,7 @@ def test_with_the_fix_the_page_trains():
     np.testing.assert_allclose(tables["table_b"], expected, rtol=1e-6)
 
 
-def test_rotation_is_the_fourth_argument_here_and_limits_there():
+def test_rotation_is_an_option_of_both_modules():
     assert embedding.stack_tables is table_stacking.stack_tables
     specs = page_specs(no_argument, rotation=3)
     assert specs[1].table_spec.setting_in_stack.shard_rotation == 3
-    with pytest.raises(TypeError, match="rotation"):
-        table_stacking.auto_stack_tables(specs, 1, 4, lambda name, samples: 300)
-    specs = unstacked_specs(no_argument)
-    embedding.auto_stack_tables(specs, 1, 4, lambda name, samples: 300)
-    assert {spec.table_spec.stacked_table_spec.max_ids_per_partition for spec in specs} == {300}
-
-
-def test_the_plan_behind_the_specs_can_be_printed():
-    specs = page_specs(no_argument)
-    plan = table_stacking.stacking_plan(specs)
-    assert plan.num_shards == 4
-    head, row = plan.describe({"feature_spec_a": np.arange(0, 64, 4)[:, None]}).splitlines()
-    assert head.split()[-4:] == ["ids", "busiest", "shard", "skew"]
-    assert row.split()[-3:] == ["16", "0", "4.00"]

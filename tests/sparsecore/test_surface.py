@@ -86,23 +86,11 @@ def test_a_device_without_sparsecores_counts_as_a_v5p_or_as_the_environment_says
         num_shards()
 
 
-@pytest.mark.parametrize("auto_stack_tables", [embedding.auto_stack_tables, table_stacking.auto_stack_tables])
-@pytest.mark.parametrize(
-    ("chosen", "limit"), [({"stack_to_max_ids_per_partition": lambda name, samples: 100}, 100), ({}, 300)]
-)
-def test_a_chosen_limit_holds_whatever_tables_declare(auto_stack_tables, chosen, limit):
+def test_the_limits_of_the_runtime_module_come_fourth_and_fifth_and_hold_whatever_tables_declare():
     features = new_features(max_ids_per_partition=300)
-    auto_stack_tables(features, 1, CORES, **chosen)
-    assert features["f0"].table_spec.stacked_table_spec.max_ids_per_partition == limit
-
-
-def test_the_limits_of_the_runtime_module_come_fourth_and_fifth():
-    features = new_features()
     embedding.auto_stack_tables(features, 1, CORES, lambda name, samples: samples, lambda name, samples: 7, False)
     stack = features["f1"].table_spec.stacked_table_spec
     assert (stack.max_ids_per_partition, stack.max_unique_ids_per_partition) == (2 * BATCH, 7)
-    with pytest.raises(ValueError, match=r"limit of ids in a partition must be in \[1, inf\)"):
-        embedding.auto_stack_tables(new_features(), 1, CORES, lambda name, samples: 0)
 
 
 def test_sizes_and_places_of_tables_follow_their_formulas():
@@ -176,16 +164,6 @@ def test_tables_without_a_place_stand_alone():
     jax.tree.map(np.testing.assert_array_equal, back, listed)
 
 
-def test_one_table_is_cut_for_devices_by_the_formula_and_comes_back():
-    table = np.arange(24.0).reshape(24, 1)
-    cut = utils.shard_emb_table(table=table, num_devices=3, num_sc_per_device=2, sharding_strategy="MOD")
-    assert cut[1, :, 0].tolist() == [2, 8, 14, 20, 3, 9, 15, 21]
-    np.testing.assert_array_equal(utils.unshard_emb_table(cut, 2, "MOD"), table)
-    with pytest.raises(ValueError, match="unknown sharding strategy 'DIV'"):
-        utils.unshard_emb_table(cut, 2, "DIV")
-    assert utils.NUM_SC_PER_DEVICE_MAP["TPU v5p"] == 4
-
-
 def test_the_format_of_a_table_is_its_sharding():
     sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:2]), ("x",)), P("x", None))
     assert utils.embedding_table_format(sharding.mesh, sharding.spec) == sharding
@@ -219,19 +197,6 @@ def test_containers_are_matched_by_path(case):
     record = embedding.create_proto_from_feature_specs(features, 1, CORES)
     found = table_stacking.unstack_and_unshard_stacked_tables({name: v[0] for name, v in after.items()}, record)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, tables)
-
-
-def test_what_a_container_lacks_is_named():
-    with pytest.raises(ValueError, match=r"features must have the tree structure.*\['f0', 'f1'\]; got \['f0'\]"):
-        preprocessed(FrozenDict(placed()), {"f0": IDS["f0"]})
-    with pytest.raises(ValueError, match=r"features must have the tree structure.*\['0', '1'\]; got ndarray"):
-        preprocessed(list(placed().values()), np.zeros((2, 8, 2), np.int32))
-
-
-def test_a_regular_object_array_is_a_ragged_batch():
-    features = placed()
-    regular = {name: np.asarray(ids.tolist(), object) for name, ids in IDS.items()}
-    jax.tree.map(np.testing.assert_array_equal, preprocessed(features, regular), preprocessed(features, IDS))
 
 
 def test_activations_have_the_dtype_of_the_table():

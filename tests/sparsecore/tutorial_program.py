@@ -1,7 +1,7 @@
 """A next-word model over one table, trained with the calls of the published Shakespeare tutorial.
 
-Run as a script it takes part in a run of several processes: `tutorial_program.py ADDRESS NUM_PROCESSES PROCESS FOLDER`
-prints the losses of every step as one line of JSON.
+Run as a script it takes part in a run of several processes with two devices each: `tutorial_program.py ADDRESS
+NUM_PROCESSES PROCESS FOLDER` prints, as one line of JSON, the losses of every step, and one step in minibatches.
 """
 
 import functools
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from rsembed.fdo import file_fdo_client
 from rsembed.sparsecore import embedding, embedding_spec
 from rsembed.sparsecore.linen import embed, embed_optimizer
+from tests.sparsecore import minibatch_program
 
 VOCABULARY, BATCH, LENGTH, DIM, LEARNING_RATE = 2048, 256, 16, 16, 0.005
 FEATURE = "words"
@@ -143,11 +144,14 @@ def final_loss(batch, *, num_devices, num_steps, frozen_step):
 
 
 def main(address, num_processes, process, folder):
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, int(num_processes), int(process))
-    losses = train(make_batch(synthetic_text()), num_devices=jax.device_count(), num_steps=NUM_STEPS, fdo_folder=folder)
-    print(json.dumps(losses))
+    devices = jax.device_count()
+    losses = train(make_batch(synthetic_text()), num_devices=devices, num_steps=NUM_STEPS, fdo_folder=folder)
+    options = {"enable_minibatching": True, "batch_number": 7}
+    stepped, _ = minibatch_program.run_step(devices, minibatch_program.TIGHT, **options)
+    print(json.dumps([losses, *(array.tolist() for array in stepped)]))
 
 
 if __name__ == "__main__":
