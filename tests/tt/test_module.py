@@ -165,7 +165,7 @@ def test_fused_rules_are_their_formulas_on_whole_cores(name, formula, states, ep
         step(emb, d_output, bags)
         for t, gradient in enumerate(gradients):
             rows = zip(wanted[t], gradient, kept[t], strict=True)
-            wanted[t] = np.stack([formula(*row, number + 1, row_formulas.DEFAULTS | {"eps": 1e-3}) for row in rows])
+            wanted[t] = np.stack([formula(*row, number + 1, row_formulas.DEFAULTS | {"eps": eps}) for row in rows])
     for found, core in zip(values(emb), wanted, strict=True):
         np.testing.assert_allclose(found, core, rtol=2e-5, atol=2e-6)
 
