@@ -20,8 +20,7 @@ IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])
 ONE_BAG = np.array([0, 1])
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
 
-STATEFUL = ["sgd", "adagrad", "rowwise", "global", "counter_l2", "cowclip", "adam", "adam_by_row", "partial_adam"]
-STATEFUL += ["lamb", "lars", "ensemble", "emainplace", "rmsprop"]
+STATEFUL = ["rowwise", "global", "counter_l2", "adam_by_row", "partial_adam", "ensemble", "emainplace"]
 WHOLE_TABLES = ["ensemble", "emainplace", "counter_l2"]
 
 
@@ -73,16 +72,9 @@ def test_going_back_to_a_checkpoint_runs_the_passes_of_its_steps_again():
     np.testing.assert_array_equal(tables_of(module)[0][0], first[0][0])
 
 
-def test_state_dicts_that_do_not_fit_are_refused_by_name():
+def test_numbers_that_are_too_large_are_refused_by_name():
     module = make(SPECS, optimizer=ROWWISE)
     saved = module.state_dict()
-    without = {name: value for name, value in saved.items() if name != "table_0.sum"}
-    with pytest.raises(ValueError, match=r"lacks \['table_0.sum'\]"):
-        module.load_state_dict(without)
-    with pytest.raises(ValueError, match=r"unknown entries \['other'\]"):
-        module.load_state_dict({**saved, "other": np.zeros(1)})
-    with pytest.raises(ValueError, match=r"'table_1.weight' has shape \(2, 3\), but the module has \(50, 3\)"):
-        module.load_state_dict({**saved, "table_1.weight": np.zeros((2, 3))})
     for name in ("table_1.weight", "table_1.sum"):
         with pytest.raises(ValueError, match=f"imported '{name}' are too large for float32; clip them"):
             module.load_state_dict({**saved, name: np.full(saved[name].shape, 1e300)})
@@ -107,7 +99,7 @@ def test_weights_that_were_read_are_copies():
 
 @pytest.mark.parametrize(
     ("variant", "location"),
-    [(v, Location.DEVICE) for v in STATEFUL[1:]] + [(v, CACHED) for v in STATEFUL[1:] if v not in WHOLE_TABLES],
+    [(v, Location.DEVICE) for v in STATEFUL] + [(v, CACHED) for v in STATEFUL if v not in WHOLE_TABLES],
 )
 def test_rows_are_reset_with_all_their_states_for_every_optimizer(variant, location):
     optimizer, arguments, _ = VARIANTS[variant]

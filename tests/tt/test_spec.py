@@ -121,7 +121,6 @@ def evenness(factors):
         ([2, 2, 2, 17], 3),
         ([2, 3, 5, 7, 11], 3),
         ([2, 2, 2, 2, 3, 3, 5], 4),
-        ([2] * 10, 5),
     ],
 )
 def test_suggested_factors_are_the_most_even_groups_of_primes(primes, d):
