@@ -10,7 +10,14 @@ from rsembed.tbe import (
     BoundsCheckMode,
     CacheAlgorithm,
     ComputeDevice,
+    CounterBasedRegularizationDefinition,
+    CounterWeightDecayMode,
+    CowClipDefinition,
+    EmainplaceModeDefinition,
     EmbeddingLocation,
+    EnsembleModeDefinition,
+    GlobalWeightDecayDefinition,
+    GradSumDecay,
     MultiPassPrefetchConfig,
     OptimType,
     PoolingMode,
@@ -30,6 +37,23 @@ IDS, OFFSETS = np.array([1, 2, 3, 4]), np.array([0, 1, 2, 3, 4])  # two bags of 
 def module(*specs, **options):
     specs = specs or ((9, 4, HOST, CPU), (5, 4, HOST, CPU))
     return TableBatchedEmbeddingBags(list(specs), **({"bounds_check_mode": BoundsCheckMode.FATAL} | options))
+
+
+def row_wise(**options):
+    return module(optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, **options)
+
+
+def counting(**config):
+    regularization = CounterBasedRegularizationDefinition(**config)
+    return row_wise(weight_decay_mode="COUNTER", counter_based_regularization=regularization)
+
+
+def clipping(**config):
+    return row_wise(weight_decay_mode="COWCLIP", cowclip_regularization=CowClipDefinition(**config))
+
+
+def stored_states(optimizer, **dtypes):
+    return module(optimizer=optimizer, optimizer_state_dtypes=dtypes)
 
 
 @functools.cache
@@ -122,9 +146,61 @@ BAD = {
         lambda: module(gradient_clipping=True, max_gradient=0.0), ValueError, "max_gradient", "(0, inf]", "0.0",
     ),
     "an option nobody knows": (lambda: module(lr=0.1), TypeError, "lr"),
+    "a decay mode without its record": (
+        lambda: row_wise(weight_decay_mode="COUNTER"), ValueError, "counter_based_regularization", "COUNTER",
+        "is None; set both",
+    ),
+    "clipping without its record": (
+        lambda: row_wise(weight_decay_mode="COWCLIP"), ValueError, "cowclip_regularization", "COWCLIP", "is None",
+    ),
+    "a global decay without its record": (
+        lambda: row_wise(weight_decay_mode="DECOUPLE_GLOBAL"), ValueError, "global_weight_decay", "is None",
+    ),
+    "a record without its decay mode": (
+        lambda: row_wise(global_weight_decay=GlobalWeightDecayDefinition()), ValueError, "global_weight_decay",
+        "is given; set both",
+    ),
+    "a decay by a counter that does not fade": (
+        lambda: counting(counter_weight_decay_mode=CounterWeightDecayMode.L2, counter_halflife=0), ValueError, "L2",
+        "counter_halflife 0", "set a positive counter_halflife",
+    ),
+    "sums that decay": (
+        lambda: counting(grad_sum_decay=GradSumDecay.CTR_DECAY), ValueError, "grad_sum_decay CTR_DECAY",
+        "GradSumDecay.NO_DECAY",
+    ),
+    "clipping to nothing": (lambda: clipping(), ValueError, "every update is clipped to nothing", "lower_bound"),
+    "clipping by a mode of counters": (
+        lambda: clipping(counter_weight_decay_mode=CounterWeightDecayMode.ADAGRADW, lower_bound=1.0), ValueError,
+        "ADAGRADW", "NONE, L2 or DECOUPLE",
+    ),
+    "averages every zero steps": (
+        lambda: EnsembleModeDefinition(step_ema=0), ValueError, "EnsembleModeDefinition: step_ema", "[1, inf)",
+    ),
+    "slow halves that move every zero steps": (
+        lambda: EmainplaceModeDefinition(step_ema=0), ValueError, "EmainplaceModeDefinition: step_ema", "[1, inf)",
+    ),
+    "halves of odd columns": (
+        lambda: module((9, 3, HOST, CPU), optimizer=OptimType.EMAINPLACE_ROWWISE_ADAGRAD), ValueError,
+        "EMAINPLACE_ROWWISE_ADAGRAD", "even embedding_dim", "3",
+    ),
+    "no optimizer beside one": (
+        lambda: module(optimizer=[OptimType.NONE, OptimType.EXACT_SGD]), ValueError, "use it for all tables or none",
+    ),
     "state dtypes nobody has": (
-        lambda: module(optimizer=OptimType.ADAM, optimizer_state_dtypes={"momentum3": SparseType.FP16}), ValueError,
-        "optimizer_state_dtypes", "'momentum3'", "momentum1",
+        lambda: stored_states(OptimType.ADAM, momentum3=SparseType.FP16), ValueError, "optimizer_state_dtypes",
+        "'momentum3'", "momentum1",
+    ),
+    "state dtypes of counts": (
+        lambda: stored_states(OptimType.ROWWISE_RMSPROP_AR, prev_iter=SparseType.FP16), ValueError, "'prev_iter'",
+        "choose among momentum1",
+    ),
+    "state dtypes of no state": (
+        lambda: stored_states(OptimType.EXACT_SGD, momentum1=SparseType.FP16), ValueError, "EXACT_SGD has no state",
+        "leave the argument out",
+    ),
+    "states of integers": (
+        lambda: stored_states(OptimType.ADAM, momentum1=SparseType.INT8), ValueError,
+        "optimizer_state_dtypes['momentum1']", "INT8", "FP32, FP16, BF16",
     ),
     # Caches
     "a cache above all rows": (
@@ -187,6 +263,16 @@ BAD = {
     "sizes that are numbers": (
         lambda: call(batch_size_per_feature_per_rank=[2, 2]), TypeError, "batch_size_per_feature_per_rank",
         "[feature][rank]", "2",
+    ),
+    "sizes of unequal length": (
+        lambda: call(batch_size_per_feature_per_rank=[[1, 1], [2]]), ValueError, "batch_size_per_feature_per_rank",
+        "of equal length",
+    ),
+    "sizes where nothing is pooled": (
+        lambda: module((9, 4, HOST, CPU), pooling_mode=PoolingMode.NONE)(
+            IDS, OFFSETS, batch_size_per_feature_per_rank=[[4]]
+        ),
+        ValueError, "needs pooled bags",
     ),
     "a missing feature": (
         lambda: bags()({"word": rs.Bags.from_lists([[1]])}), ValueError, "['word']", "['user', 'word']",

@@ -46,6 +46,12 @@ BAD = {
     "a rank of zero": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (0,)), ValueError, "tt_ranks", "at least 1", "0"),
     "half a rank": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (2.5,)), TypeError, "tt_ranks[0]", "an integer", "2.5"),
     "too few rows": (lambda: tt.TTSpec(10, (3, 3), (2, 2), (2,)), ValueError, "make 9 rows", "num_embeddings=10"),
+    "a rank too many": (lambda: tt.TTSpec(9, (3, 3), (2, 2), (2, 2)), ValueError, "d - 1 ranks"),
+    "a column factor of zero": (
+        lambda: tt.TTSpec(9, (3, 3), (2, 0), (2,)), ValueError, "tt_q_shapes", "at least 1", "0",
+    ),
+    "half a row factor": (lambda: tt.TTSpec(9, (3, 3.5), (2, 2), (2,)), TypeError, "tt_p_shapes[1]", "integer", "3.5"),
+    "a train of no rows": (lambda: tt.TTSpec(0, (3, 3), (2, 2), (2,)), ValueError, "num_embeddings", "at least 1", "0"),
     "rows of a train as text": (lambda: tt.TTSpec("9", (3, 3), (2, 2), (2,)), TypeError, "num_embeddings", "'9'"),
     "columns that do not multiply": (
         lambda: tt.TTSpec.suggest(9, 4, [2], tt_q_shapes=[2, 3]), ValueError, "tt_q_shapes", "multiply to 6",
@@ -79,6 +85,7 @@ BAD = {
     # Storage
     "neither ranks nor bytes": (lambda: stored(), ValueError, "TensorTrain", "tt_ranks or bytes"),
     "both ranks and bytes": (lambda: stored((2,), bytes=999), ValueError, "TensorTrain", "tt_ranks or bytes"),
+    "factors beside bytes": (lambda: stored(bytes=999, tt_p_shapes=(3, 3)), ValueError, "leave tt_p_shapes"),
     "ranks of a storage as a number": (
         lambda: stored(2), TypeError, "TensorTrain: tt_ranks", "each an integer", "got 2",
     ),
@@ -112,6 +119,10 @@ BAD = {
     "cores by a seed": (lambda: tt.init_cores(0, SPEC), TypeError, "init_cores", "PRNG key", "jax.random.key(0)"),
     "cores of a distribution nobody knows": (
         lambda: tt.init_cores(KEY(0), SPEC, "gauss"), ValueError, "'gauss'", "normal",
+    ),
+    "uniform rows of rank one": (
+        lambda: tt.init_cores(KEY(0), tt.TTSpec(9, (3, 3), (2, 2), (1,)), "approx-uniform"), ValueError,
+        "ranks of at least 2", "[1]",
     ),
     "cores of integers": (
         lambda: tt.init_cores(KEY(0), SPEC, dtype=jnp.int32), ValueError, "dtype", "int32", "float32",
@@ -154,10 +165,37 @@ BAD = {
     "a mode nobody knows": (lambda: module(mode="max"), ValueError, "mode", "'sum' or 'mean'", "'max'"),
     "an optimizer nobody knows": (lambda: module(optimizer="adma"), ValueError, "optimizer", "'adma'", "ADAM"),
     "an optimizer by number": (lambda: module(optimizer=3), TypeError, "optimizer", "OptimType.SGD", "3"),
+    "an optimizer that is not fused": (
+        lambda: module(optimizer=tt.OptimType.LAMB), NotImplementedError, "OptimType.LAMB has no fused update",
+    ),
+    "float16 cores of a module": (lambda: module(dtype="float16"), ValueError, "'float16'", "float32, bfloat16"),
     "a dtype of a module nobody knows": (
         lambda: module(dtype="flaot32"), ValueError, "dtype", "'flaot32'", "float32, bfloat16",
     ),
     "a negative rate of a module": (lambda: module(learning_rate=-1.0), ValueError, "learning_rate", "-1.0"),
+    "eps of NaN": (lambda: module(eps=NAN), ValueError, "eps", "[0, inf)", "nan"),
+    "a negative cache": (lambda: module(cache_size=-1), ValueError, "cache_size", "[0, inf)", "-1"),
+    "a negative count table": (lambda: module(hashtbl_size=-4), ValueError, "hashtbl_size", "[0, inf)", "-4"),
+    "a negative spill area": (lambda: module(max_spilled_rows=-1), ValueError, "max_spilled_rows", "[0, inf)", "-1"),
+    "a negative schedule": (lambda: module(populate_every=-1), ValueError, "populate_every", "[0, inf)", "-1"),
+    "a truth value as a number": (
+        lambda: module(halve_counts_every=True), TypeError, "halve_counts_every", "an integer", "True",
+    ),
+    "a cache above its count table": (
+        lambda: module(use_cache=True, cache_size=4, hashtbl_size=3), ValueError, "hashtbl_size=3", "cache_size=4",
+    ),
+    "cached rows beyond int32": (
+        lambda: tt.TTEmbeddingBag(2**31, 1, [1], [2**16, 2**15], [1, 1]), ValueError, "fewer than 2147483647 rows",
+    ),
+    "an argument nobody knows": (
+        lambda: module(cache_sise=3), TypeError, "no argument 'cache_sise'", "did you mean 'cache_size'?",
+    ),
+    "an argument of several tables nobody knows": (
+        lambda: tt.TableBatchedTTEmbeddingBag(2, 9, 4, tt_ranks=[2], cache_sise=3), TypeError, "did you mean",
+    ),
+    "gradients scaled by frequency": (
+        lambda: module(scale_grad_by_freq=True), NotImplementedError, "scale_grad_by_freq",
+    ),
     "a padding id outside": (lambda: module(padding_idx=9), ValueError, "padding_idx=9", "no row"),
     "a bounds check nobody knows": (lambda: module(bounds_check="clip"), ValueError, "bounds_check", "'clip'"),
     "a kernel of a module nobody knows": (lambda: module(implementation="fast"), ValueError, "'fast'", "chunked"),
@@ -178,6 +216,18 @@ BAD = {
     "an id outside": (
         lambda: bag()(np.array([9]), np.array([0])), ValueError, "id 9 in sample 0", "TTEmbeddingBag",
         "vocabulary_size=9",
+    ),
+    "a negative id": (lambda: bag()(np.array([[3, -2]])), ValueError, "id -2 in sample 0"),
+    "an id outside one of several tables": (
+        lambda: several()(np.array([[1], [9]])), ValueError, "id 9 in sample 0", "table 'TableBatchedTTEmbeddingBag 1'",
+    ),
+    "offsets that start late": (lambda: bag()(IDS, np.array([1, 2])), ValueError, "offsets must start at 0"),
+    "offsets beside bags": (lambda: bag()(rs.Bags.from_lists([[1]]), OFFSETS), ValueError, "neither beside them"),
+    "ids of bags behind their last offset": (
+        lambda: bag()(rs.Bags(IDS, np.array([0, 2]))), ValueError, "last offset is 2", "1 would be in no bag",
+    ),
+    "ids of several tables behind the last offset": (
+        lambda: several()(IDS, np.array([0, 1, 2])), ValueError, "last offset is 2", "there are 3 ids",
     ),
     "weights of NaN": (lambda: bag()(IDS, OFFSETS, np.array([1, NAN, 1])), ValueError, "weight nan", "sample 0"),
     "too few weights": (lambda: bag()(IDS, OFFSETS, np.ones(2)), ValueError, "per_sample_weights", "2", "3 indices"),

@@ -49,7 +49,7 @@ class Oracle:
         names = [table.state_names for table in module.plan.tables]
         self.states = [dict(zip(n, map(np.float64, s), strict=True)) for n, s in zip(names, states, strict=True)]
         self.features, self.pooling, self.formula, self.dtype, self.clamp = features, pooling, formula, dtype, clamp
-        self.arguments, self.t = DEFAULTS | arguments, 1
+        self.arguments, self.t = DEFAULTS | arguments, int(module.step) + 1
 
     def bags(self, ids, offsets, weights, bags_per_feature):
         """For every bag: its feature, and the place, row and factor of its ids."""

@@ -1,14 +1,9 @@
-"""The published formula of every row rule, for one row, in numpy float64; and how the rules themselves are driven."""
+"""The published formula of every row rule, for one row, in numpy float64."""
 
-import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rsembed.kernels import reference
-from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.tbe import CounterWeightDecayMode as Decay
 from rsembed.tbe import EmbOptimType as Optim
 from rsembed.tbe import LearningRateMode as Rate
@@ -242,28 +237,3 @@ VARIANTS = {
 DEFAULTS = {"eps": 1e-8, "momentum": 0.9, "eta": 0.001, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
 DEFAULTS |= {"weight_decay_mode": WeightDecayMode.NONE, "max_norm": 0.0}
 DEFAULTS |= {"ar_alpha": 0.0, "ema_beta": 0.99, "min_shrinkage": 0.1}
-
-
-def stepped_in_float64(oracle, arguments, names, weights, slots, rows, gradients, t):
-    weights, slots = np.array(weights, np.float64), [np.array(slot, np.float64) for slot in slots]
-    for row, gradient in zip(rows, gradients, strict=True):
-        state = {name: slot[row].copy() for name, slot in zip(names, slots, strict=True)}
-        state |= {name: float(state[name][0]) for name in state if len(state[name]) == 1}
-        weights[row] = oracle(weights[row].copy(), np.asarray(gradient, np.float64), state, t, DEFAULTS | arguments)
-        for name, slot in zip(names, slots, strict=True):
-            slot[row] = state[name]
-    return weights, slots
-
-
-@functools.partial(jax.jit, static_argnames="rule")
-def _step(table, slots, rows, gradients, step, max_counter, *, rule):
-    if hasattr(rule, "max_counter"):
-        rule = dataclasses.replace(rule, max_counter=lambda: max_counter)
-    return reference.apply_rows(table, slots, rows, gradients, Step(rule.get_hyperparameters(step), rule))
-
-
-def stepped(rule, table, slots, rows, gradients, step, max_counter=MAX_COUNTER):
-    """Table and slots after one step of `rows`, padded to one size so that a rule is compiled once."""
-    padded_rows, padded_gradients = np.full(len(table), NO_ROW, np.int32), np.ones(np.shape(table), np.float32)
-    padded_rows[: len(rows)], padded_gradients[: len(rows)] = rows, gradients
-    return _step(jnp.asarray(table, jnp.float32), slots, padded_rows, padded_gradients, step, max_counter, rule=rule)

@@ -18,13 +18,6 @@ IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])
 
 
 @pytest.mark.parametrize("location", [DEVICE, CACHED])
-def test_tables_whose_ids_do_not_fit_32_bits_are_refused_by_name(location):
-    specs = [(10, 2, location, rt.ComputeDevice.CPU), (3_000_000_000, 2, location, rt.ComputeDevice.CPU)]
-    with pytest.raises(ValueError, match=r"table 'big' has 3000000000 rows, .*a table has 2147483646 at most"):
-        rt.TableBatchedEmbeddingBags(specs, table_names=["small", "big"])
-
-
-@pytest.mark.parametrize("location", [DEVICE, CACHED])
 @pytest.mark.parametrize(
     ("names", "dims"),
     [

@@ -5,7 +5,6 @@ import warnings
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -45,7 +44,7 @@ some_offsets = st.lists(st.integers(-2, NUM_IDS + 2), min_size=4, max_size=4)
 sorted_offsets = st.lists(st.integers(0, NUM_IDS), min_size=2, max_size=2).map(lambda x: [0, *sorted(x), NUM_IDS])
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(some_ids, some_offsets | sorted_offsets, st.sampled_from([np.int32, np.int64]))
 def test_repairs_are_those_of_a_loop_in_numpy_and_compiled(ids, offsets, dtype):
     ids, offsets = np.array(ids, dtype), np.array(offsets, dtype)
@@ -85,12 +84,11 @@ def two_features(mode, **arguments):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("mode", [Mode.FATAL, Mode.V2_FATAL])
-def test_fatal_names_feature_table_bag_position_id_and_rows_and_changes_nothing(mode, mistake):
+def test_fatal_names_feature_table_bag_position_id_and_rows_and_changes_nothing(mistake):
     ids, offsets, message = MISTAKES[mistake]
     given = np.array(ids), np.array(offsets)
     sizes = ((2,), (1,))
-    module = two_features(mode)
+    module = two_features(Mode.V2_FATAL)
     for call in (module, module.vjp):
         with pytest.raises(ValueError, match=message):
             call(*given, batch_size_per_feature_per_rank=sizes)
@@ -150,46 +148,7 @@ def test_inside_jit_ids_are_repaired_or_dropped_and_counted(mode, replaces):
     assert int(module.bounds_check_warning.get_value()) == (0 if mode == Mode.IGNORE else 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (([0, 1], [0, 1, 1, 2]), ValueError, r"offsets has 4 entries, which is not batch size \* 2 features \+ 1"),
-        (([0, 1], []), ValueError, "offsets has 0 entries"),
-        (([0.5, 1.0], [0, 1, 2]), TypeError, "indices must be a flat array of integers, got float64"),
-        (([[0, 1]], [0, 1, 2]), TypeError, r"indices must be a flat array of integers, got int64 of shape \(1, 2\)"),
-        (([0, 1], [0, 1, 2], np.ones(3, np.float32)), ValueError, r"shape \(3,\), but there are 2 indices"),
-        (([0, 1], [0, 1, 2], np.array([1, 1])), TypeError, "per_sample_weights must be floats"),
-        (([0, 1],), TypeError, "offsets is missing"),
-    ],
-)
-def test_arguments_of_the_wrong_kind_or_length_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        make(SPECS)(*(np.asarray(x) for x in arguments))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (((1, 1), (1, 1)), "adds up to 4 bags"),
-        (((1, 1),), "must have 2 rows, one per feature"),
-        (((1, 1), (1,)), "of equal length"),
-    ],
-)
-def test_batch_sizes_that_do_not_fit_are_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        make(SPECS)(np.zeros(3, int), np.arange(4), batch_size_per_feature_per_rank=sizes)
-
-
 def test_batch_sizes_may_be_lists():
     module, ids, offsets = make(SPECS), np.array([1, 2, 3]), np.arange(4)
     listed = module(ids, offsets, batch_size_per_feature_per_rank=[[1, 0], [1, 1]])
     np.testing.assert_array_equal(listed, module(ids, offsets, batch_size_per_feature_per_rank=((1, 0), (1, 1))))
-
-
-def test_weights_and_batch_sizes_are_refused_where_rows_are_returned_one_by_one():
-    module = make(SPECS, pooling_mode=rt.PoolingMode.NONE)
-    with pytest.raises(ValueError, match=r"per_sample_weights has no meaning for PoolingMode\.NONE"):
-        module(np.array([0, 1]), np.array([0, 1, 2]), np.ones(2, np.float32))
-    with pytest.raises(ValueError, match="needs pooled bags"):
-        module(np.array([0, 1]), np.array([0, 1, 2]), batch_size_per_feature_per_rank=((1,), (1,)))
-    assert jnp.shape(module(np.array([0, 1]), np.array([0, 1, 2]))) == (2, 2)

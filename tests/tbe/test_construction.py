@@ -1,7 +1,6 @@
 """The constructor: its published signature, arguments that change nothing, and what does not go together."""
 
 import inspect
-import itertools
 import logging
 import warnings
 
@@ -94,6 +93,29 @@ WITHOUT_EFFECT = {
         {"use_experimental_tbe": True, "uvm_host_mapped": True, "uvm_non_rowwise_momentum": True},
         "uvm_non_rowwise_momentum, use_experimental_tbe, uvm_host_mapped: no effect",
     ),
+    "rates": ({"optimizer": Optim.LARS_SGD, "eps": 1.0, "eta": 1.0}, "eps: no effect, optimizer LARS_SGD"),
+    "decay without its mode": ({"optimizer": ROWWISE, "weight_decay": 0.1}, "weight_decay: no effect"),
+    "a mode that bounds no norm": (
+        {
+            "optimizer": ROWWISE,
+            "weight_decay_mode": Decay.COUNTER,
+            "counter_based_regularization": rt.CounterBasedRegularizationDefinition(),
+            "max_norm": 1.0,
+        },
+        "max_norm: no effect",
+    ),
+    "record of another optimizer": (
+        {"optimizer": Optim.EMAINPLACE_ROWWISE_ADAGRAD, "ensemble_mode": rt.EnsembleModeDefinition()},
+        "ensemble_mode: no effect",
+    ),
+    "reserved memory": (
+        {"location": CACHED, "cache_sets": 1, "cache_reserved_memory": 1.0},
+        "cache_reserved_memory: no effect, as cache_sets says how large caches are",
+    ),
+    "memory that nobody tells": (
+        {"location": CACHED, "cache_reserved_memory": 1.0},
+        "cache_reserved_memory: no effect, as this device does not tell",
+    ),
     "max_gradient": ({"max_gradient": 0.5}, "max_gradient: no effect"),
     "max_norm": ({"optimizer": Optim.ADAM, "max_norm": 0.5}, "max_norm: no effect, optimizer ADAM"),
 }
@@ -128,53 +150,6 @@ def test_defaults_warn_of_nothing_and_every_offered_optimizer_trains_on_this_bac
     for old, new, rows in zip(before, module.split_embedding_weights(), ([1, 2], [3]), strict=True):
         assert np.flatnonzero((np.asarray(new) != old).any(axis=1)).tolist() == rows
         assert np.isfinite(np.asarray(new)).all()
-
-
-REFUSED = {
-    "nothing": ({"specs": ()}, "embedding_specs is empty"),
-    "fewer than no rows": ({"specs": ((-1, 4),)}, r"table 'table_0' has -1 rows of 4 numbers"),
-    "table without feature": (
-        {"specs": ((4, 4), (4, 4)), "feature_table_map": [0, 0]},
-        r"tables \['table_1'\] have no",
-    ),
-    "feature without table": ({"feature_table_map": [0, 1]}, "reads table 1, but there are 1 tables"),
-    "names": ({"table_names": ["a", "b"]}, "table_names must be 1 different names"),
-    "twins": ({"specs": ((4, 4), (4, 4)), "table_names": ["a", "a"]}, "table_names must be 2 different names"),
-    "optimizers": ({"optimizer": [Optim.ADAM] * 2}, "optimizer has 2 entries for 1 tables"),
-    "rates": ({"learning_rate": [0.1, 0.2]}, "learning_rate has 2 entries for 1 tables"),
-    "MTIA": ({"location": Location.MTIA}, "placed on MTIA, which JAX has no backend for"),
-    "INT8 weights": ({"weights_precision": rt.SparseType.INT8}, "weights_precision: INT8 cannot be stored or trained"),
-    "INT4 output": ({"output_dtype": rt.SparseType.INT4}, "output_dtype: INT4 cannot be stored"),
-    "device": ({"device": "warp:7"}, "device 'warp:7' is not there; this process has"),
-    "counter without record": ({"optimizer": ROWWISE, "weight_decay_mode": Decay.COUNTER}, "need each other"),
-    "odd dim": (
-        {"specs": ((4, 3),), "optimizer": Optim.EMAINPLACE_ROWWISE_ADAGRAD},
-        "EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got 3",
-    ),
-    "none and sgd": (
-        {"specs": ((4, 4), (4, 4)), "optimizer": [Optim.NONE, Optim.EXACT_SGD]},
-        "use it for all tables or none",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_by_name(case):
-    arguments, message = REFUSED[case]
-    arguments = {"specs": ((4, 4),), **arguments}
-    with pytest.raises(ValueError, match=message):
-        make(arguments.pop("specs"), **arguments)
-
-
-def test_weight_decay_and_max_norm_act_on_cpus():
-    plain = make(((4, 4),), optimizer=ROWWISE)
-    decayed = make(((4, 4),), optimizer=ROWWISE, weight_decay=0.5, weight_decay_mode=Decay.DECOUPLE)
-    bounded = make(((4, 4),), optimizer=ROWWISE, max_norm=0.125)
-    for module in (plain, decayed, bounded):
-        train(module, np.array([1]), np.array([0, 1]))
-    rows = [np.asarray(m.split_embedding_weights()[0])[1] for m in (plain, decayed, bounded)]
-    assert np.abs(rows[0] - rows[1]).max() > 1e-4
-    np.testing.assert_allclose(np.linalg.norm(rows[2]), 0.125, rtol=1e-6)
 
 
 def test_tables_live_on_the_device_that_was_asked_for():
@@ -246,19 +221,3 @@ def test_compiled_steps_say_that_they_are_not_reported():
     module = make(((4, 2),), stats_reporter_config=rt.TBEStatsReporterConfig(1))
     with pytest.warns(UserWarning, match="stats_reporter_config: no effect inside jit"):
         nnx.jit(lambda module: module.vjp(jnp.asarray([1]), jnp.asarray([0, 1]))[1](jnp.ones((1, 2))))(module)
-
-
-@pytest.mark.parametrize(
-    ("cache_sets", "reason"), [(1, "as cache_sets says how large caches are"), (0, "as this device does not tell")]
-)
-def test_memory_that_is_reserved_for_nothing_is_told(cache_sets, reason):
-    with pytest.warns(UserWarning, match=f"cache_reserved_memory: no effect, {reason}"):
-        make(((40, 4),), location=CACHED, cache_sets=cache_sets, cache_reserved_memory=1.0)
-
-
-def test_any_order_of_features_reads_its_table():
-    tables = [np.asarray(w) for w in make(((5, 2), (5, 2), (5, 3))).split_embedding_weights()]
-    for order in itertools.permutations(range(3)):
-        module = make(((5, 2), (5, 2), (5, 3)), feature_table_map=list(order))
-        found = module(np.array([1, 2, 3]), np.arange(4))[0]
-        np.testing.assert_array_equal(found, np.concatenate([tables[t][k + 1] for k, t in enumerate(order)]))

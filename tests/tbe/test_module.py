@@ -60,14 +60,6 @@ def test_masks_count_from_the_first_offset():
     np.testing.assert_allclose(found, [0, 0, row.sum(), 0], **CLOSE)
 
 
-def test_a_mask_of_another_length_is_refused_before_anything_is_trained():
-    module, before = make(SPECS), tables_of(make(SPECS))[0]
-    with pytest.raises(ValueError, match=r"feature_requires_grad has shape \(1,\); give 2"):
-        train(module, IDS, OFFSETS, WEIGHTS, feature_requires_grad=np.array([1]))
-    assert int(module.step) == 0
-    np.testing.assert_array_equal(module.split_embedding_weights()[0], before[0])
-
-
 @pytest.mark.parametrize("optimizer", [Optim.EXACT_SGD, Optim.NONE])
 def test_gradients_are_clipped_entry_by_entry_also_for_optimizer_none(optimizer):
     arguments = {} if optimizer == Optim.NONE else {"learning_rate": 1.0}
@@ -108,17 +100,6 @@ def test_every_table_may_have_its_own_optimizer_and_rate():
             np.testing.assert_array_equal(mine, yours)
 
 
-def test_backward_runs_once():
-    module = make(SPECS)
-    output, backward = module.vjp(IDS, OFFSETS)
-    backward(gradient_like(output))
-    after = tables_of(module)[0]
-    for second in (backward, backward.row_gradients):
-        with pytest.raises(RuntimeError, match="used already"):
-            second(gradient_like(output))
-    np.testing.assert_array_equal(module.split_embedding_weights()[0], after[0])
-
-
 def test_a_gradient_of_another_shape_leaves_the_backward_usable():
     module, other = make(SPECS), make(SPECS)
     output, backward = module.vjp(IDS, OFFSETS)
@@ -152,30 +133,6 @@ def test_a_step_read_earlier_stays_readable():
     step = module.step
     train(module, IDS, OFFSETS)
     assert int(step) == 0 and int(module.step) == 1
-
-
-def test_the_step_can_be_set_after_the_first_lookup_and_decides_bias_correction():
-    module = make(((5, 4),), optimizer=Optim.ADAM)
-    train(module, np.array([1]), np.array([0, 1]))
-    module.set_optimizer_step(40)
-    oracle = Oracle(module, (0,), "sum", VARIANTS["adam"][2], {})
-    oracle.t = 41
-    train(module, np.array([1, 2]), np.array([0, 2]))
-    oracle.backward(np.array([1, 2]), np.array([0, 2]), None, [1], [np.ones(4)])
-    oracle.assert_agrees(module, **CLOSE)
-    assert int(module.step) == 41
-
-
-def test_integer_steps_are_exact_beyond_float32():
-    config = {"weight_decay": 0.5, "weight_decay_mode": rt.WeightDecayMode.DECOUPLE_GLOBAL}
-    module = make(((5, 4),), optimizer=ROWWISE, global_weight_decay=rt.GlobalWeightDecayDefinition(), **config)
-    module.set_optimizer_step(2**24)
-    train(module, np.array([1]), np.array([0, 1]))
-    train(module, np.array([2]), np.array([0, 1]))
-    prev_iter = module.split_optimizer_states()[0][1]
-    assert prev_iter[1:3].tolist() == [2**24 + 1, 2**24 + 2]
-    row = np.asarray(module.split_embedding_weights()[0])[1]
-    np.testing.assert_allclose(module(np.array([1]), np.array([0, 1]))[0], row * (1 - 0.5 * LR), rtol=1e-6)
 
 
 def test_rates_follow_set_learning_rate_and_schedules():
@@ -232,13 +189,6 @@ def test_hyper_parameters_can_be_changed_between_steps(variant, changes):
         train(module, read, offsets)
         oracle.backward(read, offsets, None, [2], [np.ones(4)] * 2)
     oracle.assert_agrees(module, **CLOSE)
-
-
-def test_hyper_parameters_that_are_unknown_or_out_of_range_are_refused():
-    with pytest.raises(NotImplementedError, match="'momentum' is not supported"):
-        make(SPECS).update_hyper_parameters({"momentum": 0.5})
-    with pytest.raises(ValueError, match="beta1 must be in"):
-        make(SPECS, optimizer=Optim.ADAM).update_hyper_parameters({"beta1": 2.0})
 
 
 # Compiled steps

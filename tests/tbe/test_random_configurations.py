@@ -10,7 +10,7 @@ import pytest
 
 from rsembed import tbe as rt
 from tests.tbe.oracle import Oracle, by_rank, make, side_by_side
-from tests.tbe.row_formulas import MAX_COUNTER, VARIANTS
+from tests.tbe.row_formulas import FIRST_STEP, LR, MAX_COUNTER, VARIANTS
 
 FP32, FP16, BF16 = rt.SparseType.FP32, rt.SparseType.FP16, rt.SparseType.BF16
 SMOOTH = {"eps": 0.1}  # sums that cancel to a rounding error instead of zero must not be blown up
@@ -54,6 +54,7 @@ class Configuration:
             uniform=None,
             feature_table_map=list(self.features),
             optimizer=VARIANTS[self.variant][0],
+            learning_rate=9.0,
             pooling_mode=rt.PoolingMode[self.pooling.upper()],
             weights_precision=self.weights_precision,
             output_dtype=self.output_dtype,
@@ -64,8 +65,12 @@ class Configuration:
         )
         # Drawn in numpy: random numbers would be compiled for every shape.
         drawn = [np.random.default_rng(table).uniform(-1, 1, shape) for table, shape in enumerate(self.specs)]
+        for values in drawn:
+            values[:1] = 0.0
         weights = {f"table_{table}.weight": values.astype(np.float32) for table, values in enumerate(drawn)}
-        module.load_state_dict(module.state_dict() | weights | {"max_counter": np.float32(MAX_COUNTER)})
+        numbers = {"max_counter": np.float32(MAX_COUNTER), "step": np.int32(FIRST_STEP)}
+        module.load_state_dict(module.state_dict() | weights | numbers)
+        module.set_learning_rate(LR)
         return module
 
 
@@ -95,7 +100,10 @@ CONFIGURATIONS = {
     "cowclip": C(((5, 4), (6, 3)), (1, 0), "cowclip"),
     "rmsprop_cached": C(((45, 4),), (0,), "rmsprop", "mean", num_ids=36, is_cached=True),
     "max_norm": C(((5, 4),), (0, 0), "rowwise_max_norm", is_weighted=True),
+    "narrow_and_wide": C(((6, 1), (6, 2050)), (0, 1), "adamw"),
 }
+USED = {c.variant for c in CONFIGURATIONS.values()}
+CONFIGURATIONS |= {name: C(((6, 4),), (0,), name) for name in VARIANTS if name not in USED}
 
 
 @st.composite
@@ -137,8 +145,11 @@ def test_training_agrees_with_loops_over_bags_and_ids(name, data):
 
     tolerance = TOLERANCE[c.weights_precision]
     close = {"rtol": max(tolerance, TOLERANCE[c.output_dtype]), "atol": 4 * tolerance}
-    for _ in range(3):
+    for number in (0, 1, 4):  # not every step is one of the module
+        oracle.t = FIRST_STEP + number + 1
+        module.set_optimizer_step(FIRST_STEP + number)
         ids, offsets, weights, d_bags = data.draw(batches(c))
+        d_bags[:1] = [0.0 * row for row in d_bags[:1]]  # rows that are touched without a gradient
         given = {"batch_size_per_feature_per_rank": sizes}
         looked_up = module(ids, offsets, weights, **given)
         output, backward = module.vjp(ids, offsets, weights, **given)

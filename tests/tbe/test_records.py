@@ -1,7 +1,6 @@
 import dataclasses
 import enum
 
-import jax.numpy as jnp
 import pytest
 
 from rsembed.tbe import records
@@ -105,32 +104,3 @@ def test_records_have_the_published_fields_in_order_and_are_frozen(kind):
     assert hash(record) == hash(kind())
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, next(iter(DEFAULTS[kind])), 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: records.EnsembleModeDefinition(step_ema=0), r"EnsembleModeDefinition: step_ema must be in \[1, inf\)"),
-        (lambda: records.EnsembleModeDefinition(step_swap=-1), r"step_swap must be in \[1, inf\), got -1"),
-        (
-            lambda: records.EmainplaceModeDefinition(step_ema=0),
-            r"EmainplaceModeDefinition: step_ema must be in \[1, inf\)",
-        ),
-        (lambda: records.MultiPassPrefetchConfig(num_passes=0), r"num_passes must be in \[1, inf\)"),
-        (lambda: records.MultiPassPrefetchConfig(3, 0), r"min_splitable_pass_size must be in \[1, inf\)"),
-        (lambda: records.TBEStatsReporterConfig(interval=0), r"TBEStatsReporterConfig: interval must be in \[1, inf\)"),
-    ],
-)
-def test_counts_and_intervals_must_be_positive(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_three_types_can_be_stored_and_the_others_are_refused_by_name():
-    stored = {"FP32": jnp.float32, "FP16": jnp.float16, "BF16": jnp.bfloat16}
-    for sparse_type in records.SparseType:
-        if sparse_type.name in stored:
-            assert records.dtype_of(sparse_type, "weights_precision") == stored[sparse_type.name]
-            continue
-        with pytest.raises(ValueError, match=rf"output_dtype: {sparse_type.name} .*choose one of FP32, FP16, BF16"):
-            records.dtype_of(sparse_type, "output_dtype")

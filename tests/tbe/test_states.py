@@ -10,7 +10,7 @@ from flax import nnx
 
 from rsembed import Bags
 from rsembed import tbe as rt
-from tests.tbe.oracle import Oracle, assert_same_bits, make, side_by_side, tables_of, train
+from tests.tbe.oracle import Oracle, assert_same_bits, make, tables_of, train
 from tests.tbe.row_formulas import LR, VARIANTS, rowwise_adagrad, sgd
 
 Optim, Location, Type = rt.OptimType, rt.EmbeddingLocation, rt.SparseType
@@ -20,8 +20,7 @@ IDS, OFFSETS = np.array([3, 1, 1, 4, 0, 2, 1]), np.array([0, 3, 3, 4, 7])
 ONE_BAG = np.array([0, 1])
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
 
-STATEFUL = ["sgd", "adagrad", "rowwise", "global", "counter_l2", "cowclip", "adam", "adam_by_row", "partial_adam"]
-STATEFUL += ["lamb", "lars", "ensemble", "emainplace", "rmsprop"]
+STATEFUL = ["rowwise", "global", "counter_l2", "adam_by_row", "partial_adam", "ensemble", "emainplace"]
 WHOLE_TABLES = ["ensemble", "emainplace", "counter_l2"]
 
 
@@ -73,16 +72,9 @@ def test_going_back_to_a_checkpoint_runs_the_passes_of_its_steps_again():
     np.testing.assert_array_equal(tables_of(module)[0][0], first[0][0])
 
 
-def test_state_dicts_that_do_not_fit_are_refused_by_name():
+def test_numbers_that_are_too_large_are_refused_by_name():
     module = make(SPECS, optimizer=ROWWISE)
     saved = module.state_dict()
-    without = {name: value for name, value in saved.items() if name != "table_0.sum"}
-    with pytest.raises(ValueError, match=r"lacks \['table_0.sum'\]"):
-        module.load_state_dict(without)
-    with pytest.raises(ValueError, match=r"unknown entries \['other'\]"):
-        module.load_state_dict({**saved, "other": np.zeros(1)})
-    with pytest.raises(ValueError, match=r"'table_1.weight' has shape \(2, 3\), but the module has \(50, 3\)"):
-        module.load_state_dict({**saved, "table_1.weight": np.zeros((2, 3))})
     for name in ("table_1.weight", "table_1.sum"):
         with pytest.raises(ValueError, match=f"imported '{name}' are too large for float32; clip them"):
             module.load_state_dict({**saved, name: np.full(saved[name].shape, 1e300)})
@@ -107,7 +99,7 @@ def test_weights_that_were_read_are_copies():
 
 @pytest.mark.parametrize(
     ("variant", "location"),
-    [(v, Location.DEVICE) for v in STATEFUL[1:]] + [(v, CACHED) for v in STATEFUL[1:] if v not in WHOLE_TABLES],
+    [(v, Location.DEVICE) for v in STATEFUL] + [(v, CACHED) for v in STATEFUL if v not in WHOLE_TABLES],
 )
 def test_rows_are_reset_with_all_their_states_for_every_optimizer(variant, location):
     optimizer, arguments, _ = VARIANTS[variant]
@@ -131,11 +123,6 @@ def test_passes_need_the_whole_table():
         optimizer, arguments, _ = VARIANTS[variant]
         with pytest.raises(NotImplementedError, match="goes over whole tables"):
             make(((40, 4),), optimizer=optimizer, location=CACHED, **arguments)
-
-
-def test_rows_outside_their_table_are_not_reset():
-    with pytest.raises(ValueError, match="rows 3 to 40 leave table 'table_0' of 40 rows"):
-        make(SPECS).reset_embedding_weight_momentum(np.array([3, 40]), np.array([0, 2]), np.array([0]))
 
 
 # Initial values and rounding
@@ -183,26 +170,6 @@ def test_stochastic_rounding_keeps_the_mean_and_has_the_same_bits_for_the_same_k
     np.testing.assert_array_equal(values, stepped(1))
     assert not np.array_equal(values, stepped(2))
     np.testing.assert_array_equal(stepped(1, stochastic_rounding=False).astype(np.float32), np.ones((4096, 4)))
-
-
-@pytest.mark.parametrize("variant", ["rowwise_l2", "adamw", "lamb"])
-def test_any_dim_trains(variant):
-    optimizer, arguments, formula = VARIANTS[variant]
-    dims, bags = (1, 3, 13, 2050), [2] * 4
-    module = make([(6, dim) for dim in dims], optimizer=optimizer, **arguments)
-    oracle = Oracle(module, range(4), "sum", formula, arguments)
-    ids, offsets = np.tile([5, 0, 5], 4), np.array([0, *(3 * feature + end for feature in range(4) for end in (1, 3))])
-    for _ in range(2):
-        output, backward = module.vjp(ids, offsets)
-        np.testing.assert_allclose(output, side_by_side(oracle.pooled(ids, offsets, None, bags), dims), **CLOSE)
-        d_bags = [np.random.default_rng(dim).normal(size=(2, dim)).astype(np.float32) for dim in dims]
-        backward(np.concatenate(d_bags, axis=1))
-        oracle.backward(ids, offsets, None, bags, [row.astype(np.float64) for own in d_bags for row in own])
-    oracle.assert_agrees(module, rtol=1e-4, atol=1e-4)
-    for dim, states, table in zip(dims, module.split_optimizer_states(), module.plan.tables, strict=True):
-        assert [s.shape for s in states] == [
-            (6,) if name == "momentum1" and variant == "rowwise_l2" else (6, dim) for name in table.state_names
-        ]
 
 
 # Decay of rows that nobody reads, and passes over whole tables
@@ -317,25 +284,6 @@ def test_bags_by_feature_may_differ_in_number():
     backward(jax.tree.map(jnp.ones_like, output))
     oracle.backward([3, 1, 2, 1, 0], [0, 2, 3, 4, 5], None, [3, 1], [*np.ones((3, 4)), np.ones(3)])
     oracle.assert_agrees(module, **CLOSE)
-
-
-def test_features_of_a_shared_table_in_any_order_are_summed_before_the_one_step():
-    module = make(((5, 4),), feature_table_map=[0, 0], optimizer=Optim.EXACT_ADAGRAD)
-    before = np.array(module.split_embedding_weights()[0])
-    train(module, np.array([1, 1]), np.array([0, 1, 2]))
-    (sums,) = module.split_optimizer_states()[0]
-    np.testing.assert_allclose(sums[1], 4.0)
-    np.testing.assert_allclose(before[1] - np.asarray(module.split_embedding_weights()[0])[1], LR, rtol=1e-5)
-
-
-def test_pruned_ids_read_nothing_train_nothing_and_do_not_count_in_means():
-    module = make(((5, 4),), pooling_mode=rt.PoolingMode.MEAN)
-    before = np.array(module.split_embedding_weights()[0])
-    output, _ = train(module, np.array([-1, 2, -1, 3, -1]), np.array([0, 4, 5]))
-    np.testing.assert_allclose(output, [(before[2] + before[3]) / 2, np.zeros(4)], rtol=1e-6)
-    after = np.asarray(module.split_embedding_weights()[0])
-    np.testing.assert_array_equal(after[[0, 1, 4]], before[[0, 1, 4]])
-    np.testing.assert_allclose(before[2:4] - after[2:4], LR / 2, rtol=1e-5)
 
 
 def test_a_long_run_of_one_id_has_the_same_bits_every_time():

@@ -62,19 +62,36 @@ def test_hyper_parameters_that_nobody_reads_are_taken_with_a_word():
 COUNTER = rt.CounterBasedRegularizationDefinition(counter_weight_decay_mode=rt.CounterWeightDecayMode.ADAGRADW)
 
 
+BY_ROW = rt.UserEnabledConfigDefinition(use_rowwise_bias_correction=True)
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "names"),
     [
-        {"optimizer": "ROWWISE_RMSPROP_AR"},
-        {"weight_decay_mode": "COUNTER", "counter_based_regularization": COUNTER},
-        {"weight_decay_mode": "COWCLIP", "cowclip_regularization": rt.CowClipDefinition(lower_bound=1.0)},
-        {"weight_decay_mode": "DECOUPLE_GLOBAL", "global_weight_decay": rt.GlobalWeightDecayDefinition()},
+        ({"optimizer": "ROWWISE_RMSPROP_AR"}, "sum prev_iter iter"),
+        (
+            {"weight_decay_mode": "COUNTER", "counter_based_regularization": COUNTER},
+            "sum prev_iter row_counter iter",
+        ),
+        (
+            {"weight_decay_mode": "COWCLIP", "cowclip_regularization": rt.CowClipDefinition(lower_bound=1.0)},
+            "sum prev_iter row_counter iter",
+        ),
+        (
+            {"weight_decay_mode": "DECOUPLE_GLOBAL", "global_weight_decay": rt.GlobalWeightDecayDefinition()},
+            "sum prev_iter iter",
+        ),
+        ({"optimizer": "ADAM", "extra_optimizer_config": BY_ROW}, "exp_avg exp_avg_sq row_counter"),
+        ({"optimizer": "ENSEMBLE_ROWWISE_ADAGRAD"}, "sum sparse_ema"),
+        ({"optimizer": "FTRL"}, "sum linear"),
     ],
 )
-def test_the_number_of_steps_is_among_states_that_are_counted_in_them(options):
+def test_states_have_their_published_names_and_the_number_of_steps_where_they_count_in_it(options, names):
     module = make(SPECS, **{"optimizer": "EXACT_ROWWISE_ADAGRAD", **options})
     train(module, IDS, OFFSETS)
-    assert [int(state["iter"]) for state in module.get_optimizer_state()] == [1, 1, 1]
+    for state in module.get_optimizer_state():
+        assert list(state) == names.split()
+        assert int(state.get("iter", 1)) == 1
 
 
 def test_optimizer_buffers_are_flat_and_tell_the_step():

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rsembed import Bags
-from rsembed.tt import OptimType, TableBatchedTTEmbeddingBag
-from rsembed.tt.initial_cores import target_std
+from rsembed.tt import OptimType, TableBatchedTTEmbeddingBag, full_weight
 from tests.tt.tt_oracles import CASES, core_gradients, dense_row, dense_table, pooled
 
 SIZES, RANKS = [10, 600, 7, 33], [[2, 3], [4, 4], [2, 3], [2, 3]]
@@ -131,15 +129,6 @@ def test_many_ids_take_the_grouped_form_and_agree():
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight_dist", ["normal", "uniform", "approx-normal", "approx-uniform"])
-def test_every_initialiser_serves_every_table(weight_dist):
-    emb = nnx.jit(lambda: TableBatchedTTEmbeddingBag(3, 4000, 8, [8, 8], weight_dist=weight_dist, rngs=nnx.Rngs(3)))()
-    tables = np.asarray(nnx.jit(lambda emb: emb.full_weight())(emb))
-    for table in tables:
-        assert table.std() / target_std(emb.specs[0]) == pytest.approx(1, abs=0.25)
-    assert abs(np.corrcoef(tables[0].ravel(), tables[1].ravel())[0, 1]) < 0.1
-
-
 def test_a_hundred_published_tables():
     emb = TableBatchedTTEmbeddingBag(
         num_tables=100,
@@ -162,38 +151,10 @@ def test_a_hundred_published_tables():
         np.testing.assert_allclose(output[k], wanted, rtol=1e-4, atol=1e-7)
 
 
-def test_wrong_input_names_the_table():
-    emb = unchanged()
-    with pytest.raises(ValueError, match=r"id 7 in sample 0 is outside table 'TableBatchedTTEmbeddingBag 2'"):
-        emb(np.asarray([[1], [1], [7], [1]]))
-    with pytest.raises(ValueError, match="6 bags cannot be shared equally by 4 tables"):
-        emb(Bags.from_lists([[1]] * 6))
-    with pytest.raises(ValueError, match="num_embeddings has 2 entries for 3 tables"):
-        TableBatchedTTEmbeddingBag(3, [5, 6], 4, tt_ranks=[2])
-    with pytest.raises(ValueError, match="num_tables must be at least 1"):
-        TableBatchedTTEmbeddingBag(0, 5, 4, tt_ranks=[2])
-
-
-def test_under_jit_with_fused_update():
-    emb = mixed(sparse=True)
-    ids, offsets, weights = (jnp.asarray(x) for x in batch(3))
-
-    @nnx.jit
-    def step(emb, ids, offsets, weights):
-        output, backward = emb.vjp(ids, offsets, weights)
-        backward(output)
-        return output
-
-    twin = mixed(sparse=True)
-    np.testing.assert_allclose(
-        step(emb, ids, offsets, weights), step.__wrapped__(twin, ids, offsets, weights), rtol=1e-5
-    )
-    for found, wanted in zip(jax.tree.leaves(emb.get_params()), jax.tree.leaves(twin.get_params()), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
 def test_published_attributes_are_one_for_all_tables_or_one_for_each():
     alike = TableBatchedTTEmbeddingBag(2, 60, 8, [3], [6, 10], [2, 4], optimizer="exact_adagrad", use_cache=True)
+    tables = np.stack([full_weight(spec, alike.cores_of(k)) for k, spec in enumerate(alike.specs)])
+    assert abs(np.corrcoef(tables[0].ravel(), tables[1].ravel())[0, 1]) < 0.3
     assert (alike.num_tables, alike.num_embeddings, alike.embedding_dim, alike.tt_ndim) == (2, 60, 8, 2)
     assert (alike.tt_p_shapes, alike.tt_q_shapes, alike.tt_ranks) == ([6, 10], [2, 4], [1, 3, 1])
     assert [core.get_value().shape for core in alike.tt_cores] == [state.shape for state in alike.optimizer_state]

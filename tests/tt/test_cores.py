@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed import Bags
 from rsembed.tt import TTSpec, bag, chain, full_weight, native, rows, weight_block
-from rsembed.tt.cores import digits_of, gains_of_entries
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled
 
 FORMS = ["native", "grouped", "chunked", "plain"]
@@ -317,18 +316,6 @@ def test_every_integer_type_of_ids_is_read_right(dtype):
     np.testing.assert_array_equal(
         rows(spec, cores, ids), np.vstack([dense_table(spec, cores)[[0, 99]], np.zeros((2, 12))])
     )
-
-
-def test_wrong_arguments_are_refused():
-    spec, cores = SPECS["d2"], random_cores(SPECS["d2"])
-    with pytest.raises(ValueError, match=r"cores have shapes .* but the spec asks for"):
-        rows(spec, cores[::-1], jnp.arange(2))
-    with pytest.raises(ValueError, match=r"choose one of native, grouped, chunked, unique, plain"):
-        rows(spec, cores, jnp.arange(2), implementation="fast")
-    with pytest.raises(TypeError, match=r"ids must be integers, got float32"):
-        digits_of((spec,), jnp.ones(2))
-    with pytest.raises(ValueError, match=r"mode must be 'sum' or 'mean', got 'max'"):
-        gains_of_entries.__wrapped__(jnp.zeros(1, jnp.int32), 1, None, "max")
 
 
 def test_cores_may_be_arrays_of_numpy():

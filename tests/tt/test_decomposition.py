@@ -147,21 +147,6 @@ def test_jax_stays_in_32_bits_and_tensorly_in_numpy():
     assert tensorly.get_backend() == "numpy"
 
 
-def test_wrong_arguments_are_refused():
-    table = random_table()
-    with pytest.raises(ValueError, match="exactly one of ranks=, max_relative_error= and bytes="):
-        from_dense(table)
-    with pytest.raises(ValueError, match="exactly one of ranks= and max_relative_error="):
-        round_cores(*from_dense(table, ranks=2))
-    with pytest.raises(ValueError, match="max_relative_error"):
-        from_dense(table, max_relative_error=np.nan)
-    with pytest.raises(ValueError, match="make 99 rows"):
-        from_dense(table, ranks=2, tt_p_shapes=[11, 9])
-    table[0, 0] = np.nan
-    with pytest.raises(ValueError, match="must hold numbers that are finite"):
-        from_dense(table, ranks=2)
-
-
 def test_an_error_target_that_needs_more_numbers_than_the_table_is_refused_unless_asked_for():
     noise = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
     with pytest.raises(ValueError, match=r"needs \d+ numbers in cores, more than the 480 of the table"):

@@ -98,7 +98,7 @@ def test_a_cache_that_cannot_follow_says_so_once_and_keeps_what_was_learned(opti
         emb.cache_populate()
         np.testing.assert_allclose(all_rows(emb), before, rtol=2e-5, atol=1e-7)
     assert emb.cache_reports()[0].held_ids > 0
-    assert emb.cache_reports()[0].spilled_ids <= options["max_spilled_rows"]
+    assert emb.cache_reports()[0].spilled_ids == options["max_spilled_rows"]  # used to the last row
     assert caplog.text.count("keep their places in a tensor-train cache of 32") == 1
 
 
@@ -118,15 +118,6 @@ def test_rows_that_an_optimizer_outside_steps_make_room_for_what_is_read_now():
         np.testing.assert_allclose(all_rows(emb), before, rtol=2e-5, atol=1e-7)
         assert hits_of(emb, hot_ids(epoch, 1)) > 0.8
     assert emb.cache_reports()[0].held_ids == 0
-
-
-def test_the_bound_of_the_spill_area_is_used_to_the_last_row():
-    emb = make(max_spilled_rows=8)
-    for epoch in range(3):
-        train(emb, hot_ids(epoch, 0))
-        emb.cache_populate()
-        train(emb, hot_ids(epoch, 0))
-    assert emb.cache_reports()[0].spilled_ids == 8
 
 
 WAYS_TO_COPY = {
@@ -172,20 +163,6 @@ def test_rolling_back_the_state_rolls_back_the_whole_cache():
         np.testing.assert_array_equal(value, saved[name], err_msg=name)
     emb.cache_populate()
     np.testing.assert_allclose(all_rows(emb), rows, rtol=2e-5, atol=1e-7)
-
-
-def test_a_jitted_step_between_populates_keeps_the_counts():
-    emb = make()
-    emb.update_cache(hot_ids(0, 0))
-    emb.cache_populate()
-    before = emb.cache_reports()
-
-    step(emb, with_room(hot_ids(0, 1)))
-    assert emb.cache_reports() == before
-    step(emb, with_room(hot_ids(0, 2)))
-    emb.update_cache(hot_ids(1, 0))
-    emb.cache_populate()
-    assert hits_of(emb, hot_ids(1, 1)) > 0.8
 
 
 @pytest.mark.parametrize(

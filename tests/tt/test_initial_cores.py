@@ -110,10 +110,3 @@ def test_keys_and_dtypes():
     assert not any((a == b).any() for a, b in zip(first, other, strict=True))
     low = init_cores(jax.random.key(0), spec, dtype=jnp.bfloat16)
     assert all((a.astype(jnp.bfloat16) == b).all() for a, b in zip(first, low, strict=True))
-
-
-def test_wrong_distributions_are_refused():
-    with pytest.raises(ValueError, match=r"choose one of normal, uniform, approx-normal"):
-        init_cores(jax.random.key(0), SPECS["d2"], "gaussian")
-    with pytest.raises(ValueError, match=r"ranks of at least 2, got \[1\]"):
-        init_cores(jax.random.key(0), TTSpec(4, (2, 2), (1, 2), (1,)), "approx-uniform")

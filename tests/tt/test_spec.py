@@ -94,35 +94,6 @@ def test_strides_and_stored_shapes(name):
     assert [digits_of(i, given["p"]) for i in range(spec.num_embeddings)] == expect["digits"]  # the oracle itself
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ((10, (3, 3), (1, 3), (2,)), ValueError, "make 9 rows, fewer than num_embeddings=10"),
-        ((10, (10,), (3,), ()), ValueError, "d >= 2"),
-        ((10, (5, 2), (1, 3), (2, 2)), ValueError, "d - 1 ranks"),
-        ((10, (5, 2), (1, 0), (2,)), ValueError, "tt_q_shapes must hold integers of at least 1, got 0"),
-        ((10, (5, 2.5), (1, 3), (2,)), TypeError, r"tt_p_shapes\[1\] must be an integer, got 2.5"),
-        ((0, (5, 2), (1, 3), (2,)), ValueError, "num_embeddings must hold integers of at least 1, got 0"),
-    ],
-)
-def test_wrong_specs_are_refused(arguments, error, match):
-    with pytest.raises(error, match=match):
-        TTSpec(*arguments)
-
-
-def test_wrong_budgets_are_refused():
-    with pytest.raises(ValueError, match=r"multiply to 4, not to embedding_dim=5"):
-        TTSpec.suggest(10, 5, [2], None, [2, 2])
-    with pytest.raises(ValueError, match=r"exactly one of bytes= and ratio="):
-        TTSpec.for_budget(10, 4)
-    with pytest.raises(ValueError, match=r"exactly one of bytes= and ratio="):
-        TTSpec.for_budget(10, 4, bytes=4, ratio=2.0)
-    with pytest.raises(ValueError, match=r"even at rank 1; that takes \d+ bytes"):
-        TTSpec.for_budget(11_000_000, 64, bytes=100)
-    with pytest.raises(ValueError, match=r"n >= 1"):
-        suggested_tt_shapes(0)
-
-
 def products_of_groups(primes, groups=()):
     """The products of all ways to put the primes into groups of which none is empty."""
     if not primes:
@@ -150,7 +121,6 @@ def evenness(factors):
         ([2, 2, 2, 17], 3),
         ([2, 3, 5, 7, 11], 3),
         ([2, 2, 2, 2, 3, 3, 5], 4),
-        ([2] * 10, 5),
     ],
 )
 def test_suggested_factors_are_the_most_even_groups_of_primes(primes, d):
