@@ -64,8 +64,8 @@ def test_every_wing_whose_compiling_is_timed_trains(scripts, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which the script is going to change
     import compiling
 
-    for name, make in compiling.WINGS.items():
-        step = make(2)
+    for name in ("core, dense", "SparseCore", "table-batched", "model-parallel, hashed"):
+        step = compiling.WINGS[name](1)
         before = [np.asarray(leaf) for leaf in jax.tree.leaves(step()) if leaf.dtype == np.float32]
         after = [np.asarray(leaf) for leaf in jax.tree.leaves(step()) if leaf.dtype == np.float32]
         assert any((one != other).any() for one, other in zip(before, after, strict=True)), name

@@ -156,6 +156,9 @@ ACCEPTED = {
     ),
     "a dtype as a type": (lambda: table(dtype=jnp.bfloat16).dtype, lambda: table(dtype="bfloat16").dtype),
     "a dtype as numpy has it": (lambda: table(dtype=np.dtype("float16")).dtype, lambda: table(dtype="float16").dtype),
+    "more rows of keys than int32 has": (
+        lambda: table(vocabulary_size=2**33, storage=rs.Hashed()).vocabulary_size, lambda: 2**33,
+    ),
     "shapes as lists": (lambda: repr(feature(input_shape=[8, 1])), lambda: repr(feature(input_shape=(8, 1)))),
     "features in nested dicts": (lambda: facts({"x": {"y": feature()}}), lambda: facts([feature()])),
     "features as a tuple": (lambda: facts((feature(),)), lambda: facts([feature()])),

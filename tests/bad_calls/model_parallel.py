@@ -173,6 +173,9 @@ BAD = {
         lambda: dense()(np.ones((2, 1, 3), int)), ValueError, "layer 'all2all_dense_embedding'", "(2, 1, 3)",
         "[batch, 1, 1]",
     ),
+    "bags of several slots in one list": (
+        lambda: layer(slots=2)([[[1, 2], [3]], [[], [4]]]), ValueError, "one flat list of keys per bag",
+    ),
     "ragged keys in a dense layer": (
         lambda: dense()([[[1]], [[1, 2]]]), ValueError, "layer 'all2all_dense_embedding'", "equally many keys",
         "DistributedEmbedding",
@@ -247,6 +250,14 @@ BAD = {
         lambda: sok.assign_rows(variable(), np.ones((2, 4))), TypeError, "assign_rows: rows", "a mapping", "(2, 4)",
     ),
     "values of another dim": (lambda: rows(values=np.ones((2, 3))), ValueError, "table 'word'", "(2, 3)", "(2, 4)"),
+    "counts of another length": (lambda: rows(count=[1, 2, 3]), ValueError, "table 'word'", "'count'", "(3,)", "(2,)"),
+    "a step before the first": (lambda: rows(last_step=[0, -1]), ValueError, "table 'word'", "'last_step'", "[0, 2147"),
+    "slots of another rule": (
+        lambda: rows(slot_m=np.ones((2, 4))), ValueError, "table 'word'", "cannot import", "slot_m",
+    ),
+    "more keys that wait than counts": (
+        lambda: rows(waiting_keys=[8, 9], waiting_count=[1]), ValueError, "table 'word'", "'waiting_count'", "(1,)",
+    ),
     "a key twice": (lambda: rows(keys=np.array([1, 1], np.uint64)), ValueError, "table 'word'", "distinct"),
     "keys of floats in rows": (lambda: rows(keys=np.array([1.0, 2.0])), TypeError, "table 'word'", "float64"),
     "the rows of a name": (lambda: sok.export_rows("word"), TypeError, "EmbeddingVariable", "str"),

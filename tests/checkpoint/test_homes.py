@@ -50,11 +50,10 @@ def mesh():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: collection_of(12, rs.HostCached(cache_rows=8)),
         lambda: collection_of(100, None, mesh=mesh()),
         lambda: collection_of(40, rs.HostCached(cache_rows=32), mesh=mesh()),
     ],
-    ids=["as it was", "dense on a mesh, more room for keys", "both on a mesh"],
+    ids=["dense on a mesh, more room for keys", "both on a mesh"],
 )
 def test_training_goes_on_wherever_rows_are_kept_then(saved, make):
     path, _, _, expected = saved

@@ -1,6 +1,5 @@
 """States on disk are tables in the order of their ids, whatever mesh, placement and stacking they had or get."""
 
-import dataclasses
 import functools
 import pickle
 
@@ -60,10 +59,7 @@ def trained(collection, state, steps):
 LAYOUTS = {
     "one": (None, None),
     "row 4": (4, "row"),
-    "row 2": (2, "row"),
-    "table": (4, "table"),
     "column": (2, "column"),
-    "replicated": (4, "replicated"),
     "mixed": (4, {"item": "row", "user": "table", "word": "replicated"}),
 }
 
@@ -100,17 +96,9 @@ def test_files_hold_rows_in_the_order_of_ids_whatever_the_mesh(saved, source):
             np.testing.assert_allclose(found["slots"][name]["accumulator"], slots[name][0], rtol=1e-6)
 
 
-PAIRS = [
-    ("one", "row 4"),
-    ("row 2", "row 4"),
-    ("row 4", "one"),
-    ("table", "table"),
-    ("mixed", "column"),
-    ("row 4", "mixed"),
-]
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(
+    ("source", "target"), [("one", "row 4"), ("row 4", "one"), ("mixed", "column"), ("row 4", "mixed")]
+)
 def test_a_state_comes_back_on_another_mesh(saved, source, target):
     folder, expected, _ = saved
     collection = collection_of(*LAYOUTS[target])
@@ -123,7 +111,7 @@ def test_a_state_comes_back_on_another_mesh(saved, source, target):
 
 def test_training_goes_on_alike_on_another_mesh(saved):
     folder, _, expected = saved
-    collection = collection_of(*LAYOUTS["row 2"])
+    collection = collection_of(2, "row")
     state = checkpoint.load_collection(folder / "mixed collection", collection)
     assert_holds(collection, trained(collection, state, (2, 3)), expected)
 
@@ -194,9 +182,8 @@ def trained_on_users(collection, state):
     return jax.jit(lambda s: collection.update(s, batch, collection.lookup(s, batch)))(state)
 
 
-@pytest.mark.parametrize("name", ["adamax", "nadam", "rmsprop"])
-def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path, name):
-    adam, other = (collection_of(optimizer=rs.from_optax(getattr(optax, rule)(0.1))) for rule in ("adam", name))
+def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):
+    adam, other = (collection_of(optimizer=rs.from_optax(rule(0.1))) for rule in (optax.adam, optax.nadam))
     state = adam.init(jax.random.key(0))
     checkpoint.save_collection(tmp_path / "a", adam, state)
     checkpoint.save(tmp_path / "b", state)
@@ -390,11 +377,3 @@ def test_a_step_that_is_traced_again_and_again_says_so_once(caplog):
         step(state, {"f_user": rs.Bags.from_lists([[1] * size])})
     assert [record.message for record in caplog.records if "traced for 8 different sizes" in record.message] != []
     assert len([record for record in caplog.records if "traced" in record.message]) == 1
-
-
-def test_plans_of_layouts_compare_by_value():
-    first, second = (collection_of(4, "row", optimizer=rs.from_optax(optax.adam(0.1))) for _ in range(2))
-    assert first.layout == second.layout and first.layout is not second.layout
-    state = first.init(jax.random.key(0))
-    np.testing.assert_array_equal(second.tables(state)["item"], ramp(None, (10, DIM)))
-    assert dataclasses.replace(first.layout).digest == first.layout.digest

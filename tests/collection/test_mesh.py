@@ -17,7 +17,6 @@ SETTINGS = {
     "2x4-row": ((2, 4), (SGD, ADAM), {"placement": "row"}),
     "2x4-table": ((2, 4), (ADAGRAD, ROW_WISE), {"placement": "table", "exchange_capacity": 3, "sharding_axis": "y"}),
     "8-mixed": ((8,), (ADAM, ADAGRAD), {"placement": {"t": "table", "v": "replicated", "w": "column"}}),
-    "4-column": ((4,), (ADAGRAD, ROW_WISE), {"placement": {"t": "column", "v": "column", "w": "replicated"}}),
 }
 
 

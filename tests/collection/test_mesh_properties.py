@@ -44,29 +44,18 @@ def assert_equal_bits(one, two):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def trained(collection):
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, batch, wanted):
-        activations = collection.lookup(state, batch)
-        return collection.update(state, batch, jax.tree.map(lambda x, y: jnp.sin(x) * y, activations, wanted))
-
-    state = collection.init(jax.random.key(0))
-    for seed in range(3):
-        state = jax.block_until_ready(step(state, collection.prepare(some_batch(seed)), targets(seed)))
-    return jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state)))
-
-
 def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
     options = {"dtype": "bfloat16", "stochastic_rounding": True, "combiner": "sum"}
-    one = rs.EmbeddingCollection(features_of(**options))
-    many = rs.EmbeddingCollection(features_of(**options), mesh=mesh_of(4))
+    layouts = ({}, {"mesh": mesh_of(4), "placement": "row"}, {"mesh": mesh_of(4), "placement": "table"})
     batch = {"a": np.arange(16), "b": np.full(16, -1), "c": np.r_[np.arange(5), np.full(11, -1)]}  # no row twice
     results = []
-    for collection in (one, many):
+    for layout in layouts:
+        collection = rs.EmbeddingCollection(features_of(**options), **layout)
         state = collection.init(jax.random.key(0))
         state = jax.jit(collection.update)(state, collection.prepare(batch), targets())
         results.append(jax.tree.map(lambda x: np.asarray(x, np.float32), collection.tables(state)))
-    assert_equal_bits(*results)
+    for found in results[1:]:
+        assert_equal_bits(found, results[0])
 
 
 @pytest.mark.usefixtures("more_optimizations")  # of the approximation of a normal value, whose last bit is a compiler's

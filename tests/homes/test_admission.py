@@ -26,18 +26,6 @@ def test_each_occurrence_has_its_chance(occurrences, probability):
     assert abs(share(3, occurrences, probability).mean() - expected) <= 4 * deviation + 1e-9
 
 
-def test_steps_draw_anew_and_more_occurrences_never_hurt():
-    first, second, more = share(0, 1, 0.5), share(1, 1, 0.5), share(0, 2, 0.5)
-    assert abs((first == second).mean() - 0.5) < 0.02
-    assert (more | ~first).all() and not (first | ~more).all()
-
-
-def test_draws_belong_to_keys_not_to_places_and_padding_draws_nothing():
-    order = np.random.default_rng(1).permutation(KEYS.low.size)
-    moved = jax.tree.map(lambda lane: lane[order], KEYS).only(order % 3 > 0)
-    np.testing.assert_array_equal(share(7, 2, 0.4, moved), share(7, 2, 0.4)[order] & (order % 3 > 0))
-
-
 def test_the_chance_of_no_luck_is_that_of_exact_numbers():
     """To a part in 2**32 of the draw: whoever drew less stays outside, whoever drew more gets in."""
     counts = np.arange(1, 20_001, dtype=np.int32)

@@ -300,6 +300,8 @@ def assert_table_holds(collection, state, cell, oracle, found, what):
             state.tables[cell.table], slots, oracle.cores, oracle.slots, strict=True
         ):
             assert_close(core, wanted, what)
+            for copy in core.addressable_shards[1:]:
+                np.testing.assert_array_equal(copy.data, core.addressable_shards[0].data, err_msg=what)
             for slot, column in zip(own, slots_of(wanted_slots), strict=True):
                 assert_close(slot, column, what)
         values, slots, expected = table, [], [(row, []) for row, _ in oracle.rows.values()]

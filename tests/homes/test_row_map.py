@@ -47,19 +47,6 @@ def test_the_first_of_many_entries_are_found_like_those_of_few(share, length):
         assert num == mask.sum()
 
 
-@pytest.mark.parametrize("implementation", ["reference", None])
-@pytest.mark.parametrize("num_free", [0, 3, 6, 9])
-def test_rows_are_taken_from_the_top_of_the_stack(implementation, num_free):
-    stack, wants = [5, 7, 2, 9, 4, 1, 8, 6, 3], [True, False, True, True, False, True, True, True]
-    operands = jnp.asarray(stack, jnp.int32), jnp.full(1, num_free, jnp.int32), jnp.asarray(wants)
-    rows, left, without = api.take_rows(*operands, implementation=implementation)
-    free, expected, num_without = stack[:num_free], [], 0
-    for want in wants:
-        expected.append(free.pop() if want and free else NO_ROW)
-        num_without += want and expected[-1] == NO_ROW
-    assert (rows.tolist(), left.tolist(), without.tolist()) == (expected, [len(free)], [num_without])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_norms_are_in_the_order_of_those_of_numpy(dtype):
     rows = np.random.default_rng(0).normal(size=(64, 5)) * 10.0 ** np.arange(-3, 5).repeat(8)[:, None]

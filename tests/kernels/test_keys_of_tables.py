@@ -27,7 +27,7 @@ def with_tables(numbers, table, is_key):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equal_keys_of_other_tables_are_other_keys(implementation):
     generator = np.random.default_rng(0)
-    for count in (0, 1, 20_000):
+    for count in (0, 1, 300 if implementation == "reference" else 20_000):
         numbers, table = generator.integers(0, 300, count), generator.integers(0, NUM_TABLES, count)
         is_key, occurrences = generator.random(count) < 0.9, generator.integers(0, 5, count, dtype=np.int32)
         keys = with_tables(numbers, table, is_key)

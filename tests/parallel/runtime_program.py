@@ -1,6 +1,6 @@
 """What the processes of test_runtime.py do: a sum over all devices, then steps until something ends them.
 
-Arguments: `preempt`, `step` or `stay`, and for `preempt` the folder of the checkpoint that they leave behind.
+Arguments: `preempt` or `stay`, and for `preempt` the folder of the checkpoint that they leave behind.
 """
 
 import os
@@ -49,7 +49,7 @@ if mode == "stay":  # a collective inside a loop: no error reaches Python when t
     jax.jit(stay)(batch).block_until_ready()
 for step in range(1, 10_000):
     total(batch).block_until_ready()
-    if mode == "preempt" and parallel.preempted(step):
+    if parallel.preempted(step):
         # Chunks that cross the borders of shards and of processes.
         checkpoint.arrays.CHUNK_BYTES = 5 * 3 * 4
         everywhere = parallel.put_global([own[:5] - 1000 * process, np.float32(2.5)], mesh, None)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from rsembed import Bags, SGDOptimizerSpec, from_optax, sok
+from rsembed import SGDOptimizerSpec, from_optax, sok
 from rsembed.sok import lookups
 
 
@@ -149,36 +149,6 @@ def test_embedding_variables_are_told_from_others():
     assert own == (model[1].variable,) and len(others) == len(variables) - 1 >= 2
     with pytest.raises(ValueError, match="must be a list or a tuple"):
         sok.split_embedding_variable_from_others({"a": variables[0]})
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"combiners": ["sum"]}, ValueError, "one entry per table"),
-        ({"combiners": ["sum", "max"]}, ValueError, r"combiners\[1\] must be"),
-        ({"params": [], "sp_ids": [], "combiners": []}, ValueError, "not be empty"),
-        ({"partition_strategy": "div"}, NotImplementedError, "'mod' only"),
-        ({"sp_ids": [IDS, [[1.5], [], [], []]]}, TypeError, "integers"),
-        ({"sp_ids": [IDS, [[-2], [], [], []]]}, ValueError, "-2 at position"),
-        ({"sp_ids": [IDS, Bags(np.arange(4), np.asarray([0, 3, 1, 4, 4]))]}, ValueError, "never fall"),
-        ({"sp_ids": [IDS, IDS[:3]]}, ValueError, "3 samples do not divide"),
-        ({"sp_weights": [WEIGHTS, [[1.0], [], [], []]]}, ValueError, "row 0 has 2 ids but 1 weights"),
-    ],
-)
-def test_what_is_wrong_with_a_group_is_said(change, error, message):
-    arguments = {
-        "params": [variable("a", 2), variable("b", 2)],
-        "sp_ids": [IDS, IDS],
-        "combiners": ["sum", "mean"],
-        "name": "item",
-    }
-    with pytest.raises(error, match=message):
-        sok.group_embedding_lookup_sparse(**arguments | change)
-
-
-def test_plain_tables_are_not_trained_by_the_group():
-    with pytest.raises(TypeError, match=r"params\[0\] is .* only EmbeddingVariables train themselves"):
-        sok.group_embedding_lookup_vjp([jnp.ones((3, 2))], [[[1]]], ["sum"])
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean"])

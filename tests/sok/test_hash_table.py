@@ -5,16 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from rsembed.homes import hash_table
 from rsembed.kernels.contract import NO_ROW
-from rsembed.kernels.keyed import DELETED, MIN_WIDTH
-from rsembed.keys import Keys, join_keys, split_keys
+from rsembed.kernels.keyed import DELETED
+from rsembed.keys import join_keys, split_keys
 
 MAX_KEYS, NUM_SLOTS = 8, 16
 CALL = 6  # keys per call
@@ -104,70 +101,3 @@ def test_keys_beyond_the_bound_are_left_out_and_nothing_hangs():
     table = insert(empty(MAX_KEYS), padded(range(100, 164), 64), jnp.arange(64, dtype=jnp.int32))
     rows = find(table, padded(range(100, 164), 64)).tolist()
     assert rows == [*range(12), *[NO_ROW] * 52]
-
-
-@functools.cache
-def large_keys():
-    """More keys than probe at a time, in a table as full as it gets."""
-    generator = np.random.default_rng(0)
-    num_keys = 2 * MIN_WIDTH
-    return np.unique(generator.integers(0, 2**64, 2 * num_keys, dtype=np.uint64)), num_keys
-
-
-def test_a_large_call_equals_a_dict_though_it_narrows():
-    numbers, num_keys = large_keys()
-    held, absent = numbers[:num_keys], numbers[num_keys : 2 * num_keys]
-    rows = np.random.default_rng(1).permutation(num_keys).astype(np.int32)
-    table = insert(hash_table.empty(num_keys), split_keys(held), rows)
-    np.testing.assert_array_equal(find(table, split_keys(held)), rows)
-    assert set(find(table, split_keys(absent[: len(held)])).tolist()) == {NO_ROW}
-    occupied = np.asarray(table.rows) >= 0
-    assert occupied.sum() == num_keys == len(occupied) // 2
-
-
-entries = jax.jit(hash_table.entries)
-
-
-def check_entries(numbers, is_key):
-    keys = split_keys(np.array(numbers, np.uint64))._replace(is_key=np.array(is_key))
-    entry_of, own, first_of, counts = entries(keys, jnp.full(len(numbers), 2, jnp.int32))
-    expected = list(dict.fromkeys(key for key, ok in zip(numbers, is_key, strict=True) if ok))
-    assert join_keys(own.high, own.low)[: len(expected)].tolist() == expected
-    assert own.is_key.tolist() == (first_of != NO_ROW).tolist() == [i < len(expected) for i in range(len(numbers))]
-    assert entry_of.tolist() == [expected.index(k) if ok else NO_ROW for k, ok in zip(numbers, is_key, strict=True)]
-    assert counts.sum() == 2 * sum(is_key)
-    assert [numbers[i] for i in first_of[: len(expected)]] == expected
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from(POOL), st.booleans()), min_size=CALL, max_size=CALL))
-def test_entries_are_those_of_a_loop(drawn):
-    check_entries(*map(list, zip(*drawn, strict=True)))
-
-
-def test_entries_of_a_large_skewed_call():
-    numbers = np.random.default_rng(2).zipf(1.3, 3 * MIN_WIDTH).clip(max=2**62)
-    check_entries(numbers.tolist(), [True] * len(numbers))
-
-
-@pytest.mark.parametrize(
-    "function", [lambda keys: entries(keys, jnp.zeros(0, jnp.int32))[0], functools.partial(find, empty(1))]
-)
-def test_no_keys_are_no_rows(function):
-    nothing = Keys(jnp.zeros(0, jnp.uint32), jnp.zeros(0, jnp.uint32), jnp.zeros(0, bool))
-    assert function(nothing).shape == (0,)
-
-
-def test_shards_of_a_mesh_keep_tables_of_their_own():
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("shard",))
-
-    def program(keys, rows):
-        table = hash_table.empty(MAX_KEYS)
-        table = hash_table.insert(table, keys, rows)
-        table = hash_table.remove(table, Keys(keys.high[:1], keys.low[:1], keys.is_key[:1]))
-        return hash_table.find(hash_table.rebuild(table, jnp.ones(1, bool)), keys)[0]
-
-    numbers = np.array([5, 6, 7, 5, 8, 2**50], np.uint64)
-    sharded = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=P("shard"), out_specs=P("shard")))
-    rows = np.array([3, 1, 2, 6, 4, 5], np.int32)
-    assert sharded(split_keys(numbers), rows).tolist() == [NO_ROW, 1, 2, NO_ROW, 4, 5]

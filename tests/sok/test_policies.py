@@ -80,6 +80,16 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
         table.evict(keep=-1)
 
 
+def test_keys_that_were_not_trained_for_long_are_evicted_by_a_program():
+    table = variable(steps_to_live=2)
+    rows = {"keys": np.arange(3), "values": np.ones((3, DIM), np.float32), "last_step": np.asarray([0, 3, 2])}
+    sok.assign_rows(table, rows)
+    table.set_value(table.get_value()._replace(step=jnp.asarray(5, jnp.int32)))
+    table.evict_older()
+    assert sok.export_rows(table)["keys"].tolist() == [1]
+    assert table.counts()["evicted"].sum() == 2
+
+
 @pytest.mark.parametrize(
     ("name", "low", "high", "deviation"),
     [

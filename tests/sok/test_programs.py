@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -10,7 +9,7 @@ import rsembed as rs
 from rsembed import sok
 from rsembed.sok import lookups
 
-BATCH, DIM, TOGETHER = 8, 4, 3
+BATCH, DIM, TOGETHER = 8, 4, 2
 
 
 def variable(kind, number, context):
@@ -36,11 +35,10 @@ def train(variables, ids, gradients):
     return found, sok.group_embedding_lookup_sparse(variables, ids, ["sum"] * len(variables))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_every_table_has_the_bits_that_it_has_alone(num_devices, monkeypatch, caplog):
+def test_every_table_has_the_bits_that_it_has_alone(monkeypatch, caplog):
     monkeypatch.setattr(lookups, "STACKS_TOGETHER", TOGETHER)
-    context = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
-    kinds, generator = (0, 1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1), np.random.default_rng(0)
+    context = sok.Init(mesh=Mesh(np.asarray(jax.devices()[:2]), ("shard",)))
+    kinds, generator = (0, 1, 0, 1, 1, 0, 0, 1), np.random.default_rng(0)
     ids = [generator.integers(0, 2**40, (BATCH, 2)) for _ in kinds]
     gradients = [generator.normal(size=(BATCH, DIM)).astype(np.float32) for _ in kinds]
     together = [variable(kind, number, context) for number, kind in enumerate(kinds)]
@@ -48,8 +46,8 @@ def test_every_table_has_the_bits_that_it_has_alone(num_devices, monkeypatch, ca
         found, evaluated = train(together, ids, gradients)
     for program in ("_admit", "_step", "_evaluate"):  # four programs each, of two kinds
         assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 2
-    for number, kind in enumerate(kinds):
-        own = variable(kind, number, context)
+    for number in (0, 4, 7):  # of both kinds, and of both programs of a kind
+        own = variable(kinds[number], number, context)
         alone, read = train([own], ids[number : number + 1], gradients[number : number + 1])
         for of_all, (expected,) in zip(found, alone, strict=True):
             np.testing.assert_array_equal(of_all[number], expected)
