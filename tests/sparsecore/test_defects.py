@@ -6,7 +6,7 @@
 | ids outside the table, other batch sizes accepted | `bad_calls/sparsecore` (an id outside, a batch of another size) |
 | unknown combiner behaves as sum | `test_specs` (unknown combiner 'max') |
 | weights that cancel give NaN | `test_preprocessing::test_cancelling_weights_give_zero_gains` |
-| the layer hides the step from Adam | `test_tutorial::test_the_true_step_is_the_default...` |
+| the layer hides the step from Adam | `test_cases` (published loss), `test_flax_layers`, `test_surface` |
 | equal-shaped tables start equal; padding is random | `test_initialization` |
 | new limits do not reach a compiled step | `test_new_limits_are_traced_once_each` here |
 | static specs hash without their limits | `test_specs_as_static_arguments_follow_new_limits` here |
