@@ -54,13 +54,12 @@ def assert_steps_agree(plain, cached, batches=BATCHES, before_each=lambda k: Non
     assert_same_bits(plain, cached)
 
 
-@pytest.mark.parametrize("cache_sets", [1, 3, 40])
-@pytest.mark.parametrize("algorithm", [LRU, LFU])
+@pytest.mark.parametrize(("algorithm", "cache_sets"), [(LRU, 1), (LRU, 40), (LFU, 3)])
 def test_training_has_the_same_bits_at_any_cache_size(algorithm, cache_sets):
     assert_steps_agree(*pair(cache_algorithm=algorithm, cache_sets=cache_sets), BATCHES[:3])
 
 
-@pytest.mark.parametrize("variant", ["sgd", "adagrad", "global", "cowclip", "adamw", "partial_lamb", "lars", "rmsprop"])
+@pytest.mark.parametrize("variant", ["global", "cowclip", "adamw", "lars"])
 def test_states_travel_with_their_rows(variant):
     assert_steps_agree(*pair(variant, specs=((200, 4),), features=[0, 0, 0, 0], cache_sets=1), BATCHES[:3])
 
@@ -123,9 +122,12 @@ def test_a_compiled_step_has_the_same_bits_behind_a_cache():
 # Prefetching
 
 
-@pytest.mark.parametrize("pipeline", [False, True])
-@pytest.mark.parametrize("multipass", [None, rt.MultiPassPrefetchConfig(3, 10)])
-@pytest.mark.parametrize("ahead", [1, 3])
+MULTIPASS = rt.MultiPassPrefetchConfig(3, 10)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "multipass", "ahead"), [(False, None, 3), (False, MULTIPASS, 1), (True, None, 1), (True, MULTIPASS, 3)]
+)
 def test_prefetched_batches_have_the_same_bits(pipeline, multipass, ahead):
     plain, cached = pair(cache_sets=1, prefetch_pipeline=pipeline, multipass_prefetch_config=multipass)
     waiting = iter(BATCHES)
@@ -141,7 +143,7 @@ def test_prefetched_batches_have_the_same_bits(pipeline, multipass, ahead):
     assert_same_bits(plain, cached)
 
 
-@pytest.mark.parametrize("multipass", [None, rt.MultiPassPrefetchConfig(3, 10)])
+@pytest.mark.parametrize("multipass", [None, MULTIPASS])
 def test_a_batch_without_ids_may_be_prefetched(multipass):
     plain, cached = pair(cache_sets=1, multipass_prefetch_config=multipass)
     indices, offsets = np.zeros(0, np.int64), np.zeros_like(BATCHES[0][1])

