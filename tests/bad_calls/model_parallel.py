@@ -255,9 +255,6 @@ BAD = {
     "slots of another rule": (
         lambda: rows(slot_m=np.ones((2, 4))), ValueError, "table 'word'", "cannot import", "slot_m",
     ),
-    "more keys that wait than counts": (
-        lambda: rows(waiting_keys=[8, 9], waiting_count=[1]), ValueError, "table 'word'", "'waiting_count'", "(1,)",
-    ),
     "a key twice": (lambda: rows(keys=np.array([1, 1], np.uint64)), ValueError, "table 'word'", "distinct"),
     "keys of floats in rows": (lambda: rows(keys=np.array([1.0, 2.0])), TypeError, "table 'word'", "float64"),
     "the rows of a name": (lambda: sok.export_rows("word"), TypeError, "EmbeddingVariable", "str"),

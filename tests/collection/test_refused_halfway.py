@@ -125,6 +125,9 @@ def test_a_key_that_is_given_a_row_waits_no_longer():
     state = collection.update(state, {"t": np.asarray([2])}, ones)  # there is room to wait again
     rows = collection.tables(state)["t"]
     assert (rows["keys"].tolist(), rows["waiting_keys"].tolist()) == ([1], [2])
+    two_wait = {"keys": rows["keys"], "values": rows["values"], "waiting_keys": np.asarray([2, 3])}
+    with pytest.raises(ValueError, match=r"2 imported waiting_keys need 2 .* has 1 \(admission_capacity=1\)"):
+        collection.with_tables(collection.init(jax.random.key(0)), {"t": two_wait})
 
 
 def test_lists_of_keys_with_the_top_bit_keep_all_their_bits():

@@ -128,6 +128,9 @@ def test_places_of_keys_that_wait_do_not_make_a_table_grow():
     waits = grows(admission_count=1, admission_capacity=20)
     sok.assign_rows(waits, {"keys": [1], "values": np.ones((1, 2), np.float32), "waiting_keys": np.arange(2, 20)})
     assert waits.get_value().shards.rows.shape[0] == 4
+    rows = {"keys": [1], "values": np.ones((1, 2), np.float32), "waiting_keys": np.arange(30, 34), "waiting_count": [1]}
+    with pytest.raises(ValueError, match=r"'waiting_count' has shape \(1,\), not \(4,\)"):
+        sok.assign_rows(waits, rows)
 
 
 def test_a_table_that_admits_every_key_says_which_counts_it_drops():
