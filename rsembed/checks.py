@@ -119,10 +119,18 @@ def describe(value: Any) -> str:
     return f"{text} ({kind})" if 0 < len(text) <= 60 else f"a value of type {kind}"
 
 
+def check_shares(name: str, values: Any) -> np.ndarray:
+    """Values that are parts of a whole. Raises: ValueError: one is negative or not finite, or none is above 0."""
+    values = np.asarray(values, np.float64)
+    if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
+        raise ValueError(f"{name} must be finite and not negative, and at least one must be above 0.")
+    return values
+
+
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
     """The name of a dtype. Raises: ValueError: it is none of those that are allowed, or of none."""
     with contextlib.suppress(TypeError):  # a word that names no dtype is not allowed either
-        dtype = jnp.dtype(dtype).name
+        dtype = dtype if dtype is None else jnp.dtype(dtype).name
     if dtype not in allowed:
         raise ValueError(f"{name} {dtype!r} is not one of {', '.join(allowed)}.")
     return dtype

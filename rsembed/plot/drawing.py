@@ -91,7 +91,7 @@ def label_points(
 
     The axes must have their limits and scales, as the places are those of this size. Other options are textalloc's.
     """
-    x, y = np.asarray(points, np.float64).T
+    x, y = np.asarray(points, np.float64).reshape(-1, 2).T
     textalloc.allocate(
         ax, x, y, list(labels), x_scatter=x, y_scatter=y,
         x_lines=[own for own, _ in curves], y_lines=[own for _, own in curves],
