@@ -122,7 +122,7 @@ def describe(value: Any) -> str:
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
     """The name of a dtype. Raises: ValueError: it is none of those that are allowed, or of none."""
     with contextlib.suppress(TypeError):  # a word that names no dtype is not allowed either
-        dtype = jnp.dtype(dtype).name
+        dtype = dtype if dtype is None else jnp.dtype(dtype).name
     if dtype not in allowed:
         raise ValueError(f"{name} {dtype!r} is not one of {', '.join(allowed)}.")
     return dtype

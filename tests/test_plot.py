@@ -86,7 +86,7 @@ def test_running_mean_averages_what_there_is_at_the_beginning():
     values = RNG.normal(size=30)
     expected = [np.mean(values[max(0, i - 6) : i + 1]) for i in range(30)]
     np.testing.assert_allclose(plot.running_mean(values, 7), expected)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="running_mean: window"):
         plot.running_mean(values, 0)
 
 

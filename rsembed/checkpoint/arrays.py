@@ -55,6 +55,8 @@ def as_saved(leaf: Any, name: str) -> tuple[Any, str | None]:
     if isinstance(leaf, TableRows | PickedRows):
         return leaf, None
     if isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.core.Tracer):
+            raise RuntimeError(f"checkpoint: leaf {name!r} is traced; save outside of jit, what a step returned.")
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
         return leaf, None

@@ -32,7 +32,7 @@ from rsembed.checkpoint.manifests import MANIFEST, manifest
 from rsembed.checkpoint.saved import CorruptCheckpointError
 from rsembed.checkpoint.states import belongings
 from rsembed.checkpoint.writing import Contents, agreed, already_there, hidden_beside, written
-from rsembed.checks import NonNegativeInt, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.collection import EmbeddingCollection
 
 fcntl: Any
@@ -43,7 +43,7 @@ except ImportError:  # a system without such locks
 
 _log = logging.getLogger("rsembed")
 _LOCK = ".writer"
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"step_(\d{9,})")
 
 
 class CheckpointManager:
@@ -85,14 +85,11 @@ class CheckpointManager:
         folder: str | os.PathLike[str],
         collection: EmbeddingCollection | None = None,
         *,
-        max_to_keep: int | None = None,
-        keep_period: int | None = None,
+        max_to_keep: PositiveInt | None = None,
+        keep_period: PositiveInt | None = None,
         asynchronous: bool = True,
         read_only: bool = False,
     ):
-        for name, value in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, or left out, got {value}.")
         self.folder, self.collection = Path(folder), collection
         self.max_to_keep, self.keep_period, self.asynchronous = max_to_keep, keep_period, asynchronous
         self.read_only = read_only
@@ -224,7 +221,7 @@ class CheckpointManager:
         return None
 
     @validated
-    def restore(self, like: Any = None, *, others: Any = None, step: int | None = None) -> Any:
+    def restore(self, like: Any = None, *, others: Any = None, step: NonNegativeInt | None = None) -> Any:
         """What was saved at a step, or the newest that is good: that of the largest step.
 
         A run that goes back to an earlier step for good removes the folders of later ones.
@@ -241,8 +238,10 @@ class CheckpointManager:
           CorruptCheckpointError: the one of `step`, or all of them, are damaged.
           ValueError: as `load_collection` and `load`.
         """
+        if (others if self.collection is None else like) is not None:
+            raise ValueError("a collection has its own template: give others alone; of a tree, give like alone.")
         self.wait_until_finished()
-        failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint.")
+        failure: Exception = FileNotFoundError(f"{self.folder} has no checkpoint, no folder step_<9 digits>.")
         for path in self._newest_first() if step is None else [self._path(step)]:
             found: Any = None
             problem: Exception | None = None
@@ -260,13 +259,14 @@ class CheckpointManager:
                 warnings.warn(f"{path} is passed over: {failure}", stacklevel=2)
         raise failure
 
-    def metadata(self, step: int) -> dict[str, Any]:
+    @validated
+    def metadata(self, step: NonNegativeInt) -> dict[str, Any]:
         """What `save` was given as metadata at a step, such as that of a state that `restore` returned.
 
         Raises: FileNotFoundError, CorruptCheckpointError: there is no such checkpoint, or its manifest is damaged.
         """
         found: dict[str, Any] = manifest(self._path(step))["metadata"]
-        return found if self.collection is None else found["user"]
+        return found if self.collection is None else found.get("user", found)
 
     # Parts of these
 

@@ -57,7 +57,7 @@ class Contents(NamedTuple):
         }
         try:
             text = json.dumps(body)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise TypeError(f"checkpoint: metadata must be what JSON can hold: {error}.") from error
         leaves = {parts: as_saved(leaf, joined(parts)) for parts, leaf in flattened(logical(tree)).items()}
         # As a load will see it (keys are texts); what JSON cannot hold is an error now, not after an hour of writing.

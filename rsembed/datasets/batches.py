@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Int32
 
-from rsembed.checks import NonNegativeInt, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, validated
 
 SPLITS = ("train", "validation")
 
 
 @validated
 def word_id_batches(
-    word_ids: Int[np.ndarray, " words"], num_steps: int, batch_size: int, seq_len: int, num_tables: int = 1
+    word_ids: Int[np.ndarray, " words"],
+    num_steps: PositiveInt,
+    batch_size: PositiveInt,
+    seq_len: PositiveInt,
+    num_tables: PositiveInt = 1,
 ) -> tuple[dict[str, list[Int32[np.ndarray, "batch seq 1"]]], list[Int32[np.ndarray, " batch"]]]:
     """The batches of the published tutorial: every step the same first windows of the text.
 
@@ -38,15 +43,13 @@ def word_id_batches(
       >>> features["words_0"][0][..., 0].tolist(), labels[0].tolist()
       ([[0, 1, 2], [1, 2, 3]], [3, 4])
     """
-    counts = {"num_steps": num_steps, "batch_size": batch_size, "seq_len": seq_len, "num_tables": num_tables}
-    check_counts("word_id_batches", **counts)
     if len(word_ids) <= seq_len:
         raise ValueError(
             f"word_id_batches: {len(word_ids)} words are too few for windows of seq_len={seq_len} and "
             f"a label; give at least {seq_len + 1} words or a smaller seq_len."
         )
     positions = np.arange(batch_size)[:, None] + np.arange(seq_len + 1)
-    windows = np.asarray(word_ids, np.int32)[positions % len(word_ids)]
+    windows = _narrow("word_id_batches", word_ids)[positions % len(word_ids)]
     windows.flags.writeable = False
     features = {f"words_{table}": [windows[:, :-1, None]] * num_steps for table in range(num_tables)}
     return features, [windows[:, -1]] * num_steps
@@ -56,9 +59,9 @@ def word_id_batches(
 def next_word_batches(
     word_ids: Int[np.ndarray, " words"],
     *,
-    batch_size: int,
-    sequence_length: int,
-    num_batches: int | None = None,
+    batch_size: PositiveInt,
+    sequence_length: PositiveInt,
+    num_batches: PositiveInt | None = None,
     seed: NonNegativeInt = 0,
     split: str = "train",
     validation_fraction: float = 0.1,
@@ -85,14 +88,13 @@ def next_word_batches(
       >>> contexts.shape, (labels == contexts[:, -1] + 1).all()
       ((4, 3), np.True_)
     """
-    asked = {} if num_batches is None else {"num_batches": num_batches}
-    check_counts("next_word_batches", batch_size=batch_size, sequence_length=sequence_length, **asked)
     if split not in SPLITS:
         raise ValueError(f"next_word_batches: split={split!r} is none of {SPLITS}.")
     if not 0.0 <= validation_fraction < 1.0:
         raise ValueError(f"next_word_batches: validation_fraction={validation_fraction} must be in [0, 1).")
     cut = len(word_ids) - round(len(word_ids) * validation_fraction)
-    part = np.asarray(word_ids[:cut] if split == "train" else word_ids[cut:], np.int32)
+    word_ids = _narrow("next_word_batches", word_ids)
+    part = word_ids[:cut] if split == "train" else word_ids[cut:]
     num_windows = len(part) - sequence_length
     needed = 1 if split == "train" else batch_size
     if num_windows < needed:
@@ -111,11 +113,11 @@ def next_word_batches(
     return ((words[:, :-1], words[:, -1]) for words in windows)
 
 
-def check_counts(where: str, *, least: int = 1, **counts: int) -> None:
-    """Raises: ValueError: a count is below `least`."""
-    for name, count in counts.items():
-        if count < least:
-            raise ValueError(f"{where}: {name}={count} must be at least {least}.")
+def _narrow(where: str, word_ids: Any) -> np.ndarray:
+    narrow = np.asarray(word_ids).astype(np.int32)
+    if (narrow != np.asarray(word_ids)).any():
+        raise ValueError(f"{where}: word_ids must fit int32; give ids from 0 to below the size of a vocabulary.")
+    return narrow
 
 
 @validated

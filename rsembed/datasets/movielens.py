@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rsembed.datasets.batches import check_counts
+from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.datasets.files import Published
 from rsembed.datasets.ratings import RatingsLog, generated_ratings
 
@@ -35,14 +35,15 @@ SOURCES = ("auto", "ratings", "generated")
 _log = logging.getLogger("rsembed")
 
 
+@validated
 def movielens(
     name: str = "ml-1m",
     *,
     source: str = "auto",
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
-    max_users: int | None = None,
-    seed: int = 0,
+    max_users: PositiveInt | None = None,
+    seed: NonNegativeInt = 0,
     progress: bool | None = None,
 ) -> RatingsLog:
     """The ratings of MovieLens, or a generated log of the same form and size where they cannot be had.
@@ -84,8 +85,6 @@ def movielens(
         raise ValueError(f"movielens: name={name!r} is none of {(*ARCHIVES,)}, or source={source!r} none of {SOURCES}.")
     if source == "generated" and (path is not None or download):
         raise ValueError("movielens: source='generated' reads no file; drop path= and download=, or source=.")
-    if max_users is not None:
-        check_counts("movielens", max_users=max_users)
     file = None if source == "generated" else ARCHIVES[name].find(path, download=download, progress=progress)
     if file is not None:
         log = _read(name, file, max_users)
@@ -110,10 +109,9 @@ def _read(name: str, file: Path, max_users: int | None) -> RatingsLog:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             numbers, item_ids, titles, genres, genre_names = _FORMATS[name](archive)
-    except (KeyError, zipfile.BadZipFile) as error:
+        numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
+    except (KeyError, IndexError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"movielens: {file} has not the form of {name}.zip: {error}.") from error
-    order = np.argsort(numbers[:, 3], kind="stable")
-    numbers = numbers[order]
     user_ids = np.unique(numbers[:, 0])[:max_users]
     numbers = numbers[np.isin(numbers[:, 0], user_ids)]
     if not len(numbers) or not np.isin(numbers[:, 1], item_ids).all():

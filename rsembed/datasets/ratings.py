@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64
 
-from rsembed.checks import NonNegativeInt, validated
-from rsembed.datasets.batches import check_counts
+from rsembed.checks import NonNegativeInt, PositiveInt, check_within, validated
 from rsembed.datasets.generated import zipf_probabilities
 
 GENRES = (
@@ -53,6 +52,7 @@ class TasteLaw:
     log_popularity: Float64[np.ndarray, " items"]
     release_days: Float64[np.ndarray, " items"]
 
+    @validated
     def log_odds(
         self, users: Int[np.ndarray, " samples"], days: Float64[np.ndarray, " samples"]
     ) -> Float64[np.ndarray, "samples items"]:
@@ -64,6 +64,11 @@ class TasteLaw:
           users: row numbers.
           days: when, from the beginning of the log, see `RatingsLog.days`.
         """
+        if np.shape(users) != np.shape(days):
+            raise ValueError(f"log_odds: {len(users)} users and {len(days)} days; give a day for each user.")
+        users = np.asarray(users)
+        if ((users < 0) | (users >= len(self.first_days))).any():
+            raise ValueError(f"log_odds: users must be from 0 to {len(self.first_days) - 1}, row numbers of the log.")
         career = np.maximum(self.last_days[users] - self.first_days[users], 1e-9)
         turn = DRIFT_RADIANS * np.clip((days - self.first_days[users]) / career, 0.0, 1.0)[:, None]
         tastes = np.cos(turn) * self.first_tastes[users] + np.sin(turn) * self.last_tastes[users]
@@ -123,7 +128,8 @@ class RatingsLog:
         last[len(self.users) - 1 - np.unique(self.users[::-1], return_index=True)[1]] = True
         return last
 
-    def histories(self, length: int) -> Int32[np.ndarray, "ratings length"]:
+    @validated
+    def histories(self, length: PositiveInt) -> Int32[np.ndarray, "ratings length"]:
         """The items that a user had rated before each rating, the latest first; `-1` where there are fewer.
 
         Raises: ValueError: `length` is below 1.
@@ -134,7 +140,6 @@ class RatingsLog:
           >>> (log.histories(2)[of_one][2:, 1] == log.items[of_one][:-2]).all()
           np.True_
         """
-        check_counts("histories", length=length)
         order = np.argsort(self.users, kind="stable")
         items, users = self.items[order], self.users[order]
         place = np.arange(len(users)) - np.searchsorted(users, users)  # of a rating among those of its user
@@ -148,7 +153,12 @@ class RatingsLog:
 
 @validated
 def generated_ratings(
-    num_users: int, num_items: int, *, ratings_per_user: float = 40.0, exponent: float = 0.8, seed: NonNegativeInt
+    num_users: PositiveInt,
+    num_items: int,
+    *,
+    ratings_per_user: float = 40.0,
+    exponent: float = 0.8,
+    seed: NonNegativeInt,
 ) -> RatingsLog:
     """A log in the form of MovieLens, drawn from a known law, so that the best possible advice is known too.
 
@@ -174,8 +184,7 @@ def generated_ratings(
       >>> log.is_generated, len(log.titles), int(np.bincount(log.users).min()) >= 20
       (True, 80, True)
     """
-    check_counts("generated_ratings", num_users=num_users)
-    check_counts("generated_ratings", least=2 * FEWEST_RATINGS, num_items=num_items)
+    check_within(f"[{2 * FEWEST_RATINGS}, inf)", num_items, "generated_ratings: num_items")
     if not FEWEST_RATINGS <= ratings_per_user <= num_items / 2:
         raise ValueError(
             f"generated_ratings: ratings_per_user={ratings_per_user} must be from {FEWEST_RATINGS} to {num_items / 2}, "

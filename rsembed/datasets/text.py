@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int32
 
+from rsembed.checks import PositiveInt, validated
 from rsembed.datasets.files import Published
 
 UNKNOWN_WORD = "<unk>"
@@ -55,12 +56,14 @@ class Text:
         """Share of the text's words that became id 0."""
         return float(np.mean(self.word_ids == 0))
 
+    @validated
     def encode(self, words: str | Iterable[str]) -> Int32[np.ndarray, " encoded"]:
         """Ids of words; a string is split at white space, and unknown words become 0."""
         ids = {word: number for number, word in enumerate(self.vocabulary)}
         words = words.split() if isinstance(words, str) else words
         return np.array([ids.get(word, 0) for word in words], np.int32)
 
+    @validated
     def decode(self, ids: Int[np.ndarray, "*shape"] | Sequence[int]) -> str:
         """Words of ids, joined by spaces; arrays are read row by row.
 
@@ -83,13 +86,14 @@ class Text:
         return re.sub(r" (?=[,.?!])", "", re.sub(r" (?=[A-Z]+:)", "\n", self.decode(ids)))
 
 
+@validated
 def shakespeare(
     vocabulary_size: int = 2048,
     *,
     source: str = "auto",
     path: str | os.PathLike[str] | None = None,
     download: bool = False,
-    max_words: int | None = None,
+    max_words: PositiveInt | None = None,
     progress: bool | None = None,
 ) -> Text:
     """Words of Shakespeare, or of a text of our own in his manner, ranked into ids by how often they occur.
@@ -136,8 +140,6 @@ def shakespeare(
         raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
     if source in ("generated", "pastiche") and (path is not None or download):
         raise ValueError(f"shakespeare: source={source!r} needs no file; drop path= and download=, or source=.")
-    if max_words is not None and max_words < 1:
-        raise ValueError(f"shakespeare: max_words={max_words} must be at least 1, or None for the whole text.")
 
     file = CORPUS.find(path, download=download, progress=progress) if source in ("auto", "corpus") else None
     if file is None and source == "corpus":
@@ -193,8 +195,9 @@ def _bundled_file(name: str) -> Path:
     raise FileNotFoundError(f"shakespeare: the bundled text is at none of {[str(c) for c in candidates]}; reinstall.")
 
 
+@validated
 def load_shakespeare(
-    vocab_size: int, *, source: str = "auto", path: str | os.PathLike[str] | None = None
+    vocab_size: PositiveInt, *, source: str = "auto", path: str | os.PathLike[str] | None = None
 ) -> Int32[np.ndarray, " words"]:
     """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
 

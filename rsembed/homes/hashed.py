@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rsembed.checks import check_within
+from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within
 from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_map
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Ahead, Home
@@ -122,9 +122,11 @@ class Hashed(RowsByKey):
                 f"{where}: when_full='grow' needs arrays that change their size, which a state of a "
                 "collection never does; take a larger vocabulary_size, to which load_collection brings saved rows."
             )
-        check_count(self.admission_count, where, "admission_count", least=0)
+        check_type(self.admission_count, NonNegativeInt, f"{where}: admission_count")
         if self.admission_capacity is not None:
-            check_count(self.admission_capacity, where, "admission_capacity", least=1)
+            check_type(self.admission_capacity, PositiveInt, f"{where}: admission_capacity")
+            if not self.admission_count:
+                raise ValueError(f"{where}: admission_capacity is of keys that wait, which takes an admission_count.")
             if self.admission_capacity > MAX_CAPACITY:
                 raise ValueError(f"{where}: at most {MAX_CAPACITY} keys can wait on a device; use more devices.")
         check_within("(0, 1]", self.admission_probability, f"{where}: admission_probability")
@@ -362,14 +364,6 @@ class HashedTables(Hashed):
     def _capacities(self, num_shards: int) -> list[int]:
         """Rows of each table in a shard."""
         return [-(-own.vocabulary_size // num_shards) for own in self.tables]
-
-
-def check_count(value: Any, where: str, field: str, *, least: int) -> None:
-    """Raises: TypeError or ValueError: `value` is no integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{where}: {field} must be an integer, got {value!r}.")
-    if value < least:
-        raise ValueError(f"{where}: {field} must be at least {least}, got {value}.")
 
 
 def _number(step: Step) -> Int[Array, ""]:

@@ -14,6 +14,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.caching import BackingStore
+from rsembed.checks import PositiveInt, check_type
 from rsembed.homes import hash_table, hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Ahead, Home, on_host
@@ -101,10 +102,7 @@ class HostCached(Home):
         return self.cache_rows
 
     def check(self, table: TableSpec) -> None:
-        if isinstance(self.cache_rows, bool) or not isinstance(self.cache_rows, int) or self.cache_rows < 1:
-            raise ValueError(
-                f"table {table.name!r}: cache_rows must be an integer of at least 1, got {self.cache_rows}."
-            )
+        check_type(self.cache_rows, PositiveInt, f"table {table.name!r}: cache_rows")
         if self.eviction not in EVICTIONS:
             raise ValueError(f"table {table.name!r}: eviction {self.eviction!r} is not one of {', '.join(EVICTIONS)}.")
         if table.optimizer.moves_all_rows:

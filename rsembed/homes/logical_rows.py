@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from rsembed.bags import padded_size
-from rsembed.checks import check_within
+from rsembed.checks import check_type, check_within
 from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Home, on_host
@@ -114,9 +114,8 @@ def check_reason(where: str, **given: float | None) -> None:
     if len(reasons) != 1:
         raise ValueError(f"{where}: give one of {', '.join(given)}, not {len(reasons)} of them.")
     for name, value in reasons.items():
-        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if name in ("keep", "unused_for") and not is_whole:
-            raise TypeError(f"{where}: {name} must be an integer, got {value!r}.")
+        if name in ("keep", "unused_for"):
+            check_type(value, int, f"{where}: {name}")
         check_within("[0, inf)", value, f"{where}: {name}")
 
 
@@ -261,9 +260,7 @@ def _checked_keys(table: TableSpec, exported: Mapping[str, Any], prefix: str) ->
 
 def _checked(table: TableSpec, exported: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
     if name not in exported:
-        raise ValueError(
-            f"table {table.name!r}: imported rows need {name!r}, got {sorted(exported)}; give 'keys' and 'values'."
-        )
+        raise ValueError(f"table {table.name!r}: imported rows need {name!r}; give 'keys' and 'values'.")
     if np.shape(exported[name]) != shape:
         raise ValueError(f"table {table.name!r}: imported {name!r} has shape {np.shape(exported[name])}, not {shape}.")
     return exported[name]

@@ -11,6 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 from matplotlib.ticker import MultipleLocator
 
+from rsembed.checks import PositiveInt, validated
 from rsembed.plot.drawing import COLOURS, axes_or_new, colour_of, finish, with_defaults
 from rsembed.stacking import SUBLANES
 
@@ -22,8 +23,9 @@ _EMPTY_COLOURS = ("#f2f2f2", "#bdbdbd")  # tail, gap
 _MOST_PLACES_WITH_LINES = 64
 
 
+@validated
 def buffer_places(
-    row_pointers: Int[np.ndarray, " pointers"], *, num_shards: int, num_places: int
+    row_pointers: Int[np.ndarray, " pointers"], *, num_shards: PositiveInt, num_places: PositiveInt
 ) -> Int[np.ndarray, "cores places"]:
     """What every place of a device's buffer is: the shard whose row it names, `GAP` or `TAIL`.
 
@@ -47,10 +49,10 @@ def buffer_places(
             f"num_shards={num_shards}, which has {block} pointers per core; give those of one device and one stack."
         )
     ends = np.asarray(row_pointers).reshape(num_cores, block)[:, :num_shards]
-    if (ends > num_places // num_cores).any():
+    if (np.diff(ends, axis=1, prepend=0, append=num_places // num_cores) < 0).any():
         raise ValueError(
-            f"buffer_places: a partition ends at {ends.max()}, but a core has {num_places // num_cores} places; "
-            "buffers with minibatches are laid out otherwise."
+            f"buffer_places: partitions end at {ends.tolist()}, which must not fall, in the {num_places // num_cores} "
+            "places of a core; buffers with minibatches are laid out otherwise."
         )
     places = np.full((num_cores, num_places // num_cores), TAIL)
     for core, core_ends in enumerate(ends.tolist()):
@@ -63,10 +65,11 @@ def buffer_places(
     return places
 
 
+@validated
 def plot_buffer(
     places: Int[np.ndarray, "cores places"],
     *,
-    labels: Shaped[np.ndarray, "..."] | None = None,
+    labels: Shaped[np.ndarray, "cores places"] | None = None,
     ax: Axes | None = None,
     **mesh_kwargs: Any,
 ) -> Axes:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from rsembed.checks import validated
 from rsembed.plot.drawing import axes_or_new, finish, marker_look, with_defaults
 
 
+@validated
 def plot_miss_ratio(measured: Mapping[str, Mapping[int, float]], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
     """The share of lookups that caches missed, over their sizes on a logarithmic axis; one curve per kind of cache.
 

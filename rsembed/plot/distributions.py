@@ -9,10 +9,12 @@ from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
 
-from rsembed.plot.drawing import COLOURS, axes_or_new, finish, with_defaults
+from rsembed.checks import NonNegativeInt, validated
+from rsembed.plot.drawing import COLOURS, axes_or_new, check_shares, finish, with_defaults
 
 
-def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.ndarray, " vocab"]:
+@validated
+def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: NonNegativeInt) -> Int[np.ndarray, " vocab"]:
     """How often each id occurs; `-1` is no id.
 
     Args:
@@ -35,6 +37,7 @@ def id_counts(ids: Int[np.ndarray, "*shape"], vocabulary_size: int) -> Int[np.nd
     return np.bincount(flat, minlength=vocabulary_size)
 
 
+@validated
 def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
     """How often ids occur, from the most frequent down, on logarithmic axes; ids never seen are left out.
 
@@ -44,7 +47,8 @@ def plot_id_frequency(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = No
       **line_kwargs: for the curve.
     """
     ax = axes_or_new(ax)
-    seen = np.sort(np.asarray(counts)[np.asarray(counts) > 0])[::-1]
+    shares = check_shares("plot_id_frequency: counts", counts)
+    seen = np.sort(shares[shares > 0])[::-1]
     ax.loglog(np.arange(1, len(seen) + 1), seen, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0))
     return finish(ax, "rank of the id (1 = most frequent)", "occurrences")
 
@@ -55,6 +59,7 @@ class Coverage(NamedTuple):
     row_fractions: Float[np.ndarray, " points"]
     lookup_fractions: Float[np.ndarray, " points"]
 
+    @validated
     def of_rows(self, row_fraction: float) -> float:
         """The share of lookups that the hottest `row_fraction` of the rows serve.
 
@@ -65,6 +70,7 @@ class Coverage(NamedTuple):
         return float(np.interp(row_fraction, self.row_fractions, self.lookup_fractions))
 
 
+@validated
 def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
     """Which share of the lookups the hottest rows serve, for every number of rows from none to all.
 
@@ -80,13 +86,12 @@ def coverage_curve(counts: Num[np.ndarray, " vocab"]) -> Coverage:
       >>> curve.of_rows(0.25)
       0.6
     """
-    hottest_first = np.sort(np.asarray(counts, np.float64))[::-1]
-    if not hottest_first.size or hottest_first[-1] < 0 or hottest_first[0] <= 0:
-        raise ValueError("coverage_curve: counts must not be negative, and at least one must be above 0.")
+    hottest_first = np.sort(check_shares("coverage_curve: counts", counts))[::-1]
     served = np.concatenate([[0.0], np.cumsum(hottest_first)])
     return Coverage(np.linspace(0.0, 1.0, len(served)), served / served[-1])
 
 
+@validated
 def plot_coverage(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
     """The hottest x % of the rows serve y % of the lookups; the axis of rows is logarithmic.
 
@@ -106,6 +111,7 @@ def plot_coverage(counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, 
     return finish(ax, *labels, legend="label" in line_kwargs, ylim=(0, 103))
 
 
+@validated
 def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
     """The exponent `s` of the Zipf law `p(rank) ~ rank**-s` that fits best, by maximum likelihood over all ranks.
 
@@ -123,9 +129,9 @@ def zipf_exponent(counts: Num[np.ndarray, " vocab"]) -> float:
       >>> round(zipf_exponent(1e6 / np.arange(1.0, 1001.0) ** 1.2), 3)
       1.2
     """
-    popular_first = np.sort(np.asarray(counts, np.float64))[::-1]
-    if popular_first.size < 2 or popular_first[-1] < 0 or popular_first[0] <= 0:
-        raise ValueError("zipf_exponent: needs counts of two rows at least, none negative and one above 0.")
+    popular_first = np.sort(check_shares("zipf_exponent: counts", counts))[::-1]
+    if popular_first.size < 2:
+        raise ValueError("zipf_exponent: needs counts of two rows at least.")
     logs = np.log(np.arange(1, popular_first.size + 1))
     seen = float(popular_first @ logs / popular_first.sum())
     low, high = 0.0, 30.0  # sorted counts are never flatter than 0

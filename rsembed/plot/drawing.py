@@ -28,6 +28,14 @@ _LINE_STYLES = ("-", "--", "-.", ":")
 _MARKERS = "osD^vP"
 
 
+def check_shares(name: str, values: Any) -> np.ndarray:
+    """Values that are parts of a whole. Raises: ValueError: one is negative or not finite, or none is above 0."""
+    values = np.asarray(values, np.float64)
+    if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
+        raise ValueError(f"{name} must be finite and not negative, and at least one must be above 0.")
+    return values
+
+
 def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) -> Axes:
     """The given axes, or those of a new figure."""
     return plt.subplots(figsize=size_inches, layout="constrained")[1] if ax is None else ax
@@ -91,7 +99,7 @@ def label_points(
 
     The axes must have their limits and scales, as the places are those of this size. Other options are textalloc's.
     """
-    x, y = np.asarray(points, np.float64).T
+    x, y = np.asarray(points, np.float64).reshape(-1, 2).T
     textalloc.allocate(
         ax, x, y, list(labels), x_scatter=x, y_scatter=y,
         x_lines=[own for own, _ in curves], y_lines=[own for _, own in curves],

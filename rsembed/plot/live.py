@@ -45,13 +45,12 @@ def partition_entries(
       >>> partition_entries(np.array([[[0, 2], [3, 3]], [[2, 1], [0, -1]]]), num_shards=2).tolist()
       [[[2, 0], [0, 1]], [[1, 1], [1, 0]]]
     """
-    num_batches, num_samples = batches.shape[:2]
     ids = np.sort(batches, axis=2)
-    counts = ids != -1
-    if num_samples % num_shards or not counts.any():
+    counts, (num_batches, num_samples, _) = ids != -1, ids.shape
+    if num_samples % num_shards or not counts.any() or ids.min() < -1:
         raise ValueError(
             f"partition_entries: {num_samples} samples are dealt to {num_shards} cores, which needs a multiple of "
-            f"them, and at least one id among the {batches.size} places."
+            f"them, and at least one id among the {ids.size} places, and none below -1."
         )
     counts[:, :, 1:] &= ids[:, :, 1:] != ids[:, :, :-1]  # the first of equal ids in a sample
     core = np.arange(num_samples) // (num_samples // num_shards)
@@ -60,16 +59,18 @@ def partition_entries(
     return entries.reshape(num_batches, num_shards, num_shards)
 
 
-def limit_costs(entries: Int[np.ndarray, "batches cores shards"], max_ids_per_partition: int) -> Costs:
+@validated
+def limit_costs(entries: Int[np.ndarray, "batches cores shards"], max_ids_per_partition: PositiveInt) -> Costs:
     """What this limit would have cost; see `partition_entries`. A suggested buffer size may be smaller."""
     dropped = np.maximum(entries - max_ids_per_partition, 0).sum() / entries.sum()
     places = entries.shape[1] * entries.shape[2] * round_up(max_ids_per_partition, SUBLANES)
     return Costs(float(dropped), places * BYTES_PER_PLACE)
 
 
+@validated
 def plot_limit_choice(
     entries: Int[np.ndarray, "batches cores shards"],
-    max_ids_per_partition: int,
+    max_ids_per_partition: PositiveInt,
     *,
     ax: Axes | None = None,
     **line_kwargs: Any,
@@ -94,7 +95,10 @@ def plot_limit_choice(
     return finish(ax, "input buffers (kB)", "entries dropped (%)", ylim=(-3.0, None), title=title)
 
 
-def explore(entries: Int[np.ndarray, "batches cores shards"], *, max_ids_per_partition: int | None = None) -> Any:
+@validated
+def explore(
+    entries: Int[np.ndarray, "batches cores shards"], *, max_ids_per_partition: PositiveInt | None = None
+) -> Any:
     """A slider for the limit over `plot_limit_choice`; show it as a cell's last line.
 
     Args:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 
+from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.plot.drawing import (
     COLOURS,
     axes_or_new,
@@ -25,7 +26,8 @@ from rsembed.plot.drawing import (
 # Numbers
 
 
-def running_mean(values: Num[np.ndarray, " steps"], window: int) -> Float[np.ndarray, " steps"]:
+@validated
+def running_mean(values: Num[np.ndarray, " steps"], window: PositiveInt) -> Float[np.ndarray, " steps"]:
     """The mean of each value and the up to `window - 1` values before it.
 
     Raises: ValueError: the window holds nothing.
@@ -34,23 +36,23 @@ def running_mean(values: Num[np.ndarray, " steps"], window: int) -> Float[np.nda
       >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
       [1.0, 2.0, 4.0]
     """
-    if window < 1:
-        raise ValueError(f"running_mean: window={window} must be at least 1; 1 changes nothing.")
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     ends = np.arange(1, len(sums))
     starts = np.maximum(ends - window, 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
+@validated
 def unit_rows(table: Float[np.ndarray, "rows dim"]) -> Float[np.ndarray, "rows dim"]:
     """The rows scaled to norm one; rows of zeros stay zero."""
-    table = np.asarray(table, np.float64)
+    table = _finite("unit_rows: table", table)
     norms = np.linalg.norm(table, axis=1, keepdims=True)
     return table / np.where(norms > 0, norms, 1.0)
 
 
+@validated
 def nearest_neighbours(
-    table: Float[np.ndarray, "rows dim"], ids: Int[np.ndarray, " queries"] | Sequence[int], k: int
+    table: Float[np.ndarray, "rows dim"], ids: Int[np.ndarray, " queries"] | Sequence[int], k: PositiveInt
 ) -> tuple[Int[np.ndarray, "queries k"], Float[np.ndarray, "queries k"]]:
     """The `k` rows of `table` most similar to each row of `ids`, itself left out, and their cosines.
 
@@ -66,7 +68,7 @@ def nearest_neighbours(
       >>> ids.tolist(), cosines.round(2).tolist()
       ([[2]], [[0.89]])
     """
-    if not 1 <= k < len(table):
+    if not k < len(table):
         raise ValueError(f"nearest_neighbours: k={k} must be from 1 to {len(table) - 1}, the other rows of the table.")
     queries, unit = np.asarray(ids, np.int64), unit_rows(table)
     if len(outside := queries[(queries < 0) | (queries >= len(table))]):
@@ -77,6 +79,7 @@ def nearest_neighbours(
     return nearest, np.take_along_axis(cosines, nearest, axis=1)
 
 
+@validated
 def principal_plane(
     vectors: Float[np.ndarray, "points dim"],
 ) -> tuple[Float[np.ndarray, "points 2"], Float[np.ndarray, " 2"]]:
@@ -88,16 +91,25 @@ def principal_plane(
     """
     if np.ndim(vectors) != 2 or min(np.shape(vectors)) < 2:
         raise ValueError(f"principal_plane: needs two points of two columns at least, got shape {np.shape(vectors)}.")
-    centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0)
+    vectors = _finite("principal_plane: vectors", vectors)
+    centred = vectors - np.mean(vectors, axis=0)
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
     coordinates = left[:, :2] * singular[:2]
     coordinates *= np.sign(coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]] + 0.0) + (singular[:2] == 0)
     return coordinates, singular[:2] ** 2 / max(float(np.sum(singular**2)), 1e-300)
 
 
+def _finite(name: str, vectors: Any) -> np.ndarray:
+    vectors = np.asarray(vectors, np.float64)
+    if bad := np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
+        raise ValueError(f"{name} has {len(bad)} rows that are not finite, such as row {bad[0]}; leave them out.")
+    return vectors
+
+
 # Training
 
 
+@validated
 def plot_loss(
     losses: Num[np.ndarray, " points"] | Sequence[float],
     *,
@@ -121,11 +133,14 @@ def plot_loss(
     """
     ax = axes_or_new(ax)
     values = np.asarray(losses, np.float64)
+    if steps is not None and len(steps) != len(values):
+        raise ValueError(f"plot_loss: {len(steps)} steps for {len(values)} losses; give one for each.")
     ax.plot(np.arange(1, len(values) + 1) if steps is None else np.asarray(steps), values, **line_kwargs)
     reference_lines(ax, references)
     return finish(ax, "training step", ylabel, counts_on_x=True, legend="label" in line_kwargs)
 
 
+@validated
 def plot_row_path(
     paths: Mapping[str, Num[np.ndarray, " steps"]],
     *,
@@ -155,6 +170,7 @@ def plot_row_path(
     return ax
 
 
+@validated
 def plot_loss_against_state(
     results: Mapping[str, tuple[int, float]],
     *,
@@ -171,7 +187,7 @@ def plot_loss_against_state(
       **scatter_kwargs: for the points.
     """
     ax = axes_or_new(ax)
-    state_bytes, losses = np.array(list(results.values()), np.float64).T
+    state_bytes, losses = np.array(list(results.values()), np.float64).reshape(-1, 2).T
     ax.scatter(state_bytes, losses, **with_defaults(scatter_kwargs, color=COLOURS[0], s=45, zorder=3))
     reference_lines(ax, references)
     ax.margins(x=0.2, y=0.15)
@@ -182,6 +198,7 @@ def plot_loss_against_state(
     return ax
 
 
+@validated
 def plot_limits(
     observed: Num[np.ndarray, " steps"] | Sequence[int],
     limits: Num[np.ndarray, " steps"] | Sequence[int] | int,
@@ -198,9 +215,13 @@ def plot_limits(
       ylabel: what is counted.
       ax: None makes a figure.
       **line_kwargs: for the observed curve.
+
+    Raises: ValueError: there is no batch, or another number of limits.
     """
     ax = axes_or_new(ax)
     needed = np.asarray(observed)
+    if not needed.size or np.shape(limits) not in ((), needed.shape):
+        raise ValueError(f"plot_limits: {np.size(limits)} limits for {needed.size} batches; give one, or one for each.")
     steps, allowed = np.arange(1, len(needed) + 1), np.broadcast_to(np.asarray(limits), needed.shape)
     ax.step(steps, allowed, where="post", color=COLOURS[1], linewidth=2.0, label="limit")
     ax.plot(steps, needed, **with_defaults(line_kwargs, color=COLOURS[0], linewidth=1.5, label="observed"))
@@ -215,12 +236,13 @@ def plot_limits(
 # Tables
 
 
+@validated
 def plot_neighbourhoods(
     vectors: Float[np.ndarray, "points dim"],
     labels: Sequence[str],
     *,
     kinds: Sequence[str] | None = None,
-    num_neighbours: int = 1,
+    num_neighbours: NonNegativeInt = 1,
     ax: Axes | None = None,
     **scatter_kwargs: Any,
 ) -> Axes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 
+from rsembed.checks import validated
 from rsembed.plot.drawing import MUTED, axes_or_new, colour_of, finish, label_ends, marker_look, note, with_defaults
 
 
@@ -28,6 +29,7 @@ class Work(NamedTuple):
         return self.flops / self.num_bytes
 
 
+@validated
 def lookup_work(num_ids: int, num_distinct_rows: int, num_bags: int, dim: int, *, value_bytes: int = 4) -> Work:
     """A pooled lookup: every entry is scaled and added, every distinct row read, every sum written.
 
@@ -47,12 +49,13 @@ def roof(intensity: Any, bytes_per_second: float, flops_per_second: float) -> An
     return np.minimum(np.asarray(intensity, np.float64) * bytes_per_second, flops_per_second)
 
 
+@validated
 def plot_roofline(
     work: Work,
-    seconds: Mapping[str, float],
+    seconds: Mapping[str, Annotated[float, "(0, inf)"]],
     *,
-    bytes_per_second: float,
-    flops_per_second: float,
+    bytes_per_second: Annotated[float, "(0, inf)"],
+    flops_per_second: Annotated[float, "(0, inf)"],
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:

@@ -10,7 +10,18 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from rsembed.plot.drawing import COLOURS, DASHED, LABEL_POINTS, axes_or_new, colour_of, finish, note, with_defaults
+from rsembed.checks import validated
+from rsembed.plot.drawing import (
+    COLOURS,
+    DASHED,
+    LABEL_POINTS,
+    axes_or_new,
+    check_shares,
+    colour_of,
+    finish,
+    note,
+    with_defaults,
+)
 from rsembed.stacking import StackingPlan
 
 PADDING_COLOUR = "#d0d0d0"
@@ -18,6 +29,7 @@ PADDING_COLOUR = "#d0d0d0"
 # Numbers
 
 
+@validated
 def load_skew(load: Int[np.ndarray, " shards"]) -> float:
     """The largest load over the mean: 1 is even, and the busiest shard is late by this factor.
 
@@ -27,12 +39,11 @@ def load_skew(load: Int[np.ndarray, " shards"]) -> float:
       >>> load_skew(np.array([6, 2, 2, 2]))
       2.0
     """
-    total = int(np.sum(load))
-    if total == 0:
-        raise ValueError("load_skew: no shard has anything to do; count the ids of at least one batch.")
-    return float(np.max(load) * len(load) / total)
+    shares = check_shares("load_skew: load", load)
+    return float(shares.max() * len(shares) / shares.sum())
 
 
+@validated
 def stack_bytes(plan: StackingPlan) -> dict[str, tuple[int, int]]:
     """Bytes over all shards that hold embeddings and that are padding, by stack; optimizer state not counted."""
     sizes = {}
@@ -43,6 +54,7 @@ def stack_bytes(plan: StackingPlan) -> dict[str, tuple[int, int]]:
     return sizes
 
 
+@validated
 def treemap(
     sizes: Sequence[float] | Float[np.ndarray, " sizes"], width: float, height: float
 ) -> Float[np.ndarray, "sizes 4"]:
@@ -58,9 +70,7 @@ def treemap(
       >>> treemap([3.0, 1.0], 4.0, 1.0).tolist()
       [[0.0, 0.0, 3.0, 1.0], [3.0, 0.0, 1.0, 1.0]]
     """
-    areas = np.asarray(sizes, np.float64)
-    if not areas.size or areas.min() < 0 or areas.sum() <= 0:
-        raise ValueError("treemap: sizes must not be negative, and at least one must be above 0.")
+    areas = check_shares("treemap: sizes", sizes)
     areas = areas * (width * height / areas.sum())
     boxes, waiting = np.zeros((len(areas), 4)), np.argsort(-areas, kind="stable").tolist()
     x, y = 0.0, 0.0
@@ -93,6 +103,7 @@ def _worst(areas: np.ndarray, side: float) -> float:
 # Drawing
 
 
+@validated
 def plot_shard_load(
     loads: Mapping[str, Int[np.ndarray, " shards"]], *, ax: Axes | None = None, **bar_kwargs: Any
 ) -> Axes:
@@ -120,6 +131,7 @@ def plot_shard_load(
     return finish(ax, "shard", "ids to look up", counts_on_x=True)
 
 
+@validated
 def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: Any) -> Axes:
     """One bar per stack: megabytes of embeddings, then the padding behind them, with its share in percent.
 
@@ -141,6 +153,7 @@ def plot_stack_bytes(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = 
     return finish(ax, "table (MB over all shards)", "stack")
 
 
+@validated
 def plot_stack_treemap(sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: Any) -> Axes:
     """The bytes of all stacks as areas: a rectangle per stack, its padding as the grey strip at the right.
 

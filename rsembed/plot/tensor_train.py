@@ -8,9 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
+from rsembed.checks import validated
 from rsembed.plot.drawing import axes_or_new, colour_of, finish, label_ends, marker_look, reference_lines
 
 
+@validated
 def plot_against_bytes(
     results: Mapping[str, Sequence[tuple[float, float]]],
     *,

@@ -12,10 +12,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from rsembed.bags import check_not_taken, is_traced
-from rsembed.checks import PositiveInt, check_within, dtype_among, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within, dtype_among, validated
 from rsembed.fingerprint import check_same
 from rsembed.homes import Hashed, hashed_rows
-from rsembed.homes.hashed import check_count
 from rsembed.homes.logical_rows import keys_to_leave
 from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
@@ -77,7 +76,7 @@ class EmbeddingVariable(nnx.Variable):
             raise NotImplementedError(f"table {table.spec.name!r} has no hash table; its keys keep their rows.")
         for name, value in (("keep", keep), ("steps_to_live", steps_to_live)):
             if value is not None:
-                check_count(value, f"table {table.spec.name!r}: evict", name, least=0)
+                check_type(value, NonNegativeInt, f"table {table.spec.name!r}: evict: {name}")
         check_within("[0, inf)", l2_weight_threshold, f"table {table.spec.name!r}: evict: l2_weight_threshold")
         state, evictor = state_of(self), table.evictor
         if is_traced(state):
@@ -200,7 +199,7 @@ def embedding_variable(
     Raises: ValueError: an argument is out of range. TypeError: it is unknown.
     """
     context, where = current_context(context), f"table {name!r}"
-    check_count(rows_per_device, where, "rows_per_device", least=1)
+    check_type(rows_per_device, PositiveInt, f"{where}: rows_per_device")
     num_devices = context.num_devices
     num_rows = rows_per_device * num_devices
     stay = {"steps_to_live": steps_to_live, "l2_weight_threshold": l2_weight_threshold}
@@ -208,7 +207,7 @@ def embedding_variable(
     unused = [] if use_hashtable else list(policies)
     steps_to_live, l2_weight_threshold = (policies.pop(name, None) for name in stay)
     if steps_to_live is not None:
-        check_count(steps_to_live, where, "steps_to_live", least=0)
+        check_type(steps_to_live, NonNegativeInt, f"{where}: steps_to_live")
     check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
     if grows := policies.get("when_full") == "grow":
         policies = policies | {"when_full": "error"}  # until the variable has more room

@@ -74,6 +74,20 @@ def kept():
     return manager(FOLDER / "kept", asynchronous=False)
 
 
+def of_one_step(name):
+    """Of a folder whose one checkpoint somebody renamed."""
+    one = manager(asynchronous=False)
+    one.save(ARRAYS, step=5)
+    (one.folder / "step_000000005").rename(one.folder / name)
+    return one
+
+
+def circular():
+    found = {}
+    found["x"] = found
+    return found
+
+
 def closed():
     one = manager()
     one.close()
@@ -164,7 +178,7 @@ BAD = {
     "the latest in a number": (lambda: checkpoint.latest(3), TypeError, "latest: folder", "a path", "3"),
     # Managers
     "a folder by number": (lambda: manager(3), TypeError, "CheckpointManager: folder", "a path", "3"),
-    "nothing to keep": (lambda: manager(max_to_keep=0), ValueError, "max_to_keep", "at least 1", "0"),
+    "nothing to keep": (lambda: manager(max_to_keep=0), ValueError, "max_to_keep", "[1, inf)", "0"),
     "a tree without its step": (lambda: kept().save(ARRAYS), ValueError, "a tree needs step"),
     "a kept step as text": (lambda: kept().save(ARRAYS, step="3"), TypeError, "save: step", "an integer", "'3'"),
     "a step that is kept": (
@@ -173,6 +187,19 @@ BAD = {
     "a step that is not there": (lambda: kept().restore(step=9), FileNotFoundError, "step_000000009"),
     "the metadata of a step that is not there": (lambda: kept().metadata(9), FileNotFoundError, "step_000000009"),
     "a restored step as text": (lambda: kept().restore(step="9"), TypeError, "restore: step", "an integer", "'9'"),
+    "a renamed step": (lambda: of_one_step("step_5").restore(), FileNotFoundError, "step_<9 digits>"),
+    "a negative step to restore": (lambda: kept().restore(step=-1), ValueError, "restore: step", "[0, inf)", "-1"),
+    "metadata of a step as text": (lambda: kept().metadata("1"), TypeError, "metadata: step", "an integer", "'1'"),
+    "others of a tree": (lambda: kept().restore(others=ARRAYS), ValueError, "of a tree", "like alone"),
+    "a template for a collection": (
+        lambda: manager(collection=collection()).restore(like=ARRAYS), ValueError, "its own template", "others alone",
+    ),
+    "a save inside jit": (
+        lambda: jax.jit(lambda x: kept().save({"x": x}, step=7))(ARRAYS["x"]), RuntimeError, "'x'", "outside of jit",
+    ),
+    "metadata that hold themselves": (
+        lambda: kept().save(ARRAYS, step=8, metadata=circular()), TypeError, "metadata", "Circular",
+    ),
     "a folder of two managers": (lambda: manager(kept().folder), RuntimeError, "kept", "another"),
     "a manager that only reads": (
         lambda: manager(read_only=True).save(ARRAYS, step=1), RuntimeError, "only reads", "without read_only=True",

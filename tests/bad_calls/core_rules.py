@@ -132,6 +132,11 @@ BAD = {
     "an eviction nobody knows": (
         lambda: stored(rs.Hashed(eviction="fifo")), ValueError, "table 'word'", "eviction 'fifo'", "lru", "lfu",
     ),
+    "room for keys that need not wait": (
+        lambda: stored(rs.Hashed(admission_capacity=2)), ValueError, "table 'word'", "takes an admission_count",
+    ),
+    "keys of no dtype": (lambda: stored(rs.Hashed(key_dtype=None)), ValueError, "key_dtype None", "uint64"),
+    "rows near as text": (lambda: stored(rs.HostCached(cache_rows="2")), TypeError, "cache_rows", "integer", "'2'"),
     "negative admission": (
         lambda: stored(rs.Hashed(admission_count=-1)), ValueError, "table 'word'", "admission_count", "-1",
     ),

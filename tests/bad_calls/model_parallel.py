@@ -96,7 +96,7 @@ BAD = {
     "a batch of none": (lambda: sok.Init(0, mesh=mesh()), ValueError, "global_batch_size", "[1, inf)", "0"),
     "an option of Init nobody knows": (lambda: sok.Init(batch_size=4, mesh=mesh()), TypeError, "batch_size"),
     # Variables
-    "no rows": (lambda: made(rows_per_device=0), ValueError, "table 'word'", "rows_per_device", "at least 1"),
+    "no rows": (lambda: made(rows_per_device=0), ValueError, "table 'word'", "rows_per_device", "[1, inf)"),
     "rows as text": (lambda: made(rows_per_device="4"), TypeError, "'word': rows_per_device", "'4'"),
     "no columns": (lambda: made(dim=0), ValueError, "table 'word'", "embedding_dim", "at least 1"),
     "keys of 16 bits": (lambda: made(key_dtype="int16"), ValueError, "table 'word'", "'int16'", "int64"),
