@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Literal, Protocol, no_type_check, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
-from rsembed.checks import check_type, describe, dtype_among
+from rsembed.checks import PositiveInt, check_type, describe, dtype_among
 from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec
 
 DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
@@ -35,14 +35,12 @@ class QuantizationConfig:
     num_buckets: int
 
     def __post_init__(self) -> None:
-        for name, kind in (("min_value", float), ("max_value", float), ("num_buckets", int)):
+        for name, kind in (("min_value", float), ("max_value", float), ("num_buckets", Annotated[int, "[2, inf)"])):
             check_type(getattr(self, name), kind, f"QuantizationConfig: {name}")
         if not -math.inf < self.min_value < self.max_value < math.inf:
             raise ValueError(
                 f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}, both finite."
             )
-        if self.num_buckets < 2:
-            raise ValueError(f"QuantizationConfig: num_buckets must be at least 2, got {self.num_buckets}.")
 
     def as_tuple(self) -> tuple[float, float, int]:
         """`(min_value, max_value, num_buckets)`."""
@@ -329,9 +327,7 @@ class FeatureSpec:
 
 
 def _positive_int(value: Any, where: str, field: str) -> int:
-    check_type(value, int, f"{where}: {field}")
-    if value < 1:
-        raise ValueError(f"{where}: {field} must be at least 1, got {value}.")
+    check_type(value, PositiveInt, f"{where}: {field}")
     return int(value)
 
 

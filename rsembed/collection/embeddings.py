@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from rsembed.bags import check_not_taken, is_traced
-from rsembed.checks import check_type, validated
+from rsembed.checks import PositiveInt, check_type, validated
 from rsembed.collection import fetching, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
@@ -83,14 +83,12 @@ class EmbeddingCollection:
         mesh: Mesh | None = None,
         sharding_axis: str | Sequence[str] | None = None,
         placement: str | Mapping[str, str] | None = None,
-        exchange_capacity: int | None = None,
+        exchange_capacity: PositiveInt | None = None,
         implementation: str | None = None,
         bounds_check: str = "raise",
     ):
         if bounds_check not in ("raise", "ignore"):
             raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
-        if exchange_capacity is not None and exchange_capacity < 1:
-            raise ValueError(f"exchange_capacity={exchange_capacity} must be at least 1.")
         api.check_implementation(implementation)
         self.features: dict[str, FeatureSpec] = {feature.name: feature for feature in features_of(features)}
         self.table_specs: dict[str, TableSpec] = tables_of(features)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, cast
 
-from rsembed.checks import validated
+from rsembed.checks import PositiveInt, validated
 from rsembed.kernels import cpu_threads
 
 # After a failure, the others get this long to report theirs; after Ctrl-C, to clean up.
@@ -34,7 +34,9 @@ _FAKE_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\S*")
 
 
 @validated
-def launch(script: str, arguments: Sequence[str] = (), *, num_processes: int = 2, devices_per_process: int = 1) -> int:
+def launch(
+    script: str, arguments: Sequence[str] = (), *, num_processes: PositiveInt = 2, devices_per_process: PositiveInt = 1
+) -> int:
     """Runs a script in several processes with CPU devices of their own, until all are done or one fails.
 
     Lines are printed with the process's number in front. When a process fails, the others are killed, for they would
@@ -51,10 +53,6 @@ def launch(script: str, arguments: Sequence[str] = (), *, num_processes: int = 2
 
     Raises: ValueError: a count below 1, or no such script.
     """
-    if num_processes < 1 or devices_per_process < 1:
-        raise ValueError(
-            f"launch: needs at least one process and one device, got {num_processes} × {devices_per_process}."
-        )
     if not os.path.isfile(script):
         raise ValueError(f"launch: there is no script {script!r}.")
     address = f"127.0.0.1:{_free_port()}"

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rsembed.checks import check_type, validated
+from rsembed.checks import PositiveInt, check_type, validated
 from rsembed.kernels.cpu_threads import check_threads, provide_threads
 from rsembed.parallel.agreement import say_goodbye
 
@@ -43,9 +43,9 @@ def init(
     process_id: int | None = None,
     local_device_ids: Sequence[int] | None = None,
     preemption: bool = False,
-    heartbeat_timeout_seconds: int = 30,
-    initialization_timeout_seconds: int = 60,
-    shutdown_timeout_seconds: int = 30,
+    heartbeat_timeout_seconds: PositiveInt = 30,
+    initialization_timeout_seconds: PositiveInt = 60,
+    shutdown_timeout_seconds: PositiveInt = 30,
 ) -> None:
     """Connects this process with the others of its run; the first call of a script, before any array is made.
 
@@ -75,8 +75,6 @@ def init(
     """
     global _watches_preemption
     timeouts = (heartbeat_timeout_seconds, initialization_timeout_seconds, shutdown_timeout_seconds)
-    if min(timeouts) < 1:
-        raise ValueError(f"init: timeouts must be at least 1 second, got {timeouts}.")
     address = coordinator_address or _environment("COORDINATOR_ADDRESS")
     num_processes = _environment_int("NUM_PROCESSES") if num_processes is None else num_processes
     process_id = _environment_int("PROCESS_ID") if process_id is None else process_id

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rsembed.bags import device_copy
-from rsembed.checks import validated
+from rsembed.checks import PositiveInt, validated
 from rsembed.keys import Keys
 from rsembed.parallel import Agreement
 from rsembed.row_gradients import check_gradient
@@ -38,14 +38,6 @@ class _Layer(nnx.Module):
         embedding_initializer: str | Callable[..., Array] = "uniform",
         **options: Any,
     ):
-        for argument, value in (
-            ("max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu),
-            ("embedding_vec_size", embedding_vec_size),
-            ("slot_num", slot_num),
-            ("max_nnz", max_nnz),
-        ):
-            if value < 1:
-                raise ValueError(f"layer {name!r}: {argument} must be at least 1, got {value}.")
         self.slot_num, self.max_nnz = slot_num, max_nnz
         self.variable: EmbeddingVariable = embedding_variable(
             name,
@@ -131,11 +123,11 @@ class DistributedEmbedding(_Layer):
     def __init__(
         self,
         combiner: str,
-        max_vocabulary_size_per_gpu: int,
-        embedding_vec_size: int,
-        slot_num: int,
-        max_nnz: int,
-        max_feature_num: int | None = None,
+        max_vocabulary_size_per_gpu: PositiveInt,
+        embedding_vec_size: PositiveInt,
+        slot_num: PositiveInt,
+        max_nnz: PositiveInt,
+        max_feature_num: PositiveInt | None = None,
         use_hashtable: bool = True,
         name: str = "distributed_embedding",
         **options: Any,
@@ -144,8 +136,6 @@ class DistributedEmbedding(_Layer):
         super().__init__(
             name, max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz, use_hashtable, **options
         )
-        if max_feature_num is not None and max_feature_num < 1:
-            raise ValueError(f"layer {name!r}: max_feature_num must be at least 1, got {max_feature_num}.")
         self.max_feature_num = slot_num * max_nnz if max_feature_num is None else max_feature_num
 
     def __call__(self, keys: Any, weights: Any = None, *, training: bool = False) -> Float[Array, "batch slot_num dim"]:
@@ -218,10 +208,10 @@ class All2AllDenseEmbedding(_Layer):
     @validated
     def __init__(
         self,
-        max_vocabulary_size_per_gpu: int,
-        embedding_vec_size: int,
-        slot_num: int,
-        nnz_per_slot: int,
+        max_vocabulary_size_per_gpu: PositiveInt,
+        embedding_vec_size: PositiveInt,
+        slot_num: PositiveInt,
+        nnz_per_slot: PositiveInt,
         dynamic_input: bool = False,
         use_hashtable: bool = True,
         name: str = "all2all_dense_embedding",

@@ -75,8 +75,7 @@ class EmbeddingVariable(nnx.Variable):
         if not table.use_hashtable:
             raise NotImplementedError(f"table {table.spec.name!r} has no hash table; its keys keep their rows.")
         for name, value in (("keep", keep), ("steps_to_live", steps_to_live)):
-            if value is not None:
-                check_type(value, NonNegativeInt, f"table {table.spec.name!r}: evict: {name}")
+            check_type(value, NonNegativeInt | None, f"table {table.spec.name!r}: evict: {name}")
         check_within("[0, inf)", l2_weight_threshold, f"table {table.spec.name!r}: evict: l2_weight_threshold")
         state, evictor = state_of(self), table.evictor
         if is_traced(state):
@@ -206,8 +205,7 @@ def embedding_variable(
     policies = core_policies(where, ev_option, policies | stay)
     unused = [] if use_hashtable else list(policies)
     steps_to_live, l2_weight_threshold = (policies.pop(name, None) for name in stay)
-    if steps_to_live is not None:
-        check_type(steps_to_live, NonNegativeInt, f"{where}: steps_to_live")
+    check_type(steps_to_live, NonNegativeInt | None, f"{where}: steps_to_live")
     check_within("[0, inf)", l2_weight_threshold, f"{where}: l2_weight_threshold")
     if grows := policies.get("when_full") == "grow":
         policies = policies | {"when_full": "error"}  # until the variable has more room

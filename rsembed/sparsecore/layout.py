@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Union
 
 import jax
 
-from rsembed.checks import check_type
+from rsembed.checks import PositiveInt, check_type
 from rsembed.collection.layout import RowLayout
 from rsembed.specs import (
     FeatureIdTransformation,
@@ -69,15 +69,9 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
 
 def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> int:
     """`num_sc_per_device`, checked, or the default of this machine."""
-    check_type(global_device_count, int, "global_device_count")
-    check_type(num_sc_per_device, int | None, "num_sc_per_device")
-    if global_device_count < 1:
-        raise ValueError(f"global_device_count must be at least 1, got {global_device_count}.")
-    if num_sc_per_device is None:
-        return num_sparsecores_per_device()
-    if num_sc_per_device < 1:
-        raise ValueError(f"num_sc_per_device must be at least 1, got {num_sc_per_device}.")
-    return num_sc_per_device
+    check_type(global_device_count, PositiveInt, "global_device_count")
+    check_type(num_sc_per_device, PositiveInt | None, "num_sc_per_device")
+    return num_sparsecores_per_device() if num_sc_per_device is None else num_sc_per_device
 
 
 class ShardingStrategy(enum.Enum):

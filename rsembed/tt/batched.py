@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from rsembed.checks import validated
+from rsembed.checks import PositiveInt, validated
 from rsembed.tt.module import SHAPES, by_name
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.tables import TTGradients, TTTables
@@ -43,7 +43,7 @@ class TableBatchedTTEmbeddingBag(TTTables):
     @validated
     def __init__(
         self,
-        num_tables: int,
+        num_tables: PositiveInt,
         num_embeddings: int | Sequence[int],
         embedding_dim: int | Sequence[int],
         *published: Any,
@@ -54,8 +54,6 @@ class TableBatchedTTEmbeddingBag(TTTables):
         **options: Any,
     ):
         del enforce_embedding_dim  # it always is
-        if num_tables < 1:
-            raise ValueError(f"num_tables must be at least 1, got {num_tables}.")
         shapes, options = by_name(published, (tt_ranks, tt_p_shapes, tt_q_shapes), options)
         per_table = [
             _per_table("num_embeddings", num_embeddings, num_tables, isinstance(num_embeddings, Sequence)),

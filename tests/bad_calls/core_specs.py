@@ -24,7 +24,7 @@ def plan(**options):
 BAD = {
     # TableSpec
     "a name that is a number": (lambda: table(3), TypeError, "TableSpec: name", "non-empty string", "3"),
-    "no rows": (lambda: table(vocabulary_size=0), ValueError, "table 'word'", "vocabulary_size", "at least 1", "got 0"),
+    "no rows": (lambda: table(vocabulary_size=0), ValueError, "table 'word'", "vocabulary_size", "[1, inf)", "got 0"),
     "rows as text": (
         lambda: table(vocabulary_size="9"), TypeError, "table 'word'", "vocabulary_size", "integer", "'9'",
     ),
@@ -91,7 +91,7 @@ BAD = {
     "an unknown bounds check": (
         lambda: one(bounds_check="clip"), ValueError, "bounds_check", "'raise' or 'ignore'", "'clip'",
     ),
-    "no capacity": (lambda: one(exchange_capacity=0), ValueError, "exchange_capacity=0", "at least 1"),
+    "no capacity": (lambda: one(exchange_capacity=0), ValueError, "exchange_capacity", "[1, inf)", "0"),
     "half a capacity": (lambda: one(exchange_capacity=2.5), TypeError, "exchange_capacity", "integer", "2.5"),
     "an unknown kernel": (lambda: one(implementation="natvie"), ValueError, "'natvie'", "native", "reference"),
     "an axis without a mesh": (lambda: one(sharding_axis="shard"), ValueError, "sharding_axis='shard'", "needs a mesh"),

@@ -50,7 +50,7 @@ BAD = {
     ),
     "a mesh that is none": (lambda: parallel.put_global(np.ones(2), 2), TypeError, "put_global", "mesh", "int"),
     "no time to wait": (
-        lambda: parallel.init(heartbeat_timeout_seconds=0), ValueError, "init: timeouts", "at least 1", "0",
+        lambda: parallel.init(heartbeat_timeout_seconds=0), ValueError, "heartbeat_timeout_seconds", "[1, inf)", "0",
     ),
     "time as text": (
         lambda: parallel.init(shutdown_timeout_seconds="30"), TypeError, "init", "shutdown_timeout_seconds", "'30'",
@@ -58,7 +58,7 @@ BAD = {
     "preemption that nobody asked for": (
         lambda: parallel.preempted(1), RuntimeError, "preempted", "init(preemption=True)",
     ),
-    "no process": (lambda: parallel.launch("x.py", num_processes=0), ValueError, "launch", "at least one process", "0"),
+    "no process": (lambda: parallel.launch("x.py", num_processes=0), ValueError, "launch: num_processes", "0"),
     "processes as text": (
         lambda: parallel.launch("x.py", num_processes="2"), TypeError, "launch", "num_processes", "'2'",
     ),

@@ -98,7 +98,7 @@ BAD = {
     # Variables
     "no rows": (lambda: made(rows_per_device=0), ValueError, "table 'word'", "rows_per_device", "[1, inf)"),
     "rows as text": (lambda: made(rows_per_device="4"), TypeError, "'word': rows_per_device", "'4'"),
-    "no columns": (lambda: made(dim=0), ValueError, "table 'word'", "embedding_dim", "at least 1"),
+    "no columns": (lambda: made(dim=0), ValueError, "table 'word'", "embedding_dim", "[1, inf)"),
     "keys of 16 bits": (lambda: made(key_dtype="int16"), ValueError, "table 'word'", "'int16'", "int64"),
     "an initializer nobody knows": (
         lambda: made(initializer="gauss"), ValueError, "table 'word'", "'gauss'", "uniform, normal",
@@ -125,9 +125,9 @@ BAD = {
         lambda: layer("max"), ValueError, "layer 'distributed_embedding'", "'sum', 'mean' or 'sqrtn'", "'max'",
     ),
     "a combiner by number": (lambda: layer(1), TypeError, "DistributedEmbedding: combiner", "a text", "1"),
-    "no slots": (lambda: layer(slots=0), ValueError, "layer 'distributed_embedding'", "slot_num", "got 0"),
+    "no slots": (lambda: layer(slots=0), ValueError, "DistributedEmbedding: slot_num", "got 0"),
     "samples of no keys": (
-        lambda: layer(max_feature_num=0), ValueError, "layer 'distributed_embedding'", "max_feature_num", "0",
+        lambda: layer(max_feature_num=0), ValueError, "DistributedEmbedding: max_feature_num", "0",
     ),
     # Batches
     "keys of floats": (lambda: call(KEYS / 1), TypeError, "table 'distributed_embedding'", "integers", "float64"),

@@ -148,7 +148,7 @@ def guess(**options):
 
 BAD = {
     # Placing tables
-    "no devices": (lambda: auto(0, 1), ValueError, "global_device_count", "at least 1", "0"),
+    "no devices": (lambda: auto(0, 1), ValueError, "global_device_count", "[1, inf)", "0"),
     "devices as text": (lambda: auto("1", 1), TypeError, "global_device_count", "integer", "'1'"),
     "half a core": (lambda: auto(1, 1.5), TypeError, "num_sc_per_device", "integer", "1.5"),
     "limits in the place of the rotation": (
@@ -336,7 +336,7 @@ BAD = {
         lambda: look_up(global_device_count=3), ValueError, "table 'word'", "2, not 6",
     ),
     "no devices to look up on": (
-        lambda: look_up(global_device_count=0), ValueError, "global_device_count", "at least 1", "0",
+        lambda: look_up(global_device_count=0), ValueError, "global_device_count", "[1, inf)", "0",
     ),
     "other cores than preprocessed": (
         lambda: look_up(num_sc_per_device=4), ValueError, "num_sc_per_device=4", "with 2",

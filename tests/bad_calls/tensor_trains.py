@@ -201,7 +201,7 @@ BAD = {
     "a kernel of a module nobody knows": (lambda: module(implementation="fast"), ValueError, "'fast'", "chunked"),
     "renormalised rows": (lambda: module(max_norm=1.0), NotImplementedError, "max_norm=1.0"),
     "no tables": (
-        lambda: tt.TableBatchedTTEmbeddingBag(0, 9, 4, tt_ranks=[2]), ValueError, "num_tables", "at least 1", "0",
+        lambda: tt.TableBatchedTTEmbeddingBag(0, 9, 4, tt_ranks=[2]), ValueError, "num_tables", "[1, inf)", "0",
     ),
     "rows of other tables": (
         lambda: tt.TableBatchedTTEmbeddingBag(2, [9, 9, 9], 4, tt_ranks=[2]), ValueError, "num_embeddings", "3",
