@@ -68,7 +68,11 @@ def replace_parameters(source: str, settings: dict[str, str]) -> str:
       'STEPS = 10  # 5_000 in the docs'
     """
     values: dict[str, ast.expr] = {}
-    for node in ast.parse(source).body:
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError as error:
+        raise CommandError(f"the cell tagged 'parameters' is no Python: {error}.") from None
+    for node in statements:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if len(targets) == 1:
@@ -287,12 +291,11 @@ def bench(name: str, arguments: Sequence[str]) -> int:
     Raises: CommandError: there is no such benchmark; the message lists those there are.
     """
     folder = _PACKAGE.parent / "benchmarks"
-    script = folder / f"{name.removesuffix('.py')}.py"
-    if not script.is_file():
-        scripts = (path for path in folder.glob("*.py") if "\ndef main(" in path.read_text())
-        known = ", ".join(sorted(path.stem for path in scripts))
-        raise CommandError(f"no benchmark {name!r}; known: {known or 'none (they come with a checkout)'}.")
-    return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode
+    scripts = {path.stem: path for path in sorted(folder.glob("*.py")) if "\ndef main(" in path.read_text()}
+    if (stem := name.removesuffix(".py")) not in scripts:
+        known = ", ".join(scripts) or "none (they come with a checkout)"
+        raise CommandError(f"no benchmark {name!r}; known: {known}.")
+    return subprocess.run([sys.executable, str(scripts[stem]), *arguments], check=False).returncode
 
 
 def start_processes(options: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -64,7 +64,7 @@ def next_word_batches(
     num_batches: PositiveInt | None = None,
     seed: NonNegativeInt = 0,
     split: str = "train",
-    validation_fraction: float = 0.1,
+    validation_fraction: Annotated[float, "[0, 1)"] = 0.1,
 ) -> Iterator[tuple[Int32[np.ndarray, "batch seq"], Int32[np.ndarray, " batch"]]]:
     """Windows of a text with the word that follows each, as `(contexts, labels)` pairs of full batches.
 
@@ -90,8 +90,6 @@ def next_word_batches(
     """
     if split not in SPLITS:
         raise ValueError(f"next_word_batches: split={split!r} is none of {SPLITS}.")
-    if not 0.0 <= validation_fraction < 1.0:
-        raise ValueError(f"next_word_batches: validation_fraction={validation_fraction} must be in [0, 1).")
     cut = len(word_ids) - round(len(word_ids) * validation_fraction)
     word_ids = _narrow("next_word_batches", word_ids)
     part = word_ids[:cut] if split == "train" else word_ids[cut:]

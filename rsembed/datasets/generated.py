@@ -6,6 +6,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float32, Float64, Int32
@@ -21,7 +22,10 @@ CLICK_INTERACTION_STD = 0.8
 
 @validated
 def zipf_probabilities(
-    vocabulary_size: int, *, exponent: float = 1.15, seed: NonNegativeInt | None = None
+    vocabulary_size: Annotated[int, "[1, 2147483648)"],
+    *,
+    exponent: Annotated[float, "[0, inf)"] = 1.15,
+    seed: NonNegativeInt | None = None,
 ) -> Float64[np.ndarray, " vocab"]:
     """Probabilities of the bounded Zipf law: rank `r = 1, 2, …` has probability `r**-exponent / sum`.
 
@@ -36,10 +40,6 @@ def zipf_probabilities(
       >>> zipf_probabilities(3, exponent=1.0).round(3).tolist()
       [0.545, 0.273, 0.182]
     """
-    if not 1 <= vocabulary_size < 2**31:
-        raise ValueError(f"zipf: vocabulary_size={vocabulary_size} must be at least 1 and below 2**31.")
-    if not (math.isfinite(exponent) and exponent >= 0):
-        raise ValueError(f"zipf: exponent={exponent} must be finite and not negative; 0 is uniform.")
     weights = np.arange(1, vocabulary_size + 1, dtype=np.float64) ** -float(exponent)
     by_rank: np.ndarray = weights / weights.sum()
     if seed is None:

@@ -64,11 +64,9 @@ class TasteLaw:
           users: row numbers.
           days: when, from the beginning of the log, see `RatingsLog.days`.
         """
-        if np.shape(users) != np.shape(days):
-            raise ValueError(f"log_odds: {len(users)} users and {len(days)} days; give a day for each user.")
         users = np.asarray(users)
-        if ((users < 0) | (users >= len(self.first_days))).any():
-            raise ValueError(f"log_odds: users must be from 0 to {len(self.first_days) - 1}, row numbers of the log.")
+        if np.shape(days) != users.shape or ((users < 0) | (users >= len(self.first_days))).any():
+            raise ValueError(f"log_odds: give users from 0 to {len(self.first_days) - 1}, and as many days.")
         career = np.maximum(self.last_days[users] - self.first_days[users], 1e-9)
         turn = DRIFT_RADIANS * np.clip((days - self.first_days[users]) / career, 0.0, 1.0)[:, None]
         tastes = np.cos(turn) * self.first_tastes[users] + np.sin(turn) * self.last_tastes[users]
@@ -153,12 +151,7 @@ class RatingsLog:
 
 @validated
 def generated_ratings(
-    num_users: PositiveInt,
-    num_items: int,
-    *,
-    ratings_per_user: float = 40.0,
-    exponent: float = 0.8,
-    seed: NonNegativeInt,
+    num_users: int, num_items: int, *, ratings_per_user: float = 40.0, exponent: float = 0.8, seed: NonNegativeInt
 ) -> RatingsLog:
     """A log in the form of MovieLens, drawn from a known law, so that the best possible advice is known too.
 
@@ -184,6 +177,7 @@ def generated_ratings(
       >>> log.is_generated, len(log.titles), int(np.bincount(log.users).min()) >= 20
       (True, 80, True)
     """
+    check_within("[1, inf)", num_users, "generated_ratings: num_users")
     check_within(f"[{2 * FEWEST_RATINGS}, inf)", num_items, "generated_ratings: num_items")
     if not FEWEST_RATINGS <= ratings_per_user <= num_items / 2:
         raise ValueError(

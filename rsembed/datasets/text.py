@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -88,7 +89,7 @@ class Text:
 
 @validated
 def shakespeare(
-    vocabulary_size: int = 2048,
+    vocabulary_size: Annotated[int, "[2, inf)"] = 2048,
     *,
     source: str = "auto",
     path: str | os.PathLike[str] | None = None,
@@ -134,8 +135,6 @@ def shakespeare(
       >>> text.decode(text.encode("the zeppelin"))
       'the <unk>'
     """
-    if vocabulary_size < 2:
-        raise ValueError(f"shakespeare: vocabulary_size={vocabulary_size}; id 0 and one word need at least 2.")
     if source not in SOURCES:
         raise ValueError(f"shakespeare: source={source!r} is none of {SOURCES}.")
     if source in ("generated", "pastiche") and (path is not None or download):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
@@ -69,7 +70,7 @@ def buffer_places(
 def plot_buffer(
     places: Int[np.ndarray, "cores places"],
     *,
-    labels: Shaped[np.ndarray, "cores places"] | None = None,
+    labels: np.ndarray | Sequence[Sequence[str]] | None = None,
     ax: Axes | None = None,
     **mesh_kwargs: Any,
 ) -> Axes:
@@ -100,7 +101,7 @@ def plot_buffer(
         ax.pcolormesh(np.arange(num_places + 1), [core - 0.36, core + 0.36], strip[None] - TAIL, **look)
     if labels is not None:
         for core, place in np.argwhere(places >= 0).tolist():
-            ax.text(place + 0.5, core, labels[core, place], ha="center", va="center", color="white", fontsize=8.0)
+            ax.text(place + 0.5, core, labels[core][place], ha="center", va="center", color="white", fontsize=8.0)
     shown = [Patch(color=own, label=f"shard {shard}") for shard, own in enumerate(shard_colours[: len(COLOURS)])]
     if num_shards > len(COLOURS):
         shown[-1].set_label(f"shard {len(COLOURS) - 1}; colours repeat")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Num
@@ -60,13 +60,11 @@ class Coverage(NamedTuple):
     lookup_fractions: Float[np.ndarray, " points"]
 
     @validated
-    def of_rows(self, row_fraction: float) -> float:
+    def of_rows(self, row_fraction: Annotated[float, "[0, 1]"]) -> float:
         """The share of lookups that the hottest `row_fraction` of the rows serve.
 
         Raises: ValueError: `row_fraction` is no share.
         """
-        if not 0 <= row_fraction <= 1:
-            raise ValueError(f"row_fraction={row_fraction} must be from 0 to 1; 0.01 is the hottest 1 % of the rows.")
         return float(np.interp(row_fraction, self.row_fractions, self.lookup_fractions))
 
 

@@ -96,9 +96,7 @@ def plot_limit_choice(
 
 
 @validated
-def explore(
-    entries: Int[np.ndarray, "batches cores shards"], *, max_ids_per_partition: PositiveInt | None = None
-) -> Any:
+def explore(entries: Int[np.ndarray, "batches cores shards"], *, max_ids_per_partition: int | None = None) -> Any:
     """A slider for the limit over `plot_limit_choice`; show it as a cell's last line.
 
     Args:

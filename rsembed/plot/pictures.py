@@ -44,8 +44,10 @@ def running_mean(values: Num[np.ndarray, " steps"], window: PositiveInt) -> Floa
 
 @validated
 def unit_rows(table: Float[np.ndarray, "rows dim"]) -> Float[np.ndarray, "rows dim"]:
-    """The rows scaled to norm one; rows of zeros stay zero."""
-    table = _finite("unit_rows: table", table)
+    """The rows scaled to norm one; rows of zeros stay zero. Raises: ValueError: a number is not finite."""
+    table = np.asarray(table, np.float64)
+    if not np.isfinite(table).all():
+        raise ValueError("unit_rows: the table has numbers that are not finite; leave their rows out.")
     norms = np.linalg.norm(table, axis=1, keepdims=True)
     return table / np.where(norms > 0, norms, 1.0)
 
@@ -89,21 +91,13 @@ def principal_plane(
 
     Raises: ValueError: there are fewer than two points or columns.
     """
-    if np.ndim(vectors) != 2 or min(np.shape(vectors)) < 2:
-        raise ValueError(f"principal_plane: needs two points of two columns at least, got shape {np.shape(vectors)}.")
-    vectors = _finite("principal_plane: vectors", vectors)
-    centred = vectors - np.mean(vectors, axis=0)
+    if min(np.shape(vectors)) < 2 or not np.isfinite(vectors).all():
+        raise ValueError(f"principal_plane: needs two points of two finite columns, got shape {np.shape(vectors)}.")
+    centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0)
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
     coordinates = left[:, :2] * singular[:2]
     coordinates *= np.sign(coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]] + 0.0) + (singular[:2] == 0)
     return coordinates, singular[:2] ** 2 / max(float(np.sum(singular**2)), 1e-300)
-
-
-def _finite(name: str, vectors: Any) -> np.ndarray:
-    vectors = np.asarray(vectors, np.float64)
-    if bad := np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
-        raise ValueError(f"{name} has {len(bad)} rows that are not finite, such as row {bad[0]}; leave them out.")
-    return vectors
 
 
 # Training
@@ -130,6 +124,8 @@ def plot_loss(
       ylabel: what the loss is, with its unit.
       ax: None makes a figure.
       **line_kwargs: for the curve, such as `label=`; with it, a legend appears.
+
+    Raises: ValueError: there are not as many steps as losses.
     """
     ax = axes_or_new(ax)
     values = np.asarray(losses, np.float64)

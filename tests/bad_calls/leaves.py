@@ -65,9 +65,9 @@ BAD = {
     "ids of no vocabulary": (lambda: datasets.zipf_ids(5, 0, seed=0), ValueError, "vocabulary_size", "0"),
     "fewer ids than none": (lambda: datasets.zipf_ids(-1, 9, seed=0), ValueError, "zipf_ids: num_ids", "-1"),
     "ids as text": (lambda: datasets.zipf_ids("5", 9, seed=0), TypeError, "zipf_ids: num_ids", "an integer", "'5'"),
-    "an exponent of NaN": (lambda: datasets.zipf_ids(5, 9, seed=0, exponent=NAN), ValueError, "exponent=nan", "finite"),
+    "an exponent of NaN": (lambda: datasets.zipf_ids(5, 9, seed=0, exponent=NAN), ValueError, "exponent must", "nan"),
     "a negative exponent": (
-        lambda: datasets.zipf_probabilities(9, exponent=-1.0), ValueError, "exponent=-1.0", "not negative",
+        lambda: datasets.zipf_probabilities(9, exponent=-1.0), ValueError, "exponent", "[0, inf)", "-1.0",
     ),
     "a negative seed": (lambda: datasets.zipf_ids(5, 9, seed=-1), ValueError, "zipf_ids: seed", "-1"),
     "no samples": (lambda: clicks(0), ValueError, "synthetic_clicks: num_samples", "[1, inf)"),
@@ -85,7 +85,7 @@ BAD = {
         lambda: datasets.generated_ratings(5, 80, seed=0).histories(0), ValueError, "histories: length", "0",
     ),
     # Texts and ratings
-    "a text of one word": (lambda: datasets.shakespeare(1), ValueError, "shakespeare: vocabulary_size=1", "at least 2"),
+    "a text of one word": (lambda: datasets.shakespeare(1), ValueError, "shakespeare: vocabulary_size", "[2, inf)"),
     "a source nobody knows": (lambda: words(source="folio"), ValueError, "shakespeare: source='folio'", "'pastiche'"),
     "a path for a bundled text": (lambda: words(path="x.txt"), ValueError, "source='pastiche'", "drop path="),
     "a path that is not there": (lambda: words(source="auto", path="nothing.txt"), FileNotFoundError, "nothing.txt"),
@@ -109,12 +109,9 @@ BAD = {
     "an archive of fewer columns": (
         lambda: datasets.movielens(path=archive("1::1::3")), ValueError, "has not the form of ml-1m.zip", "own.zip",
     ),
-    "stars in words": (
-        lambda: datasets.movielens(path=archive("1::1::three::5")), ValueError, "has not the form", "'three'",
-    ),
     "users between numbers": (lambda: odds([0.5], [1.0]), TypeError, "log_odds: users", "integers", "0.5"),
-    "users outside": (lambda: odds([5], [1.0]), ValueError, "log_odds: users", "0 to 4"),
-    "fewer days than users": (lambda: odds([0, 1], [1.0]), ValueError, "log_odds", "2 users and 1 days"),
+    "users outside": (lambda: odds([5], [1.0]), ValueError, "log_odds", "0 to 4"),
+    "fewer days than users": (lambda: odds([0, 1], [1.0]), ValueError, "log_odds", "as many days"),
     # Batches of words
     "words beyond int32": (
         lambda: datasets.word_id_batches(WORDS + 2**40, 1, 2, 3), ValueError, "word_id_batches: word_ids", "int32",
@@ -126,7 +123,7 @@ BAD = {
     "a split nobody knows": (
         lambda: windows(split="test"), ValueError, "next_word_batches: split='test'", "validation",
     ),
-    "all words for validation": (lambda: windows(validation_fraction=1.0), ValueError, "validation_fraction=1.0"),
+    "all words for validation": (lambda: windows(validation_fraction=1.0), ValueError, "validation_fraction", "[0, 1)"),
     "a batch of no windows": (lambda: windows(batch_size=0), ValueError, "next_word_batches: batch_size", "0"),
     "windows too long": (
         lambda: windows(sequence_length=30), ValueError, "the train part has 18 words", "sequence_length=30",
@@ -144,7 +141,7 @@ BAD = {
     ),
     "coverage of nothing": (lambda: plot.coverage_curve(np.zeros(3)), ValueError, "coverage_curve", "above 0"),
     "a share above all": (
-        lambda: plot.coverage_curve(COUNTS).of_rows(2.0), ValueError, "row_fraction=2.0", "from 0 to 1",
+        lambda: plot.coverage_curve(COUNTS).of_rows(2.0), ValueError, "row_fraction", "[0, 1]", "2.0",
     ),
     "a law of one row": (lambda: plot.zipf_exponent(np.array([3])), ValueError, "zipf_exponent", "two rows"),
     "a mean over no steps": (lambda: plot.running_mean(np.ones(3), 0), ValueError, "window", "0"),
@@ -162,9 +159,8 @@ BAD = {
     ),
     "ids of floats in a picture": (lambda: plot.id_counts([1.5], 9), TypeError, "id_counts: ids", "integers", "1.5"),
     "coverage of NaN": (lambda: plot.coverage_curve([NAN, 1.0]), ValueError, "coverage_curve: counts", "finite"),
-    "a negative load": (lambda: plot.load_skew([-1, 3]), ValueError, "load_skew: load", "not negative"),
     "a plane of NaN": (
-        lambda: plot.principal_plane([[NAN, 1.0], [2.0, 3.0]]), ValueError, "principal_plane: vectors", "row 0",
+        lambda: plot.principal_plane([[NAN, 1.0], [2.0, 3.0]]), ValueError, "principal_plane", "finite",
     ),
     "a loss by name": (lambda: plot.plot_loss("loss"), TypeError, "plot_loss: losses", "'loss'"),
     "steps of other losses": (lambda: plot.plot_loss([1.0, 2.0], steps=[1]), ValueError, "1 steps for 2 losses"),
@@ -173,11 +169,6 @@ BAD = {
     "partitions that fall": (
         lambda: plot.buffer_places(np.array([16, 2, *[16] * 6]), num_shards=2, num_places=24), ValueError,
         "buffer_places", "must not fall",
-    ),
-    "a plan for its bytes": (lambda: plot.plot_stack_bytes(None), TypeError, "plot_stack_bytes: sizes", "a mapping"),
-    "a program in no time": (
-        lambda: plot.plot_roofline(plot.Work(1.0, 1.0), {"a": 0.0}, bytes_per_second=1.0, flops_per_second=1.0),
-        ValueError, "plot_roofline: seconds['a']", "(0, inf)",
     ),
     # The command line
     "a command nobody knows": (lambda: command("docter"), CommandError, "docter", "doctor"),
@@ -194,12 +185,17 @@ BAD = {
     "a value that is none": (
         lambda: replace_parameters("STEPS = 2", {"STEPS": "many"}), CommandError, "STEPS=many", "Python literal",
     ),
+    "a cell of parameters that is no Python": (
+        lambda: replace_parameters("%matplotlib inline\nSTEPS = 2", {"STEPS": "3"}), CommandError, "'parameters'",
+        "no Python",
+    ),
+    "a benchmark elsewhere": (lambda: command("bench", "../rsembed/nnx"), CommandError, "no benchmark"),
     "a benchmark nobody has": (
         lambda: command("bench", "sumary"), CommandError, "no benchmark 'sumary'",
         "summary" if HAS_BENCHMARKS else "they come with a checkout",
     ),
     "a script nobody has": (lambda: command("launch", "nothing.py"), CommandError, "no script 'nothing.py'"),
-    "no processes": (lambda: command("launch", "--processes", "0", "x.py"), CommandError, "at least one process", "0"),
+    "no processes": (lambda: command("launch", "--processes", "0", "x.py"), CommandError, "num_processes", "0"),
     "processes in words": (
         lambda: command("launch", "--processes", "two", "x.py"), CommandError, "--processes", "'two'",
     ),
