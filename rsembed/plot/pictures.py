@@ -168,7 +168,7 @@ def plot_row_path(
 
 @validated
 def plot_loss_against_state(
-    results: Mapping[str, tuple[int, float]],
+    results: Mapping[str, tuple[float, float]],
     *,
     references: Mapping[str, float] | None = None,
     ax: Axes | None = None,
