@@ -108,7 +108,7 @@ class Bags:
         offsets = xp.arange(num_bags + 1, dtype=np.int32) * np.int32(length)
         if weights is not None and not jnp.issubdtype(weights.dtype, np.floating):
             weights = _floats(weights, "from_dense")
-        flat_weights = None if weights is None else xp.asarray(weights).astype(np.float32).reshape(-1)
+        flat_weights = None if weights is None else weights.astype(np.float32).reshape(-1)
         return Bags(ids.reshape(-1), offsets, flat_weights, tuple(ids.shape))
 
     @staticmethod

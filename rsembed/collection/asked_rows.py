@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from rsembed.collection.layout import read_from
-from rsembed.collection.rows import Admitted, LookupResult, Occurrences, Rows, Trip, each, keys_of_rows
+from rsembed.collection.rows import LookupResult, Occurrences, Rows, each, keys_of_rows
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
 from rsembed.homes.home import Ahead
@@ -59,41 +59,6 @@ class AskedRows(Rows):
         bytes_per_place = 4 * num_lanes + vectors.shape[1] * vectors.dtype.itemsize
         traffic = Traffic.of(rounds, (self.num_shards - 1) * self._capacity(wanted) * bytes_per_place)
         return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, traffic
-
-    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> Asking[Admitted]:
-        """See `Rows`."""
-
-        def answer(state: tuple[Any, Any], question: Any) -> tuple[Any, Any]:
-            params, slots, rows = self._find_arrived(*state, question, step)
-            return (params, slots), (rows, self.home.vectors(params, rows, self.table))
-
-        wanted = self._distinct(batch.all_keys())
-        params = yield from self._held(params, wanted, step)
-        reply = jax.ShapeDtypeStruct((), jnp.int32), self._row
-        (params, slots), (rows, vectors), _ = yield self._question(
-            wanted, self._names(wanted), answer, (params, slots), reply=reply
-        )
-        rows = jnp.where(wanted.first_of == NO_ROW, NO_ROW, rows)
-        pooled = self._pooled(vectors, read_from(wanted.entry_of, batch.segments))
-        return params, slots, pooled, Trip(batch, wanted, rows)
-
-    def step_found(
-        self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
-    ) -> Asking[tuple[Any, Any]]:
-        """See `Rows`."""
-        batch, wanted, rows = trip
-        if wanted is None:
-            raise ValueError("the trip is one to rows that are here.")
-
-        def answer(state: tuple[Any, Any], arrived: tuple[Array, Array, Array, Array]) -> tuple[Any, None]:
-            (params, slots), (rows, high, low, gradients) = state, arrived
-            params, rows = self.home.still_theirs(params, rows, Keys(high, low, rows != NO_ROW), step)
-            return self._step(params, slots, [each(rows)], [gradients], step), None
-
-        payload = rows, *wanted.lanes[-2:], self._of_entries(wanted.entry_of, batch, d_outputs)
-        answers = yield self._question(wanted, payload, answer, (params, slots))
-        stepped: tuple[Any, Any] = answers.state
-        return stepped
 
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""

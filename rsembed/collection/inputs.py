@@ -7,8 +7,8 @@ devices must run the same program on equal shapes: sample `b` of `B` lies with d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ from rsembed.bags import (
 from rsembed.checks import did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
-from rsembed.keys import Keys, checked_keys
+from rsembed.homes.home import Home
+from rsembed.keys import Keys
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.row_gradients import check_gradient
 from rsembed.specs import FeatureSpec
@@ -53,10 +54,26 @@ def check_names(features: Mapping[str, FeatureSpec], given: Mapping[str, Any], w
 
 
 def prepare(
-    features: Mapping[str, FeatureSpec], batch: Batch, devices: Devices, *, bounds_check: str
+    features: Mapping[str, FeatureSpec],
+    given: Any,
+    devices: Devices,
+    *,
+    bounds_check: str,
+    what: str = "the batch",
+    read: Callable[[Any], Batch] = lambda batch: batch,
 ) -> dict[str, Any]:
-    """The batch in canonical form; see `EmbeddingCollection.prepare`."""
-    with Agreement(devices.known_mesh, "the batch", batch) as agreement:
+    """The batch in canonical form; see `EmbeddingCollection.prepare`.
+
+    Args:
+      features: by name.
+      given: the batch, or whatever `read` makes one of.
+      devices: the mesh.
+      bounds_check: see the collection.
+      what: the subject of messages of what processes disagree in.
+      read: a wing's own checks, which refuse in all processes together.
+    """
+    with Agreement(devices.known_mesh, what, given) as agreement:
+        batch = read(given)
         check_names(features, batch, "batch")
         bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
         if devices.mesh is None:
@@ -71,15 +88,17 @@ def prepare(
 
 def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     bags, storage = as_bags(value, feature=feature.name), feature.table_spec.storage
+    # Whoever differentiates by weights hides these alone.
+    visible = dataclasses.replace(bags, weights=None) if is_traced(bags.weights) else bags
     if storage is not None and storage.key_dtype is not None:
-        if not _is_unknown(bags):
-            check_bags(bags, feature=feature.name)
-        keys: Any = checked_keys(bags.ids, storage.key_dtype, feature=f"feature {feature.name!r}")
+        if not _is_unknown(visible):
+            check_bags(visible, feature=feature.name)
+        keys: Any = cast(Home, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
         return dataclasses.replace(bags, ids=keys)
     check_ids_dtype(bags, feature=feature.name)
-    if not _is_unknown(bags):
+    if not _is_unknown(visible):
         check_values(
-            bags,
+            visible,
             feature=feature.name,
             table=feature.table_spec.name,
             vocabulary_size=feature.table_spec.vocabulary_size,

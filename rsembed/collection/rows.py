@@ -30,7 +30,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
-from rsembed.parallel import Asking, Wanted
+from rsembed.parallel import Asking
 from rsembed.specs import TableSpec
 
 Params = ParamSpec("Params")
@@ -80,24 +80,6 @@ class Occurrences(NamedTuple):
 
 LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Traffic]
 """Pooled rows, how many distinct keys had none, and what travelled."""
-
-
-class Trip(NamedTuple):
-    """What a backward pass needs to know of a lookup that gave keys their rows.
-
-    Attributes:
-      batch: what was looked up.
-      wanted: distinct keys of this device; None where their rows are here.
-      rows: of each of them at its owner, or of each occurrence here; `NO_ROW` for keys without one.
-    """
-
-    batch: Occurrences
-    wanted: Wanted | None
-    rows: Int[Array, " nnz"]
-
-
-Admitted: TypeAlias = tuple[Any, Any, Sequence[Array], Trip]
-"""Parameters, slots and pooled rows, and what the step of these needs to know."""
 
 
 def asks_nobody(function: Callable[Params, Result]) -> Callable[Params, Asking[Result]]:
@@ -171,23 +153,6 @@ class Rows:
         num_values += sum(output.size for output in outputs) // self.devices.num_devices
         traffic = Traffic.of(1, 4 * (self.devices.num_devices - 1) * num_values)
         return [self.devices.rows_of_all(output) for output in outputs], jnp.zeros((), jnp.int32), traffic
-
-    @asks_nobody
-    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> Admitted:
-        """Rows for keys that have none, and a lookup of all; `step_found` trains what it read."""
-        keys = batch.all_keys()
-        params, slots, rows = self._find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), step)
-        vectors = self.home.vectors(params, rows, self.table)
-        pooled = self._pooled(vectors, read_from(_positions(keys), batch.segments))
-        return params, slots, pooled, Trip(batch, None, rows)
-
-    @asks_nobody
-    def step_found(
-        self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
-    ) -> tuple[Any, Any]:
-        """One step of the rows that a trip found, but for those that belong to other keys by now."""
-        params, rows = self.home.still_theirs(params, trip.rows, trip.batch.all_keys(), step)
-        return self._step(params, slots, _reading(self.home, rows, trip.batch), d_outputs, step)
 
     @asks_nobody
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> tuple[Array, Array]:
@@ -340,7 +305,3 @@ def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
 def each(rows: Int[Array, " nnz"]) -> Segment:
     """A segment that reads every row by itself."""
     return Segment(rows, None, None, "none")
-
-
-def _positions(keys: Keys) -> Int[Array, " nnz"]:
-    return jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)

@@ -40,12 +40,13 @@ class Traffic(NamedTuple):
     Args:
       num_rounds: rounds of `all_to_all`; 0 where nothing is asked.
       num_bytes: bytes that every device sent, padding included.
-      num_unknown: of tables with keys, distinct ones without a row, by device that looked for them; else None.
+      num_unknown: of tables with keys, distinct ones without a row, by device that looked for them; else None. Ahead
+        of a step, those that it is going to give a row.
     """
 
     num_rounds: Int[Array, ""]
     num_bytes: Float[Array, ""]
-    num_unknown: Int[Array, ""] | None = None
+    num_unknown: Int[Array, " devices"] | None = None
 
     @staticmethod
     def of(num_rounds: int | Int[Array, ""], bytes_per_round: int) -> Traffic:

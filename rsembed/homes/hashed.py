@@ -15,7 +15,7 @@ from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within
 from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_map
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Ahead, Home
-from rsembed.homes.row_map import FREE, Score
+from rsembed.homes.row_map import Score
 from rsembed.homes.sharing import of_near_sizes
 from rsembed.initial_values import keyed_form, table_key, table_keys
 from rsembed.kernels import api
@@ -282,18 +282,6 @@ class Hashed(RowsByKey):
         if self.eviction == "l2":
             return (lambda _: hashed_rows.norms(params.rows)), of_uses
         return of_uses, of_uses
-
-    def still_theirs(
-        self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys, step: Step
-    ) -> tuple[DynamicTable, Int[Array, " nnz"]]:
-        lanes = (params.keys.high, params.keys.low, params.keys.last_step)
-        high, low, last_step = (lane.at[rows].get(mode="fill", fill_value=0) for lane in lanes)
-        is_stale = (rows != NO_ROW) & ((high != keys.high) | (low != keys.low) | (last_step == FREE))
-        table = row_map.table_of(params.keys, rows)
-        counters = params.counters.add(stale=hash_table.counts_of(is_stale, table, params.num_tables))
-        rows = jnp.where(is_stale, NO_ROW, rows)
-        used = row_map.use(params.keys, rows, _number(step), jnp.zeros(rows.shape, jnp.int32))
-        return params._replace(keys=used, counters=counters), rows
 
     @property
     def makes_room(self) -> bool:

@@ -33,7 +33,7 @@ INITIAL_BLOCK = 1024
 class Counters(NamedTuple):
     """Keys of each table since it was made; a key counts once for every batch that it occurs in.
 
-    Numbers of 64 bits, as a high and a low lane. Without hash table there is only `unknown`, the others are None.
+    Numbers of 64 bits, as a high and a low lane; without hash table there are none.
 
     Attributes:
       inserted: keys that got a row.
@@ -41,10 +41,6 @@ class Counters(NamedTuple):
       failed: keys of training that found no room, in the table or among those that wait for admission.
       not_admitted: keys of training that had not occurred often enough.
       forgotten: keys whose occurrences are no longer counted, to make room for others or by their age.
-      unknown: keys of evaluation without a row.
-      stale: keys whose gradients came when their row belonged to another key already, and were dropped.
-      invalid: negative numbers other than -1, and keys beyond `key_dtype`, in a traced batch, where they cannot be
-        refused.
     """
 
     inserted: UInt32[Array, "tables 2"] | None = None
@@ -52,9 +48,6 @@ class Counters(NamedTuple):
     failed: UInt32[Array, "tables 2"] | None = None
     not_admitted: UInt32[Array, "tables 2"] | None = None
     forgotten: UInt32[Array, "tables 2"] | None = None
-    unknown: UInt32[Array, "tables 2"] | None = None
-    stale: UInt32[Array, "tables 2"] | None = None
-    invalid: UInt32[Array, "tables 2"] | None = None
 
     @classmethod
     def zeros(cls, *names: str, num_tables: int = 1) -> Counters:
@@ -263,20 +256,13 @@ def norms(rows: Float[Array, "rows dim"]) -> UInt32[Array, " rows"]:
     return jax.lax.bitcast_convert_type(squares, jnp.uint32)
 
 
-def evict_older(params: DynamicTable, step: Int[Array, ""], steps_to_live: int) -> DynamicTable:
-    """The table without keys that training did not use for more than `steps_to_live` steps before `step`.
-
-    Looks at every row, so call it now and then: as often as keys are to go, or before a checkpoint.
-    """
-    left = row_map.release_older(params.keys, step, steps_to_live)
-    counters = params.counters.add(evicted=left.num_free - params.keys.num_free)
-    return forget_older(params._replace(keys=left, counters=counters), step, steps_to_live)
-
-
 def forget_older(
     params: DynamicTable, step: Int[Array, ""], steps_to_live: int | Int[Array, ""], *, number: int | None = None
 ) -> DynamicTable:
-    """The same for keys that wait for admission, if any can: of all tables, or of the one of this number."""
+    """The table without keys that wait for admission and did not occur for more than `steps_to_live` steps.
+
+    Of several tables all, or the one of this `number`.
+    """
     if params.waiting is None:
         return params
     waiting = row_map.release_older(params.waiting, step, steps_to_live, number)

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
-from rsembed.keys import Keys, owners
+from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
 
@@ -105,6 +105,11 @@ class Home(abc.ABC):
         """Ids that are no keys lie below it."""
         return table.vocabulary_size
 
+    def checked(self, ids: Any, table: TableSpec, feature: str) -> Keys:
+        """Ids of a batch as keys, of which those that can be seen were checked. Raises: as `checked_keys`."""
+        del table
+        return checked_keys(ids, self.key_dtype, feature=feature)
+
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
         """The shard that has the row of each key; `num_shards` for what is no key."""
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
@@ -161,16 +166,6 @@ class Home(abc.ABC):
         """`params`, in which the rows (and counts) of these keys stay where they are until the step is done."""
         del keys, step
         return params
-
-    def still_theirs(
-        self, params: Any, rows: Int[Array, " nnz"], keys: Keys, step: Step
-    ) -> tuple[Any, Int[Array, " nnz"]]:
-        """`rows` that `find` gave to keys some time ago, `NO_ROW` in place of those that others have now.
-
-        `step` uses those that it steps, which may be a later one than the step that found them.
-        """
-        del keys, step
-        return params, rows
 
     @abc.abstractmethod
     def step(
