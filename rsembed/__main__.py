@@ -258,8 +258,7 @@ def doctor() -> int:
     """
     import jax
 
-    from rsembed.kernels.api import implementation_states
-    from rsembed.kernels.evidence import backend_evidence
+    from rsembed.kernels.api import backend_evidence, implementation_states
 
     print(f"{'python':<12}{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("rsembed", "jax", "jaxlib", "flax", "optax", "numpy"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -13,7 +13,7 @@ from rsembed.collection.initial_rows import OwnShards, PlacedTable, initial_shar
 from rsembed.collection.layout import RowLayout
 from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
@@ -86,7 +86,8 @@ class DenseRows(Home):
     def vectors(self, params: Array, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         """Rows as they are stored."""
         del table
-        return api.gather_rows((params,), rows, implementation=self.implementation)[0]
+        (vectors,) = api.dispatch("gather_rows", self.implementation, (params,), rows)
+        return cast(Array, vectors)
 
     def find(
         self, params: Array, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
@@ -106,10 +107,8 @@ class DenseRows(Home):
         step: Step,
     ) -> tuple[Array, Slots]:
         """Row gradients and step in one kernel."""
-        how, rounding = (step.hyper, step.rule), step.rounding
-        return api.update(
-            params, slots, segments, d_outputs, *how, rounding=rounding, implementation=self.implementation
-        )
+        gradients = SegmentGradients(segments, d_outputs)
+        return api.update(params, slots, gradients, step, implementation=self.implementation)
 
     def step_distinct(
         self,
@@ -122,10 +121,7 @@ class DenseRows(Home):
         step: Step,
     ) -> tuple[Array, Slots]:
         """The same without sorting."""
-        how, rounding = (step.hyper, step.rule), step.rounding
-        return api.apply_rows(
-            params, slots, rows, gradients, *how, rounding=rounding, implementation=self.implementation
-        )
+        return api.apply_rows(params, slots, rows, gradients, step, implementation=self.implementation)
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
         """Rows of the device that owns them."""

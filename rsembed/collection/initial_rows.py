@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +63,11 @@ def initial_shards(
     parts = [(rows.shape, jnp.dtype(tables[0].spec.dtype))]
     parts += [(slot.shape, slot.dtype) for slot in jax.eval_shape(rule.init_slots, rows)]
     fill = None if is_full else 0.0
-    arrays = tuple(api.allocate(*part, fill, implementation=implementation) for part in parts)
+    arrays = tuple(api.dispatch("allocate", implementation, *part, fill) for part in parts)
 
     def write(arrays: tuple[Array, ...], rows: Array, values: Array) -> tuple[Array, ...]:
-        return api.scatter_rows(arrays, rows, (values, *rule.init_slots(values)), implementation=implementation)
+        with_slots = values, *rule.init_slots(values)
+        return cast(tuple[Array, ...], api.dispatch("scatter_rows", implementation, arrays, rows, with_slots))
 
     # Tables of one form, and of sizes that one size of blocks suits, are filled by one compiled loop.
     groups: dict[tuple[Hashable, int], list[PlacedTable]] = {}

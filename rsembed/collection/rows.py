@@ -27,7 +27,7 @@ from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import entries, named, unnamed
 from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
 from rsembed.parallel import Asking, Wanted
@@ -289,12 +289,16 @@ class Rows:
         """Gradients of distinct entries, by number."""
         num_entries, own = entry_of.shape[0], read_from(entry_of, batch.segments)
         # Every entry occurs, so the gradient in place `e` is that of entry `e`.
-        return api.row_gradients(num_entries, own, d_outputs, implementation=self.implementation)[1]
+        return self._gradients(num_entries, own, d_outputs)[1]
 
     def _summed(self, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
-        num_ids = self.home.num_ids(self.table)
-        return api.row_gradients(num_ids, segments, d_outputs, implementation=self.implementation)
+        return self._gradients(self.home.num_ids(self.table), segments, d_outputs)
+
+    def _gradients(self, num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+        gradients = SegmentGradients(segments, d_outputs)
+        summed: tuple[Array, Array] = api.dispatch("row_gradients", self.implementation, num_rows, gradients)
+        return summed
 
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
         """Gradients of the global batch, in the columns that are here."""

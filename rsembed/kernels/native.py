@@ -31,6 +31,7 @@ from rsembed.kernels.contract import (
     Table,
     as_rows,
 )
+from rsembed.kernels.ids import Partitions, SampleEntries
 from rsembed.kernels.keyed import Distinct, Unique
 from rsembed.kernels.library import call_handler
 from rsembed.kernels.library import instruction_set as instruction_set
@@ -38,7 +39,6 @@ from rsembed.kernels.library import library_paths as library_paths
 from rsembed.kernels.library import num_cores as num_cores
 from rsembed.kernels.library import shared_library as shared_library
 from rsembed.kernels.library import unavailable_because as unavailable_because
-from rsembed.kernels.partitions import Partitions, SampleEntries
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.places import Place

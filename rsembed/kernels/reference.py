@@ -35,6 +35,7 @@ from rsembed.kernels.contract import (
 )
 from rsembed.kernels.contract import Rounding as Rounding
 from rsembed.kernels.ids import count_ids as count_ids
+from rsembed.kernels.ids import entries_by_sample as entries_by_sample
 from rsembed.kernels.ids import rows_by_bag as rows_by_bag
 from rsembed.kernels.ids import rows_of_ids as rows_of_ids
 from rsembed.kernels.keyed import compact as compact
@@ -45,7 +46,6 @@ from rsembed.kernels.keyed import insert_keys as insert_keys
 from rsembed.kernels.keyed import row_bits as row_bits
 from rsembed.kernels.keyed import take_rows as take_rows
 from rsembed.kernels.keyed import unique_keys as unique_keys
-from rsembed.kernels.partitions import entries_by_sample as entries_by_sample
 from rsembed.optimizers import Slots
 
 NAME = "reference"
