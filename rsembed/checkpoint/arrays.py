@@ -29,8 +29,7 @@ import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
 
-from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, SavedArray
-from rsembed.checkpoint.states import PickedRows, TableRows
+from rsembed.checkpoint.states import Blocks, CorruptCheckpointError, PickedRows, SavedArray, TableRows
 from rsembed.progress import progress
 
 CHUNK_BYTES = 1 << 22

@@ -10,11 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsembed.checkpoint.files import check_owners
-from rsembed.checkpoint.manifests import manifest
-from rsembed.checkpoint.reading import nested, placed, restored
+from rsembed.checkpoint.files import Contents, check_owners, manifest, nested, placed, restored, write
 from rsembed.checkpoint.states import logical, tables_of, with_states
-from rsembed.checkpoint.writing import Contents, write
 from rsembed.checks import validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 

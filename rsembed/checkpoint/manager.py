@@ -27,11 +27,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rsembed.checkpoint.collections import contents_of, load_collection
-from rsembed.checkpoint.files import load, verify
-from rsembed.checkpoint.manifests import MANIFEST, manifest
-from rsembed.checkpoint.saved import CorruptCheckpointError
-from rsembed.checkpoint.states import belongings
-from rsembed.checkpoint.writing import Contents, agreed, already_there, hidden_beside, written
+from rsembed.checkpoint.files import (
+    MANIFEST,
+    Contents,
+    agreed,
+    already_there,
+    hidden_beside,
+    load,
+    manifest,
+    verify,
+    written,
+)
+from rsembed.checkpoint.states import CorruptCheckpointError, belongings
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.collection import EmbeddingCollection
 

@@ -4,11 +4,10 @@
 embeddings.py   what users call; every method is one function of what a single device holds
 ├─ inputs.py    batches in canonical form: bags on one device, padded arrays split by sample on a mesh
 ├─ devices.py   the mesh: which axes, how functions run on every device, what is gathered
-├─ layout.py    translate: where the rows of every table lie
 └─ stack.py     the features of a stack, and the way to its rows:
      rows.py          here, whole or by column
      asked_rows.py    with an owner each, whom all devices ask
-     dense_rows.py    what keeps an array of rows; see `rsembed.homes` for the others
+     dense_rows.py    an array of rows, and where each lies; see `rsembed.homes` for other storages
 ```
 """
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from rsembed.collection.layout import read_from
+from rsembed.collection.dense_rows import read_from
 from rsembed.collection.rows import Admitted, LookupResult, Occurrences, Rows, Trip, each, keys_of_rows
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine

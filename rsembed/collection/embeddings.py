@@ -21,7 +21,7 @@ from rsembed.collection import fetching, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
 from rsembed.collection.logical_tables import LogicalTables
-from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
+from rsembed.collection.stack import make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes import HostCached

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
-from rsembed.collection.layout import read_from
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import entries, named, unnamed
 from rsembed.homes.home import Ahead, Home

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union
 import jax
 
 from rsembed.checks import PositiveInt, check_type
-from rsembed.collection.layout import RowLayout
+from rsembed.collection.dense_rows import RowLayout
 from rsembed.specs import (
     FeatureIdTransformation,
     FeatureSpec,

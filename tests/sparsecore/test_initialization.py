@@ -81,7 +81,7 @@ def test_initializers_see_the_logical_shape(initializer):
 
 def test_blocks_join_without_a_seam(monkeypatch):
     _, whole = tables_of(1, 1, True)
-    monkeypatch.setattr("rsembed.collection.initial_rows.INIT_BLOCK_VALUES", 80)
+    monkeypatch.setattr("rsembed.collection.dense_rows.INIT_BLOCK_VALUES", 80)
     _, pieces = built_tables(1, 1, True)
     jax.tree.map(np.testing.assert_array_equal, whole, pieces)
 
