@@ -1,4 +1,4 @@
-"""The optimizers of the JAX SparseCore API, row-wise Adagrad, and TensorFlow's Adam for rows of a batch or for all rows.
+"""The optimizers of the JAX SparseCore API, row-wise Adagrad, and the two forms of TensorFlow's Adam.
 
 Formulas and defaults are those of jax-tpu-embedding 0.2. A rule sees only rows that were looked up; every other row and
 its slots keep their bits. All rules compute in float32, whatever the table's dtype; `step` counts from 0.
