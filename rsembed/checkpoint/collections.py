@@ -87,7 +87,7 @@ def load_collection(
     like = _without_step(arrays) | {"others": logical(others)}
     like["tables"] |= tables
     like["slots"] |= slots
-    apart = [table.name for stack in collection.logical.apart().values() for table in stack.tables]
+    apart = [table.name for own in collection.logical.apart.values() for table in own.layout.stack.tables]
     by_key = [name for name in apart if name not in tables]
     entries: dict[bool, list[Any]] = {True: [], False: []}  # how many keys a table has, its file alone knows
     for entry in found["arrays"]:

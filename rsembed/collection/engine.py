@@ -125,7 +125,7 @@ class Group:
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
-        has_homes = any(not stack.is_dense for stack in stacks.values())
+        has_homes = any(not stack.home.ids_are_rows for stack in stacks.values())
 
         def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
             return jax.jit(devices.on_each(function, in_specs, out_specs))

@@ -1,4 +1,4 @@
-"""Text as word ids, and windows of it: the real Shakespeare corpus where it is found, elsewhere a text in his manner."""
+"""Text as word ids, and windows of it: the real Shakespeare corpus where it is found, else one in his manner."""
 
 from __future__ import annotations
 

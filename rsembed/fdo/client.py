@@ -1,4 +1,4 @@
-"""The contract of everything that collects statistics; clients that keep them in memory, or write files of any format."""
+"""The contract of everything that collects statistics; clients that keep them in memory or write them to files."""
 
 from __future__ import annotations
 

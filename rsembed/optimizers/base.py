@@ -1,4 +1,4 @@
-"""What an optimizer of embedding rows is: slots plus one pure rule for the rows that were looked up; rules of your own."""
+"""What an optimizer of embedding rows is: slots and one pure rule for rows that were looked up; rules of your own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules whose slots may be stored in 16 bits, one number a row, or as the step of its last update; and LAMB and LARS."""
+"""Rules whose slots may be stored in 16 bits, one number a row, or as the step of the last update; LAMB and LARS."""
 
 from __future__ import annotations
 

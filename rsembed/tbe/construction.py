@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray
 from rsembed.caching import NUM_WAYS, BackingStore, NearRows, SetAssociativeCache, num_sets_for
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
-from rsembed.collection.stack import placement_of_tables
+from rsembed.collection.placement import placement_of_tables
 from rsembed.kernels.contract import NO_ROW
 from rsembed.optimizers import CounterAdagradOptimizerSpec, OptimizerSpec
 from rsembed.tbe import records

@@ -22,7 +22,8 @@ from rsembed.bags import PAD_ID, Bags
 from rsembed.collection import inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine
-from rsembed.collection.stack import Stack, make_stacks
+from rsembed.collection.placement import make_stacks
+from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import JaggedBatch, Step
 from rsembed.optimizers import Slots
 from rsembed.specs import FeatureSpec, TableSpec
