@@ -170,7 +170,7 @@ def execute(notebook: Any, folder: Path, *, beside: Path, after_cell: Callable[.
 
 
 def text_lines(cell: Any) -> Iterator[str]:
-    """What a cell printed, and the text form of its result, line by line."""
+    """Lines that a cell printed, and of the text form of its result."""
     for output in cell.get("outputs", []):
         if output.output_type == "stream" and output.name == "stdout":
             yield from output.text.splitlines()

@@ -1,4 +1,4 @@
-"""What users declare: tables, features, and the records that a stacking plan attaches to them."""
+"""Declarations of users: tables, features, and the records that a stacking plan attaches to them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class StackedTableSpec:
 
 @runtime_checkable
 class Storage(Protocol):
-    """What declares how the rows of a table are kept, where that is no array of them: `TableSpec(storage=...)`.
+    """A storage, as `TableSpec(storage=...)` takes it: how the rows of a table are kept.
 
     Frozen and hashable. `rsembed.homes.Home` says what the engine asks of it beside this.
 
@@ -121,10 +121,10 @@ class Storage(Protocol):
 
     @property
     def in_files(self) -> str | None:
-        """What a file of the table and the table must agree in; None where the file has a row for every id."""
+        """Description in which a file and the table must agree; None where the file has a row for every id."""
 
     def resolved(self, table: TableSpec) -> Storage:
-        """The same with all that `table` decides: equal where the numbers of a state mean the same."""
+        """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
 
     def kin(self, table: TableSpec) -> Hashable:
         """Equal for tables that one home may keep; None keeps a table alone."""
@@ -140,7 +140,7 @@ class Storage(Protocol):
 
 
 UNCHOSEN_OPTIMIZER = SGDOptimizerSpec()
-"""Of a table that was given none, as in the published system; told apart by identity."""
+"""Optimizer of a table that was given none, as in the published system; recognised by identity."""
 object.__setattr__(UNCHOSEN_OPTIMIZER, "tells_all", True)
 
 

@@ -180,7 +180,7 @@ class _Output:
 
 
 def _system_error(error: ValueError) -> OSError | None:
-    """What the system refused, if an error of TensorStore says that it did."""
+    """The error of the operating system that an error of TensorStore reports, if it does."""
     number = re.search(r"os_error_code='(\d+)'", str(error))
     return None if number is None else OSError(int(number[1]), f"{os.strerror(int(number[1]))} ({error})")
 

@@ -48,7 +48,7 @@ def save_collection(
 def contents_of(
     collection: EmbeddingCollection, state: EmbeddingState, *, others: Any, metadata: Mapping[str, Any] | None
 ) -> Contents:
-    """What `save_collection` writes."""
+    """Contents of the checkpoint that `save_collection` writes."""
     collection.check_state(state)
     owners = {"tables": tables_of(collection.template)}
     arrays, tables, slots = collection.logical.parted(state._replace(layout=collection.layout))
@@ -112,7 +112,7 @@ def _without_step(state: EmbeddingState) -> dict[str, Any]:
 def _tables(
     found: Mapping[str, Any], collection: EmbeddingCollection, *, same_rules: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the tables in the file are, and what they should be."""
+    """Facts of the tables in the file, and those of the collection's tables."""
     saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(collection.template)
     if not same_rules:
         for name in saved.keys() & expected.keys():

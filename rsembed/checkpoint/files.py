@@ -196,7 +196,7 @@ Said = TypeVar("Said", bool, int)
 
 
 class Contents(NamedTuple):
-    """What a checkpoint will hold.
+    """Contents of a checkpoint that is going to be written.
 
     Attributes:
       leaves: arrays by path, each with the implementation of the PRNG keys that it stands for, if any.
@@ -208,7 +208,7 @@ class Contents(NamedTuple):
 
     @staticmethod
     def of(tree: Any, owners: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None) -> Contents:
-        """Of a tree, of which the caller says what it belongs to.
+        """Contents that hold a tree.
 
         Raises: TypeError, ValueError: as `save`.
         """
@@ -232,7 +232,7 @@ class Contents(NamedTuple):
         return Contents(leaves, json.loads(text))
 
     def in_memory(self) -> Contents:
-        """The same with copies that no step changes, in process 0; elsewhere the arrays are left out.
+        """Contents with copies that no step changes, in process 0; elsewhere the arrays are left out.
 
         All processes call this: they send each other what they hold.
         """
@@ -275,7 +275,7 @@ def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSEr
 
 
 def agreed(said: Said) -> Said:
-    """What process 0 says."""
+    """The value that process 0 gave, in every process."""
     return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said))) if jax.process_count() > 1 else said
 
 
@@ -349,7 +349,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class Checkpoint(NamedTuple):
-    """What `load` returns.
+    """A loaded checkpoint.
 
     Attributes:
       tree: the arrays.

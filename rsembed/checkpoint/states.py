@@ -29,7 +29,7 @@ Blocks = Iterator[tuple[int, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """What an array of a checkpoint is, and the way to its numbers, which are still on the disk.
+    """An array of a checkpoint: its shape and dtype, and a reader of its numbers, which are still on the disk.
 
     Attributes:
       shape: of the array.
@@ -181,18 +181,18 @@ def belongings(tree: Any) -> dict[str, Any]:
 
 
 def _layout_of(node: Any) -> Fingerprint | None:
-    """What a named tuple says it was laid out for: a state of the core or of a wing."""
+    """The layout that a state, of the core or of a wing, carries."""
     layout = getattr(node, "layout", None) if isinstance(node, tuple) else None
     return layout if isinstance(layout, Fingerprint) else None
 
 
 def stacks_of(state: EmbeddingState) -> dict[str, Any]:
-    """What the layout of a state says, by stack."""
+    """Facts of the layout of a state, by stack."""
     return {} if state.layout is None else state.layout.facts
 
 
 def tables_of(state: EmbeddingState) -> dict[str, Any]:
-    """What the layout of a state says of its tables, without where they lie."""
+    """Facts of the tables in the layout of a state, without the places of their rows."""
     tables = {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
     return {name: _in_files(table) for name, table in tables.items()}
 

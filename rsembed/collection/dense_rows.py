@@ -167,7 +167,7 @@ class RowLayout:
 
 
 def table_facts(table: TableSpec) -> dict[str, Any]:
-    """What must be equal wherever rows and optimizer state of a table are used; learning rates may change."""
+    """Facts of a table that must be equal wherever its rows and optimizer state are used; learning rates may change."""
     storage = None if table.storage is None else table.storage.resolved(table)
     return {
         "vocabulary_size": table.vocabulary_size,
@@ -396,7 +396,7 @@ class DenseRows(Home):
         *,
         step: Step,
     ) -> tuple[Array, Slots]:
-        """The same without sorting."""
+        """One optimizer step of distinct rows; nothing is sorted."""
         return api.apply_rows(params, slots, rows, gradients, step, implementation=self.implementation)
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:

@@ -467,7 +467,7 @@ def _tell_of(unchosen: tuple[str, ...]) -> None:
 
 
 def _shape_and_kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Of an array; keys are of one kind, whichever generator `init` was given one of."""
+    """Shape and kind of an array; PRNG keys are one kind, whichever generator made them."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return (), type(leaf)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -142,11 +142,11 @@ class Group:
         self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
 
     def own(self, by_stack: Mapping[str, Any]) -> ByStack:
-        """What belongs to these stacks."""
+        """The entries of a dictionary by stack that belong to these stacks."""
         return {name: by_stack[name] for name in self.stacks}
 
     def of_features(self, by_feature: Mapping[str, Any]) -> dict[str, Any]:
-        """What belongs to their features."""
+        """The entries of a dictionary by feature that belong to the features of these stacks."""
         return {name: by_feature[name] for name in self.features}
 
     # On one device

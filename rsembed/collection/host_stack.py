@@ -95,7 +95,7 @@ class HostStack(RowNumberStack):
     def moved(
         self, params: CachedRows, slots: Any, moves: Sequence[np.ndarray], *, donates: bool
     ) -> tuple[CachedRows, Any]:
-        """What `with_places` returned, after the moves. `donates` gives the arrays of rows and slots away.
+        """Parameters and slots after the moves that `with_places` returned. `donates` gives the given arrays away.
 
         Else those from before stay valid, too: rows that leave are written as they stand in them, and nothing else
         changes, until the store goes on with one state alone (`of_new_time`).

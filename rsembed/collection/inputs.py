@@ -131,7 +131,7 @@ def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> Non
 
 
 def _shape(bags: Bags) -> str:
-    """What all processes must bring alike."""
+    """The part of a batch's form in which all processes must agree."""
     if _is_unknown(bags):
         return "its part of a global array"
     form = "bags" if bags.dense_shape is None else f"samples of an array {list(bags.dense_shape)}"

@@ -28,7 +28,7 @@ from rsembed.specs import TableSpec
 MOST_KEYS, LEAST_KEYS = 1 << 16, 1 << 8
 """Rows of a device that one program moves at most; and for which there is room in each, so that there are few."""
 FIRST_KEY = "initial_key"
-"""What new keys of a table start from, beside the rows of those it has."""
+"""Name in files of the PRNG key from which the rows of new keys follow."""
 
 
 class Leaving(NamedTuple):
@@ -147,11 +147,11 @@ class KeyedStack(Stack):
         return params, rows
 
     def _score(self, params: DynamicTable) -> Array:
-        """What each row is worth, as unsigned numbers: the least go first."""
+        """The worth of each row as an unsigned number; rows of least worth leave first."""
         return self.home.scores(params)[0](params.keys)
 
     def _programs_of(self, number: int | None) -> tuple[Any, Any, Any]:
-        """What gathers rows, releases keys, and forgets keys that wait, of one table of the home."""
+        """Compiled functions for one table: gather rows, release keys, and forget keys that wait for admission."""
         part, everywhere, on_each = self.partition, PartitionSpec(), self.devices.on_each
         forget = functools.partial(hashed_rows.forget_older, number=number)
         release = functools.partial(_release, number=number)

@@ -80,7 +80,7 @@ def make_stacks(
     exchange_capacity: int | None,
     implementation: str | None,
 ) -> dict[str, Stack]:
-    """What does the work of every stack, by name."""
+    """The stacks of a plan by name, each with the rows of its storage and placement."""
     tables, load = tables_of(features), [0] * devices.num_devices
 
     def make(stack: StackPlan) -> Stack:

@@ -253,7 +253,7 @@ class Rows:
         return dataclasses.replace(step, rounding=self.home.rounding(step.rounding, self._shard))
 
     def _after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
-        """The same keys, for which rows are only made once the gradients are there.
+        """The keys, made to depend on the gradients, so that new rows are made only after these.
 
         Else a compiled step would make them beside the lookup that the gradients follow from, and copy the table for
         it. XLA takes barriers away before it decides that, so the keys depend on a number that is never both

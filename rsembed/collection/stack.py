@@ -26,7 +26,7 @@ from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
 
 OF_ROWS = ("keys", "values", "last_step", "count", "first_step", "waiting_keys", "waiting_last_step", "waiting_count")
-"""What a table with keys says of its rows, beside slots."""
+"""Names of the arrays that describe rows by key, beside those of slots."""
 ROWS_PER_BLOCK = 1 << 14
 """Rows of a table that are made of other numbers at once."""
 
@@ -78,7 +78,7 @@ class Stack(abc.ABC):
         """Parameters and slots with what `checked` returned of some tables."""
 
     def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
-        """What happened on each device so far, by table; nothing where nothing is counted."""
+        """Counters of every device by table; empty for storages that count nothing."""
         return {self.table.name: self.home.counts(params, self.rows.num_shards)}
 
     def fresh(self) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ NEW_DAYS = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TasteLaw:
-    """What a generated log was drawn from: popularity, tastes that turn, and films that are new for a while.
+    """Law of a generated log: popularity, tastes that turn, and films that are new for a while.
 
     Attributes:
       first_tastes, last_tastes: what every user likes on the first and on the last visit.

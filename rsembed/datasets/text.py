@@ -32,7 +32,7 @@ BUNDLED = {
     "pastiche": ("pastiche.txt", "pastiche, an original text in Shakespeare's manner, bundled with rsembed"),
 }
 BEST_LOSS = 1.6432402670145951
-"""Of the generated sentences, as `datasets/make_text.py` prints it, beside which their sha256 stands."""
+"""Best loss that is possible on the generated sentences, as `datasets/make_text.py` prints it."""
 
 _log = logging.getLogger("rsembed")
 

@@ -173,7 +173,7 @@ class FileFDOClient(FDOClient):
 
 
 class _File(NamedTuple):
-    """What a file's name tells; sorts by process, client and time. Published names have no client and no CRC."""
+    """Parts of a file's name; sorts by process, client and time. Published names have no client and no CRC."""
 
     process: int
     client: str

@@ -84,7 +84,7 @@ def remove(table: HashTable, keys: Keys) -> HashTable:
 
 
 def rebuild(table: HashTable, needs: Bool[Array, " tables"]) -> HashTable:
-    """The same keys and rows; tables that `needs` marks have no deleted slots any more."""
+    """The hash tables with equal contents; those that `needs` marks have no deleted slots any more."""
     is_new = jnp.repeat(needs, table.rows.shape[0] // table.num_tables)
     kept = HashTable(
         jnp.where(is_new[:, None], jnp.uint32(0), table.keys),
@@ -96,7 +96,7 @@ def rebuild(table: HashTable, needs: Bool[Array, " tables"]) -> HashTable:
 
 
 def enlarged(table: HashTable, max_keys: int) -> HashTable:
-    """The same keys and rows of one table, without deleted slots, where there is room for `max_keys`."""
+    """A hash table with equal contents, room for `max_keys`, and no deleted slots."""
     zero = varying_zero(table.rows)
     fresh = jax.tree.map(lambda x: x + zero.astype(x.dtype), empty(max_keys))
     return _with_keys_of(fresh, table, jnp.ones(table.rows.shape, bool))

@@ -185,7 +185,7 @@ def check(table: TableSpec) -> None:
 
 
 def initial_values(table: TableSpec, key: KeyOrKeys, keys: Keys) -> Float[Array, "nnz dim"]:
-    """What the rows of `keys` start from; `key` is the table's, or has one for each of several."""
+    """Initial rows of `keys`; `key` is the table's PRNG key, or has one for each of several tables."""
     return keyed_rows(key, table.initializer, (keys.high, keys.low), table.embedding_dim, keys.table)
 
 

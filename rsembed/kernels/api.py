@@ -79,7 +79,7 @@ def check_implementation(implementation: str | None) -> None:
 
 
 def dispatch(function: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-    """What the first implementation says that can serve the call, or the one that is named.
+    """Result of a call by the first implementation that can serve it, or by the one that is named.
 
     Raises: as `check_implementation`; NotImplementedError: none can, and why.
     """
@@ -247,7 +247,7 @@ def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
 
 SPARSECORE = "lowers for v5p, v6e and TPU7x SparseCore; simulated numerics agree with the reference"
 GPU = "lowers for CUDA; interpret-mode numerics agree with the reference"
-"""What was seen of the kernels of each backend, in the words that the evidence allows.
+"""Evidence for the kernels of each backend.
 
 *Runs*: the numbers of this process come from them. *Compiles*: the vendor's compiler made a program. *Simulated*,
 *interpreted*: the kernel's own equations were evaluated in numpy or by Pallas' interpreter. *Lowers*: JAX translated

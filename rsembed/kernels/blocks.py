@@ -61,7 +61,7 @@ class Queue(NamedTuple):
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Of each owner in each queue: 1 if all entries that are left have places in this round, 0 if not.
+    """For each owner in each queue: 1 if all entries that are left have places in this round, 0 if not.
 
     Where they have not, what tells the first one without a place from others, as words of the same order: one per lane
     of the queue that has most, of others the last again. Zeros where all fit.
@@ -80,7 +80,7 @@ def block_ends(
 def round_places(
     queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
 ) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
-    """What every queue sends to every owner in a round.
+    """Entries that every queue sends to every owner in a round.
 
     Args:
       queues: of one device.
@@ -106,7 +106,7 @@ def round_places(
 
 
 def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
-    """What tells entries apart, as words of the same order."""
+    """Lanes of entries as unsigned words of the same order."""
     lanes = [
         lane.at[entries].get(mode="fill", fill_value=0) if lane.shape[0] else jnp.zeros(entries.shape, lane.dtype)
         for lane in queue.lanes
@@ -115,7 +115,7 @@ def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[
 
 
 def word_dtype(dtype: Any, is_lane: bool) -> Any:
-    """What an array travels as: all lanes of 32 bits as one kind."""
+    """Dtype in which an array travels: all lanes of 32 bits as uint32."""
     return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype
 
 

@@ -39,7 +39,7 @@ def rows_of_ids(
 def count_ids(
     ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """Of each feature, how many ids lie inside its table, and how many outside that are no padding.
+    """Numbers of ids inside and outside of the table of each feature; padding is neither.
 
     Entries behind the last offset are neither.
     """
@@ -65,7 +65,7 @@ def rows_by_bag(bags: Int[Array, " nnz"], num_bags: int) -> tuple[Int[Array, " n
 
 
 class Partitions(NamedTuple):
-    """What one device looks up in a stack: entries by core, (minibatch,) shard and row.
+    """Entries that one device looks up in a stack, ordered by core, (minibatch,) shard and row.
 
     Without minibatches, each core has a block of row pointers, which count from the first of its places. With them,
     blocks belong to (core, minibatch), one after the other, and count from the first place of all.
@@ -94,7 +94,7 @@ class Partitions(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Of the device."""
+        """Number of samples of the device."""
         return self.num_cores * self.samples_per_core
 
 
@@ -103,7 +103,7 @@ SampleEntries = tuple[Int[Array, " places"], Int[Array, " samples_plus_1"], Floa
 
 
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
-    """What one device looks up in each stack: rows of its shards, where the entries of each sample begin, and gains.
+    """Entries that one device looks up in each stack: rows, offsets by sample, and gains.
 
     Entries are those that the row pointers delimit; the ones of a sample come in the order of their rows.
     """

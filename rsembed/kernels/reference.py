@@ -183,7 +183,7 @@ def row_gradients(
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
-    """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
+    """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     places = jnp.where(rows < 0, NO_ROW, rows)
     fillers = [missing if array.dtype == jnp.int32 else 0 for array in arrays]
     return tuple(
@@ -338,7 +338,7 @@ def _bag_scales(batch: JaggedBatch, table: int) -> Float[Array, " bags"]:
 
 
 def as_segments(gradients: OutputGradients) -> SegmentGradients:
-    """The same gradients as those of segments: of a table-batched call, one that holds all bags.
+    """Gradients in the form of segments; a table-batched call becomes one segment that holds all bags.
 
     Bags of other tables have zeros.
     """

@@ -1,4 +1,4 @@
-"""What an optimizer of embedding rows is: slots and one pure rule for rows that were looked up; rules of your own."""
+"""Optimizers of embedding rows: slots and one pure rule for the rows that were looked up; rules of your own."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def identity(self) -> str:
-        """What the rule is, whatever its hyperparameters' values; state of rules with one identity means the same."""
+        """Identity of the rule without its hyperparameters' values; slots of rules of equal identity mean the same."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["learning_rate"]  # a number today may be a schedule tomorrow
         return (vars(type(self)).get("saved_as") or type(self).__qualname__) + identity(fields)

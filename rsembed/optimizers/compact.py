@@ -116,7 +116,7 @@ class LARSSlotVariables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _DecayingAdam(CompactOptimizerSpec):
-    """What AdamW and LAMB have in common; `AdamWOptimizerSpec` says what the fields mean."""
+    """Moments and decay of AdamW and LAMB; `AdamWOptimizerSpec` says what the fields mean."""
 
     beta_1: float = within("[0, 1)", default=0.9)
     beta_2: float = within("[0, 1)", default=0.999)

@@ -121,7 +121,7 @@ def default_capacity(num_occurrences: int, num_devices: int) -> int:
 
 
 class Question(NamedTuple):
-    """What a device wants to know of the owners of some entries, or to tell them.
+    """A question of a device to the owners of some entries, or news for them.
 
     Attributes:
       wanted: from `distinct`.
@@ -145,7 +145,7 @@ class Question(NamedTuple):
 
     @property
     def num_occurrences(self) -> int:
-        """Of entries, counted in the batch."""
+        """Number of entries, as many as there are occurrences in the batch."""
         return self.wanted.entry_of.shape[0]
 
     def no_replies(self) -> Any:
@@ -159,7 +159,7 @@ class Question(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What comes of a question.
+    """Answers to a question.
 
     Attributes:
       state: as the owner's part left it.
@@ -209,7 +209,7 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
 
 
 class _Progress(NamedTuple):
-    """Of one question: how many entries of each owner have travelled, and what has come of it."""
+    """Progress of one question: how many entries of each owner have travelled, and the answers so far."""
 
     cursor: Int[Array, " devices"]
     state: Any
@@ -267,7 +267,7 @@ def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) ->
 
 
 def _no_cuts(queues: Sequence[Queue]) -> tuple[Int[Array, "queues devices"], UInt32[Array, "1 queues devices"]]:
-    """The same where everything fits."""
+    """Answers to questions whose entries all fit into one round."""
     size = len(queues), queues[0].cursor.shape[0]
     return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
 

@@ -29,7 +29,7 @@ _MOST_PLACES_WITH_LINES = 64
 def buffer_places(
     row_pointers: Int[np.ndarray, " pointers"], *, num_shards: PositiveInt, num_places: PositiveInt
 ) -> Int[np.ndarray, "cores places"]:
-    """What every place of a device's buffer is: the shard whose row it names, `GAP` or `TAIL`.
+    """Use of every place of a device's buffer: the shard whose row it names, `GAP` or `TAIL`.
 
     Args:
       row_pointers: of one device and one stack, laid out without minibatches.
@@ -115,7 +115,7 @@ def plot_buffer(
 
 
 BYTES_PER_PLACE = 12
-"""Of an input buffer: id, sample and gain of one entry, 4 bytes each."""
+"""Bytes of an entry of an input buffer: id, sample and gain, 4 each."""
 
 
 class Costs(NamedTuple):
@@ -158,7 +158,7 @@ def partition_entries(
 
 @validated
 def limit_costs(entries: Int[np.ndarray, "batches cores shards"], max_ids_per_partition: PositiveInt) -> Costs:
-    """What this limit would have cost; see `partition_entries`. A suggested buffer size may be smaller."""
+    """Bytes and drops under this limit; see `partition_entries`. A suggested buffer size may be smaller."""
     dropped = np.maximum(entries - max_ids_per_partition, 0).sum() / entries.sum()
     places = entries.shape[1] * entries.shape[2] * round_up(max_ids_per_partition, SUBLANES)
     return Costs(float(dropped), places * BYTES_PER_PLACE)

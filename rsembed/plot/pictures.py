@@ -179,7 +179,7 @@ def plot_loss_against_state(
     ax: Axes | None = None,
     **scatter_kwargs: Any,
 ) -> Axes:
-    """What the memory of an optimizer buys: each rule's loss against the bytes it keeps beside a row.
+    """Loss of each optimizer against the bytes that it keeps beside a row.
 
     Args:
       results: `(state bytes per row, loss in nats)` by the name of the rule.
@@ -208,7 +208,7 @@ def plot_limits(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """What batches needed against the limit in force; crosses mark those above it, which lose ids or raise.
+    """Needs of batches against the limit in force; crosses mark batches above it, which lose ids or raise.
 
     Args:
       observed: the largest count of each batch.
@@ -313,7 +313,7 @@ def plot_against_bytes(
     ylabel: str = "relative error",
     ax: Axes | None = None,
 ) -> Axes:
-    """What each method reaches with so many bytes, on a logarithmic axis; its name stands where the bytes are most.
+    """Result of each method against its bytes, on a logarithmic axis; its name stands where the bytes are most.
 
     Args:
       results: `{method: (bytes, value) pairs}`, in any order; such as a reconstruction error or a loss.
@@ -343,7 +343,7 @@ def _bytes_label(num_bytes: float, _: int) -> str:
 
 
 class Work(NamedTuple):
-    """What an operation cannot do without.
+    """Least work of an operation.
 
     Attributes:
       flops: additions and multiplications.
