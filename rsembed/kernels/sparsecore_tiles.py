@@ -1,4 +1,4 @@
-"""Pallas programs for the tiles of a TPU's SparseCores. Arrays here have sizes that tiles can take; see `sparsecore.py`.
+"""Pallas programs for the tiles of a TPU's SparseCores. Arrays have sizes that tiles can take; see `sparsecore.py`.
 
 A SparseCore has 16 tiles. A tile moves rows between its own memory and the device's by indirect copies, one row per id,
 and computes on vectors of 8 or 16 lanes. Work is cut into chunks, which are dealt to the tiles of all cores in turn.
