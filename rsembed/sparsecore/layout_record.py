@@ -202,10 +202,10 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
     )
 
 
-def get_optimizer_type(optimizer: OptimizerSpec) -> int:
-    """The code of an optimizer; rules that are functions of the user's all have `CUSTOM_CODE`."""
-    check_type(optimizer, OptimizerSpec, "get_optimizer_type: optimizer")
-    return _CODES.get(type(optimizer), CUSTOM_CODE)
+def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
+    """The code of an optimizer's class; rules that are functions of the user's all have `CUSTOM_CODE`."""
+    check_type(optimizer_class, type[OptimizerSpec], "get_optimizer_type: optimizer_class")
+    return _CODES.get(optimizer_class, CUSTOM_CODE)
 
 
 def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
@@ -228,7 +228,7 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
         names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
         values = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) is not None}
     return OptimizerRecord(
-        type=get_optimizer_type(optimizer),
+        type=get_optimizer_type(type(optimizer)),
         short_name=optimizer.short_name(),
         learning_rate=None if callable(learning_rate) else float(learning_rate),
         learning_rate_tag=tag,
