@@ -148,7 +148,8 @@ def init_embedding_variables(
       table_specs: tables, for example of `get_table_specs`; those that have no place yet stand alone.
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`; with `PartitionSpec(axis, None, None)`, arrays
         get a leading axis of devices, as `jax.pmap` takes them.
-      num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for.
+      num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for. Variables do
+        not tell it, and specs of another number read other rows of an array of the same shape.
       bypass_mesh_check: ignored; rows follow the mesh, whatever the order of its devices.
 
     Raises:

@@ -106,7 +106,12 @@ class StackLayout:
 
     @property
     def num_shards(self) -> int:
-        """Shards over all devices."""
+        """Shards over all devices. Raises: ValueError: the stack was made by hand, which does not say."""
+        if not self.spec.num_shards:
+            raise ValueError(
+                f"stack {self.name!r} was made by hand, for no number of shards; set stacked_table_spec of a table to "
+                "stack.replace(num_shards=...)."
+            )
         return self.spec.num_shards
 
     @property
@@ -392,8 +397,7 @@ def with_place(table: TableSpec, num_shards: int) -> TableSpec:
     stack, setting = table.stacked_table_spec, table.setting_in_stack
     if stack is None:
         rows, dim = round_up(table.vocabulary_size, SUBLANES * num_shards), round_up(table.embedding_dim, SUBLANES)
-        shared = {name: getattr(table, name) for name in _OF_ONE_TABLE}
-        stack = StackedTableSpec(table.name, rows, dim, total_sample_count=0, **shared)
+        stack = StackedTableSpec(table.name, rows, dim, total_sample_count=0, **shared_fields(StackedTableSpec, table))
         setting = TableSettingInStack(table.name, rows, dim)
     if stack.num_shards:
         return table
@@ -402,14 +406,10 @@ def with_place(table: TableSpec, num_shards: int) -> TableSpec:
     return table
 
 
-_OF_ONE_TABLE = (
-    "optimizer",
-    "combiner",
-    "max_ids_per_partition",
-    "max_unique_ids_per_partition",
-    "suggested_coo_buffer_size_per_device",
-    "quantization_config",
-)
+def shared_fields(record: type, source: Any, **recorded: Any) -> dict[str, Any]:
+    """What a spec has under the names of a record's fields, and its form there where that is another."""
+    names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
+    return {name: getattr(source, name) for name in names} | recorded
 
 
 def placed_stack(table: TableSpec) -> StackedTableSpec:

@@ -115,6 +115,8 @@ def test_places_made_by_hand_serve_any_number_of_cores_and_planned_ones_stay_wit
         variables = init(specs, cores=cores)
         wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
         np.testing.assert_array_equal(look_up(specs, preprocess(specs, cores=cores), variables)[0], wanted)
+    with pytest.raises(ValueError, match="stack 't' was made by hand, for no number of shards"):
+        embedding.logical_tables(variables, specs)
     assert placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec  # of as many rows, at other places
     assert planned.table_spec.is_stacked() and not dataclasses.replace(planned.table_spec, name="u").is_stacked()
 
