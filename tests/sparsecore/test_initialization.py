@@ -109,6 +109,17 @@ def test_padding_columns_stay_zero_under_every_rule(rule):
     np.testing.assert_array_equal(rows, 0.0)
 
 
+def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
+    table = embedding_spec.TableSpec(name="t", vocabulary_size=30, embedding_dim=6)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
+    flat, by_device = (
+        embedding.init_embedding_variables(KEY, [table], NamedSharding(mesh, P("x", *rest)), 2)["t"].table
+        for rest in ([None], [None, None])
+    )
+    assert by_device.sharding.spec == P("x", None, None)
+    np.testing.assert_array_equal(by_device, np.asarray(flat).reshape(2, 16, 8))
+
+
 def test_raw_keys_work_like_typed_ones():
     raw = jax.random.key_data(KEY)
     jax.tree.map(np.testing.assert_array_equal, tables_of(1, 1, True)[1], built_tables(1, 1, True, key=raw)[1])
