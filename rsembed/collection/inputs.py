@@ -63,7 +63,8 @@ def prepare(
         if devices.mesh is None:
             for name, own in bags.items():
                 _check_batch_size(features[name], own, own.num_bags)
-            return on_device({name: _canonical(_rounded(features[name], own)) for name, own in bags.items()})
+            canonical = on_device([_canonical(_rounded(features[name], own)) for name, own in bags.items()])
+            return dict(zip(bags, canonical, strict=True))  # a tree would sort them
         for name, own in bags.items():
             agreement.bring(f"feature {name!r}", _shape(own), width=_width(name, own))
             _check_split(features[name], own, devices)
