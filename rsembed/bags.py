@@ -294,6 +294,18 @@ def device_copy(array: Any, dtype: Any) -> Array:
     return jnp.asarray(np.array(array, dtype) if isinstance(array, np.ndarray) else array, dtype)
 
 
+def on_device(tree: Any) -> Any:
+    """All arrays of a tree on the device by one transfer, which costs as much as one of a single small array.
+
+    Arrays of numpy are copied, as loaders write their batches into the same memory again; those of JAX stay.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    for place, array in zip(places, jax.device_put([leaves[place].copy() for place in places]), strict=True):
+        leaves[place] = array
+    return jax.tree.unflatten(structure, leaves)
+
+
 def narrow_ids(ids: Any) -> Any:
     """Ids as int32; an id that int32 cannot hold becomes one that no table has, never another valid one. Keys stay."""
     if isinstance(ids, Keys):

@@ -205,7 +205,7 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
 
 
 def _words_for(hint: Any) -> str:
-    """What an annotation asks for, in words."""
+    """Words for the values that an annotation allows."""
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind is Annotated:
         return _words_for(args[0])

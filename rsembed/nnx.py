@@ -29,11 +29,11 @@ class Guard(nnx.Param):
 
 
 class Taps(nnx.Variable):
-    """What `value_and_grad` adds to activations while it runs; no model has it elsewhere."""
+    """Zeros that `value_and_grad` adds to activations while it runs; no model has them elsewhere."""
 
 
 class Calls(nnx.Variable):
-    """What a layer looked up while `value_and_grad` runs; no model has it elsewhere."""
+    """Record of the lookups of a layer while `value_and_grad` runs; no model has it elsewhere."""
 
 
 _WAY_OUT = (

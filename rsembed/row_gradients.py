@@ -17,7 +17,7 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.hash_table import combine as combine_by_key
 from rsembed.homes.hash_table import unnamed
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -199,5 +199,5 @@ def _combined(num_rows: int, bound: int, parts: list[tuple[Array, Array]]) -> tu
         lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
         return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
     segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
-    rows, values = api.row_gradients(num_rows, segments, flat_values)
+    rows, values = api.row_gradients(num_rows, SegmentGradients(segments, flat_values))
     return rows[:bound], values[:bound]

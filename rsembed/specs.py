@@ -1,4 +1,4 @@
-"""What users declare: tables, features, and the records that a stacking plan attaches to them."""
+"""Declarations of users: tables, features, and the records that a stacking plan attaches to them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class StackedTableSpec:
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
     activation_mem_bytes_limit: int = dataclasses.field(default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False)
-    num_shards: int = dataclasses.field(default=1, repr=False)
+    num_shards: int = dataclasses.field(default=0, repr=False)  # 0 where the stack was made by hand
 
     def replace(self, **changes: Any) -> StackedTableSpec:
         """A copy with some fields changed."""
@@ -103,7 +103,7 @@ class StackedTableSpec:
 
 @runtime_checkable
 class Storage(Protocol):
-    """What declares how the rows of a table are kept, where that is no array of them: `TableSpec(storage=...)`.
+    """A storage, as `TableSpec(storage=...)` takes it: how the rows of a table are kept.
 
     Frozen and hashable. `rsembed.homes.Home` says what the engine asks of it beside this.
 
@@ -121,10 +121,10 @@ class Storage(Protocol):
 
     @property
     def in_files(self) -> str | None:
-        """What a file of the table and the table must agree in; None where the file has a row for every id."""
+        """Description in which a file and the table must agree; None where the file has a row for every id."""
 
     def resolved(self, table: TableSpec) -> Storage:
-        """The same with all that `table` decides: equal where the numbers of a state mean the same."""
+        """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
 
     def kin(self, table: TableSpec) -> Hashable:
         """Equal for tables that one home may keep; None keeps a table alone."""
@@ -140,7 +140,7 @@ class Storage(Protocol):
 
 
 UNCHOSEN_OPTIMIZER = SGDOptimizerSpec()
-"""Of a table that was given none, as in the published system; told apart by identity."""
+"""Optimizer of a table that was given none, as in the published system; recognised by identity."""
 object.__setattr__(UNCHOSEN_OPTIMIZER, "tells_all", True)
 
 
@@ -182,13 +182,14 @@ class TableSpec:
     dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
     storage: Storage | None = dataclasses.field(default=None, repr=False, kw_only=True)
-    _stacked_table_spec: StackedTableSpec | None = dataclasses.field(default=None, init=False)
-    _setting_in_stack: TableSettingInStack = dataclasses.field(init=False)
+    _stacked_table_spec: StackedTableSpec | None = None
+    _setting_in_stack: TableSettingInStack = None  # type: ignore[assignment]  # __post_init__ sets it
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"TableSpec: name must be a non-empty string, got {self.name!r}.")
         where = f"table {self.name!r}"
+        stack, self._stacked_table_spec = self._stacked_table_spec, None
         self.vocabulary_size = _positive_int(self.vocabulary_size, where, "vocabulary_size")
         self.embedding_dim = _positive_int(self.embedding_dim, where, "embedding_dim")
         if isinstance(self.storage, type):
@@ -222,7 +223,10 @@ class TableSpec:
         self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")
         check_type(self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config")
         check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
-        self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
+        if stack is not None and not stack.num_shards:  # `dataclasses.replace` brings a planned place of another table
+            self._stacked_table_spec = stack
+        if self._stacked_table_spec is None or self._setting_in_stack is None:
+            self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
         if self.storage is not None:
             self.storage.check(self)
 
@@ -254,8 +258,8 @@ class TableSpec:
         self._stacked_table_spec = spec
 
     def is_stacked(self) -> bool:
-        """Whether the table shares a physical table of another name."""
-        return self._setting_in_stack.stack_name != self.name
+        """Whether the table has a place in a stack, be it one of its own."""
+        return self._stacked_table_spec is not None
 
 
 @no_type_check  # wrong values are refused by name in __post_init__
@@ -277,7 +281,7 @@ class FeatureSpec:
     table_spec: TableSpec
     input_shape: tuple[Any, ...] | None = None  # sizes, or None
     output_shape: tuple[int, ...] | None = None
-    _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation, init=False)
+    _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -297,6 +301,9 @@ class FeatureSpec:
                 if not sizes:
                     raise ValueError(f"{where}: {field} must have sizes, such as (8, 4), got ().")
                 setattr(self, field, sizes)
+        stack = self.table_spec.stacked_table_spec
+        if stack is None or stack.num_shards:  # as in TableSpec, a place that was given is that of another feature
+            self._id_transformation = FeatureIdTransformation()
         dim, tile = self.table_spec.embedding_dim, 8
         if self.output_shape is not None and dim < self.output_shape[-1] != -(-dim // tile) * tile:
             raise ValueError(

@@ -483,7 +483,7 @@ def _checked_tables(
         values = {table.name: getattr(table, field) for table in tables}
         if any(value != values[tables[0].name] for value in values.values()):
             shown = {name: str(value) for name, value in values.items()}
-            raise ValueError(f"stack {stack_name!r}: tables must agree in {field}, but have {shown}.")
+            raise ValueError(f"stack {stack_name!r}: tables have different {field.replace('_', ' ')}s: {shown}.")
     return tables
 
 

@@ -1,4 +1,4 @@
-"""What layers of neural networks share: lookups of a loss are recorded, and their activations tapped for gradients.
+"""Shared by the layers of Flax: lookups of a loss are recorded, and their activations tapped for gradients.
 
 ```
 evaluate a loss, shapes only ─▶ what every layer looks up ─▶ taps: zeros, to be added to the activations
@@ -39,7 +39,7 @@ class Call:
 
 Calls = tuple[Call, ...]
 Taps = tuple[Activations, ...]
-"""Of one layer, what is added to the activations of each call."""
+"""Zeros that are added to the activations of each call of one layer."""
 
 
 def look_up(
@@ -113,7 +113,7 @@ class Gradients:
         return {name: self._rows(name) for name in self.calls}
 
     def with_rows(self, rows: Mapping[str, RowGradients]) -> Gradients:
-        """The same with other gradients for some layers, such as clipped or accumulated ones.
+        """The gradients with others in the place of some layers' own, such as clipped or accumulated ones.
 
         Raises: ValueError: the loss called no such layer. TypeError: the gradients are no `RowGradients`.
         """

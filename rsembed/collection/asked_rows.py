@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from rsembed.collection.layout import read_from
+from rsembed.collection.dense_rows import read_from
 from rsembed.collection.rows import LookupResult, Occurrences, Rows, each, keys_of_rows
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
@@ -126,13 +126,13 @@ class AskedRows(Rows):
         return distinct(self.home.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
 
     def _names(self, wanted: Wanted) -> Any:
-        """What an owner is told: ids; or keys, how often each occurs here, and where first."""
+        """The message to an owner: row numbers; or keys, how often each occurs on this device, and where first."""
         if not self.home.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
         return *wanted.lanes, wanted.counts, wanted.first_of
 
     def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
-        """The same at the owner."""
+        """Keys, occurrences and first places out of the message of `_names`, at the owner."""
         if self.home.takes_keys:
             *lanes, counts, first_of = question
             return Keys.of_lanes(lanes, first_of != NO_ROW), counts, first_of
@@ -161,7 +161,7 @@ class AskedRows(Rows):
         return Keys.of_lanes(lanes, is_key), occurrences, order
 
     def _held(self, params: Any, wanted: Wanted, step: Step) -> Asking[Any]:
-        """Of several rounds, what a later one asks for must not make room in an earlier one."""
+        """Parameters in which no key of this batch can lose its row to a key of an earlier round."""
         if not self.home.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
             return params
         held = yield self._question(

@@ -126,7 +126,7 @@ class Group:
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
-        has_homes = any(not stack.is_dense for stack in stacks.values())
+        has_homes = any(not stack.home.ids_are_rows for stack in stacks.values())
 
         def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
             return jax.jit(devices.on_each(function, in_specs, out_specs))
@@ -143,11 +143,11 @@ class Group:
         self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
 
     def own(self, by_stack: Mapping[str, Any]) -> ByStack:
-        """What belongs to these stacks."""
+        """The entries of a dictionary by stack that belong to these stacks."""
         return {name: by_stack[name] for name in self.stacks}
 
     def of_features(self, by_feature: Mapping[str, Any]) -> dict[str, Any]:
-        """What belongs to their features."""
+        """The entries of a dictionary by feature that belong to the features of these stacks."""
         return {name: by_feature[name] for name in self.features}
 
     # On one device

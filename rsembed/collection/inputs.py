@@ -26,6 +26,7 @@ from rsembed.bags import (
     device_copy,
     is_traced,
     narrow_ids,
+    on_device,
     padded_size,
 )
 from rsembed.checks import did_you_mean
@@ -79,7 +80,8 @@ def prepare(
         if devices.mesh is None:
             for name, own in bags.items():
                 _check_batch_size(features[name], own, own.num_bags)
-            return {name: _as_arrays(_rounded(features[name], own)) for name, own in bags.items()}
+            canonical = on_device([_canonical(_rounded(features[name], own)) for name, own in bags.items()])
+            return dict(zip(bags, canonical, strict=True))  # a tree would sort them
         for name, own in bags.items():
             agreement.bring(f"feature {name!r}", _shape(own), width=_width(name, own))
             _check_split(features[name], own, devices)
@@ -126,13 +128,9 @@ def _rounded(feature: FeatureSpec, bags: Bags) -> Bags:
     return bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
 
 
-def _as_arrays(bags: Bags) -> Bags:
-    return dataclasses.replace(
-        bags,
-        ids=jax.tree.map(lambda lane: device_copy(lane, lane.dtype), narrow_ids(bags.ids)),
-        offsets=device_copy(bags.offsets, jnp.int32),
-        weights=None if bags.weights is None else device_copy(bags.weights, jnp.float32),
-    )
+def _canonical(bags: Bags) -> Bags:
+    weights = None if bags.weights is None else bags.weights.astype(np.float32)
+    return dataclasses.replace(bags, ids=narrow_ids(bags.ids), offsets=bags.offsets.astype(np.int32), weights=weights)
 
 
 def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> None:
@@ -150,7 +148,7 @@ def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> Non
 
 
 def _shape(bags: Bags) -> str:
-    """What all processes must bring alike."""
+    """The part of a batch's form in which all processes must agree."""
     if _is_unknown(bags):
         return "its part of a global array"
     form = "bags" if bags.dense_shape is None else f"samples of an array {list(bags.dense_shape)}"

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
-from rsembed.collection.layout import read_from
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import entries, named, unnamed
 from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
 from rsembed.parallel import Asking
@@ -218,7 +218,7 @@ class Rows:
         return dataclasses.replace(step, rounding=self.home.rounding(step.rounding, self._shard))
 
     def _after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
-        """The same keys, for which rows are only made once the gradients are there.
+        """The keys, made to depend on the gradients, so that new rows are made only after these.
 
         Else a compiled step would make them beside the lookup that the gradients follow from, and copy the table for
         it. XLA takes barriers away before it decides that, so the keys depend on a number that is never both
@@ -254,12 +254,16 @@ class Rows:
         """Gradients of distinct entries, by number."""
         num_entries, own = entry_of.shape[0], read_from(entry_of, batch.segments)
         # Every entry occurs, so the gradient in place `e` is that of entry `e`.
-        return api.row_gradients(num_entries, own, d_outputs, implementation=self.implementation)[1]
+        return self._gradients(num_entries, own, d_outputs)[1]
 
     def _summed(self, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
-        num_ids = self.home.num_ids(self.table)
-        return api.row_gradients(num_ids, segments, d_outputs, implementation=self.implementation)
+        return self._gradients(self.home.num_ids(self.table), segments, d_outputs)
+
+    def _gradients(self, num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+        gradients = SegmentGradients(segments, d_outputs)
+        summed: tuple[Array, Array] = api.dispatch("row_gradients", self.implementation, num_rows, gradients)
+        return summed
 
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
         """Gradients of the global batch, in the columns that are here."""

@@ -1,4 +1,4 @@
-"""What a collection keeps, and what it reports."""
+"""The state of a collection, and the statistics of a lookup."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EmbeddingState(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a lookup of one stack asked for, and sent to other devices.
+    """Rounds and bytes that a lookup of one stack exchanged with other devices.
 
     Args:
       num_rounds: rounds of `all_to_all`; 0 where nothing is asked.
@@ -56,7 +56,7 @@ class Traffic(NamedTuple):
 
 
 class LookupStatistics(NamedTuple):
-    """What a lookup did, over the global batch.
+    """Ids and traffic of one lookup, over the global batch.
 
     Args:
       num_ids: ids that contributed, per feature.

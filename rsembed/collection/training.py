@@ -53,7 +53,7 @@ def value_and_grad(
 
 
 def check_loss(result: Any, *, has_aux: bool) -> Any:
-    """What a loss function returned. Raises: TypeError: it is no number, or no pair of one and what goes with it."""
+    """The result of a loss function. Raises: TypeError: it is no number, or with `has_aux` no pair."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError("value_and_grad: loss_fn must return (loss, aux); or pass has_aux=False.")
     loss = result[0] if has_aux else result

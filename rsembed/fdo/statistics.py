@@ -1,4 +1,4 @@
-"""What preprocessing saw in a batch, per stack: the numbers that limits and buffer sizes are made of."""
+"""Statistics of a preprocessed batch by stack, from which limits and buffer sizes follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rows of a table are kept in, where that is no array of them.
+"""Storages: where the rows of a table are kept, other than in an array.
 
 A *home* holds the rows of one device and knows nothing of others; `TableSpec(storage=...)` names it, and the engine in
 `collection/rows.py` brings ids to it and vectors back, on one device or a mesh.

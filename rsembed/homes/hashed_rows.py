@@ -5,6 +5,7 @@ All functions are pure and run inside `jit` and `shard_map`; with the state dona
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ from rsembed.homes import row_map
 from rsembed.homes.home import Home, on_host
 from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Slots
@@ -177,7 +178,7 @@ def check(table: TableSpec) -> None:
 
 
 def initial_values(table: TableSpec, key: KeyOrKeys, keys: Keys) -> Float[Array, "nnz dim"]:
-    """What the rows of `keys` start from; `key` is the table's, or has one for each of several."""
+    """Initial rows of `keys`; `key` is the table's PRNG key, or has one for each of several tables."""
     return keyed_rows(key, table.initializer, (keys.high, keys.low), table.embedding_dim, keys.table)
 
 
@@ -222,8 +223,7 @@ def step(
     step: Step,
 ) -> tuple[DynamicTable, Slots]:
     """One optimizer step of the rows that segments read."""
-    how, rounding = (step.hyper, step.rule), _rounding_by_key(params, step)
-    rows, slots = api.update(params.rows, slots, segments, d_outputs, *how, rounding=rounding)
+    rows, slots = api.update(params.rows, slots, SegmentGradients(segments, d_outputs), _rounding_by_key(params, step))
     return params._replace(rows=rows), slots
 
 
@@ -231,15 +231,14 @@ def step_distinct(
     params: DynamicTable, slots: Slots, rows: Int[Array, " n"], gradients: Float[Array, "n dim"], step: Step
 ) -> tuple[DynamicTable, Slots]:
     """One optimizer step of rows of which none comes twice; nothing is sorted."""
-    how, rounding = (step.hyper, step.rule), _rounding_by_key(params, step)
-    stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, *how, rounding=rounding)
+    stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, _rounding_by_key(params, step))
     return params._replace(rows=stepped), slots
 
 
-def _rounding_by_key(params: DynamicTable, step: Step) -> Rounding | None:
-    """16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
+def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
+    """A step whose 16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
     if step.rounding is None:
-        return None
+        return step
     rounding = step.rounding
 
     def by_key(values: Array, dtype: Any, rows: Array) -> Array:
@@ -247,7 +246,7 @@ def _rounding_by_key(params: DynamicTable, step: Step) -> Rounding | None:
         numbers, table = mix(*lanes).astype(jnp.int32), row_map.table_of(params.keys, rows)
         return rounding(values, dtype, numbers) if table is None else rounding(values, dtype, numbers, table=table)
 
-    return by_key
+    return dataclasses.replace(step, rounding=by_key)
 
 
 def norms(rows: Float[Array, "rows dim"]) -> UInt32[Array, " rows"]:

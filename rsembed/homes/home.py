@@ -1,4 +1,4 @@
-"""What the engine asks of whatever keeps the rows of a table."""
+"""The protocol between the engine and a storage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ahead(NamedTuple):
 
 
 class Home(abc.ABC):
-    """What keeps those rows of a table that one device owns, where that is no array of them.
+    """A storage: keeps those rows of a table that one device owns.
 
     `params` and `slots` are any pytrees, and all functions of them are pure and traced. On a mesh over which a table is
     split, every leaf has a leading axis, along which the shares of the devices lie side by side. A home knows nothing
@@ -62,11 +62,11 @@ class Home(abc.ABC):
 
     @property
     def in_files(self) -> str | None:
-        """What a file of the table and the table must agree in; None where the file has a row for every id."""
+        """Description in which a file and the table must agree; None where the file has a row for every id."""
         return repr(self)
 
     def resolved(self, table: TableSpec) -> Home:
-        """The same with all that `table` decides: equal where the numbers of a state mean the same."""
+        """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
         del table
         return self
 
@@ -116,7 +116,7 @@ class Home(abc.ABC):
         return owner
 
     def vector_dtype(self, table: TableSpec) -> Any:
-        """Of the rows that `read` and `vectors` give."""
+        """Dtype of the rows that `read` and `vectors` return."""
         del table
         return jnp.float32
 
@@ -218,7 +218,7 @@ class Home(abc.ABC):
         del before, after, table
 
     def counts(self, params: Any, num_shards: int) -> dict[str, np.ndarray]:
-        """What happened so far on each of the shards, on the host; nothing where nothing is counted."""
+        """Counters of every shard, on the host; empty for storages that count nothing."""
         del params, num_shards
         return {}
 

@@ -266,7 +266,7 @@ def _numbers(keys: Keys) -> np.ndarray:
 
 
 def _most(numbers: np.ndarray, num_shards: int) -> int:
-    """Of these keys, which may repeat, how many belong to the shard with most of them."""
+    """Largest number of distinct keys, among these, that one shard owns."""
     return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
 
 

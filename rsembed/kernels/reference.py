@@ -35,6 +35,7 @@ from rsembed.kernels.contract import (
 )
 from rsembed.kernels.contract import Rounding as Rounding
 from rsembed.kernels.ids import count_ids as count_ids
+from rsembed.kernels.ids import entries_by_sample as entries_by_sample
 from rsembed.kernels.ids import rows_by_bag as rows_by_bag
 from rsembed.kernels.ids import rows_of_ids as rows_of_ids
 from rsembed.kernels.keyed import compact as compact
@@ -45,7 +46,6 @@ from rsembed.kernels.keyed import insert_keys as insert_keys
 from rsembed.kernels.keyed import row_bits as row_bits
 from rsembed.kernels.keyed import take_rows as take_rows
 from rsembed.kernels.keyed import unique_keys as unique_keys
-from rsembed.kernels.partitions import entries_by_sample as entries_by_sample
 from rsembed.optimizers import Slots
 
 NAME = "reference"
@@ -183,7 +183,7 @@ def row_gradients(
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
-    """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
+    """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     places = jnp.where(rows < 0, NO_ROW, rows)
     fillers = [missing if array.dtype == jnp.int32 else 0 for array in arrays]
     return tuple(
@@ -338,7 +338,7 @@ def _bag_scales(batch: JaggedBatch, table: int) -> Float[Array, " bags"]:
 
 
 def as_segments(gradients: OutputGradients) -> SegmentGradients:
-    """The same gradients as those of segments: of a table-batched call, one that holds all bags.
+    """Gradients in the form of segments; a table-batched call becomes one segment that holds all bags.
 
     Bags of other tables have zeros.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from rsembed import checkpoint
-from rsembed.checkpoint.reading import opened
+from rsembed.checkpoint.files import opened
 from rsembed.checkpoint.states import PickedRows
 from rsembed.checks import validated
 from rsembed.collection import EmbeddingState

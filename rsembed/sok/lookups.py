@@ -115,7 +115,7 @@ class Program:
                 for k, combiner in enumerate(combiners)
             )
             layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
-            stacks[str(t)] = dataclasses.replace(own, layout=layout)
+            stacks[str(t)] = type(own)(layout, own.rows)
             features |= {feature.name: FeatureSpec(feature.name, table.spec) for feature in placements}
         return Engine(features, stacks, self.tables[0].context.devices)
 

@@ -21,7 +21,7 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import Segment
-from rsembed.kernels.partitions import Partitions
+from rsembed.kernels.ids import Partitions
 from rsembed.optimizers import OptimizerSpec
 from rsembed.parallel.exchange import AxisName
 from rsembed.sparsecore.layout import StackLayout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -145,24 +146,31 @@ def init_embedding_variables(
     Args:
       rng: the model's key.
       table_specs: tables, for example of `get_table_specs`; those that have no place yet stand alone.
-      global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`.
-      num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for.
+      global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`; with `PartitionSpec(axis, None, None)`, arrays
+        get a leading axis of devices, as `jax.pmap` takes them.
+      num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for. Variables do
+        not tell it, and specs of another number read other rows of an array of the same shape.
       bypass_mesh_check: ignored; rows follow the mesh, whatever the order of its devices.
 
     Raises:
       ValueError: the sharding does not deal rows to devices, or the tables were placed for another number of shards.
     """
     del bypass_mesh_check
-    axis = global_sharding.spec[0] if len(global_sharding.spec) else None
-    if axis is None:
+    axis, *others = (*global_sharding.spec, None)
+    if axis is None or any(others) or len(others) > 3:
         raise ValueError(
-            f"global_sharding must shard rows, as in PartitionSpec('x', None); got {global_sharding.spec}."
+            "global_sharding must be of rows alone, PartitionSpec('x', None), or for jax.pmap PartitionSpec('x', None, "
+            f"None); got {global_sharding.spec}."
         )
     mesh: Any = global_sharding.mesh  # an abstract one serves as well
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
     num_shards = devices.num_devices * resolve_cores(num_sparsecore_per_device, devices.num_devices)
     tables = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
-    return initialize(rng, tables, devices, num_cores=num_sparsecore_per_device)
+    variables = initialize(rng, tables, devices, num_cores=num_sparsecore_per_device)
+    if len(global_sharding.spec) < 3:
+        return variables
+    by_device = functools.partial(jax.tree.map, lambda rows: rows.reshape(devices.num_devices, -1, rows.shape[-1]))
+    return jax.jit(by_device, out_shardings=global_sharding)(variables)
 
 
 def update_preprocessing_parameters(

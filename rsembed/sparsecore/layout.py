@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union
 import jax
 
 from rsembed.checks import PositiveInt, check_type
-from rsembed.collection.layout import RowLayout
+from rsembed.collection.dense_rows import RowLayout
 from rsembed.specs import (
     FeatureIdTransformation,
     FeatureSpec,
@@ -106,7 +106,12 @@ class StackLayout:
 
     @property
     def num_shards(self) -> int:
-        """Shards over all devices."""
+        """Shards over all devices. Raises: ValueError: the stack was made by hand, which does not say."""
+        if not self.spec.num_shards:
+            raise ValueError(
+                f"stack {self.name!r} was made by hand, for no number of shards; set stacked_table_spec of a table to "
+                "stack.replace(num_shards=...)."
+            )
         return self.spec.num_shards
 
     @property
@@ -227,12 +232,12 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 
     Raises: ValueError: a table has no place yet, or one for another number of shards.
     """
-    if num_sc_per_device is None:
+    if num_sc_per_device is None and placed_stack(tables[0]).num_shards:
         num_sc_per_device = max(1, placed_stack(tables[0]).num_shards // max(1, num_devices))
     cores = resolve_cores(num_sc_per_device, num_devices)
     for table in tables:
         placed = placed_stack(table).num_shards
-        if placed != num_devices * cores:
+        if placed not in (0, num_devices * cores):
             raise ValueError(
                 f"table {table.name!r} was laid out for another number of shards: {placed}, not {num_devices * cores} "
                 "(devices times cores). Use the global_device_count and num_sc_per_device that it was placed with "
@@ -247,10 +252,10 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
     Raises:
       ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for.
     """
-    cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
-    layouts = read_stacks(feature_specs, num_devices)
+    num_cores = cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
+    layouts = read_stacks(feature_specs, num_devices, num_devices * num_cores)
     for name, layout in layouts.items():
-        if any(placed_stack(table) != layout.spec for table in layout.tables):
+        if any(placed_stack(table) != placed_stack(layout.tables[0]) for table in layout.tables):
             raise ValueError(
                 f"stack {name!r} has different settings in the tables that form it; change limits with "
                 "update_preprocessing_parameters, which changes all of them."
@@ -260,7 +265,7 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
     return layouts
 
 
-def read_stacks(feature_specs: Any, num_devices: int = 1) -> dict[str, StackLayout]:
+def read_stacks(feature_specs: Any, num_devices: int = 1, num_shards: int | None = None) -> dict[str, StackLayout]:
     """The stacks that `feature_specs` read, by name, in leaf order, as they are; see `stack_layouts`.
 
     Raises: ValueError: a table was not placed yet.
@@ -273,6 +278,7 @@ def read_stacks(feature_specs: Any, num_devices: int = 1) -> dict[str, StackLayo
         tables = first_row_first(tables_of(features).values())
         features.sort(key=lambda feature: feature.id_transformation.row_offset)
         spec = placed_stack(tables[0])
+        spec = spec.replace(num_shards=num_shards or spec.num_shards)
         layouts[name] = StackLayout(spec=spec, tables=tables, features=tuple(features), num_devices=num_devices)
     return layouts
 
@@ -388,26 +394,22 @@ def check_is_array(table: TableSpec) -> None:
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
     """The table, or a copy of it with a stack of its own if it has none yet."""
     check_is_array(table)
-    if table.stacked_table_spec is not None:
+    stack, setting = table.stacked_table_spec, table.setting_in_stack
+    if stack is None:
+        rows, dim = round_up(table.vocabulary_size, SUBLANES * num_shards), round_up(table.embedding_dim, SUBLANES)
+        stack = StackedTableSpec(table.name, rows, dim, total_sample_count=0, **shared_fields(StackedTableSpec, table))
+        setting = TableSettingInStack(table.name, rows, dim)
+    if stack.num_shards:
         return table
-    rows, dim = round_up(table.vocabulary_size, SUBLANES * num_shards), round_up(table.embedding_dim, SUBLANES)
-    shared = {name: getattr(table, name) for name in _OF_ONE_TABLE}
     table = dataclasses.replace(table)
-    table.setting_in_stack = TableSettingInStack(table.name, rows, dim)
-    table.stacked_table_spec = StackedTableSpec(
-        table.name, rows, dim, total_sample_count=0, num_shards=num_shards, **shared
-    )
+    table.setting_in_stack, table.stacked_table_spec = setting, stack.replace(num_shards=num_shards)
     return table
 
 
-_OF_ONE_TABLE = (
-    "optimizer",
-    "combiner",
-    "max_ids_per_partition",
-    "max_unique_ids_per_partition",
-    "suggested_coo_buffer_size_per_device",
-    "quantization_config",
-)
+def shared_fields(record: type, source: Any, **recorded: Any) -> dict[str, Any]:
+    """What a spec has under the names of a record's fields, and its form there where that is another."""
+    names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
+    return {name: getattr(source, name) for name in names} | recorded
 
 
 def placed_stack(table: TableSpec) -> StackedTableSpec:

@@ -18,7 +18,7 @@ from rsembed import optimizers
 from rsembed.checks import check_type
 from rsembed.optimizers import OptimizerSpec
 from rsembed.places import Place
-from rsembed.sparsecore.layout import Nested, stack_layouts
+from rsembed.sparsecore.layout import Nested, shared_fields, stack_layouts
 from rsembed.specs import FeatureSpec, TableSpec
 
 _CODES: dict[type[OptimizerSpec], int] = {
@@ -167,7 +167,7 @@ def create_proto_from_feature_specs(
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device)
     stacks = (
         StackRecord(
-            **_shared_fields(StackRecord, layout.spec),
+            **shared_fields(StackRecord, layout.spec),
             num_sparsecores=layout.num_shards,
             table_specs=tuple(_table_record(table, layout.features) for table in layout.tables),
         )
@@ -176,36 +176,30 @@ def create_proto_from_feature_specs(
     return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
 
 
-def _shared_fields(record: type, source: Any, **recorded: Any) -> dict[str, Any]:
-    """What a spec has under the names of a record's fields, and its form there where that is another."""
-    names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
-    return {name: getattr(source, name) for name in names} | recorded
-
-
 def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
     config = table.quantization_config
     readers = [feature for feature in features if feature.table_spec.name == table.name]
     return TableRecord(
-        **_shared_fields(TableRecord, table.setting_in_stack),
-        **_shared_fields(TableRecord, table, optimizer=optimizer_spec_to_proto(table.optimizer)),
+        **shared_fields(TableRecord, table.setting_in_stack),
+        **shared_fields(TableRecord, table, optimizer=optimizer_spec_to_proto(table.optimizer)),
         table_name=table.name,
         vocab_size=table.vocabulary_size,
         quantization=None if config is None else config.as_tuple(),
         feature_specs=tuple(
             FeatureRecord(
                 feature_name=feature.name,
-                **_shared_fields(FeatureRecord, feature),
-                **_shared_fields(FeatureRecord, feature.id_transformation),
+                **shared_fields(FeatureRecord, feature),
+                **shared_fields(FeatureRecord, feature.id_transformation),
             )
             for feature in readers
         ),
     )
 
 
-def get_optimizer_type(optimizer: OptimizerSpec) -> int:
-    """The code of an optimizer; rules that are functions of the user's all have `CUSTOM_CODE`."""
-    check_type(optimizer, OptimizerSpec, "get_optimizer_type: optimizer")
-    return _CODES.get(type(optimizer), CUSTOM_CODE)
+def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
+    """The code of an optimizer's class; rules that are functions of the user's all have `CUSTOM_CODE`."""
+    check_type(optimizer_class, type[OptimizerSpec], "get_optimizer_type: optimizer_class")
+    return _CODES.get(optimizer_class, CUSTOM_CODE)
 
 
 def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
@@ -228,7 +222,7 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
         names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
         values = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) is not None}
     return OptimizerRecord(
-        type=get_optimizer_type(optimizer),
+        type=get_optimizer_type(type(optimizer)),
         short_name=optimizer.short_name(),
         learning_rate=None if callable(learning_rate) else float(learning_rate),
         learning_rate_tag=tag,

@@ -284,7 +284,11 @@ def _stacks(
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
     check_type(inputs, PreprocessedInput, "preprocessed_inputs")
-    inputs.check_minibatching(enable_minibatching)
+    if inputs.has_minibatches not in (None, enable_minibatching):
+        raise ValueError(
+            f"enable_minibatching={enable_minibatching}, but the input was preprocessed with "
+            f"enable_minibatching={inputs.has_minibatches}; pass the same to both."
+        )
     num_minibatches = None
     if enable_minibatching:
         numbers = jnp.asarray(inputs.num_minibatches)

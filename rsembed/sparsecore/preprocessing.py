@@ -79,14 +79,6 @@ class PreprocessedInput:
         """Factor of the row."""
         return self.sparse_dense_matmul_input.lhs_gains
 
-    def check_minibatching(self, enable_minibatching: bool) -> None:
-        """Raises: ValueError: the buffers are known to be laid out otherwise."""
-        if self.has_minibatches not in (None, enable_minibatching):
-            raise ValueError(
-                f"enable_minibatching={enable_minibatching}, but the input was preprocessed with "
-                f"enable_minibatching={self.has_minibatches}; pass the same to both."
-            )
-
     def check_layout(self, layouts: Mapping[str, StackLayout]) -> None:
         """Raises: ValueError: the batch was preprocessed for other stacks or places than these."""
         if set(layouts) != set(self.lhs_row_pointers):

@@ -87,7 +87,7 @@ def auto_stack_tables(
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=memory_limit)
-    free = [[name for name in group if not tables[name].is_stacked()] for group in groups]
+    free = [[name for name in group if tables[name].setting_in_stack.stack_name == name] for group in groups]
     plan = plan_groups(
         features,
         [group for group in free if group],
@@ -137,8 +137,8 @@ def stack_tables(
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
     for table in (tables[table_name] for table_name in table_names if table_name in tables):
-        if table.is_stacked():
-            own = table.setting_in_stack.stack_name
+        own = table.setting_in_stack.stack_name
+        if own != table.name:
             raise ValueError(f"table {table.name!r} is already in stack {own!r}; a table has one place.")
     stack = plan_stack(
         features,

@@ -87,12 +87,11 @@ def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule:
       layout: the stack's.
       rule: what is going to step the rows; None leaves the slots alone.
     """
-    shape = (layout.rows_per_shard * layout.num_shards // layout.num_devices, layout.spec.stack_embedding_dim)
+    shape = (layout.rows_per_shard * layout.num_cores, layout.spec.stack_embedding_dim)
     if variables.table.shape != shape:
         raise ValueError(
-            f"stack {layout.name!r} has shape {variables.table.shape}, but the specs say {shape}"
-            f"{f' on each of {layout.num_devices} devices' if layout.num_devices > 1 else ''}; were they placed for "
-            "another number of devices or cores?"
+            f"stack {layout.name!r} has shape {variables.table.shape}, but the specs say {shape} on each of "
+            f"{layout.num_devices} devices; were they placed for another number of devices or cores?"
         )
     if rule is not None:
         _check_slots(variables.slot, rule, shape, where=f"stack {layout.name!r}")

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 from rsembed.bags import is_taken
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, JaggedBatch, Step
+from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
 from rsembed.optimizers import CounterAdagradOptimizerSpec, Hyperparameters, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
@@ -191,7 +191,7 @@ def row_gradients(
     else:
         batch = plan.here(batch)
         found = [
-            api.row_gradients_jagged(group.num_rows, number, plan.dims, _gradient_reads(group, number, batch), flat)
+            api.row_gradients(group.num_rows, _gradients_of(plan, number, batch, flat))
             for number, group in enumerate(plan.groups)
         ]
     rows, values = (
@@ -244,8 +244,8 @@ def update(
     batch = plan.here(batch)
     for number, group in enumerate(plan.groups):
         if group.table.rule is not None:
-            gradient = (number, plan.dims, _gradient_reads(group, number, batch), flat)
-            state = _step_group(plan, number, state, rates[number], api.update_jagged, gradient)
+            gradient = (_gradients_of(plan, number, batch, flat),)
+            state = _step_group(plan, number, state, rates[number], api.update, gradient)
     return state._replace(step=state.step + 1)
 
 
@@ -286,8 +286,8 @@ def _step_group(
     group, weights = plan.groups[number], state.weights[number]
     slots, copies = _parted(group, state.slots[number])
     rule, hyper = _rule_and_hyper(group, state, rate)
-    rounding = _rounding(plan, number, state, weights.dtype, use=None)
-    weights, slots = kernel(weights, slots, *gradient, hyper, rule, rounding=rounding)
+    step = Step(hyper, rule, _rounding(plan, number, state, weights.dtype, use=None))
+    weights, slots = kernel(weights, slots, *gradient, step)
     return state.with_group(number, weights=weights, slots=slots + copies)
 
 
@@ -367,14 +367,15 @@ def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, 
     return (weights, *slots)
 
 
-def _gradient_reads(group: GroupPlan, number: int, batch: JaggedBatch) -> JaggedBatch:
-    """The batch as its gradients flow; with the write-back hook, only from the first bag that reads a row."""
-    if not group.table.keeps_first_gradients:
-        return batch
+def _gradients_of(plan: TBEPlan, number: int, batch: JaggedBatch, d_output: Array) -> JaggedGradients:
+    """The gradients on their way to a group; with the write-back hook, only from the first bag that reads a row."""
+    if not plan.groups[number].table.keeps_first_gradients:
+        return JaggedGradients(batch, d_output, number, plan.dims)
     rows = jagged_segment(batch, number).rows
     order = jnp.argsort(rows, stable=True)
     is_first = jnp.concatenate([jnp.ones(min(1, rows.size), bool), rows[order][1:] != rows[order][:-1]])
-    return _weighted(batch, jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32)))
+    reads = _weighted(batch, jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32)))
+    return JaggedGradients(reads, d_output, number, plan.dims)
 
 
 def backward(

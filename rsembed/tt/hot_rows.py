@@ -27,12 +27,12 @@ from jaxtyping import Array, Float, Int
 
 from rsembed.bags import is_traced
 from rsembed.kernels import api as kernels
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.optimizers import Hyperparameters, OptimizerSpec
 from rsembed.tt.read_counts import ReadCounts, are_largest, places_in
 
 # One program even outside jit: op by op, JAX does not keep to the axes of a mesh that its arrays lie on.
-_update = jax.jit(kernels.update, static_argnums=5)
+_update = jax.jit(kernels.update)
 
 LEAST_ROWS = 32
 """Of a cache whose size is not given."""
@@ -195,7 +195,7 @@ class HotRows(nnx.Module):
     def step(self, segment: Segment, d_outputs: Float[Array, "bags dim"], hyper: Hyperparameters) -> None:
         """One optimizer step of the rows that were read; the others and their state keep their bits."""
         rows, state = self.rows.get_value(), self.state.get_value()
-        rows, state = _update(rows, state, [segment], [d_outputs], hyper, self.rule)
+        rows, state = _update(rows, state, SegmentGradients([segment], [d_outputs]), Step(hyper, self.rule))
         self._set_rows([rows, *state])
 
     def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:

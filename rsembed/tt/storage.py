@@ -19,7 +19,7 @@ from rsembed.homes.home import Ahead, Home, on_host
 from rsembed.homes.logical_rows import as_dtype
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.keys import Keys
 from rsembed.specs import TableSpec
 from rsembed.tt.chain import Cores
@@ -152,7 +152,7 @@ class TensorTrain(Home):
         self, params: Cores, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
     ) -> Cores:
         """Those of all cores: each distinct row of the segments is pulled back once."""
-        rows, gradients = api.row_gradients(table.vocabulary_size, segments, d_outputs)
+        rows, gradients = api.row_gradients(table.vocabulary_size, SegmentGradients(segments, d_outputs))
         # Of cores in float32, so that nothing is rounded before it is summed.
         cores = tuple(core.astype(jnp.float32) for core in params)
         _, pull = jax.vjp(lambda cores: rows_of(self.spec_of(table), cores, rows), cores)

@@ -466,7 +466,7 @@ BAD = {
         lambda: utils.unshard_emb_table(np.zeros((3, 3, 2)), 2), ValueError, "(3, 3, 2)", "3 devices with 2 cores",
     ),
     "an optimizer code nobody knows": (lambda: embedding.get_optimizer_class(99), ValueError, "optimizer code 99"),
-    "an optimizer code of a class": (lambda: embedding.get_optimizer_type("adam"), TypeError, "OptimizerSpec", "str"),
+    "an optimizer code of a class": (lambda: embedding.get_optimizer_type("adam"), TypeError, "optimizer_class", "str"),
     "a record of a broken text": (
         lambda: EmbeddingSpecRecord.from_json("{"), ValueError, "EmbeddingSpecRecord", "JSON",
     ),

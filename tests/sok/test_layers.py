@@ -162,9 +162,7 @@ def test_a_key_beyond_the_tables_dtype_is_refused_in_every_form(key_dtype, large
     beyond = np.asarray([[3], [largest + 1]], np.uint64)
     forms = [beyond, sok.split_keys(beyond), Bags(beyond.reshape(-1), np.asarray([0, 1, 2]))]
     for keys in forms if largest >= 2**62 else [*forms, beyond.astype(np.int64).tolist()]:
-        with pytest.raises(
-            ValueError, match=rf"'t': key {largest + 1} does not fit into key_dtype='{key_dtype}'"
-        ):
+        with pytest.raises(ValueError, match=rf"'t': key {largest + 1} does not fit into key_dtype='{key_dtype}'"):
             look_up(keys)
     lanes = jax.tree.map(jnp.asarray, sok.split_keys(beyond))
     out = nnx.jit(lambda variable, keys: sok.group_embedding_lookup_sparse([variable], [keys], ["sum"])[0])(
@@ -172,7 +170,9 @@ def test_a_key_beyond_the_tables_dtype_is_refused_in_every_form(key_dtype, large
     )
     assert not np.asarray(out[1]).any()
     if use_hashtable:
-        (output,), backward = sok.group_embedding_lookup_vjp([variable], [np.asarray([[3], [largest]], key_dtype)], ["sum"])
+        (output,), backward = sok.group_embedding_lookup_vjp(
+            [variable], [np.asarray([[3], [largest]], key_dtype)], ["sum"]
+        )
         backward([output])
         assert sok.export_rows(variable)["keys"].tolist() == [3, largest]
 

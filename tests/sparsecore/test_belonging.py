@@ -103,6 +103,24 @@ def test_tables_placed_later_take_the_cores_of_those_placed_before():
     assert {stack.num_shards for stack in embedding.get_stacked_table_specs(specs).values()} == {4}
 
 
+def test_places_made_by_hand_serve_any_number_of_cores_and_planned_ones_stay_with_their_table():
+    stack = embedding_spec.StackedTableSpec("t", 128, DIM, embedding_spec.SGDOptimizerSpec(), "sum", BATCH)
+    setting = embedding_spec.TableSettingInStack("t", 128, DIM)
+    (planned,) = placed(1, 16)
+    fields = {"_stacked_table_spec": stack, "_setting_in_stack": setting}
+    table = embedding_spec.TableSpec("t", ROWS, DIM, rows_by_number, embedding_spec.SGDOptimizerSpec(), "sum", **fields)
+    assert (table.setting_in_stack, planned.table_spec.stacked_table_spec.stack_vocab_size) == (setting, 128)
+    specs = [embedding_spec.FeatureSpec("f", table, output_shape=(BATCH, DIM))]
+    for cores in (2, 4):
+        variables = init(specs, cores=cores)
+        wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
+        np.testing.assert_array_equal(look_up(specs, preprocess(specs, cores=cores), variables)[0], wanted)
+    with pytest.raises(ValueError, match="stack 't' was made by hand, for no number of shards"):
+        embedding.logical_tables(variables, specs)
+    assert placed(1, 4)[0].table_spec != placed(1, 8)[0].table_spec  # of as many rows, at other places
+    assert planned.table_spec.is_stacked() and not dataclasses.replace(planned.table_spec, name="u").is_stacked()
+
+
 OTHER_COUNTS = {
     "prepare": lambda specs: embedding.prepare_feature_specs_for_training(specs, 1, 8),
     "init": lambda specs: init(specs, cores=8),

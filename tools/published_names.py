@@ -1,6 +1,6 @@
 """Public names and arguments of four systems, recorded, and the page that tells where each of them is here.
 
-Run as a program, `python -m tests.published_names` writes the tables in docs/migration.md. The records hold one
+Run as a program, `python -m tools.published_names` writes the tables in docs/migration.md. The records hold one
 published version each: those of the SparseCore API and of FBGEMM were read from the packages, the other two, which
 cannot be installed everywhere, were written by hand from their pages and sources.
 """
@@ -46,7 +46,7 @@ class System:
     @property
     def begin(self):
         """The line of the page before its table."""
-        return f"<!-- names of {self.name}: written by tests/published_names.py -->\n"
+        return f"<!-- names of {self.name}: written by tools/published_names.py -->\n"
 
     def record(self):
         """The recorded names, their arguments by module and name, and by reason what of them is not here."""

@@ -1,6 +1,6 @@
 """Trains for long, and fails if memory grows, a save fails, or losses are not those of a run that nobody stops.
 
-    python -m tests.soak --minutes 30
+    python -m tools.soak --minutes 30
 
 Tables are trained at a rate that changes: one in memory, one on the host whose cache churns, and one of keys that are
 ever new and push out others. Every minute a checkpoint is saved; every few minutes the run is thrown away and goes on

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
-from tests.fuzz.hashed import KEYS, LR, by_entry, coarse, collection_of
-from tests.fuzz.machines import Machine, live
 from tests.homes.oracle import DenseTable, KeyedTable, Read, Steps
+from tools.fuzz.hashed import KEYS, LR, by_entry, coarse, collection_of
+from tools.fuzz.machines import Machine, live
 
 DIM, SAMPLES, WIDTH = 2, 12, 2
 ROWS = {"word": 23, "item": 300, "user": 4 * len(KEYS)}

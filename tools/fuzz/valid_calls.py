@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
-from rsembed.kernels import blocks, ids, keyed, native, partitions, reference
+from rsembed.kernels import blocks, ids, keyed, native, reference
 from rsembed.kernels.blocks import Queue
 from rsembed.kernels.contract import (
     NO_ROW,
@@ -23,7 +23,7 @@ from rsembed.kernels.contract import (
     SegmentGradients,
     Step,
 )
-from rsembed.kernels.partitions import Partitions
+from rsembed.kernels.ids import Partitions
 from rsembed.keys import Keys
 from rsembed.places import Place
 from rsembed.tt import chain
@@ -193,7 +193,7 @@ def entries_by_sample(shapes: Draw, draw: Draw) -> ValidCall:
     def called(module: Any, own: Any) -> Any:
         return module.entries_by_sample([Partitions(*arrays, *rest) for arrays, rest in zip(own, fixed, strict=True)])
 
-    return ValidCall(*(functools.partial(called, module) for module in (native, partitions)), (own,))
+    return ValidCall(*(functools.partial(called, module) for module in (native, ids)), (own,))
 
 
 def some_keys(draw: Draw, count: int, most: int, num_tables: int = 1) -> Keys:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 import rsembed as rs
-from tests.fuzz.machines import Machine, live
 from tests.homes.oracle import KeyedTable, Read, Steps
+from tools.fuzz.machines import Machine, live
 
 DIM, SAMPLES, CAPACITY, LR = 2, 6, 8, 0.5
 KEYS = np.array([0, 1, 2, 3, 2**31 - 1, 2**32, 2**32 + 1, 5 * 2**33 + 1, 2**40, 2**62 + 2**33, 2**63 - 2, 2**63 - 1])

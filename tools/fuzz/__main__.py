@@ -1,4 +1,4 @@
-"""Random calls and random lives of what the library keeps: `python -m tests.fuzz --minutes 1 [--target NAME]`.
+"""Random calls and random lives of what the library keeps: `python -m tools.fuzz --minutes 1 [--target NAME]`.
 
 Prints a line for every target. A failing one says what it saw, and how to see it again. The exit code is 1 if any did.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-from tests.fuzz import sanitizers
+from tools.fuzz import sanitizers
 
 STUCK_SECONDS = 900
 """A round that takes longer hangs; one that fails may be made smaller for five minutes."""
@@ -37,13 +37,13 @@ class Target:
 
 TARGETS = {
     **{
-        f"handlers-{sanitizer}-{isa}": Target("tests.fuzz.native_calls:run", sanitizer, isa)
+        f"handlers-{sanitizer}-{isa}": Target("tools.fuzz.native_calls:run", sanitizer, isa)
         for sanitizer in sanitizers.FLAGS
         for isa in ("baseline", "avx2", "avx512")
     },
-    **{f"partitioner-{name}": Target("tests.fuzz.properties:partitioner", name) for name in sanitizers.FLAGS},
-    "cache": Target("tests.fuzz.properties:cache"),
-    **{name: Target(f"tests.fuzz.{name}:run") for name in ("collection", "hashed", "files")},
+    **{f"partitioner-{name}": Target("tools.fuzz.properties:partitioner", name) for name in sanitizers.FLAGS},
+    "cache": Target("tools.fuzz.properties:cache"),
+    **{name: Target(f"tools.fuzz.{name}:run") for name in ("collection", "hashed", "files")},
 }
 
 
@@ -78,7 +78,7 @@ def explore(name: str, target: Target, seed: int, seconds: float) -> Outcome:
         print(f"building under -fsanitize={target.sanitizer} ...", end="\r", file=sys.stderr, flush=True)
         added |= sanitizers.environment(target.sanitizer, sanitizers.build(target.sanitizer))
     outcome, start, said = Outcome(), time.monotonic(), ""
-    command = [sys.executable, "-u", "-m", "tests.fuzz", "--rounds-of", target.function]
+    command = [sys.executable, "-u", "-m", "tools.fuzz", "--rounds-of", target.function]
     command += ["--seed", str(seed), "--minutes", str(seconds / 60)]
     options = {"stdout": subprocess.PIPE, "cwd": Path(__file__).parents[2], "env": os.environ | added, "text": True}
     with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, stderr=errors, **options) as process:
@@ -99,7 +99,7 @@ def explore(name: str, target: Target, seed: int, seconds: float) -> Outcome:
         if code:
             errors.seek(0)
             outcome.output = (said + errors.read())[:SHOWN_CHARACTERS] or f"exit code {code}"
-            again = f"python -m tests.fuzz --minutes 0 --target {name} --seed {seed}"
+            again = f"python -m tools.fuzz --minutes 0 --target {name} --seed {seed}"
             outcome.verdict = f"{'HANGS' if is_stuck else 'FAILS'}; again: {again}"
     return outcome
 

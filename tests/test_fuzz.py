@@ -10,8 +10,8 @@ import pytest
 
 from rsembed.checkpoint import arrays
 from rsembed.kernels import native
-from tests.fuzz import __main__ as fuzz
-from tests.fuzz import collection, files, machines, native_calls, properties, sanitizers, valid_calls
+from tools.fuzz import __main__ as fuzz
+from tools.fuzz import collection, files, machines, native_calls, properties, sanitizers, valid_calls
 
 PLANTED = """
 #include <thread>
@@ -52,7 +52,7 @@ def test_a_forbidden_access_is_reported_with_the_round_that_made_it(tmp_path, mo
     outcome = fuzz.explore("planted", fuzz.Target("planted_rounds:run", sanitizer), seed=2, seconds=60)
     assert re.search(report, outcome.output)
     assert outcome.cases == 6  # of two rounds
-    assert outcome.verdict == "FAILS; again: python -m tests.fuzz --minutes 0 --target planted --seed 4"
+    assert outcome.verdict == "FAILS; again: python -m tools.fuzz --minutes 0 --target planted --seed 4"
 
 
 @pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.fuzz.direct_calls import Call, Driver, Refused
-from tests.fuzz.hostile_calls import spoil
-from tests.fuzz.sanitizers import DRIVER_VARIABLE, ONLY_VALID_VARIABLE
-from tests.fuzz.valid_calls import CALLS
+from tools.fuzz.direct_calls import Call, Driver, Refused
+from tools.fuzz.hostile_calls import spoil
+from tools.fuzz.sanitizers import DRIVER_VARIABLE, ONLY_VALID_VARIABLE
+from tools.fuzz.valid_calls import CALLS
 
 NUM_SHAPES = 8
 """Of the valid calls of each kind, for each of which its definition is compiled."""

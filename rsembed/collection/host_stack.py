@@ -1,35 +1,40 @@
-"""Rows of a batch from the host to the devices, and those that make room for them back."""
+"""A table on the host: rows of a batch travel to the devices, and those that make room for them back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from rsembed.bags import as_bags, padded_size
 from rsembed.caching import Generation
-from rsembed.collection.rows import keys_of_gradients
-from rsembed.collection.stack import Stack
+from rsembed.collection.dense_rows import RowLayout
+from rsembed.collection.rows import Rows, keys_of_gradients
+from rsembed.collection.stack import RowNumberStack, refuse_traced
 from rsembed.collection.state import EmbeddingState
 from rsembed.homes.home import on_host
 from rsembed.homes.host_cached import CachedRows, HostCached, Moves
 from rsembed.kernels import api
+from rsembed.specs import TableSpec
 
 ROWS_PER_BLOCK = 1 << 16
 
 
-class Fetching:
-    """A stack whose rows are on the host, and its store there.
+class HostStack(RowNumberStack):
+    """A table whose rows are on the host, and its store there.
 
     Raises: NotImplementedError: several processes would share the rows.
     """
 
-    def __init__(self, stack: Stack):
-        self.stack, self.home, self.table = stack, cast(HostCached, stack.home), stack.table
-        if stack.rows.devices.num_processes > 1:
+    home: HostCached
+
+    def __init__(self, layout: RowLayout, rows: Rows):
+        super().__init__(layout, rows)
+        if self.devices.num_processes > 1:
             raise NotImplementedError(
                 f"table {self.table.name!r} is kept as {self.home}, whose rows one process must hold; make the mesh of "
                 "one process' devices, or give the table another storage."
@@ -39,8 +44,8 @@ class Fetching:
             "were exchanged since for another state, or the state is another collection's. Go on from the newest "
             "state, or from a checkpoint."
         )
-        part, split = stack.partition, stack.rows.devices.split
-        on_each = stack.rows.devices.on_each
+        part, split = self.partition, self.devices.split
+        on_each = self.devices.on_each
         self._of_batch = jax.jit(on_each(self._make_room, (part, split), (part, part)))
         self._of_rows = jax.jit(on_each(self._make_room, (part, part), (part, part)))
         self._gather = jax.jit(on_each(_gather, (part, part, part), part))
@@ -90,7 +95,7 @@ class Fetching:
     def moved(
         self, params: CachedRows, slots: Any, moves: Sequence[np.ndarray], *, donates: bool
     ) -> tuple[CachedRows, Any]:
-        """What `with_places` returned, after the moves. `donates` gives the arrays of rows and slots away.
+        """Parameters and slots after the moves that `with_places` returned. `donates` gives the given arrays away.
 
         Else those from before stay valid, too: rows that leave are written as they stand in them, and nothing else
         changes, until the store goes on with one state alone (`of_new_time`).
@@ -113,7 +118,40 @@ class Fetching:
         (generation,) = self._placed([np.full(params.generation.shape, self.generation.number, np.uint32)])
         return params._replace(generation=generation)
 
-    def arrays(self, params: CachedRows, slots: Any) -> list[np.ndarray]:
+    def values(self, params: CachedRows, slots: Any) -> dict[str, Any]:
+        return {self.table.name: self._arrays(params, slots)[0]}
+
+    def slots(self, params: CachedRows, slots: Any) -> dict[str, Any]:
+        own = tuple(map(jnp.asarray, self._arrays(params, slots)[1:]))
+        return {self.table.name: self.rule.pack_slots(own)}
+
+    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+        refuse_traced(table, values, step)
+        return [self.as_whole(params, slots, table, values), *self._arrays(params, slots)[1:]]
+
+    def replaced(self, params: CachedRows, slots: Any, values: Mapping[str, Any]) -> tuple[CachedRows, Any]:
+        """A fresh store with these rows and slots, none of which is near."""
+        empty = self.devices.on_each(self.home.emptied, (self.partition,), self.partition)
+        params = self.begin(jax.jit(empty)(params))
+        arrays = [np.asarray(array) for array in values[self.table.name]]
+        self.store.write(np.arange(self.table.vocabulary_size), arrays)
+        return params, slots
+
+    def saved(self, params: CachedRows, slots: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._by_name(self._arrays(params, slots))
+
+    def template(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        row = jax.ShapeDtypeStruct((1, self.table.embedding_dim), jnp.float32)
+        shapes = [(row.shape, jnp.dtype(self.table.dtype))]
+        shapes += [(slot.shape, slot.dtype) for slot in jax.eval_shape(self.rule.init_slots, row)]
+        num_rows = self.table.vocabulary_size
+        return self._by_name([np.broadcast_to(np.zeros((), kind), (num_rows, *shape[1:])) for shape, kind in shapes])
+
+    def restored(self, tables: Mapping[str, Any], slots: Mapping[str, Any]) -> tuple[Any, Any]:
+        name = self.table.name
+        return self.replaced(*self.fresh(), {name: [tables[name], *(slots[name][own] for own in self._slot_names)]})
+
+    def _arrays(self, params: CachedRows, slots: Any) -> list[np.ndarray]:
         """All rows and slots of the table, in the order of ids, on the host."""
         self.check(params, slots)
         starts = range(0, self.table.vocabulary_size, ROWS_PER_BLOCK)
@@ -124,15 +162,16 @@ class Fetching:
             array[ids] = on_host(near)[places]
         return found
 
-    def with_arrays(self, params: CachedRows, arrays: Sequence[Any]) -> CachedRows:
-        """The parameters of a fresh store with these rows and slots, none of which is near."""
-        empty = self.stack.rows.devices.on_each(self.home.emptied, (self.stack.partition,), self.stack.partition)
-        params = self.begin(jax.jit(empty)(params))
-        self.store.write(np.arange(self.table.vocabulary_size), [np.asarray(array) for array in arrays])
-        return params
+    @property
+    def _slot_names(self) -> list[str]:
+        return list(getattr(self.rule.slot_type, "_fields", map(str, range(self.rule.slot_variables_count()))))
+
+    def _by_name(self, arrays: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        rows, *slots = arrays
+        return {self.table.name: rows}, {self.table.name: dict(zip(self._slot_names, slots, strict=True))}
 
     def _placed(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        placed: list[Any] = self.stack.rows.devices.place_from_host(list(arrays), self.stack.partition)
+        placed: list[Any] = self.devices.place_from_host(list(arrays), self.partition)
         return placed
 
     # On one device
@@ -140,14 +179,14 @@ class Fetching:
     def _make_room(self, params: CachedRows, batch: Any) -> tuple[CachedRows, Moves]:
         if isinstance(batch, Mapping):
             bags = {name: as_bags(value, feature=name) for name, value in batch.items()}
-            keys = self.stack.rows.own_keys(self.stack.occurrences(bags))
+            keys = self.rows.own_keys(self.occurrences(bags))
         else:
             keys, _ = keys_of_gradients(batch)
         return self.home.make_room(params, keys)
 
 
 def fetched(
-    on_host: Mapping[str, Fetching], state: EmbeddingState, wanted: Mapping[str, Any], *, donates: bool
+    on_host: Mapping[str, HostStack], state: EmbeddingState, wanted: Mapping[str, Any], *, donates: bool
 ) -> EmbeddingState:
     """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
 
@@ -164,7 +203,7 @@ def fetched(
     return state._replace(tables=tables, slots=slots)
 
 
-def gone_on(on_host: Mapping[str, Fetching], state: EmbeddingState) -> EmbeddingState:
+def gone_on(on_host: Mapping[str, HostStack], state: EmbeddingState) -> EmbeddingState:
     """The state with which alone the stores go on."""
     tables = {name: own.of_new_time(state.tables[name]) for name, own in on_host.items()}
     return state._replace(tables={**state.tables, **tables})

@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from rsembed import checkpoint
 from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError
-from tests.fuzz.machines import Machine, live
+from tools.fuzz.machines import Machine, live
 
 DTYPES = ("float32", "int8", "bool", "uint16")
 

@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from tests.fuzz.direct_calls import Call
+from tools.fuzz.direct_calls import Call
 
 Draw = np.random.Generator
 INT64 = np.iinfo(np.int64)
