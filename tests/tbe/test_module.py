@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rsembed import clip_by_global_norm, combine
 from rsembed import tbe as rt
 from rsembed.tbe import functional
 from tests.tbe.oracle import Oracle, assert_same_bits, make, tables_of, train
@@ -229,26 +228,6 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
 
 
 # Row gradients
-
-
-def test_accumulated_row_gradients_step_like_one_large_batch():
-    whole, parts = make(SPECS, optimizer=ROWWISE), make(SPECS, optimizer=ROWWISE)
-    halves = [(IDS, OFFSETS), ((IDS + 2) % 5, np.array([0, 1, 4, 4, 7]))]
-    d_outputs = [np.random.default_rng(k).normal(size=(2, 7)).astype(np.float32) for k in range(2)]
-    gradients = [parts.vjp(*half)[1].row_gradients(d_output) for half, d_output in zip(halves, d_outputs, strict=True)]
-    total = combine(*gradients)
-    sums = [np.asarray(values) for values in total.to_dense().values()]
-    norm = float(np.sqrt(sum((own**2).sum() for own in sums)))
-    for own, clipped in zip(sums, clip_by_global_norm(total, norm / 2).to_dense().values(), strict=True):
-        np.testing.assert_allclose(clipped, own / 2, **CLOSE)
-    parts.apply(total)
-    both = np.concatenate([halves[0][0][:3], halves[1][0][:4], halves[0][0][3:], halves[1][0][4:]])
-    lengths = [np.diff(offsets) for _, offsets in halves]
-    sizes = np.concatenate([lengths[0][:2], lengths[1][:2], lengths[0][2:], lengths[1][2:]])
-    train(whole, both, np.concatenate([[0], np.cumsum(sizes)]), d_output=np.concatenate(d_outputs))
-    for mine, yours in zip(tables_of(parts)[0], tables_of(whole)[0], strict=True):
-        np.testing.assert_allclose(mine, yours, **CLOSE)
-    assert int(parts.step) == int(whole.step) == 1
 
 
 def test_optimizer_none_returns_gradients_and_changes_nothing():
