@@ -98,11 +98,6 @@ def member(kind: type[Member], given: Member | str | int) -> Member:
     raise ValueError(f"{kind.__name__} has no member {given!r}; there are {', '.join(own.name for own in kind)}.")
 
 
-def named_optimizer(given: TableOptimizer | str) -> TableOptimizer:
-    """A rule of the core as it is, or a member of `EmbOptimType`. Raises: ValueError: as `member`."""
-    return given if isinstance(given, OptimizerSpec) else member(EmbOptimType, given)
-
-
 def name_of(optimizer: TableOptimizer) -> str:
     """A published name, or the name of a rule of the core."""
     return optimizer.name if isinstance(optimizer, EmbOptimType) else type(optimizer).__name__

@@ -10,7 +10,7 @@ import enum
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,9 @@ from rsembed.kernels.contract import JaggedBatch
 from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import check_gradient
 from rsembed.tbe.arguments import member
-from rsembed.tbe.meshes import SplitBatch, tables_on_mesh
+from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.plan import TBEPlan
 
-AnyBatch: TypeAlias = JaggedBatch | SplitBatch
-"""On one device, and on a mesh."""
 Numbers = Int[Array | np.ndarray, " _"]
 
 

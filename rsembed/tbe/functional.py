@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,8 @@ from rsembed.kernels.contract import NO_ROW, JaggedBatch, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
 from rsembed.optimizers import CounterAdagradOptimizerSpec, Hyperparameters, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.meshes import SplitBatch, looked_up, tables_on_mesh
+from rsembed.tbe.meshes import AnyBatch, SplitBatch, looked_up, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
-
-AnyBatch: TypeAlias = JaggedBatch | SplitBatch
-"""On one device, and on a mesh."""
 
 
 class TBEState(NamedTuple):
@@ -385,10 +382,6 @@ _STORE = 2**32 - 2
 """What beside steps rounds rows, with other noise: the number of a table that nobody has."""
 
 
-def _round_to_nearest(values: Array, dtype: Any, rows: Array) -> Array:
-    return values.astype(dtype)
-
-
 def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
     """How rows of a group become `dtype`; None to nearest. They may be in a cache, whose dtype is not the tables'."""
     group, resident_rows = plan.groups[number], state.resident_rows[number]
@@ -412,8 +405,9 @@ def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, 
     group, (weights, *slots) = plan.groups[number], api.gather_rows(state.arrays(number)[:-1], places)
     dtype = jnp.dtype(group.table.dtype)
     if weights.dtype != dtype:
-        round_rows = _rounding(plan, number, state, dtype, use=_STORE) or _round_to_nearest
-        weights = round_rows(weights.astype(jnp.float32), dtype, places)
+        round_rows = _rounding(plan, number, state, dtype, use=_STORE)
+        weights = weights.astype(jnp.float32)
+        weights = weights.astype(dtype) if round_rows is None else round_rows(weights, dtype, places)
     return (weights, *slots)
 
 

@@ -302,7 +302,12 @@ def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[Set
         + sum(slot.nbytes for slot in group.table.first_slots())
         for group in groups
     ]
-    sets = [_wanted_sets(group, caching, own) for group, own in zip(groups, row_bytes, strict=True)]
+    sets = [  # rows that visit for one batch take the least that a cache can have
+        1
+        if group.table.placement == "host"
+        else caching.cache_sets or num_sets_for(group.num_rows, caching.cache_load_factor, row_bytes=own)
+        for group, own in zip(groups, row_bytes, strict=True)
+    ]
     memory = _memory_of_device()
     if memory is not None and not caching.cache_sets:
         free, reserved = memory["bytes_limit"] - memory.get("bytes_in_use", 0), caching.cache_reserved_memory * 2**30
@@ -316,12 +321,6 @@ def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[Set
         SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
         for num_sets, group in zip(sets, groups, strict=True)
     ]
-
-
-def _wanted_sets(group: GroupPlan, caching: CacheArguments, row_bytes: int) -> int:
-    if group.table.placement == "host":
-        return 1  # the least that a cache can have: rows visit for one batch
-    return caching.cache_sets or num_sets_for(group.num_rows, caching.cache_load_factor, row_bytes=row_bytes)
 
 
 def _backing_of(group: GroupPlan, near: Any) -> BackingStore:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, no_type_check
+from typing import Any, TypeAlias, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,10 @@ class SplitBatch:
     def num_bags(self) -> int:
         """Bags of every feature."""
         return self.ids[0].shape[0]
+
+
+AnyBatch: TypeAlias = JaggedBatch | SplitBatch
+"""On one device, and on a mesh."""
 
 
 class MeshTables:

@@ -25,9 +25,9 @@ from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_g
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
 from rsembed.tbe.arguments import CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, TableOptimizer
-from rsembed.tbe.batches import AnyBatch, BoundsCheckMode, PreparedBatch, is_by_feature
+from rsembed.tbe.batches import BoundsCheckMode, PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
-from rsembed.tbe.meshes import SplitBatch, tables_on_mesh
+from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
 
 _lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")

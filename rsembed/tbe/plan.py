@@ -381,7 +381,10 @@ def make_plan(given: Mapping[str, Any], arguments: OptimizerArguments) -> TBEPla
     features = tuple(range(len(names)) if given["feature_table_map"] is None else given["feature_table_map"])
     feature_names = tuple(given["feature_names"] or _default_feature_names(features, names))
     _check_specs(specs, features, names, feature_names)
-    optimizers = [by_name.named_optimizer(own) for own in per_table(given["optimizer"], len(names), "optimizer")]
+    optimizers: list[TableOptimizer] = [
+        own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own)
+        for own in per_table(given["optimizer"], len(names), "optimizer")
+    ]
     rates = [
         own.learning_rate if isinstance(own, OptimizerSpec) else rate
         for own, rate in zip(optimizers, per_table(given["learning_rate"], len(names), "learning_rate"), strict=True)

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from rsembed import tbe as rt
+from rsembed.kernels import native
 from rsembed.tbe import functional
 from tests.tbe.oracle import Oracle, assert_same_bits, make, tables_of, train
 from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, sgd
@@ -225,6 +226,33 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
         np.testing.assert_array_equal(output, wanted)
         backward(wanted)
     assert_same_bits(module, other)
+
+
+@pytest.mark.skipif(native.unavailable_because() is not None, reason="XLA may copy; native calls alias")
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("optimizer", ["EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB"])
+def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
+    num_rows, dim, num_bags, num_ids = 20_000, 32, 64, 256
+    specs = [(num_rows, dim, rt.EmbeddingLocation.HOST, rt.ComputeDevice.CPU)] * 2
+    module = rt.TableBatchedEmbeddingBags(specs, optimizer=rt.OptimType[optimizer])
+    plan = module.plan
+
+    def step(state, ids, offsets, weights):
+        batch = plan.batch(ids, offsets, weights if is_weighted else None)
+        output = functional.lookup(plan, state, batch)
+        rates = functional.learning_rates(plan, state)
+        return functional.backward(plan, state, batch, jnp.cos(output), rates, wants_weight_gradients=is_weighted)
+
+    arguments = (
+        module.state.get_value(),
+        jnp.zeros(num_ids, jnp.int32),
+        jnp.zeros(2 * num_bags + 1, jnp.int32),
+        jnp.ones(num_ids),
+    )
+    memory = jax.jit(step, donate_argnums=0).lower(*arguments).compile().memory_analysis()
+    table_bytes = num_rows * dim * 4
+    assert memory.alias_size_in_bytes > 2 * table_bytes
+    assert memory.temp_size_in_bytes < table_bytes / 2
 
 
 # Row gradients
