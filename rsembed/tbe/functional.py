@@ -295,17 +295,6 @@ def update(
     return state._replace(step=state.step + 1)
 
 
-def check_gradients(plan: TBEPlan, row_gradients: RowGradients) -> None:
-    """Raises: ValueError: the gradients of a group are not one vector of its dim for each of its rows."""
-    for group in plan.groups:
-        found = row_gradients.values[group.name].shape
-        if found != (expected := (row_gradients.rows[group.name].shape[0], group.table.dim)):
-            raise ValueError(
-                f"tables {group.name!r}: the row gradients have shape {found}, but rows and dim ask for {expected}; "
-                "change what backward.row_gradients returns entry by entry only."
-            )
-
-
 def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
     """One optimizer step of every row in `row_gradients`; rows of cached tables are places of the cache here.
 
