@@ -225,10 +225,6 @@ class CacheArguments:
         if self.prefetch_pipeline and self.cache_algorithm != CacheAlgorithm.LRU:
             raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
 
-    def changed(self) -> list[str]:
-        """Names of arguments that differ from their defaults."""
-        return [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
-
     def near_dtype(self, dtype: str) -> jnp.dtype:
         """What weights of a dtype are cached in."""
         return jnp.dtype(dtype) if self.cache_precision is None else dtype_of(self.cache_precision, "cache_precision")

@@ -352,7 +352,8 @@ def warn_of_arguments(plan: TBEPlan, caching: CacheArguments, given: Mapping[str
     """Warns of those of the constructor's arguments that change nothing."""
     specs = given["embedding_specs"]
     if not plan.has_cache:
-        unused, why = caching.changed(), "as no table has EmbeddingLocation.MANAGED_CACHING"
+        unused = [own.name for own in dataclasses.fields(caching) if getattr(caching, own.name) != own.default]
+        why = "as no table has EmbeddingLocation.MANAGED_CACHING"
         if EmbeddingLocation.MANAGED_CACHING in {location for _, _, location, _ in specs}:
             unused, why = [name for name in unused if name != "enforce_hbm"], "as enforce_hbm is set"
         warn_of_no_effect(unused, why)

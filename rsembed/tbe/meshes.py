@@ -60,7 +60,8 @@ class MeshTables:
     """The tables of a plan with devices, each group of them a stack of the core."""
 
     def __init__(self, plan: TBEPlan):
-        assert plan.devices is not None
+        if plan.devices is None:
+            raise ValueError("the tables are on one device; make the module with mesh= to share them.")
         self.devices, self.plan = plan.devices, plan
         self.dims = [plan.tables[t].dim for t in plan.features]
         self.num_rows = [plan.tables[t].num_rows for t in plan.features]

@@ -411,22 +411,16 @@ class TrainedTables(nnx.Module):
         """What a state dict changes beside tables. Raises: ValueError, TypeError: a number is of another kind."""
         plan, changes = self.plan, dict[str, Any]()
 
-        def number(name: str, dtype: Any, interval: str) -> Array:
-            value = np.asarray(given[name])
+        for name in {"step", "passed_step", "max_counter"} & set(given):
+            value, is_count = np.asarray(given[name]), name != "max_counter"
             if value.shape != () or not np.issubdtype(value.dtype, np.number):
                 raise ValueError(f"{name!r} must be one number, got {value.dtype} of shape {value.shape}.")
-            check_within(interval, value.item(), repr(name))
-            if value != (fitting := value.astype(dtype)) and np.issubdtype(dtype, np.integer):
+            check_within(f"[0, {np.iinfo(np.int32).max}]" if is_count else "[0, inf)", value.item(), repr(name))
+            if is_count and value != value.astype(np.int32):
                 raise ValueError(f"{name!r} must be an integer, got {value.item()}.")
-            return jnp.asarray(fitting)
-
-        for name in ("step", "passed_step"):
-            if name in given:
-                changes[name] = number(name, np.int32, f"[0, {np.iinfo(np.int32).max}]")
+            changes[name] = jnp.asarray(value, jnp.int32 if is_count else jnp.float32)
         if "step" in changes:
             changes.setdefault("passed_step", changes["step"] + 0)
-        if "max_counter" in given:
-            changes["max_counter"] = number("max_counter", np.float32, "[0, inf)")
         if "key" in given:
             data, shape = np.asarray(given["key"]), jax.random.key_data(jax.random.key(0)).shape
             if data.shape != shape or not np.issubdtype(data.dtype, np.integer):
