@@ -353,10 +353,12 @@ def check_values(
       message names the feature, the bag, the value, the table and the way out.
     """
     check_bags(bags, feature=feature)
+    if allow_out_of_range:
+        return
     ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
     used = ids[: offsets[-1]]
     bad = (used != PAD_ID) & ((used < 0) | (used >= vocabulary_size))
-    if bad.any() and not allow_out_of_range:
+    if bad.any():
         place = int(bad.argmax())
         bag = int(np.searchsorted(offsets, place, side="right")) - 1
         raise ValueError(

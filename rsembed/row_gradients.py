@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, no_type_check
 
@@ -75,15 +76,31 @@ def check_gradient(value: Any, name: str) -> None:
 
 
 def check_belong(
-    row_gradients: RowGradients, layout: Fingerprint, num_rows: tuple[tuple[str, int], ...], *, owner: str, way_out: str
+    row_gradients: RowGradients,
+    layout: Fingerprint,
+    num_rows: tuple[tuple[str, int], ...],
+    dims: Mapping[str, int],
+    *,
+    owner: str,
+    way_out: str,
 ) -> None:
-    """Raises: TypeError: they are none. ValueError: they count rows otherwise than their `owner`, who has these."""
+    """Checks row gradients that an `owner` is to apply, who has these rows and dims by stack.
+
+    Raises: TypeError: they are none. ValueError: they count rows otherwise, or a row has not one vector of its dim.
+    """
     check_type(row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,")
     what = f"the row gradients do not belong to this {owner}"
     if row_gradients.layout is not None:
         check_same(row_gradients.layout, layout, what=what, way_out=way_out)
     if row_gradients.num_rows != num_rows:
         raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, it has {num_rows}. {way_out}")
+    for name, dim in dims.items():
+        found = row_gradients.values[name].shape
+        if found != (expected := (row_gradients.rows[name].shape[0], dim)):
+            raise ValueError(
+                f"tables {name!r}: the row gradients have shape {found}, but rows and dim ask for {expected}; change "
+                "what the backward pass returned entry by entry only."
+            )
 
 
 class SingleUse:

@@ -134,7 +134,7 @@ class RowLayout:
         """
         if rounding is None:
             return None
-        names = np.asarray([zlib.crc32(table.name.encode()) for table in self.stack.tables], np.uint32)
+        names = [table.name for table in self.stack.tables]
 
         def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
             sizes, shard, row = [table.rows for table in self.stack.tables], device, rows
@@ -142,7 +142,7 @@ class RowLayout:
                 own, row = jnp.divmod(rows, self.rows_per_shard)
                 shard = device * self.shards_per_device + own
             tables, ids = tables_and_ids(self.places, sizes, shard, row, spread=self.spread)
-            return rounding(values, dtype, mix(ids.astype(jnp.uint32), jnp.asarray(names)[tables]).astype(jnp.int32))
+            return rounding(values, dtype, numbers_of_rows(names, tables, ids))
 
         return round_rows
 
@@ -164,6 +164,18 @@ class RowLayout:
             weights = None if own.weights is None else jnp.asarray(own.weights)
             segments.append(Segment(rows, offsets, weights, feature.combiner))
         return segments
+
+
+def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Numbers that tell rows of all tables apart: the same in every stack, placement and mesh.
+
+    Args:
+      names: of tables.
+      tables: position in `names` of each row's table.
+      ids: row in its table.
+    """
+    of_names = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
+    return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)
 
 
 def table_facts(table: TableSpec) -> dict[str, Any]:

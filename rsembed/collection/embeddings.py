@@ -401,7 +401,8 @@ class EmbeddingCollection:
         Raises: ValueError: the gradients are another collection's.
         """
         way_out = "Take them from lookup_vjp of the collection that applies them."
-        check_belong(row_gradients, self.layout, self._num_rows, owner="collection", way_out=way_out)
+        dims = {name: stack.table.embedding_dim for name, stack in self._stacks.items()}
+        check_belong(row_gradients, self.layout, self._num_rows, dims, owner="collection", way_out=way_out)
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         self.check_state(state)
         return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)

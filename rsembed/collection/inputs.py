@@ -39,7 +39,7 @@ from rsembed.row_gradients import check_gradient
 from rsembed.specs import FeatureSpec
 
 
-def check_names(features: Mapping[str, FeatureSpec], given: Mapping[str, Any], what: str) -> None:
+def check_names(features: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:
     """Raises: TypeError or ValueError: `given` is no mapping, or does not name every feature once."""
     if not isinstance(given, Mapping):
         raise TypeError(
@@ -93,12 +93,12 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     # Whoever differentiates by weights hides these alone.
     visible = dataclasses.replace(bags, weights=None) if is_traced(bags.weights) else bags
     if storage is not None and storage.key_dtype is not None:
-        if not _is_unknown(visible):
+        if not is_unknown(visible):
             check_bags(visible, feature=feature.name)
         keys: Any = cast(Home, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
         return dataclasses.replace(bags, ids=keys)
     check_ids_dtype(bags, feature=feature.name)
-    if not _is_unknown(visible):
+    if not is_unknown(visible):
         check_values(
             visible,
             feature=feature.name,
@@ -109,9 +109,9 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     return bags
 
 
-def _is_unknown(bags: Bags) -> bool:
-    """Whether the values cannot be read here: inside `jit`, or because other processes hold some of them."""
-    return is_traced(bags) or any(map(is_global, jax.tree.leaves(bags)))
+def is_unknown(given: Any) -> bool:
+    """Whether values cannot be read here: inside `jit`, or because other processes hold some of them."""
+    return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
 
 
 def _rounded(feature: FeatureSpec, bags: Bags) -> Bags:
@@ -149,7 +149,7 @@ def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> Non
 
 def _shape(bags: Bags) -> str:
     """The part of a batch's form in which all processes must agree."""
-    if _is_unknown(bags):
+    if is_unknown(bags):
         return "its part of a global array"
     form = "bags" if bags.dense_shape is None else f"samples of an array {list(bags.dense_shape)}"
     return f"{bags.num_bags} {form} {'without' if bags.weights is None else 'with'} weights"
@@ -159,7 +159,7 @@ def _width(name: str, bags: Bags) -> int:
     """Ids per sample that the bags of a feature need; 0 where an array says it."""
     if bags.dense_shape is not None:
         return 0
-    if _is_unknown(bags):
+    if is_unknown(bags):
         raise ValueError(
             f"feature {name!r}: on a mesh, bags of any length cannot be split inside jit; bring the batch into "
             "canonical form before, with batch = collection.prepare(batch), or pass a padded array [batch, ids]."
@@ -168,7 +168,7 @@ def _width(name: str, bags: Bags) -> int:
 
 
 def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
-    num_samples = bags.num_bags * (1 if _is_unknown(bags) else devices.num_processes)
+    num_samples = bags.num_bags * (1 if is_unknown(bags) else devices.num_processes)
     _check_batch_size(feature, bags, num_samples)
     if num_samples % devices.num_devices:
         raise ValueError(
@@ -181,7 +181,7 @@ def _split(bags: Bags, width: int, devices: Devices) -> Any:
     """The padded array (and weights) of a feature, split by sample."""
     ids, weights = padded(bags, width)
     arrays = ids if weights is None else (ids, weights)
-    if _is_unknown(bags):
+    if is_unknown(bags):
         return arrays
     sharding = devices.sharding(devices.split)
     return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, np.asarray(array)), arrays)
