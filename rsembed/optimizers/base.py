@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from rsembed.checks import check_fields, check_within, describe, within
+from rsembed.checks import check_fields, check_type, check_within, describe, within
 from rsembed.fingerprint import identity
 
 LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
@@ -208,10 +208,8 @@ class CustomOptimizerSpec(OptimizerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.custom_computation_fn):
-            raise TypeError(
-                "CustomOptimizerSpec: custom_computation_fn must be a function of (gradient, row, *slots, lr)."
-            )
+        name = "CustomOptimizerSpec: custom_computation_fn, which takes (gradient, row, *slots, lr),"
+        check_type(self.custom_computation_fn, Callable, name)
         for value in self.slot_variable_initializers_tuple:
             check_within("(-inf, inf)", value, "CustomOptimizerSpec: slot_variable_initializers_tuple")
         count = 3 + len(self.slot_variable_initializers_tuple)
@@ -275,11 +273,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.transformation, optax.GradientTransformation):
-            raise TypeError(
-                f"from_optax takes an optax GradientTransformation, as optax.adam(...) makes one, got "
-                f"{type(self.transformation).__name__}."
-            )
+        name = "from_optax: transformation, as optax.adam(...) makes one,"
+        check_type(self.transformation, optax.GradientTransformation, name)
 
     def _state_structure(self, dim: int) -> Any:
         row = jax.ShapeDtypeStruct((dim,), jnp.float32)

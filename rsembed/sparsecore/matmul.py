@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rsembed.checks import check_type, check_within
+from rsembed.checks import check_type, check_within, validated
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.kernels import api
@@ -153,7 +153,7 @@ def sparse_dense_matmul_grad(
 
 
 def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -> EmbeddingVariables:
-    check_type(embedding_variables, Mapping, "embedding_variables")
+    check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
     if layout.name not in embedding_variables:
         raise ValueError(
             f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "
@@ -165,8 +165,9 @@ def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -
     return EmbeddingVariables(variables[0], tuple(jax.tree.leaves(tuple(variables[1:]))))
 
 
+@validated
 def unstack_embedding_activations(
-    activations: Mapping[str, Array],
+    activations: Mapping[str, Float[Array, "..."]],
     feature_specs: Nested[FeatureSpec],
     global_device_count: int,
     num_sc_per_device: int | None = None,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rsembed.bags import is_traced
 from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same
@@ -145,6 +146,8 @@ def preprocess_sparse_dense_matmul_input(
       TypeError: ids are no integers.
     """
     sharding_strategy_to_enum(sharding_strategy)
+    if is_traced((features, features_weights)):
+        raise RuntimeError("preprocessing works on the host, beside compiled programs; call it outside of jit.")
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
     read = read_features(
         feature_specs,
@@ -157,6 +160,7 @@ def preprocess_sparse_dense_matmul_input(
     readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
     statistics, num_minibatches = SparseDenseMatmulInputStats(), 1
     batch = HostBatch(layouts, readers, local_device_count, allow_id_dropping, statistics)
+    check_type(allow_id_dropping, bool, "allow_id_dropping")
     check_type(all_reduce_interface, Callable | None, "all_reduce_interface, a minibatching.AllReduce,")
     if enable_minibatching:
         buffers, num_minibatches = partition_stacks_in_minibatches(batch, batch_number, all_reduce_interface)
@@ -220,11 +224,12 @@ def _layouts(
     feature_specs: Any, local_device_count: int, global_device_count: int, num_sc_per_device: int | None
 ) -> dict[str, StackLayout]:
     check_type(local_device_count, int, "local_device_count")
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     if not 1 <= local_device_count <= global_device_count:
         raise ValueError(
             f"local_device_count={local_device_count} must be between 1 and global_device_count={global_device_count}."
         )
-    return stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
+    return layouts
 
 
 def _processed(

@@ -21,9 +21,9 @@ def estimate_preprocessing_parameters(
     global_batch_size: PositiveInt,
     global_device_count: PositiveInt,
     num_sc_per_device: PositiveInt,
-    valency: float,
-    hot_shard_fraction: float = 0.2,
-    headroom_factor: float = 1.25,
+    valency: Annotated[float, "[0, inf)"],
+    hot_shard_fraction: Annotated[float, "[0, 1]"] = 0.2,
+    headroom_factor: Annotated[float, "(0, inf)"] = 1.25,
 ) -> dict[str, int]:
     """A first guess of a table's limits and buffer size, before there are statistics.
 
