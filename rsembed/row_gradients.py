@@ -61,7 +61,6 @@ class RowGradients:
         keyed = [name for name, rows in self.rows.items() if rows.ndim > 1]
         if keyed:
             raise NotImplementedError(f"gradients of tables {keyed} belong to keys of 64 bits; read rows and values.")
-        check_arrays(self)
         return {
             name: jnp.zeros((rows, self.values[name].shape[-1])).at[self.rows[name]].add(self.values[name], mode="drop")
             for name, rows in self.num_rows
@@ -78,16 +77,13 @@ def check_gradient(value: Any, name: str) -> None:
 
 
 def check_arrays(row_gradients: RowGradients, axes: Mapping[str, tuple[int, int]] | None = None) -> None:
-    """Raises: TypeError, ValueError: rows and values do not fit each other, or rows made by hand the table.
-
-    `axes` says how many the rows of each stack have, and the columns of its values; None admits stacked gradients.
-    """
+    """Raises: TypeError, ValueError: rows and values do not fit each other, or other axes and columns than `axes`."""
     check_fields(row_gradients)
     for name, num_rows in row_gradients.num_rows:
         found = row_gradients.rows.get(name)
         rows, values = (getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name)))
         fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
-        fits = fits and (axes is None or (len(rows), values[-1]) == axes[name])
+        fits = fits and (axes is None or (len(rows), *values[-1:]) == axes[name])
         if fits and row_gradients.layout is None and len(rows) == 1 and not is_traced(found):
             numbers = np.asarray(found, np.int64)
             fits = bool((np.diff(numbers[numbers != NO_ROW], prepend=-1, append=num_rows) > 0).all())

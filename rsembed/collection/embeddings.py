@@ -190,7 +190,7 @@ class EmbeddingCollection:
         Raises: RuntimeError: more rows are wanted than there are places, the state is of an earlier time, or this is
           inside `jit`; then the given state is as it was.
         """
-        self.check_state(state)
+        self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
         if self._on_host and is_traced((state, batch)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
@@ -315,7 +315,7 @@ class EmbeddingCollection:
         Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no
           keys. RuntimeError: this is inside `jit`.
         """
-        self.check_state(state)
+        self.check_state(state, parts=["tables"])
         return self.logical.evicted(state, table, keep=keep, unused_for=unused_for, norm_below=norm_below)
 
     # Forward

@@ -44,11 +44,11 @@ def value_and_grad(
         return check_loss(loss_fn(*args), has_aux=has_aux)
 
     def with_gradients(params: Any, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
+        activations, pullback = collection.lookup_vjp(state, batch)
         for path, leaf in jax.tree.leaves_with_path(params):
             if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
                 where = f"value_and_grad: params{jax.tree_util.keystr(path)}"
                 raise TypeError(f"{where} must hold floats, got {describe(leaf)}; pass it to loss_fn behind the batch.")
-        activations, pullback = collection.lookup_vjp(state, batch)
         value, (d_params, d_activations) = jax.value_and_grad(checked_loss, argnums=(0, 1), has_aux=has_aux)(
             params, activations, *args
         )

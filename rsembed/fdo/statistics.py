@@ -68,10 +68,7 @@ class SparseDenseMatmulInputStats:
 
     @validated
     def set_required_buffer_size_per_device(
-        self,
-        table_name: str,
-        required_buffer_size_per_device: PositiveInt,
-        num_sc_per_device: PositiveInt | None = None,
+        self, table_name: str, required_buffer_size_per_device: int, num_sc_per_device: PositiveInt | None = None
     ) -> None:
         """Records so many buffer places per device, in equal parts for its cores.
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rsembed import optimizers
-from rsembed.checks import validated
+from rsembed.checks import check_type
 from rsembed.optimizers import OptimizerSpec
 from rsembed.places import Place
 from rsembed.sparsecore.layout import Nested, shared_fields, stack_layouts
@@ -196,9 +196,9 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
     )
 
 
-@validated
 def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
     """The code of an optimizer's class; rules that are functions of the user's all have `CUSTOM_CODE`."""
+    check_type(optimizer_class, type[OptimizerSpec], "get_optimizer_type: optimizer_class")
     return _CODES.get(optimizer_class, CUSTOM_CODE)
 
 
@@ -210,7 +210,6 @@ def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
     raise ValueError(f"optimizer code {type_enum} names no class; known are {sorted(_CODES.values())}.")
 
 
-@validated
 def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
     """The record of an optimizer. Of a function (a custom rule, a schedule), only the name is kept."""
     learning_rate, tag = optimizer.learning_rate, None
@@ -232,7 +231,6 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
     )
 
 
-@validated
 def proto_to_optimizer_spec(
     record: OptimizerRecord, custom: Mapping[str, OptimizerSpec] | None = None
 ) -> OptimizerSpec:

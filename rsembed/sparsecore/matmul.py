@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rsembed.checks import check_type, check_within, validated
+from rsembed.checks import check_type, check_within
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.kernels import api
@@ -165,9 +165,8 @@ def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -
     return EmbeddingVariables(variables[0], tuple(jax.tree.leaves(tuple(variables[1:]))))
 
 
-@validated
 def unstack_embedding_activations(
-    activations: Mapping[str, Float[Array, "..."]],
+    activations: Mapping[str, Array],
     feature_specs: Nested[FeatureSpec],
     global_device_count: int,
     num_sc_per_device: int | None = None,

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rsembed.bags import is_traced
 from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same
@@ -146,8 +145,6 @@ def preprocess_sparse_dense_matmul_input(
       TypeError: ids are no integers.
     """
     sharding_strategy_to_enum(sharding_strategy)
-    if is_traced((features, features_weights)):
-        raise RuntimeError("preprocessing works on the host, beside compiled programs; call it outside of jit.")
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
     read = read_features(
         feature_specs,

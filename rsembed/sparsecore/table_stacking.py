@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from rsembed.checks import PositiveInt, check_type, validated
 from rsembed.sparsecore.layout import (
@@ -292,7 +292,6 @@ def _stacked(layout: StackLayout, pad_value: float, *given: Any) -> Any:
     return flat.reshape(layout.num_shards, -1, columns)
 
 
-@validated
 def unshard_and_unstack_tables(
     table_specs: Nested[TableSpec], stacked_tables: Mapping[str, Any], num_shards: int
 ) -> Any:
@@ -320,7 +319,6 @@ def unshard_and_unstack_tables(
     return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
 
 
-@validated
 def stack_and_shard_feature_tables(
     feature_tables: Mapping[str, Any], embedding_specs: EmbeddingSpecRecord, delete_input: bool = False
 ) -> dict[str, Array]:
@@ -356,9 +354,8 @@ def stack_and_shard_feature_tables(
     return result
 
 
-@validated
 def unstack_and_unshard_stacked_tables(
-    stacked_tables: Mapping[str, Float[Array, "..."]], embedding_specs: EmbeddingSpecRecord, donate: bool = False
+    stacked_tables: Mapping[str, Array], embedding_specs: EmbeddingSpecRecord, donate: bool = False
 ) -> dict[str, Array]:
     """The inverse of `stack_and_shard_feature_tables`: logical tables by name.
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Num, PRNGKeyArray
 
 from rsembed.bags import is_traced
-from rsembed.checks import check_type, validated
+from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.homes.home import on_host
 from rsembed.optimizers import OptimizerSpec, Slots
@@ -139,7 +139,6 @@ def logical_form(table: TableSpec, stacked: Any) -> Any:
     return jax.tree.map(functools.partial(_logical_rows, table), stacked)
 
 
-@validated
 def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
     """A copy of `tree` in which some tables have new values; everything else, padding included, is as before.
 
