@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from rsembed.checks import check_type
+from rsembed.checks import PositiveInt, check_type, validated
 from rsembed.sparsecore.layout import (
     Nested,
     StackLayout,
@@ -101,6 +101,7 @@ def auto_stack_tables(
     attach_placement(features, plan)
 
 
+@validated
 def stack_tables(
     features: Nested[FeatureSpec],
     table_names: Sequence[str],
@@ -131,8 +132,6 @@ def stack_tables(
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
     """
-    check_type(table_names, Sequence[str], "table_names")
-    check_type(stack_name, str | None, "stack_name")
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
@@ -222,15 +221,12 @@ def _checked_sizes(
                 f"table {table.name!r}: combiner 'none' has no partitioned layout; use 'sum' and one id per sample "
                 "(ids reshaped to (-1, 1)) for sequences."
             )
-    if rotation is not None and (isinstance(rotation, bool) or not isinstance(rotation, int)):
-        raise TypeError(
-            f"rotation must be a number of shards or None, got {rotation!r}; pass the two limits by keyword: "
-            "stack_to_max_ids_per_partition=, stack_to_max_unique_ids_per_partition=."
-        )
+    check_type(rotation, int | None, "rotation (the limits stack_to_max_ids_per_partition=... come after it)")
     return global_device_count * num_cores, num_cores if rotation is None else rotation
 
 
 def _memory_limit(given: int | None) -> int:
+    check_type(given, PositiveInt | None, "activation_mem_bytes_limit")
     return DEFAULT_ACTIVATION_MEM_BYTES_LIMIT if given is None else given
 
 

@@ -274,9 +274,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
         Raises: ValueError: they are those of a module with other tables, or have not a vector of its dim for each row.
         """
-        rows, dims = functional.row_counts(self.plan), {group.name: group.table.dim for group in self.plan.groups}
+        rows, axes = functional.row_counts(self.plan), {group.name: (1, group.table.dim) for group in self.plan.groups}
         way_out = "Apply them to the module whose backward made them."
-        check_belong(row_gradients, self.plan.row_layout, rows, dims, owner="module", way_out=way_out)
+        check_belong(row_gradients, self.plan.row_layout, rows, axes, owner="module", way_out=way_out)
         state, host = self.whole_state, self.host_rows
         rates = learning_rates(self.plan, state)
         if host is not None:
