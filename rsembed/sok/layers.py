@@ -96,8 +96,9 @@ class DistributedEmbedding(_Layer):
     """Pooled rows of `slot_num` features that share one table, spread over all devices.
 
     `layer(keys)` looks up; a key without a row reads as zeros. `out, backward = layer.vjp(keys)` is the lookup of a
-    training step: new keys get rows, and `backward(d_out)` steps every row that was read, once. Works eagerly and under
-    `nnx.jit`. The result does not depend on the number of devices.
+    training step: new keys read as what their rows are going to start from, and `backward(d_out)` gives them rows and
+    steps every row that was read, once. Works eagerly and under `nnx.jit`, which copies a table that is not donated
+    (`donate_argnums`). The result does not depend on the number of devices.
 
     Args:
       combiner: "sum", "mean" or "sqrtn" over the keys of a slot; capitals do not matter.
@@ -156,7 +157,7 @@ class DistributedEmbedding(_Layer):
             `Keys` of such a shape; `Bags` or lists with one bag per sample and slot. Of this process alone where there
             are several.
           weights: one per key; None means ones.
-          training: give new keys rows.
+          training: new keys read as what their rows are going to start from, else as zeros.
 
         Raises:
           TypeError or ValueError: naming table, position and the way out.
@@ -239,7 +240,7 @@ class All2AllDenseEmbedding(_Layer):
 
         Args:
           keys: as the class says.
-          training: give new keys rows.
+          training: new keys read as what their rows are going to start from, else as zeros.
 
         Raises: as for `DistributedEmbedding`.
         """

@@ -59,7 +59,10 @@ def key_bags(keys: Any, weights: Any, feature: str, context: Context | None) -> 
     """
     check_unmasked(keys, f"feature {feature!r}: keys")
     if isinstance(keys, Bags) or (isinstance(keys, (list, tuple)) and not isinstance(keys, Keys)):
-        return as_bags(keys if isinstance(keys, Bags) else (list(keys), weights), feature=feature)
+        try:
+            return as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
     keys = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
     if keys.ndim < 2:
         raise ValueError(
