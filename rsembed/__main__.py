@@ -116,8 +116,8 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     settings = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if not (equals and name.isidentifier()):
-            raise CommandError(f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500.")
+        if not (equals and name.isidentifier()) or name in settings:
+            raise CommandError(f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500, each NAME once.")
         settings[name] = value
     return settings
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, no_type_check, r
 import jax
 import jax.numpy as jnp
 
-from rsembed.checks import PositiveInt, check_type, describe, dtype_among
+from rsembed.checks import PositiveInt, check_fields, check_type, dtype_among
 from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec
 
 DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
@@ -32,11 +32,10 @@ class QuantizationConfig:
 
     min_value: float
     max_value: float
-    num_buckets: int
+    num_buckets: Annotated[int, "[2, inf)"]
 
     def __post_init__(self) -> None:
-        for name, kind in (("min_value", float), ("max_value", float), ("num_buckets", Annotated[int, "[2, inf)"])):
-            check_type(getattr(self, name), kind, f"QuantizationConfig: {name}")
+        check_fields(self)
         if not -math.inf < self.min_value < self.max_value < math.inf:
             raise ValueError(
                 f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}, both finite."
@@ -194,11 +193,7 @@ class TableSpec:
         self.embedding_dim = _positive_int(self.embedding_dim, where, "embedding_dim")
         if isinstance(self.storage, type):
             raise TypeError(f"{where}: storage must be made first, as in {self.storage.__name__}(...).")
-        if self.storage is not None and not isinstance(self.storage, Storage):
-            raise TypeError(
-                f"{where}: storage must be None, rsembed.Hashed(...), rsembed.HostCached(...) or "
-                f"rsembed.tt.TensorTrain(...), got {describe(self.storage)}."
-            )
+        check_type(self.storage, Storage | None, f"{where}: storage, such as rsembed.Hashed(...),")
         takes_keys = self.storage is not None and self.storage.key_dtype is not None
         if self.vocabulary_size > MAX_ROWS and not takes_keys:
             raise ValueError(
@@ -213,11 +208,7 @@ class TableSpec:
             raise TypeError(f"{where}: initializer must be a function of (key, shape), got {self.initializer!r}.")
         if isinstance(self.optimizer, type):
             raise TypeError(f"{where}: optimizer must be made first, as in {self.optimizer.__name__}(...).")
-        if not isinstance(self.optimizer, OptimizerSpec):
-            raise TypeError(
-                f"{where}: optimizer must be an OptimizerSpec, got {type(self.optimizer).__name__}; "
-                "wrap an optax transformation with rsembed.from_optax."
-            )
+        check_type(self.optimizer, OptimizerSpec, f"{where}: optimizer (rsembed.from_optax makes one of optax's)")
         if self.combiner not in COMBINERS:
             raise ValueError(f"{where}: unknown combiner {self.combiner!r}; choose one of {', '.join(COMBINERS)}.")
         self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")
@@ -287,8 +278,7 @@ class FeatureSpec:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"FeatureSpec: name must be a non-empty string, got {self.name!r}.")
         where = f"feature {self.name!r}"
-        if not isinstance(self.table_spec, TableSpec):
-            raise TypeError(f"{where}: table_spec must be a TableSpec, got {type(self.table_spec).__name__}.")
+        check_type(self.table_spec, TableSpec, f"{where}: table_spec")
         for field in ("input_shape", "output_shape"):
             shape = getattr(self, field)
             check_type(shape, tuple | None, f"{where}: {field}")

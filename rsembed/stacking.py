@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, validated
+from rsembed.checks import PositiveInt, check_type, did_you_mean, validated
 from rsembed.places import Place
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
@@ -441,8 +441,7 @@ def plan_stack(
     declared = [[t.max_ids_per_partition for t in tables], [t.max_unique_ids_per_partition for t in tables]]
     chosen: list[Any] = [limit(stack_name, total_samples) for limit in limits]
     for value in chosen:
-        check_type(value, int, f"stack {stack_name!r}: the limit of ids in a partition, which a callable gives,")
-        check_within("[1, inf)", value, f"stack {stack_name!r}: the limit of ids in a partition")
+        check_type(value, PositiveInt, f"stack {stack_name!r}: the limit of ids in a partition, of a callable,")
     max_ids, max_unique = (
         own[0] if len(tables) == 1 else max(int(value), *(own if by is get_default_limits else [int(value)]))
         for by, value, own in zip(limits, chosen, declared, strict=True)

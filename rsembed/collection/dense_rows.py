@@ -401,4 +401,5 @@ class DenseRows(Home):
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
         """Rows of the device that owns them."""
-        return jnp.where(keys.is_key, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)
+        is_row = keys.is_key & (keys.low < self.layout.num_rows)  # others may come in row gradients made by hand
+        return jnp.where(is_row, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)

@@ -28,7 +28,7 @@ from rsembed.initial_values import table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
 from rsembed.parallel.agreement import check_not_forked
-from rsembed.row_gradients import RowGradients, check_belong
+from rsembed.row_gradients import RowGradients, check_arrays, check_belong
 from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
 
@@ -190,7 +190,7 @@ class EmbeddingCollection:
         Raises: RuntimeError: more rows are wanted than there are places, the state is of an earlier time, or this is
           inside `jit`; then the given state is as it was.
         """
-        self.check_state(state)
+        self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
         if self._on_host and is_traced((state, batch)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
@@ -217,7 +217,7 @@ class EmbeddingCollection:
         step, key = rest
         return EmbeddingState(tables, slots, step, key, self.layout)
 
-    def check_state(self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots")) -> None:
+    def check_state(self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")) -> None:
         """Whether a state is this collection's; every method that takes one asks.
 
         Args:
@@ -241,7 +241,8 @@ class EmbeddingCollection:
         for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
             check_not_taken(found, f"the state has lost its {part}", _AFTER_A_STEP)
-            if list(map(_shape_and_kind, jax.tree.leaves(found))) == [*map(_shape_and_kind, jax.tree.leaves(expected))]:
+            kinds, wanted = (jax.tree.map(_shape_and_kind, tree) for tree in (found, expected))
+            if kinds == wanted:
                 continue
             shown = (jax.tree.map(_shown, tree) for tree in (found, expected))
             raise ValueError(
@@ -314,7 +315,7 @@ class EmbeddingCollection:
         Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no
           keys. RuntimeError: this is inside `jit`.
         """
-        self.check_state(state)
+        self.check_state(state, parts=["tables"])
         return self.logical.evicted(state, table, keep=keep, unused_for=unused_for, norm_below=norm_below)
 
     # Forward
@@ -400,7 +401,9 @@ class EmbeddingCollection:
         Raises: ValueError: the gradients are another collection's.
         """
         way_out = "Take them from lookup_vjp of the collection that applies them."
+        axes = {name: (1 + own.home.takes_keys, own.table.embedding_dim) for name, own in self._stacks.items()}
         check_belong(row_gradients, self.layout, self._num_rows, owner="collection", way_out=way_out)
+        check_arrays(row_gradients, axes)
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         self.check_state(state)
         return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)

@@ -29,7 +29,7 @@ from rsembed.bags import (
     on_device,
     padded_size,
 )
-from rsembed.checks import did_you_mean
+from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
 from rsembed.keys import Keys, checked_keys
@@ -40,10 +40,7 @@ from rsembed.specs import FeatureSpec
 
 def check_names(features: Mapping[str, FeatureSpec], given: Mapping[str, Any], what: str) -> None:
     """Raises: TypeError or ValueError: `given` is no mapping, or does not name every feature once."""
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"{what} must be a mapping with one entry for each of {sorted(features)}, got {type(given).__name__}."
-        )
+    check_type(given, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features), key=str)
     if missing or unknown:
         near = did_you_mean(unknown[0], missing) if unknown else ""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within
+from rsembed.checks import PositiveInt, check_type
 from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_map
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Ahead, Home
@@ -122,14 +122,14 @@ class Hashed(RowsByKey):
                 f"{where}: when_full='grow' needs arrays that change their size, which a state of a "
                 "collection never does; take a larger vocabulary_size, to which load_collection brings saved rows."
             )
-        check_type(self.admission_count, NonNegativeInt, f"{where}: admission_count")
+        check_type(self.admission_count, Annotated[int, "[0, 2147483648)"], f"{where}: admission_count")
         if self.admission_capacity is not None:
             check_type(self.admission_capacity, PositiveInt, f"{where}: admission_capacity")
             if not self.admission_count:
                 raise ValueError(f"{where}: admission_capacity is of keys that wait, which takes an admission_count.")
             if self.admission_capacity > MAX_CAPACITY:
                 raise ValueError(f"{where}: at most {MAX_CAPACITY} keys can wait on a device; use more devices.")
-        check_within("(0, 1]", self.admission_probability, f"{where}: admission_probability")
+        check_type(self.admission_probability, Annotated[float, "(0, 1]"], f"{where}: admission_probability")
         if self.admission_count and self.admission_probability < 1:
             raise ValueError(f"{where}: keys are admitted by admission_count or by admission_probability, not by both.")
         for field, allowed in (("when_full", WHEN_FULL), ("eviction", EVICTIONS)):

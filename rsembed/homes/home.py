@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from rsembed.bags import is_traced
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
 from rsembed.keys import Keys, owners
 from rsembed.specs import TableSpec
@@ -230,6 +231,8 @@ class Home(abc.ABC):
 
 def on_host(array: Any) -> np.ndarray:
     """A global array as one of numpy, in every process."""
+    if is_traced(array):
+        raise RuntimeError("rows by key, and counts, come to the host; read them outside of jit.")
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

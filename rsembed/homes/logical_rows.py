@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from rsembed.bags import padded_size
-from rsembed.checks import check_type, check_within
+from rsembed.checks import check_type
 from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Home, on_host
@@ -114,9 +114,7 @@ def check_reason(where: str, **given: float | None) -> None:
     if len(reasons) != 1:
         raise ValueError(f"{where}: give one of {', '.join(given)}, not {len(reasons)} of them.")
     for name, value in reasons.items():
-        if name in ("keep", "unused_for"):
-            check_type(value, int, f"{where}: {name}")
-        check_within("[0, inf)", value, f"{where}: {name}")
+        check_type(value, Annotated[float if name == "norm_below" else int, "[0, inf)"], f"{where}: {name}")
 
 
 def _key_dtype(table: TableSpec) -> str:

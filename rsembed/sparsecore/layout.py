@@ -232,6 +232,7 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 
     Raises: ValueError: a table has no place yet, or one for another number of shards.
     """
+    check_type(num_devices, PositiveInt, "global_device_count")
     if num_sc_per_device is None and placed_stack(tables[0]).num_shards:
         num_sc_per_device = max(1, placed_stack(tables[0]).num_shards // max(1, num_devices))
     cores = resolve_cores(num_sc_per_device, num_devices)

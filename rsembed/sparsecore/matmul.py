@@ -153,7 +153,7 @@ def sparse_dense_matmul_grad(
 
 
 def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -> EmbeddingVariables:
-    check_type(embedding_variables, Mapping, "embedding_variables")
+    check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
     if layout.name not in embedding_variables:
         raise ValueError(
             f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "

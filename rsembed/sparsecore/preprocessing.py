@@ -157,6 +157,7 @@ def preprocess_sparse_dense_matmul_input(
     readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
     statistics, num_minibatches = SparseDenseMatmulInputStats(), 1
     batch = HostBatch(layouts, readers, local_device_count, allow_id_dropping, statistics)
+    check_type(allow_id_dropping, bool, "allow_id_dropping")
     check_type(all_reduce_interface, Callable | None, "all_reduce_interface, a minibatching.AllReduce,")
     if enable_minibatching:
         buffers, num_minibatches = partition_stacks_in_minibatches(batch, batch_number, all_reduce_interface)
@@ -220,11 +221,12 @@ def _layouts(
     feature_specs: Any, local_device_count: int, global_device_count: int, num_sc_per_device: int | None
 ) -> dict[str, StackLayout]:
     check_type(local_device_count, int, "local_device_count")
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     if not 1 <= local_device_count <= global_device_count:
         raise ValueError(
             f"local_device_count={local_device_count} must be between 1 and global_device_count={global_device_count}."
         )
-    return stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
+    return layouts
 
 
 def _processed(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from rsembed.checks import check_type
+from rsembed.checks import PositiveInt, check_type
 from rsembed.sparsecore.layout import (
     Nested,
     StackLayout,
@@ -222,15 +222,12 @@ def _checked_sizes(
                 f"table {table.name!r}: combiner 'none' has no partitioned layout; use 'sum' and one id per sample "
                 "(ids reshaped to (-1, 1)) for sequences."
             )
-    if rotation is not None and (isinstance(rotation, bool) or not isinstance(rotation, int)):
-        raise TypeError(
-            f"rotation must be a number of shards or None, got {rotation!r}; pass the two limits by keyword: "
-            "stack_to_max_ids_per_partition=, stack_to_max_unique_ids_per_partition=."
-        )
+    check_type(rotation, int | None, "rotation (the limits stack_to_max_ids_per_partition=... come after it)")
     return global_device_count * num_cores, num_cores if rotation is None else rotation
 
 
 def _memory_limit(given: int | None) -> int:
+    check_type(given, PositiveInt | None, "activation_mem_bytes_limit")
     return DEFAULT_ACTIVATION_MEM_BYTES_LIMIT if given is None else given
 
 

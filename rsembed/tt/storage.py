@@ -181,7 +181,7 @@ class TensorTrain(Home):
             if not is_traced(cores):
                 cores = [as_dtype(on_host(core), dtype, where, f"core {k}") for k, core in enumerate(cores)]
             return tuple(jnp.asarray(core, dtype) for core in cores), slots
-        if np.shape(cores) == whole:
+        if not isinstance(rows, (Mapping, tuple)) and np.shape(rows) == whole:
             return nearest_cores(spec, as_dtype(cores, np.float32, where, "values"), dtype), slots
         raise ValueError(
             f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "

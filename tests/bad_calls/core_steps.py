@@ -124,7 +124,7 @@ BAD = {
     ),
     "gradients as an array": (
         lambda: collection().update(state(), batch(), np.ones((2, 4))), TypeError, "activation gradients", "mapping",
-        "ndarray",
+        "an array of float64",
     ),
     "a gradient of fewer samples": (
         lambda: update(title=np.ones((1, 4))), ValueError, "feature 'title'", "gradient has shape (1, 4)",
