@@ -164,9 +164,8 @@ class StackingPlan:
     def flat_rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the flat stacked array."""
         stack, table = self.table(table_name)
-        rows_per_shard = stack.spec.stack_vocab_size // self.num_shards
-        place = place_of(table.setting, self.num_shards)
-        return place.rows(ids, spread=self.num_shards, rows_per_shard=rows_per_shard)
+        place, size = place_of(table.setting, self.num_shards), stack.spec.stack_vocab_size
+        return place.rows(ids, spread=self.num_shards, rows_per_shard=size // self.num_shards)
 
     def shard_load(self, ids_by_feature: Mapping[str, Any]) -> dict[str, Int[np.ndarray, " shard"]]:
         """Ids that each shard has to look up, per stack.
@@ -434,7 +433,7 @@ def plan_stack(
         raise ValueError(f"features {wide}: output_shape has more columns than the table, which no layout here pads.")
     if sort_features_by_name:
         readers.sort(key=lambda feature: feature.name)
-    feature_placements, total_samples = _place_features(readers, placements, num_shards)
+    feature_placements, total_samples = place_features(readers, placements, num_shards)
     limits = [max_ids_per_partition, max_unique_ids_per_partition]
     for limit, name in zip(limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True):
         check_type(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
@@ -487,9 +486,10 @@ def _checked_tables(
     return tables
 
 
-def _place_features(
+def place_features(
     readers: Sequence[FeatureSpec], tables: Sequence[TablePlacement], num_shards: int
 ) -> tuple[tuple[FeaturePlacement, ...], int]:
+    """Places of features whose samples follow each other, and the samples of all of them."""
     places = {table.name: place_of(table.setting, num_shards) for table in tables}
     placements, row_offset = [], 0
     for feature in readers:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 
 from rsembed import optimizers
 from rsembed.checks import check_type
 from rsembed.optimizers import OptimizerSpec
 from rsembed.places import Place
-from rsembed.sparsecore.layout import Nested, shared_fields, stack_layouts
+from rsembed.sparsecore.layout import Nested, stack_layouts
 from rsembed.specs import FeatureSpec, TableSpec
 
 _CODES: dict[type[OptimizerSpec], int] = {
@@ -167,7 +168,7 @@ def create_proto_from_feature_specs(
     layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device)
     stacks = (
         StackRecord(
-            **shared_fields(StackRecord, layout.spec),
+            **_shared_fields(StackRecord, layout.spec),
             num_sparsecores=layout.num_shards,
             table_specs=tuple(_table_record(table, layout.features) for table in layout.tables),
         )
@@ -176,20 +177,26 @@ def create_proto_from_feature_specs(
     return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
 
 
+def _shared_fields(record: type, source: Any, **recorded: Any) -> dict[str, Any]:
+    """What a spec has under the names of a record's fields, and its form there where that is another."""
+    names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
+    return {name: getattr(source, name) for name in names} | recorded
+
+
 def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
     config = table.quantization_config
     readers = [feature for feature in features if feature.table_spec.name == table.name]
     return TableRecord(
-        **shared_fields(TableRecord, table.setting_in_stack),
-        **shared_fields(TableRecord, table, optimizer=optimizer_spec_to_proto(table.optimizer)),
+        **_shared_fields(TableRecord, table.setting_in_stack),
+        **_shared_fields(TableRecord, table, optimizer=optimizer_spec_to_proto(table.optimizer)),
         table_name=table.name,
         vocab_size=table.vocabulary_size,
         quantization=None if config is None else config.as_tuple(),
         feature_specs=tuple(
             FeatureRecord(
                 feature_name=feature.name,
-                **shared_fields(FeatureRecord, feature),
-                **shared_fields(FeatureRecord, feature.id_transformation),
+                **_shared_fields(FeatureRecord, feature),
+                **_shared_fields(FeatureRecord, feature.id_transformation),
             )
             for feature in readers
         ),
@@ -283,14 +290,13 @@ def get_row_ids_in_stacked_table(
         raise ValueError(
             f"table {table_spec.table_name!r}: id {outside[0]} is outside its vocabulary of {table_spec.vocab_size}."
         )
-    rows = compute_physical_row_ids(
-        stack_table_spec.num_sparsecores,
-        stack_table_spec.stack_vocab_size,
-        table_spec.shard_rotation,
-        table_spec.row_offset_in_shard,
-        ids,
-    )
-    return [int(row) for row in rows]
+    return rows_in_stack(stack_table_spec, table_spec, ids).tolist()
+
+
+def rows_in_stack(stack: StackRecord, table: TableRecord, ids: Int64[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
+    """Row of each id of a table in the flat stacked array."""
+    shards, rows, rotation = stack.num_sparsecores, stack.stack_vocab_size, table.shard_rotation
+    return compute_physical_row_ids(shards, rows, rotation, table.row_offset_in_shard, ids)
 
 
 def get_row_ids_in_stacked_tables(

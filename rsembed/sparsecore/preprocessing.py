@@ -204,15 +204,26 @@ def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
     """Where the rows of all stacks lie, and the samples of all features; limits may change from batch to batch."""
     facts = {}
     for name, layout in layouts.items():
+        plan, spec = layout.plan, layout.spec
+        tables = {
+            table.name: {
+                "rows": table.rows,
+                "dim": table.dim,
+                "first_row_in_shard": table.setting.row_offset_in_shard,
+                "rotation": table.setting.shard_rotation,
+            }
+            for table in plan.tables
+        }
         features = {
             feature.name: {
-                "table": feature.table_spec.name,
-                "first_sample": feature.id_transformation.row_offset,
+                "table": feature.table_name,
+                "first_sample": feature.transformation.row_offset,
                 "samples": feature.num_samples,
             }
-            for feature in layout.features
+            for feature in plan.features
         }
-        facts[name] = layout.facts() | {"features": features, "combiner": layout.spec.combiner}
+        size = {"shards": layout.num_shards, "rows": spec.stack_vocab_size, "columns": spec.stack_embedding_dim}
+        facts[name] = size | {"tables": tables, "features": features, "combiner": spec.combiner}
     return Fingerprint.of(facts)
 
 

@@ -28,7 +28,6 @@ from rsembed.sparsecore.device import stack_rows
 from rsembed.sparsecore.layout import Nested, StackLayout, cores_of, placed_stack, stacks_of
 from rsembed.sparsecore.row_rule import rule_of
 from rsembed.specs import FeatureSpec, TableSpec, tables_of
-from rsembed.stacking import place_of
 
 ArrayLike = jax.Array | np.ndarray
 
@@ -131,12 +130,20 @@ def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str
     """As `logical_tables`, with the slots: `EmbeddingVariables` of each table alone."""
     stacks = stacks_of(tables_of(feature_specs).values())
     found = _stacks_in(tree, stacks)
-    return {table.name: logical_form(table, found[name]) for name, layout in stacks.items() for table in layout.tables}
+    return {name: own for stack, layout in stacks.items() for name, own in unstacked(layout, found[stack]).items()}
 
 
-def logical_form(table: TableSpec, stacked: Any) -> Any:
-    """One table, with its rows in the order of ids and without padding, out of its stack's tree of flat arrays."""
-    return jax.tree.map(functools.partial(_logical_rows, table), stacked)
+def unstacked(layout: StackLayout, stacked: Any) -> dict[str, Any]:
+    """The tables of a stack by name, in the order of ids and without padding, out of a tree of flat arrays."""
+
+    def logical_rows(table: TableSpec, rows: Any, array: Any) -> Any:
+        is_full_width = array.ndim == 2 and array.shape[1] == layout.spec.stack_embedding_dim
+        return array[rows][:, : table.embedding_dim] if is_full_width else array[rows]
+
+    return {
+        table.name: jax.tree.map(functools.partial(logical_rows, table, layout.rows_of(table)), stacked)
+        for table in layout.tables
+    }
 
 
 def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
@@ -153,13 +160,14 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
         stacks in `tree` have other shapes than these specs give them.
     """
     specs = tables_of(feature_specs)
-    found = _stacks_in(tree, stacks_of(specs.values()))
+    stacks = stacks_of(specs.values())
+    found = _stacks_in(tree, stacks)
     unknown = sorted(set(tables) - set(specs))
     if unknown:
         raise ValueError(f"the specs have no tables {unknown}; they have {sorted(specs)}.")
     for name, given in tables.items():
         stack = placed_stack(specs[name]).stack_name
-        found[stack] = _with_table(specs[name], found[stack], given)
+        found[stack] = _with_table(stacks[stack], specs[name], found[stack], given)
 
     def replaced(path: Any, value: Any) -> Any:
         return found.get(_last_name(path), value) if isinstance(value, EmbeddingVariables) else value
@@ -167,7 +175,7 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
     return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=_is_variables)
 
 
-def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> EmbeddingVariables:
+def _with_table(layout: StackLayout, table: TableSpec, stacked: EmbeddingVariables, given: Any) -> EmbeddingVariables:
     where, shape = f"table {table.name!r}", (table.vocabulary_size, table.embedding_dim)
     old, structure = jax.tree.flatten(stacked)
     new = jax.tree.leaves(given) if isinstance(given, EmbeddingVariables) else [given]
@@ -181,28 +189,16 @@ def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> Em
     if isinstance(given, EmbeddingVariables):
         _check_slots(given.slot, table.optimizer, shape, where=where)
     for number, values in enumerate(new):
-        old[number] = _set_rows(old[number], rows_of(table), jnp.asarray(values))
+        old[number] = _set_rows(old[number], layout.rows_of(table), jnp.asarray(values))
     return jax.tree.unflatten(structure, old)
 
 
-def _set_rows(array: Array, rows: Int[np.ndarray, " vocab"], values: Array) -> Array:
+def _set_rows(array: Array, rows: slice | Int[np.ndarray, " vocab"], values: Array) -> Array:
     if not is_traced((array, values)):  # through the host, as they may come from another mesh
         values = jnp.asarray(on_host(values))
     columns = tuple(slice(size) for size in values.shape[1:])
     changed = jnp.asarray(array).at[(rows, *columns)].set(values.astype(array.dtype))
     return jax.device_put(changed, array.sharding) if isinstance(array, jax.Array) else changed
-
-
-def _logical_rows(table: TableSpec, stacked: Any) -> Any:
-    is_full_width = stacked.ndim == 2 and stacked.shape[1] == placed_stack(table).stack_embedding_dim
-    return stacked[rows_of(table)][:, : table.embedding_dim] if is_full_width else stacked[rows_of(table)]
-
-
-def rows_of(table: TableSpec) -> Int[np.ndarray, " vocab"]:
-    """Where the rows of a table lie in the array of its stack, in the order of ids."""
-    stack, ids = placed_stack(table), np.arange(table.vocabulary_size, dtype=np.int32)
-    place = place_of(table.setting_in_stack, stack.num_shards)
-    return place.rows(ids, spread=stack.num_shards, rows_per_shard=stack.stack_vocab_size // stack.num_shards)
 
 
 def _is_variables(value: Any) -> bool:
