@@ -14,6 +14,11 @@ from rsembed.collection.devices import Devices
 from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.sparsecore import table_stacking
+from rsembed.sparsecore.embedding_spec import create_proto_from_feature_specs as create_proto_from_feature_specs
+from rsembed.sparsecore.embedding_spec import get_optimizer_class as get_optimizer_class
+from rsembed.sparsecore.embedding_spec import get_optimizer_type as get_optimizer_type
+from rsembed.sparsecore.embedding_spec import optimizer_spec_to_proto as optimizer_spec_to_proto
+from rsembed.sparsecore.embedding_spec import proto_to_optimizer_spec as proto_to_optimizer_spec
 from rsembed.sparsecore.layout import Nested as Nested
 from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
 from rsembed.sparsecore.layout import (
@@ -26,23 +31,18 @@ from rsembed.sparsecore.layout import (
     with_place,
 )
 from rsembed.sparsecore.layout import sharding_strategy_to_enum as sharding_strategy_to_enum
-from rsembed.sparsecore.layout_record import create_proto_from_feature_specs as create_proto_from_feature_specs
-from rsembed.sparsecore.layout_record import get_optimizer_class as get_optimizer_class
-from rsembed.sparsecore.layout_record import get_optimizer_type as get_optimizer_type
-from rsembed.sparsecore.layout_record import optimizer_spec_to_proto as optimizer_spec_to_proto
-from rsembed.sparsecore.layout_record import proto_to_optimizer_spec as proto_to_optimizer_spec
 from rsembed.sparsecore.matmul import sparse_dense_matmul as sparse_dense_matmul
 from rsembed.sparsecore.matmul import sparse_dense_matmul_grad as sparse_dense_matmul_grad
 from rsembed.sparsecore.matmul import stack_embedding_gradients as stack_embedding_gradients
 from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul as tpu_sparse_dense_matmul
 from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul_grad as tpu_sparse_dense_matmul_grad
 from rsembed.sparsecore.matmul import unstack_embedding_activations as unstack_embedding_activations
-from rsembed.sparsecore.minibatching import get_all_reduce_interface as get_all_reduce_interface
 from rsembed.sparsecore.preprocessing import PreprocessedInput as PreprocessedInput
 from rsembed.sparsecore.preprocessing import SparseDenseMatmulInput as SparseDenseMatmulInput
 from rsembed.sparsecore.preprocessing import (
     eval_preprocess_sparse_dense_matmul_input_shape as eval_preprocess_sparse_dense_matmul_input_shape,
 )
+from rsembed.sparsecore.preprocessing import get_all_reduce_interface as get_all_reduce_interface
 from rsembed.sparsecore.preprocessing import (
     preprocess_sparse_dense_matmul_input as preprocess_sparse_dense_matmul_input,
 )

@@ -13,6 +13,10 @@ import numpy as np
 from jaxtyping import Array
 
 from rsembed.checks import check_type
+from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord, StackRecord, rows_in_stack
+from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
+from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
+from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.layout import (
     Nested,
     StackLayout,
@@ -26,10 +30,6 @@ from rsembed.sparsecore.layout import (
     with_place,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
-from rsembed.sparsecore.layout_record import EmbeddingSpecRecord, StackRecord, rows_in_stack
-from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
-from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
-from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.variables import unstacked
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed import Bags
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
-from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
+from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 from rsembed.sparsecore.linen import embed as linen
 from rsembed.sparsecore.nnx import embed
 from rsembed.tt import TensorTrain
