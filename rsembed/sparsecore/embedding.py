@@ -22,14 +22,12 @@ from rsembed.sparsecore.embedding_spec import proto_to_optimizer_spec as proto_t
 from rsembed.sparsecore.layout import Nested as Nested
 from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
 from rsembed.sparsecore.layout import (
-    coo_buffer_size,
-    placed_stack,
-    read_stacks,
-    resolve_cores,
-    row_pointers_size,
-    stack_layouts,
-    with_place,
+    compute_row_pointers_size_per_device as compute_row_pointers_size_per_device,
 )
+from rsembed.sparsecore.layout import (
+    compute_theoretical_max_coo_buffer_size as compute_theoretical_max_coo_buffer_size,
+)
+from rsembed.sparsecore.layout import placed_stack, read_stacks, resolve_cores, stack_layouts, with_place
 from rsembed.sparsecore.layout import sharding_strategy_to_enum as sharding_strategy_to_enum
 from rsembed.sparsecore.matmul import sparse_dense_matmul as sparse_dense_matmul
 from rsembed.sparsecore.matmul import sparse_dense_matmul_grad as sparse_dense_matmul_grad
@@ -98,25 +96,6 @@ def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
 def get_stacked_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, StackedTableSpec]:
     """The stacks that the features read, by name. Raises: ValueError: a table has no place yet."""
     return {name: layout.spec for name, layout in read_stacks(feature_specs).items()}
-
-
-def compute_row_pointers_size_per_device(
-    *, global_device_count: int, num_sc_per_device: int | None = None, enable_minibatching: bool = False
-) -> int:
-    """Row pointers that a device has for one stack."""
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return row_pointers_size(global_device_count, num_cores, enable_minibatching)
-
-
-def compute_theoretical_max_coo_buffer_size(
-    max_ids_per_partition: int,
-    global_device_count: int,
-    num_sc_per_device: int | None = None,
-    enable_minibatching: bool = False,
-) -> int:
-    """Buffer places that a device needs when every partition is as full as its limit allows."""
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return coo_buffer_size(max_ids_per_partition, global_device_count, num_cores, enable_minibatching)
 
 
 def compute_coo_buffer_size_per_device(

@@ -167,7 +167,8 @@ class StackLayout:
         Raises: ValueError: the suggested size is more than the limits could ever fill.
         """
         max_ids = self.spec.max_ids_per_partition
-        largest = coo_buffer_size(max_ids, self.num_devices, self.num_cores, enable_minibatching)
+        cut = (self.num_devices, self.num_cores)
+        largest = compute_theoretical_max_coo_buffer_size(max_ids, *cut, enable_minibatching)
         suggested = self.spec.suggested_coo_buffer_size_per_device
         if suggested is None:
             return largest
@@ -183,16 +184,23 @@ class StackLayout:
         return size
 
 
-def row_pointers_size(num_devices: int, num_cores: int, enable_minibatching: bool = False) -> int:
-    """Row pointers a device has: one block of at least 8 per core, or per core and minibatch."""
-    return max(num_devices * num_cores, SUBLANES) * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
-
-
-def coo_buffer_size(
-    max_ids_per_partition: int, num_devices: int, num_cores: int, enable_minibatching: bool = False
+def compute_row_pointers_size_per_device(
+    *, global_device_count: int, num_sc_per_device: int | None = None, enable_minibatching: bool = False
 ) -> int:
-    """Places a device needs when every partition (of every minibatch) is as full as its limit allows."""
-    num_partitions = num_cores * num_devices * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
+    """Row pointers that a device has for one stack: a block of at least 8 per core, or per core and minibatch."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    return max(global_device_count * num_cores, SUBLANES) * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
+
+
+def compute_theoretical_max_coo_buffer_size(
+    max_ids_per_partition: int,
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    enable_minibatching: bool = False,
+) -> int:
+    """Buffer places that a device needs when every partition (of every minibatch) is as full as its limit allows."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    num_partitions = num_cores * global_device_count * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
     return round_up(max_ids_per_partition, SUBLANES) * num_partitions
 
 
@@ -201,10 +209,13 @@ def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minib
 
     Raises: ValueError: no number of cores fits.
     """
+    size = functools.partial(
+        compute_row_pointers_size_per_device, global_device_count=num_devices, enable_minibatching=enable_minibatching
+    )
     num_cores = 1
-    while row_pointers_size(num_devices, num_cores, enable_minibatching) < size_per_device:
+    while size(num_sc_per_device=num_cores) < size_per_device:
         num_cores += 1
-    if row_pointers_size(num_devices, num_cores, enable_minibatching) != size_per_device:
+    if size(num_sc_per_device=num_cores) != size_per_device:
         raise ValueError(
             f"{size_per_device} row pointers per device do not fit {num_devices} devices with any number of cores; was "
             "the input preprocessed for another global_device_count, or passed without shard_map?"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 from typing import Any
 
@@ -36,6 +37,7 @@ _ID_TYPES = {
 _LINE_BYTES = 64  # JAX takes over arrays that begin at a multiple of this without a copy
 _HUGE_PAGE_BYTES = 2 << 20
 _PARTITIONED, _BAD_ENTRY = 0, 1
+_TABLE_AND_SAMPLE = "spec.id_transformation.col_offset", "spec.id_transformation.row_offset"
 
 
 class _Feature(ctypes.Structure):
@@ -158,7 +160,7 @@ class _StackTask:
         if not self.is_served:
             return
         # Features of one table follow each other, in the order of their samples.
-        readers = sorted(batch.readers[name], key=_table_and_sample)
+        readers = sorted(batch.readers[name], key=operator.attrgetter(*_TABLE_AND_SAMPLE))
         self.inputs: list[np.ndarray | None] = []
         self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
         size, pointers = layout.buffer_size_per_device() * batch.local_device_count, max(num_shards, SUBLANES)
@@ -215,11 +217,6 @@ class _StackTask:
             first_rows, times = np.asarray([feature.first_row for feature in self.features]), self.drops.sum(axis=0)
             dropped = {kind: (first_rows, times[:, code]) for code, kind in enumerate(TableDrops._fields)}
         record_drops(batch.statistics, self.layout, dropped)
-
-
-def _table_and_sample(feature: HostFeature) -> tuple[int, int]:
-    placement = feature.spec.id_transformation
-    return placement.col_offset, placement.row_offset
 
 
 def _bits(count: int) -> int:

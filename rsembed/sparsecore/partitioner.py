@@ -25,6 +25,16 @@ from rsembed.stacking import SUBLANES, round_up
 
 PADDING_VALUE = 2**31 - 1
 """Id and sample of places in a buffer that hold no entry."""
+_log = logging.getLogger("rsembed")
+
+SETTINGS = {
+    "ids": "max_ids_per_partition",
+    "unique_ids": "max_unique_ids_per_partition",
+    "buffer": "suggested_coo_buffer_size_per_device",
+}
+"""The setting that causes each kind of drop, by the field of `TableDrops`."""
+_told: set[tuple[str, str, str]] = set()
+"""Tables, stacks and kinds of which a drop was reported."""
 
 
 class StackBuffers(NamedTuple):
@@ -178,7 +188,13 @@ def lay_out(
     if not fits.all():
         num_lost = int(np.count_nonzero(~fits))
         if not batch.allow_id_dropping:
-            raise ValueError(_too_small(batch, layout, buffers, num_lost))
+            needed = int(batch.statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
+            size = buffers.gains.size // batch.local_device_count
+            raise ValueError(
+                f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {size} places per device, "
+                f"{needed} are needed; raise suggested_coo_buffer_size_per_device to {needed} (or leave it None), or "
+                "pass allow_id_dropping=True to drop and count them."
+            )
         dropped["buffer"] = (kept.row[~fits], np.ones(num_lost, np.int64))
     record_drops(batch.statistics, layout, dropped)
     return buffers
@@ -280,28 +296,8 @@ def _fill(
     return StackBuffers(pointers.reshape(-1), embedding_ids, sample_ids, gains), fits
 
 
-def _too_small(batch: HostBatch, layout: StackLayout, buffers: StackBuffers, num_lost: int) -> str:
-    needed = int(batch.statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
-    return (
-        f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of "
-        f"{buffers.gains.size // batch.local_device_count} places per device, {needed} are needed; raise "
-        f"suggested_coo_buffer_size_per_device to {needed} (or leave it None), or pass allow_id_dropping=True to drop "
-        "and count them."
-    )
-
-
 def _starts(counts: np.ndarray) -> np.ndarray:
     return np.cumsum(counts) - counts
-
-
-_log = logging.getLogger("rsembed")
-
-SETTINGS = {
-    "ids": "max_ids_per_partition",
-    "unique_ids": "max_unique_ids_per_partition",
-    "buffer": "suggested_coo_buffer_size_per_device",
-}
-"""What a kind of drop is the consequence of; the keys are the fields of `TableDrops`."""
 
 
 def record_drops(
@@ -321,24 +317,11 @@ def record_drops(
         drops = TableDrops(**{kind: int(by_table[number]) for kind, by_table in counts.items()})
         statistics.id_drops_by_table[table.name] = drops
         for kind, count in drops._asdict().items():
-            if count:
-                _warn_once(table.name, layout.name, kind, count, getattr(layout.spec, SETTINGS[kind]))
-
-
-_told: set[tuple[str, str, str]] = set()
-
-
-def _warn_once(table: str, stack: str, kind: str, count: int, limit: int | None) -> None:
-    # Not functools.cache: the count changes from batch to batch, and is no part of what was told.
-    if (table, stack, kind) in _told:
-        return
-    _told.add((table, stack, kind))
-    _log.warning(
-        "rsembed.sparsecore: table %r in stack %r: %d ids were dropped in one batch by %s=%s; id_drops_by_table of the "
-        "statistics counts them. This is said once per table and limit.",
-        table,
-        stack,
-        count,
-        SETTINGS[kind],
-        limit,
-    )
+            if count and (table.name, layout.name, kind) not in _told:
+                _told.add((table.name, layout.name, kind))
+                limit = SETTINGS[kind], getattr(layout.spec, SETTINGS[kind])
+                _log.warning(
+                    "rsembed.sparsecore: table %r in stack %r: %d ids were dropped in one batch by %s=%s; "
+                    "id_drops_by_table of the statistics counts them. This is said once per table and limit.",
+                    *(table.name, layout.name, count, *limit),
+                )

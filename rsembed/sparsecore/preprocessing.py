@@ -33,7 +33,7 @@ from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
     Nested,
     StackLayout,
-    row_pointers_size,
+    compute_row_pointers_size_per_device,
     sharding_strategy_to_enum,
     stack_layouts,
 )
@@ -320,7 +320,11 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
 
     buffers = {}
     for name, layout in layouts.items():
-        pointers = row_pointers_size(layout.num_devices, layout.num_cores, enable_minibatching)
+        pointers = compute_row_pointers_size_per_device(
+            global_device_count=global_device_count,
+            num_sc_per_device=layout.num_cores,
+            enable_minibatching=enable_minibatching,
+        )
         sizes = (pointers, *[layout.buffer_size_per_device(enable_minibatching)] * 3)
         buffers[name] = [empty(size, dtype) for size, dtype in zip(sizes, BUFFER_DTYPES, strict=True)]
     numbers = np.ones(local_device_count, np.int64)

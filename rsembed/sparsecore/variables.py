@@ -179,15 +179,11 @@ def initialize(
         key = jax.random.wrap_key_data(key)
 
     def build(key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
-        return {name: _initial_stack(key, layout, devices) for name, layout in stacks.items()}
+        made = {name: stack_rows(own, devices, rule_of(own)).init(key) for name, own in stacks.items()}
+        packed = {name: own.spec.optimizer.pack_slots for name, own in stacks.items()}
+        return {name: EmbeddingVariables(table, packed[name](slots)) for name, (table, slots) in made.items()}
 
     return devices.on_each(build, P(), devices.split)(key)
-
-
-def _initial_stack(key: PRNGKeyArray, layout: StackLayout, devices: Devices) -> EmbeddingVariables:
-    """Rows and slots of this device; padding rows and columns are zero."""
-    table, slots = stack_rows(layout, devices, rule_of(layout)).init(key)
-    return EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots))
 
 
 def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule: OptimizerSpec | None = None) -> None:
