@@ -76,7 +76,7 @@ def auto_stack_tables(
     use_short_stack_names: bool = True,
     **options: Any,
 ) -> None:
-    """As `table_stacking.auto_stack_tables`, which has the same arguments in another order, and those in `options`."""
+    """Stacks all tables that can share one, in place; `options` are others of `table_stacking.auto_stack_tables`."""
     table_stacking.auto_stack_tables(
         feature_specs,
         global_device_count,

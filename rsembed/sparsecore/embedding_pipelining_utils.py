@@ -61,7 +61,7 @@ class StepBeforeLastStepInput(NamedTuple):
 
 
 class PipelineState(NamedTuple):
-    """What one cycle leaves for the next.
+    """State that one cycle leaves for the next.
 
     Attributes:
       pipeline_step: the cycle, from 0, as an int32 array.
@@ -181,8 +181,8 @@ def get_pipeline_state_sharding(
       pipeline_state_cls: `PipelineState`.
       dense_input_sharding: of dense inputs.
       sparse_input_sharding: of preprocessed ids.
-      pipeline_output_sharding: of the dense step's output.
-      tc_aux_sharding: of what the dense step hands to the update.
+      pipeline_output_sharding: where the dense step's output lies.
+      tc_aux_sharding: sharding of what the dense step hands to the update.
     """
     return pipeline_state_cls(
         pipeline_step=None,
@@ -217,7 +217,7 @@ def step(
       pipeline_input: batch `i`; in the last two cycles, zeros like any batch.
       tc_train_state: state of the dense part.
       embedding_variables: the tables.
-      pipeline_state: of the cycle before, or `get_initial_state`.
+      pipeline_state: state that the cycle before returned, or `get_initial_state`.
       sc_fwd_function: the lookup.
       tc_function: the dense step.
       sc_bwd_function: the update.
@@ -297,8 +297,8 @@ def get_default_sc_bwd_function(
     Args:
       feature_specs: placed specs.
       global_mesh: the devices.
-      sharding_axis: as for `get_default_sc_fwd_function`.
-      enable_minibatching: likewise.
+      sharding_axis: mesh axis (or axes) along which tables and batch are cut; None means all of them.
+      enable_minibatching: whether batches are preprocessed with it.
       frozen_step: hide the step from the optimizers, as the published function does.
 
     Raises (when called without a step):

@@ -207,7 +207,7 @@ def create_proto_from_feature_specs(
 
 
 def _shared_fields(record: type, source: Any, **recorded: Any) -> dict[str, Any]:
-    """What a spec has under the names of a record's fields, and its form there where that is another."""
+    """Values of a spec under the names of a record's fields; `recorded` has those that take another form there."""
     names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
     return {name: getattr(source, name) for name in names} | recorded
 
@@ -331,7 +331,7 @@ def rows_in_stack(stack: StackRecord, table: TableRecord, ids: Int64[np.ndarray,
 def get_row_ids_in_stacked_tables(
     embedding_spec_proto: EmbeddingSpecRecord, row_ids: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """As `get_row_ids_in_stacked_table`, of some tables: by stack, the rows of its tables in the record's order.
+    """Rows of the flat stacked arrays that hold the given ids, by stack, tables in the record's order.
 
     Raises: ValueError: a table is unknown.
     """

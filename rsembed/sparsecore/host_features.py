@@ -215,7 +215,7 @@ def _own_share(
 
 
 def _integers(ids: np.ndarray, where: str) -> Integer[np.ndarray, " nnz"]:
-    """The same ids if they are integers; an empty list of unknown kind counts as such."""
+    """Ids, if they are integers; an empty list of unknown kind counts as such."""
     if ids.dtype.kind in "iu":
         return ids
     if ids.size == 0:

@@ -70,7 +70,7 @@ def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> in
 
 
 class ShardingStrategy(enum.Enum):
-    """How rows are dealt to shards."""
+    """Ways to deal rows to shards."""
 
     MOD = "MOD"
 

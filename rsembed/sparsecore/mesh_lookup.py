@@ -54,7 +54,7 @@ class MeshTables:
 
     Attributes:
       feature_specs: placed specs.
-      devices: those that share the tables; other axes of their mesh do not count.
+      devices: devices that share the tables; other axes of their mesh do not count.
       num_sc_per_device: cores per device; None takes the number that tables were placed for.
       enable_minibatching: whether batches are preprocessed with it.
     """
@@ -144,7 +144,7 @@ class MeshTables:
     def prepare(
         self, features: Any, features_weights: Any = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """As `preprocess`, the batch as global arrays on the devices, cut along the leading axis."""
+        """A preprocessed batch as global arrays on the devices, cut along the leading axis, and its statistics."""
         processed, statistics = self.preprocess(features, features_weights, **options)
         sharding = self.devices.sharding(self.devices.split)
         place = functools.partial(jax.make_array_from_process_local_data, sharding)
@@ -169,7 +169,7 @@ class MeshTables:
 
 
 class MeshLayer:
-    """What the layers of both Flax APIs have in common: lookup over a mesh, and batches for it.
+    """Base of the layers of both Flax APIs: lookup over a mesh, and batches for it.
 
     Attributes:
       feature_specs: placed specs.
@@ -192,12 +192,12 @@ class MeshLayer:
 
     @property
     def embedding_table_partition(self) -> P:
-        """How tables are cut."""
+        """Partition spec of the tables: rows are cut."""
         return P(self.sharding_axis, None)
 
     @property
     def data_partition(self) -> P:
-        """How batches are cut."""
+        """Partition spec of batches and activations."""
         return P(self.sharding_axis)
 
     def preprocess_inputs(

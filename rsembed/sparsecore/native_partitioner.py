@@ -224,5 +224,5 @@ def _bits(count: int) -> int:
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """The same numbers as the library reads them; copied only if they are scattered or of the other byte order."""
+    """An array as the library reads it; copied only if they are scattered or of the other byte order."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

@@ -47,7 +47,7 @@ class StackBuffers(NamedTuple):
 
 
 BUFFER_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "int32", "float32"))
-"""Of the fields of `StackBuffers`."""
+"""Dtypes of the fields of `StackBuffers`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,13 +124,13 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
 
 
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
-    """As `partition_stacks`, of one stack."""
+    """Buffers of one stack; see `partition_stacks`."""
     entries = merged_entries(batch, name)
     return lay_out(batch, batch.layouts[name], entries, entries)
 
 
 def merged_entries(batch: HostBatch, name: str) -> Entries:
-    """What the cores of this process look up, equal rows of one sample merged.
+    """Entries that the cores of this process look up, equal rows of one sample merged.
 
     Raises: ValueError: a device has too many samples.
     """
@@ -167,7 +167,7 @@ def lay_out(
       batch: the batch.
       layout: the stack's.
       seen: the entries as partitions of the whole batch have them, for the statistics.
-      entries: the same in the order of the buffers.
+      entries: those entries in the order of the buffers.
       num_minibatches: blocks that a core's entries are dealt to, in a buffer that all cores of a device share; None
         gives each core a part of its own.
 
@@ -245,7 +245,7 @@ def record_counts(
 
 
 def exceeded_limits(layout: StackLayout, entries: Entries, num_blocks_per_core: int = 1) -> str:
-    """What to tell about the limits that were exceeded; empty if none was."""
+    """Message about the limits that were exceeded; empty if none was."""
     parts, tables = [], sorted(table.name for table in layout.tables)
     for limit, values in (
         ("max_ids_per_partition", entries.num_ids),

@@ -205,7 +205,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     global_device_count: int,
     **options: Any,
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    """As `preprocess_sparse_dense_matmul_input`, for ids given as sparse tensors without weights.
+    """Partitions a batch whose ids are sparse tensors without weights; see `preprocess_sparse_dense_matmul_input`.
 
     Args:
       indices: tree of `[n, 2]` coordinates (sample, position).
@@ -333,7 +333,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
 
 
 AllReduce = Callable[[int, np.ndarray], np.ndarray]
-"""How processes agree: `(key, flags)` to the elementwise "or" of the flags of all processes.
+"""Agreement of processes: `(key, flags)` to the elementwise "or" of the flags of all processes.
 
 All processes call it with the same key and number of flags, in the same order; keys `2 * batch_number` and
 `2 * batch_number + 1` tell the questions of different batches apart.

@@ -124,7 +124,7 @@ def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, ca
 
     Args:
       layout: the stack's.
-      devices: those that share it.
+      devices: devices that share the stack.
       rule: what steps them.
       capacity: places per block where they are asked for.
     """
@@ -168,7 +168,7 @@ def initialize(
     Args:
       key: the model's key, typed or raw.
       tables: placed tables.
-      devices: those that rows are dealt to.
+      devices: devices that rows are dealt to.
       num_cores: cores per device; None takes the number that the tables were placed for.
 
     Raises: ValueError: a table was not placed, or for another number of shards; tables of a stack are missing.
@@ -235,7 +235,7 @@ def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, A
 
 
 def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, EmbeddingVariables]:
-    """As `logical_tables`, with the slots: `EmbeddingVariables` of each table alone."""
+    """`EmbeddingVariables` of every table alone, in the form of `logical_tables`, by table name."""
     stacks = stacks_of(tables_of(feature_specs).values())
     found = _stacks_in(tree, stacks)
     return {name: own for stack, layout in stacks.items() for name, own in unstacked(layout, found[stack]).items()}

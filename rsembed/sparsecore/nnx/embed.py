@@ -122,7 +122,7 @@ def embedding_lookup(
 
 
 def embedding_lookup_bwd(res: Any, g: Any) -> Any:
-    """What autodiff makes of a lookup: the "gradients" of layer, inputs and step, in the form of `nnx.custom_vjp`.
+    """Backward pass of a lookup: the "gradients" of layer, inputs and step, in the form of `nnx.custom_vjp`.
 
     Args:
       res: layer, inputs and step of the lookup.
