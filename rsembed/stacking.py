@@ -433,7 +433,7 @@ def plan_stack(
         raise ValueError(f"features {wide}: output_shape has more columns than the table, which no layout here pads.")
     if sort_features_by_name:
         readers.sort(key=lambda feature: feature.name)
-    feature_placements, total_samples = place_features(readers, placements, num_shards)
+    feature_placements, total_samples = _place_features(readers, placements, num_shards)
     limits = [max_ids_per_partition, max_unique_ids_per_partition]
     for limit, name in zip(limits, ("max_ids_per_partition", "max_unique_ids_per_partition"), strict=True):
         check_type(limit, Callable, f"stack {stack_name!r}: stack_to_{name}")
@@ -486,10 +486,9 @@ def _checked_tables(
     return tables
 
 
-def place_features(
+def _place_features(
     readers: Sequence[FeatureSpec], tables: Sequence[TablePlacement], num_shards: int
 ) -> tuple[tuple[FeaturePlacement, ...], int]:
-    """Places of features whose samples follow each other, and the samples of all of them."""
     places = {table.name: place_of(table.setting, num_shards) for table in tables}
     placements, row_offset = [], 0
     for feature in readers:

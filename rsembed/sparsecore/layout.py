@@ -20,8 +20,8 @@ from jaxtyping import Int
 
 from rsembed.checks import PositiveInt, check_type
 from rsembed.collection.dense_rows import RowLayout
-from rsembed.specs import FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
-from rsembed.stacking import SUBLANES, FeaturePlacement, StackPlan, TablePlacement, place_features, plan_stack, round_up
+from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
+from rsembed.stacking import SUBLANES, FeaturePlacement, StackPlan, TablePlacement, place_of, plan_stack, round_up
 
 T = TypeVar("T")
 # A tree: `Nested[FeatureSpec]` is a FeatureSpec, or (lists or dicts of) lists or dicts of them.
@@ -167,8 +167,7 @@ class StackLayout:
         Raises: ValueError: the suggested size is more than the limits could ever fill.
         """
         max_ids = self.spec.max_ids_per_partition
-        cut = (self.num_devices, self.num_cores)
-        largest = compute_theoretical_max_coo_buffer_size(max_ids, *cut, enable_minibatching)
+        largest = coo_buffer_size(max_ids, self.num_devices, self.num_cores, enable_minibatching)
         suggested = self.spec.suggested_coo_buffer_size_per_device
         if suggested is None:
             return largest
@@ -200,8 +199,13 @@ def compute_theoretical_max_coo_buffer_size(
 ) -> int:
     """Buffer places that a device needs when every partition (of every minibatch) is as full as its limit allows."""
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    num_partitions = num_cores * global_device_count * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
-    return round_up(max_ids_per_partition, SUBLANES) * num_partitions
+    return coo_buffer_size(max_ids_per_partition, global_device_count, num_cores, enable_minibatching)
+
+
+def coo_buffer_size(max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool) -> int:
+    """Buffer places for full partitions; checks nothing, as each batch asks it for every stack."""
+    num_partitions = num_cores * num_devices * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
+    return round_up(max_ids, SUBLANES) * num_partitions
 
 
 def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minibatching: bool = False) -> int:
@@ -278,7 +282,8 @@ def read_stacks(feature_specs: Any, num_devices: int = 1, num_shards: int | None
         readers[feature.table_spec.setting_in_stack.stack_name].append(feature)
     for name, layout in layouts.items():
         features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
-        spec = layout.spec.replace(num_shards=num_shards or layout.spec.num_shards)
+        is_same = num_shards in (None, layout.spec.num_shards)
+        spec = layout.spec if is_same else layout.spec.replace(num_shards=num_shards)
         layouts[name] = StackLayout(spec=spec, tables=layout.tables, features=tuple(features), num_devices=num_devices)
     return layouts
 
@@ -293,8 +298,8 @@ def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dic
     for name, members in get_table_stacks(list({table.name: table for table in tables}.values())).items():
         members.sort(key=lambda table: table.setting_in_stack.row_offset_in_shard)
         layout = layouts[name] = StackLayout(spec=placed_stack(members[0]), tables=tuple(members))
-        present = sum(table.setting_in_stack.padded_vocab_size for table in members)
-        if must_be_whole and present != layout.spec.stack_vocab_size:
+        present = sum(table.setting_in_stack.padded_vocab_size for table in members) if must_be_whole else None
+        if present not in (None, layout.spec.stack_vocab_size):
             raise ValueError(
                 f"stack {name!r} has {layout.spec.stack_vocab_size} rows, but its given tables "
                 f"{sorted(table.name for table in members)} have {present}; pass all tables of the stack."
@@ -313,13 +318,16 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
 def check_places(layouts: Mapping[str, StackLayout]) -> None:
     """Raises: ValueError: features of a stack are not, one after the other, those that it was placed for."""
     for name, layout in layouts.items():
-        planned, end = place_features(layout.features, layout.plan.tables, layout.num_shards)
-        for feature, place in zip(layout.features, planned, strict=True):
-            if feature.id_transformation != place.transformation:
+        end = 0
+        for feature in layout.features:
+            found, table = feature.id_transformation, place_of(feature.table_spec.setting_in_stack, layout.num_shards)
+            place = FeatureIdTransformation(end, table.first, table.rotation)
+            if found != place:
                 raise ValueError(
-                    f"feature {feature.name!r} does not lie where stack {name!r} has room for it: it has "
-                    f"{feature.id_transformation}, but {place.transformation} comes next. {_PLACE_ANEW}"
+                    f"feature {feature.name!r} does not lie where stack {name!r} has room for it: it has {found}, but "
+                    f"{place} comes next. {_PLACE_ANEW}"
                 )
+            end += feature.num_samples or 0
         if end != layout.spec.total_sample_count:
             raise ValueError(
                 f"stack {name!r} was placed for {layout.spec.total_sample_count} samples, but features "

@@ -233,23 +233,23 @@ def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
     """Where the rows of all stacks lie, and the samples of all features; limits may change from batch to batch."""
     facts = {}
     for name, layout in layouts.items():
-        plan, spec = layout.plan, layout.spec
+        spec = layout.spec
         tables = {
             table.name: {
-                "rows": table.rows,
-                "dim": table.dim,
-                "first_row_in_shard": table.setting.row_offset_in_shard,
-                "rotation": table.setting.shard_rotation,
+                "rows": table.vocabulary_size,
+                "dim": table.embedding_dim,
+                "first_row_in_shard": table.setting_in_stack.row_offset_in_shard,
+                "rotation": table.setting_in_stack.shard_rotation,
             }
-            for table in plan.tables
+            for table in layout.tables
         }
         features = {
             feature.name: {
-                "table": feature.table_name,
-                "first_sample": feature.transformation.row_offset,
+                "table": feature.table_spec.name,
+                "first_sample": feature.id_transformation.row_offset,
                 "samples": feature.num_samples,
             }
-            for feature in plan.features
+            for feature in layout.features
         }
         size = {"shards": layout.num_shards, "rows": spec.stack_vocab_size, "columns": spec.stack_embedding_dim}
         facts[name] = size | {"tables": tables, "features": features, "combiner": spec.combiner}
