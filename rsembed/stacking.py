@@ -164,9 +164,8 @@ class StackingPlan:
     def flat_rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the flat stacked array."""
         stack, table = self.table(table_name)
-        rows_per_shard = stack.spec.stack_vocab_size // self.num_shards
-        place = place_of(table.setting, self.num_shards)
-        return place.rows(ids, spread=self.num_shards, rows_per_shard=rows_per_shard)
+        place, size = place_of(table.setting, self.num_shards), stack.spec.stack_vocab_size
+        return place.rows(ids, spread=self.num_shards, rows_per_shard=size // self.num_shards)
 
     def shard_load(self, ids_by_feature: Mapping[str, Any]) -> dict[str, Int[np.ndarray, " shard"]]:
         """Ids that each shard has to look up, per stack.

@@ -12,7 +12,7 @@ import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed.kernels import api, native, reference
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
-from rsembed.sparsecore.row_rule import BoundedRowRule
+from rsembed.sparsecore.variables import BoundedRowRule
 
 RULE = ro.TensorFlowAdamOptimizerSpec(0.1, epsilon=0.3)
 HYPER = RULE.get_hyperparameters(4)

@@ -17,7 +17,6 @@ from rsembed.sparsecore import (
     embedding,
     embedding_pipelining_utils,
     embedding_spec,
-    layout_record,
     table_stacking,
 )
 from rsembed.sparsecore.linen import embed as linen_embed
@@ -278,9 +277,9 @@ def test_a_table_of_another_record_has_no_row_numbers():
         embedding.create_proto_from_feature_specs(placed(1, 4, *TWO, rotation=rotation), 1).stacked_table_specs[0]
         for rotation in (0, 1)
     )
-    assert layout_record.get_row_ids_in_stacked_table(one, one.table_specs[1], [0]) == [16]
+    assert embedding_spec.get_row_ids_in_stacked_table(one, one.table_specs[1], [0]) == [16]
     with pytest.raises(ValueError, match="table 'u', as it is recorded, is none of stack 't_u'"):
-        layout_record.get_row_ids_in_stacked_table(one, other.table_specs[1], [0])
+        embedding_spec.get_row_ids_in_stacked_table(one, other.table_specs[1], [0])
 
 
 def test_variables_go_on_through_flax_serialization():
