@@ -166,6 +166,7 @@ def import_rows(
     if unknown := sorted(set(exported) - known - {"first_step"}):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
     where, num_keys = f"table {table.name!r}", len(exported.get("keys", ()))
+    _checked(table, exported, "keys", (num_keys,))
     values = _checked(table, exported, "values", (num_keys, table.embedding_dim))
     values = as_dtype(values, np.float32, where, "values")
     parts: list[Any] = [values, *table.optimizer.init_slots(jnp.asarray(values))]

@@ -165,7 +165,6 @@ BAD = {
     ),
     "row gradients of another dim": (
         lambda: collection().apply(state(), by_hand("word_user", 14, dim=3)), ValueError, "'word_user'", "(1, 3)",
-        "(1, 4)",
     ),
     "a factor as text": (lambda: rs.scale(row_gradients(), "2"), TypeError, "scale: factor", "number", "str"),
     "a factor of NaN": (lambda: rs.scale(row_gradients(), NAN), ValueError, "scale: factor", "nan"),

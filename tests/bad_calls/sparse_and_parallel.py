@@ -7,7 +7,7 @@ import numpy as np
 import rsembed as rs
 from rsembed import parallel
 from rsembed.sparsecore import embedding as E
-from rsembed.sparsecore import layout_record as lr
+from rsembed.sparsecore import embedding_spec as lr
 from rsembed.sparsecore import table_stacking as ts
 from tests.bad_calls.sparsecore import (
     IDS,
