@@ -5,23 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
-from tests.bad_calls.world import batch, collection, feature, keyed, mesh, state, table, title
+from tests.bad_calls.world import batch, collection, feature, keyed, mesh, state, title
 
 Bags = rs.Bags
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-NAN = float("nan")
 
 
 def one(**o):
     return rs.EmbeddingCollection([feature()], **o)
-
-
-def plan(**o):
-    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
-
-
-def stored(storage, rows=9, **fields):
-    return rs.EmbeddingCollection([feature(table_spec=table(storage=storage, vocabulary_size=rows, **fields))])
 
 
 def lookup(b):
@@ -34,10 +25,6 @@ def who(keys, **storage):
 
 def on_mesh(**c):
     return rs.EmbeddingCollection([feature(), feature("author")], mesh=mesh()).prepare(batch(**c))
-
-
-def plain(combiner="none"):
-    return rs.EmbeddingCollection([feature(table_spec=table(combiner=combiner))])
 
 
 def dct(x):

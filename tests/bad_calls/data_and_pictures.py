@@ -20,19 +20,7 @@ def plan(**o):
     return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
 
 
-def stored(storage, rows=9, **fields):
-    return rs.EmbeddingCollection([feature(table_spec=table(storage=storage, vocabulary_size=rows, **fields))])
-
-
 D = datasets
-
-
-def R():
-    return D.generated_ratings(5, 80, seed=0)
-
-
-def hist(*a, **k):
-    return R().histories(*a, **k)
 
 
 BAD = {

@@ -15,7 +15,6 @@ from rsembed.caching import (
 from rsembed.kernels import api
 from tests.bad_calls.world import mesh
 
-NAN = float("nan")
 IDS = np.array([1, 2, 1, 3])
 
 

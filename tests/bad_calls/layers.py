@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 from flax import nnx as fn
 
 import rsembed as rs
@@ -16,28 +15,17 @@ from tests.bad_calls.world import (
     batch,
     collection,
     feature,
-    other,
     other_row_gradients,
     row_gradients,
     state,
-    table,
 )
 
 Bags = rs.Bags
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-NAN = float("nan")
 
 
 def one(**o):
     return rs.EmbeddingCollection([feature()], **o)
-
-
-def plan(**o):
-    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
-
-
-def stored(storage, rows=9, **fields):
-    return rs.EmbeddingCollection([feature(table_spec=table(storage=storage, vocabulary_size=rows, **fields))])
 
 
 vg = nnx.value_and_grad
@@ -52,48 +40,8 @@ def stacked():
     return jax.tree.map(lambda x: jnp.stack([x, x]), {"title": jnp.array([[1], [2]]), "author": jnp.array([1, 2])})
 
 
-def scan_loss(m, g):
-    def body(c, b):
-        return c + m.words(b)["title"].sum(), None
-
-    return jax.lax.scan(body, 0.0, stacked())[0]
-
-
-def nscan_loss(m, g):
-    def body(mm, b):
-        return mm.words(b)["title"].sum()
-
-    return (
-        fn.scan(body, in_axes=(None, 0), out_axes=0)(m, stacked()).sum()
-        if False
-        else fn.vmap(body, in_axes=(None, 0))(m, stacked()).sum()
-    )
-
-
-def cond_loss(m, g):
-    return jax.lax.cond(True, lambda: m.words(g)["title"].sum(), lambda: 0.0)
-
-
-def while_loss(m, g):
-    return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + m.words(g)["title"].sum()), (0, 0.0))[1]
-
-
 def vmap_loss(m, g):
     return jax.vmap(lambda b: m.words(b)["title"].sum())(stacked()).sum()
-
-
-def jit_loss(m, g):
-    return jax.jit(lambda b: m.words(b)["title"].sum())(batch(title=jnp.array([[1], [2]]), author=jnp.array([1, 2])))
-
-
-def remat_loss(m, g):
-    return jax.checkpoint(lambda b: m.words(b)["title"].sum())(
-        batch(title=jnp.array([[1], [2]]), author=jnp.array([1, 2]))
-    )
-
-
-def grad_inside(m, g):
-    return jax.grad(lambda w: (m.words(g)["title"] @ w).sum())(jnp.ones(4)).sum()
 
 
 def J():
@@ -122,24 +70,6 @@ def lljit(apply, g):
 
 def llgrad(apply, g):
     return jax.grad(lambda x: (apply(g) * x).sum())(1.0)
-
-
-class Two(fn.Module):
-    def __init__(self):
-        self.a = nnx.Embeddings(other(), rngs=fn.Rngs(0))
-
-    def __call__(self, g):
-        return self.a(g)["title"].sum()
-
-
-def ltwo():
-    class M(nn.Module):
-        @nn.compact
-        def __call__(self, g):
-            return nn.Dense(1)(linen.Embeddings(other(), name="w")(g)["title"])
-
-    v = M().init(KEY(0), {"title": [[1]]})
-    return linen.TrainState.create(apply_fn=M().apply, variables=v, tx=optax.sgd(0.1))
 
 
 BAD = {

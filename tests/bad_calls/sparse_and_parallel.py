@@ -26,22 +26,13 @@ from tests.bad_calls.sparsecore import (
     utils,
     variables,
 )
-from tests.bad_calls.world import KEY, feature, mesh, table
+from tests.bad_calls.world import KEY, feature, mesh
 
 Bags = rs.Bags
-NAN = float("nan")
 
 
 def one(**o):
     return rs.EmbeddingCollection([feature()], **o)
-
-
-def plan(**o):
-    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
-
-
-def stored(storage, rows=9, **fields):
-    return rs.EmbeddingCollection([feature(table_spec=table(storage=storage, vocabulary_size=rows, **fields))])
 
 
 def T():

@@ -18,10 +18,6 @@ def plan(**o):
     return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
 
 
-def stored(storage, rows=9, **fields):
-    return rs.EmbeddingCollection([feature(table_spec=table(storage=storage, vocabulary_size=rows, **fields))])
-
-
 BAD = {
     "negative rows": (
         lambda: table(vocabulary_size=-9), ValueError, "table 'word': vocabulary_size must be in [1, inf), got -9.",

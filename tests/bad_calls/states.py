@@ -22,19 +22,10 @@ from tests.bad_calls.world import (
 
 Bags = rs.Bags
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-NAN = float("nan")
 
 
 def one(**o):
     return rs.EmbeddingCollection([feature()], **o)
-
-
-def plan(**o):
-    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
-
-
-def stored(storage, rows=9, **fields):
-    return rs.EmbeddingCollection([feature(table_spec=table(storage=storage, vocabulary_size=rows, **fields))])
 
 
 C, S = collection, state
@@ -59,10 +50,6 @@ b1 = {"title": [[1]]}
 g1 = {"title": np.ones((1, 4), np.float32)}
 
 
-def ka():
-    return keyed(), keyed().init(KEY(0))
-
-
 def ev(*a, **k):
     return keyed().evict(keyed().init(KEY(0)), *a, **k)
 
@@ -82,17 +69,6 @@ def donated():
     s = c.init(KEY(0))
     jax.jit(lambda s: c.update(s, b1, g1), donate_argnums=0)(s)
     return c, s
-
-
-def nr(**b):
-    return near().lookup(near_state(), {"what": [[1]]} | b)
-
-
-def stale():
-    n = near()
-    s = n.init(KEY(0))
-    n.update(s, {"what": [[1]]}, {"what": np.ones((1, 4), np.float32)})
-    return n.update(s, {"what": [[2]]}, {"what": np.ones((1, 4), np.float32)})
 
 
 BAD = {

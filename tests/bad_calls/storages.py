@@ -15,10 +15,6 @@ def one(**o):
     return rs.EmbeddingCollection([feature()], **o)
 
 
-def plan(**o):
-    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
-
-
 def stored(storage, rows=9, **fields):
     return rs.EmbeddingCollection([feature(table_spec=table(storage=storage, vocabulary_size=rows, **fields))])
 
