@@ -125,11 +125,11 @@ class Storage(Protocol):
     def resolved(self, table: TableSpec) -> Storage:
         """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
 
-    def kin(self, table: TableSpec) -> Hashable:
+    def sharing_key(self, table: TableSpec) -> Hashable:
         """Equal for tables that one home may keep; None keeps a table alone."""
 
-    def groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-        """Tables of equal `kin`, apart where they are not to share one home."""
+    def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
+        """Tables of equal `sharing_key` in groups that each share one storage."""
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""

@@ -349,7 +349,7 @@ def group_tables(
             table.stochastic_rounding,
             # State shared along a row must not see padding, so such tables only join others of their exact dim.
             table.embedding_dim if table.optimizer.is_row_wise else None,
-            None if table.storage is None else table.storage.kin(table) or name,
+            None if table.storage is None else table.storage.sharing_key(table) or name,
         )
         groups.setdefault(key, []).append(name)
     shares = SUBLANES * num_shards if pad else 1

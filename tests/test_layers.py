@@ -27,7 +27,7 @@ BUDGETS = {
     "homes": 2180,
     "row_gradients": 240,
     "parallel": 960,
-    "collection": 3120,
+    "collection": 3130,
     "taps": 160,
     "nnx": 210,
     "linen": 190,

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from rsembed.collection.dense_rows import read_from
-from rsembed.collection.rows import LookupResult, Occurrences, Rows, each, keys_of_rows
+from rsembed.collection.rows import LookupResult, Occurrences, Rows, keys_of_rows, row_by_row
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
-from rsembed.homes.home import Ahead
+from rsembed.homes.home import ReadAhead
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
@@ -47,7 +47,7 @@ class AskedRows(Rows):
 
         def answer(num_unknown: Array, question: Any) -> tuple[Array, Array]:
             keys, occurrences, _ = self._received(question)
-            ahead = None if number is None else Ahead(occurrences, number)
+            ahead = None if number is None else ReadAhead(occurrences, number)
             vectors, more = self.home.read(params, keys, self.table, ahead=ahead)
             return num_unknown + more, vectors
 
@@ -76,7 +76,7 @@ class AskedRows(Rows):
                 rows, values = combine(keys, occurrences, gradients)
                 is_row = rows[:, 2] > 0
             else:
-                rows, values = self._summed([each(question)], [gradients])
+                rows, values = self._summed([row_by_row(question)], [gradients])
                 is_row = rows != NO_ROW
             # A round brings all of a row, and behind the rows of earlier rounds.
             places = jnp.where(is_row, count + jnp.arange(is_row.shape[0], dtype=jnp.int32), num_places)
@@ -102,7 +102,7 @@ class AskedRows(Rows):
         def answer(state: tuple[Any, Any], arrived: tuple[Any, Array]) -> tuple[Any, None]:
             question, gradients = arrived
             params, slots, rows = self._find_arrived(*state, question, step)
-            return self._step(params, slots, [each(rows)], [gradients], step), None
+            return self._step(params, slots, [row_by_row(rows)], [gradients], step), None
 
         wanted = self._distinct(self._after(batch.all_keys(), d_outputs))
         payload = self._names(wanted), self._of_entries(wanted.entry_of, batch, d_outputs)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.bags import Bags
-from rsembed.homes.home import Ahead, Home
+from rsembed.homes.home import Home, ReadAhead
 from rsembed.initial_values import form, initial_rows, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
@@ -365,7 +365,7 @@ class DenseRows(Home):
         return self.layout.rounding(rounding, shard)
 
     def read(
-        self, params: Array, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
+        self, params: Array, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows as they are stored."""
         del ahead

@@ -195,7 +195,7 @@ class EmbeddingCollection:
         if self._on_host and is_traced((state, batch)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
         near = host_stack.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
-        return host_stack.gone_on(self._on_host, near)
+        return host_stack.with_new_generation(self._on_host, near)
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, Any]) -> EmbeddingState:
         """With the rows near that a batch, or lanes of row gradients, wants by stack; inside `jit` as it is."""
@@ -444,7 +444,8 @@ class EmbeddingCollection:
             if not is_traced(tables[name]):
                 kept.home.check_step(state.tables[name], tables[name], kept.table)
         stepped = EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
-        return stepped if state is given else host_stack.gone_on(self._on_host, stepped)  # nothing can fail any more
+        # Nothing can fail any more.
+        return stepped if state is given else host_stack.with_new_generation(self._on_host, stepped)
 
 
 # Made from all else, and nothing that pickle knows; rows on the host belong to this process.

@@ -191,7 +191,7 @@ def fetched(
     """The state with the rows near that a batch, or lanes of row gradients, wants by stack.
 
     Rows move after those of all stacks have found a place: without one nothing has changed. `donates` gives the arrays
-    of the given state away; else it stays valid, too, until the stores go on with one state alone (`gone_on`).
+    of the given state away; else it stays valid, too, until `with_new_generation`.
     """
     if not on_host:
         return state
@@ -203,7 +203,7 @@ def fetched(
     return state._replace(tables=tables, slots=slots)
 
 
-def gone_on(on_host: Mapping[str, HostStack], state: EmbeddingState) -> EmbeddingState:
+def with_new_generation(on_host: Mapping[str, HostStack], state: EmbeddingState) -> EmbeddingState:
     """The state with which alone the stores go on."""
     tables = {name: own.of_new_time(state.tables[name]) for name, own in on_host.items()}
     return state._replace(tables={**state.tables, **tables})

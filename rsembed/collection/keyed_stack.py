@@ -17,7 +17,7 @@ from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.collection.stack import Stack, refuse_traced
 from rsembed.homes import Hashed, hashed_rows, row_map
-from rsembed.homes.hashed_rows import DynamicTable, apart, together
+from rsembed.homes.hashed_rows import DynamicTable, stack, unstack
 from rsembed.homes.home import on_host
 from rsembed.homes.logical_rows import array_names, keys_to_leave
 from rsembed.kernels import api
@@ -90,7 +90,7 @@ class KeyedStack(Stack):
         for number, table in enumerate(self.tables):
             if table.name in values:
                 parted[number] = self.home.with_rows(*parted[number], values[table.name], table, num_shards)
-        written, written_slots = together(parted, num_shards)
+        written, written_slots = stack(parted, num_shards)
         if len(parted) > 1:
             written = written._replace(key=params.key)  # as it lies on the devices
         placed: tuple[Any, Any] = self.devices.place_from_host((written, written_slots), self.partition)
@@ -122,7 +122,7 @@ class KeyedStack(Stack):
 
     def _parted(self, params: Any, slots: Any) -> list[tuple[Any, Any]]:
         """Parameters and slots of each table that shares the home; of several, on the host."""
-        return apart((params, slots), len(self.tables), self.rows.num_shards)
+        return unstack((params, slots), len(self.tables), self.rows.num_shards)
 
     # Rows that leave
 

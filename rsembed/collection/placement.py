@@ -67,7 +67,7 @@ def plan_placed(features: Any, placements: Mapping[str, str]) -> StackingPlan:
     groups: list[list[str]] = []
     for names in placed.values():
         storage = tables[names[0]].storage
-        parts = None if storage is None else storage.groups([tables[name] for name in names])
+        parts = None if storage is None else storage.sharing_groups([tables[name] for name in names])
         groups += [names] if parts is None else [[table.name for table in part] for part in parts]
     return plan_stacking(features, groups=groups, pad=False)
 
@@ -99,7 +99,7 @@ def make_stacks(
             _check_columns(stack, devices.num_devices)
         home = storage or DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
         if storage is not None and len(own) > 1:
-            home = storage.shared(own)
+            home = storage.sharing(own)
         kind = next((own for of, own in _OF_STORAGE.items() if isinstance(storage, of)), TrainStack)
         if is_split:
             return kind(layout, AskedRows(devices, table, home, implementation, capacity=exchange_capacity))

@@ -25,7 +25,7 @@ from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import entries, named, unnamed
-from rsembed.homes.home import Ahead, Home
+from rsembed.homes.home import Home, ReadAhead
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.kernels.reference import entry_gains, gradients_of_weights
@@ -82,7 +82,7 @@ LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Traffic]
 """Pooled rows, how many distinct keys had none, and what travelled."""
 
 
-def asks_nobody(function: Callable[Params, Result]) -> Callable[Params, Asking[Result]]:
+def without_questions(function: Callable[Params, Result]) -> Callable[Params, Asking[Result]]:
     """A function as one that might have questions to owners."""
 
     @functools.wraps(function)
@@ -131,7 +131,7 @@ class Rows:
         shard = self.devices.index() if self.splits_columns else self._shard
         return self.home.init(key, self.table, shard=shard, num_shards=self.num_shards)
 
-    @asks_nobody
+    @without_questions
     def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> LookupResult:
         """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
         if self.splits_columns:
@@ -139,7 +139,7 @@ class Rows:
         if self.home.ids_are_rows:
             return self._pooled(params, batch.segments), jnp.zeros((), jnp.int32), Traffic.of(0, 0)
         keys = batch.all_keys()
-        ahead = None if number is None else Ahead(self._occurrences_of_all(batch), number)
+        ahead = None if number is None else ReadAhead(self._occurrences_of_all(batch), number)
 
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
             return self._pooled(vectors, read_from(places, batch.segments))
@@ -154,7 +154,7 @@ class Rows:
         traffic = Traffic.of(1, 4 * (self.devices.num_devices - 1) * num_values)
         return [self.devices.rows_of_all(output) for output in outputs], jnp.zeros((), jnp.int32), traffic
 
-    @asks_nobody
+    @without_questions
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
@@ -165,7 +165,7 @@ class Rows:
 
     def weight_gradients(self, params: Any, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
         """Gradients of the weights of a batch, or of ones where a segment has none; rows are read as by a lookup."""
-        entries = [each(segment.rows) for segment in batch.segments]
+        entries = [row_by_row(segment.rows) for segment in batch.segments]
         vectors, _, _ = yield from self.look_up(params, batch._replace(segments=entries), None)
         found = []
         for own, segment, d_output in zip(vectors, batch.segments, d_outputs, strict=True):
@@ -176,7 +176,7 @@ class Rows:
             )
         return found
 
-    @asks_nobody
+    @without_questions
     def update(
         self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
@@ -194,7 +194,7 @@ class Rows:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
         if self.home.sums_gradients:  # every device has them all, and takes its share
             is_own = jnp.arange(rows.shape[0]) % self.devices.num_devices == self.devices.index()
-            return self._step_all(params, slots, [each(jnp.where(is_own, rows, NO_ROW))], [values], step)
+            return self._step_all(params, slots, [row_by_row(jnp.where(is_own, rows, NO_ROW))], [values], step)
         keys, occurrences = keys_of_gradients(rows)
         keys = self._after(self._own(keys), [values])
         params, slots, found = self._find(params, slots, keys, occurrences, step)
@@ -306,6 +306,6 @@ def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
     return Keys(jnp.zeros(rows.shape, jnp.uint32), rows.astype(jnp.uint32), rows != NO_ROW)
 
 
-def each(rows: Int[Array, " nnz"]) -> Segment:
+def row_by_row(rows: Int[Array, " nnz"]) -> Segment:
     """A segment that reads every row by itself."""
     return Segment(rows, None, None, "none")

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from rsembed.checks import PositiveInt, check_type
 from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_map
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
-from rsembed.homes.home import Ahead, Home
+from rsembed.homes.home import Home, ReadAhead
 from rsembed.homes.row_map import Score
 from rsembed.homes.sharing import of_near_sizes
 from rsembed.initial_values import keyed_form, table_key, table_keys
@@ -154,7 +154,7 @@ class Hashed(RowsByKey):
         )
 
     def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
+        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """As every home. A key that `find` will meet a full table with reads ahead as what it would start from."""
         rows, num_absent = row_map.search(params.keys, keys)
@@ -171,7 +171,7 @@ class Hashed(RowsByKey):
         )
 
     def _read_ahead(
-        self, params: DynamicTable, keys: Keys, rows: Int[Array, " nnz"], table: TableSpec, ahead: Ahead
+        self, params: DynamicTable, keys: Keys, rows: Int[Array, " nnz"], table: TableSpec, ahead: ReadAhead
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, " nnz"], Int[Array, ""]]:
         """Vectors as they are stored, in which of them each key finds its own, and how many keys want a row.
 
@@ -187,7 +187,7 @@ class Hashed(RowsByKey):
         return vectors, jnp.where(keys.is_key, places, NO_ROW), jnp.sum(starts, dtype=jnp.int32)
 
     def newcomers(
-        self, params: DynamicTable, strangers: Keys, ahead: Ahead
+        self, params: DynamicTable, strangers: Keys, ahead: ReadAhead
     ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Bool[Array, " nnz"]]:
         """Of keys without a row, which distinct one each is; these, where each occurs first, and which get a row."""
         entry_of, own, first_of, totals = hash_table.entries(strangers, ahead.occurrences)
@@ -202,7 +202,7 @@ class Hashed(RowsByKey):
         table: TableSpec,
         pool: Callable[[Array, Int[Array, " nnz"]], Any],
         *,
-        ahead: Ahead | None = None,
+        ahead: ReadAhead | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
         """As every home, from the rows where they lie if all keys have some."""
         rows, num_absent = row_map.search(params.keys, keys)
@@ -308,16 +308,16 @@ class Hashed(RowsByKey):
                     "admission_capacity) larger, or choose Hashed(when_full='evict') or 'zero'."
                 )
 
-    def kin(self, table: TableSpec) -> Hashable:
+    def sharing_key(self, table: TableSpec) -> Hashable:
         if type(self) is not Hashed:  # what another class does otherwise, it says for one table
             return None
         return self, keyed_form(table.initializer, table.embedding_dim)
 
-    def groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
+    def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
         num_waiting = (self.admission_capacity or 0) if self.admission_count else 0
         return of_near_sizes(tables, most_rows=MAX_CAPACITY, num_waiting=num_waiting)
 
-    def shared(self, tables: Sequence[TableSpec]) -> HashedTables:
+    def sharing(self, tables: Sequence[TableSpec]) -> HashedTables:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Hashed)}
         return HashedTables(**fields, tables=tuple(tables))
 

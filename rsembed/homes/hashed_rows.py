@@ -68,7 +68,7 @@ class Counters(NamedTuple):
 class DynamicTable(NamedTuple):
     """Rows of one device; all leaves have a leading axis, along which the shards of a table lie side by side.
 
-    Where several tables share a home, they lie one behind the other in every leaf of a shard, as `apart` and `together`
+    Where several tables share a home, they lie one behind the other in every leaf of a shard, as `unstack` and `stack`
     say.
 
     Attributes:
@@ -122,7 +122,7 @@ def empty(
     return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=len(capacities)), own), slots
 
 
-def apart(tree: Any, num_tables: int, num_shards: int) -> list[Any]:
+def unstack(tree: Any, num_tables: int, num_shards: int) -> list[Any]:
     """Parameters or slots of all shards, on the host, as those of each table."""
     if num_tables == 1:
         return [tree]
@@ -142,8 +142,8 @@ def apart(tree: Any, num_tables: int, num_shards: int) -> list[Any]:
     ]
 
 
-def together(trees: Sequence[Any], num_shards: int) -> Any:
-    """The inverse of `apart`."""
+def stack(trees: Sequence[Any], num_shards: int) -> Any:
+    """The inverse of `unstack`."""
     if len(trees) == 1:
         return trees[0]
 

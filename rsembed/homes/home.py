@@ -18,7 +18,7 @@ from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
 
-class Ahead(NamedTuple):
+class ReadAhead(NamedTuple):
     """What a lookup is told whose gradients will be stepped.
 
     Attributes:
@@ -71,21 +71,21 @@ class Home(abc.ABC):
         del table
         return self
 
-    def kin(self, table: TableSpec) -> Hashable:
-        """Tables of equal dim, dtype and rule for which this is equal may be `shared`; None keeps a table alone."""
+    def sharing_key(self, table: TableSpec) -> Hashable:
+        """Key that is equal for tables of equal dim, dtype and rule that one storage may keep; None keeps a table alone."""
         del table
         return None
 
-    def groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-        """Tables of equal `kin`, apart where they are not to share one home."""
+    def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
+        """Tables of equal `sharing_key` in groups that each share one storage."""
         return [list(tables)]
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         """All that share the home, in the order in which they lie in every leaf; `table` is one of them."""
         return (table,)
 
-    def shared(self, tables: Sequence[TableSpec]) -> Home:
-        """One home for tables of equal `kin`."""
+    def sharing(self, tables: Sequence[TableSpec]) -> Home:
+        """One storage for tables of equal `sharing_key`."""
         raise NotImplementedError(f"{self} keeps one table, not {[table.name for table in tables]}.")
 
     @abc.abstractmethod
@@ -132,7 +132,7 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def read(
-        self, params: Any, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
+        self, params: Any, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows, zeros for what is no key or has no row; and how many distinct keys have none.
 
@@ -147,7 +147,7 @@ class Home(abc.ABC):
         table: TableSpec,
         pool: Callable[[Array, Int[Array, " nnz"]], Any],
         *,
-        ahead: Ahead | None = None,
+        ahead: ReadAhead | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
         """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it."""
         vectors, num_unknown = self.read(params, keys, table, ahead=ahead)

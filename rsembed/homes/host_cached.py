@@ -17,7 +17,7 @@ from rsembed.caching import BackingStore
 from rsembed.checks import PositiveInt, check_type
 from rsembed.homes import hash_table, hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
-from rsembed.homes.home import Ahead, Home, on_host
+from rsembed.homes.home import Home, ReadAhead, on_host
 from rsembed.homes.row_map import EVICTIONS, Eviction
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
@@ -119,7 +119,7 @@ class HostCached(Home):
         return CachedRows(near, jnp.zeros(1, jnp.uint32)), slots
 
     def read(
-        self, params: CachedRows, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
+        self, params: CachedRows, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         del ahead
         return hashed_rows.read(params.near, _found(params, keys, table.name)), jnp.zeros((), jnp.int32)

@@ -14,7 +14,7 @@ from rsembed.bags import PAD_ID
 from rsembed.homes import hashed_rows
 from rsembed.homes.hashed import RowsByKey
 from rsembed.homes.hashed_rows import Counters, DynamicTable
-from rsembed.homes.home import Ahead
+from rsembed.homes.home import ReadAhead
 from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys, join_keys, local_rows
@@ -81,7 +81,7 @@ class RowNumbers(RowsByKey):
         return DynamicTable(None, rows, None, Counters(), own_key[None]), tuple(slots)
 
     def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
+        self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         del ahead
         rows = self._rows(params, keys)

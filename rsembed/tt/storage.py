@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rsembed import specs
 from rsembed.bags import is_traced
 from rsembed.checks import check_type
-from rsembed.homes.home import Ahead, Home, on_host
+from rsembed.homes.home import Home, ReadAhead, on_host
 from rsembed.homes.logical_rows import as_dtype
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
@@ -118,7 +118,7 @@ class TensorTrain(Home):
         return cores, init_core_slots(table.optimizer, cores)
 
     def read(
-        self, params: Cores, keys: Keys, table: TableSpec, *, ahead: Ahead | None = None
+        self, params: Cores, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows, float32, made of their slices."""
         del ahead
