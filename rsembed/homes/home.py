@@ -72,7 +72,7 @@ class Home(abc.ABC):
         return self
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Key that is equal for tables of equal dim, dtype and rule that one storage may keep; None: it keeps one alone."""
+        """Key that is equal for tables of equal dim, dtype and rule that one storage may keep; None keeps one alone."""
         del table
         return None
 
