@@ -54,7 +54,7 @@ class NearRows:
 
     @property
     def num_places(self) -> int:
-        """Of the cache."""
+        """Number of places of the cache."""
         return self.cache.num_sets * self.cache.num_ways
 
     def find(
@@ -116,7 +116,7 @@ class NearRows:
         )
 
     def scratch(self, arrays: Sequence[Array], leaving: Leaving, *, is_inside: bool) -> Sequence[Array] | None:
-        """What the scratch area holds, for `store_scratch`; None if that is nothing."""
+        """Contents of the scratch area, for `store_scratch`; None if it is empty."""
         # The area may be larger than its rows: rows behind them are read and left alone.
         size = arrays[0].shape[0] - self.num_places if is_inside else padded_size(len(self.scratch_rows))
         return leaving(self.num_places + jnp.arange(size, dtype=jnp.int32)) if size else None

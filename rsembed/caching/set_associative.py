@@ -49,7 +49,7 @@ def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " i
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Admission:
-    """What a batch did to the cache, and what has to be moved for it.
+    """Changes of the cache by a batch, and the rows that have to be moved for it.
 
     Write back the rows of `evicted_ids` before loading `inserted_ids`: they share the slots.
 

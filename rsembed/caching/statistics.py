@@ -11,7 +11,7 @@ from rsembed.checks import NonNegativeInt, validated
 
 
 class CacheCounts(NamedTuple):
-    """What happened in one call, or summed over calls. The first six are FBGEMM's counters in its order.
+    """Counters of one call, or summed over calls. The first six are FBGEMM's, in its order.
 
     Attributes:
       calls: batches.

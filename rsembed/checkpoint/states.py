@@ -109,7 +109,7 @@ class TableRows:
 
     @property
     def dtype(self) -> Any:
-        """Of the array."""
+        """Dtype of the array."""
         return self.array.dtype
 
     def rows(self, first: int, count: int) -> np.ndarray:
@@ -132,7 +132,7 @@ class PickedRows:
 
     @property
     def dtype(self) -> Any:
-        """Of the array."""
+        """Dtype of the array."""
         return self.array.dtype
 
     def rows(self, first: int, count: int) -> np.ndarray:

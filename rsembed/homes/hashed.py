@@ -189,7 +189,7 @@ class Hashed(RowsByKey):
     def newcomers(
         self, params: DynamicTable, strangers: Keys, ahead: ReadAhead
     ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Bool[Array, " nnz"]]:
-        """Of keys without a row, which distinct one each is; these, where each occurs first, and which get a row."""
+        """Distinct keys without a row: number of each key given, the keys, their first places, and which get a row."""
         entry_of, own, first_of, totals = hash_table.entries(strangers, ahead.occurrences)
         if params.waiting is not None:
             totals = row_map.add_counts(totals, row_map.count_of(params.waiting, row_map.find(params.waiting, own)))
@@ -275,7 +275,7 @@ class Hashed(RowsByKey):
         return keys.is_key & (totals > self.admission_count) if self.admission_count else keys.is_key
 
     def scores(self, params: DynamicTable) -> tuple[Score, Score]:
-        """What rows are worth, and the places of keys that wait, which have no rows yet."""
+        """Scores of rows, and of the places of keys that wait for admission and have no rows yet."""
         of_uses = row_map.score("lfu" if self.eviction == "lfu" else "lru")
         if self.eviction == "age":
             return (lambda keys: keys.first_step), of_uses

@@ -19,7 +19,7 @@ from rsembed.specs import TableSpec
 
 
 class ReadAhead(NamedTuple):
-    """What a lookup is told whose gradients will be stepped.
+    """Facts of the step that will follow a lookup.
 
     Attributes:
       occurrences: how often each key occurred in the batch.

@@ -44,7 +44,7 @@ IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
 """In order of preference."""
 
 OPT_IN = (sparsecore.NAME, gpu.NAME)
-"""Those that are never chosen by themselves: `implementation=` names one, or `RSEMBED_KERNELS`, separated by commas."""
+"""Implementations that serve only when named, by `implementation=` or in `RSEMBED_KERNELS`, separated by commas."""
 
 
 def implementation_states() -> list[tuple[str, str]]:

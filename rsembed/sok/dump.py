@@ -163,7 +163,7 @@ def _check_fits(
 
 
 def _description(table: VariableTable) -> dict[str, Any]:
-    """What a dump and the table that it goes into must agree in."""
+    """Facts in which a dump and the table that it goes into must agree."""
     spec = table.spec
     return {
         "use_hashtable": isinstance(spec.storage, Hashed),

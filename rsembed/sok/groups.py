@@ -69,7 +69,7 @@ def group_embedding_lookup_vjp(
     sp_weights: Sequence[Any] | None = None,
     name: str | None = None,
 ) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[Any]], None]]:
-    """The same lookup for training, and `backward(d_outputs)`, which steps the rows of the embedding variables.
+    """Pooled rows of many tables for training, and `backward(d_outputs)`, which steps the rows that were read.
 
     Arguments are those of `group_embedding_lookup_sparse`, but `params` are `EmbeddingVariable`s only.
 
@@ -137,7 +137,7 @@ def _look_up_group(
 
 
 def _feature_of(params: Sequence[Any], position: int, group: str) -> FeatureSpec:
-    """What the door of the core knows of an entry of a group."""
+    """The feature as which the core reads the ids of one entry of a group."""
     table, where = params[position], f"params[{position}]"
     if isinstance(table, EmbeddingVariable):
         spec = table.table.spec

@@ -38,7 +38,7 @@ class Context:
 
     @functools.cached_property
     def devices(self) -> Devices:
-        """The same as the core has it."""
+        """The devices in the form that the core takes."""
         return Devices.of(self.mesh, self.axis)
 
     def check_batch(self, num_samples: int, name: str) -> None:

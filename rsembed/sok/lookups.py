@@ -30,7 +30,7 @@ from rsembed.sok.variables import EmbeddingVariable, VariableTable, give_room, s
 from rsembed.specs import Combiner, FeatureSpec
 
 Arrays = tuple[DynamicTable, Any, Int[Array, ""]]
-"""What a program has of a variable: rows by key, slots and the number of the step to come."""
+"""Arrays of a variable in a program: rows by key, slots and the number of the step to come."""
 KeyBatch = Any
 """Keys `[bags, width]` of a feature, cut among devices by bag; or a pair of them and their weights."""
 TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
@@ -141,7 +141,7 @@ def _feature(table: int, number: int) -> str:
 def _look_up(
     is_training: bool, program: Program, arrays: Sequence[Arrays], batch: Sequence[Sequence[KeyBatch]]
 ) -> list[tuple[list[Float[Array, "_ _"]], Int[Array, " devices"]]]:
-    """Of each table the pooled rows of its features, and how many keys have no row, or want one if it is training."""
+    """Pooled rows of the features of each table, and how many keys have no row or, in training, want one."""
     tables, bags = program.by_table([params for params, _, _ in arrays]), program.by_feature(batch)
     if is_training:
         numbers = program.by_table([step for *_, step in arrays])
@@ -343,7 +343,7 @@ def says_when_full(variable: EmbeddingVariable) -> bool:
 
 
 def _missing(keys: Any, wanted: Any) -> Int[np.ndarray, " devices"]:
-    """How many places each device lacks that is to take so many new keys; negative where some are left."""
+    """Places that each device lacks for so many new keys; negative where some are left."""
     missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
     return missing
 

@@ -29,7 +29,7 @@ from rsembed.specs import FeatureSpec, TableSpec
 
 @dataclasses.dataclass(frozen=True)
 class VariableTable:
-    """What the table of a variable is; its arrays are in the `EmbeddingState` that is the variable's value.
+    """Description of a variable's table; its arrays are in the `EmbeddingState` that is the variable's value.
 
     Attributes:
       spec: the table of the core, kept as `Hashed` or as `RowNumbers`.
@@ -80,7 +80,7 @@ class EmbeddingVariable(nnx.Variable):
         return int(self.counts()["rows"].sum())
 
     def counts(self) -> dict[str, np.ndarray]:
-        """What happened so far on each device: `rows` in use, keys `inserted`, `evicted`, `failed`, ..."""
+        """Counters of every device: `rows` in use, keys `inserted`, `evicted`, `failed`, ..."""
         return self.table.collection.counts(state_of(self))[self.table.spec.name]
 
     @validated

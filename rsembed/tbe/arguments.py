@@ -226,7 +226,7 @@ class CacheArguments:
             raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
 
     def near_dtype(self, dtype: str) -> jnp.dtype:
-        """What weights of a dtype are cached in."""
+        """Dtype in which weights of a dtype are cached."""
         return jnp.dtype(dtype) if self.cache_precision is None else dtype_of(self.cache_precision, "cache_precision")
 
 

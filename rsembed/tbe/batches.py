@@ -32,7 +32,7 @@ Numbers = Int[Array | np.ndarray, " _"]
 
 
 class BoundsCheckMode(enum.IntEnum):
-    """What happens to ids and offsets outside their range; each V2 member means the same as its namesake."""
+    """Treatment of ids and offsets outside their range; each V2 member means the same as its namesake."""
 
     FATAL = 0
     WARNING = 1
@@ -59,7 +59,7 @@ def bounds_check_mode(given: BoundsCheckMode | str | int) -> BoundsCheckMode:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedBatch:
-    """What `prepare` of a module makes of its arguments; goes in place of `indices`.
+    """A batch that `prepare` of a module made; it goes in place of `indices`.
 
     Args:
       batch: as the module's tables read it.
@@ -280,7 +280,7 @@ def first_mistake(
     *,
     may_begin_later: bool,
 ) -> str | None:
-    """What is wrong first, in words that name feature, table, bag, position, id and rows; None if nothing is.
+    """The first mistake, in words that name feature, table, bag, position, id and rows; None without one.
 
     `may_begin_later` lets ids in front of the first bag pass, which belong to nobody.
     """

@@ -355,7 +355,7 @@ def _rule_and_hyper(group: GroupPlan, state: TBEState, rate: Array) -> tuple[Any
 def _owed_factors(
     plan: TBEPlan, state: TBEState, batch: JaggedBatch, rates: Float[Array, " groups"]
 ) -> Float[Array, " nnz"] | None:
-    """What lookups multiply the row of each id by; None if no table decays globally."""
+    """Factors by which lookups multiply the row of each id; None if no table decays globally."""
     factors = None
     for number, group in enumerate(plan.groups):
         if group.table.global_decay is not None:
@@ -368,7 +368,7 @@ def _owed_factors(
 
 
 _STORE = 2**32 - 2
-"""What beside steps rounds rows, with other noise: the number of a table that nobody has."""
+"""Number of a table that nobody has: noise of rounding outside of steps, which differs from that of steps."""
 
 
 def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:

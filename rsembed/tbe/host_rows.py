@@ -285,7 +285,7 @@ def _near_blocks(plan: TBEPlan, blocks: tuple[Block, ...], num_places: tuple[int
 
 
 def _memory_of_device() -> dict[str, int] | None:
-    """What the device says about its memory, if it does."""
+    """Memory statistics of the device; None where it reports no limit."""
     memory = jax.local_devices()[0].memory_stats() or {}
     return memory if "bytes_limit" in memory else None
 

@@ -128,7 +128,7 @@ class MeshTables:
         return dataclasses.replace(batch, ids=tuple(ids)), num_outside
 
     def in_order(self, by_feature: Arrays, batch: JaggedBatch) -> Float[Array, " nnz"]:
-        """What belongs to the ids of a split batch, in the order of the batch that it was; 0 for ids in no bag."""
+        """Values of the ids of a split batch, in the order of the batch before it was split; 0 for ids in no bag."""
         offsets, first_bag, mesh = np.asarray(batch.offsets), 0, self.devices.known_mesh
         local = [global_array_to_host_local_array(own, mesh, self.devices.split) for own in by_feature]  # type: ignore[arg-type]
         found = [jnp.zeros(int(offsets[0]))]
@@ -179,7 +179,7 @@ class MeshTables:
     def apply(
         self, weights: Arrays, slots: Sequence[Slots], gradients: Sequence[tuple[Array, Array]], steps: Sequence[Step]
     ) -> tuple[list[Array], list[Slots]]:
-        """The same with `row_gradients`."""
+        """Arrays after one optimizer step with `row_gradients`."""
         return self._by_group(self.engine.apply(*map(self._by_name, (weights, slots, gradients, steps))))
 
     def _by_name(self, by_group: Sequence[Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class MeshTables:
 
 @functools.lru_cache(maxsize=64)
 def tables_on_mesh(plan: TBEPlan) -> MeshTables:
-    """What looks up and trains the tables of a plan with devices."""
+    """The tables of a plan on its devices, looked up and trained by the core's engine."""
     return MeshTables(plan)
 
 

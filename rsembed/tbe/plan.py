@@ -49,7 +49,7 @@ class EmbeddingLocation(enum.IntEnum):
 
 
 class ComputeDevice(enum.IntEnum):
-    """What looks the rows up. GPU is another name of CUDA; GPU and TPU are extensions. MTIA can be named, not used."""
+    """Devices that look rows up. GPU means CUDA; GPU and TPU are extensions. MTIA can be named, not used."""
 
     CPU = 0
     CUDA = 1
@@ -113,13 +113,13 @@ class TablePlan(NamedTuple):
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagradOptimizerSpec) else None
 
     def contents(self) -> dict[str, Any]:
-        """What its numbers mean: hyperparameters may change from one run to the next, these facts may not."""
+        """Facts that give the numbers their meaning: they may not change between runs, as hyperparameters may."""
         states, own = list(self.state_names), self.optimizer
         optimizer = own.name if isinstance(own, EmbOptimType) else own.identity
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
 
     def first_slots(self) -> tuple[np.ndarray, ...]:
-        """What all optimizer states of a row begin as, `[1, dim]` or `[1, 1]` each."""
+        """Initial optimizer states of a row, `[1, dim]` or `[1, 1]` each."""
         own = () if self.rule is None else self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32))
         return (*map(np.asarray, own), *(np.zeros((1, self.dim), jnp.dtype(dtype)) for dtype in self.copy_dtypes))
 
@@ -244,12 +244,12 @@ class TBEPlan:
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
-        """What rows are counted in: where every table lies among the groups."""
+        """Fingerprint of row numbers: the place of every table among the groups."""
         return Fingerprint.of({"tables": {table.name: self._place_facts(t) for t, table in enumerate(self.tables)}})
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
-        """What a state belongs to: the same, and all that gives its arrays their meaning."""
+        """Fingerprint of a state: the places of tables, and all that gives its arrays their meaning."""
         stored = [
             {"dtype": table.dtype, "placement": table.placement, **table.contents(), **self._place_facts(t)}
             for t, table in enumerate(self.tables)
@@ -262,7 +262,7 @@ class TBEPlan:
 
     @functools.cached_property
     def contents(self) -> Fingerprint:
-        """What a state dict belongs to, wherever the tables lie and whatever they are stored in."""
+        """Fingerprint of a state dict, equal wherever the tables lie and whatever they are stored in."""
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
     def _place_facts(self, table: int) -> dict[str, Any]:

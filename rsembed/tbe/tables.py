@@ -54,7 +54,7 @@ class TBEVariable(nnx.Variable):
 
 
 class TrainedTables(nnx.Module):
-    """What all has a module of tables that does not depend on how they are looked up; its subclass makes the parts.
+    """A module of tables without their lookup: states, optimizers, learning rates. Its subclass makes the parts.
 
     Attributes:
       plan: the tables.
@@ -208,7 +208,7 @@ class TrainedTables(nnx.Module):
         return found
 
     def get_optimizer_state(self) -> list[dict[str, Any]]:
-        """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
+        """Optimizer states by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
 
         Where there is `prev_iter`, which is counted in them, the number of steps is there, too, as `iter`.
         """
@@ -408,7 +408,7 @@ class TrainedTables(nnx.Module):
         return [jnp.array(array[first_row : first_row + num_rows], copy=True) for array in arrays]
 
     def _numbers_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What a state dict changes beside tables. Raises: ValueError, TypeError: a number is of another kind."""
+        """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one is of another kind."""
         plan, changes = self.plan, dict[str, Any]()
 
         for name in {"step", "passed_step", "max_counter"} & set(given):

@@ -45,7 +45,7 @@ def check_implementation(implementation: str | None) -> None:
 
 
 class Config(NamedTuple):
-    """What is static in a call."""
+    """Static arguments of a call."""
 
     slice_shapes: tuple[tuple[int, int, int], ...]
     num_bags: int
@@ -204,7 +204,7 @@ def _stable_sort(keys: Array, most: int) -> tuple[Array, Array]:
 def _tile(
     config: Config, plan: Plan, digits: tuple[Array, ...], bags: Array, gains: Array, j: Array
 ) -> tuple[Array, tuple[Array, ...], Array, Array]:
-    """Of tile `j`: sources, slices to take from every core, bags and gains."""
+    """Sources, slices to take from every core, bags and gains of tile `j`."""
 
     def part(x: Array, size: int) -> Array:
         return jax.lax.dynamic_slice_in_dim(x, j * size, size)

@@ -1,4 +1,4 @@
-"""What modules and functions refuse before they begin."""
+"""Checks of modules and functions before they begin."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def round_cores(
     ranks: Integers | int | np.integer[Any] | None = None,
     max_relative_error: float | None = None,
 ) -> tuple[TTSpec, Cores]:
-    """The same table at lower ranks, from its cores alone; never builds the table.
+    """A table at lower ranks, from its cores alone; the table is never built.
 
     The error is that of the padded table, of all `prod(tt_p_shapes)` rows.
 

@@ -35,7 +35,7 @@ from rsembed.tt.read_counts import ReadCounts, are_largest, places_in
 _update = jax.jit(kernels.update)
 
 LEAST_ROWS = 32
-"""Of a cache whose size is not given."""
+"""Rows of a cache whose size is not given."""
 COUNTS_PER_ROW = 16
 LEAST_COUNTS_PER_ROW = 6
 SPILLED_ROWS_TO_LOG = 3
@@ -61,7 +61,7 @@ class CacheDirectory(nnx.Variable):
 
 
 class CacheReport(NamedTuple):
-    """What the cache has done since it was made or reset.
+    """Counters of the cache since it was made or reset.
 
     Attributes:
       cached_ids: rows in the cache now.
@@ -174,7 +174,7 @@ class HotRows(nnx.Module):
         )
 
     def sizes(self) -> dict[str, int]:
-        """What a saved state must have been made with."""
+        """Facts that a saved state must have been made with."""
         return {
             "cache_size": self.capacity,
             "first_size": self.first_size,

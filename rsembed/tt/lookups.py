@@ -1,4 +1,4 @@
-"""What bags of ids ask trains for: a slice of every core for each id, and the bag that the row goes into."""
+"""Reads of trains by bags of ids: a slice of every core for each id, and the bag that the row goes into."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALLEST_ROOM_BITS = 5
 
 
 class Lookups(NamedTuple):
-    """What a batch looks up in one group of tables, id by id.
+    """Reads of a batch in one group of tables, id by id.
 
     A group is tables with equal column factors and ranks, whose cores stand one behind the other.
 
@@ -52,7 +52,7 @@ class Lookups(NamedTuple):
 def lookups_of(
     bags: Bags, specs: Sequence[TTSpec], groups: Sequence[Sequence[int]], padding_idx: int | None = None
 ) -> list[Lookups]:
-    """What every group of tables is asked for.
+    """Reads of a batch in every group of tables.
 
     Args:
       bags: those of table 0, then as many of table 1, and so on.

@@ -81,7 +81,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _like(old: Any, values: np.ndarray) -> Any:
-    """Of the kind of array that it replaces: what the host asks for stays on the host."""
+    """The array in the kind of the one that it replaces: a numpy array stays on the host."""
     return values.copy() if isinstance(old, np.ndarray) else jnp.asarray(values)
 
 

@@ -1,4 +1,4 @@
-"""What a tensor-train table is: rows, row and column factors, ranks, and what they cost."""
+"""Description of a tensor-train table: rows, row and column factors, ranks, and what they cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users pass to a module, checked at the door and brought into bags of all its tables."""
+"""Batches of users, checked and brought into bags of all tables of a module."""
 
 from __future__ import annotations
 

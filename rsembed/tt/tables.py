@@ -35,7 +35,7 @@ from rsembed.tt.table_bags import read_bags
 
 
 class TTGradients(NamedTuple):
-    """What `backward` returns with `sparse=False`, and for weights with `sparse=True`, too.
+    """Gradients that `backward` returns with `sparse=False`, and those of weights with `sparse=True`, too.
 
     Attributes:
       cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
@@ -326,7 +326,7 @@ class TTTables(nnx.Module):
         return saved_state(self, self._fingerprint())
 
     def _fingerprint(self) -> Fingerprint:
-        """What the arrays of a state mean."""
+        """Fingerprint of the arrays of a state."""
         tables = {str(k): dataclasses.asdict(spec) for k, spec in enumerate(self.specs)}
         caches = {str(g): cache.sizes() for g, cache in enumerate(self.caches)}
         rule = identity(self.rule) if self.sparse else "outside"
@@ -397,7 +397,7 @@ class TTTables(nnx.Module):
         return read_bags(self.specs, *given, name=name, include_last_offset=last, allow_out_of_range=ignores)
 
     def _look_up(self, bags: Bags) -> tuple[list[Lookups], Float[Array, " nnz"] | None]:
-        """What a batch asks every group for, and its weights."""
+        """Reads of a batch in every group, and its weights."""
         bags = with_room(bags)
         weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
         return lookups_of(bags, self.specs, self.groups, self.padding_idx), weights
@@ -443,7 +443,7 @@ class TTTables(nnx.Module):
         cached: tuple[Array, ...],
         weights: Array | None,
     ) -> list[Array]:
-        """Of every table: cached rows where there are such, chains of products for the others."""
+        """Rows of every table: cached ones where there are such, chains of products for the others."""
         by_table: dict[int, Array] = {}
         for g, (group, asked) in enumerate(zip(self.groups, batch, strict=True)):
             gains = gains_of_entries(asked.bags, asked.num_bags, weights, self.mode)  # type: ignore[arg-type]

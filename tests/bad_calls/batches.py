@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
-from tests.bad_calls.world import batch, collection, feature, keyed, mesh, state, title
-
-Bags = rs.Bags
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-
-
-def one(**o):
-    return rs.EmbeddingCollection([feature()], **o)
+from tests.bad_calls.world import IDS, OFFSETS, batch, collection, feature, keyed, mesh, state, title
 
 
 def lookup(b):
@@ -31,7 +24,7 @@ def dct(x):
     return rs.EmbeddingCollection([feature(input_shape=(8, 1))]).prepare({"title": x})
 
 
-B = Bags.from_lists([[1, 2], [3]])
+B = rs.Bags.from_lists([[1, 2], [3]])
 
 BAD = {
     "batch None": (lambda: lookup(None), TypeError, "batch, with one entry for each of ['author', 'title'], must"),
@@ -62,53 +55,53 @@ BAD = {
         TypeError, "feature 'title': from_dense: weights must be numbers, got", "got bool",
     ),
     "bags fields None": (
-        lambda: title(Bags(None, None)), TypeError, "feature 'title': ids of Bags must be an array, got None",
+        lambda: title(rs.Bags(None, None)), TypeError, "feature 'title': ids of Bags must be an array, got None",
     ),
     "bags offsets text": (
-        lambda: title(Bags(IDS, "03")), TypeError, "feature 'title': offsets of Bags must be an array, got '03'",
+        lambda: title(rs.Bags(IDS, "03")), TypeError, "feature 'title': offsets of Bags must be an array, got '03'",
     ),
     "bags offsets scalar": (
-        lambda: title(Bags(IDS, 3)), TypeError, "feature 'title': offsets of Bags must be an array, got 3",
+        lambda: title(rs.Bags(IDS, 3)), TypeError, "feature 'title': offsets of Bags must be an array, got 3",
     ),
     "bags weights text": (
-        lambda: title(Bags(IDS, OFFSETS, "abc")),
+        lambda: title(rs.Bags(IDS, OFFSETS, "abc")),
         TypeError, "feature 'title': weights of Bags must be an array of", "got 'abc' (str)",
     ),
     "bags nested": (lambda: title([B, B]), TypeError, "feature 'title': row 0 must be a flat list of ids, got"),
     "from_lists None": (
-        lambda: Bags.from_lists(None),
+        lambda: rs.Bags.from_lists(None),
         TypeError, "rows, one list of ids for each bag, must be a list, got", "got None (NoneType)",
     ),
     "from_lists bool": (
-        lambda: Bags.from_lists([[True]]), TypeError, "row 0 holds bool values; ids must be integers, so hash",
+        lambda: rs.Bags.from_lists([[True]]), TypeError, "row 0 holds bool values; ids must be integers, so hash",
     ),
     "from_lists weights None row": (
-        lambda: Bags.from_lists([[1], [2]], [[1.0], None]), TypeError, "row 1: weights must be numbers, got object.",
+        lambda: rs.Bags.from_lists([[1], [2]], [[1.0], None]), TypeError, "row 1: weights must be numbers, got object.",
     ),
     "from_lists weights scalar": (
-        lambda: Bags.from_lists([[1]], 1.0),
+        lambda: rs.Bags.from_lists([[1]], 1.0),
         TypeError, "weights, one list for each bag, must be a list, got 1.0", "got 1.0 (float)",
     ),
     "from_dense weights text": (
-        lambda: Bags.from_dense(np.ones((2,2), int), "x"),
+        lambda: rs.Bags.from_dense(np.ones((2,2), int), "x"),
         ValueError, "weights have shape (), ids (2, 2); they must be equal.",
     ),
     "from_lengths None": (
-        lambda: Bags.from_lengths(None, [1]), ValueError, "ids of all bags must have one axis, got shape ().",
+        lambda: rs.Bags.from_lengths(None, [1]), ValueError, "ids of all bags must have one axis, got shape ().",
     ),
     "from_lengths text": (
-        lambda: Bags.from_lengths(IDS, ["1", "2"]),
+        lambda: rs.Bags.from_lengths(IDS, ["1", "2"]),
         TypeError, "lengths must be an array of integers [bags], got ['1', '2']", "got ['1', '2'] (list)",
     ),
     "from_coo sample float": (
-        lambda: Bags.from_coo([0.5, 0, 1], IDS, num_samples=2),
+        lambda: rs.Bags.from_coo([0.5, 0, 1], IDS, num_samples=2),
         TypeError, "sample ids must be an array of integers [nnz], got [0.5, 0,", "got [0.5, 0, 1] (list)",
     ),
     "from_coo lengths": (
-        lambda: Bags.from_coo([0, 0], IDS, num_samples=2), ValueError, "there are 2 sample ids but 3 embedding ids.",
+        lambda: rs.Bags.from_coo([0, 0], IDS, num_samples=2), ValueError, "there are 2 sample ids but 3 embedding ids.",
     ),
     "from_coo num float": (
-        lambda: Bags.from_coo([0, 0, 1], IDS, num_samples=2.0),
+        lambda: rs.Bags.from_coo([0, 0, 1], IDS, num_samples=2.0),
         TypeError, "num_samples must be an integer, got 2.0 (float).",
     ),
     "pad_to text": (lambda: B.pad_to("8"), TypeError, "num_ids must be an integer, got '8' (str)."),

@@ -5,31 +5,15 @@ import numpy as np
 import rsembed as rs
 from rsembed import datasets, plot
 from tests.bad_calls.leaves import WORDS, CommandError, clicks, command, windows, words
-from tests.bad_calls.world import feature, table
-
-Bags = rs.Bags
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-NAN = float("nan")
-
-
-def one(**o):
-    return rs.EmbeddingCollection([feature()], **o)
-
-
-def plan(**o):
-    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
-
-
-D = datasets
-
+from tests.bad_calls.world import NAN, feature
 
 BAD = {
     "zipf huge": (
-        lambda: D.zipf_ids(5, 2**40, seed=0),
+        lambda: datasets.zipf_ids(5, 2**40, seed=0),
         ValueError, "zipf_probabilities: vocabulary_size must be in [1,", "got 1099511627776",
     ),
     "zipf exponent inf": (
-        lambda: D.zipf_ids(5, 9, seed=0, exponent=float("inf")),
+        lambda: datasets.zipf_ids(5, 9, seed=0, exponent=float("inf")),
         ValueError, "zipf_probabilities: exponent must be in [0, inf), got inf.",
     ),
     "clicks sizes text": (
@@ -40,15 +24,16 @@ BAD = {
         lambda: clicks(NAN), TypeError, "synthetic_clicks: num_samples must be an integer, got nan", "got nan (float)",
     ),
     "ratings exponent": (
-        lambda: D.generated_ratings(5, 80, exponent=-1.0, seed=0),
+        lambda: datasets.generated_ratings(5, 80, exponent=-1.0, seed=0),
         ValueError, "zipf_probabilities: exponent must be in [0, inf), got -1.0.",
     ),
     "movielens path missing": (
-        lambda: D.movielens(path="nothing.zip"),
+        lambda: datasets.movielens(path="nothing.zip"),
         FileNotFoundError, "movielens: path='nothing.zip' is neither an archive nor a",
     ),
     "movielens seed": (
-        lambda: D.movielens(source="generated", seed=-1), ValueError, "movielens: seed must be in [0, inf), got -1.",
+        lambda: datasets.movielens(source="generated", seed=-1),
+        ValueError, "movielens: seed must be in [0, inf), got -1.",
     ),
     "shakespeare max words 0": (
         lambda: words(max_words=0), ValueError, "shakespeare: max_words must be in [1, inf), got 0.",
@@ -58,11 +43,11 @@ BAD = {
         TypeError, "Text.decode: ids must be an array of integers [*shape] or a", "got None (NoneType)",
     ),
     "word_ids text": (
-        lambda: D.word_id_batches("words", 1, 2, 3),
+        lambda: datasets.word_id_batches("words", 1, 2, 3),
         TypeError, "word_id_batches: word_ids must be an array of integers", "got 'words' (str)",
     ),
     "word_ids tables text": (
-        lambda: D.word_id_batches(WORDS, 1, 2, 3, "1"),
+        lambda: datasets.word_id_batches(WORDS, 1, 2, 3, "1"),
         TypeError, "word_id_batches: num_tables must be an integer, got '1'", "got '1' (str)",
     ),
     "windows fraction text": (
@@ -70,7 +55,7 @@ BAD = {
         TypeError, "next_word_batches: validation_fraction must be a number,", "got '0.1' (str)",
     ),
     "entropy vocab text": (
-        lambda: D.unigram_entropy(WORDS, "20"),
+        lambda: datasets.unigram_entropy(WORDS, "20"),
         TypeError, "unigram_entropy: vocabulary_size must be an integer, got", "got '20' (str)",
     ),
     "id_counts vocab neg": (

@@ -2,18 +2,12 @@
 
 import numpy as np
 
-import rsembed as rs
 from rsembed import checkpoint, fdo
 from rsembed.fdo import LimitsPolicy
 from tests.bad_calls.checkpoints import ARRAYS, arrays, fresh, kept, manager, saved
 from tests.bad_calls.leaves import file
 from tests.bad_calls.statistics import client, limits, statistics
-from tests.bad_calls.world import collection, feature, state, table
-
-Bags = rs.Bags
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-NAN = float("nan")
-
+from tests.bad_calls.world import NAN, collection, feature, state, table
 
 CK = checkpoint
 

@@ -9,24 +9,11 @@ from tests.bad_calls.world import (
     KEY,
     batch,
     collection,
-    feature,
-    gradients,
     keyed,
     keyed_state,
     row_gradients,
     state,
 )
-
-Bags = rs.Bags
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-
-
-def one(**o):
-    return rs.EmbeddingCollection([feature()], **o)
-
-
-C, S = collection, state
-lens = gradients
 
 
 def by_hand(rows=None, values=None, num_rows=(("word_user", 14),), **o):
@@ -38,8 +25,8 @@ def by_hand(rows=None, values=None, num_rows=(("word_user", 14),), **o):
     )
 
 
-def ap(g):
-    return jax.block_until_ready(C().apply(S(), g))
+def applied(g):
+    return jax.block_until_ready(collection().apply(state(), g))
 
 
 def rgs(**c):
@@ -62,7 +49,7 @@ def krep(rows=None, values=None):
 
 
 def grad(loss, *extra, c=None, **o):
-    return rs.value_and_grad(loss, C(), **o)(jnp.ones(4), S(), batch(), *extra)
+    return rs.value_and_grad(loss, collection(), **o)(jnp.ones(4), state(), batch(), *extra)
 
 
 def L(p, a):
@@ -71,74 +58,76 @@ def L(p, a):
 
 BAD = {
     "rows float": (
-        lambda: ap(by_hand(rows=jnp.array([1.5]))), TypeError, "RowGradients: rows['word_user'] must be an array of",
+        lambda: applied(by_hand(rows=jnp.array([1.5]))),
+        TypeError, "RowGradients: rows['word_user'] must be an array of",
     ),
     "rows 2 axes": (
-        lambda: ap(by_hand(rows=jnp.array([[1]]))),
+        lambda: applied(by_hand(rows=jnp.array([[1]]))),
         ValueError, "row gradients of stack 'word_user': rows (1, 1) and values",
     ),
     "rows more than values": (
-        lambda: ap(by_hand(rows=jnp.array([1, 2]))),
+        lambda: applied(by_hand(rows=jnp.array([1, 2]))),
         ValueError, "row gradients of stack 'word_user': rows (2,) and values",
     ),
     "rows fewer than values": (
-        lambda: ap(by_hand(values=jnp.ones((2, 4)))),
+        lambda: applied(by_hand(values=jnp.ones((2, 4)))),
         ValueError, "row gradients of stack 'word_user': rows (1,) and values",
     ),
     "rows outside": (
-        lambda: ap(by_hand(rows=jnp.array([14]))),
+        lambda: applied(by_hand(rows=jnp.array([14]))),
         ValueError, "row gradients of stack 'word_user': rows (1,) and values",
     ),
     "rows negative": (
-        lambda: ap(by_hand(rows=jnp.array([-1]))),
+        lambda: applied(by_hand(rows=jnp.array([-1]))),
         ValueError, "row gradients of stack 'word_user': rows (1,) and values",
     ),
     "rows twice": (
-        lambda: ap(by_hand(rows=jnp.array([1,1]), values=jnp.ones((2,4)))),
+        lambda: applied(by_hand(rows=jnp.array([1,1]), values=jnp.ones((2,4)))),
         ValueError, "row gradients of stack 'word_user': rows (2,) and values",
     ),
     "rows descending": (
-        lambda: ap(by_hand(rows=jnp.array([2,1]), values=jnp.ones((2,4)))),
+        lambda: applied(by_hand(rows=jnp.array([2,1]), values=jnp.ones((2,4)))),
         ValueError, "row gradients of stack 'word_user': rows (2,) and values",
     ),
     "rows list": (
-        lambda: ap(by_hand(rows=[1])), ValueError, "row gradients of stack 'word_user': rows () and values (1,",
+        lambda: applied(by_hand(rows=[1])), ValueError, "row gradients of stack 'word_user': rows () and values (1,",
     ),
     "rows text": (
-        lambda: ap(by_hand(rows="1")),
+        lambda: applied(by_hand(rows="1")),
         TypeError, "RowGradients: rows['word_user'] must be an array of", "got '1' (str)",
     ),
     "rows None in dict": (
-        lambda: ap(rgs(rows={"word_user": None})),
+        lambda: applied(rgs(rows={"word_user": None})),
         TypeError, "RowGradients: rows['word_user'] must be an array of", "got None (NoneType)",
     ),
     "values other dim": (
-        lambda: ap(by_hand(values=jnp.ones((1, 3)))),
+        lambda: applied(by_hand(values=jnp.ones((1, 3)))),
         ValueError, "row gradients of stack 'word_user': rows (1,) and values",
     ),
     "values one axis": (
-        lambda: ap(by_hand(values=jnp.ones(4))), ValueError, "row gradients of stack 'word_user': rows (1,) and values",
+        lambda: applied(by_hand(values=jnp.ones(4))),
+        ValueError, "row gradients of stack 'word_user': rows (1,) and values",
     ),
     "values None": (
-        lambda: ap(rgs(values={"word_user": None})),
+        lambda: applied(rgs(values={"word_user": None})),
         TypeError, "RowGradients: values['word_user'] must be an array of", "got None (NoneType)",
     ),
     "values missing": (
-        lambda: ap(rgs(values={})), ValueError, "row gradients of stack 'word_user': rows (6,) and values ()",
+        lambda: applied(rgs(values={})), ValueError, "row gradients of stack 'word_user': rows (6,) and values ()",
     ),
     "rows missing": (
-        lambda: ap(rgs(rows={})), ValueError, "row gradients of stack 'word_user': rows () and values (6,",
+        lambda: applied(rgs(rows={})), ValueError, "row gradients of stack 'word_user': rows () and values (6,",
     ),
     "rows of other name": (
-        lambda: ap(rgs(rows={"x": jnp.array([1])}, values={"x": jnp.ones((1,4))})),
+        lambda: applied(rgs(rows={"x": jnp.array([1])}, values={"x": jnp.ones((1,4))})),
         ValueError, "row gradients of stack 'word_user': rows () and values ()",
     ),
     "rows None": (
-        lambda: ap(rgs(rows=None)),
+        lambda: applied(rgs(rows=None)),
         TypeError, "RowGradients: rows must be a mapping (each an array of", "got None (NoneType)",
     ),
     "num_rows dict": (
-        lambda: ap(by_hand(num_rows={"word_user": 14})),
+        lambda: applied(by_hand(num_rows={"word_user": 14})),
         ValueError, "the row gradients do not belong to this collection: they",
     ),
     "keyed rows one axis": (
@@ -159,15 +148,15 @@ BAD = {
         ValueError, "row gradients of stack 'word_user': rows (6,) and values ()",
     ),
     "stacked rg": (
-        lambda: ap(jax.tree.map(lambda x: jnp.stack([x, x]), row_gradients())),
+        lambda: applied(jax.tree.map(lambda x: jnp.stack([x, x]), row_gradients())),
         ValueError, "row gradients of stack 'word_user': rows (2, 6) and values",
     ),
     "averaged rg": (
-        lambda: ap(jax.tree.map(lambda x: jnp.mean(x, axis=0), row_gradients())),
+        lambda: applied(jax.tree.map(lambda x: jnp.mean(x, axis=0), row_gradients())),
         TypeError, "RowGradients: rows['word_user'] must be an array of",
     ),
     "halved rg": (
-        lambda: ap(jax.tree.map(lambda x: x * 0.5, row_gradients())),
+        lambda: applied(jax.tree.map(lambda x: x * 0.5, row_gradients())),
         TypeError, "RowGradients: rows['word_user'] must be an array of",
     ),
     "loss returns None": (
@@ -194,15 +183,15 @@ BAD = {
         lambda: grad(L, has_aux=False), TypeError, "value_and_grad: the loss must be a scalar of floats, got",
     ),
     "params int": (
-        lambda: rs.value_and_grad(L, C())(jnp.ones(4, int), S(), batch()),
+        lambda: rs.value_and_grad(L, collection())(jnp.ones(4, int), state(), batch()),
         TypeError, "value_and_grad: params must hold floats, got an array of",
     ),
     "params text": (
-        lambda: rs.value_and_grad(lambda p, a: (jnp.sum(a["title"]), None), C())("w", S(), batch()),
+        lambda: rs.value_and_grad(lambda p, a: (jnp.sum(a["title"]), None), collection())("w", state(), batch()),
         TypeError, "value_and_grad: params must hold floats, got 'w' (str);",
     ),
     "params key": (
-        lambda: rs.value_and_grad(lambda p, a: (jnp.sum(a["title"]), None), C())({"k": KEY(0)}, S(), batch()),
+        lambda: rs.value_and_grad(lambda p, a: (a["title"].sum(), None), collection())({"k": KEY(0)}, state(), batch()),
         TypeError, "value_and_grad: params['k'] must hold floats, got an array",
     ),
 }  # fmt: skip

@@ -2,11 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx as fn
 
-import rsembed as rs
 from rsembed import linen, nnx
 from tests.bad_calls.flax_layers import create, layer, model, train_state
 from tests.bad_calls.flax_layers import gradients as model_gradients
@@ -14,19 +12,10 @@ from tests.bad_calls.world import (
     KEY,
     batch,
     collection,
-    feature,
     other_row_gradients,
     row_gradients,
     state,
 )
-
-Bags = rs.Bags
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-
-
-def one(**o):
-    return rs.EmbeddingCollection([feature()], **o)
-
 
 vg = nnx.value_and_grad
 lvg = linen.value_and_grad

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import rsembed as rs
 from rsembed import parallel
 from rsembed.sparsecore import embedding as E
 from rsembed.sparsecore import embedding_spec as lr
@@ -26,13 +25,7 @@ from tests.bad_calls.sparsecore import (
     utils,
     variables,
 )
-from tests.bad_calls.world import KEY, feature, mesh
-
-Bags = rs.Bags
-
-
-def one(**o):
-    return rs.EmbeddingCollection([feature()], **o)
+from tests.bad_calls.world import KEY, mesh
 
 
 def T():

@@ -3,20 +3,7 @@
 import numpy as np
 
 import rsembed as rs
-from tests.bad_calls.world import feature, mesh, table
-
-Bags = rs.Bags
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-NAN = float("nan")
-
-
-def one(**o):
-    return rs.EmbeddingCollection([feature()], **o)
-
-
-def plan(**o):
-    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **o)
-
+from tests.bad_calls.world import NAN, feature, mesh, one, plan, table
 
 BAD = {
     "negative rows": (

@@ -20,19 +20,9 @@ from tests.bad_calls.world import (
     table,
 )
 
-Bags = rs.Bags
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-
-
-def one(**o):
-    return rs.EmbeddingCollection([feature()], **o)
-
-
-C, S = collection, state
-
 
 def serving():
-    return S()._replace(slots={})
+    return state()._replace(slots={})
 
 
 def adam():
@@ -55,7 +45,7 @@ def ev(*a, **k):
 
 
 def wt(**t):
-    return C().with_tables(S(), t)
+    return collection().with_tables(state(), t)
 
 
 def kt(**c):
@@ -73,7 +63,7 @@ def donated():
 
 BAD = {
     "update serving": (
-        lambda: C().update(serving(), batch(), gradients()),
+        lambda: collection().update(serving(), batch(), gradients()),
         ValueError, "the state does not belong to this collection: slots are {},",
     ),
     "update serving adam": (
@@ -85,31 +75,31 @@ BAD = {
         ValueError, "table 'item' is on the host, where optimizer state moves",
     ),
     "state tables list": (
-        lambda: C().lookup(S()._replace(tables=[jnp.ones((14,4))]), batch()),
+        lambda: collection().lookup(state()._replace(tables=[jnp.ones((14,4))]), batch()),
         ValueError, "the state does not belong to this collection: tables are",
     ),
     "state slots None": (
-        lambda: C().update(S()._replace(slots=None), batch(), gradients()),
+        lambda: collection().update(state()._replace(slots=None), batch(), gradients()),
         ValueError, "the state does not belong to this collection: slots are",
     ),
     "state step None": (
-        lambda: C().update(S()._replace(step=None), batch(), gradients()),
+        lambda: collection().update(state()._replace(step=None), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
     "state step text": (
-        lambda: C().update(S()._replace(step="3"), batch(), gradients()),
+        lambda: collection().update(state()._replace(step="3"), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
     "state step float": (
-        lambda: C().update(S()._replace(step=jnp.ones(())), batch(), gradients()),
+        lambda: collection().update(state()._replace(step=jnp.ones(())), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
     "state step vector": (
-        lambda: C().update(S()._replace(step=jnp.zeros(2, jnp.int32)), batch(), gradients()),
+        lambda: collection().update(state()._replace(step=jnp.zeros(2, jnp.int32)), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
     "state tuple": (
-        lambda: C().lookup(tuple(S()), batch()),
+        lambda: collection().lookup(tuple(state()), batch()),
         TypeError, "the state, which collection.init makes, must be of type", "got a value of type tuple",
     ),
     "donated lookup": (
@@ -121,27 +111,29 @@ BAD = {
         RuntimeError, "the state has lost its tables to a step that took its",
     ),
     "init rngs": (
-        lambda: C().init(__import__("flax").nnx.Rngs(0)),
+        lambda: collection().init(__import__("flax").nnx.Rngs(0)),
         TypeError, "init: key must be a PRNG key, such as jax.random.key(0),", "got a value of type Rngs",
     ),
     "lookup_vjp None": (
-        lambda: C().lookup_vjp(None, batch()),
+        lambda: collection().lookup_vjp(None, batch()),
         TypeError, "the state, which collection.init makes, must be of type", "got None (NoneType)",
     ),
     "pullback activations of loss": (
-        lambda: C().lookup_vjp(S(), batch())[1](gradients(title=None)),
+        lambda: collection().lookup_vjp(state(), batch())[1](gradients(title=None)),
         TypeError, "feature 'title': the activation gradient must be an array", "got None (NoneType)",
     ),
     "pullback traced int": (
-        lambda: jax.jit(lambda g: C().lookup_vjp(S(), batch())[1](gradients(title=g)))(jnp.ones((2,4), int)),
+        lambda: jax.jit(lambda g: collection().lookup_vjp(state(), batch())[1](gradients(title=g)))(
+            np.ones((2, 4), int)
+        ),
         TypeError, "feature 'title': the activation gradient must be an array",
     ),
     "update grads None": (
-        lambda: C().update(S(), batch(), None),
+        lambda: collection().update(state(), batch(), None),
         TypeError, "the activation gradients, with one entry for each of", "got None (NoneType)",
     ),
     "update object": (
-        lambda: C().update(S(), batch(), gradients(title=np.full((2,4), None))),
+        lambda: collection().update(state(), batch(), gradients(title=np.full((2,4), None))),
         TypeError, "feature 'title': the activation gradient must be an array",
     ),
     "with_tables text": (
@@ -178,7 +170,7 @@ BAD = {
         TypeError, "evict from table 'client': norm_below must be a number, got", "got '1' (str)",
     ),
     "evict other state": (
-        lambda: keyed().evict(S(), "client", keep=1),
+        lambda: keyed().evict(state(), "client", keep=1),
         ValueError, "the state does not belong to this collection: client is",
     ),
     "counts jit": (

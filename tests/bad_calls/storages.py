@@ -4,15 +4,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed.tt import TensorTrain
-from tests.bad_calls.world import KEY, feature, table
-
-Bags = rs.Bags
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
-NAN = float("nan")
-
-
-def one(**o):
-    return rs.EmbeddingCollection([feature()], **o)
+from tests.bad_calls.world import KEY, NAN, feature, table
 
 
 def stored(storage, rows=9, **fields):

@@ -16,6 +16,8 @@ _folder = tempfile.TemporaryDirectory(prefix="rsembed-bad-calls-")
 FOLDER = pathlib.Path(_folder.name)
 """Goes with the process."""
 KEY = jax.random.key
+NAN = float("nan")
+IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
 
 
 def zeros(key: Any, shape: Any, dtype: Any = jnp.float32) -> Any:
@@ -33,6 +35,16 @@ def table(name: str = "word", **changes: Any) -> rs.TableSpec:
 
 def feature(name: str = "title", table_spec: Any = None, **changes: Any) -> rs.FeatureSpec:
     return rs.FeatureSpec(name=name, table_spec=table_spec or table(), **changes)
+
+
+def one(**options: Any) -> rs.EmbeddingCollection:
+    """A collection of one feature."""
+    return rs.EmbeddingCollection([feature()], **options)
+
+
+def plan(**options: Any) -> rs.StackingPlan:
+    """A plan of two features, each with a table of its own."""
+    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **options)
 
 
 @cached

@@ -170,7 +170,7 @@ def main():
     out, _ = inserted(pooled_layer.vjp, np.full((2, 1, 1 + process), 5))  # as many samples, of other widths
     np.testing.assert_allclose(whole(out)[[0, 2], 0], [by_key(pooled_layer.variable)[5] * n for n in (1, 2)], rtol=1e-6)
 
-    # The same door of a collection
+    # A collection reads batches with the same checks
     table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2, initializer=jax.nn.initializers.ones)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=context.mesh)
     state = collection.init(jax.random.key(0))
