@@ -137,8 +137,10 @@ class Bags:
     def from_sparse_tensor(indices: Any, values: Any, dense_shape: Sequence[int], weights: Any = None) -> Bags:
         """From `indices [nnz, 2]` (sample, position), `values [nnz]` (ids) and `dense_shape` (samples, positions)."""
         check_type(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
-        check_type(dense_shape, Sequence, "dense_shape (samples, positions)")
+        check_type(dense_shape, Int[np.ndarray, "two"], "dense_shape (samples, positions)")
         indices = np.asarray(indices)
+        if len(dense_shape) != 2:
+            raise ValueError(f"dense_shape must be (samples, positions), got {len(dense_shape)} numbers.")
         if indices.shape[1:] != (2,):
             raise ValueError(f"indices must be (sample, position) each, [nnz, 2], got shape {indices.shape}.")
         return Bags.from_coo(indices[:, 0], values, weights, num_samples=int(dense_shape[0]))
