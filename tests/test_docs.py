@@ -253,6 +253,16 @@ def test_the_citation_is_of_this_version():
     assert f"abstract: {project['description']}\n" in citation
 
 
+def test_every_source_file_that_a_page_names_exists():
+    """Whole paths, or the end of one: `collection/stack.py`, `stack.py`."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    folders = ("benchmarks", "datasets", "docs", "notebooks", "rsembed", "tests", "tools")
+    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = {(page.name, path) for page in pages for path in re.findall(r"`([\w/]+\.py)`", page.read_text())}
+    lost = [(page, path) for page, path in named if not any(known.endswith("/" + path) for known in there)]
+    assert len(named) > 40 and not lost
+
+
 @pytest.mark.parametrize(("name", "least"), [("checks", 60), ("reliability", 15)])
 def test_every_test_that_a_page_names_exists(name, least):
     page, file = (ROOT / "docs" / f"{name}.md").read_text(), None
