@@ -139,10 +139,9 @@ class Bags:
         check_type(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
         check_type(dense_shape, Int[np.ndarray, "two"], "dense_shape (samples, positions)")
         indices = np.asarray(indices)
-        if len(dense_shape) != 2:
-            raise ValueError(f"dense_shape must be (samples, positions), got {len(dense_shape)} numbers.")
-        if indices.shape[1:] != (2,):
-            raise ValueError(f"indices must be (sample, position) each, [nnz, 2], got shape {indices.shape}.")
+        if indices.shape[1:] != (2,) or len(dense_shape) != 2:
+            shapes = f"{indices.shape} and {len(dense_shape)} numbers"
+            raise ValueError(f"indices must be [nnz, 2] and dense_shape (samples, positions), got {shapes}.")
         return Bags.from_coo(indices[:, 0], values, weights, num_samples=int(dense_shape[0]))
 
     def pad_to(self, num_ids: int) -> Bags:
@@ -249,8 +248,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
 def _check_weights_are_floats(weights: Any) -> None:
     """A pair of two samples looks like `(ids, weights)`; integers in the second place would be misread silently."""
     for leaf in jax.tree.leaves(weights):
-        is_array = isinstance(leaf, (jax.Array, np.ndarray))
-        if jnp.issubdtype(leaf.dtype, jnp.integer) if is_array else isinstance(leaf, (int, np.integer)):
+        if isinstance(leaf, int) or jnp.issubdtype(getattr(leaf, "dtype", float), jnp.integer):
             raise TypeError(
                 "a pair means (ids, weights), and weights must be floats; pass two samples as a list instead of a "
                 "tuple, or convert the weights."

@@ -79,7 +79,7 @@ BAD = {
         "(2, 3)",
     ),
     "a sparse tensor of three axes": (
-        lambda: Bags.from_sparse_tensor([[0, 0]], [1], (4, 2, 7)), ValueError, "dense_shape", "got 3 numbers",
+        lambda: Bags.from_sparse_tensor([[0, 0]], [1], (4, 2, 7)), ValueError, "dense_shape", "and 3 numbers",
     ),
     "a sparse tensor without a shape": (
         lambda: Bags.from_sparse_tensor([[0, 0]], [1], 2), TypeError, "dense_shape", "(samples, positions)", "2",
