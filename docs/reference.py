@@ -20,7 +20,7 @@ PAGES = {
     "optimizers": ("Optimizers", ["rsembed.optimizers"]),
     "kernels": ("Kernels", ["rsembed.kernels.api"]),
     "parallel": ("Devices", ["rsembed.parallel"]),
-    "homes": ("Where rows are kept", ["rsembed.homes"]),
+    "storage": ("Where rows are kept", ["rsembed.storage"]),
     "caching": ("Caches", ["rsembed.caching"]),
     "fdo": ("Statistics and limits", ["rsembed.fdo"]),
     "checkpoint": ("Checkpoints", ["rsembed.checkpoint"]),

@@ -107,9 +107,9 @@ def make_collection(task: Task, settings: Settings) -> rs.EmbeddingCollection:
         "initializer": jax.nn.initializers.normal(0.02),
         "optimizer": rs.RowWiseAdagradOptimizerSpec(settings.table_rate),
     }
-    homes = storages(task, settings)
+    storage_of = storages(task, settings)
     tables = {
-        name: rs.TableSpec(name=name, vocabulary_size=rows, storage=homes.get(name), **how)
+        name: rs.TableSpec(name=name, vocabulary_size=rows, storage=storage_of.get(name), **how)
         for name, rows in sizes.items()
     }
     reads = {"user": "user", "history": "item", "month": "month", "item": "item", "genres": "genre"}

@@ -8,8 +8,6 @@ from rsembed.collection import EmbeddingCollection as EmbeddingCollection
 from rsembed.collection import EmbeddingState as EmbeddingState
 from rsembed.collection import LookupStatistics as LookupStatistics
 from rsembed.collection import value_and_grad as value_and_grad
-from rsembed.homes import Hashed as Hashed
-from rsembed.homes import HostCached as HostCached
 from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
 from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
 from rsembed.optimizers import AdamOptimizerSpec as AdamOptimizerSpec
@@ -35,6 +33,8 @@ from rsembed.specs import QuantizationConfig as QuantizationConfig
 from rsembed.specs import TableSpec as TableSpec
 from rsembed.stacking import StackingPlan as StackingPlan
 from rsembed.stacking import plan_stacking as plan_stacking
+from rsembed.storage import Hashed as Hashed
+from rsembed.storage import HostCached as HostCached
 
 _WINGS = ("checkpoint", "datasets", "fdo", "linen", "nnx", "parallel", "plot", "sok", "sparsecore", "tbe", "tt")
 

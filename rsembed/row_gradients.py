@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int, Num
 from rsembed.bags import is_traced
 from rsembed.checks import check_fields, check_type, check_within, describe, validated
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.homes.hash_table import combine as combine_by_key
-from rsembed.homes.hash_table import unnamed
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
+from rsembed.storage.hash_table import combine as combine_by_key
+from rsembed.storage.hash_table import unnamed
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it

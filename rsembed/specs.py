@@ -104,7 +104,7 @@ class StackedTableSpec:
 class Storage(Protocol):
     """A storage, as `TableSpec(storage=...)` takes it: how the rows of a table are kept.
 
-    Frozen and hashable. `rsembed.homes.Home` says what the engine asks of it beside this.
+    Frozen and hashable. `rsembed.storage.Storage` says what the engine asks of it beside this.
 
     Attributes:
       placements: how a mesh may place it, the first being the default: `row`, each key with one owner, or `replicated`.
@@ -126,7 +126,7 @@ class Storage(Protocol):
         """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Equal for tables that one home may keep; None keeps a table alone."""
+        """Equal for tables that one storage may keep; None keeps a table alone."""
 
     def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
         """Tables of equal `sharing_key` in groups that each share one storage."""

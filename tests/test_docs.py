@@ -291,7 +291,7 @@ def test_a_host_that_knows_the_sources_links_notebooks_to_binder_and_colab(tmp_p
 
 def test_sources_that_are_nowhere_to_be_fetched_are_not_linked(tmp_path):
     assert launch.source(tmp_path, {}) is None
-    assert launch.source(tmp_path, {"READTHEDOCS_GIT_CLONE_URL": "/home/me/rsembed"}) is None
+    assert launch.source(tmp_path, {"READTHEDOCS_GIT_CLONE_URL": "/storage/me/rsembed"}) is None
 
 
 def test_binder_installs_what_notebooks_need():

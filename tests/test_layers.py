@@ -24,7 +24,7 @@ BUDGETS = {
     "kernels": 3120,
     "initial_values": 270,
     "caching": 690,
-    "homes": 2180,
+    "storage": 2180,
     "row_gradients": 240,
     "parallel": 960,
     "collection": 3130,

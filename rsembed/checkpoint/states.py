@@ -16,8 +16,8 @@ import numpy as np
 from rsembed.collection import EmbeddingState
 from rsembed.collection.dense_rows import Place
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
-from rsembed.homes import ROWS_BY_KEY
 from rsembed.kernels import api
+from rsembed.storage import ROWS_BY_KEY
 
 
 class CorruptCheckpointError(ValueError):

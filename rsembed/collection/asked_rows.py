@@ -14,12 +14,12 @@ from jaxtyping import Array, Int
 from rsembed.collection.dense_rows import read_from
 from rsembed.collection.rows import LookupResult, Occurrences, Rows, keys_of_rows, row_by_row
 from rsembed.collection.state import Traffic
-from rsembed.homes.hash_table import combine
-from rsembed.homes.home import ReadAhead
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
 from rsembed.parallel import Asking, Question, Wanted, default_capacity, distinct
+from rsembed.storage.hash_table import combine
+from rsembed.storage.protocol import ReadAhead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +48,24 @@ class AskedRows(Rows):
         def answer(num_unknown: Array, question: Any) -> tuple[Array, Array]:
             keys, occurrences, _ = self._received(question)
             ahead = None if number is None else ReadAhead(occurrences, number)
-            vectors, more = self.home.read(params, keys, self.table, ahead=ahead)
+            vectors, more = self.storage.read(params, keys, self.table, ahead=ahead)
             return num_unknown + more, vectors
 
         wanted = self._distinct(batch.all_keys())
         zero = jnp.zeros((), jnp.int32)
         num_unknown, vectors, rounds = yield self._question(wanted, self._names(wanted), answer, zero, reply=self._row)
         # Of a key its lanes, its count and its first place go, else a row; a vector comes.
-        num_lanes = len(wanted.lanes) + (2 if self.home.takes_keys else 0)
+        num_lanes = len(wanted.lanes) + (2 if self.storage.takes_keys else 0)
         bytes_per_place = 4 * num_lanes + vectors.shape[1] * vectors.dtype.itemsize
         traffic = Traffic.of(rounds, (self.num_shards - 1) * self._capacity(wanted) * bytes_per_place)
         return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, traffic
 
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""
-        wanted, takes_keys = self._distinct(batch.all_keys()), self.home.takes_keys
+        wanted, takes_keys = self._distinct(batch.all_keys()), self.storage.takes_keys
         num_places = wanted.entry_of.shape[0] * self.num_shards
         if not takes_keys:
-            num_places = min(num_places, -(-self.home.num_ids(self.table) // self.num_shards))
+            num_places = min(num_places, -(-self.storage.num_ids(self.table) // self.num_shards))
 
         def collect(state: Any, arrived: tuple[Any, Array]) -> tuple[Any, None]:
             (count, all_rows, all_values), (question, gradients) = state, arrived
@@ -118,22 +118,22 @@ class AskedRows(Rows):
         return self.devices.index()
 
     def _own(self, keys: Keys) -> Keys:
-        return keys.only(self.home.owners(keys, self.num_shards) == self._shard)
+        return keys.only(self.storage.owners(keys, self.num_shards) == self._shard)
 
     def _distinct(self, keys: Keys) -> Wanted:
         """Each id once."""
-        lanes = [*keys.lanes] if self.home.takes_keys else [keys.low.astype(jnp.int32)]
-        return distinct(self.home.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
+        lanes = [*keys.lanes] if self.storage.takes_keys else [keys.low.astype(jnp.int32)]
+        return distinct(self.storage.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
 
     def _names(self, wanted: Wanted) -> Any:
         """The message to an owner: row numbers; or keys, how often each occurs on this device, and where first."""
-        if not self.home.takes_keys:
+        if not self.storage.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
         return *wanted.lanes, wanted.counts, wanted.first_of
 
     def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
         """Keys, occurrences and first places out of the message of `_names`, at the owner."""
-        if self.home.takes_keys:
+        if self.storage.takes_keys:
             *lanes, counts, first_of = question
             return Keys.of_lanes(lanes, first_of != NO_ROW), counts, first_of
         keys = keys_of_rows(question)
@@ -162,10 +162,10 @@ class AskedRows(Rows):
 
     def _held(self, params: Any, wanted: Wanted, step: Step) -> Asking[Any]:
         """Parameters in which no key of this batch can lose its row to a key of an earlier round."""
-        if not self.home.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
+        if not self.storage.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
             return params
         held = yield self._question(
-            wanted, keys_of(wanted), lambda p, keys: (self.home.hold(p, keys, step), None), params
+            wanted, keys_of(wanted), lambda p, keys: (self.storage.hold(p, keys, step), None), params
         )
         return held.state
 
@@ -177,7 +177,7 @@ class AskedRows(Rows):
 
     @property
     def _row(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.table.embedding_dim,), self.home.vector_dtype(self.table))
+        return jax.ShapeDtypeStruct((self.table.embedding_dim,), self.storage.vector_dtype(self.table))
 
     def _question(
         self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: Any, *, reply: Any = None

@@ -1,4 +1,4 @@
-"""The home of dense rows: the tables of a stack in one array, where each row lies, and what it is at first."""
+"""The storage of dense rows: the tables of a stack in one array, where each row lies, and what it is at first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.bags import Bags
-from rsembed.homes.home import Home, ReadAhead
 from rsembed.initial_values import form, initial_rows, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
@@ -25,6 +24,7 @@ from rsembed.places import Place as Place
 from rsembed.places import tables_and_ids
 from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import StackPlan, place_of
+from rsembed.storage.protocol import ReadAhead, Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +308,7 @@ def _filled(
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseRows(Home):
+class DenseRows(Storage):
     """Rows of several tables, numbered as a layout says; ids are such numbers, and so they come.
 
     Args:

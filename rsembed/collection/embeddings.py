@@ -402,7 +402,7 @@ class EmbeddingCollection:
         Raises: ValueError: the gradients are another collection's.
         """
         way_out = "Take them from lookup_vjp of the collection that applies them."
-        axes = {name: (1 + own.home.takes_keys, own.table.embedding_dim) for name, own in self._stacks.items()}
+        axes = {name: (1 + own.storage.takes_keys, own.table.embedding_dim) for name, own in self._stacks.items()}
         check_belong(row_gradients, self.layout, self._num_rows, axes, owner="collection", way_out=way_out)
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         self.check_state(state)
@@ -442,7 +442,7 @@ class EmbeddingCollection:
         tables, slots = step_stacks(state.tables, state.slots, *gradients, steps)
         for name, kept in self._stacks.items():
             if not is_traced(tables[name]):
-                kept.home.check_step(state.tables[name], tables[name], kept.table)
+                kept.storage.check_step(state.tables[name], tables[name], kept.table)
         stepped = EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
         # Nothing can fail any more.
         return stepped if state is given else host_stack.with_new_generation(self._on_host, stepped)

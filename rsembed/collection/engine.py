@@ -126,7 +126,7 @@ class Group:
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
-        has_homes = any(not stack.home.ids_are_rows for stack in stacks.values())
+        has_storages = any(not stack.storage.ids_are_rows for stack in stacks.values())
 
         def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
             return jax.jit(devices.on_each(function, in_specs, out_specs))
@@ -135,7 +135,7 @@ class Group:
         self.lookup = on_each(partial(self._lookup, numbers=None), (state, split), (split, everywhere))
         self.look_ahead: Callable[..., Any] = lambda tables, batch, numbers: self.lookup(tables, batch)
         """A lookup whose gradients will be stepped, in the step of this number."""
-        if has_homes:
+        if has_storages:
             self.look_ahead = on_each(self._lookup, (state, split, everywhere), (split, everywhere))
         self.weight_gradients = on_each(self._weight_gradients, (state, split, split), split)
         self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
@@ -166,7 +166,7 @@ class Group:
         found = self._together(look_up)
         for name, stack in self.stacks.items():
             outputs, num_unknown, traffic[name] = found[name]
-            if stack.home.takes_keys:
+            if stack.storage.takes_keys:
                 traffic[name] = traffic[name]._replace(num_unknown=self.devices.gather(num_unknown[None]))
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)

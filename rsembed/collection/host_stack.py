@@ -16,10 +16,10 @@ from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Rows, keys_of_gradients
 from rsembed.collection.stack import RowNumberStack, refuse_traced
 from rsembed.collection.state import EmbeddingState
-from rsembed.homes.home import on_host
-from rsembed.homes.host_cached import CachedRows, HostCached, Moves
 from rsembed.kernels import api
 from rsembed.specs import TableSpec
+from rsembed.storage.host_cached import CachedRows, HostCached, Moves
+from rsembed.storage.protocol import on_host
 
 ROWS_PER_BLOCK = 1 << 16
 
@@ -30,14 +30,14 @@ class HostStack(RowNumberStack):
     Raises: NotImplementedError: several processes would share the rows.
     """
 
-    home: HostCached
+    storage: HostCached
 
     def __init__(self, layout: RowLayout, rows: Rows):
         super().__init__(layout, rows)
         if self.devices.num_processes > 1:
             raise NotImplementedError(
-                f"table {self.table.name!r} is kept as {self.home}, whose rows one process must hold; make the mesh of "
-                "one process' devices, or give the table another storage."
+                f"table {self.table.name!r} is kept as {self.storage}, whose rows one process must hold; make the mesh "
+                "of one process' devices, or give the table another storage."
             )
         self.generation = Generation(
             f"table {self.table.name!r}: the host no longer holds the rows for which this state has no place: rows "
@@ -55,7 +55,7 @@ class HostStack(RowNumberStack):
     def begin(self, params: CachedRows) -> CachedRows:
         """The parameters of a fresh state, to which a fresh store belongs."""
         data, kind = jax.random.key_data(params.near.key), jax.random.key_impl(params.near.key)
-        self.store = self.home.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
+        self.store = self.storage.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
         return self.of_new_time(params)
 
     def check(self, params: CachedRows, slots: Any = ()) -> None:
@@ -88,7 +88,7 @@ class HostStack(RowNumberStack):
         if num_failed.any():
             raise RuntimeError(
                 f"table {self.table.name!r}: {int(num_failed.sum())} ids of the batch find no place among cache_rows="
-                f"{self.home.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
+                f"{self.storage.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
             )
         return found._replace(near=found.near._replace(rows=params.near.rows)), moves
 
@@ -131,7 +131,7 @@ class HostStack(RowNumberStack):
 
     def replaced(self, params: CachedRows, slots: Any, values: Mapping[str, Any]) -> tuple[CachedRows, Any]:
         """A fresh store with these rows and slots, none of which is near."""
-        empty = self.devices.on_each(self.home.emptied, (self.partition,), self.partition)
+        empty = self.devices.on_each(self.storage.emptied, (self.partition,), self.partition)
         params = self.begin(jax.jit(empty)(params))
         arrays = [np.asarray(array) for array in values[self.table.name]]
         self.store.write(np.arange(self.table.vocabulary_size), arrays)
@@ -157,7 +157,7 @@ class HostStack(RowNumberStack):
         starts = range(0, self.table.vocabulary_size, ROWS_PER_BLOCK)
         blocks = [self.store.read(np.arange(i, min(i + ROWS_PER_BLOCK, self.table.vocabulary_size))) for i in starts]
         found = [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
-        places, ids = self.home.residents(params)
+        places, ids = self.storage.residents(params)
         for array, near in zip(found, (params.near.rows, *slots), strict=True):
             array[ids] = on_host(near)[places]
         return found
@@ -182,7 +182,7 @@ class HostStack(RowNumberStack):
             keys = self.rows.own_keys(self.occurrences(bags))
         else:
             keys, _ = keys_of_gradients(batch)
-        return self.home.make_room(params, keys)
+        return self.storage.make_room(params, keys)
 
 
 def fetched(

@@ -32,11 +32,11 @@ from rsembed.bags import (
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
-from rsembed.homes.home import Home
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.row_gradients import check_gradient
 from rsembed.specs import FeatureSpec
+from rsembed.storage.protocol import Storage
 
 
 def check_names(features: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:
@@ -92,7 +92,7 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     if storage is not None and storage.key_dtype is not None:
         if not is_unknown(visible):
             check_bags(visible, feature=feature.name)
-        keys: Any = cast(Home, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
+        keys: Any = cast(Storage, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
         return dataclasses.replace(bags, ids=keys)
     check_ids_dtype(bags, feature=feature.name)
     if not is_unknown(visible):

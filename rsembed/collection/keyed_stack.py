@@ -16,14 +16,14 @@ from rsembed.bags import Bags, padded_size
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
 from rsembed.collection.stack import Stack, refuse_traced
-from rsembed.homes import Hashed, hashed_rows, row_map
-from rsembed.homes.hashed_rows import DynamicTable, stack, unstack
-from rsembed.homes.home import on_host
-from rsembed.homes.logical_rows import array_names, keys_to_leave
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import Keys, as_keys, join_keys, owners, split_keys
 from rsembed.specs import TableSpec
+from rsembed.storage import Hashed, hashed_rows, row_map
+from rsembed.storage.hashed_rows import DynamicTable, stack, unstack
+from rsembed.storage.logical_rows import array_names, keys_to_leave
+from rsembed.storage.protocol import on_host
 
 MOST_KEYS, LEAST_KEYS = 1 << 16, 1 << 8
 """Rows of a device that one program moves at most; and for which there is room in each, so that there are few."""
@@ -43,13 +43,13 @@ class Leaving(NamedTuple):
 
 
 class KeyedStack(Stack):
-    """Tables whose ids are keys; several may share one home."""
+    """Tables whose ids are keys; several may share one storage."""
 
-    home: Hashed
+    storage: Hashed
 
     def __init__(self, layout: RowLayout, rows: Rows):
         super().__init__(layout, rows)
-        self.tables = self.home.tables_of(self.table)
+        self.tables = self.storage.tables_of(self.table)
         alone = len(self.tables) == 1
         self._programs = [self._programs_of(None if alone else number) for number in range(len(self.tables))]
 
@@ -69,7 +69,7 @@ class KeyedStack(Stack):
 
     def values(self, params: Any, slots: Any) -> dict[str, Any]:
         parted = zip(self.tables, self._parted(params, () if slots is None else slots), strict=True)
-        return {table.name: self.home.rows(*own, table, self.rows.num_shards) for table, own in parted}
+        return {table.name: self.storage.rows(*own, table, self.rows.num_shards) for table, own in parted}
 
     def slots(self, params: Any, slots: Any) -> dict[str, Any]:
         by_table = self.values(params, slots)
@@ -89,7 +89,7 @@ class KeyedStack(Stack):
         parted, num_shards = self._parted(params, slots), self.rows.num_shards
         for number, table in enumerate(self.tables):
             if table.name in values:
-                parted[number] = self.home.with_rows(*parted[number], values[table.name], table, num_shards)
+                parted[number] = self.storage.with_rows(*parted[number], values[table.name], table, num_shards)
         written, written_slots = stack(parted, num_shards)
         if len(parted) > 1:
             written = written._replace(key=params.key)  # as it lies on the devices
@@ -98,7 +98,7 @@ class KeyedStack(Stack):
 
     def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
         tables, num_shards = self.tables, self.rows.num_shards
-        counts = self.home.counts(params, num_shards * len(tables))
+        counts = self.storage.counts(params, num_shards * len(tables))
         return {
             table.name: {what: numbers.reshape(num_shards, -1)[:, k] for what, numbers in counts.items()}
             for k, table in enumerate(tables)
@@ -121,7 +121,7 @@ class KeyedStack(Stack):
         return self.replaced(params, fresh_slots, dict(zip((t.name for t in self.tables), rows, strict=True)))
 
     def _parted(self, params: Any, slots: Any) -> list[tuple[Any, Any]]:
-        """Parameters and slots of each table that shares the home; of several, on the host."""
+        """Parameters and slots of each table that shares the storage; of several, on the host."""
         return unstack((params, slots), len(self.tables), self.rows.num_shards)
 
     # Rows that leave
@@ -148,7 +148,7 @@ class KeyedStack(Stack):
 
     def _score(self, params: DynamicTable) -> Array:
         """The worth of each row as an unsigned number; rows of least worth leave first."""
-        return self.home.scores(params)[0](params.keys)
+        return self.storage.scores(params)[0](params.keys)
 
     def _programs_of(self, number: int | None) -> tuple[Any, Any, Any]:
         """Compiled functions for one table: gather rows, release keys, and forget keys that wait for admission."""
@@ -173,7 +173,7 @@ class KeyedStack(Stack):
             arrays = dict(zip(array_names(table, slots), gather(rows, slots, leaving.rows), strict=True))
             noted = {name: on_host(lane) for name, lane in leaving._asdict().items() if lane is not None}
             is_row = noted.pop("rows") != NO_ROW
-            numbers = join_keys(noted.pop("high"), noted.pop("low"), dtype=self.home.key_dtype)
+            numbers = join_keys(noted.pop("high"), noted.pop("low"), dtype=self.storage.key_dtype)
             for name, array in (noted | {"keys": numbers, "count": noted.pop("counts")} | arrays).items():
                 found.setdefault(name, []).append(on_host(array)[is_row])
         joined = {name: np.concatenate(parts) for name, parts in found.items()}

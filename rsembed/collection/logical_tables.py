@@ -15,9 +15,9 @@ from rsembed.collection.keyed_stack import KeyedStack
 from rsembed.collection.stack import Stack
 from rsembed.collection.state import EmbeddingState
 from rsembed.fingerprint import Fingerprint
-from rsembed.homes import Hashed
-from rsembed.homes.logical_rows import check_reason
 from rsembed.specs import TableSpec
+from rsembed.storage import Hashed
+from rsembed.storage.logical_rows import check_reason
 
 
 class LogicalTables:
@@ -60,7 +60,7 @@ class LogicalTables:
         self._check_known(table_name)
         name, spec = self._stack_of[table_name], self.specs[table_name]
         own = self.stacks[name]
-        if not (isinstance(own, KeyedStack) and isinstance(own.home, Hashed)):
+        if not (isinstance(own, KeyedStack) and isinstance(own.storage, Hashed)):
             raise ValueError(
                 f"table {table_name!r} is kept as {spec.storage or 'an array'}: rows leave tables of keys, with "
                 "storage=Hashed(...)."

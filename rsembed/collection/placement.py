@@ -13,17 +13,17 @@ from rsembed.collection.host_stack import HostStack
 from rsembed.collection.keyed_stack import KeyedStack
 from rsembed.collection.rows import Rows
 from rsembed.collection.stack import ArrayStack, Stack, TrainStack
-from rsembed.homes import HostCached
-from rsembed.homes.hashed import RowsByKey
-from rsembed.homes.home import Home
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
+from rsembed.storage import HostCached
+from rsembed.storage.hashed import RowsByKey
+from rsembed.storage.protocol import Storage
 
 Placement = Literal["row", "table", "column", "replicated"]
 PLACEMENTS: tuple[Placement, ...] = ("row", "table", "column", "replicated")
 
 
-_OF_STORAGE: dict[type, type[Stack]] = {type(None): ArrayStack, RowsByKey: KeyedStack, HostCached: HostStack}
+_OF_STORAGE: dict[type, type[Stack]] = {DenseRows: ArrayStack, RowsByKey: KeyedStack, HostCached: HostStack}
 
 
 def placement_of_tables(
@@ -86,7 +86,7 @@ def make_stacks(
 
     def make(stack: StackPlan) -> Stack:
         own = tuple(tables[table.name] for table in stack.tables)
-        table, storage, placement = own[0], cast(Home | None, own[0].storage), placements[own[0].name]
+        table, storage, placement = own[0], cast(Storage | None, own[0].storage), placements[own[0].name]
         # One device has all rows and asks nobody.
         is_split = devices.num_devices > 1 and placement in ("row", "table")
         layout = RowLayout.whole(stack)
@@ -97,13 +97,14 @@ def make_stacks(
         splits_columns = placement == "column" and devices.num_devices > 1
         if splits_columns:
             _check_columns(stack, devices.num_devices)
-        home = storage or DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
-        if storage is not None and len(own) > 1:
-            home = storage.sharing(own)
+        if storage is None:
+            storage = DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
+        elif len(own) > 1:
+            storage = storage.sharing(own)
         kind = next((own for of, own in _OF_STORAGE.items() if isinstance(storage, of)), TrainStack)
         if is_split:
-            return kind(layout, AskedRows(devices, table, home, implementation, capacity=exchange_capacity))
-        return kind(layout, Rows(devices, table, home, implementation, splits_columns))
+            return kind(layout, AskedRows(devices, table, storage, implementation, capacity=exchange_capacity))
+        return kind(layout, Rows(devices, table, storage, implementation, splits_columns))
 
     return {stack.name: make(stack) for stack in plan.stacks}
 

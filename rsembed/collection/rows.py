@@ -1,8 +1,8 @@
-"""The engine: rows that a home keeps, looked up and stepped where they are; `asked_rows.py` is the way to their owner.
+"""Rows that a storage keeps, looked up and stepped where they are; `asked_rows.py` is the way to their owner.
 
 ```
-ids ──▶ keys ──[distinct, ask]──▶ home.read ──▶ vectors ──pool──▶ activations
-state ◀── home.step ◀── home.find ◀──[ask]── keys and gradients of entries ◀──spread── d(activations)
+ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors ──pool──▶ activations
+state ◀── storage.step ◀── storage.find ◀──[ask]── keys and gradients of entries ◀──spread── d(activations)
 ```
 
 All functions are those of one device. Some have questions to owners, which they yield, so that all stacks of a model
@@ -24,14 +24,14 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Traffic
-from rsembed.homes.hash_table import entries, named, unnamed
-from rsembed.homes.home import Home, ReadAhead
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
 from rsembed.parallel import Asking
 from rsembed.specs import TableSpec
+from rsembed.storage.hash_table import entries, named, unnamed
+from rsembed.storage.protocol import ReadAhead, Storage
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -95,24 +95,24 @@ def without_questions(function: Callable[Params, Result]) -> Callable[Params, As
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows that a home keeps, and which are here: every device has all of them, or some columns of all.
+    """Rows that a storage keeps, and which are here: every device has all of them, or some columns of all.
 
     It steps what it has with the gradients of the global batch, so that copies never drift apart. With
     `splits_columns`, it pools the global batch for its columns: pieces of activations travel instead of rows. Where ids
-    are rows, one kernel reads and pools, and another sums and steps. Where the home `sums_gradients`, each device pulls
-    back what is its own, and the gradients of all parameters are summed over devices, which gives all of them the same
-    bits.
+    are rows, one kernel reads and pools, and another sums and steps. Where the storage `sums_gradients`, each device
+    pulls back what is its own, and the gradients of all parameters are summed over devices, which gives all of them the
+    same bits.
 
     Args:
       devices: the mesh.
       table: whose rows these are; of a stack the first, which has dim, dtype and rule in common with the others.
-      home: what keeps the rows.
+      storage: what keeps the rows.
       implementation: of the kernels that pool.
     """
 
     devices: Devices
     table: TableSpec
-    home: Home
+    storage: Storage
     implementation: str | None = None
     splits_columns: bool = False
 
@@ -129,14 +129,14 @@ class Rows:
     def init(self, key: PRNGKeyArray) -> tuple[Any, Any]:
         """Parameters and slots; `key` is the model's."""
         shard = self.devices.index() if self.splits_columns else self._shard
-        return self.home.init(key, self.table, shard=shard, num_shards=self.num_shards)
+        return self.storage.init(key, self.table, shard=shard, num_shards=self.num_shards)
 
     @without_questions
     def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> LookupResult:
         """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
         if self.splits_columns:
             return self._look_up_columns(params, batch)
-        if self.home.ids_are_rows:
+        if self.storage.ids_are_rows:
             return self._pooled(params, batch.segments), jnp.zeros((), jnp.int32), Traffic.of(0, 0)
         keys = batch.all_keys()
         ahead = None if number is None else ReadAhead(self._occurrences_of_all(batch), number)
@@ -144,7 +144,7 @@ class Rows:
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
             return self._pooled(vectors, read_from(places, batch.segments))
 
-        pooled, num_unknown = self.home.pooled(params, keys, self.table, pool, ahead=ahead)
+        pooled, num_unknown = self.storage.pooled(params, keys, self.table, pool, ahead=ahead)
         return pooled, num_unknown, Traffic.of(0, 0)
 
     def _look_up_columns(self, params: Any, batch: Occurrences) -> LookupResult:
@@ -181,24 +181,24 @@ class Rows:
         self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
         """Keys without a row get one, and all rows of the batch are stepped."""
-        if self.home.sums_gradients:
+        if self.storage.sums_gradients:
             return self._step_all(params, slots, batch.segments, d_outputs, step)
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
-        if self.home.ids_are_rows:
+        if self.storage.ids_are_rows:
             return self._step(params, slots, batch.segments, d_outputs, step)
         keys = self._after(batch.all_keys(), d_outputs)
         params, slots, rows = self._find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), step)
-        return self._step(params, slots, _reading(self.home, rows, batch), d_outputs, step)
+        return self._step(params, slots, _reading(self.storage, rows, batch), d_outputs, step)
 
     def apply(self, params: Any, slots: Any, rows: Array, values: Array, step: Step) -> tuple[Any, Any]:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
-        if self.home.sums_gradients:  # every device has them all, and takes its share
+        if self.storage.sums_gradients:  # every device has them all, and takes its share
             is_own = jnp.arange(rows.shape[0]) % self.devices.num_devices == self.devices.index()
             return self._step_all(params, slots, [row_by_row(jnp.where(is_own, rows, NO_ROW))], [values], step)
         keys, occurrences = keys_of_gradients(rows)
         keys = self._after(self._own(keys), [values])
         params, slots, found = self._find(params, slots, keys, occurrences, step)
-        return self.home.step_distinct(params, slots, found, values, self.table, step=self._how(step))
+        return self.storage.step_distinct(params, slots, found, values, self.table, step=self._how(step))
 
     def own_keys(self, batch: Occurrences) -> Keys:
         """The keys of the global batch whose rows are here."""
@@ -215,7 +215,7 @@ class Rows:
         return keys
 
     def _how(self, step: Step) -> Step:
-        return dataclasses.replace(step, rounding=self.home.rounding(step.rounding, self._shard))
+        return dataclasses.replace(step, rounding=self.storage.rounding(step.rounding, self._shard))
 
     def _after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
         """The keys, made to depend on the gradients, so that new rows are made only after these.
@@ -224,7 +224,7 @@ class Rows:
         it. XLA takes barriers away before it decides that, so the keys depend on a number that is never both
         infinities.
         """
-        if self.home.ids_are_rows:
+        if self.storage.ids_are_rows:
             return keys
         first = sum((gradient.reshape(-1)[:1].sum() for gradient in gradients), start=jnp.zeros((), jnp.float32))
         return keys.only(~((first == jnp.inf) & (first == -jnp.inf)))
@@ -232,19 +232,19 @@ class Rows:
     def _find(
         self, params: Any, slots: Any, keys: Keys, occurrences: Array, step: Step
     ) -> tuple[Any, Any, Int[Array, " nnz"]]:
-        return self.home.find(params, slots, keys, self.table, occurrences=occurrences, step=step)
+        return self.storage.find(params, slots, keys, self.table, occurrences=occurrences, step=step)
 
     def _step(
         self, params: Any, slots: Any, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
-        return self.home.step(params, slots, segments, d_outputs, self.table, step=self._how(step))
+        return self.storage.step(params, slots, segments, d_outputs, self.table, step=self._how(step))
 
     def _step_all(
         self, params: Any, slots: Any, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
     ) -> tuple[Any, Any]:
         """One step of all parameters, with segments of which each device has its own."""
-        gradients = self.devices.total(self.home.gradients(params, segments, d_outputs, self.table))
-        return self.home.step_all(params, slots, gradients, self.table, step=self._how(step))
+        gradients = self.devices.total(self.storage.gradients(params, segments, d_outputs, self.table))
+        return self.storage.step_all(params, slots, gradients, self.table, step=self._how(step))
 
     def _pooled(self, vectors: Array, segments: Sequence[Segment]) -> Sequence[Array]:
         quantization = self.table.quantization_config
@@ -258,7 +258,7 @@ class Rows:
 
     def _summed(self, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
-        return self._gradients(self.home.num_ids(self.table), segments, d_outputs)
+        return self._gradients(self.storage.num_ids(self.table), segments, d_outputs)
 
     def _gradients(self, num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         gradients = SegmentGradients(segments, d_outputs)
@@ -272,7 +272,7 @@ class Rows:
     def _occurrences_of_all(self, batch: Occurrences) -> Int[Array, " nnz"]:
         """How often each key occurs in the batches of all devices, where it occurs here first."""
         keys = batch.all_keys()
-        if self.devices.num_devices == 1 or not self.home.takes_keys:
+        if self.devices.num_devices == 1 or not self.storage.takes_keys:
             return jnp.ones(keys.shape, jnp.int32)
         num_own, of_all = keys.shape[0], self.own_keys(batch)
         both = jax.tree.map(lambda *lanes: jnp.concatenate(lanes), keys, of_all)
@@ -281,10 +281,10 @@ class Rows:
         return jnp.zeros(num_own, jnp.int32).at[first_of].set(counts, mode="drop")
 
 
-def _reading(home: Home, rows: Array, batch: Occurrences) -> list[Segment]:
+def _reading(storage: Storage, rows: Array, batch: Occurrences) -> list[Segment]:
     """The batch, reading rows; keys that got none count in means all the same, as they did when they were read."""
     reading = read_from(rows, batch.segments)
-    if not home.takes_keys:
+    if not storage.takes_keys:
         return reading
     gains = [entry_gains(s, NO_ROW)[1] if s.combiner in ("mean", "sqrtn") else None for s in batch.segments]
     return [

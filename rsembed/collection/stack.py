@@ -19,11 +19,11 @@ from jaxtyping import Array, Int
 from rsembed.bags import Bags, is_traced
 from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
-from rsembed.homes.home import on_host
-from rsembed.homes.logical_rows import as_dtype
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
+from rsembed.storage.logical_rows import as_dtype
+from rsembed.storage.protocol import on_host
 
 OF_ROWS = ("keys", "values", "last_step", "count", "first_step", "waiting_keys", "waiting_last_step", "waiting_count")
 """Names of the arrays that describe rows by key, beside those of slots."""
@@ -43,7 +43,7 @@ class Stack(abc.ABC):
     """
 
     def __init__(self, layout: RowLayout, rows: Rows):
-        self.layout, self.rows, self.home, self.devices = layout, rows, rows.home, rows.devices
+        self.layout, self.rows, self.storage, self.devices = layout, rows, rows.storage, rows.devices
         self.table, self.rule, self.partition = rows.table, rows.table.optimizer, rows.partition
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ class Stack(abc.ABC):
 
     def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
         """Counters of every device by table; empty for storages that count nothing."""
-        return {self.table.name: self.home.counts(params, self.rows.num_shards)}
+        return {self.table.name: self.storage.counts(params, self.rows.num_shards)}
 
     def fresh(self) -> tuple[Any, Any]:
         """Parameters and slots of a state of which all will be replaced."""
@@ -182,21 +182,21 @@ class TrainStack(RowNumberStack):
 
     def replaced(self, params: Any, slots: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
         table = self.table
-        written = self.home.with_rows(params, slots, values[table.name], table, self.rows.num_shards)
+        written = self.storage.with_rows(params, slots, values[table.name], table, self.rows.num_shards)
         placed: tuple[Any, Any] = self.devices.place_from_host(written, self.partition)
         return placed
 
     def _all_rows_here(self, params: Any) -> Array:
         """One device's part of a program. Blocks of rows are written into one array: nothing else is as large."""
-        table, home = self.table, self.home
+        table, storage = self.table, self.storage
         size = min(table.vocabulary_size, ROWS_PER_BLOCK)
 
         def put(number: Array, rows: Array) -> Array:
             first = jnp.minimum(number * size, table.vocabulary_size - size)
-            block = home.read(params, as_keys(first + jnp.arange(size, dtype=jnp.int32)), table)[0]
+            block = storage.read(params, as_keys(first + jnp.arange(size, dtype=jnp.int32)), table)[0]
             return jax.lax.dynamic_update_slice_in_dim(rows, block, first, 0)
 
-        nothing = jnp.zeros((table.vocabulary_size, table.embedding_dim), home.vector_dtype(table))
+        nothing = jnp.zeros((table.vocabulary_size, table.embedding_dim), storage.vector_dtype(table))
         rows: Array = jax.lax.fori_loop(0, -(-table.vocabulary_size // size), put, nothing)
         return rows
 

@@ -25,7 +25,7 @@ KeyOrKeys = Shaped[Array, "*tables"]
 Rounding = Callable[..., Array]
 """`(values, dtype, rows) -> values`: how stepped rows are brought to the table's dtype; None rounds to nearest.
 
-Rows of keyed tables that share one home are told apart by a fourth argument, `table`."""
+Rows of keyed tables that share one storage are told apart by a fourth argument, `table`."""
 
 # Row number that no table has. Sorts behind every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1
@@ -173,7 +173,7 @@ class Step:
       hyper: from `rule.get_hyperparameters`.
       rule: the optimizer.
       rounding: how stepped rows are brought to the table's dtype.
-      number: of the step, from 0; for homes that note when a row was used.
+      number: of the step, from 0; for storages that note when a row was used.
     """
 
     hyper: Hyperparameters

@@ -150,7 +150,7 @@ class Question(NamedTuple):
 
     def no_replies(self) -> Any:
         """Zeros for every entry."""
-        # To find the shapes by tracing `answer`, as large as a home's step, took a third of all tracing.
+        # To find the shapes by tracing `answer`, as large as a storage's step, took a third of all tracing.
         return jax.tree.map(lambda own: jnp.zeros((self.num_occurrences, *own.shape), own.dtype), self.reply)
 
     def queue(self, cursor: Int[Array, " devices"]) -> Queue:

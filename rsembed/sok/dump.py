@@ -17,9 +17,9 @@ from rsembed.checkpoint.files import opened
 from rsembed.checkpoint.states import PickedRows
 from rsembed.checks import validated
 from rsembed.collection import EmbeddingState
-from rsembed.homes import Hashed
-from rsembed.homes.logical_rows import array_names, as_dtype, places_by_key, room_needed, with_keys, written
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
+from rsembed.storage import Hashed
+from rsembed.storage.logical_rows import array_names, as_dtype, places_by_key, room_needed, with_keys, written
 
 
 @validated

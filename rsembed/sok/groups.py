@@ -303,10 +303,10 @@ def _read_columns(
     if missing or not columns:
         raise ValueError(f"input_layer: features {missing} are missing; the batch has {sorted(features)}.")
     groups: dict[Any, list[int]] = {}
-    homes: dict[int, Any] = {}  # columns of one table are one group, or it would be stepped once for each of them
+    storages: dict[int, Any] = {}  # columns of one table are one group, or it would be stepped once for each of them
     for position, column in enumerate(columns):
-        home = homes.setdefault(id(column.variable), column.group or position)
-        groups.setdefault(home, []).append(position)
+        storage = storages.setdefault(id(column.variable), column.group or position)
+        groups.setdefault(storage, []).append(position)
     outputs: dict[int, Array] = {}
     backwards = []
     for group, positions in groups.items():

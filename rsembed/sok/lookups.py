@@ -18,9 +18,6 @@ from jaxtyping import Array, Float, Int
 from rsembed.bags import Bags, as_bags, check_unmasked, device_copy, is_traced
 from rsembed.collection.engine import STACKS_TOGETHER, Engine
 from rsembed.collection.stack import Stack
-from rsembed.homes import Hashed
-from rsembed.homes.hashed_rows import DynamicTable, numbers_of
-from rsembed.homes.home import on_host
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import is_global
@@ -28,6 +25,9 @@ from rsembed.row_gradients import SingleUse, check_gradient
 from rsembed.sok.initialize import Context
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, give_room, state_of
 from rsembed.specs import Combiner, FeatureSpec
+from rsembed.storage import Hashed
+from rsembed.storage.hashed_rows import DynamicTable, numbers_of
+from rsembed.storage.protocol import on_host
 
 Arrays = tuple[DynamicTable, Any, Int[Array, ""]]
 """Arrays of a variable in a program: rows by key, slots and the number of the step to come."""
@@ -338,8 +338,8 @@ def look_up_variables(
 
 def says_when_full(variable: EmbeddingVariable) -> bool:
     """Whether new keys must find room, or an error says that there is none."""
-    home = variable.table.spec.storage
-    return isinstance(home, Hashed) and home.when_full == "error"
+    storage = variable.table.spec.storage
+    return isinstance(storage, Hashed) and storage.when_full == "error"
 
 
 def _missing(keys: Any, wanted: Any) -> Int[np.ndarray, " devices"]:

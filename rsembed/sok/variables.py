@@ -18,13 +18,13 @@ from rsembed.bags import check_not_taken
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within, dtype_among, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.fingerprint import check_same
-from rsembed.homes import Hashed, RowNumbers, hashed_rows
 from rsembed.initial_values import keyed_form
 from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
 from rsembed.sok.initialize import Context, current_context
 from rsembed.sok.policies import EmbeddingVariableOption, core_policies, named_initializer
 from rsembed.specs import FeatureSpec, TableSpec
+from rsembed.storage import Hashed, RowNumbers, hashed_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +136,10 @@ class EmbeddingVariable(nnx.Variable):
           ValueError: it has more rows already.
           NotImplementedError: it has no hash table.
         """
-        home = self.table.spec.storage
-        if not isinstance(home, Hashed):
+        storage = self.table.spec.storage
+        if not isinstance(storage, Hashed):
             raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
-        make_larger(self, rows_per_device, rows_per_device if home.admission_capacity is None else 0)
+        make_larger(self, rows_per_device, rows_per_device if storage.admission_capacity is None else 0)
 
 
 def _norm(l2_weight_threshold: float | None) -> float | None:

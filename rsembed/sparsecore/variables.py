@@ -27,10 +27,10 @@ from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import Rows
-from rsembed.homes.home import on_host
 from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec, Slots
 from rsembed.sparsecore.layout import Nested, StackLayout, cores_of, placed_stack, stacks_of
 from rsembed.specs import FeatureSpec, TableSpec, tables_of
+from rsembed.storage.protocol import on_host
 
 RowLimits = tuple[float | None, float | None]
 
@@ -135,10 +135,10 @@ def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, ca
         optimizer=rule,
         quantization_config=layout.spec.quantization_config,
     )
-    home = DenseRows(layout.row_layout, layout.tables)
+    storage = DenseRows(layout.row_layout, layout.tables)
     if devices.num_devices == 1:
-        return Rows(devices, table, home)
-    return AskedRows(devices, table, home, capacity=capacity)
+        return Rows(devices, table, storage)
+    return AskedRows(devices, table, storage, capacity=capacity)
 
 
 ArrayLike = jax.Array | np.ndarray

@@ -17,7 +17,7 @@ from rsembed.bags import is_taken
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.homes.logical_rows import as_dtype
+from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, unused_arguments
 from rsembed.tbe.functional import TBEState, everywhere, rows_of

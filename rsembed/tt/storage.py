@@ -15,13 +15,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rsembed import specs
 from rsembed.bags import is_traced
 from rsembed.checks import check_type
-from rsembed.homes.home import Home, ReadAhead, on_host
-from rsembed.homes.logical_rows import as_dtype
 from rsembed.initial_values import table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.keys import Keys
 from rsembed.specs import TableSpec
+from rsembed.storage.logical_rows import as_dtype
+from rsembed.storage.protocol import ReadAhead, Storage, on_host
 from rsembed.tt.chain import Cores
 from rsembed.tt.cores import rows as rows_of
 from rsembed.tt.decomposition import nearest_cores
@@ -32,7 +32,7 @@ from rsembed.tt.spec import TTSpec
 
 @no_type_check  # sequences become tuples in __post_init__
 @dataclasses.dataclass(frozen=True)
-class TensorTrain(Home):
+class TensorTrain(Storage):
     """Keeps a table as tensor-train cores, at a small part of its bytes.
 
     A row is made when it is looked up. Its gradient is spread over one slice per core, and the table's optimizer steps

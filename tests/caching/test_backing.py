@@ -64,7 +64,7 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
         np.testing.assert_array_equal(arrays[0][places], table[rows[is_row]])
         np.testing.assert_array_equal(arrays[1][places], sums[rows[is_row]])
         np.testing.assert_array_equal(arrays[2][places], rows[is_row])
-        # A step, on the device and in the plain arrays; rows behind the cache go home at once.
+        # A step, on the device and in the plain arrays; rows behind the cache go storage at once.
         table[rows[is_row]], sums[rows[is_row]] = step, -step
         arrays = (arrays[0].at[places].set(step), arrays[1].at[places].set(-step), arrays[2])
         near.store_scratch(near.scratch(arrays, lambda p, a=arrays: api.gather_rows(a[:-1], p), is_inside=False))

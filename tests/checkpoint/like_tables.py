@@ -1,4 +1,4 @@
-"""Two hashed tables that share a home, for programs of one process and of several."""
+"""Two hashed tables that share a storage, for programs of one process and of several."""
 
 import jax
 import numpy as np

@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
     """A checkpoint after two batches, the state and the items of that time, and all tables after four."""
     collection = collection_of(12, rs.HostCached(cache_rows=8))
     state = trained(collection, collection.init(jax.random.key(0)), BATCHES[:2])
-    path = tmp_path_factory.mktemp("homes") / "saved"
+    path = tmp_path_factory.mktemp("storage") / "saved"
     checkpoint.save_collection(path, collection, state)
     items = collection.tables(state)["item"]
     return path, state, items, collection.tables(trained(collection, state, BATCHES[2:]))

@@ -1,4 +1,4 @@
-"""Meshes of two axes and mixed placements give the numbers of one device; the contract of homes holds those."""
+"""Meshes of two axes and mixed placements give the numbers of one device; the contract of storages holds those."""
 
 import functools
 

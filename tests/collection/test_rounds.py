@@ -7,7 +7,7 @@ import pytest
 import rsembed as rs
 
 ROWS, BATCH, IDS, NUM_DEVICES = 3_000, 512, 6, 4
-HOMES = {"array": None, "hashed": rs.Hashed(), "host": rs.HostCached(cache_rows=ROWS)}
+STORAGES = {"array": None, "hashed": rs.Hashed(), "host": rs.HostCached(cache_rows=ROWS)}
 
 
 def trained(storage, rule, capacity):
@@ -32,7 +32,7 @@ def trained(storage, rule, capacity):
 
 
 @pytest.mark.parametrize(
-    ("home", "rule"),
+    ("storage", "rule"),
     [
         ("array", rs.AdamOptimizerSpec(0.01)),
         ("hashed", rs.AdagradOptimizerSpec(0.1)),
@@ -40,9 +40,9 @@ def trained(storage, rule, capacity):
     ],
     ids=["array", "hashed", "host"],
 )
-def test_two_rounds_give_the_bits_of_one(home, rule):
-    few, *found = trained(HOMES[home], rule, None)
-    one, *expected = trained(HOMES[home], rule, BATCH * IDS)
+def test_two_rounds_give_the_bits_of_one(storage, rule):
+    few, *found = trained(STORAGES[storage], rule, None)
+    one, *expected = trained(STORAGES[storage], rule, BATCH * IDS)
     assert few == [2, 2, 2] and one == [1, 1, 1]
     for mine, yours in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(mine, yours)

@@ -11,7 +11,7 @@ from flax import linen as nn
 import rsembed as rs
 from tests.flax import world
 
-ALL = tuple(world.HOMES)
+ALL = tuple(world.STORAGES)
 
 
 class Model(nn.Module):
@@ -26,9 +26,9 @@ class Model(nn.Module):
         )
 
 
-def new(*homes, on_mesh=False, **options):
+def new(*storages, on_mesh=False, **options):
     """A collection, its batches, a model and its train state."""
-    collection = world.collection(*homes, on_mesh=on_mesh)
+    collection = world.collection(*storages, on_mesh=on_mesh)
     batches, model = world.batches(collection), Model(collection, **options)
     variables = model.init(jax.random.key(1), batches[0])
     state = rs.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=world.TX)
@@ -62,12 +62,12 @@ def trained_parts(collection, state):
 
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_a_model_trains_as_the_functional_core(on_mesh):
-    homes = ("dense",) if on_mesh else ALL
-    collection, batches, _, state = new(*homes, on_mesh=on_mesh)
+    storages = ("dense",) if on_mesh else ALL
+    collection, batches, _, state = new(*storages, on_mesh=on_mesh)
     given = jax.tree.leaves(state.embeddings["words"].tables)
     state, losses = train(state, batches)
     assert all(array.is_deleted() for array in given)
-    world.assert_same_run(world.core_run(*homes), losses, *trained_parts(collection, state))
+    world.assert_same_run(world.core_run(*storages), losses, *trained_parts(collection, state))
     assert int(state.step) == len(losses)
 
 

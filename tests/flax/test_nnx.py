@@ -16,7 +16,7 @@ import rsembed as rs
 from rsembed import checkpoint
 from tests.flax import world
 
-ALL = tuple(world.HOMES)
+ALL = tuple(world.STORAGES)
 
 
 class Model(nnx.Module):
@@ -34,9 +34,9 @@ def loss_fn(model, ids):
     return world.loss_of(model(ids), jnp.asarray(world.LABELS))
 
 
-def new(*homes, on_mesh=False):
+def new(*storages, on_mesh=False):
     """A collection, its batches, a model and its optimizer."""
-    collection = world.collection(*homes, on_mesh=on_mesh)
+    collection = world.collection(*storages, on_mesh=on_mesh)
     model = Model(collection)
     return collection, world.batches(collection), model, rs.nnx.Optimizer(model, world.TX)
 

@@ -13,8 +13,8 @@ from rsembed.tt import TensorTrain
 
 ROWS, DIM, NUM_STEPS = 20, 4, 3
 TRAIN = TensorTrain((3,), tt_p_shapes=(4, 5), tt_q_shapes=(2, 2))
-HOMES = {"dense": None, "hashed": rs.Hashed(), "train": TRAIN, "hashed too": rs.Hashed()}
-"""Two are alike, and share a home."""
+STORAGES = {"dense": None, "hashed": rs.Hashed(), "train": TRAIN, "hashed too": rs.Hashed()}
+"""Two are alike, and share a storage."""
 KEY = jax.random.key(0)
 HEAD = np.sin(np.arange(DIM, dtype=np.float32)).reshape(DIM, 1)
 LABELS = np.float32([1, 0, 0, 1])
@@ -33,10 +33,10 @@ def table(name, storage=None, optimizer=None):
 
 
 @functools.cache
-def collection(*homes, on_mesh=False):
-    """One table of each home, which a feature of its name reads; a mean of bags of any length."""
+def collection(*storages, on_mesh=False):
+    """One table of each storage, which a feature of its name reads; a mean of bags of any length."""
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("device",)) if on_mesh else None
-    features = [rs.FeatureSpec(name=home, table_spec=table(home, HOMES[home])) for home in homes]
+    features = [rs.FeatureSpec(name=storage, table_spec=table(storage, STORAGES[storage])) for storage in storages]
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 
@@ -59,9 +59,9 @@ def joined(activations):
 
 
 @functools.cache
-def core_run(*homes, max_norm=None):
+def core_run(*storages, max_norm=None):
     """Losses, head, tables and slots after training on one device, without Flax."""
-    own = collection(*homes)
+    own = collection(*storages)
 
     def loss_fn(head, activations):
         return loss_of(joined(activations) @ head, LABELS)

@@ -1,4 +1,4 @@
-"""Worked cases of who gets which row of a table of keys; the contract of homes holds what rows are worth."""
+"""Worked cases of who gets which row of a table of keys; the contract of storages holds what rows are worth."""
 
 import json
 from pathlib import Path

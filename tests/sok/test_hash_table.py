@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.homes import hash_table
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED
 from rsembed.keys import join_keys, split_keys
+from rsembed.storage import hash_table
 
 MAX_KEYS, NUM_SLOTS = 8, 16
 CALL = 6  # keys per call

@@ -1,6 +1,6 @@
 """Layers that train: which keys get rows, what full tables do, and what is counted.
 
-Worked cases hold the numbers of lookups and gradients, the contract of homes those of training.
+Worked cases hold the numbers of lookups and gradients, the contract of storages those of training.
 """
 
 import jax

@@ -258,16 +258,16 @@ class HandCount:
     def admit(self, rows):
         self.now += 1
         wanted = sorted({r for r in rows if r is not None})
-        homes = {r: self.slots[int(set_of(np.array([r]), len(self.slots))[0])] for r in wanted}
+        storages = {r: self.slots[int(set_of(np.array([r]), len(self.slots))[0])] for r in wanted}
         missing = []
         for row in wanted:
-            hit = [slot for slot in homes[row] if slot[1] == row]
+            hit = [slot for slot in storages[row] if slot[1] == row]
             missing += [] if hit else [row]
             for slot in hit:
                 slot[0] = self.now
         homeless = []
         for row in missing:
-            oldest = min(homes[row], key=lambda slot: slot[0])
+            oldest = min(storages[row], key=lambda slot: slot[0])
             if oldest[0] == self.now:
                 homeless.append(row)
             else:

@@ -46,8 +46,8 @@ def ours(weights, **options):
 
 def theirs(weights, **options):
     """The original with the same arguments: members of enums are found by name."""
-    homes = {name: getattr(common, name, None) or getattr(original, name) for name in ENUMS}
-    named = {k: homes[type(v).__name__][v.name] if type(v).__name__ in homes else v for k, v in options.items()}
+    storages = {name: getattr(common, name, None) or getattr(original, name) for name in ENUMS}
+    named = {k: storages[type(v).__name__][v.name] if type(v).__name__ in storages else v for k, v in options.items()}
     named["optimizer"] = original.OptimType[options.get("optimizer", rt.OptimType.EXACT_SGD).name]
     specs = [(*w.shape, common.EmbeddingLocation.HOST, original.ComputeDevice.CPU) for w in weights]
     module = original.SplitTableBatchedEmbeddingBagsCodegen(specs, **named)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
-from tests.homes.oracle import DenseTable, KeyedTable, Read, Steps
+from tests.storage.oracle import DenseTable, KeyedTable, Read, Steps
 from tools.fuzz.hashed import KEYS, LR, by_entry, coarse, collection_of
 from tools.fuzz.machines import Machine, live
 

@@ -1,6 +1,6 @@
 """Target: tables of keys of 64 bits against dictionaries, with every way to give rows up, and to wait for one.
 
-Two tables that are alike share a home; neither may see the other.
+Two tables that are alike share a storage; neither may see the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 import rsembed as rs
-from tests.homes.oracle import KeyedTable, Read, Steps
+from tests.storage.oracle import KeyedTable, Read, Steps
 from tools.fuzz.machines import Machine, live
 
 DIM, SAMPLES, CAPACITY, LR = 2, 6, 8, 0.5

@@ -40,7 +40,7 @@ struct Slots {
   }
 
   int64_t Place(const Keys& keys, int64_t i, int64_t step) const {
-    return keys.TableOf(i) * count + ((keys.Home(i) + step) & (count - 1));
+    return keys.TableOf(i) * count + ((keys.Storage(i) + step) & (count - 1));
   }
   bool Holds(int64_t slot, uint32_t high, uint32_t low) const {
     return rows[slot] >= 0 && lanes[2 * slot] == high && lanes[2 * slot + 1] == low;

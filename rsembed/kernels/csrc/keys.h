@@ -70,7 +70,7 @@ struct Keys {
   bool AreEqual(int64_t i, int64_t k) const {
     return low[i] == low[k] && high[i] == high[k] && TableOf(i) == TableOf(k);
   }
-  uint32_t Home(int64_t i) const { return Mix(high[i], low[i]); }
+  uint32_t Storage(int64_t i) const { return Mix(high[i], low[i]); }
   // The hash of a key among those of all tables, many of which may have the same ones.
   uint32_t HomeOfAll(int64_t i) const { return Mix(high[i] ^ static_cast<uint32_t>(TableOf(i)) * 0x9E3779B1u, low[i]); }
 };

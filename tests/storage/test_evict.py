@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from tests.homes.test_corners import mesh_of
+from tests.storage.test_corners import mesh_of
 
 DIM = 4
 # Fifteen for each of four devices, which have four rows each.

@@ -15,8 +15,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from rsembed.checks import dtype_among
-from rsembed.homes import row_map
-from rsembed.homes.home import Home, on_host
 from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
@@ -24,6 +22,8 @@ from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
+from rsembed.storage import row_map
+from rsembed.storage.protocol import Storage, on_host
 
 MAX_CAPACITY = 2**29
 # New rows are made in blocks of one size, whatever the batch: the work follows their number, and the same program
@@ -68,8 +68,8 @@ class Counters(NamedTuple):
 class DynamicTable(NamedTuple):
     """Rows of one device; all leaves have a leading axis, along which the shards of a table lie side by side.
 
-    Where several tables share a home, they lie one behind the other in every leaf of a shard, as `unstack` and `stack`
-    say.
+    Where several tables share a storage, they lie one behind the other in every leaf of a shard, as `unstack` and
+    `stack` say.
 
     Attributes:
       keys: a `RowMap`, which key has which row; None without hash table.
@@ -170,7 +170,7 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
 
 def check(table: TableSpec) -> None:
     """Raises: ValueError: the type of the keys is unknown, or the initializer does not make single rows."""
-    dtype_among(KEY_DTYPES, cast(Home, table.storage).key_dtype, f"table {table.name!r}: key_dtype")
+    dtype_among(KEY_DTYPES, cast(Storage, table.storage).key_dtype, f"table {table.name!r}: key_dtype")
     one_row = (1, table.embedding_dim)
     shape = jax.eval_shape(lambda: table.initializer(jax.random.key(0), one_row)).shape
     if shape != one_row:

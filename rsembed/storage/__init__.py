@@ -1,9 +1,9 @@
 """Storages: where the rows of a table are kept, other than in an array.
 
-A *home* holds the rows of one device and knows nothing of others; `TableSpec(storage=...)` names it, and the engine in
-`collection/rows.py` brings ids to it and vectors back, on one device or a mesh.
+A storage holds the rows of one device and knows nothing of others; `TableSpec(storage=...)` names it, and the engine
+in `collection/rows.py` brings ids to it and vectors back, on one device or a mesh.
 
-    home.py          what every home must be able to do
+    protocol.py       what every storage must be able to do
     hashed.py        rows for keys of 64 bits, handed out as keys appear
     hashed_rows.py   what a device keeps of them, what a row starts from, and steps
     row_numbers.py   rows of keys below a bound, which are all there from the start
@@ -13,8 +13,8 @@ A *home* holds the rows of one device and knows nothing of others; `TableSpec(st
     hash_table.py    from keys to numbers by open addressing, inside `jit`
 """
 
-from rsembed.homes.hashed import ROWS_BY_KEY as ROWS_BY_KEY
-from rsembed.homes.hashed import Hashed as Hashed
-from rsembed.homes.home import Home as Home
-from rsembed.homes.host_cached import HostCached as HostCached
-from rsembed.homes.row_numbers import RowNumbers as RowNumbers
+from rsembed.storage.hashed import ROWS_BY_KEY as ROWS_BY_KEY
+from rsembed.storage.hashed import Hashed as Hashed
+from rsembed.storage.host_cached import HostCached as HostCached
+from rsembed.storage.protocol import Storage as Storage
+from rsembed.storage.row_numbers import RowNumbers as RowNumbers

@@ -16,13 +16,13 @@ from jaxtyping import Array, Int
 
 from rsembed.bags import padded_size
 from rsembed.checks import check_type
-from rsembed.homes import hashed_rows, row_map
-from rsembed.homes.hashed_rows import DynamicTable
-from rsembed.homes.home import Home, on_host
-from rsembed.homes.row_map import RowMap
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
 from rsembed.specs import TableSpec
+from rsembed.storage import hashed_rows, row_map
+from rsembed.storage.hashed_rows import DynamicTable
+from rsembed.storage.protocol import Storage, on_host
+from rsembed.storage.row_map import RowMap
 
 ROWS_PER_BLOCK = 1 << 16
 """Rows that are written at once."""
@@ -118,7 +118,7 @@ def check_reason(where: str, **given: float | None) -> None:
 
 
 def _key_dtype(table: TableSpec) -> str:
-    return cast(str, cast(Home, table.storage).key_dtype)
+    return cast(str, cast(Storage, table.storage).key_dtype)
 
 
 def array_names(table: TableSpec, slots: Sequence[Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which tables of keys share a home, in which each takes the place of the largest."""
+"""Which tables of keys share a storage, in which each takes the place of the largest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tables of keys share a home: few homes, few rows that stay empty."""
+"""Which tables of keys share a storage: few storages, few rows that stay empty."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rsembed as rs
-from rsembed.homes import hashed, sharing
+from rsembed.storage import hashed, sharing
 
 KEYS = rs.Hashed()
 
@@ -62,21 +62,21 @@ def test_no_group_takes_more_rows_than_one_may_have(most_rows):
     assert len(groups) == -(-8 // max(most_rows // 100, 1))
 
 
-def test_homes_hold_as_many_rows_as_arrays_can_number(monkeypatch):
+def test_storages_hold_as_many_rows_as_arrays_can_number(monkeypatch):
     monkeypatch.setattr(hashed, "MAX_CAPACITY", 250)
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of([100] * 5)])
     assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]
     collection.init(jax.random.key(0))
 
 
-def test_homes_have_as_many_waiting_places_as_arrays_can_number():
+def test_storages_have_as_many_waiting_places_as_arrays_can_number():
     waits = rs.Hashed(admission_count=1, admission_capacity=2**28)
     tables = [rs.TableSpec(name=f"t{k}", vocabulary_size=100, embedding_dim=8, storage=waits) for k in range(5)]
     collection = rs.EmbeddingCollection([rs.FeatureSpec(name=own.name, table_spec=own) for own in tables])
     assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]  # 2**29 is the most
 
 
-def test_a_hundred_tables_of_all_sizes_need_a_dozen_homes():
+def test_a_hundred_tables_of_all_sizes_need_a_dozen_storages():
     sizes = (10 ** np.random.default_rng(0).uniform(3, 6, 100)).astype(int).tolist()
     features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of(sizes)]
     collection = rs.EmbeddingCollection(features)

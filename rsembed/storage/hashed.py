@@ -12,11 +12,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from rsembed.checks import PositiveInt, check_type
-from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_map
-from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
-from rsembed.homes.home import Home, ReadAhead
-from rsembed.homes.row_map import Score
-from rsembed.homes.sharing import of_near_sizes
 from rsembed.initial_values import keyed_form, table_key, table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, Step
@@ -24,6 +19,11 @@ from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
+from rsembed.storage import admission, hash_table, hashed_rows, logical_rows, row_map
+from rsembed.storage.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
+from rsembed.storage.protocol import ReadAhead, Storage
+from rsembed.storage.row_map import Score
+from rsembed.storage.sharing import of_near_sizes
 
 ROWS_BY_KEY = "rows by key"
 WhenFull = Literal["error", "grow", "evict", "zero"]
@@ -32,8 +32,8 @@ Eviction = Literal["lru", "lfu", "age", "l2"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "age", "l2")
 
 
-class RowsByKey(Home):
-    """A home whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
+class RowsByKey(Storage):
+    """A storage whose `params` are a `DynamicTable`; how keys find their rows is left to say."""
 
     def vectors(self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         return hashed_rows.read(params, rows)
@@ -156,7 +156,7 @@ class Hashed(RowsByKey):
     def read(
         self, params: DynamicTable, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
-        """As every home. A key that `find` will meet a full table with reads ahead as what it would start from."""
+        """As every storage. A key that `find` will meet a full table with reads ahead as what it would start from."""
         rows, num_absent = row_map.search(params.keys, keys)
         if ahead is None:
             return hashed_rows.read(params, rows), hash_table.num_distinct(keys.only(rows == NO_ROW))
@@ -204,7 +204,7 @@ class Hashed(RowsByKey):
         *,
         ahead: ReadAhead | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
-        """As every home, from the rows where they lie if all keys have some."""
+        """As every storage, from the rows where they lie if all keys have some."""
         rows, num_absent = row_map.search(params.keys, keys)
 
         def with_strangers() -> tuple[Any, Array]:
@@ -218,7 +218,7 @@ class Hashed(RowsByKey):
     def find(
         self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
     ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
-        """As every home: new keys get rows in the order of their first occurrence.
+        """As every storage: new keys get rows in the order of their first occurrence.
 
         Several calls may share a step: none of them evicts a row that another one used.
         """

@@ -15,16 +15,16 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.caching import BackingStore
 from rsembed.checks import PositiveInt, check_type
-from rsembed.homes import hash_table, hashed_rows, row_map
-from rsembed.homes.hashed_rows import DynamicTable
-from rsembed.homes.home import Home, ReadAhead, on_host
-from rsembed.homes.row_map import EVICTIONS, Eviction
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
+from rsembed.storage import hash_table, hashed_rows, row_map
+from rsembed.storage.hashed_rows import DynamicTable
+from rsembed.storage.protocol import ReadAhead, Storage, on_host
+from rsembed.storage.row_map import EVICTIONS, Eviction
 
 
 class CachedRows(NamedTuple):
@@ -58,7 +58,7 @@ class Moves(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostCached(Home):
+class HostCached(Storage):
     """Rows stay on the host; the device has those that the last batches read, and their optimizer state.
 
     Numbers are those of a table on the device, but for the noise of `stochastic_rounding`. `prefetch` of the
@@ -224,7 +224,7 @@ def _found(params: CachedRows, keys: Keys, table_name: str) -> Int[Array, " nnz"
 
     def stop(num_missing: Any) -> None:
         raise RuntimeError(
-            f"rsembed.homes: {int(num_missing)} ids of the batch have no row of table {table_name!r} on the device; "
+            f"rsembed.storage: {int(num_missing)} ids of the batch have no row of table {table_name!r} on the device; "
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
         )
 

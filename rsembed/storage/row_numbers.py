@@ -11,15 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.bags import PAD_ID
-from rsembed.homes import hashed_rows
-from rsembed.homes.hashed import RowsByKey
-from rsembed.homes.hashed_rows import Counters, DynamicTable
-from rsembed.homes.home import ReadAhead
 from rsembed.initial_values import table_key
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys, join_keys, local_rows
 from rsembed.optimizers import Slots
 from rsembed.specs import TableSpec
+from rsembed.storage import hashed_rows
+from rsembed.storage.hashed import RowsByKey
+from rsembed.storage.hashed_rows import Counters, DynamicTable
+from rsembed.storage.protocol import ReadAhead
 
 BLOCK_VALUES = 1 << 20
 MAX_KEYS = 2**32
@@ -27,7 +27,7 @@ MAX_KEYS = 2**32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowNumbers(RowsByKey):
-    """The home of keys that are row numbers; they start from what a hash table would give them.
+    """The storage of keys that are row numbers; they start from what a hash table would give them.
 
     Args:
       num_shards: how many devices share the keys.

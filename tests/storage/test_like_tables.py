@@ -1,4 +1,4 @@
-"""Tables of keys that are alike share a home; each of them is what it is in a collection of its own.
+"""Tables of keys that are alike share a storage; each of them is what it is in a collection of its own.
 
 So are tables of several sizes, of which each takes the place of the largest.
 """
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
-from rsembed.homes import sharing
+from rsembed.storage import sharing
 
 DIM, ROWS, NAMES, NUM_STEPS = 4, 8, ("here", "mine", "yours"), 6
 KEY = jax.random.key(3)
@@ -170,11 +170,11 @@ def without_zeros(tables):
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on", "is_unlike"), [(1, 1, False), (4, 2, True)])
-def test_files_know_tables_by_name_whatever_home_they_share(saved_on, loaded_on, is_unlike, any_size, tmp_path):
+def test_files_know_tables_by_name_whatever_storage_they_share(saved_on, loaded_on, is_unlike, any_size, tmp_path):
     collection, state = some_state(saved_on, is_unlike=is_unlike)
     assert len(state.tables) == 1
     checkpoint.save_collection(tmp_path / "saved", collection, state)
-    for names in (NAMES, NAMES[::-1]):  # in another order in the other home
+    for names in (NAMES, NAMES[::-1]):  # in another order in the other storage
         other = collection_of(names, loaded_on, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {}))
         loaded = checkpoint.load_collection(tmp_path / "saved", other)
         assert_equal(other.tables(loaded), collection.tables(state))

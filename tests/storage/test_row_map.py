@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.homes import hashed_rows, row_map
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import split_keys
+from rsembed.storage import hashed_rows, row_map
 
 ROWS = 12
 scores = st.one_of(st.integers(0, 3), st.sampled_from([2**31 - 1, 2**31, 2**32 - 1]))

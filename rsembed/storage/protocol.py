@@ -30,19 +30,20 @@ class ReadAhead(NamedTuple):
     number: Int[Array, ""]
 
 
-class Home(abc.ABC):
+class Storage(abc.ABC):
     """A storage: keeps those rows of a table that one device owns.
 
     `params` and `slots` are any pytrees, and all functions of them are pure and traced. On a mesh over which a table is
-    split, every leaf has a leading axis, along which the shares of the devices lie side by side. A home knows nothing
-    of meshes, bags or other tables. Ids come as `Keys`, which may repeat. Frozen and hashable, as it is part of a spec.
+    split, every leaf has a leading axis, along which the shares of the devices lie side by side. A storage knows
+    nothing of meshes, bags or other tables. Ids come as `Keys`, which may repeat. Frozen and hashable, as it is part of
+    a spec.
 
     Arguments that all functions share: `table` is whose rows these are, and `step` the optimizer step that is being
     made: its number, rule and hyperparameters.
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
-    key_dtype: Any = None  # of ids that are keys; a homes' own field where it has some
+    key_dtype: Any = None  # of ids that are keys; a storages' own field where it has some
 
     ids_are_rows: ClassVar[bool] = False
     """Whether `params` is an array and ids are its rows, so that kernels may read and step whole bags."""
@@ -66,7 +67,7 @@ class Home(abc.ABC):
         """Description in which a file and the table must agree; None where the file has a row for every id."""
         return repr(self)
 
-    def resolved(self, table: TableSpec) -> Home:
+    def resolved(self, table: TableSpec) -> Storage:
         """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
         del table
         return self
@@ -81,10 +82,10 @@ class Home(abc.ABC):
         return [list(tables)]
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All that share the home, in the order in which they lie in every leaf; `table` is one of them."""
+        """All that share the storage, in the order in which they lie in every leaf; `table` is one of them."""
         return (table,)
 
-    def sharing(self, tables: Sequence[TableSpec]) -> Home:
+    def sharing(self, tables: Sequence[TableSpec]) -> Storage:
         """One storage for tables of equal `sharing_key`."""
         raise NotImplementedError(f"{self} keeps one table, not {[table.name for table in tables]}.")
 

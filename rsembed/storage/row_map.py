@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from rsembed.homes import hash_table
-from rsembed.homes.hash_table import HashTable
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import MAX_COUNT, ranks, varying_zero
 from rsembed.keys import Keys
+from rsembed.storage import hash_table
+from rsembed.storage.hash_table import HashTable
 
 Eviction = Literal["lru", "lfu"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu")

@@ -182,7 +182,7 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     assert jax.tree.leaves(state.tables)[0].is_deleted()
 
 
-def test_tables_of_several_homes_widths_and_numbers_of_rounds_share_an_exchange():
+def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchange():
     rules = {"rows": rs.AdagradOptimizerSpec(LR), "moved": rs.LAMBOptimizerSpec(LR), "few": rs.AdamOptimizerSpec(LR)}
     storages = {"known": rs.Hashed(), "evicting": rs.Hashed(when_full="evict"), "cached": rs.HostCached(cache_rows=32)}
     tables = [
@@ -282,7 +282,7 @@ def on_host(cache_rows):
 def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     collection = on_host(4)
     state, batch = collection.init(jax.random.key(0)), collection.prepare({"f": np.array([3, 99])})
-    with pytest.raises(Exception, match=r"rsembed\.homes: 2 ids of the batch have no row of table 't' on the device"):
+    with pytest.raises(Exception, match=r"rsembed\.storage: 2 ids of the batch have no row of table 't' on the device"):
         jax.block_until_ready(jax.jit(collection.lookup)(state, batch))
     with pytest.raises(RuntimeError, match="call it outside of jit"):
         jax.jit(collection.prefetch)(state, batch)

@@ -1,4 +1,4 @@
-"""What a table of every home should hold and read, in numpy float64 and loops, keyed by id."""
+"""What a table of every storage should hold and read, in numpy float64 and loops, keyed by id."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One contract for tables of every home, on every way to them, with every rule and combiner: the numbers of loops.
+"""One contract for tables of every storage, on every way to them, with every rule and combiner: the numbers of loops.
 
-A home is an entry of `HOMES`. Each of its cells with a way is run or refused by name; the table in the docs is made
-of the same lists.
+A storage is an entry of `STORAGES`. Each of its cells with a way is run or refused by name; the table in the docs is
+made of the same lists.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ from rsembed.initial_values import table_key
 from rsembed.keys import split_keys
 from rsembed.specs import COMBINERS
 from rsembed.tt import TensorTrain
-from tests.homes.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps, TrainTable
 from tests.optimizers import test_contract as rules
+from tests.storage.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps, TrainTable
 
 ROWS, SAMPLES, WIDTH, NUM_DEVICES, NUM_STEPS = 10, 8, 3, 4, 4
-# Ids of the homes with keys; below, groups of four, one for each device. Keys of a group differ in their upper half.
+# Ids of the storages with keys; below, groups of four, one for each device. Keys of a group differ in their upper half.
 KEYS = np.arange(16) % 4 + np.repeat(np.array([2**40, 5 * 2**38, 2**62 + 2**33, 7 * 2**33], np.int64), 4)
 # Which groups each step reads. A table of twelve rows must choose whom it gives up for the last group, and then for
-# those that come back; for other homes the last group is the first.
+# those that come back; for other storages the last group is the first.
 GROUPS = ((0, 1), (0, 2), (3,), (0, 1))
 
 
-class Home(NamedTuple):
-    """A home, the ways on which it works, and how its oracle begins."""
+class Storage(NamedTuple):
+    """A storage, the ways on which it works, and how its oracle begins."""
 
     storage: Any
     ways: tuple[str, ...]
@@ -67,16 +67,16 @@ HERE, ASKED = ("one device", "replicated"), ("row", "row, many rounds")
 EVICTIONS = dict(zip((*HERE, *ASKED), ({"eviction": name} for name in ("l2", "age", "lfu", "lru")), strict=True))
 COUNTED, DRAWN = {"admission_count": 4}, {"admission_probability": 0.2}
 ADMISSIONS = {"one device": COUNTED, "replicated": DRAWN, "row": DRAWN, "row, many rounds": COUNTED}
-HOMES = {
-    "dense": Home(None, tuple(WAYS)),
-    "hashed": Home(rs.Hashed(), (*HERE, *ASKED), True),
-    "hashed, evicting": Home(rs.Hashed(when_full="evict"), (*HERE, *ASKED), True, {"capacity": 12}, EVICTIONS),
-    "hashed, admitting": Home(rs.Hashed(), (*HERE, *ASKED), True, policies=ADMISSIONS),
-    "host-cached": Home(rs.HostCached(cache_rows=8), (*HERE, *ASKED), refuses_rules_that_move_all_rows=True),
-    "train": Home(TensorTrain((11,)), HERE),
+STORAGES = {
+    "dense": Storage(None, tuple(WAYS)),
+    "hashed": Storage(rs.Hashed(), (*HERE, *ASKED), True),
+    "hashed, evicting": Storage(rs.Hashed(when_full="evict"), (*HERE, *ASKED), True, {"capacity": 12}, EVICTIONS),
+    "hashed, admitting": Storage(rs.Hashed(), (*HERE, *ASKED), True, policies=ADMISSIONS),
+    "host-cached": Storage(rs.HostCached(cache_rows=8), (*HERE, *ASKED), refuses_rules_that_move_all_rows=True),
+    "train": Storage(TensorTrain((11,)), HERE),
 }
-RUNS = [(home, way) for home in HOMES for way in HOMES[home].ways]
-REFUSED = [(home, way) for home in HOMES for way in WAYS if way not in HOMES[home].ways]
+RUNS = [(storage, way) for storage in STORAGES for way in STORAGES[storage].ways]
+REFUSED = [(storage, way) for storage in STORAGES for way in WAYS if way not in STORAGES[storage].ways]
 
 
 def adamw_of_optax(rule, row, slots, gradient, number):
@@ -95,27 +95,27 @@ LAZY = [name for name in CONTRACT if name not in MOVING_ALL]
 
 
 class Cell(NamedTuple):
-    """One table: its home, the way to it, the rules that step it, and its combiner. Weights come with every cell."""
+    """One table: its storage, the way to it, the rules that step it, and its combiner. Weights come with every cell."""
 
-    home: str
+    storage: str
     way: str
     rules: tuple[str, ...]
     combiner: str
 
     @property
     def table(self):
-        return " ".join((self.home, self.way, self.rules[0][:5], self.combiner))
+        return " ".join((self.storage, self.way, self.rules[0][:5], self.combiner))
 
     @property
     def features(self):
         return f"{self.table} plain", f"{self.table} weighted"
 
 
-def rules_of(home, way):
+def rules_of(storage, way):
     """Rules that one table may have: several side by side, or one alone, as whoever moves all rows must be."""
     lazy = [name for name in LAZY if way != "column" or name not in ROW_WISE]
-    parts = 1 if way in ("table", "column") else 3  # where many homes can be, each brings some of the rules
-    alone = ["adam", *MOVING_ALL] if not HOMES[home].refuses_rules_that_move_all_rows else ["adam"]
+    parts = 1 if way in ("table", "column") else 3  # where many storages can be, each brings some of the rules
+    alone = ["adam", *MOVING_ALL] if not STORAGES[storage].refuses_rules_that_move_all_rows else ["adam"]
     return [*(tuple(lazy[k::parts]) for k in range(parts)), *((name,) for name in alone)]
 
 
@@ -127,16 +127,16 @@ def pairs_of(cell):
 
 def cost_of(cell):
     """What a table costs to compile, in rules; finding rows by key costs most."""
-    return len(cell.rules) + (4 if cell.home in ("dense", "train") else 15)
+    return len(cell.rules) + (4 if cell.storage in ("dense", "train") else 15)
 
 
 @functools.cache
 def cells():
     """As few tables as a greedy choice needs for every pair of values of two axes that can be had."""
     possible = [
-        Cell(home, way, names, combiner)
-        for home, way in RUNS
-        for names in rules_of(home, way)
+        Cell(storage, way, names, combiner)
+        for storage, way in RUNS
+        for names in rules_of(storage, way)
         for combiner in COMBINERS
     ]
     missing, chosen = set().union(*map(pairs_of, possible)), []
@@ -152,16 +152,16 @@ def steps_of(cell):
 
 
 def spec_of(cell):
-    steps, home = steps_of(cell), HOMES[cell.home]
+    steps, contract = steps_of(cell), STORAGES[cell.storage]
     dim = NUM_DEVICES * max(len(steps.rules), 2)
-    storage = home.storage
-    if cell.way in home.policies:
-        storage = dataclasses.replace(storage, **home.policies[cell.way])
+    storage = contract.storage
+    if cell.way in contract.policies:
+        storage = dataclasses.replace(storage, **contract.policies[cell.way])
     if isinstance(storage, TensorTrain):
         storage = dataclasses.replace(storage, tt_p_shapes=(3, 4), tt_q_shapes=(dim // 4, 4))
     return rs.TableSpec(
         name=cell.table,
-        vocabulary_size=home.keyed.get("capacity", 16) if home.takes_keys else ROWS,
+        vocabulary_size=contract.keyed.get("capacity", 16) if contract.takes_keys else ROWS,
         embedding_dim=dim,
         initializer=from_key,
         optimizer=steps.rules[0] if len(steps.rules) == 1 else SideBySide(rules=steps.rules),
@@ -193,10 +193,10 @@ def collection_of(way, own):
     return rs.EmbeddingCollection(features, exchange_capacity=placed.capacity, bounds_check="ignore", **on_mesh)
 
 
-def reads_of(home, number):
+def reads_of(contract, number):
     """Ids of both features in a step: repeated in a sample and across, padding, and a device without ids."""
     generator = np.random.default_rng(number)
-    num_groups = 4 if "capacity" in home.keyed else 3
+    num_groups = 4 if "capacity" in contract.keyed else 3
     letters = np.concatenate([np.arange(4) + 4 * (group % num_groups) for group in GROUPS[number]])
     empty = SAMPLES // NUM_DEVICES
     ids = generator.choice(letters, (2, SAMPLES, WIDTH))
@@ -209,14 +209,14 @@ def reads_of(home, number):
     weights = generator.uniform(0.2, 2.0, (SAMPLES, WIDTH)).astype(np.float32)
     weights[generator.random(weights.shape) < 0.2] = 0.0
     weights[number] = 0.0
-    ids = np.where(ids < 0, -1, KEYS[ids]) if home.takes_keys else ids.astype(np.int32)
+    ids = np.where(ids < 0, -1, KEYS[ids]) if contract.takes_keys else ids.astype(np.int32)
     return Read(ids[0], None), Read(ids[1], weights)
 
 
 def batch_of(own, number):
     batch = {}
     for cell in own:
-        for name, read in zip(cell.features, reads_of(HOMES[cell.home], number), strict=True):
+        for name, read in zip(cell.features, reads_of(STORAGES[cell.storage], number), strict=True):
             batch[name] = read.ids if read.weights is None else (read.ids, read.weights)
     return batch
 
@@ -243,16 +243,16 @@ def draws(cell):
 
 
 def oracle_of(cell, collection, state):
-    home, steps = HOMES[cell.home], steps_of(cell)
-    if home.takes_keys:
+    contract, steps = STORAGES[cell.storage], steps_of(cell)
+    if contract.takes_keys:
         num_shards = NUM_DEVICES if WAYS[cell.way].is_split else 1
-        made_of = dict(home.keyed, num_shards=num_shards, **home.policies.get(cell.way, {}))
+        made_of = dict(contract.keyed, num_shards=num_shards, **contract.policies.get(cell.way, {}))
         if "admission_probability" in made_of:
             made_of["draw"] = draws(cell)
         if "capacity" in made_of:
             made_of["capacity"] //= num_shards
         return KeyedTable(initial_vectors(cell), cell.combiner, steps, **made_of)
-    if isinstance(home.storage, TensorTrain):
+    if isinstance(contract.storage, TensorTrain):
         q_shapes = spec_of(cell).storage.tt_q_shapes
         return TrainTable([np.asarray(core) for core in state.tables[cell.table]], ROWS, q_shapes, cell.combiner, steps)
     return DenseTable(np.asarray(collection.tables(state)[cell.table]), cell.combiner, steps)
@@ -272,8 +272,8 @@ def slots_of(pairs):
 
 
 def assert_holds(collection, state, oracles, what):
-    """Rows, slots and bookkeeping of every table; those of one home are asked for together."""
-    tables, takes_keys = collection.tables(state), any(HOMES[cell.home].takes_keys for cell in oracles)
+    """Rows, slots and bookkeeping of every table; those of one storage are asked for together."""
+    tables, takes_keys = collection.tables(state), any(STORAGES[cell.storage].takes_keys for cell in oracles)
     slots = {} if takes_keys else collection.slots(state)
     for cell, oracle in oracles.items():
         table = tables[cell.table], slots.get(cell.table)
@@ -281,8 +281,8 @@ def assert_holds(collection, state, oracles, what):
 
 
 def assert_table_holds(collection, state, cell, oracle, found, what):
-    (table, slots), home = found, HOMES[cell.home]
-    if home.takes_keys:
+    (table, slots), contract = found, STORAGES[cell.storage]
+    if contract.takes_keys:
         keys = sorted(oracle.rows)
         assert table["keys"].tolist() == keys, what
         assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys], what
@@ -295,7 +295,7 @@ def assert_table_holds(collection, state, cell, oracle, found, what):
         assert counts["failed"].sum() == 0, what
         values, slots = table["values"], [array for name, array in table.items() if name.startswith("slot_")]
         expected = [oracle.rows[key] for key in keys]
-    elif isinstance(home.storage, TensorTrain):
+    elif isinstance(contract.storage, TensorTrain):
         for core, own, wanted, wanted_slots in zip(
             state.tables[cell.table], slots, oracle.cores, oracle.slots, strict=True
         ):
@@ -313,9 +313,9 @@ def assert_table_holds(collection, state, cell, oracle, found, what):
         assert_close(slot, column, f"{what}: slots")
 
 
-@pytest.mark.parametrize(("home", "way"), RUNS)
-def test_a_home_on_a_way_gives_the_numbers_of_loops(home, way):
-    own = [cell for cell in cells() if (cell.home, cell.way) == (home, way)]
+@pytest.mark.parametrize(("storage", "way"), RUNS)
+def test_a_storage_on_a_way_gives_the_numbers_of_loops(storage, way):
+    own = [cell for cell in cells() if (cell.storage, cell.way) == (storage, way)]
     collection = collection_of(way, own)
 
     def step(state, batch, d_activations):
@@ -335,7 +335,7 @@ def test_a_home_on_a_way_gives_the_numbers_of_loops(home, way):
         state = collection.prefetch(state, batch)
         looked, activations, applied, state = step(state, batch, d_activations)
         for cell in own:
-            reads = dict(zip(cell.features, reads_of(HOMES[home], number), strict=True))
+            reads = dict(zip(cell.features, reads_of(STORAGES[storage], number), strict=True))
             for found, expected in (
                 (looked, oracles[cell].lookup(reads)),
                 (activations, oracles[cell].lookup_ahead(reads)),
@@ -348,25 +348,25 @@ def test_a_home_on_a_way_gives_the_numbers_of_loops(home, way):
             assert_holds(collection, after, oracles, f"step {number}, {by}")
 
 
-def test_cells_cover_every_pair_of_home_way_rule_and_combiner_that_is_not_refused():
+def test_cells_cover_every_pair_of_storage_way_rule_and_combiner_that_is_not_refused():
     covered = set().union(*map(pairs_of, cells()))
-    refused = [{("home", home), ("way", way)} for home, way in REFUSED]
+    refused = [{("storage", storage), ("way", way)} for storage, way in REFUSED]
     refused += [{("way", "column"), ("rule", name)} for name in ROW_WISE]
     refused += [
-        {("home", home), ("rule", name)}
-        for home, name in itertools.product(HOMES, MOVING_ALL)
-        if HOMES[home].refuses_rules_that_move_all_rows
+        {("storage", storage), ("rule", name)}
+        for storage, name in itertools.product(STORAGES, MOVING_ALL)
+        if STORAGES[storage].refuses_rules_that_move_all_rows
     ]
-    values = {"home": HOMES, "way": WAYS, "rule": CONTRACT, "combiner": COMBINERS}
+    values = {"storage": STORAGES, "way": WAYS, "rule": CONTRACT, "combiner": COMBINERS}
     for one, other in itertools.combinations(values, 2):
         for pair in itertools.product(values[one], values[other]):
             named = frozenset(zip((one, other), pair, strict=True))
             assert (named in covered) != (named in refused), sorted(named)
 
 
-@pytest.mark.parametrize(("home", "way"), REFUSED)
-def test_what_a_home_cannot_do_is_refused_by_name(home, way):
-    cell = Cell(home, way, ("sgd",), "sum")
+@pytest.mark.parametrize(("storage", "way"), REFUSED)
+def test_what_a_storage_cannot_do_is_refused_by_name(storage, way):
+    cell = Cell(storage, way, ("sgd",), "sum")
     with pytest.raises(
         ValueError, match=f"table '{cell.table}' is kept as .* cannot be placed '{WAYS[way].placement}'"
     ):
@@ -384,9 +384,9 @@ def test_rules_of_whole_rows_are_refused_on_columns_by_name(name):
 
 
 @pytest.mark.parametrize("name", MOVING_ALL)
-@pytest.mark.parametrize("home", [home for home in HOMES if HOMES[home].refuses_rules_that_move_all_rows])
-def test_rules_that_move_all_rows_are_refused_by_name_where_rows_are_elsewhere(home, name):
-    cell = Cell(home, "one device", (name,), "sum")
+@pytest.mark.parametrize("storage", [name for name, own in STORAGES.items() if own.refuses_rules_that_move_all_rows])
+def test_rules_that_move_all_rows_are_refused_by_name_where_rows_are_elsewhere(storage, name):
+    cell = Cell(storage, "one device", (name,), "sum")
     with pytest.raises(ValueError, match=f"table '{cell.table}': {type(CONTRACT[name][0]).__name__} moves all rows"):
         collection_of("one device", [cell])
 
@@ -395,12 +395,12 @@ def contract_table():
     """The cells as a table of Markdown."""
     ways = [way for way in WAYS if way != "row, many rounds"]  # the same way, more often
     lines = [["", *ways, "rules"], ["---"] * (len(ways) + 2)]
-    for name, home in HOMES.items():
-        cells_of_home = ["yes" if way in home.ways else "refused" for way in ways]
-        if "column" in home.ways:
-            cells_of_home[ways.index("column")] = "yes, with rules of single entries"
-        rules_of_home = "those that move rows of the batch" if home.refuses_rules_that_move_all_rows else "all"
-        lines.append([name, *cells_of_home, rules_of_home])
+    for name, storage in STORAGES.items():
+        cells_of_storage = ["yes" if way in storage.ways else "refused" for way in ways]
+        if "column" in storage.ways:
+            cells_of_storage[ways.index("column")] = "yes, with rules of single entries"
+        rules_of_storage = "those that move rows of the batch" if storage.refuses_rules_that_move_all_rows else "all"
+        lines.append([name, *cells_of_storage, rules_of_storage])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import rsembed as rs
 from rsembed.tt import TensorTrain
-from tests.homes.test_contract import HOMES, WAYS
+from tests.storage.test_contract import STORAGES as CONTRACTS
+from tests.storage.test_contract import WAYS
 
 STORAGES = {
     "dense": None,
@@ -21,9 +22,9 @@ STORAGES = {
 DTYPES = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # one rounding, and the sums before it
 ROWS, DIM, LEARNING_RATE = 16, 4, 0.5
 CELLS = [  # one dtype a way; trains of float16 are refused by name
-    (home, way, "bfloat16" if home == "train" else (*DTYPES,)[number % 2])
-    for home in STORAGES
-    for number, way in enumerate(HOMES[home].ways)
+    (storage, way, "bfloat16" if storage == "train" else (*DTYPES,)[number % 2])
+    for storage in STORAGES
+    for number, way in enumerate(CONTRACTS[storage].ways)
 ]
 
 
@@ -37,11 +38,11 @@ def rows_of(collection, state):
     )
 
 
-@pytest.mark.parametrize(("home", "way", "dtype"), CELLS, ids=[", ".join(cell) for cell in CELLS])
-def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(home, way, dtype):
+@pytest.mark.parametrize(("storage", "way", "dtype"), CELLS, ids=[", ".join(cell) for cell in CELLS])
+def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage, way, dtype):
     placed = WAYS[way]
     table = rs.TableSpec(
-        name="t", vocabulary_size=ROWS, embedding_dim=DIM, dtype=dtype, storage=STORAGES[home],
+        name="t", vocabulary_size=ROWS, embedding_dim=DIM, dtype=dtype, storage=STORAGES[storage],
         initializer=jax.nn.initializers.uniform(1.0), optimizer=rs.SGDOptimizerSpec(LEARNING_RATE),
     )  # fmt: skip
     collection = rs.EmbeddingCollection(
@@ -54,7 +55,7 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(home, wa
     ids, d_outputs = rng.integers(0, ROWS, (8, 3)), rng.normal(size=(8, DIM)).astype(np.float32)
     batch = collection.prepare({"f": ids})
     state = collection.prefetch(collection.init(jax.random.key(0)), batch)
-    if home == "hashed":  # gives rows to the keys
+    if storage == "hashed":  # gives rows to the keys
         state = jax.jit(collection.update)(state, batch, {"f": np.zeros_like(d_outputs)})
 
     before = rows_of(collection, state)
@@ -67,7 +68,7 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(home, wa
     found, applied = apply(state, batch, {"f": d_outputs})
     wanted = np.stack([sum(before[i] for i in sample) for sample in ids.tolist()])
     np.testing.assert_allclose(found["f"], wanted, rtol=1e-6, atol=1e-6)
-    if home == "train":
+    if storage == "train":
         return  # steps cores, whose rows are products
 
     expected = dict(before)
