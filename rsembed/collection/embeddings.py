@@ -388,7 +388,7 @@ class EmbeddingCollection:
         self._note_sizes(batch)
         state = self._fetched(state, dict.fromkeys(self._on_host, batch))
         numbers = dict.fromkeys(self._stacks, state.step)
-        return self._engine.look_ahead(state.tables, batch, numbers)[0], partial(self.row_gradients, batch)
+        return self._engine.lookup(state.tables, batch, numbers)[0], partial(self.row_gradients, batch)
 
     def row_gradients(self, batch: Batch, d_activations: Mapping[str, Any]) -> RowGradients:
         """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""

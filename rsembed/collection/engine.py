@@ -5,8 +5,7 @@ The collection checks what users give and hands canonical batches over; stacks d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,11 +29,10 @@ STACKS_TOGETHER = 25
 
 
 class Engine:
-    """Init, lookup, row gradients and steps of all stacks, by groups.
+    """Init, lookup, row gradients and steps of all stacks, each one function on every device of a mesh.
 
-    Stacks of a group ask their owners together, and each function of a group is one on every device of a mesh. What XLA
-    does to let such a function run on a mesh grows with the square of the arrays that it takes: with 100 tables of keys
-    it took most of the time of compiling.
+    Stacks ask their owners together, so many at a time: what XLA does to let a function run on a mesh grows with the
+    square of the arrays that it takes. With 100 tables of keys it took most of the time of compiling.
 
     Args:
       features: by name.
@@ -44,58 +42,40 @@ class Engine:
 
     def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
         self.features, self.stacks, self.devices = features, stacks, devices
-        names = list(stacks)
-        size = STACKS_TOGETHER if devices.num_devices > 1 else max(len(names), 1)
-        self._groups = [
-            Group(features, {name: stacks[name] for name in names[first : first + size]}, devices)
-            for first in range(0, max(len(names), 1), size)
-        ]
+        names, most = list(stacks), STACKS_TOGETHER if devices.num_devices > 1 else max(len(stacks), 1)
+        groups = [names[first : first + most] for first in range(0, max(len(names), 1), most)]
+        self._groups = [Group(features, {name: stacks[name] for name in group}, devices) for group in groups]
 
     def init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
         """Tables and slots of all stacks."""
         return _union([group.init(key) for group in self._groups])
 
-    def lookup(self, tables: ByStack, batch: Batch) -> tuple[Activations, LookupStatistics]:
-        """Activations of all features, and what travelled."""
-        return self._in_order(group.lookup(group.own(tables), group.of_features(batch)) for group in self._groups)
-
-    def look_ahead(self, tables: ByStack, batch: Batch, numbers: ByStack) -> tuple[Activations, LookupStatistics]:
-        """A lookup whose gradients will be stepped, in the step of this number."""
-        return self._in_order(
-            group.look_ahead(group.own(tables), group.of_features(batch), group.own(numbers)) for group in self._groups
-        )
+    def lookup(
+        self, tables: ByStack, batch: Batch, numbers: ByStack | None = None
+    ) -> tuple[Activations, LookupStatistics]:
+        """Activations of all features, and what travelled; ahead of the steps of these numbers, if there are any."""
+        if all(stack.storage.ids_are_rows for stack in self.stacks.values()):
+            numbers = None  # all rows are there already, so that one program serves both
+        activations, statistics = self._all("lookup", [tables, numbers], [batch])
+        return {name: activations[name] for name in self.features}, statistics
 
     def weight_gradients(self, tables: ByStack, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Array]:
         """Gradients of the weights of all ids of a batch, whether it has some or counts each once, by feature."""
-        return _union(
-            [
-                group.weight_gradients(group.own(tables), *map(group.of_features, (batch, d_outputs)))
-                for group in self._groups
-            ]
-        )
+        return self._all("weight_gradients", [tables], [batch, d_outputs])
 
     def row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Rows and values of `RowGradients`, by stack."""
-        return _union(
-            [group.row_gradients(group.of_features(batch), group.of_features(d_outputs)) for group in self._groups]
-        )
+        return self._all("row_gradients", [], [batch, d_outputs])
 
     def apply(self, tables: ByStack, slots: ByStack, gradients: ByStack, steps: ByStack) -> tuple[ByStack, ByStack]:
         """Tables and slots after a step with the gradients of distinct rows."""
-        return _union([group.apply(*map(group.own, (tables, slots, gradients, steps))) for group in self._groups])
+        return self._all("apply", [tables, slots, gradients, steps], [])
 
     def update(
         self, tables: ByStack, slots: ByStack, batch: Batch, d_outputs: Mapping[str, Array], steps: ByStack
     ) -> tuple[ByStack, ByStack]:
         """Tables and slots after a step with the gradients of a batch."""
-        return _union(
-            [
-                group.update(
-                    *map(group.own, (tables, slots)), *map(group.of_features, (batch, d_outputs)), group.own(steps)
-                )
-                for group in self._groups
-            ]
-        )
+        return self._all("update", [tables, slots, steps], [batch, d_outputs])
 
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
         """How rows and values of `RowGradients` are split, by stack; None on one device."""
@@ -105,9 +85,14 @@ class Engine:
         sharding = self.devices.sharding
         return tuple((name, sharding(rows), sharding(values)) for name, rows, values in partitions)
 
-    def _in_order(self, found: Iterable[tuple[Activations, LookupStatistics]]) -> tuple[Activations, LookupStatistics]:
-        activations, statistics = _union(list(found))
-        return {name: activations[name] for name in self.features}, statistics
+    def _all(self, function: str, by_stack: Sequence[Any], by_feature: Sequence[Mapping[str, Any]]) -> Any:
+        """Results of a function of all groups, each with its part of dictionaries by stack, and by feature."""
+        results = []
+        for group in self._groups:
+            own = [None if given is None else {name: given[name] for name in group.stacks} for given in by_stack]
+            own += [{name: given[name] for name in group.features} for given in by_feature]
+            results.append(getattr(group, function)(*own))
+        return _union(results)
 
 
 class Group:
@@ -121,41 +106,28 @@ class Group:
 
     def __init__(self, features: Mapping[str, FeatureSpec], stacks: Mapping[str, Stack], devices: Devices):
         own = {feature.name for stack in stacks.values() for feature in stack.layout.stack.features}
-        features = {name: feature for name, feature in features.items() if name in own}
-        self.features, self.stacks, self.devices = features, stacks, devices
+        self.features = {name: feature for name, feature in features.items() if name in own}
+        self.stacks, self.devices = stacks, devices
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
-        has_storages = any(not stack.storage.ids_are_rows for stack in stacks.values())
 
         def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
             return jax.jit(devices.on_each(function, in_specs, out_specs))
 
         self.init = on_each(self._init, everywhere, (state, state))
-        self.lookup = on_each(partial(self._lookup, numbers=None), (state, split), (split, everywhere))
-        self.look_ahead: Callable[..., Any] = lambda tables, batch, numbers: self.lookup(tables, batch)
-        """A lookup whose gradients will be stepped, in the step of this number."""
-        if has_storages:
-            self.look_ahead = on_each(self._lookup, (state, split, everywhere), (split, everywhere))
+        self.lookup = on_each(self._lookup, (state, everywhere, split), (split, everywhere))
         self.weight_gradients = on_each(self._weight_gradients, (state, split, split), split)
         self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
         self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
-        self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
-
-    def own(self, by_stack: Mapping[str, Any]) -> ByStack:
-        """The entries of a dictionary by stack that belong to these stacks."""
-        return {name: by_stack[name] for name in self.stacks}
-
-    def of_features(self, by_feature: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a dictionary by feature that belong to the features of these stacks."""
-        return {name: by_feature[name] for name in self.features}
+        self.update = on_each(self._update, (state, state, everywhere, split, split), (state, state))
 
     # On one device
 
     def _init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
         return two_dicts({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
-    def _lookup(self, tables: ByStack, batch: Batch, numbers: ByStack | None) -> tuple[Activations, LookupStatistics]:
+    def _lookup(self, tables: ByStack, numbers: ByStack | None, batch: Batch) -> tuple[Activations, LookupStatistics]:
         bags = all_as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
@@ -221,7 +193,7 @@ class Group:
         return two_dicts(stepped)
 
     def _update(
-        self, tables: ByStack, slots: ByStack, batch: Batch, d_outputs: Mapping[str, Array], steps: ByStack
+        self, tables: ByStack, slots: ByStack, steps: ByStack, batch: Batch, d_outputs: Mapping[str, Array]
     ) -> tuple[ByStack, ByStack]:
         bags = all_as_bags(batch)
 

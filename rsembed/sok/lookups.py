@@ -145,7 +145,7 @@ def _look_up(
     tables, bags = program.by_table([params for params, _, _ in arrays]), program.by_feature(batch)
     if is_training:
         numbers = program.by_table([step for *_, step in arrays])
-        found, statistics = program.engine.look_ahead(tables, bags, numbers)
+        found, statistics = program.engine.lookup(tables, bags, numbers)
     else:
         found, statistics = program.engine.lookup(tables, bags)
     return [
