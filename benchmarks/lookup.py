@@ -6,6 +6,7 @@ The contestants take turns of eight distinct batches, so that a noisy machine is
 medians. Every contestant gets the same ids and the same gradient of its outputs; no loss and no dense layers are timed:
 
 * rsembed: an `EmbeddingCollection` with one feature a table, prepared batches; `lookup`, then `update`, which is fused.
+  "apply" and "clipped" are `lookup_vjp` and `apply` of its row gradients, as they come or after `clip_by_global_norm`.
 * torch: `nn.EmbeddingBag(mode="sum")` per feature, with `sparse=True` for training; `torch.optim.Adagrad`, which is not
   row-wise (torch has no such rule) but keeps its sums only up to date for the rows of the batch, and `torch.optim.SGD`.
 * plain JAX: `table[ids].sum(1)` per feature. The gradient goes to the gathered rows, never to the whole table. SGD is
@@ -76,12 +77,16 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
         features = [rs.FeatureSpec(name=name, table_spec=table) for name, table in zip(names, tables, strict=True)]
         return rs.EmbeddingCollection(features)
 
-    def stepper(collection: rs.EmbeddingCollection) -> Callable:
+    def stepper(collection: rs.EmbeddingCollection, max_norm: float | None = None) -> Callable:
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state, batch):
-            outputs = collection.lookup(state, batch)
+            outputs, pullback = collection.lookup_vjp(state, batch)
             state = state._replace(step=after(outputs[names[0]], state.step))
-            return outputs, collection.update(state, batch, gradients)
+            if max_norm is None:
+                return outputs, collection.update(state, batch, gradients)
+            row_gradients = pullback(gradients)
+            clipped = row_gradients if max_norm == np.inf else rs.clip_by_global_norm(row_gradients, max_norm)
+            return outputs, collection.apply(state, clipped)
 
         return step
 
@@ -91,8 +96,8 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     lookup, adagrad_step, sgd_step = jax.jit(adagrad.lookup), stepper(adagrad), stepper(sgd)
     held = {"state": jax.block_until_ready(adagrad.init(jax.random.key(0)))}
 
-    def run_adagrad(k: int) -> object:
-        outputs, held["state"] = adagrad_step(held["state"], batches[k])
+    def run(step: Callable, k: int) -> object:
+        outputs, held["state"] = step(held["state"], batches[k])
         return jax.block_until_ready((outputs, held["state"]))
 
     def run_sgd(k: int) -> object:  # on the same tables, without their slots
@@ -104,7 +109,9 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
 
     return {
         "lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])),
-        "step, Adagrad": run_adagrad,
+        "step, Adagrad": functools.partial(run, adagrad_step),
+        "apply, Adagrad": functools.partial(run, stepper(adagrad, np.inf)),
+        "clipped, Adagrad": functools.partial(run, stepper(adagrad, 1.0)),
         "step, SGD": run_sgd,
     }
 
@@ -192,7 +199,7 @@ def torch_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     return timing.torch_runs(bags, batches, gradients, optimizers)
 
 
-STATE_BYTES = {"lookup": None, "step, Adagrad": 4, "step, SGD": 0}
+STATE_BYTES = {"lookup": None, "step, Adagrad": 4, "apply, Adagrad": 4, "clipped, Adagrad": 4, "step, SGD": 0}
 
 
 def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable], bandwidth: float) -> list[dict]:
@@ -201,8 +208,8 @@ def measure(workload: Workload, law: str, num_rounds: int, makers: dict[str, Cal
     num_unique = float(np.mean([sum(np.unique(own).size for own in batch) for batch in ids]))
     contestants = {name: make(workload, ids) for name, make in makers.items()}
     records = []
-    for what in ("lookup", "step, Adagrad", "step, SGD"):
-        times = timing.race({name: runs[what] for name, runs in contestants.items()}, num_rounds)
+    for what in STATE_BYTES:
+        times = timing.race({name: runs[what] for name, runs in contestants.items() if what in runs}, num_rounds)
         milliseconds = {name: own.median for name, own in times.items()}
         needed = timing.least_bytes(workload, num_unique, state_bytes=STATE_BYTES[what])
         milliseconds["memory"] = 1e3 * needed / bandwidth
@@ -222,7 +229,7 @@ def format_record(record: dict) -> str:
 
     ours = times["ours"]
     numbers = cell("ours") + cell("torch") + cell("xla") + cell("torch", ours) + cell("xla", ours) + cell("memory")
-    return f"{record['workload']:<9}{record['ids']:<9}{record['what']:<15}{numbers}"
+    return f"{record['workload']:<9}{record['ids']:<9}{record['what']:<17}{numbers}"
 
 
 def main() -> int:
@@ -235,7 +242,7 @@ def main() -> int:
     except ImportError:
         print("torch is not installed, its columns stay empty; `pip install 'rsembed[bench]'` fills them.")
         del makers["torch"]
-    print(f"{'workload':<9}{'ids':<9}{'what':<15}", end="")
+    print(f"{'workload':<9}{'ids':<9}{'what':<17}", end="")
     print("".join(f"{head:>11}" for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours", "memory ms")))
     records, bandwidth = [], timing.bytes_per_second()
     for workload in timing.WORKLOADS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, no_type_check
+from typing import Any, ClassVar, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,23 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
 from rsembed.storage.hash_table import combine as combine_by_key
 from rsembed.storage.hash_table import unnamed
+
+
+class Summands(NamedTuple):
+    """The batch of one device from which row gradients are summed, while a program is traced.
+
+    Sums are as large as all occurrences, and a step needs them only row by row: whoever has the summands steps without
+    writing the sums down, and XLA leaves out what nobody reads.
+
+    Attributes:
+      engine: of the collection that read the batch, with `squared_norm` and `update`.
+      batch: by feature.
+      d_outputs: gradients of what each feature pooled, by feature.
+    """
+
+    engine: Any
+    batch: Mapping[str, Any]
+    d_outputs: Mapping[str, Float[Array, "outputs dim"]]
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -45,6 +62,15 @@ class RowGradients:
         default=None, metadata={"static": True}
     )
     layout: Fingerprint | None = dataclasses.field(default=None, metadata={"static": True})
+
+    summands: ClassVar[Summands | None] = None
+    """What the values are sums of, if that is known: a pytree that was taken apart may have changed, and forgets it."""
+
+    def summed_from(self, summands: Summands) -> RowGradients:
+        """These gradients, of which the summands are known."""
+        found = dataclasses.replace(self)
+        object.__setattr__(found, "summands", summands)
+        return found
 
     def num_touched(self) -> dict[str, Int[Array, ""]]:
         """Number of distinct rows with a gradient, per stack."""
@@ -137,7 +163,11 @@ class SingleUse:
 @validated
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
     """Euclidean norm over all rows of all stacks; equals the norm of the dense gradients."""
-    return jnp.sqrt(sum((jnp.sum(v * v) for v in row_gradients.values.values()), start=jnp.zeros(())))
+    if (own := row_gradients.summands) is not None:
+        squares = own.engine.squared_norm(own.batch, own.d_outputs)
+    else:
+        squares = {name: jnp.sum(values * values) for name, values in row_gradients.values.items()}
+    return jnp.sqrt(sum(squares.values(), start=jnp.zeros(())))
 
 
 @validated
@@ -148,8 +178,13 @@ def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowG
     """
     if not isinstance(factor, jax.Array):  # nobody waits for a number of a device
         check_within("(-inf, inf)", factor, "scale: factor")
-    values = {name: v * jnp.asarray(factor, v.dtype) for name, v in row_gradients.values.items()}
-    return dataclasses.replace(row_gradients, values=values)
+
+    def scaled(arrays: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: array * jnp.asarray(factor, array.dtype) for name, array in arrays.items()}
+
+    found = dataclasses.replace(row_gradients, values=scaled(row_gradients.values))
+    own = row_gradients.summands
+    return found if own is None else found.summed_from(own._replace(d_outputs=scaled(own.d_outputs)))
 
 
 @validated

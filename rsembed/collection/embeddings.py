@@ -28,7 +28,7 @@ from rsembed.initial_values import table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
 from rsembed.parallel.agreement import check_not_forked
-from rsembed.row_gradients import RowGradients, check_belong
+from rsembed.row_gradients import RowGradients, Summands, check_belong
 from rsembed.specs import UNCHOSEN_OPTIMIZER, FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan
 
@@ -393,8 +393,11 @@ class EmbeddingCollection:
     def row_gradients(self, batch: Batch, d_activations: Mapping[str, Any]) -> RowGradients:
         """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
         batch = self.prepare(batch)
-        rows, values = two_dicts(self._engine.row_gradients(batch, self._d_outputs(batch, d_activations)))
-        return RowGradients(rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout)
+        d_outputs = self._d_outputs(batch, d_activations)
+        rows, values = two_dicts(self._engine.row_gradients(batch, d_outputs))
+        found = RowGradients(rows, values, self._num_rows, self._engine.gradient_shardings(), self.layout)
+        all_here = self.devices.mesh is None and all(own.storage.ids_are_rows for own in self._stacks.values())
+        return found.summed_from(Summands(self._engine, batch, d_outputs)) if all_here and is_traced(rows) else found
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """One optimizer step for every row in `row_gradients`, and only for those.
@@ -404,8 +407,11 @@ class EmbeddingCollection:
         way_out = "Take them from lookup_vjp of the collection that applies them."
         axes = {name: (1 + own.storage.takes_keys, own.table.embedding_dim) for name, own in self._stacks.items()}
         check_belong(row_gradients, self.layout, self._num_rows, axes, owner="collection", way_out=way_out)
-        gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         self.check_state(state)
+        if (summands := row_gradients.summands) is not None:
+            update: Callable[..., Any] = summands.engine.update
+            return self._stepped(state, {}, update, summands.batch, summands.d_outputs)
+        gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)
 
     def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, Any]) -> EmbeddingState:

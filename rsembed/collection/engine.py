@@ -67,6 +67,10 @@ class Engine:
         """Rows and values of `RowGradients`, by stack."""
         return self._all("row_gradients", [], [batch, d_outputs])
 
+    def squared_norm(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Float[Array, ""]]:
+        """Sum of the squares of the values of `row_gradients`, by stack, on one device that has all rows in arrays."""
+        return self._all("squared_norm", [], [batch, d_outputs])
+
     def apply(self, tables: ByStack, slots: ByStack, gradients: ByStack, steps: ByStack) -> tuple[ByStack, ByStack]:
         """Tables and slots after a step with the gradients of distinct rows."""
         return self._all("apply", [tables, slots, gradients, steps], [])
@@ -119,6 +123,7 @@ class Group:
         self.lookup = on_each(self._lookup, (state, everywhere, split), (split, everywhere))
         self.weight_gradients = on_each(self._weight_gradients, (state, split, split), split)
         self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
+        self.squared_norm = on_each(self._squared_norm, (split, split), everywhere)
         self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
         self.update = on_each(self._update, (state, state, everywhere, split, split), (state, state))
 
@@ -182,6 +187,10 @@ class Group:
     def _row_gradients(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         bags = all_as_bags(batch)
         return self._together(lambda _, s: s.rows.row_gradients(s.occurrences(bags), _of_features(s, d_outputs)))
+
+    def _squared_norm(self, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Array]:
+        bags = all_as_bags(batch)
+        return self._together(lambda _, s: s.rows.squared_norm(s.occurrences(bags), _of_features(s, d_outputs)))
 
     def _apply(
         self, tables: ByStack, slots: ByStack, gradients: Mapping[str, tuple[Array, Array]], steps: ByStack

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
@@ -162,6 +162,13 @@ class Rows:
             return self._summed(batch.segments, d_outputs)
         entry_of, keys, _, counts = entries(batch.keys, jnp.ones(batch.keys.shape, jnp.int32))
         return named(keys, counts), self._of_entries(entry_of, batch, d_outputs)
+
+    @without_questions
+    def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
+        """Sum of the squares of the values of `row_gradients`, where ids are rows that are all here."""
+        gradients, num_rows = SegmentGradients(batch.segments, d_outputs), self.storage.num_ids(self.table)
+        norm: Array = api.dispatch("squared_norm", self.implementation, num_rows, gradients)
+        return norm
 
     def weight_gradients(self, params: Any, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
         """Gradients of the weights of a batch, or of ones where a segment has none; rows are read as by a lookup."""

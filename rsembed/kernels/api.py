@@ -114,6 +114,7 @@ def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
 
 
 row_gradients, weight_gradients = served(reference.row_gradients), served(reference.weight_gradients)
+squared_norm = served(reference.squared_norm)
 gather_rows, scatter_rows = served(reference.gather_rows), served(reference.scatter_rows)
 allocate, row_bits = served(reference.allocate), served(reference.row_bits)
 rows_of_ids, count_ids = served(reference.rows_of_ids), served(reference.count_ids)

@@ -27,6 +27,7 @@ from rsembed.kernels.contract import (
     Outputs,
     RowsAndGradients,
     Segment,
+    SegmentGradients,
     Step,
     Table,
     as_rows,
@@ -78,6 +79,14 @@ def row_gradients(num_rows: int, gradients: OutputGradients) -> RowsAndGradients
     target = f"rsembed_row_gradients{form}"
     rows, values = call_handler(target, results, *arrays, **attributes, num_rows=np.int64(num_rows))
     return rows, values
+
+
+def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]:
+    """Sum of the squares of all row gradients; see `reference.squared_norm`."""
+    arrays, attributes = _segment_operands(*gradients)
+    attributes |= {"num_rows": np.int64(num_rows), "dim": np.int64(gradients.d_outputs[0].shape[1])}
+    (norm,) = call_handler("rsembed_squared_norm", [((), jnp.float32)], *arrays, **attributes)
+    return norm
 
 
 def update(table: Table, slots: Slots, gradients: OutputGradients, step: Step) -> tuple[Table, Slots]:

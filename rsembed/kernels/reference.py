@@ -182,6 +182,11 @@ def row_gradients(
     return rows, jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
 
 
+def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]:
+    """Sum of the squares of all row gradients, in float32, for whoever needs no gradients but their norm."""
+    return jnp.sum(jnp.square(row_gradients(num_rows, gradients)[1]))
+
+
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
     """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     places = jnp.where(rows < 0, NO_ROW, rows)

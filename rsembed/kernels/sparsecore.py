@@ -124,6 +124,7 @@ rows_of_ids, count_ids, row_bits = reference.rows_of_ids, reference.count_ids, r
 distinct, unique_keys, count_uses = reference.distinct, reference.unique_keys, reference.count_uses
 find_keys, insert_keys = reference.find_keys, reference.insert_keys
 compact, take_rows = reference.compact, reference.take_rows
+squared_norm = reference.squared_norm
 pack_blocks, unpack_blocks = reference.pack_blocks, reference.unpack_blocks
 block_ends, round_places = reference.block_ends, reference.round_places
 entries_by_sample = reference.entries_by_sample

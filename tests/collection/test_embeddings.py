@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import rsembed as rs
+from rsembed.kernels import native
 
 VOCABULARY, DIM, BATCH = 11, 3, 4
 COMBINERS = ["sum", "mean", "sqrtn"]
@@ -112,6 +113,40 @@ def test_micro_batches_accumulate_to_the_large_batch_with_the_same_rows():
     assert combined_touched == touched
     np.testing.assert_allclose(combined_dense, dense, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(of_scan, combined_dense)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "none"])
+def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_written_down(combiner):
+    collection = collection_of(
+        table_spec(optimizer=rs.AdagradOptimizerSpec(0.1), combiner=combiner), table_spec("u", embedding_dim=2)
+    )
+    batch = collection.prepare(
+        {"f_t": np.array([[3, 3], [1, -1], [3, 0], [2, 2]]), "f_u": np.array([[1], [2], [1], [-1]])}
+    )
+    state = collection.init(jax.random.key(0))
+    d_activations = jax.tree.map(
+        lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape) % 7 - 3.0, collection.lookup(state, batch)
+    )
+
+    def written_down(gradients):
+        return jax.tree.map(lambda leaf: leaf, gradients)
+
+    def steps(keep, state, d_activations):
+        gradients = keep(collection.lookup_vjp(state, batch)[1](d_activations))
+        clipped = keep(rs.clip_by_global_norm(keep(rs.scale(gradients, 0.5)), 2.0))
+        norms = rs.global_norm(gradients), rs.global_norm(clipped)
+        return [collection.apply(state, own).tables for own in (gradients, clipped)], norms, clipped.to_dense()
+
+    fused = jax.jit(functools.partial(steps, lambda gradients: gradients))(state, d_activations)
+    for one, two in zip(
+        jax.tree.leaves(fused), jax.tree.leaves(steps(written_down, state, d_activations)), strict=True
+    ):
+        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
+    program = jax.jit(
+        lambda s, d: collection.apply(s, rs.clip_by_global_norm(collection.lookup_vjp(s, batch)[1](d), 2.0))
+    )
+    if native.unavailable_because() is None:
+        assert "rsembed_row_gradients" not in program.lower(state, d_activations).compile().as_text()
 
 
 def test_whole_training_runs_in_one_scan_and_equals_single_steps():

@@ -107,6 +107,8 @@ def test_row_gradients_agree_with_reference_and_loops(case):
     assert_close(gradients, defined_gradients)
     expected = oracles.combined_row_gradients(NUM_ROWS, segments, d_outputs)
     count = len(expected)
+    squares = sum(np.square(np.float64(gradient)).sum() for gradient in expected.values())
+    assert_close(native.squared_norm(NUM_ROWS, SegmentGradients(segments, d_outputs)), squares)
     assert rows[:count].tolist() == sorted(expected) and set(rows[count:].tolist()) <= {NO_ROW}
     assert not np.any(gradients[count:])
     for row, gradient in zip(rows[:count].tolist(), gradients, strict=False):

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -173,6 +174,7 @@ ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vect
     reader.Fail("wrong capacity");
   }
   if (reader.Failed()) return reader.Complaint();
+  if (capacity * dim * 4 >= kStreamedBytes) AdviseHugePages(out_gradients->typed_data(), capacity * dim * 4, false);
   return WithMemory([&] {
     Workers workers(pool);
     const SortedSegments sorted(workers, BestRowKernels(), segments, num_rows, dim);
@@ -208,6 +210,25 @@ ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientR
   int64_t num_entries = 0;
   for (const Segment& segment : segments) num_entries += segment.num_entries;
   return CombineSegments(pool, reader, segments, num_entries, num_rows, rows, gradients);
+}
+
+// The sum of the squares of all row gradients, which are not written down; the same on any number of threads.
+ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::F32>> out,
+                       ffi::Span<const int32_t> layout, int64_t num_rows, int64_t dim) {
+  Reader reader(args);
+  const std::vector<Segment> segments = reader.Segments(layout, num_rows, dim, true);
+  if (num_rows < 0 || num_rows > kNoRow) reader.Fail("num_rows does not fit");
+  if (reader.Failed()) return reader.Complaint();
+  return WithMemory([&] {
+    Workers workers(pool);
+    const SortedSegments sorted(workers, BestRowKernels(), segments, num_rows, dim);
+    const SortedEntries entries = sorted.entries();
+    std::vector<double> of_block((entries.num_items + kItemsPerBlock - 1) / kItemsPerBlock);
+    workers.ForEachRange(entries.num_items, kItemsPerBlock, [&](int64_t first, int64_t last) {
+      of_block[first / kItemsPerBlock] = BestRowKernels().square_groups(entries, first, last);
+    });
+    *out->typed_data() = static_cast<float>(std::accumulate(of_block.begin(), of_block.end(), 0.0));
+  });
 }
 
 ffi::Error RowGradientsJagged(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientRows rows,
@@ -380,6 +401,7 @@ ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64
 
 using Any = ffi::AnyBuffer;
 using Int32s = ffi::BufferR1<ffi::S32>;
+using Float = ffi::BufferR0<ffi::F32>;
 using Floats1D = ffi::BufferR1<ffi::F32>;
 using Floats2D = ffi::BufferR2<ffi::F32>;
 
@@ -398,6 +420,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     rsembed_row_gradients, RowGradients,
     Bind().RemainingArgs().Ret<Int32s>().Ret<Floats2D>().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>(
         "num_rows"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    rsembed_squared_norm, SquaredNorm,
+    Bind().RemainingArgs().Ret<Float>().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>("num_rows").Attr<int64_t>(
+        "dim"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_update, Update,
                               BindLists().Attr<ffi::Span<const int32_t>>("segments").Attr<int64_t>("rule"));

@@ -280,6 +280,29 @@ void sum_groups(const SortedEntries& entries, int64_t first, int64_t last, int32
   sum_them(entries, first, last, rows, gradients);
 }
 
+template <bool kGained>
+double square_groups_of(const SortedEntries& entries, int64_t first, int64_t last, float* sum) {
+  const OutputGradients<kGained> source = {entries};
+  double total = 0.0;
+  for_groups(entries, first, last, [&](uint32_t, int64_t begin, int64_t end) {
+    const float* gradient = sum;
+    if (!kGained && end == begin + 1) {
+      source.template prefetch<0>(begin);
+      gradient = source.row(begin);
+    } else {
+      sum_rows(source, begin, end, entries.dim, 1.0f, sum);
+    }
+    total += dot(gradient, gradient, entries.dim);
+  });
+  return total;
+}
+
+double square_groups(const SortedEntries& entries, int64_t first, int64_t last) {
+  const RowsInUse sum(1, entries.dim);
+  const auto square_them = entries.gained == nullptr ? square_groups_of<false> : square_groups_of<true>;
+  return square_them(entries, first, last, sum.get());
+}
+
 // --- optimizer rules ------------------------------------------------------------------------------------------------
 //
 // The formulas, and the order of `hyper`, are those of rsembed/optimizers/rules.py.
@@ -434,15 +457,10 @@ void update_groups_of(const Table& table, const SortedEntries& entries, int64_t 
 
 template <typename T, Rule kRule>
 void update_groups(const Table& table, const SortedEntries& entries, int64_t first, int64_t last) {
-  constexpr int64_t kSmallDim = 1024;
-  float small[kRowsTogether * kSmallDim];
-  const int64_t num_bytes = kRowsTogether * table.dim * static_cast<int64_t>(sizeof(float));
-  float* sums = table.dim <= kSmallDim ? small : static_cast<float*>(malloc(num_bytes));
-  if (sums == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
+  const RowsInUse sums(kRowsTogether, table.dim);
   const auto update_them =
       entries.gained == nullptr ? update_groups_of<T, kRule, false> : update_groups_of<T, kRule, true>;
-  update_them(table, entries, first, last, sums);
-  if (sums != small) free(sums);
+  update_them(table, entries, first, last, sums.get());
 }
 
 template <typename T, Rule kRule>
@@ -472,6 +490,7 @@ const RowKernels kRowKernels = {
     bag_scales,
     {weight_gradients<float>, weight_gradients<BFloat16>, weight_gradients<Float16>},
     sum_groups,
+    square_groups,
     RSEMBED_BY_TYPE_AND_RULE(update_groups),
     RSEMBED_BY_TYPE_AND_RULE(step_rows),
     row_bits,

@@ -82,6 +82,7 @@ struct RowKernels {
   void (*bag_scales)(const Segment&, int64_t first_output, int64_t last_output, float* scales);
   void (*weight_gradients[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
   void (*sum_groups)(const SortedEntries&, int64_t first, int64_t last, int32_t* rows, float* gradients);
+  double (*square_groups)(const SortedEntries&, int64_t first, int64_t last);  // squares of all gradients, added up
   void (*update_groups[kNumElementTypes][kNumRules])(const Table&, const SortedEntries&, int64_t first, int64_t last);
   void (*step_rows[kNumElementTypes][kNumRules])(const Table&, const int32_t* rows, const float* gradients,
                                                  int64_t first, int64_t last);

@@ -188,3 +188,23 @@ inline void stream(float* to, Floats x) {
   store(to, x);
 #endif
 }
+
+// Room for a few rows: on the stack, unless they are long.
+class RowsInUse {
+ public:
+  RowsInUse(int64_t num_rows, int64_t dim) {
+    const int64_t size = num_rows * dim;
+    rows_ = size <= kSmallSize ? small_ : static_cast<float*>(malloc(size * sizeof(float)));
+    if (rows_ == nullptr) abort();  // a few kilobytes: nothing sensible is left to do
+  }
+  RowsInUse(const RowsInUse&) = delete;
+  ~RowsInUse() {
+    if (rows_ != small_) free(rows_);
+  }
+  float* get() const { return rows_; }
+
+ private:
+  static constexpr int64_t kSmallSize = 4096;
+  float small_[kSmallSize];
+  float* rows_;
+};
