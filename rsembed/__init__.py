@@ -8,6 +8,7 @@ from rsembed.collection import EmbeddingCollection as EmbeddingCollection
 from rsembed.collection import EmbeddingState as EmbeddingState
 from rsembed.collection import LookupStatistics as LookupStatistics
 from rsembed.collection import value_and_grad as value_and_grad
+from rsembed.interaction import pairwise_interaction as pairwise_interaction
 from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
 from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
 from rsembed.optimizers import AdamOptimizerSpec as AdamOptimizerSpec

@@ -241,6 +241,24 @@ def _lookup_jagged_backward(implementation: str | None, saved: Any, d_output: Ar
 _lookup_jagged.defvjp(_lookup_jagged_forward, _lookup_jagged_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def pair_products(implementation: str | None, vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
+    """Dot products of all pairs of vectors of a sample; see `reference.pair_products`."""
+    products: Array = dispatch("pair_products", implementation, vectors)
+    return products
+
+
+def _pair_products_forward(implementation: str | None, vectors: Array) -> tuple[Array, Array]:
+    return pair_products(implementation, vectors), vectors
+
+
+def _pair_products_backward(implementation: str | None, vectors: Array, d_products: Array) -> tuple[Array]:
+    return (dispatch("pull_pairs", implementation, vectors, d_products),)
+
+
+pair_products.defvjp(_pair_products_forward, _pair_products_backward)
+
+
 def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
     """Rounding up or down with probabilities that keep the mean; see `reference.round_stochastically`."""
     return jax.tree_util.Partial(reference.round_stochastically, key=key)

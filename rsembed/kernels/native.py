@@ -165,6 +165,19 @@ def weight_gradients(
     return gradients
 
 
+def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
+    """Dot products of all pairs of vectors; see `reference.pair_products`."""
+    batch, n, _ = vectors.shape
+    return call_handler("rsembed_pair_products", [((batch, n * (n - 1) // 2), jnp.float32)], vectors)[0]
+
+
+def pull_pairs(
+    vectors: Float[Array, "batch n dim"], d_products: Float[Array, "batch pairs"]
+) -> Float[Array, "batch n dim"]:
+    """Gradient of the vectors from that of `pair_products`."""
+    return call_handler("rsembed_pull_pairs", [(vectors.shape, jnp.float32)], vectors, d_products)[0]
+
+
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
     """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]

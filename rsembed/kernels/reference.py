@@ -187,6 +187,21 @@ def squared_norm(num_rows: int, gradients: SegmentGradients) -> Float[Array, ""]
     return jnp.sum(jnp.square(row_gradients(num_rows, gradients)[1]))
 
 
+def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
+    """Dot products of the vectors of a sample, float32, in the order of `numpy.triu_indices(n, 1)`."""
+    first, second = np.triu_indices(vectors.shape[1], 1)
+    return jnp.einsum("bid,bjd->bij", vectors, vectors, precision="highest")[:, first, second]
+
+
+def pull_pairs(
+    vectors: Float[Array, "batch n dim"], d_products: Float[Array, "batch pairs"]
+) -> Float[Array, "batch n dim"]:
+    """Gradient of the vectors from that of `pair_products`."""
+    batch, n, _ = vectors.shape
+    half = jnp.zeros((batch, n, n)).at[:, *np.triu_indices(n, 1)].set(d_products)
+    return jnp.einsum("bij,bjd->bid", half + half.swapaxes(1, 2), vectors, precision="highest")
+
+
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
     """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     places = jnp.where(rows < 0, NO_ROW, rows)

@@ -125,6 +125,7 @@ distinct, unique_keys, count_uses = reference.distinct, reference.unique_keys, r
 find_keys, insert_keys = reference.find_keys, reference.insert_keys
 compact, take_rows = reference.compact, reference.take_rows
 squared_norm = reference.squared_norm
+pair_products, pull_pairs = reference.pair_products, reference.pull_pairs
 pack_blocks, unpack_blocks = reference.pack_blocks, reference.unpack_blocks
 block_ends, round_places = reference.block_ends, reference.round_places
 entries_by_sample = reference.entries_by_sample

@@ -19,7 +19,10 @@
 namespace rsembed {
 namespace RSEMBED_ISA {
 
-void row_bits(const TableKeys&, const uint32_t* const*, int64_t, int64_t, int64_t, int64_t, uint32_t*);  // random_bits.cc
+// In random_bits.cc and pairs.cc.
+void row_bits(const TableKeys&, const uint32_t* const*, int64_t, int64_t, int64_t, int64_t, uint32_t*);
+void pair_products(const float*, int64_t, int64_t, int64_t, int64_t, float*);
+void pull_pairs(const float*, const float*, int64_t, int64_t, int64_t, int64_t, float*);
 
 namespace {
 
@@ -202,15 +205,6 @@ void pool(const Table& table, const Segment& segment, int64_t first_output, int6
 }
 
 // --- gradients of weights --------------------------------------------------------------------------------------------
-
-template <typename T>
-inline float dot(const T* row, const float* vector, int64_t dim) {
-  Floats sum = {};
-  int64_t column = 0;
-  for (; column + kLanes <= dim; column += kLanes) sum += load(row + column) * load(vector + column);
-  if (column < dim) sum += load_tail(row + column, dim - column) * load_tail(vector + column, dim - column);
-  return sum_of_lanes(sum);
-}
 
 template <typename T>
 void weight_gradients(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
@@ -494,6 +488,8 @@ const RowKernels kRowKernels = {
     RSEMBED_BY_TYPE_AND_RULE(update_groups),
     RSEMBED_BY_TYPE_AND_RULE(step_rows),
     row_bits,
+    pair_products,
+    pull_pairs,
 };
 
 }  // namespace RSEMBED_ISA

@@ -89,6 +89,10 @@ struct RowKernels {
   // Random bits `[rows, dim]`; every row of a table is told from others by its numbers in the lanes.
   void (*row_bits)(const TableKeys& from, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
                    int64_t last, uint32_t* bits);
+  // Of samples of `n` vectors `[n, dim]`: the products of all pairs, and the gradient of the vectors from theirs.
+  void (*pair_products)(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t last, float* products);
+  void (*pull_pairs)(const float* vectors, const float* d_products, int64_t n, int64_t dim, int64_t first, int64_t last,
+                     float* d_vectors);
 };
 
 namespace baseline {

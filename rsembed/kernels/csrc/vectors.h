@@ -189,6 +189,15 @@ inline void stream(float* to, Floats x) {
 #endif
 }
 
+template <typename T>
+inline float dot(const T* row, const float* vector, int64_t dim) {
+  Floats sum = {};
+  int64_t column = 0;
+  for (; column + kLanes <= dim; column += kLanes) sum += load(row + column) * load(vector + column);
+  if (column < dim) sum += load_tail(row + column, dim - column) * load_tail(vector + column, dim - column);
+  return sum_of_lanes(sum);
+}
+
 // Room for a few rows: on the stack, unless they are long.
 class RowsInUse {
  public:

@@ -1,0 +1,270 @@
+"""Times whole training steps of a DLRM, from ids in numpy to updated tables, in one run.
+
+    python benchmarks/dlrm.py [--gigabytes 4] [--batch 2048] [--rounds 4] [--json PATH]
+
+26 tables with the cardinalities of Criteo's Kaggle log, scaled to the given size, 64 columns, one Zipf id each; 13
+numbers a sample; an MLP of 512, 256 and 64 below, pairs of all 27 vectors, one of 512, 256 and 1 above. Dense layers
+step by SGD, tables by row-wise Adagrad. Contestants take turns of eight distinct batches.
+
+* core, nnx: an `EmbeddingCollection` under one `jax.jit`; the same as a layer of an `nnx` model.
+* core, own pairs: as core, with the pairs of plain JAX in place of `rs.pairwise_interaction`.
+* plain JAX: tables are arrays, `table[ids]`, and optax steps everything by SGD with dense gradients.
+* torch + FBGEMM: FBGEMM's module on the host and torch's dense layers, if both can be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import timing
+from flax import nnx
+
+import rsembed as rs
+from rsembed.kernels import reference
+from rsembed.plot import measured_on
+
+CARDINALITIES = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+NUM_DENSE, DIM = 13, 64
+BELOW, ABOVE = (NUM_DENSE, 512, 256, DIM), (DIM + 27 * 26 // 2, 512, 256, 1)
+DENSE_RATE, TABLE_RATE = 0.01, 0.01
+Run = Callable[[int], object]
+
+
+class Batch(NamedTuple):
+    """Ids of each table, 13 numbers and the label of every sample, in numpy."""
+
+    ids: dict[str, np.ndarray]
+    dense: np.ndarray
+    labels: np.ndarray
+
+
+def table_sizes(gigabytes: float) -> list[int]:
+    """Rows of each table."""
+    scale = gigabytes * 1e9 / (4 * DIM * sum(CARDINALITIES))
+    return [max(3, round(scale * size)) for size in CARDINALITIES]
+
+
+def draw_batches(sizes: list[int], batch_size: int) -> list[Batch]:
+    """Distinct batches of Zipf ids."""
+    rng, ranks = np.random.default_rng(0), np.random.default_rng(1)
+    return [
+        Batch(
+            {
+                f"t{k}": timing.ids_by_law("zipf", size, (batch_size,), int(ranks.integers(1 << 30)), exponent=1.05)
+                for k, size in enumerate(sizes)
+            },
+            rng.standard_normal((batch_size, NUM_DENSE), dtype=np.float32),
+            rng.integers(0, 2, batch_size).astype(np.float32),
+        )
+        for _ in range(timing.NUM_BATCHES)
+    ]
+
+
+def layers(widths: tuple[int, ...], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Weights and biases of an MLP."""
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.standard_normal((a, b), dtype=np.float32) / np.float32(a**0.5), np.zeros(b, np.float32))
+        for a, b in itertools.pairwise(widths)
+    ]
+
+
+def mlp(params: Any, x: jax.Array) -> jax.Array:
+    """Layers with ReLUs between them."""
+    for k, (weight, bias) in enumerate(params):
+        x = x @ weight + bias
+        x = jax.nn.relu(x) if k + 1 < len(params) else x
+    return x
+
+
+def loss_of(pairs: Callable, params: Any, vectors: dict[str, jax.Array], dense: jax.Array, labels: jax.Array) -> Any:
+    """Mean log-loss."""
+    below = mlp(params["below"], dense)
+    products = pairs(jnp.stack([below, *vectors.values()], axis=1))
+    logits = mlp(params["above"], jnp.concatenate([below, products], axis=1))[:, 0]
+    return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+
+
+def dense_params() -> dict[str, Any]:
+    """Of both MLPs."""
+    return jax.tree.map(jnp.asarray, {"below": layers(BELOW, 1), "above": layers(ABOVE, 2)})
+
+
+def collection_of(sizes: list[int]) -> rs.EmbeddingCollection:
+    """One feature and table for each size."""
+    rule = rs.RowWiseAdagradOptimizerSpec(TABLE_RATE)
+    start = jax.nn.initializers.constant(0.01)
+    return rs.EmbeddingCollection(
+        [
+            rs.FeatureSpec(
+                name=f"t{k}",
+                table_spec=rs.TableSpec(
+                    name=f"t{k}", vocabulary_size=size, embedding_dim=DIM, initializer=start, optimizer=rule
+                ),
+            )
+            for k, size in enumerate(sizes)
+        ]
+    )
+
+
+def core_contestant(sizes: list[int], batches: list[Batch], pairs: Callable = rs.pairwise_interaction) -> Run:
+    """Functions over an `EmbeddingCollection`."""
+    collection, loss_fn = collection_of(sizes), functools.partial(loss_of, pairs)
+    held = [dense_params(), collection.init(jax.random.key(0))]
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids, dense, labels):
+        value_and_grad = rs.value_and_grad(loss_fn, collection, has_aux=False)
+        loss, (gradients, row_gradients) = value_and_grad(params, state, ids, dense, labels)
+        params = jax.tree.map(lambda p, g: p - DENSE_RATE * g, params, gradients)
+        return params, collection.apply(state, row_gradients), loss
+
+    def run(k: int) -> object:
+        own = batches[k]
+        held[0], held[1], loss = step(*held, collection.prepare(own.ids), own.dense, own.labels)
+        return jax.block_until_ready(loss)
+
+    return run
+
+
+class Model(nnx.Module):
+    """A DLRM whose tables are a layer."""
+
+    def __init__(self, collection: rs.EmbeddingCollection):
+        self.tables = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
+        self.params = nnx.Param(dense_params())
+
+
+def nnx_contestant(sizes: list[int], batches: list[Batch]) -> Run:
+    """A layer of an nnx model."""
+    collection = collection_of(sizes)
+    model = Model(collection)
+    optimizer = rs.nnx.Optimizer(model, optax.sgd(DENSE_RATE))
+
+    def loss_fn(model, ids, dense, labels):
+        return loss_of(rs.pairwise_interaction, model.params.get_value(), model.tables(ids), dense, labels)
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def step(model, optimizer, ids, dense, labels):
+        loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ids, dense, labels)
+        optimizer.update(model, gradients)
+        return loss
+
+    def run(k: int) -> object:
+        own = batches[k]
+        return jax.block_until_ready(step(model, optimizer, collection.prepare(own.ids), own.dense, own.labels))
+
+    return run
+
+
+def plain_contestant(sizes: list[int], batches: list[Batch]) -> Run:
+    """JAX and optax alone."""
+    tables = {f"t{k}": jnp.full((size, DIM), 0.01, jnp.float32) for k, size in enumerate(sizes)}
+    held, tx = [(dense_params(), tables)], optax.sgd(DENSE_RATE)
+
+    def loss_fn(given, ids, dense, labels):
+        params, tables = given
+        return loss_of(reference.pair_products, params, {k: tables[k][ids[k]] for k in ids}, dense, labels)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(given, *batch):
+        loss, gradients = jax.value_and_grad(loss_fn)(given, *batch)
+        return optax.apply_updates(given, tx.update(gradients, tx.init(given))[0]), loss
+
+    def run(k: int) -> object:
+        held[0], loss = step(held[0], *batches[k])
+        return jax.block_until_ready(loss)
+
+    return run
+
+
+def fbgemm_contestant(sizes: list[int], batches: list[Batch]) -> Run:
+    """FBGEMM's tables under torch's layers; raises ImportError without them."""
+    import torch
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+
+    tbe = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
+        [(size, DIM, EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU) for size in sizes],
+        optimizer=fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=TABLE_RATE,
+        bounds_check_mode=BoundsCheckMode.NONE,
+    )
+    for table in tbe.split_embedding_weights():
+        table.fill_(0.01)
+
+    def torch_mlp(widths: tuple[int, ...], seed: int) -> Any:
+        parts: list[Any] = []
+        for weight, bias in layers(widths, seed):
+            linear = torch.nn.Linear(*weight.shape)
+            linear.weight.data, linear.bias.data = torch.from_numpy(weight.T.copy()), torch.from_numpy(bias)
+            parts += [linear, torch.nn.ReLU()]
+        return torch.nn.Sequential(*parts[:-1])
+
+    below, above = torch_mlp(BELOW, 1), torch_mlp(ABOVE, 2)
+    optimizer = torch.optim.SGD([*below.parameters(), *above.parameters()], lr=DENSE_RATE)
+    first, second = np.triu_indices(27, 1)
+    size = len(batches[0].labels)
+    offsets = torch.arange(len(sizes) * size + 1)
+
+    def run(k: int) -> object:
+        own = batches[k]
+        ids = torch.from_numpy(np.concatenate([*own.ids.values()]).astype(np.int64))
+        vectors = tbe(ids, offsets).reshape(size, len(sizes), DIM)
+        optimizer.zero_grad(set_to_none=True)
+        dense = below(torch.from_numpy(own.dense))
+        every = torch.cat([dense[:, None], vectors], dim=1)
+        products = torch.bmm(every, every.transpose(1, 2))[:, first, second]
+        logits = above(torch.cat([dense, products], dim=1))[:, 0]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(own.labels))
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return run
+
+
+def main() -> int:
+    """Prints the table, and writes it if asked."""
+    parser = timing.make_parser(__doc__)
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="all tables together")
+    parser.add_argument("--batch", type=int, default=2048, help="samples")
+    parser.add_argument("--rounds", type=int, default=4, help="times that all batches are run")
+    parser.add_argument("--without", default="", help="contestants to leave out, separated by commas")
+    options = parser.parse_args()
+    makers: dict[str, Callable] = {
+        "core": core_contestant,
+        "core, own pairs": functools.partial(core_contestant, pairs=reference.pair_products),
+        "nnx": nnx_contestant,
+        "plain JAX": plain_contestant,
+        "torch + FBGEMM": fbgemm_contestant,
+    }
+    sizes = table_sizes(options.gigabytes)
+    batches, runs = draw_batches(sizes, options.batch), {}
+    for name, make in makers.items():
+        try:
+            if name not in options.without.split(","):
+                runs[name] = make(sizes, batches)
+        except ImportError as error:
+            print(f"without {name}: {error}")
+    times = timing.race(runs, options.rounds)
+    print(f"{sum(sizes):,} rows of {DIM}, batch {options.batch}; {measured_on()}")
+    for name, own in times.items():
+        print(f"{name:<17}{own.median:8.1f} ms (best {own.best:.1f}){1e3 / own.median:8.1f} steps a second")
+    timing.write_records(options, {name: own._asdict() for name, own in times.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
