@@ -14,8 +14,8 @@ def pairwise_interaction(
 ) -> Float[Array, "batch pairs"]:
     """Dot products of the vectors of every sample, in the order of `numpy.triu_indices(n, 1)`, float32.
 
-    Differentiable once. On CPUs one native call serves all samples; XLA runs a small product for each of them, which takes
-    several times as long as the tables of a model of 26 features.
+    Differentiable once. On CPUs one native call serves all samples; XLA runs a small product for each of them, which
+    takes several times as long as the tables of a model of 26 features.
 
     Args:
       vectors: of each feature, such as `jnp.stack([dense, *activations.values()], axis=1)`.

@@ -323,11 +323,11 @@ class EmbeddingCollection:
     def prepare(self, batch: Batch) -> dict[str, Any]:
         """Checks a batch on the host and brings it into canonical form, ready for a jitted step.
 
-        Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted. On a mesh, the canonical
-        form is one padded array `[batch, ids]` (or a pair of it and weights) split by sample. Each process gives its
-        own samples, equally many, and gets the global batch. Bags of any length get room for a power of two of ids, so
-        that few programs are compiled; a feature without a combiner keeps its number of ids on one device, and bags of
-        one length keep that on a mesh.
+        Do this before `jit`: inside it, ids are int32 and cannot be checked, only counted. Arrays stay arrays, all
+        else becomes `Bags`. On a mesh, the canonical form is one padded array `[batch, ids]` (or a pair of it and
+        weights) split by sample. Each process gives its own samples, equally many, and gets the global batch. Bags of
+        any length get room for a power of two of ids, so that few programs are compiled; a feature without a combiner
+        keeps its number of ids on one device, and bags of one length keep that on a mesh.
 
         Args:
           batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is no id), nested lists,

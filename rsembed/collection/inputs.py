@@ -1,7 +1,8 @@
 """Batches as users have them, checked and brought into canonical form.
 
-On one device that is `Bags`. On a mesh it is a padded array `[batch, ids]` (or a pair of it and weights), because all
-devices must run the same program on equal shapes: sample `b` of `B` lies with device `b * num_devices // B`.
+On one device that is `Bags`, or where an array was given an array `[batch, ids]` (or a pair of it and weights). On a
+mesh it is always such an array, padded, because all devices must run the same program on equal shapes: sample `b` of
+`B` lies with device `b * num_devices // B`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def prepare(
         if devices.mesh is None:
             for name, own in bags.items():
                 _check_batch_size(features[name], own, own.num_bags)
-            canonical = on_device([_canonical(_rounded(features[name], own)) for name, own in bags.items()])
+            canonical = on_device([_canonical(features[name], own) for name, own in bags.items()])
             return dict(zip(bags, canonical, strict=True))  # a tree would sort them
         for name, own in bags.items():
             agreement.bring(f"feature {name!r}", _shape(own), width=_width(name, own))
@@ -111,23 +112,23 @@ def is_unknown(given: Any) -> bool:
     return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
 
 
-def _rounded(feature: FeatureSpec, bags: Bags) -> Bags:
-    """Bags of any length with room for a power of two of ids, so that few programs are compiled for a run of batches.
+def _canonical(feature: FeatureSpec, bags: Bags) -> Any:
+    """An array, or bags of any length with room for a power of two of ids, so that few programs serve all batches.
 
-    Left as they are: arrays, bags that somebody padded, what is inside `jit`, and features without a combiner, whose
-    activations have one vector per id.
+    Bags that somebody padded, what is inside `jit`, and features without a combiner, whose activations have one vector
+    per id, get no more room.
     """
-    is_exact = (
-        not is_traced(bags) and bags.dense_shape is None and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
-    )
-    if not is_exact or feature.table_spec.combiner == "none":
-        return bags
-    return bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
-
-
-def _canonical(bags: Bags) -> Bags:
+    if bags.dense_shape is not None:
+        return _arrays(*padded(bags, 0))
+    is_exact = not is_traced(bags) and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
+    if is_exact and feature.table_spec.combiner != "none":
+        bags = bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
     weights = None if bags.weights is None else bags.weights.astype(np.float32)
     return dataclasses.replace(bags, ids=narrow_ids(bags.ids), offsets=bags.offsets.astype(np.int32), weights=weights)
+
+
+def _arrays(ids: Any, weights: Any) -> Any:
+    return ids if weights is None else (ids, weights)
 
 
 def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> None:
@@ -176,8 +177,7 @@ def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
 
 def _split(bags: Bags, width: int, devices: Devices) -> Any:
     """The padded array (and weights) of a feature, split by sample."""
-    ids, weights = padded(bags, width)
-    arrays = ids if weights is None else (ids, weights)
+    arrays = _arrays(*padded(bags, width))
     if is_unknown(bags):
         return arrays
     sharding = devices.sharding(devices.split)

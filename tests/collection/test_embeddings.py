@@ -297,9 +297,9 @@ def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
     assert int(statistics.num_ids["f_t"]) == 3
     assert int(statistics.num_out_of_range["f_t"]) == 2
     for dtype in (np.uint8, np.int16, np.uint32, np.int64, np.uint64):
-        narrow = collection.prepare({"f_t": np.asarray([[1], [3]], dtype), "f_u": [[0], [0]]})["f_t"].ids
+        narrow = collection.prepare({"f_t": np.asarray([[1], [3]], dtype), "f_u": [[0], [0]]})["f_t"]
         assert narrow.dtype == jnp.int32
-        assert narrow.tolist() == [1, 3]
+        assert narrow.tolist() == [[1], [3]]
     lenient = collection_of(table_spec(), table_spec("u"), bounds_check="ignore")
     batch = lenient.prepare({"f_t": ids, "f_u": np.asarray([[2**40], [0], [1]])})
     lookup = jax.jit(functools.partial(lenient.lookup, return_statistics=True))
