@@ -13,6 +13,7 @@ one device:
 * `train`, and on a mesh of 4 and 8: cores of ranks 32, 32 on every device.
 * `SparseCore`, and on a mesh of 4 and 8: the wing's functions, with batches that were preprocessed beforehand.
 * `table-batched`, and on a mesh of 4 and 8: the module in one compiled step, with batches that were prepared.
+* `model-parallel` and `model-parallel, hashed`, also in `nnx.jit` and on a mesh of 4: the wing's group of four tables.
 * `2 processes` and `hashed, 2 processes` run behind the others: a device each, half of the batch each.
 
 All devices and processes share the cores of this machine, so the rows of a batch are read and stepped in the time that
@@ -44,7 +45,7 @@ import timing  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import rsembed as rs  # noqa: E402
-from rsembed import parallel, tbe  # noqa: E402
+from rsembed import parallel, sok, tbe  # noqa: E402
 from rsembed.sparsecore import embedding, embedding_spec  # noqa: E402
 from rsembed.tt import TensorTrain  # noqa: E402
 
@@ -92,7 +93,7 @@ def applying(collection: rs.EmbeddingCollection) -> Callable:
     return step
 
 
-WINGS = ("hashed", "train", "SparseCore", "table-batched")
+WINGS = ("hashed", "train", "SparseCore", "table-batched", "model-parallel, hashed", "model-parallel")
 """What has a contestant of its own on one device, beside which its others stand."""
 
 
@@ -222,7 +223,42 @@ class TableBatchedContestant:
         return 0.0
 
 
-AnyContestant = Contestant | SparseCoreContestant | TableBatchedContestant
+class ModelParallelContestant:
+    """The same by the model-parallel wing: eager calls, which compile inside, or one step that is given the tables."""
+
+    def __init__(self, ids: np.ndarray, *, is_hashed: bool, in_jit: bool = False, num_devices: int = 1):
+        mesh = jax.make_mesh((num_devices,), ("shard",), devices=jax.devices()[:num_devices])
+        context = sok.Init(mesh=mesh)
+        how = {
+            "rows_per_device": ROWS // num_devices,
+            "use_hashtable": is_hashed,
+            "optimizer": rs.AdagradOptimizerSpec(0.01),
+        }
+        self.variables = nnx.List(
+            [sok.embedding_variable(name, DIM, context=context, rngs=nnx.Rngs(0), **how) for name in NAMES]
+        )
+        self.batches = [list(batch) for batch in ids]
+        if in_jit:
+            self.batches = [[context.place(sok.split_keys(own)) for own in batch] for batch in self.batches]
+
+        def step(variables, batch):
+            outputs, backward = sok.group_embedding_lookup_vjp(list(variables), batch, ["sum"] * NUM_TABLES)
+            backward([output - 1.0 for output in outputs])
+
+        self.step = nnx.jit(step, donate_argnums=0) if in_jit else step
+        for batch in self.batches:
+            self.step(self.variables, batch)
+
+    def __call__(self, k: int) -> object:
+        self.step(self.variables, self.batches[k])
+        return jax.block_until_ready([variable.get_value() for variable in self.variables])
+
+    def bytes_per_id(self) -> float:
+        """Not told; those of the core."""
+        return 0.0
+
+
+AnyContestant = Contestant | SparseCoreContestant | TableBatchedContestant | ModelParallelContestant
 
 
 def makers(ids: np.ndarray) -> dict[str, Callable[[], AnyContestant]]:
@@ -250,6 +286,11 @@ def makers(ids: np.ndarray) -> dict[str, Callable[[], AnyContestant]]:
         **{
             f"table-batched, mesh of {n}": functools.partial(TableBatchedContestant, ids, num_devices=n)
             for n in (NUM_DEVICES // 2, NUM_DEVICES)
+        },
+        **{
+            f"{name}{where}": functools.partial(ModelParallelContestant, ids, is_hashed="hashed" in name, **how)
+            for name in ("model-parallel", "model-parallel, hashed")
+            for where, how in (("", {}), (", jit", {"in_jit": True}), (", mesh of 4", {"num_devices": 4}))
         },
     }
 
