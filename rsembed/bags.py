@@ -59,7 +59,7 @@ class Bags:
           ValueError: weights have other lengths than the ids.
         """
         check_type(rows, Sequence, "rows, one list of ids for each bag,")
-        if weights is None and (plain := _of_plain_lists(rows)) is not None:
+        if weights is None and (plain := _of_plain_rows(rows)) is not None:
             return plain
         arrays = [_flat_ids(row, position) for position, row in enumerate(rows)]
         lengths = np.asarray([a.size for a in arrays], np.int64)
@@ -179,17 +179,22 @@ def _module_of(ids: Any) -> Any:
     return np if isinstance(jax.tree.leaves(ids)[0], np.ndarray) else jnp
 
 
-def _of_plain_lists(rows: Sequence[Any]) -> Bags | None:
-    """Bags of lists of Python's integers, which are looked at all together, twenty times as fast; else None."""
-    if set(map(type, rows)) != {list}:
-        return None
-    flat = list(itertools.chain.from_iterable(rows))
-    if not set(map(type, flat)) <= {int}:
-        return None
-    try:
-        ids = np.asarray(flat, np.int64)
-    except OverflowError:  # some need 64 bits without a sign, or more
-        return None
+def _of_plain_rows(rows: Sequence[Any]) -> Bags | None:
+    """Bags of lists of Python's integers, or of arrays, looked at all together: twenty times as fast; else None."""
+    kinds = set(map(type, rows))
+    if kinds == {np.ndarray}:
+        filled = [row for row in rows if row.size]  # an empty list makes an array of floats
+        if {row.ndim for row in rows} != {1} or {row.dtype.kind for row in filled} != {"i"}:
+            return None
+        ids = np.concatenate(filled)
+    else:
+        flat = list(itertools.chain.from_iterable(rows)) if kinds == {list} else [None]
+        if not set(map(type, flat)) <= {int}:
+            return None
+        try:
+            ids = np.asarray(flat, np.int64)
+        except OverflowError:  # some need 64 bits without a sign, or more
+            return None
     return Bags.from_lengths(ids, np.fromiter(map(len, rows), np.int64, len(rows)))
 
 
@@ -248,7 +253,7 @@ def as_bags(value: Any, *, feature: str) -> Bags:
         if isinstance(ids, Keys) or (isinstance(ids, (jax.Array, np.ndarray)) and ids.dtype != object):
             weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
-        if isinstance(ids, list) and weights is None and (plain := _of_plain_lists(ids)) is not None:
+        if isinstance(ids, list) and weights is None and (plain := _of_plain_rows(ids)) is not None:
             return plain
         if isinstance(ids, (list, tuple, np.ndarray)):
             if is_traced(ids):

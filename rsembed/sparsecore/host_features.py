@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float32, Int64, Integer
 
-from rsembed.bags import PAD_ID, Bags, check_bags, check_unmasked
+from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked
 from rsembed.sparsecore.layout import leaves_like
 from rsembed.specs import FeatureSpec, features_of
 
@@ -93,16 +92,17 @@ def read_features(
     all_weights = [None] * len(specs) if weights is None else leaves_like(feature_specs, weights, "features_weights")
     result = []
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
-        where, is_bags = f"feature {spec.name!r}", isinstance(leaf, Bags)
-        for part in (leaf, weight, leaf.ids if isinstance(leaf, Bags) else None):
-            check_unmasked(part, f"{where}: ids or weights")
+        where = f"feature {spec.name!r}"
         if isinstance(leaf, Bags):
-            leaf, weight = _used_part(leaf, weight, spec.name)
-        ids, lengths, ids_per_sample = _rows(leaf, where)
-        if _is_pair(leaf) and _is_flat(weight):
-            weight = (np.asarray(weight), lengths)
-        values = None if weight is None else _weights(weight, lengths, where)
-        if is_bags and (ids == PAD_ID).any():
+            check_bags(as_bags(dataclasses.replace(leaf, weights=None), feature=spec.name), feature=spec.name)
+        try:
+            bags = _as_bags(leaf, weight)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from error
+        check_ids_dtype(bags, feature=spec.name)
+        lengths = np.diff(np.asarray(bags.offsets)).astype(np.int64)
+        ids, values = np.asarray(bags.ids), None if bags.weights is None else np.asarray(bags.weights, np.float32)
+        if isinstance(leaf, Bags) and (ids == PAD_ID).any():
             # Here too padding is no id, so that it does not count in means.
             is_id = ids != PAD_ID
             lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[is_id], minlength=len(lengths))
@@ -116,11 +116,44 @@ def read_features(
                 f"{spec.num_samples} is {expected} ({local_device_count} of {global_device_count} devices); pass the "
                 "local part of the batch, or declare another input_shape and output_shape."
             )
-        ids = _integers(ids, where)
-        result.append(
-            HostFeature(spec=spec, raw_ids=ids, lengths=lengths, ids_per_sample=ids_per_sample, weights=values)
-        )
+        same = bags.dense_shape[1] if bags.dense_shape is not None and not isinstance(leaf, Bags) else None
+        result.append(HostFeature(spec=spec, raw_ids=ids, lengths=lengths, ids_per_sample=same, weights=values))
     return result
+
+
+def _as_bags(leaf: Any, weights: Any) -> Bags:
+    """Ids and weights of a feature in any of the published forms, without what lies behind the last offset."""
+    check_unmasked([leaf, weights], "ids or weights")
+    if isinstance(leaf, Bags):
+        if weights is not None and leaf.weights is not None:
+            raise ValueError("weights are given twice, inside the Bags and in features_weights; keep one.")
+        last = int(np.asarray(leaf.offsets)[-1])
+        weights = leaf.weights if weights is None else weights
+        weights = weights[:last] if _is_flat(weights) else weights
+        leaf = np.asarray(leaf.ids)[:last], np.diff(np.asarray(leaf.offsets))
+    if _is_pair(leaf):
+        (ids, lengths), weights = leaf, weights[0] if _is_pair(weights) else weights
+        if weights is not None and not _is_flat(weights):
+            return Bags.from_lists(np.split(ids, np.cumsum(lengths)[:-1]), list(weights))
+        try:
+            return Bags.from_lengths(ids, lengths, weights)
+        except ValueError as error:
+            raise ValueError(
+                f"a pair of arrays is (values, lengths), and rows are a list, no tuple: {error}"
+            ) from error
+    if isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype != object:
+        if leaf.ndim != 2:
+            raise ValueError(
+                f"a dense input is [samples, ids per sample], got {leaf.ndim} dimensions ({leaf.shape}); reshape it to "
+                "(-1, 1) for one id per sample."
+            )
+        return Bags.from_dense(np.asarray(leaf), weights if weights is None else np.asarray(weights))
+    ids, weights = (
+        rows.tolist() if isinstance(rows, np.ndarray) and rows.ndim > 1 else rows for rows in (leaf, weights)
+    )
+    return Bags.from_lists(
+        list(ids) if isinstance(ids, np.ndarray) else ids, weights if weights is None else list(weights)
+    )
 
 
 def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense_shapes: Any) -> Any:
@@ -138,66 +171,13 @@ def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense
     return jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
 
 
-def _used_part(bags: Bags, weight: Any, feature: str) -> tuple[Any, Any]:
-    """Ids of bags as values and lengths, and their weights, without what lies behind the last offset."""
-    if weight is not None and bags.weights is not None:
-        raise ValueError(
-            f"feature {feature!r}: weights are given twice, inside the Bags and in features_weights; keep one."
-        )
-    check_bags(Bags(bags.ids, bags.offsets), feature=feature)
-    offsets, weight = np.asarray(bags.offsets).astype(np.int64), bags.weights if weight is None else weight
-    pair = (np.asarray(bags.ids)[: offsets[-1]], np.diff(offsets))
-    return pair, np.asarray(weight)[: offsets[-1]] if _is_flat(weight) else weight
-
-
 def _is_flat(leaf: Any) -> bool:
     return isinstance(leaf, (np.ndarray, jax.Array)) and leaf.ndim == 1 and leaf.dtype != object
 
 
 def _is_pair(leaf: Any) -> bool:
+    """Whether a leaf is `(values, lengths)`; two samples are a list."""
     return isinstance(leaf, tuple) and len(leaf) == 2 and all(map(_is_flat, leaf))
-
-
-def _rows(leaf: Any, where: str) -> tuple[np.ndarray, np.ndarray, int | None]:
-    """Flat values, the number of values in every row, and that number if all rows must have the same."""
-    if _is_pair(leaf):
-        values, lengths = (np.asarray(part) for part in leaf)
-        if lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0) or lengths.sum() != len(values):
-            raise ValueError(
-                f"{where}: a pair of arrays is (values, lengths), but the lengths {lengths[:8].tolist()}... do not add "
-                f"up to {len(values)} values; give rows as a list, not as a tuple."
-            )
-        return values, lengths.astype(np.int64, copy=False), None
-    if not isinstance(leaf, (list, tuple)):
-        leaf = np.asarray(leaf)
-        if leaf.dtype != object:
-            if leaf.ndim != 2:
-                raise ValueError(
-                    f"{where}: a dense input is [samples, ids per sample], got {leaf.ndim} dimensions ({leaf.shape}); "
-                    "reshape it to (-1, 1) for one id per sample."
-                )
-            return leaf.reshape(-1), np.full(leaf.shape[0], leaf.shape[1], np.int64), leaf.shape[1]
-        if leaf.ndim == 2:
-            leaf = leaf.tolist()  # rows that happen to have equal lengths
-        elif leaf.ndim != 1:
-            raise ValueError(f"{where}: an object array must hold one array per sample, got shape {leaf.shape}.")
-    return (*_ragged_rows(leaf, where), None)
-
-
-def _ragged_rows(leaf: Sequence[Any] | np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    rows = []
-    for number, row in enumerate(leaf):
-        try:
-            array = np.asarray(row)
-        except ValueError as error:
-            raise ValueError(f"{where}: sample {number} mixes single ids and lists: {error}") from error
-        if array.ndim != 1:
-            depth = "a single value" if array.ndim == 0 else f"nested {array.ndim} deep"
-            raise ValueError(f"{where}: sample {number} is {depth}, but every sample must be a flat list of ids.")
-        rows.append(array)
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    filled = [row for row in rows if row.size]  # an empty list has the dtype float64
-    return (np.concatenate(filled) if filled else np.zeros(0, np.int64)), lengths
 
 
 def _own_share(
@@ -212,25 +192,3 @@ def _own_share(
     own = lengths[first : first + num_rows]
     entries = slice(start, start + int(own.sum()))
     return ids[entries], own, None if weights is None else weights[entries]
-
-
-def _integers(ids: np.ndarray, where: str) -> Integer[np.ndarray, " nnz"]:
-    """Ids, if they are integers; an empty list of unknown kind counts as such."""
-    if ids.dtype.kind in "iu":
-        return ids
-    if ids.size == 0:
-        return np.zeros(0, np.int64)
-    if ids.dtype == object:
-        raise ValueError(f"{where}: ids must be integers that fit 64 bits, got {ids[0]!r}, ...; hash larger ids first.")
-    raise TypeError(f"{where}: ids must be integers, got dtype {ids.dtype}; convert them with .astype('int32').")
-
-
-def _weights(leaf: Any, lengths: np.ndarray, where: str) -> np.ndarray:
-    values, weight_lengths, _ = _rows(leaf, f"{where}, weights")
-    if not np.array_equal(lengths, weight_lengths):
-        same_count = len(lengths) == len(weight_lengths)
-        place = f" (first at sample {np.flatnonzero(lengths != weight_lengths)[0]})" if same_count else ""
-        raise ValueError(f"{where}: weights must have one value per id, but their lengths differ{place}.")
-    if values.dtype.kind not in "fiub":
-        raise TypeError(f"{where}: weights must be numbers, got dtype {values.dtype}.")
-    return values.astype(np.float32, copy=False)

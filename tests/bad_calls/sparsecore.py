@@ -234,7 +234,7 @@ BAD = {
     ),
     "ids of floats": (lambda: run(IDS / 2), TypeError, "feature 'f_word'", "integers", "float64"),
     "ids of one axis": (lambda: run(np.zeros(8, int)), ValueError, "feature 'f_word'", "1 dimensions", "reshape"),
-    "ids of None": (lambda: run(None), ValueError, "feature 'f_word'", "one array per sample", "()"),
+    "ids of None": (lambda: run(None), TypeError, "feature 'f_word'", "one list of ids for each bag", "None"),
     "an id outside": (
         lambda: run(IDS + 17), ValueError, "feature 'f_word'", "id 32 in sample 7", "table 'word'",
         "vocabulary_size=32",
@@ -244,17 +244,17 @@ BAD = {
         lambda: run(Bags(np.arange(9), np.arange(9))), ValueError, "feature 'f_word'", "offset is 8", "9 ids",
     ),
     "an id that wraps round": (lambda: run(IDS + 2**32), ValueError, "feature 'f_word'", "id 4294967311 in sample 7"),
-    "an id beyond 64 bits": (lambda: run([[2**70, 1]] * 8), ValueError, "feature 'f_word'", "fit 64 bits", "hash"),
+    "an id beyond 64 bits": (lambda: run([[2**70, 1]] * 8), TypeError, "feature 'f_word'", "fit 64 bits", "hash"),
     "ids of bools": (lambda: run(IDS % 2 == 0), TypeError, "feature 'f_word'", "integers", "bool"),
     "ids of texts": (lambda: run([["a", "b"]] * 8), TypeError, "feature 'f_word'", "integers"),
-    "lists of no depth": (lambda: run(list(range(8))), ValueError, "feature 'f_word'", "sample 0 is a single value"),
-    "lists of lists of lists": (lambda: run([[[0]], [[1]]] * 4), ValueError, "feature 'f_word'", "sample 0", "2 deep"),
-    "lists of other depth": (lambda: run([[0, [1]]] * 8), ValueError, "feature 'f_word'", "sample 0 mixes"),
+    "lists of no depth": (lambda: run(list(range(8))), TypeError, "feature 'f_word'", "row 0 must be a flat list"),
+    "lists of lists of lists": (lambda: run([[[0]], [[1]]] * 4), TypeError, "feature 'f_word'", "row 0", "too deeply"),
+    "lists of other depth": (lambda: run([[0, [1]]] * 8), TypeError, "feature 'f_word'", "row 0 must be a flat list"),
     "a batch of another size": (
         lambda: run(np.zeros((9, 2), int)), ValueError, "feature 'f_word'", "9 samples", "batch of 8",
     ),
     "a pair whose lengths do not add up": (
-        lambda: run((np.arange(8), np.full(8, 2))), ValueError, "feature 'f_word'", "(values, lengths)", "8 values",
+        lambda: run((np.arange(8), np.full(8, 2))), ValueError, "feature 'f_word'", "(values, lengths)", "8 ids",
     ),
     "weights of texts": (
         lambda: run(IDS, np.full((8, 2), "a")), TypeError, "feature 'f_word'", "weights", "numbers", "<U1",
@@ -269,7 +269,7 @@ BAD = {
     "weights of NaN": (
         lambda: run(IDS, np.full((8, 2), NAN)), ValueError, "feature 'f_word'", "weight nan in sample 0",
     ),
-    "too few weights": (lambda: run(IDS, np.ones((8, 1))), ValueError, "feature 'f_word'", "one value per id"),
+    "too few weights": (lambda: run(IDS, np.ones((8, 1))), ValueError, "feature 'f_word'", "(8, 1)", "(8, 2)"),
     "a strategy nobody knows": (lambda: run(sharding_strategy="DIV"), ValueError, "sharding strategy 'DIV'", "MOD"),
     "more local devices than all": (lambda: run(local=2), ValueError, "local_device_count=2", "global_device_count=1"),
     "local devices as text": (lambda: run(local="1"), TypeError, "local_device_count", "integer", "'1'"),
