@@ -237,10 +237,9 @@ def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Any]:
 
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
-    ids: Any = batch.ids
-    xp: Any = np if isinstance(ids, np.ndarray) and isinstance(batch.offsets, np.ndarray) else jnp
-    offsets, num_ids = xp.asarray(batch.offsets), ids.shape[0]
-    ends = xp.clip(offsets, 0, num_ids)
+    xp: Any = jnp if is_traced((batch.ids, batch.offsets)) else np
+    ids, offsets, num_ids = xp.asarray(batch.ids), xp.asarray(batch.offsets), batch.ids.shape[0]
+    ends: Any = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
     ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
     ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
