@@ -1,5 +1,6 @@
 """The worked cases of the table-batched module, through its public interface."""
 
+import inspect
 import json
 import warnings
 from pathlib import Path
@@ -12,16 +13,8 @@ import pytest
 from rsembed import tbe as rt
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "tbe_cases.json").read_text())["cases"]
-ENUMS = {
-    "pooling_mode": rt.PoolingMode,
-    "optimizer": rt.OptimType,
-    "output_dtype": rt.SparseType,
-    "weights_precision": rt.SparseType,
-    "bounds_check_mode": rt.BoundsCheckMode,
-    "weight_decay_mode": rt.WeightDecayMode,
-    "counter_weight_decay_mode": rt.CounterWeightDecayMode,
-    "learning_rate_mode": rt.LearningRateMode,
-}
+# Fields of records take members alone; arguments of the module take their names, too.
+ENUMS = {"counter_weight_decay_mode": rt.CounterWeightDecayMode, "learning_rate_mode": rt.LearningRateMode}
 RECORDS = {
     "counter_based_regularization": rt.CounterBasedRegularizationDefinition,
     "cowclip_regularization": rt.CowClipDefinition,
@@ -29,6 +22,7 @@ RECORDS = {
     "extra_optimizer_config": rt.UserEnabledConfigDefinition,
     "tail_id_threshold": rt.TailIdThreshold,
 }
+ARGUMENTS = set(inspect.signature(rt.TableBatchedEmbeddingBags.__init__).parameters)
 # Some cases give arguments that their optimizer does not read: a warning, which is tested elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore:.*no effect")
 
@@ -48,10 +42,8 @@ def arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def module_of(inputs: dict[str, Any]) -> rt.TableBatchedEmbeddingBags:
-    names = {*ENUMS, "learning_rate", "feature_table_map"} & set(inputs)
-    given = {name: inputs[name] for name in names} | inputs.get("kwargs", {})
+    given = {name: inputs[name] for name in ARGUMENTS & set(inputs)} | inputs.get("kwargs", {})
     specs = [(*spec, rt.EmbeddingLocation.DEVICE, rt.ComputeDevice.CPU) for spec in inputs["specs"]]
-    given.setdefault("optimizer", "EXACT_SGD")
     module = rt.TableBatchedEmbeddingBags(specs, **arguments(given))
     weights = {f"table_{t}.weight": np.asarray(w, np.float32) for t, w in enumerate(inputs["weights"])}
     module.load_state_dict(module.state_dict() | weights)
@@ -169,7 +161,7 @@ def test_bounds_checks(case):
 def test_states_have_the_names_and_shapes_of_torch(case):
     spec = (case["inputs"]["E"], case["inputs"]["D"], rt.EmbeddingLocation.DEVICE, rt.ComputeDevice.CPU)
     for optimizer, expected in case["expected"]["states"].items():
-        module = rt.TableBatchedEmbeddingBags([spec], optimizer=rt.OptimType[optimizer])
+        module = rt.TableBatchedEmbeddingBags([spec], optimizer=optimizer)
         (states,) = module.get_optimizer_state()
         states.pop("iter", None)  # the number of steps, which is no array of rows
         assert [[name, list(state.shape)] for name, state in states.items()] == expected

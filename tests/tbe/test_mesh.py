@@ -245,24 +245,6 @@ def test_no_table_travels():
 # Whole tables
 
 
-def test_state_dicts_go_from_mesh_to_mesh_and_on_with_equal_steps():
-    arguments = {"optimizer": [Optim.EXACT_ROWWISE_ADAGRAD, Optim.ADAM, Optim.EXACT_ADAGRAD]}
-    one, modules = make(SPECS, **arguments), {}
-    for seed in range(2):
-        train(one, *draw(seed, features=(0, 1, 2)))
-    saved = one.state_dict()
-    for size, placement in ((4, "row"), (2, "table"), (8, "replicated")):
-        module = modules[size] = make(SPECS, uniform=None, mesh=mesh_of(size), placement=placement, **arguments)
-        module.load_state_dict(saved)
-        saved = module.state_dict()  # of the mesh, for the next one
-        same_tables(one, module, rtol=0)
-    batch = draw(7, features=(0, 1, 2))
-    for module in (one, *modules.values()):
-        train(module, *batch)
-    for module in modules.values():
-        same_tables(one, module)
-
-
 def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
     one, many = (make(SPECS, optimizer=Optim.EXACT_ADAGRAD, **how) for how in ({}, {"mesh": mesh_of(4)}))
     for module in (one, many):
