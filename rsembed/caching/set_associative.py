@@ -7,13 +7,12 @@ set's ways; its slot is `set * num_ways + way`, the row of the device array that
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 from jaxtyping import Int, Int64, UInt64
 
 from rsembed.caching.statistics import CacheCounts
-from rsembed.checks import NonNegativeInt, PositiveInt, validated
+from rsembed.checks import validated
 
 NEVER = np.iinfo(np.int64).max
 """Rank of a slot that may not be a victim: above every count and every time."""
@@ -74,43 +73,6 @@ NUM_WAYS = 32
 """Rows per set."""
 
 
-@validated
-def num_sets_for(
-    total_rows: NonNegativeInt,
-    load_factor: float,
-    *,
-    num_ways: PositiveInt = NUM_WAYS,
-    row_bytes: PositiveInt,
-    free_bytes: int | None = None,
-    reserved_bytes: int = 0,
-) -> int:
-    """Sets of a cache for the given share of all rows, fewer if device memory is short, at least one.
-
-    Args:
-      total_rows: rows of all cached tables together.
-      load_factor: wanted share of them, from 0 to 1.
-      num_ways: rows per set.
-      row_bytes: bytes of one cached row (the longest, where tables differ).
-      free_bytes: free device memory; None does not look at memory.
-      reserved_bytes: how much of it to leave alone.
-
-    Raises: ValueError: `load_factor` is outside [0, 1], or not even one set fits.
-    Source: FBGEMM, size rule of the row cache.
-    """
-    if not 0 <= load_factor <= 1:
-        raise ValueError(f"load_factor={load_factor} must be a share of the rows, from 0 to 1.")
-    wanted = max(1, math.ceil(int(total_rows * load_factor) / num_ways))
-    if free_bytes is None:
-        return wanted
-    fitting = (free_bytes - reserved_bytes) // (num_ways * row_bytes)
-    if fitting < 1:
-        raise ValueError(
-            f"not even one set of {num_ways} rows of {row_bytes} bytes fits into {free_bytes} free bytes minus "
-            f"{reserved_bytes} reserved ones; free memory, reserve less, or take fewer ways."
-        )
-    return min(wanted, fitting)
-
-
 class SetAssociativeCache:
     """Decides which ids are resident and in which slots. Only the decision: rows are moved by the caller.
 
@@ -145,7 +107,7 @@ class SetAssociativeCache:
         """An empty cache.
 
         Args:
-          num_sets: sets; see `num_sets_for`.
+          num_sets: sets.
           num_ways: slots per set. Fewer lose hits to collisions; more make every search longer.
           algorithm: "lru" or "lfu".
           num_ids: ids are 0 to `num_ids - 1`; `num_ids` itself and all others are not cacheable.

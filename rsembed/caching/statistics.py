@@ -67,8 +67,8 @@ class CacheStatistics:
     Example:
       >>> statistics = CacheStatistics()
       >>> statistics.record(CacheCounts(calls=1, requested_ids=9, unique_ids=4, unique_misses=1, unique_hits=3))
-      >>> statistics.hit_rate, statistics.miss_counter
-      (0.75, (1, 1))
+      >>> statistics.miss_counter, statistics.totals.unique_hits
+      ((1, 1), 3)
     """
 
     @validated
@@ -99,24 +99,13 @@ class CacheStatistics:
         self.batches_with_a_miss += counts.unique_misses > 0
 
     @property
-    def hit_rate(self) -> float:
-        """Share of the distinct cacheable ids per batch that were resident before it; nan before the first."""
-        asked = self.totals.unique_hits + self.totals.unique_misses
-        return self.totals.unique_hits / asked if asked else float("nan")
-
-    @property
     def miss_counter(self) -> tuple[int, int]:
         """Batches with a miss, and unique misses; both as the cache stood before each batch."""
         return self.batches_with_a_miss, self.totals.unique_misses
 
-    def means(self) -> dict[str, float]:
-        """Every count but the calls, per call since the last `report`; zeros when there was none."""
-        since = CacheCounts(*(total - old for total, old in zip(self.totals, self._reported, strict=True)))
-        return {name: value / max(1, since.calls) for name, value in since._asdict().items() if name != "calls"}
-
     def report(self) -> str:
-        """One line with the calls and the means since the last report, to print or to log; starts a new period."""
-        num_calls = self.totals.calls - self._reported.calls
-        means = ", ".join(f"{name} {value:.1f}" for name, value in self.means().items())
+        """One line with the calls and the means per call since the last report; starts a new period."""
+        num_calls, *counts = (total - old for total, old in zip(self.totals, self._reported, strict=True))
+        means = zip(CacheCounts._fields[1:], counts, strict=True)
         self._reported = self.totals
-        return f"{num_calls} calls, on average: {means}"
+        return f"{num_calls} calls, on average: " + ", ".join(f"{n} {c / max(1, num_calls):.1f}" for n, c in means)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -120,9 +120,6 @@ class UserEnabledConfigDefinition:
     precompute_writeback: bool = False
 
 
-_NO_OPTIONS = UserEnabledConfigDefinition()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerArguments:
     """The arguments of `TableBatchedEmbeddingBags` that concern optimizers, with their defaults."""
@@ -144,7 +141,7 @@ class OptimizerArguments:
     ar_alpha: float = within("[0, inf)", default=0.0)
     ema_beta: float = within("[0, 1]", default=0.99)
     min_shrinkage: float = within("[0, 1]", default=0.1)
-    extra_optimizer_config: UserEnabledConfigDefinition = _NO_OPTIONS
+    extra_optimizer_config: UserEnabledConfigDefinition = UserEnabledConfigDefinition()
     optimizer_state_dtypes: Mapping[str, SparseType] | None = None
 
 
@@ -344,37 +341,26 @@ def _offered(optimizer: TableOptimizer) -> _Optimizer:
     return _OPTIMIZERS[optimizer]
 
 
-def _states_of(optimizer: TableOptimizer, arguments: OptimizerArguments) -> dict[str, str]:
-    """Names of a table's states in the order of `split_optimizer_states`, with those of torch's optimizers."""
-    extra: tuple[str, ...] = ()
-    if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and arguments.weight_decay_mode in _DECAY_MODES:
-        extra = _DECAY_MODES[arguments.weight_decay_mode].states
-    elif optimizer == EmbOptimType.ADAM and arguments.extra_optimizer_config.use_rowwise_bias_correction:
-        extra = ("row_counter",)
-    return {**_offered(optimizer).states, **{name: name for name in extra}}
+def unused_arguments(optimizer: TableOptimizer, arguments: OptimizerArguments) -> list[str]:
+    """Names of arguments that differ from their default although `optimizer` does not read them.
 
-
-def unused_arguments(optimizer: TableOptimizer, given: Mapping[str, Any]) -> list[str]:
-    """Names of arguments in `given` that differ from their default although `optimizer` does not read them.
-
-    Names that are no field of `OptimizerArguments` are skipped. The options of `extra_optimizer_config` are judged one
-    by one. `weight_decay` counts as unread while a `weight_decay_mode` is needed and missing.
+    The options of `extra_optimizer_config` are judged one by one. `weight_decay` counts as unread while a
+    `weight_decay_mode` is needed and missing.
 
     Raises: ValueError: the optimizer can be named, but not used.
     """
-    used = {"learning_rate", "optimizer_state_dtypes", "extra_optimizer_config", *_offered(optimizer).arguments}
-    mode = given.get("weight_decay_mode", WeightDecayMode.NONE)
+    offered, mode = _offered(optimizer), arguments.weight_decay_mode
+    used = {"learning_rate", "optimizer_state_dtypes", "extra_optimizer_config", *offered.arguments}
     if "weight_decay_mode" in used and mode == WeightDecayMode.NONE:
         used.remove("weight_decay")
     if mode in (WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP):
         used.discard("max_norm")
     if optimizer == EmbOptimType.NONE:
         used.remove("learning_rate")
-    defaults = {field.name: field.default for field in dataclasses.fields(OptimizerArguments)}
-    unused = [name for name, default in defaults.items() if name not in used and given.get(name, default) != default]
-    options = vars(given.get("extra_optimizer_config") or _NO_OPTIONS)
-    read = _offered(optimizer).options
-    return unused + [f"extra_optimizer_config.{name}" for name, on in options.items() if on and name not in read]
+    fields = [own for own in dataclasses.fields(OptimizerArguments) if own.name not in used]
+    unused = [own.name for own in fields if getattr(arguments, own.name) != own.default]
+    options = vars(arguments.extra_optimizer_config)
+    return unused + [f"extra_optimizer_config.{n}" for n, on in options.items() if on and n not in offered.options]
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: OptimizerArguments) -> None:
@@ -408,29 +394,19 @@ def check_arguments(optimizer: TableOptimizer, arguments: OptimizerArguments) ->
             )
 
 
-def make_rule(optimizer: TableOptimizer, **arguments: Any) -> OptimizerSpec | None:
-    """The row rule of `optimizer`, with a fused native kernel where numbers are the same; None for NONE.
-
-    What ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records. Arguments
-    that `optimizer` does not read are skipped; `unused_arguments` lists them for a warning.
-
-    Args:
-      optimizer: a published name, or a rule of the core, which brings all its settings but the learning rate.
-      **arguments: the fields of `OptimizerArguments`.
-
-    Raises: ValueError: the optimizer is not offered, or arguments do not go together. TypeError: unknown arguments.
-    """
-    given, own = OptimizerArguments(**arguments), _offered(optimizer)
-    check_arguments(optimizer, given)
+def _rule_of(
+    optimizer: TableOptimizer, given: OptimizerArguments, slot_dtypes: tuple[str | None, ...]
+) -> OptimizerSpec | None:
+    """The row rule of `optimizer`, with a fused native kernel where numbers are the same; None for NONE."""
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=given.learning_rate)
+    own, mode = _offered(optimizer), _DECAY_MODES.get(given.weight_decay_mode)
     if own.rule is None:
         return None
-    mode = _DECAY_MODES.get(given.weight_decay_mode)
     read = {name: getattr(given, name) for name in own.arguments}
     read |= {name: getattr(given.extra_optimizer_config, name) for name in own.options}
     settings = {_FIELDS.get(name, name): value for name, value in read.items() if value is not None}
-    settings |= {**own.fixed, "learning_rate": given.learning_rate, "slot_dtypes": _slot_dtypes(optimizer, given)}
+    settings |= {**own.fixed, "learning_rate": given.learning_rate, "slot_dtypes": slot_dtypes}
     if mode is None and not given.weight_decay:
         settings.pop("weight_decay_mode", None)
     rule: Any = own.rule if mode is None else mode.rule
@@ -439,23 +415,14 @@ def make_rule(optimizer: TableOptimizer, **arguments: Any) -> OptimizerSpec | No
         own_fields = {field.name for field in dataclasses.fields(own.fused)}
         if all(name in own_fields or value == defaults.get(name, value) for name, value in settings.items()):
             rule, defaults = own.fused, dict.fromkeys(own_fields)
-    return rule(**{name: value for name, value in settings.items() if name in defaults})
-
-
-def _slot_dtypes(optimizer: TableOptimizer, given: OptimizerArguments) -> tuple[str | None, ...]:
-    """One entry per slot of the rule; empty when every slot keeps its own dtype."""
-    asked = {
-        name: dtype_of(sparse_type, f"optimizer_state_dtypes[{name!r}]").name
-        for name, sparse_type in (given.optimizer_state_dtypes or {}).items()
-    }
-    dtypes = tuple(asked.get(name) for name in _states_of(optimizer, given))
-    if optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD:
-        dtypes = dtypes[:1]  # momentum2 is a copy of the table, not a slot of the rule
-    return dtypes if any(dtype not in (None, "float32") for dtype in dtypes) else ()
+    made: OptimizerSpec = rule(**{name: value for name, value in settings.items() if name in defaults})
+    return made
 
 
 def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments: OptimizerArguments) -> dict[str, Any]:
     """The fields of a `TablePlan` that its optimizer decides, from those of the arguments that it reads.
+
+    What ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records.
 
     Raises: ValueError: arguments do not go together. NotImplementedError: an option is not offered.
     """
@@ -465,17 +432,27 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
             "extra_optimizer_config: writeback_first_feature_only and precompute_writeback are not offered; "
             "use_writeback_bwd_prehook alone keeps the first gradient of each row."
         )
-    unread = unused_arguments(optimizer, vars(arguments))
+    unread = unused_arguments(optimizer, arguments)
     read = {name: value for name, value in vars(arguments).items() if name not in unread}
     own = OptimizerArguments(**{**read, "learning_rate": learning_rate})
-    states, read_names = _states_of(optimizer, own), _offered(optimizer).arguments
-    modes = [getattr(own, name) or default for name, default in _WHOLE_TABLES.items() if name in read_names]
-    copies: Sequence[str] = ["momentum2"] if optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD else []
-    asked = own.optimizer_state_dtypes or {}
+    check_arguments(optimizer, own)
+    extra: tuple[str, ...] = ()
+    if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and own.weight_decay_mode in _DECAY_MODES:
+        extra = _DECAY_MODES[own.weight_decay_mode].states
+    elif optimizer == EmbOptimType.ADAM and options.use_rowwise_bias_correction:
+        extra = ("row_counter",)
+    states = {**_offered(optimizer).states, **{name: name for name in extra}}
+    asked = {
+        name: dtype_of(sparse_type, f"optimizer_state_dtypes[{name!r}]").name
+        for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
+    }
+    has_copy = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD  # of the table, momentum2: no slot of the rule
+    dtypes = tuple(asked.get(name) for name in states)[: 1 if has_copy else None]
+    modes = {name: getattr(own, name) or mode for name, mode in _WHOLE_TABLES.items()}
     return {
-        "rule": make_rule(optimizer, **vars(own)),
-        "whole_table_mode": modes[0] if modes else None,
-        "copy_dtypes": tuple(dtype_of(asked.get(n, SparseType.FP32), "optimizer_state_dtypes").name for n in copies),
+        "rule": _rule_of(optimizer, own, dtypes if set(dtypes) - {None, "float32"} else ()),
+        "whole_table_mode": next((modes[name] for name in modes if name in _offered(optimizer).arguments), None),
+        "copy_dtypes": (asked.get("momentum2", "float32"),) if has_copy else (),
         "keeps_first_gradients": optimizer == EmbOptimType.EXACT_SGD and options.use_writeback_bwd_prehook,
         "state_names": tuple(states),
         "torch_state_names": tuple(states.values()),

@@ -15,9 +15,9 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from rsembed.bags import PAD_ID, as_bags, check_end, check_unmasked, is_traced, narrow_ids, padded_size
+from rsembed.bags import PAD_ID, Bags, as_bags, check_end, check_unmasked, is_traced, narrow_ids, padded_size
 from rsembed.checks import check_type
 from rsembed.collection.inputs import check_names, is_unknown
 from rsembed.fingerprint import Fingerprint, check_same
@@ -27,8 +27,6 @@ from rsembed.row_gradients import check_gradient
 from rsembed.tbe.arguments import member
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.plan import TBEPlan
-
-Numbers = Int[Array | np.ndarray, " _"]
 
 
 class BoundsCheckMode(enum.IntEnum):
@@ -197,10 +195,7 @@ def _integers(values: Any, what: str) -> Any:
 
 
 def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[JaggedBatch, Any, str | None]:
-    tables, num_corrected, mistake = [plan.tables[t] for t in plan.features], 0, None
-    arrays: tuple[Any, Any] = (batch.ids, batch.offsets)
-    ids, offsets = arrays
-    bounds, is_known = (plan.bags_of(batch), [table.num_rows for table in tables]), not is_traced(arrays)
+    is_known, mistake, num_corrected = not is_traced((batch.ids, batch.offsets)), None, 0
     if is_known and mode in _FATAL and batch.weights is not None and not is_traced(batch.weights):
         weights = np.asarray(batch.weights)
         if not np.isfinite(weights).all():
@@ -208,16 +203,14 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[
             wrong = f"{weights[place]} at index {place} is not finite"
             raise ValueError(f"per_sample_weights: {wrong}; clean the weights.")
     if is_known and mode != BoundsCheckMode.NONE:
-        names = plan.feature_names, [table.name for table in tables]
-        mistake = first_mistake(*arrays, *bounds, *names, may_begin_later=mode not in _FATAL)
+        mistake = _first_mistake(plan, batch, may_begin_later=mode not in _FATAL)
         if mistake and mode in _FATAL:
             raise ValueError(mistake)
     if mode != BoundsCheckMode.NONE and (mistake or not is_known):
-        *repaired, num_corrected = repair(*arrays, *bounds)
-        ids, offsets = arrays if mode in _FATAL else repaired
-    counted = num_corrected if mode in _WARNING + _FATAL else 0
-    batch = dataclasses.replace(batch, ids=narrow_ids(ids), offsets=narrow_ids(offsets))
-    return batch, counted, mistake if mode in _WARNING else None
+        repaired, num_corrected = _repaired(plan, batch)
+        batch = batch if mode in _FATAL else repaired
+    batch = dataclasses.replace(batch, ids=narrow_ids(batch.ids), offsets=narrow_ids(batch.offsets))
+    return batch, num_corrected if mode in _WARNING + _FATAL else 0, mistake if mode in _WARNING else None
 
 
 # Bounds
@@ -236,80 +229,62 @@ def repeat_by_feature(values: Any, starts: Any, num_ids: int) -> Any:
     return jnp.repeat(values, lengths, total_repeat_length=num_ids)
 
 
-def repair(
-    indices: Numbers, offsets: Numbers, num_bags: Sequence[int], num_rows: Sequence[int]
-) -> tuple[Any, Any, Any]:
-    """Ids and offsets inside their range, and how many of them had to be changed.
+def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Any]:
+    """The batch with ids and offsets inside their range, and how many of them had to be changed.
 
     The last offset becomes the number of ids, the others are clipped to it and never fall; an id outside its table
     becomes 0, except for -1, which stands for no id. Works on numpy arrays and inside `jit`.
 
-    Args:
-      indices: ids of all features.
-      offsets: ends of all bags.
-      num_bags: bags of every feature.
-      num_rows: rows of every feature's table.
-
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
-    xp: Any = np if isinstance(indices, np.ndarray) and isinstance(offsets, np.ndarray) else jnp
-    offsets = xp.asarray(offsets)
-    num_ids = indices.shape[0]
-    ends = xp.clip(offsets, 0, num_ids)
+    xp: Any = jnp if is_traced((batch.ids, batch.offsets)) else np
+    ids, offsets, num_ids = xp.asarray(batch.ids), xp.asarray(batch.offsets), batch.ids.shape[0]
+    ends: Any = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
     ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
     ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
-    starts = feature_starts(ends, num_bags)
-    no_limit = np.iinfo(np.int32).max
-    limits = xp.asarray(np.asarray([no_limit, *num_rows], np.int64 if xp is np else np.int32))
-    limit = repeat_by_feature(limits, starts, num_ids)
+    starts = feature_starts(ends, plan.bags_of(batch))
+    limits = [np.iinfo(np.int32).max, *(plan.tables[t].num_rows for t in plan.features)]
+    limit = repeat_by_feature(xp.asarray(np.asarray(limits, np.int64 if xp is np else np.int32)), starts, num_ids)
     is_in_bag = xp.arange(num_ids) >= starts[0]
-    is_outside = is_in_bag & (((indices < 0) & (indices != PAD_ID)) | (indices >= limit))
-    fixed = xp.where(is_outside, xp.zeros_like(indices), indices)
+    is_outside = is_in_bag & (((ids < 0) & (ids != PAD_ID)) | (ids >= limit))
+    fixed = xp.where(is_outside, xp.zeros_like(ids), ids)
     num_changed = xp.sum(is_outside) + xp.sum(ends != offsets)
-    return fixed, ends.astype(offsets.dtype), num_changed
+    return dataclasses.replace(batch, ids=fixed, offsets=ends.astype(offsets.dtype)), num_changed
 
 
-def first_mistake(
-    indices: np.ndarray,
-    offsets: np.ndarray,
-    num_bags: Sequence[int],
-    num_rows: Sequence[int],
-    feature_names: Sequence[str],
-    table_names: Sequence[str],
-    *,
-    may_begin_later: bool,
-) -> str | None:
-    """The first mistake, in words that name feature, table, bag, position, id and rows; None without one.
+def _first_mistake(plan: TBEPlan, batch: JaggedBatch, *, may_begin_later: bool) -> str | None:
+    """The first mistake in words that name feature, table, bag, position, id and rows; None without one.
 
     `may_begin_later` lets ids in front of the first bag pass, which belong to nobody.
     """
+    ids, offsets = np.asarray(batch.ids), np.asarray(batch.offsets)
     if offsets[0] < 0 or (offsets[0] and not may_begin_later):
         return f"offsets begin with {int(offsets[0])}, but the first bag must begin at 0."
-    first_bags = [0, *itertools.accumulate(num_bags)]
+    first_bags = [0, *itertools.accumulate(plan.bags_of(batch))]
     falls = offsets[1:] < offsets[:-1]
-    if falls.size and (falls.any() or offsets[-1] > indices.size):
-        bag = int((falls | (offsets[1:] > indices.size)).argmax())
+    if falls.size and (falls.any() or offsets[-1] > ids.size):
+        bag = int((falls | (offsets[1:] > ids.size)).argmax())
         feature = int(np.searchsorted(first_bags, bag, side="right")) - 1
         return (
-            f"feature {feature_names[feature]!r}: bag {bag - first_bags[feature]} goes from offset "
+            f"feature {plan.feature_names[feature]!r}: bag {bag - first_bags[feature]} goes from offset "
             f"{int(offsets[bag])} to {int(offsets[bag + 1])}, but offsets must never fall, and there are "
-            f"{indices.size} ids."
+            f"{ids.size} ids."
         )
-    if offsets[-1] != indices.size:
-        return f"the last offset is {int(offsets[-1])}, but there are {indices.size} ids; they must be equal."
-    for feature, rows in enumerate(num_rows):
-        first, last = int(offsets[first_bags[feature]]), int(offsets[first_bags[feature + 1]])
-        own = indices[first:last]
-        if own.size and (own.min() < PAD_ID or own.max() >= rows):
-            bad = np.flatnonzero((own < PAD_ID) | (own >= rows))
+    if offsets[-1] != ids.size:
+        return f"the last offset is {int(offsets[-1])}, but there are {ids.size} ids; they must be equal."
+    for name, t, bags in zip(plan.feature_names, plan.features, itertools.pairwise(first_bags), strict=True):
+        (first, last), table = offsets[list(bags)].tolist(), plan.tables[t]
+        own = ids[first:last]
+        if own.size and (own.min() < PAD_ID or own.max() >= table.num_rows):
+            bad = np.flatnonzero((own < PAD_ID) | (own >= table.num_rows))
             place = first + int(bad[0])
             bag = int(np.searchsorted(offsets, place, side="right")) - 1
             return (
-                f"feature {feature_names[feature]!r}: id {int(indices[place])} at position {place - int(offsets[bag])} "
-                f"of bag {bag - first_bags[feature]} is outside table {table_names[feature]!r} with {rows} rows "
-                f"({bad.size} such ids in this feature); enlarge the table, hash the ids first, use {PAD_ID} for "
-                "missing ids, or choose BoundsCheckMode.WARNING to read row 0 instead."
+                f"feature {name!r}: id {int(ids[place])} at position {place - int(offsets[bag])} of bag "
+                f"{bag - bags[0]} is outside table {table.name!r} with {table.num_rows} rows ({bad.size} such ids in "
+                f"this feature); enlarge the table, hash the ids first, use {PAD_ID} for missing ids, or choose "
+                "BoundsCheckMode.WARNING to read row 0 instead."
             )
     return None
 
@@ -319,11 +294,8 @@ def first_mistake(
 
 def with_room(batch: JaggedBatch) -> JaggedBatch:
     """The batch with a power of two of ids; those behind the last offset are in no bag."""
-    missing = padded_size(batch.ids.shape[0]) - batch.ids.shape[0]
-    changes: dict[str, Any] = {"ids": np.pad(batch.ids, (0, missing), constant_values=PAD_ID)}
-    if batch.weights is not None:
-        changes["weights"] = np.pad(batch.weights, (0, missing))
-    return dataclasses.replace(batch, **changes)
+    bags: Any = Bags(batch.ids, batch.offsets, batch.weights).pad_to(padded_size(batch.ids.shape[0]))
+    return dataclasses.replace(batch, ids=bags.ids, weights=bags.weights)
 
 
 def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: Any) -> Any:

@@ -29,7 +29,6 @@ from rsembed.caching import (
     NearRows,
     SetAssociativeCache,
     call_host,
-    num_sets_for,
     unique_misses_by_group,
 )
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
@@ -291,35 +290,39 @@ def _memory_of_device() -> dict[str, int] | None:
 
 
 def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[SetAssociativeCache]:
-    """Caches of the groups, which share the memory that is free where the device tells how much there is.
+    """Caches of the groups: `cache_load_factor` of their rows in sets of 32, one set at least.
 
-    Each has one set, and of what it asks for beyond that the share for which there is room.
+    Beyond one set each, caches get the share of what they ask for that fits the free memory, where the device tells it.
 
     Raises: ValueError: there is no room for a set of each.
+    Source: FBGEMM, size rule of the row cache.
     """
-    row_bytes = [
-        group.table.dim * caching.near_dtype(group.table.dtype).itemsize
-        + sum(slot.nbytes for slot in group.table.first_slots())
+    set_bytes = [
+        NUM_WAYS
+        * (
+            group.table.dim * caching.near_dtype(group.table.dtype).itemsize
+            + sum(slot.nbytes for slot in group.table.first_slots())
+        )
         for group in groups
     ]
-    sets = [  # rows that visit for one batch take the least that a cache can have
-        1
-        if group.table.placement == "host"
-        else caching.cache_sets or num_sets_for(group.num_rows, caching.cache_load_factor, row_bytes=own)
-        for group, own in zip(groups, row_bytes, strict=True)
-    ]
+    sets = [caching.cache_sets or -(-int(own.num_rows * caching.cache_load_factor) // NUM_WAYS) or 1 for own in groups]
+    # Rows that visit for one batch take the least that a cache can have.
+    sets = [1 if own.table.placement == "host" else n for own, n in zip(groups, sets, strict=True)]
     memory = _memory_of_device()
     if memory is not None and not caching.cache_sets:
-        free, reserved = memory["bytes_limit"] - memory.get("bytes_in_use", 0), caching.cache_reserved_memory * 2**30
-        num_sets_for(1, 1.0, row_bytes=sum(row_bytes), free_bytes=free, reserved_bytes=int(reserved))
-        least = NUM_WAYS * sum(row_bytes)
-        wanted = NUM_WAYS * sum(n * own for n, own in zip(sets, row_bytes, strict=True))
+        reserved = int(caching.cache_reserved_memory * 2**30)
+        free, least = memory["bytes_limit"] - memory.get("bytes_in_use", 0), sum(set_bytes)
+        if free - reserved < least:
+            raise ValueError(
+                f"not even one set of {NUM_WAYS} rows of {least // NUM_WAYS} bytes fits into {free} free bytes minus "
+                f"{reserved} reserved ones; free memory, or reserve less."
+            )
+        wanted = sum(n * own for n, own in zip(sets, set_bytes, strict=True))
         share = min(1.0, (free - reserved - least) / max(1, wanted - least))
         sets = [1 + int((n - 1) * share) for n in sets]
     algorithm = caching.cache_algorithm.name.lower()
     return [
-        SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
-        for num_sets, group in zip(sets, groups, strict=True)
+        SetAssociativeCache(n, algorithm=algorithm, num_ids=own.num_rows) for n, own in zip(sets, groups, strict=True)
     ]
 
 

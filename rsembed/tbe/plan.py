@@ -396,7 +396,7 @@ def make_plan(given: Mapping[str, Any], arguments: OptimizerArguments) -> TBEPla
     mesh, device, devices = given["mesh"], given["device"], Devices.of(given["mesh"], given["sharding_axis"])
     if mesh is not None and device is not None:
         raise ValueError(f"device={device!r} and a mesh do not go together; the tables are on the devices of the mesh.")
-    unread = set.intersection(*(set(unused_arguments(own, vars(arguments))) for own in optimizers))
+    unread = set.intersection(*(set(unused_arguments(own, arguments)) for own in optimizers))
     warn_of_no_effect(sorted(unread), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.

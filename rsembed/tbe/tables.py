@@ -483,4 +483,5 @@ def _reads(table: TablePlan, name: str, arguments: OptimizerArguments) -> bool:
     if name == "lower_bound":
         return table.global_decay is not None
     # Whatever differs from its default and is not read is reported as unused.
-    return name not in unused_arguments(table.optimizer, {**vars(arguments), name: -1.0})
+    changed: dict[str, Any] = {name: -1.0}
+    return name not in unused_arguments(table.optimizer, dataclasses.replace(arguments, **changed))

@@ -9,7 +9,6 @@ from rsembed.caching import (
     BackingStore,
     CacheStatistics,
     SetAssociativeCache,
-    num_sets_for,
     set_of,
 )
 from rsembed.kernels import api
@@ -65,21 +64,19 @@ BAD = {
     # Caches
     "no set": (lambda: SetAssociativeCache(0, num_ids=9), ValueError, "num_sets=0", "at least 1"),
     "half a set": (lambda: SetAssociativeCache(1.5, num_ids=9), TypeError, "num_sets", "integer", "1.5"),
+    "no way": (lambda: SetAssociativeCache(1, num_ways=0, num_ids=9), ValueError, "num_ways=0", "at least 1"),
+    "fewer than no ids": (lambda: SetAssociativeCache(1, num_ids=-1), ValueError, "num_ids=-1", "at least 0"),
+    "more sets than a count leaves room for": (
+        lambda: SetAssociativeCache(2**24 - 1, algorithm="lfu", num_ids=1), ValueError, "fewer than 16777215",
+    ),
     "an algorithm nobody knows": (
         lambda: SetAssociativeCache(1, num_ids=9, algorithm="fifo"), ValueError, "'fifo'", "'lru' or 'lfu'",
     ),
     "admitted floats": (lambda: cache().admit(IDS / 1), TypeError, "ids", "integer", "float64"),
     "a slot that is not locked": (lambda: cache().unlock(np.array([0])), ValueError, "slot 0 is not locked"),
     "a slot that is not there": (lambda: cache().unlock(np.array([9])), ValueError, "slots must be 0 to 3", "9"),
+    "a negative slot": (lambda: cache().unlock(np.array([-2])), ValueError, "slots must be 0 to 3", "-2"),
     "slots of floats": (lambda: cache().unlock(np.array([0.5])), TypeError, "slots", "integer", "float64"),
-    "a load above all rows": (lambda: num_sets_for(9, 1.5, row_bytes=16), ValueError, "load_factor=1.5", "from 0 to 1"),
-    "too little memory": (
-        lambda: num_sets_for(9, 0.5, row_bytes=16, free_bytes=10), ValueError, "not even one set", "10 free bytes",
-    ),
-    "rows of no bytes": (
-        lambda: num_sets_for(9, 0.5, row_bytes=0, free_bytes=10), ValueError, "num_sets_for: row_bytes", "[1, inf)",
-        "0",
-    ),
     "sets of none": (lambda: set_of(IDS, 0), ValueError, "num_sets", "at least 1", "0"),
     "a store of no arrays": (lambda: BackingStore([]), ValueError, "BackingStore", "at least one"),
     "arrays of other sizes": (

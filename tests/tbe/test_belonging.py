@@ -51,15 +51,6 @@ def test_row_gradients_of_another_shape_are_refused_and_cost_no_table(location, 
     np.testing.assert_array_equal(tables_of(module)[0][0][:4, 0], [0, -1, -1, 0])
 
 
-@pytest.mark.parametrize("location", [DEVICE, CACHED])
-def test_a_step_that_is_refused_costs_no_table(location):
-    module = make(((10, 4),), location=location, optimizer=Optim.NONE, uniform=None)
-    output, backward = module.vjp(np.array([1, 2]), np.array([0, 1, 2]))
-    with pytest.raises(ValueError, match="have no optimizer"):
-        module.apply(backward(np.ones_like(output)))
-    np.testing.assert_array_equal(module(np.array([1, 2]), np.array([0, 1, 2])), np.zeros((2, 4)))
-
-
 OTHERS = {
     "other_rows": {"specs": ((20, 4), (10, 4))},
     "other_dim": {"specs": ((10, 8), (20, 8))},
@@ -126,17 +117,6 @@ def test_the_state_dict_of_another_optimizer_is_refused_by_name_although_names_a
         lamb.load_state_dict(saved)
     lamb.load_state_dict({name: value for name, value in saved.items() if name != "contents"})
     np.testing.assert_array_equal(tables_of(lamb)[0][0], tables_of(adam)[0][0])
-
-
-def test_a_state_dict_goes_on_with_other_hyperparameters_precision_and_grouping():
-    source = make(((10, 4), (20, 4)), optimizer=Optim.ADAM)
-    train(source, IDS, OFFSETS)
-    others = {"weight_decay": 0.1, "weights_precision": rt.SparseType.FP16, "learning_rate": [0.1, 0.2]}
-    module = make(((10, 4), (20, 4)), optimizer=Optim.ADAM, location=CACHED, **others)
-    module.load_state_dict(source.state_dict())
-    assert int(module.step) == 1
-    for mine, yours in zip(tables_of(module)[0], tables_of(source)[0], strict=True):
-        np.testing.assert_array_equal(mine, yours.astype(np.float16))
 
 
 def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tmp_path):

@@ -1,17 +1,16 @@
 """Ids and offsets outside their range, against the published words as a plain loop."""
 
+import functools
 import warnings
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 from rsembed import tbe as rt
-from rsembed.tbe.batches import first_mistake, repair
-from tests.tbe.oracle import make, train
+from tests.tbe.oracle import assert_same_bits, make, train
 
 Mode = rt.BoundsCheckMode
 NUM_BAGS, NUM_ROWS, NUM_IDS = (2, 1), (4, 6), 6
@@ -38,33 +37,52 @@ def repaired_by_loops(ids, offsets):
     return ids, offsets, changes
 
 
-compiled = jax.jit(lambda ids, offsets: repair(ids, offsets, NUM_BAGS, NUM_ROWS))
+SIZES = {"batch_size_per_feature_per_rank": ((2,), (1,))}
+
+
+@functools.cache
+def two_features(mode):
+    return make(SPECS, bounds_check_mode=mode, table_names=NAMES[1], feature_names=NAMES[0])
+
+
+compiled = nnx.jit(lambda module, ids, offsets: module(ids, offsets, **SIZES))
 some_ids = st.lists(st.integers(-3, 8), min_size=NUM_IDS, max_size=NUM_IDS)
 some_offsets = st.lists(st.integers(-2, NUM_IDS + 2), min_size=4, max_size=4)
 sorted_offsets = st.lists(st.integers(0, NUM_IDS), min_size=2, max_size=2).map(lambda x: [0, *sorted(x), NUM_IDS])
 
 
+@pytest.mark.filterwarnings("ignore:.*was corrected")
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(some_ids, some_offsets | sorted_offsets, st.sampled_from([np.int32, np.int64]))
-def test_repairs_are_those_of_a_loop_in_numpy_and_compiled(ids, offsets, dtype):
+def test_ids_and_offsets_are_repaired_as_by_a_loop_counted_or_refused(ids, offsets, dtype):
     ids, offsets = np.array(ids, dtype), np.array(offsets, dtype)
     before = ids.copy(), offsets.copy()
-    # Ids in front of the first bag belong to no table: a loop over bags never sees them, and they stay as they are.
-    wanted_ids, wanted_offsets, wanted_count = repaired_by_loops(ids, offsets)
-    for fixed_ids, fixed_offsets, count in (
-        repair(ids, offsets, NUM_BAGS, NUM_ROWS),
-        compiled(ids.astype(np.int32), offsets.astype(np.int32)),
-    ):
-        assert fixed_offsets.tolist() == wanted_offsets
-        first = wanted_offsets[0]
-        assert fixed_ids.tolist()[first:] == wanted_ids[first:]
-        outside_bags = int(np.sum(np.asarray(fixed_ids)[:first] != ids[:first]))
-        assert int(count) - outside_bags == wanted_count
+    fixed_ids, fixed_offsets, count = repaired_by_loops(ids, offsets)
+    wanted = two_features(Mode.NONE)(np.array(fixed_ids), np.array(fixed_offsets), **SIZES)
+    for mode in (Mode.WARNING, Mode.IGNORE):
+        module = two_features(mode)
+        for found in (module(ids, offsets, **SIZES), compiled(module, ids.astype(np.int32), offsets.astype(np.int32))):
+            np.testing.assert_array_equal(found, wanted)
+            assert int(module.bounds_check_warning.get_value()) == (count if mode == Mode.WARNING else 0)
+    if count or offsets[0]:
+        with pytest.raises(ValueError, match=r"offsets begin|outside table|never fall|last offset"):
+            two_features(Mode.FATAL)(ids, offsets, **SIZES)
+    else:
+        np.testing.assert_array_equal(two_features(Mode.FATAL)(ids, offsets, **SIZES), wanted)
     np.testing.assert_array_equal(ids, before[0])
     np.testing.assert_array_equal(offsets, before[1])
-    for may_begin_later in (True, False):
-        mistake = first_mistake(ids, offsets, NUM_BAGS, NUM_ROWS, *NAMES, may_begin_later=may_begin_later)
-        assert (mistake is None) == (wanted_count == 0 and (may_begin_later or offsets[0] == 0))
+
+
+def test_a_correction_is_told_once_and_trained_on():
+    module, reference = (make(SPECS, bounds_check_mode=mode) for mode in (Mode.WARNING, Mode.NONE))
+    ids, offsets = np.array([0, 9, 2, 3]), np.array([0, 2, 3])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            train(module, ids, offsets)
+            train(reference, np.array([0, 0, 2, 3]), np.array([0, 2, 4]))
+    assert len(caught) == 1
+    assert_same_bits(module, reference)
 
 
 MISTAKES = {
@@ -78,46 +96,17 @@ MISTAKES = {
 }
 
 
-def two_features(mode, **arguments):
-    names = {"table_names": NAMES[1], "feature_names": NAMES[0]}
-    return make(SPECS, bounds_check_mode=mode, **names, **arguments)
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_fatal_names_feature_table_bag_position_id_and_rows_and_changes_nothing(mistake):
     ids, offsets, message = MISTAKES[mistake]
     given = np.array(ids), np.array(offsets)
-    sizes = ((2,), (1,))
     module = two_features(Mode.V2_FATAL)
     for call in (module, module.vjp):
         with pytest.raises(ValueError, match=message):
-            call(*given, batch_size_per_feature_per_rank=sizes)
+            call(*given, **SIZES)
     assert given[0].tolist() == ids and given[1].tolist() == offsets
     assert int(module.step) == 0
-    module(np.array([0, 1, 2, -1, 5, 0]), np.array([0, 2, 3, 6]), batch_size_per_feature_per_rank=sizes)  # still works
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("mode", [Mode.WARNING, Mode.IGNORE])
-def test_other_modes_read_what_was_repaired_and_leave_the_callers_arrays_alone(mode, mistake):
-    ids, offsets, _ = MISTAKES[mistake]
-    ids, offsets = np.array(ids), np.array(offsets)
-    before = ids.copy(), offsets.copy()
-    sizes = {"batch_size_per_feature_per_rank": ((2,), (1,))}
-    module, reference = two_features(mode), two_features(mode)
-    fixed_ids, fixed_offsets, count = repaired_by_loops(ids, offsets)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        output, _ = train(module, ids, offsets, **sizes)
-        module(ids, offsets, **sizes)
-    wanted, _ = train(reference, np.array(fixed_ids), np.array(fixed_offsets), **sizes)
-    np.testing.assert_array_equal(output, wanted)
-    assert len(caught) == (mode == Mode.WARNING and count > 0)
-    assert int(module.bounds_check_warning.get_value()) == (count if mode == Mode.WARNING else 0)
-    np.testing.assert_array_equal(ids, before[0])
-    np.testing.assert_array_equal(offsets, before[1])
-    weights = [np.asarray(each.split_embedding_weights()[0]) for each in (module, reference)]
-    np.testing.assert_array_equal(*weights)
+    module(np.array([0, 1, 2, -1, 5, 0]), np.array([0, 2, 3, 6]), **SIZES)  # still works
 
 
 def test_without_checks_an_id_outside_its_table_contributes_nothing_not_even_a_huge_one():

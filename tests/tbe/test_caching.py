@@ -1,7 +1,5 @@
 """Tables behind a cache train to the bits of tables without one, and their statistics are those of a hand count."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +7,13 @@ import pytest
 from flax import nnx
 
 from rsembed import tbe as rt
-from rsembed.caching import set_of
 from rsembed.tbe import plan
 from rsembed.tbe.host_rows import MAX_PREFETCHES
+from tests.caching.test_set_associative import DumbCache
 from tests.tbe.oracle import assert_same_bits, make, tables_of, train
 from tests.tbe.row_formulas import VARIANTS
 
-CACHED, LFU, LRU = rt.EmbeddingLocation.MANAGED_CACHING, rt.CacheAlgorithm.LFU, rt.CacheAlgorithm.LRU
+CACHED, LFU = rt.EmbeddingLocation.MANAGED_CACHING, rt.CacheAlgorithm.LFU
 SPECS, FEATURES = ((90, 4), (60, 4), (50, 6)), [2, 0, 1, 0]
 NUM_IDS, BAGS = 80, 3
 
@@ -29,13 +27,12 @@ def skewed_batch(seed):
     return np.where(rng.random(NUM_IDS) < 0.05, -1, ids).astype(np.int32), offsets
 
 
-BATCHES = [skewed_batch(seed) for seed in range(5)]
-OFFSETS_OF_ONE = np.array([0, 30, NUM_IDS], np.int32)
+BATCHES = [*(skewed_batch(seed) for seed in range(5)), (np.zeros(0, np.int32), np.zeros(4 * BAGS + 1, np.int32))]
 
 
 def pair(variant="rowwise", specs=SPECS, features=FEATURES, **caching):
     """The same module on the device and behind a cache."""
-    optimizer, arguments, _ = VARIANTS[variant]
+    optimizer, arguments, _ = VARIANTS.get(variant, (rt.OptimType.FTRL, {}, None))
     common = {"optimizer": optimizer, "feature_table_map": features, **arguments}
     kept = {k: v for k, v in caching.items() if k in ("weights_precision", "pooling_mode", "bounds_check_mode")}
     return make(specs, **common, **kept), make(specs, location=CACHED, **common, **caching)
@@ -47,34 +44,87 @@ def step(module, batch, seed=0):
     return output
 
 
-def assert_steps_agree(plain, cached, batches=BATCHES, before_each=lambda k: None, cached_step=step):
+def assert_steps_agree(plain, cached, batches=BATCHES):
     for k, batch in enumerate(batches):
-        before_each(k)
-        np.testing.assert_array_equal(cached_step(cached, batch, k), step(plain, batch, k))
+        np.testing.assert_array_equal(step(cached, batch, k), step(plain, batch, k))
     assert_same_bits(plain, cached)
 
 
-@pytest.mark.parametrize(("algorithm", "cache_sets"), [(LRU, 1), (LRU, 40), (LFU, 3)])
-def test_training_has_the_same_bits_at_any_cache_size(algorithm, cache_sets):
-    assert_steps_agree(*pair(cache_algorithm=algorithm, cache_sets=cache_sets), BATCHES[:3])
+@nnx.jit
+def compiled_step(module, ids, offsets):
+    output, backward = module.vjp(ids, offsets)
+    backward(output * output)
+    return output
 
 
-@pytest.mark.parametrize("variant", ["global", "cowclip", "adamw", "lars"])
-def test_states_travel_with_their_rows(variant):
-    assert_steps_agree(*pair(variant, specs=((200, 4),), features=[0, 0, 0, 0], cache_sets=1), BATCHES[:3])
+class Schedule:
+    """Calls of one module, some of which begin what later ones end."""
+
+    def __init__(self, module):
+        self.module, self.lookups = module, []
+
+    def train(self, batch):
+        return step(self.module, batch)
+
+    def train_compiled(self, batch):
+        return compiled_step(self.module, *batch)
+
+    def look_up(self, batch):
+        return self.module(*batch)
+
+    def begin_step(self, batch):
+        self.lookups.append(self.module.vjp(*batch))
+        return self.lookups[-1][0]
+
+    def end_step(self, batch):
+        if self.lookups:
+            output, backward = self.lookups.pop()
+            backward(0.5 * output)
+
+    def apply(self, batch):
+        output, backward = self.module.vjp(*batch)
+        self.module.apply(backward.row_gradients(output))
+
+    def read(self, batch):
+        return tables_of(self.module)
+
+    def reset(self, batch):
+        self.module.reset_cache_states()
 
 
-def test_states_that_begin_above_zero_do_so_behind_a_cache():
-    arguments = {"optimizer": rt.OptimType.FTRL, "feature_table_map": [0, 0, 0, 0]}
-    plain, cached = make(((90, 4),), **arguments), make(((90, 4),), location=CACHED, cache_sets=1, **arguments)
-    assert all((states[0] == np.float32(0.1)).all() for states in tables_of(cached)[1])
-    assert_steps_agree(plain, cached, BATCHES[:2])
+CALLS = [name for name in vars(Schedule) if not name.startswith("_")] + ["begin_step", "end_step"]
+MULTIPASS = rt.MultiPassPrefetchConfig(3, 10)
+ONE_TABLE = {"specs": ((200, 4),), "features": [0, 0, 0, 0]}
+CACHES = {
+    "lru of one set": {"cache_sets": 1},
+    "lru with room for all": {"cache_sets": 40},
+    "lfu": {"cache_algorithm": LFU, "cache_sets": 3},
+    "adam": {"variant": "adamw", "cache_sets": 1},
+    "global decay": {"variant": "global", **ONE_TABLE, "cache_sets": 1},
+    "cowclip": {"variant": "cowclip", **ONE_TABLE, "cache_sets": 1},
+    "lars": {"variant": "lars", **ONE_TABLE, "cache_sets": 1},
+    "states above zero": {"variant": "ftrl", **ONE_TABLE, "cache_sets": 1},
+    "float16": {"weights_precision": rt.SparseType.FP16, **ONE_TABLE, "cache_sets": 1},
+    "bfloat16": {"weights_precision": rt.SparseType.BF16, **ONE_TABLE, "cache_sets": 1},
+    "in parts": {"multipass_prefetch_config": MULTIPASS, "cache_sets": 1},
+    "pipelined": {"prefetch_pipeline": True, "cache_sets": 1},
+    "pipelined in parts": {"prefetch_pipeline": True, "multipass_prefetch_config": MULTIPASS, "cache_sets": 1},
+}
 
 
-@pytest.mark.parametrize("precision", [rt.SparseType.FP16, rt.SparseType.BF16])
-def test_stochastic_rounding_has_the_same_bits_behind_a_cache(precision):
-    cached = pair(cache_sets=1, weights_precision=precision, specs=((90, 4),), features=[0])
-    assert_steps_agree(*cached, [(ids, OFFSETS_OF_ONE) for ids, _ in BATCHES[:3]])
+@pytest.mark.parametrize("name", CACHES)
+def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):
+    rng, modules = np.random.default_rng(len(name)), pair(**CACHES[name])
+    plain, cached = map(Schedule, modules)
+    calls, order = rng.permutation(CALLS * 2).tolist(), rng.integers(0, len(BATCHES), 2 * len(CALLS) + 3)
+    for number, call in enumerate(calls):
+        if number % 4 != 3:  # some batches come without, some wait while others are looked up
+            modules[1].prefetch(*BATCHES[order[number + number % 3]])
+        found, wanted = (getattr(own, call)(BATCHES[order[number]]) for own in (cached, plain))
+        for mine, yours in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            np.testing.assert_array_equal(mine, yours, err_msg=call)
+    modules[1].reset_cache_states()
+    assert_same_bits(*modules)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -94,95 +144,7 @@ def test_only_some_tables_may_be_cached():
     assert_steps_agree(make(SPECS, feature_table_map=FEATURES), mixed)
 
 
-def test_a_compiled_step_has_the_same_bits_behind_a_cache():
-    @nnx.jit
-    def compiled(module, ids, offsets, d_output):
-        output, backward = module.vjp(ids, offsets)
-        backward(d_output)
-        return output
-
-    def compiled_step(module, batch, seed):
-        d_output = np.random.default_rng(seed).normal(size=(BAGS, 18)).astype(np.float32)
-        return compiled(module, *batch, d_output)
-
-    plain, cached = pair(cache_sets=1)
-    assert_steps_agree(plain, cached, cached_step=compiled_step)
-    # Compiled and eager steps take turns, also between a lookup and its update.
-    for first, second in itertools.pairwise(BATCHES):
-        results = []
-        for module, between in ((plain, step), (cached, compiled_step)):
-            output, backward = module.vjp(*first)
-            between(module, second, 1)
-            backward(output)
-            results.append(np.asarray(output))
-        np.testing.assert_array_equal(*results)
-    assert_same_bits(plain, cached)
-
-
 # Prefetching
-
-
-MULTIPASS = rt.MultiPassPrefetchConfig(3, 10)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "multipass", "ahead"), [(False, None, 3), (False, MULTIPASS, 1), (True, None, 1), (True, MULTIPASS, 3)]
-)
-def test_prefetched_batches_have_the_same_bits(pipeline, multipass, ahead):
-    plain, cached = pair(cache_sets=1, prefetch_pipeline=pipeline, multipass_prefetch_config=multipass)
-    waiting = iter(BATCHES)
-    for batch in itertools.islice(waiting, ahead):
-        cached.prefetch(*batch)
-
-    def prefetch_next(k):
-        for batch in itertools.islice(waiting, 1):
-            cached.prefetch(*batch)
-
-    assert_steps_agree(plain, cached, before_each=prefetch_next)
-    cached.reset_cache_states()
-    assert_same_bits(plain, cached)
-
-
-@pytest.mark.parametrize("multipass", [None, MULTIPASS])
-def test_a_batch_without_ids_may_be_prefetched(multipass):
-    plain, cached = pair(cache_sets=1, multipass_prefetch_config=multipass)
-    indices, offsets = np.zeros(0, np.int64), np.zeros_like(BATCHES[0][1])
-    cached.prefetch(indices, offsets)
-    np.testing.assert_array_equal(cached(indices, offsets), np.zeros_like(plain(*BATCHES[0])))
-    cached.prefetch(*BATCHES[0])
-    np.testing.assert_array_equal(cached(*BATCHES[0]), plain(*BATCHES[0]))
-
-
-def test_prefetching_between_lookup_and_update_and_lookups_in_between():
-    plain, cached = pair(cache_sets=1, prefetch_pipeline=True)
-    for module in (plain, cached):
-        cached.prefetch(*BATCHES[0]) if module is cached else None
-        first, first_backward = module.vjp(*BATCHES[0])
-        cached.prefetch(*BATCHES[1]) if module is cached else None
-        first_backward(first)
-        second, second_backward = module.vjp(*BATCHES[1])
-        for batch in BATCHES[2:]:
-            module(*batch)
-        second_backward(second)
-    assert_same_bits(plain, cached)
-
-
-def test_two_lookups_may_come_before_their_two_updates():
-    plain, cached = pair(cache_sets=1)
-    for module in (plain, cached):
-        outputs, backwards = zip(*(module.vjp(*batch) for batch in BATCHES[:2]), strict=True)
-        for output, backward in zip(outputs, reversed(backwards), strict=True):
-            backward(outputs[1] if output is outputs[0] else outputs[0])
-    assert_same_bits(plain, cached)
-
-
-def test_prefetched_batches_may_be_looked_up_in_any_order():
-    plain, cached = pair(cache_sets=1, prefetch_pipeline=True)
-    for batch in BATCHES:
-        cached.prefetch(*batch)
-    assert_steps_agree(plain, cached, BATCHES[::-1])
-    cached.reset_cache_states()
-    assert_same_bits(plain, cached)
 
 
 def test_a_hundred_batches_may_wait():
@@ -222,59 +184,18 @@ def test_a_lookup_that_never_trains_gives_its_places_back():
     assert sorted(group.cache.tags.tolist()) == list(range(200, 232))
 
 
-# Flushing, resetting, storing
+# Resets, statistics, sizes
 
 
-def test_weights_are_read_without_a_manual_flush_and_resets_lose_nothing_unless_asked():
-    plain, cached = pair(cache_sets=1)
-    step(plain, BATCHES[0]), step(cached, BATCHES[0])
-    assert_same_bits(plain, cached)
-    cached.reset_cache_states()
-    assert_steps_agree(plain, cached, BATCHES[1:3])
+def test_a_reset_loses_what_is_in_the_cache_if_asked():
+    _, cached = pair(cache_sets=1)
+    step(cached, BATCHES[0])
     before = tables_of(cached)
     single = np.array([7]), np.repeat([0, 1], [2, 11])
     step(cached, single)
     cached.reset_cache_states(discard=True)
     for mine, yours in zip(before[0], tables_of(cached)[0], strict=True):
         np.testing.assert_array_equal(mine, yours)
-
-
-def test_row_gradients_are_applied_behind_a_cache():
-    plain, cached = pair("adamw", cache_sets=1)
-    for module in (plain, cached):
-        for batch in BATCHES[:3]:
-            output, backward = module.vjp(*batch)
-            module.apply(backward.row_gradients(output))
-    assert_same_bits(plain, cached)
-
-
-class HandCount:
-    """One LRU cache set by set, as lists of `[time, id]`, filled as the published rule says."""
-
-    def __init__(self, num_sets, num_rows):
-        self.slots, self.num_rows, self.now = [[[0, None] for _ in range(32)] for _ in range(num_sets)], num_rows, 1
-        self.counts = np.zeros(6, int)
-
-    def admit(self, rows):
-        self.now += 1
-        wanted = sorted({r for r in rows if r is not None})
-        storages = {r: self.slots[int(set_of(np.array([r]), len(self.slots))[0])] for r in wanted}
-        missing = []
-        for row in wanted:
-            hit = [slot for slot in storages[row] if slot[1] == row]
-            missing += [] if hit else [row]
-            for slot in hit:
-                slot[0] = self.now
-        homeless = []
-        for row in missing:
-            oldest = min(storages[row], key=lambda slot: slot[0])
-            if oldest[0] == self.now:
-                homeless.append(row)
-            else:
-                oldest[:] = [self.now, row]
-        served = sum(rows.count(r) for r in homeless)
-        self.counts += [1, len(rows), len(wanted) + (None in rows), len(missing), len(homeless), served]
-        return missing
 
 
 def test_statistics_equal_a_hand_count():
@@ -286,18 +207,21 @@ def test_statistics_equal_a_hand_count():
         gather_uvm_cache_stats=True,
         record_cache_metrics=metrics,
     )
-    hand, by_feature, misses = HandCount(2, 150), np.zeros(2, int), [0, 0]
+    hand, totals, by_feature, misses = DumbCache(2, 32, "lru", 150), np.zeros(6, int), np.zeros(2, int), [0, 0]
     for seed in range(5):
         rng = np.random.default_rng(seed)
         ids = rng.integers(-1, 60, 100)
         offsets = np.array([0, 20, 40, 70, 100])
-        rows = [None if i < 0 else int(i) + (90 if p < 40 else 0) for p, i in enumerate(ids)]
-        missing = hand.admit(rows)
+        rows = [-1 if i < 0 else int(i) + (90 if p < 40 else 0) for p, i in enumerate(ids)]
+        locations, moves = hand.admit(rows, lock=False)
+        homeless = {row for row, place in zip(rows, locations, strict=True) if place < 0 <= row}
+        missing = homeless | {row for row, _, _ in moves}
+        totals += [1, 100, len(set(rows)), len(missing), len(homeless), sum(row in homeless for row in rows)]
         misses = [misses[0] + bool(missing), misses[1] + len(missing)]
         by_feature += [len({r for r in part if r in missing}) for part in (rows[:40], rows[40:])]
         train(cached, ids, offsets)
-    assert hand.counts[4] > 0
-    assert list(cached.get_uvm_cache_stats()[:6]) == hand.counts.tolist()
+    assert totals[4] > 0
+    assert list(cached.get_uvm_cache_stats()[:6]) == totals.tolist()
     assert cached.get_cache_miss_counter() == tuple(misses)
     assert cached.get_table_wise_cache_miss().tolist() == by_feature.tolist()
     cached.reset_uvm_cache_stats()

@@ -103,21 +103,12 @@ def compare_training(dims, *, features=(0, 1, 2), weighted=False, tolerance=TOLE
             np.testing.assert_allclose(state, peer_state.numpy().reshape(state.shape), **tolerance)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooling", [rt.PoolingMode.SUM, rt.PoolingMode.MEAN], ids=lambda p: p.name)
-@pytest.mark.parametrize("features", [(0, 1, 2), (0, 0, 1, 2, 2), (2, 0, 1)])
-def test_pooled_lookups(features, pooling, weighted):
-    weights, options = draw_weights(2, (4, 8, 12)), {"feature_table_map": list(features), "pooling_mode": pooling}
-    batch = draw_batch(np.random.default_rng(3), features, weighted=weighted)
+def test_lookups_of_tables_in_any_order(pooling):
+    weights, options = draw_weights(2, (4, 8, 12)), {"feature_table_map": [2, 0, 1], "pooling_mode": pooling}
+    batch = draw_batch(np.random.default_rng(3), [2, 0, 1], weighted=True)
     expected = theirs(weights, **options)(*as_torch(batch)).detach().numpy()
     np.testing.assert_allclose(ours(weights, **options)(*batch), expected, **TOLERANCE)
-
-
-def test_lookups_without_pooling():
-    weights, options = draw_weights(4, (8, 8, 8)), {"pooling_mode": rt.PoolingMode.NONE}
-    batch = draw_batch(np.random.default_rng(5), (0, 1, 2), weighted=False)
-    expected = theirs(weights, **options)(*as_torch(batch)).detach().numpy()
-    np.testing.assert_array_equal(ours(weights, **options)(*batch), expected)
 
 
 def test_lookups_with_another_batch_size_for_every_feature_and_rank():
@@ -132,34 +123,25 @@ def test_lookups_with_another_batch_size_for_every_feature_and_rank():
     np.testing.assert_allclose(found, peer.detach().numpy(), **TOLERANCE)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("features", [(0, 1, 2), (0, 0, 1, 2, 2)], ids=["own_tables", "shared_tables"])
-@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD"])
-def test_training(optimizer, features, weighted):
-    compare_training((4, 8, 12), features=features, weighted=weighted, optimizer=rt.OptimType[optimizer])
+HALF = {"weights_precision": rt.SparseType.FP16, "stochastic_rounding": False}  # which the CPU build ignores
 
 
 @pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD"])
-def test_training_with_means(optimizer):
-    compare_training((4, 8, 12), pooling_mode=rt.PoolingMode.MEAN, optimizer=rt.OptimType[optimizer])
-
-
-@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD"])
-def test_training_without_pooling(optimizer):
-    compare_training((8, 8, 8), pooling_mode=rt.PoolingMode.NONE, optimizer=rt.OptimType[optimizer])
-
-
-def test_training_with_clipped_gradients():
-    compare_training((4, 8, 12), gradient_clipping=True, max_gradient=0.4)
-
-
-def test_training_of_half_precision_rows():
-    compare_training(
-        (4, 8, 12),
-        tolerance=HALF_TOLERANCE,
-        weights_precision=rt.SparseType.FP16,
-        stochastic_rounding=False,  # which the CPU build ignores
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weighted": True},
+        {"features": (0, 0, 1, 2, 2), "weighted": True},
+        {"pooling_mode": rt.PoolingMode.MEAN},
+        {"pooling_mode": rt.PoolingMode.NONE, "dims": (8, 8, 8)},
+        {"gradient_clipping": True, "max_gradient": 0.4},
+        HALF | {"tolerance": HALF_TOLERANCE},
+    ],
+    ids=str,
+)
+def test_training(optimizer, options):
+    compare_training(**{"dims": (4, 8, 12), "optimizer": rt.OptimType[optimizer]} | options)
 
 
 def test_bounds_are_corrected_alike():

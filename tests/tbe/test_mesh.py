@@ -13,7 +13,7 @@ from rsembed import clip_by_global_norm, combine
 from rsembed import tbe as rt
 from rsembed.tbe import functional
 from tests.parallel.hlo import collective_bytes
-from tests.tbe.oracle import Oracle, make, tables_of, train
+from tests.tbe.oracle import make, tables_of, train
 from tests.tbe.row_formulas import VARIANTS
 
 Optim = rt.OptimType
@@ -48,28 +48,47 @@ def same_tables(module, other, **close):
         np.testing.assert_allclose(one, two, **(close or CLOSE))
 
 
-# Against one device, and against loops
+# Against one device, which test_random_configurations.py holds against loops in float64
 
-RULES = {
-    # A rule for each table: all of them travel in one exchange, and one program serves all.
-    "row": [Optim.EXACT_ROWWISE_ADAGRAD, Optim.ADAM, Optim.LAMB],
-    "table": [Optim.EXACT_SGD, Optim.PARTIAL_ROWWISE_ADAM, Optim.EXACT_ADAGRAD],
-    "column": [Optim.EXACT_SGD, Optim.EXACT_SGD, Optim.ADAM],
-    "replicated": [Optim.LARS_SGD, Optim.PARTIAL_ROWWISE_LAMB, Optim.EXACT_ROWWISE_ADAGRAD],
+
+def rules(*names, **arguments):
+    """An optimizer for each table: all of them travel in one exchange, and one program serves all."""
+    return {"optimizer": [Optim[name] for name in names], "eps": 1e-3, **arguments}
+
+
+def variant(name):
+    return {"optimizer": VARIANTS[name][0], **VARIANTS[name][1]}
+
+
+COLUMNS = rules("EXACT_SGD", "EXACT_SGD", "ADAM", placement="column")
+ENSEMBLE = rt.EnsembleModeDefinition(step_ema=1, step_swap=2, step_start=0, step_ema_coef=0.6)
+SHARED = {
+    "row": rules("EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row"),
+    "row mean": rules("EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row", pooling_mode="MEAN"),
+    "table": rules("EXACT_SGD", "PARTIAL_ROWWISE_ADAM", "EXACT_ADAGRAD", placement="table", pooling_mode="MEAN"),
+    "column": COLUMNS,
+    "replicated": rules(
+        *("LARS_SGD", "PARTIAL_ROWWISE_LAMB", "EXACT_ROWWISE_ADAGRAD"), placement="replicated", pooling_mode="MEAN"
+    ),
+    "copies along another axis": {"mesh": (2, 4), "sharding_axis": "x", "placement": {"table_1": "table"}},
+    "cowclip": variant("cowclip"),
+    "counter": variant("counter_adagradw"),
+    "ensemble": variant("ensemble") | {"ensemble_mode": ENSEMBLE},
+    "emainplace": variant("emainplace")
+    | {"emainplace_mode": rt.EmainplaceModeDefinition(step_ema=1, step_start=0, step_ema_coef=0.6)},
 }
 
 
-@pytest.mark.parametrize(
-    ("placement", "pooling"),
-    [("row", "SUM"), ("row", "MEAN"), ("table", "MEAN"), ("column", "SUM"), ("replicated", "MEAN")],
-)
-def test_any_placement_looks_up_and_trains_as_one_device_does(placement, pooling):
-    arguments = {"feature_table_map": FEATURES, "optimizer": RULES[placement], "pooling_mode": pooling, "eps": 1e-3}
-    one, many = make(SPECS, **arguments), make(SPECS, mesh=mesh_of(4), placement=placement, **arguments)
+@pytest.mark.parametrize("name", SHARED)
+def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
+    arguments = {"feature_table_map": FEATURES, **SHARED[name]}
+    shared = {key: arguments.pop(key) for key in ("mesh", "sharding_axis", "placement") if key in arguments}
+    one = make(SPECS, **arguments)
+    many = make(SPECS, **arguments, **shared | {"mesh": mesh_of(*shared.get("mesh", (4,)))})
     same_tables(one, many, rtol=0)
-    for seed in range(2):
+    for seed in range(3):
         ids, offsets, weights = draw(seed)
-        weights = weights if seed == 0 or pooling == "SUM" else None
+        weights = weights if seed == 0 or many.plan.pooling == "sum" else None
         (expected, backward), (found, backward_many) = (m.vjp(ids, offsets, weights) for m in (one, many))
         np.testing.assert_allclose(found, expected, **CLOSE)
         gradient = gradient_like(expected, seed)
@@ -78,45 +97,7 @@ def test_any_placement_looks_up_and_trains_as_one_device_does(placement, pooling
         if weights is not None:
             np.testing.assert_allclose(d_weights_many, d_weights, rtol=2e-4, atol=2e-5)
     same_tables(one, many)
-    assert int(many.step) == 2
-
-
-@pytest.mark.parametrize("name", ["cowclip", "counter_adagradw"])
-def test_rules_of_the_wing_follow_their_formulas(name):
-    specs, features = ((20, 4), (13, 4)), (1, 0)
-    optimizer, arguments, formula = VARIANTS[name]
-    module = make(specs, mesh=mesh_of(4), feature_table_map=features, optimizer=optimizer, **arguments)
-    oracle = Oracle(module, features, "sum", formula, arguments)
-    ids, offsets, weights = draw(3, specs=specs, features=features)
-    output, backward = module.vjp(ids, offsets, weights)
-    gradient = gradient_like(output)
-    expected = oracle.backward(ids, offsets, weights, [BAGS, BAGS], [*gradient[:, :4], *gradient[:, 4:]])
-    np.testing.assert_allclose(backward(gradient), expected, rtol=2e-5, atol=2e-5)
-    for found, wanted in zip(module.split_embedding_weights(), oracle.tables, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("optimizer", [Optim.ENSEMBLE_ROWWISE_ADAGRAD, Optim.EMAINPLACE_ROWWISE_ADAGRAD])
-def test_passes_over_whole_tables_are_made_where_rows_lie(optimizer):
-    modes = {
-        "ensemble_mode": rt.EnsembleModeDefinition(step_ema=1, step_swap=2, step_start=0, step_ema_coef=0.6),
-        "emainplace_mode": rt.EmainplaceModeDefinition(step_ema=1, step_start=0, step_ema_coef=0.6),
-    }
-    mode = {name: own for name, own in modes.items() if name.startswith(optimizer.name.split("_")[0].lower())}
-    one, many = (make(SPECS[:2], optimizer=optimizer, **mode, **how) for how in ({}, {"mesh": mesh_of(4)}))
-    for seed in range(3):
-        batch = draw(seed, specs=SPECS[:2], features=(0, 1))
-        for module in (one, many):
-            train(module, *batch)
-    same_tables(one, many)
-
-
-def test_devices_along_other_axes_hold_copies():
-    one, many = make(SPECS), make(SPECS, mesh=mesh_of(2, 4), sharding_axis="x", placement={"table_1": "table"})
-    for seed in range(2):
-        batch = draw(seed, features=(0, 1, 2))
-        np.testing.assert_allclose(train(many, *batch)[0], train(one, *batch)[0], **CLOSE)
-    same_tables(one, many)
+    assert int(many.step) == 3
 
 
 def test_rows_are_rounded_by_the_noise_of_one_device():
@@ -157,14 +138,14 @@ def test_a_bound_on_unique_indices_cuts_no_gradient_of_a_mesh():
     same_tables(one, many)
 
 
-def test_row_gradients_of_another_mesh_are_refused():
-    gradients = []
-    for size in (2, 4):
-        module = make(SPECS, mesh=mesh_of(size))
-        output, backward = module.vjp(*draw(0, features=(0, 1, 2)))
-        gradients.append(backward.row_gradients(gradient_like(output)))
+def test_row_gradients_and_states_of_another_mesh_are_refused():
+    other, module = make(SPECS, mesh=mesh_of(2)), make(SPECS, mesh=mesh_of(4))
+    output, backward = other.vjp(*draw(0, features=(0, 1, 2)))
     with pytest.raises(ValueError, match=r"do not belong to this module.*num_devices"):
-        module.apply(gradients[0])
+        module.apply(backward.row_gradients(gradient_like(output)))
+    module.state.set_value(other.state.get_value())
+    with pytest.raises(ValueError, match=r"does not belong to this module.*num_devices"):
+        module.vjp(*draw(0, features=(0, 1, 2)))
 
 
 def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff():
@@ -264,24 +245,6 @@ def test_no_table_travels():
 # Whole tables
 
 
-def test_state_dicts_go_from_mesh_to_mesh_and_on_with_equal_steps():
-    arguments = {"optimizer": [Optim.EXACT_ROWWISE_ADAGRAD, Optim.ADAM, Optim.EXACT_ADAGRAD]}
-    one, modules = make(SPECS, **arguments), {}
-    for seed in range(2):
-        train(one, *draw(seed, features=(0, 1, 2)))
-    saved = one.state_dict()
-    for size, placement in ((4, "row"), (2, "table"), (8, "replicated")):
-        module = modules[size] = make(SPECS, uniform=None, mesh=mesh_of(size), placement=placement, **arguments)
-        module.load_state_dict(saved)
-        saved = module.state_dict()  # of the mesh, for the next one
-        same_tables(one, module, rtol=0)
-    batch = draw(7, features=(0, 1, 2))
-    for module in (one, *modules.values()):
-        train(module, *batch)
-    for module in modules.values():
-        same_tables(one, module)
-
-
 def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
     one, many = (make(SPECS, optimizer=Optim.EXACT_ADAGRAD, **how) for how in ({}, {"mesh": mesh_of(4)}))
     for module in (one, many):
@@ -348,20 +311,6 @@ def test_what_a_mesh_cannot_do_is_refused_by_name():
         module({name: [[1]] * 3 for name in module.feature_names})
     with pytest.raises(ValueError, match="a prepared batch holds offsets"):
         module(module.prepare(*batch), batch[1])
-
-
-def test_a_state_of_another_mesh_is_refused():
-    module, other = make(SPECS, mesh=mesh_of(4)), make(SPECS, mesh=mesh_of(2))
-    module.state.set_value(other.state.get_value())
-    with pytest.raises(ValueError, match=r"does not belong to this module.*num_devices"):
-        module.vjp(*draw(0, features=(0, 1, 2)))
-
-
-def test_arrays_that_a_copy_took_over_are_refused():
-    module = make(SPECS, mesh=mesh_of(4))
-    train(nnx.clone(module), *draw(0, features=(0, 1, 2)))
-    with pytest.raises(RuntimeError, match="taken over by a training step of a copy"):
-        module.vjp(*draw(0, features=(0, 1, 2)))
 
 
 def test_a_batch_without_bags_or_ids_changes_nothing():

@@ -148,11 +148,6 @@ def test_rates_follow_set_learning_rate_and_schedules():
         scheduled.set_learning_rate(1.0)
 
 
-def test_tables_that_share_an_array_cannot_be_given_two_rates_later():
-    with pytest.raises(ValueError, match="share an array and so one learning rate"):
-        make(((5, 4), (6, 4))).set_learning_rate([0.1, 0.2])
-
-
 def test_a_zero_dimensional_array_is_a_learning_rate():
     module = make(((5, 4),), learning_rate=jnp.float32(0.5))
     assert module.get_learning_rate() == 0.5

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rsembed import tbe as rt
-from tests.tbe.oracle import make
+from tests.tbe.oracle import make, train
 
 Optim = rt.OptimType
 SPECS = ((50, 4), (30, 4))
@@ -30,11 +30,6 @@ def module_of(num_devices=None, specs=SPECS, **options):
     return make(specs, **options)
 
 
-def step(module, gradient=1.0):
-    output, backward = module.vjp(IDS, OFFSETS)
-    backward(jnp.full(output.shape, gradient))
-
-
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, array in expected.items():
@@ -48,7 +43,7 @@ def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_
     gradient = jnp.ones(output.shape)
     gradients = module.vjp(IDS, OFFSETS)[1].row_gradients(gradient)
     copy = nnx.clone(module)
-    step(copy)
+    train(copy, IDS, OFFSETS)
     for call in (
         lambda: module(IDS, OFFSETS),
         lambda: module.vjp(IDS, OFFSETS),
@@ -67,7 +62,7 @@ def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_
     module.load_state_dict(saved)
     assert_same(module.state_dict(), saved)
     for own in (module, copy):
-        step(own, 0.5)
+        train(own, IDS, OFFSETS)
     assert_same(module.state_dict(), copy.state_dict())
 
 
@@ -87,8 +82,7 @@ def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_
 )
 def test_a_state_dict_with_one_wrong_number_changes_nothing(num_devices, name, value, error):
     module, other = module_of(num_devices), module_of(num_devices)
-    step(module)
-    step(other, 3.0)
+    train(module, IDS, OFFSETS)
     before = module.state_dict()
     with pytest.raises(ValueError, match=error):
         module.load_state_dict({**other.state_dict(), name: np.asarray(value)})
@@ -115,7 +109,7 @@ def test_a_pass_over_whole_tables_runs_once_a_step_whatever_comes_between(num_de
                 saved = module.state_dict()
                 module = module_of(num_devices, **options)
                 module.load_state_dict(saved)
-            step(module)
+            train(module, IDS, OFFSETS)
         return module.state_dict()
 
     expected = trained(disturbs=False, saves=False)
@@ -127,12 +121,12 @@ def test_half_precision_rounded_stochastically_is_not_placed_by_column():
     options = {"weights_precision": rt.SparseType.BF16, "placement": "column"}
     with pytest.raises(ValueError, match="cannot be placed 'column': stochastic rounding draws for whole rows"):
         module_of(2, **options)
-    step(module_of(2, stochastic_rounding=False, **options))
+    train(module_of(2, stochastic_rounding=False, **options), IDS, OFFSETS)
 
 
 def test_resets_and_hyper_parameters_are_checked_before_the_first_changes():
     module = module_of(optimizer=Optim.EXACT_ADAGRAD)
-    step(module)
+    train(module, IDS, OFFSETS)
     before = module.state_dict()
     for offsets, tables, rows in (([0, 1, 2], [0, 7], [0, 1]), ([0, 1, 2], [0, 1], [0, 30])):
         with pytest.raises(ValueError, match=r"there is no table 7|leave table"):

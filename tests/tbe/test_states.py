@@ -1,7 +1,5 @@
 """Whole tables and their states: saved, loaded, drawn, reset, rounded, decayed, averaged; and other inputs."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from rsembed import Bags
 from rsembed import tbe as rt
 from tests.tbe.oracle import Oracle, assert_same_bits, make, tables_of, train
 from tests.tbe.row_formulas import LR, VARIANTS, rowwise_adagrad, sgd
+from tests.tbe.test_mesh import mesh_of
 
 Optim, Location, Type = rt.OptimType, rt.EmbeddingLocation, rt.SparseType
 ROWWISE, CACHED = Optim.EXACT_ROWWISE_ADAGRAD, Location.MANAGED_CACHING
@@ -27,37 +26,39 @@ WHOLE_TABLES = ["ensemble", "emainplace", "counter_l2"]
 # State dicts
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
-def test_a_state_dict_continues_in_another_module(variant):
+OTHERS = {"weight_decay": 0.1, "weights_precision": Type.FP16, "learning_rate": [0.1, 0.2], "location": CACHED}
+EXCHANGES = {
+    **{variant: (variant, {}, {}) for variant in STATEFUL},
+    "from behind a cache": ("adam", {"location": CACHED, "cache_sets": 1}, {}),
+    "behind a cache": ("adam", {}, {"location": CACHED, "cache_sets": 1}),
+    "to a mesh": ("rowwise", {}, {"mesh": mesh_of(4)}),
+    "from mesh to mesh": ("adam", {"mesh": mesh_of(2), "placement": "table"}, {"mesh": mesh_of(4)}),
+    "from a mesh": ("adagrad", {"mesh": mesh_of(4), "placement": "replicated"}, {}),
+    "to other hyperparameters, precision and grouping": ("adam", {}, OTHERS),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_state_dict_continues_in_another_module(name):
+    variant, *sides = EXCHANGES[name]
     optimizer, arguments, _ = VARIANTS[variant]
-    specs = ((40, 4), (50, 2))
-    module, other = (make(specs, optimizer=optimizer, **arguments) for _ in range(2))
+    specs, ids, offsets = ((90, 4), (50, 2)), np.arange(90) % 50, np.array([0, 10, 20, 40, 50, 60, 70, 80, 90])
+    module, other = (make(specs, optimizer=optimizer, **arguments, **side) for side in sides)
     other.init_embedding_weights_uniform(5, 6)
     for k in range(2):
-        train(module, IDS + k, OFFSETS)
+        train(module, (ids + k) % 50, offsets)
+    train(other, ids[::-1], offsets)
     saved = module.state_dict()
     assert all(isinstance(v, np.ndarray) for v in saved.values())
     other.load_state_dict(saved)
-    assert_same_bits(module, other)
-    for each in (module, other):
-        train(each, IDS, OFFSETS)
-    assert_same_bits(module, other)
-    assert int(module.step) == int(other.step) == 3
-
-
-@pytest.mark.parametrize(("source", "target"), [(CACHED, Location.DEVICE), (Location.DEVICE, CACHED)])
-def test_cached_and_uncached_modules_exchange_state_dicts(source, target):
-    arguments = {"optimizer": Optim.ADAM, "cache_sets": 1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # cache_sets has no effect without a cache
-        module, other = (make(((90, 4), (50, 3)), location=x, **arguments) for x in (source, target))
-    ids, offsets = np.arange(90) % 50, np.array([0, 20, 50, 70, 90])
-    train(module, ids, offsets)
-    train(other, ids[::-1], offsets)
-    other.load_state_dict(module.state_dict())
-    for each in (module, other):
-        train(each, ids, offsets)
-    assert_same_bits(module, other)
+    if sides[1] is not OTHERS:
+        assert_same_bits(module, other)
+        for each in (module, other):
+            train(each, ids, offsets)
+    close = CLOSE if "mesh" in name else {"rtol": 0}
+    for mine, yours in zip(*(jax.tree.leaves(tables_of(each)) for each in (other, module)), strict=True):
+        np.testing.assert_allclose(mine, yours.astype(mine.dtype), **close)
+    assert int(module.step) == int(other.step)
 
 
 def test_going_back_to_a_checkpoint_runs_the_passes_of_its_steps_again():
@@ -214,42 +215,42 @@ def test_the_decay_that_a_lookup_saw_is_that_of_its_gradient():
     np.testing.assert_allclose(backward(np.ones((1, 4), np.float32)), output.sum(axis=1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", list(rt.StepMode))
-def test_the_ensemble_averages_and_swaps_over_several_steps(mode):
-    config = rt.EnsembleModeDefinition(step_ema=2, step_swap=4, step_start=2, step_ema_coef=0.75, step_mode=mode)
-    module = make(((6, 4),), optimizer=Optim.ENSEMBLE_ROWWISE_ADAGRAD, ensemble_mode=config, eps=0.1)
-    oracle = Oracle(module, (0,), "sum", rowwise_adagrad, {"eps": 0.1})
-    slow = np.zeros((6, 4))
-    for t in range(1, 10):
-        weights = oracle.tables[0]
-        if t % 2 == 0:
-            slow = slow + (1 - (0 if t <= 2 else 0.75)) * (weights - slow)
-        if t % 4 == 0:
-            oracle.tables[0] = slow.copy()
-        if t % 2 == 0 and mode == rt.StepMode.NONE:
-            slow = 0 * slow
-        ids = np.array([t % 6, (t * t) % 6])
-        module.vjp(ids, np.array([0, 2]))  # a second lookup of the same step runs no pass again
-        output, _ = train(module, ids, np.array([0, 2]))
-        np.testing.assert_allclose(output[0], oracle.pooled(ids, [0, 2], None, [1])[0], **CLOSE)
-        oracle.states[0]["momentum2"] = slow
-        oracle.formula = lambda w, g, state, t, a: rowwise_adagrad(w, g, state, t, a)
-        oracle.backward(ids, [0, 2], None, [1], [np.ones(4)])
-        oracle.assert_agrees(module, **CLOSE)
+def ensemble_pass(t, table, slow):
+    slow = slow + (1 - (0 if t <= 2 else 0.75)) * (table - slow) if t % 2 == 0 else slow
+    table = slow.copy() if t % 4 == 0 else table
+    return table, slow * (t % 2)  # begins anew
 
 
-def test_the_slow_half_follows_the_fast_half_over_several_steps():
-    config = rt.EmainplaceModeDefinition(step_ema=3.0, step_start=4.0, step_ema_coef=0.25)
-    module = make(((6, 4),), optimizer=Optim.EMAINPLACE_ROWWISE_ADAGRAD, emainplace_mode=config, eps=0.1)
-    oracle = Oracle(module, (0,), "sum", rowwise_adagrad, {"eps": 0.1})
+def emainplace_pass(t, table, slow):
+    if t % 3 == 0 and t >= 4:
+        table[:, 2:] += 0.25 * (table[:, :2] - table[:, 2:])
+    return table, slow
+
+
+PASSES = {
+    "ensemble": (
+        {"ensemble_mode": rt.EnsembleModeDefinition(2, 4, 2, 0.75, rt.StepMode.NONE)},
+        ensemble_pass,
+    ),
+    "emainplace": ({"emainplace_mode": rt.EmainplaceModeDefinition(3.0, 4.0, 0.25)}, emainplace_pass),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_over_whole_tables_are_run_before_the_lookup_of_their_step_and_once(name):
+    mode, run_pass = PASSES[name]
+    module = make(((6, 4),), optimizer=VARIANTS[name][0], eps=0.1, **mode)
+    oracle, slow = Oracle(module, (0,), "sum", rowwise_adagrad, {"eps": 0.1}), np.zeros((6, 4))
     for t in range(1, 11):
-        if t % 3 == 0 and t >= 4:
-            table = oracle.tables[0]
-            table[:, 2:] += 0.25 * (table[:, :2] - table[:, 2:])
-        ids = np.array([t % 6, (t * t) % 6])
-        module(ids, np.array([0, 2]))  # evaluation runs no pass
-        train(module, ids, np.array([0, 2]))
-        oracle.backward(ids, [0, 2], None, [1], [np.ones(4)])
+        ids, offsets = np.array([t % 6, (t * t) % 6]), np.array([0, 2])
+        module(ids, offsets)  # evaluation runs none
+        module.vjp(ids, offsets)
+        oracle.tables[0], slow = run_pass(t, oracle.tables[0], slow)
+        output, _ = train(module, ids, offsets)
+        np.testing.assert_allclose(output[0], oracle.pooled(ids, offsets, None, [1])[0], **CLOSE)
+        if name == "ensemble":
+            oracle.states[0]["momentum2"] = slow
+        oracle.backward(ids, offsets, None, [1], [np.ones(4)])
         oracle.assert_agrees(module, **CLOSE)
 
 
