@@ -78,10 +78,6 @@ def test_times_can_be_told_with_processor_and_date():
 # Numbers
 
 
-def test_id_counts_counts_ids_of_any_shape_and_skips_padding():
-    assert plot.id_counts(np.array([[0, 3], [3, -1]]), 5).tolist() == [1, 0, 0, 2, 0]
-
-
 def test_running_mean_averages_what_there_is_at_the_beginning():
     values = RNG.normal(size=30)
     expected = [np.mean(values[max(0, i - 6) : i + 1]) for i in range(30)]
@@ -122,11 +118,6 @@ def test_principal_plane_of_equal_points_is_a_point():
     coordinates, shares = plot.principal_plane(np.ones((5, 3)))
     np.testing.assert_allclose(coordinates, 0.0, atol=1e-12)
     assert np.isfinite(shares).all()
-
-
-def test_principal_plane_needs_two_points():
-    with pytest.raises(ValueError, match="two points"):
-        plot.principal_plane(np.ones((1, 3)))
 
 
 # Artists

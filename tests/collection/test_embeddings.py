@@ -1,5 +1,4 @@
 import functools
-import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -49,32 +48,6 @@ def plain():
     """A collection of one table, and a state of it."""
     collection = collection_of(table_spec())
     return collection, collection.init(jax.random.key(0))
-
-
-@pytest.mark.parametrize("implementation", [None, "reference"])
-def test_lookup_and_row_gradients_equal_the_gain_matrix(implementation):
-    cases = {f"{c} of {w and 'weights'}": (c, w) for c, w in itertools.product(COMBINERS, [None, WEIGHTS])}
-    dims = dict(zip(cases, range(2, 8), strict=True))  # tables of one width would lie in one stack
-    specs = [table_spec(name, combiner=combiner, embedding_dim=dims[name]) for name, (combiner, _) in cases.items()]
-    collection = collection_of(*specs, implementation=implementation)
-    state = collection.init(jax.random.key(0))
-    batch = {f"f_{name}": (ROWS, weights) if weights else ROWS for name, (_, weights) in cases.items()}
-    random = np.random.default_rng(0)
-    gradients = {f"f_{name}": random.normal(size=(BATCH, dim)).astype(np.float32) for name, dim in dims.items()}
-
-    @jax.jit
-    def both(state, batch, gradients):
-        activations, pullback = collection.lookup_vjp(state, batch)
-        row_gradients = pullback(gradients)
-        return activations, row_gradients.to_dense(), row_gradients.num_touched(), collection.tables(state)
-
-    activations, dense, num_touched, tables = both(state, collection.prepare(batch), gradients)
-    for name, (combiner, weights) in cases.items():
-        gains, d_activations = gain_matrix(ROWS, weights, combiner), gradients[f"f_{name}"]
-        expected = gains @ np.asarray(tables[name])
-        np.testing.assert_allclose(activations[f"f_{name}"], expected, rtol=1e-6, atol=1e-6, err_msg=name)
-        np.testing.assert_allclose(dense[name], gains.T @ d_activations, rtol=1e-5, atol=1e-6, err_msg=name)
-        assert int(num_touched[name]) == 5
 
 
 def test_sequence_output_keeps_the_shape_of_dense_ids_and_zeros_where_there_is_no_id():
@@ -147,31 +120,6 @@ def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_w
     )
     if native.unavailable_because() is None:
         assert "rsembed_row_gradients" not in program.lower(state, d_activations).compile().as_text()
-
-
-def test_whole_training_runs_in_one_scan_and_equals_single_steps():
-    collection = collection_of(table_spec(optimizer=rs.AdagradOptimizerSpec(0.1)), table_spec("u", embedding_dim=2))
-    batch = collection.prepare({"f_t": ROWS, "f_u": np.array([[1], [2], [3], [-1]])})
-
-    def loss_fn(params, activations):
-        return params * sum(jnp.sum(x * x) for x in activations.values())
-
-    @jax.jit
-    def step(carry, _):
-        params, state = carry
-        loss, (d_params, row_gradients) = rs.value_and_grad(loss_fn, collection, has_aux=False)(params, state, batch)
-        state = collection.apply(state, rs.clip_by_global_norm(row_gradients, 1.0))
-        return (params - 0.01 * d_params, state), loss
-
-    state = collection.init(jax.random.key(0))
-    (_, scanned), losses = jax.jit(lambda s: jax.lax.scan(step, (jnp.ones(()), s), None, length=5))(state)
-    carry = (jnp.ones(()), state)
-    for expected in losses:
-        carry, loss = step(carry, None)
-        np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for one, two in zip(jax.tree.leaves(scanned.tables), jax.tree.leaves(carry[1].tables), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
-    assert losses[-1] < losses[0]
 
 
 def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
@@ -272,17 +220,6 @@ def test_quantized_lookup_rounds_rows_before_they_are_summed():
     rounded = np.floor((np.clip(table, -1, 1) + 1) / 0.5 + 0.5) * 0.5 - 1
     expected = gain_matrix(ROWS, None, "sum") @ rounded
     np.testing.assert_allclose(collection.lookup(state, {"f_t": ROWS})["f_t"], expected, atol=1e-6)
-
-
-def test_with_tables_loads_pretrained_vectors():
-    collection = collection_of(table_spec(), table_spec("u"))
-    state = collection.init(jax.random.key(0))
-    vectors = np.arange(VOCABULARY * DIM, dtype=np.float32).reshape(VOCABULARY, DIM)
-    loaded = collection.with_tables(state, {"u": vectors})
-    np.testing.assert_array_equal(collection.tables(loaded)["u"], vectors)
-    np.testing.assert_array_equal(collection.tables(loaded)["t"], collection.tables(state)["t"])
-    with pytest.raises(ValueError, match=r"table 'u' has shape \(11, 3\)"):
-        collection.with_tables(state, {"u": vectors[1:]})
 
 
 def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():

@@ -4,10 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import rsembed.optimizers as ro
+from rsembed.kernels import native
 from rsembed.kernels.contract import NO_ROW, Segment
 from tests import oracles
+
+_reason = native.unavailable_because()
+needs_native = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
+IMPLEMENTATIONS = ("reference", pytest.param("native", marks=needs_native))
 
 COMBINERS = ("sum", "mean", "sqrtn", "none")
 NUM_ROWS = 23

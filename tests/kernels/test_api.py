@@ -70,10 +70,11 @@ def test_rows_by_bag_groups_stably_and_puts_strays_last(name):
 
 @pytest.mark.parametrize("name", ["reference", None])
 def test_rows_that_may_not_contribute_may_hold_nan(name):
-    table = jnp.asarray([[jnp.nan], [1.0], [2.0]])
-    weights = jnp.asarray([0.0, 3.0, 1.0])
-    segment = Segment(jnp.asarray([5, 1, NO_ROW]), jnp.asarray([0, 3]), weights, "sum")
-    assert float(api.lookup(table, [segment], implementation=name)[0][0, 0]) == 3.0
+    table, rows, offsets = jnp.asarray([[jnp.nan], [1.0], [2.0]]), jnp.asarray([0, 1, NO_ROW]), jnp.asarray([0, 3])
+    zeroed = Segment(rows, offsets, jnp.asarray([0.0, 3.0, 1.0]), "sum")
+    cancelled = Segment(rows, offsets, jnp.asarray([1.0, -1.0, 1.0]), "mean")
+    found = api.lookup(table, [zeroed, cancelled], implementation=name)
+    assert [own.tolist() for own in found] == [[[3.0]], [[0.0]]]
 
 
 def test_autodiff_of_lookup_equals_finite_differences():

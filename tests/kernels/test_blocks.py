@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsembed.kernels import api, library, native
+from rsembed.kernels import api
 from rsembed.kernels.blocks import Queue
 from rsembed.kernels.contract import NO_ROW
+from tests.kernels.cases import IMPLEMENTATIONS
 
-_reason = native.unavailable_because()
-needs_native = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
-IMPLEMENTATIONS = ("reference", pytest.param("native", marks=needs_native))
 LANES = (np.int32, np.uint32, np.float32)
 
 
@@ -101,24 +99,3 @@ def test_queues_without_entries_send_nothing(implementation):
     for fits in (fit, 1 - fit):
         places, cursors, are_left = api.round_places([nothing], fits, behind, implementation=implementation)
         assert places[0].tolist() == [[NO_ROW] * 2] * 2 and cursors[0].tolist() == [0, 0] and not are_left
-
-
-@needs_native
-def test_blocks_of_other_sizes_are_refused():
-    rows, words = jnp.zeros((2, 3), jnp.int32), jnp.zeros(5, jnp.uint32)
-    size = ((2, 4), jnp.uint32)
-    numbers = {"num_lanes": np.int64([1]), "capacities": np.int64([2])}
-    offsets, cursor = jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32)
-    places = [((), jnp.bool_), ((2, 3), jnp.int32), ((2,), jnp.int32)]
-    fit, cuts = jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 1, 2), jnp.uint32)
-    calls = [
-        ("differ in size", "rsembed_pack_blocks", [size], (rows, words), {"gathers": True}),
-        ("unreadable blocks", "rsembed_pack_blocks", [size], (words, words), {"gathers": True}),
-        ("differ in size", "rsembed_unpack_blocks", [((2, 3), jnp.uint32)], (jnp.zeros((2, 4), jnp.uint32),), {}),
-        ("wrong size of places", "rsembed_round_places", places, (fit, cuts, offsets, cursor, words), numbers),
-        ("unreadable queues", "rsembed_round_places", places, (fit, cuts, offsets[:2], cursor, words), numbers),
-        ("unreadable queues", "rsembed_round_places", places, (fit, cuts, offsets, cursor, words, words), numbers),
-    ]
-    for complaint, target, results, operands, attributes in calls:
-        with pytest.raises(Exception, match=complaint):
-            jax.block_until_ready(library.call_handler(target, results, *operands, **attributes))

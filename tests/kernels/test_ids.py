@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rsembed as rs
-from rsembed.kernels import api, library, native
+from rsembed.kernels import api, native
 from rsembed.kernels.contract import NO_ROW
 from rsembed.places import Place
-
-_reason = native.unavailable_because()
-needs_native = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
-IMPLEMENTATIONS = ("reference", pytest.param("native", marks=needs_native))
+from tests.kernels.cases import IMPLEMENTATIONS, needs_native
 
 
 def row_of(id_, place, size, spread, rows_per_shard):
@@ -70,25 +67,6 @@ def test_ids_of_other_types_are_left_to_the_definition():
         native.rows_of_ids(ids, [Place(0, 5)], [8], 1, 64)
     (rows,) = api.rows_of_ids(ids, [Place(0, 5)], [8], spread=1, rows_per_shard=64)
     assert rows.tolist() == [8, NO_ROW, NO_ROW]
-
-
-@needs_native
-def test_calls_that_memory_would_suffer_from_are_refused():
-    ids, offsets = jnp.zeros(4, jnp.int32), jnp.zeros(0, jnp.int32)
-    numbers, one = {"spread": np.int64(1), "rows_per_shard": np.int64(8)}, [((), jnp.int32)] * 2
-    calls = {
-        "unreadable places": ("rsembed_rows_of_ids", [((4,), jnp.int32)], [ids], {"places": np.zeros(3, np.int64)}),
-        "wrong size of rows": ("rsembed_rows_of_ids", [((3,), jnp.int32)], [ids], {"places": np.zeros(4, np.int64)}),
-        "unreadable sizes": ("rsembed_count_ids", one, [ids], {"sizes": np.ones(1, np.int64)}),
-        "offsets must not be empty": ("rsembed_count_ids", one, [ids, offsets], {"sizes": np.ones(1, np.int64)}),
-        "wrong type of a count": (
-            *("rsembed_count_ids", [((1,), jnp.int32)] * 2, [ids, ids], {"sizes": np.ones(1, np.int64)}),
-        ),
-    }
-    for complaint, (target, results, operands, attributes) in calls.items():
-        attributes |= numbers if target == "rsembed_rows_of_ids" else {}
-        with pytest.raises(Exception, match=complaint):
-            jax.block_until_ready(library.call_handler(target, results, *operands, **attributes))
 
 
 @needs_native

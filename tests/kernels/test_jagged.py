@@ -12,23 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rsembed as rs
-from rsembed.kernels import library, native, reference
+from rsembed.kernels import native, reference
 from rsembed.kernels.contract import Block, JaggedBatch, JaggedGradients, Step
+from tests.kernels.cases import needs_native
 
-IMPLEMENTATIONS = [reference, native]
+IMPLEMENTATIONS = [reference, pytest.param(native, marks=needs_native)]
 TABLE_ROWS, TABLE_DIMS, TABLE_DTYPES = (9, 14), (5, 8), ("float32", "bfloat16")
 # Two tables share the first array; the third feature reads the second one.
 FEATURES = [(0, 0, 4), (0, 4, 5), (1, 3, 11), (0, 0, 4)]
 NUM_BAGS, NUM_IDS = 3, 40
-
-pytestmark = pytest.mark.filterwarnings("error")
-
-
-@pytest.fixture(autouse=True)
-def _only_live_implementations(request):
-    implementation = request.node.callspec.params.get("implementation") if hasattr(request.node, "callspec") else None
-    if implementation is native and native.unavailable_because():
-        pytest.skip(native.unavailable_because())
 
 
 def draw_tables(seed: int) -> list[jax.Array]:
@@ -193,45 +185,3 @@ def test_no_ids_and_empty_tables_give_zeros(implementation):
     np.testing.assert_array_equal(output, np.zeros(6))
     assert rows.shape == (0,)
     assert gradients.shape == (0, 3)
-
-
-@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
-@pytest.mark.parametrize(
-    ("offsets", "blocks", "reason"),
-    [
-        ([0, 9, 3, 9], tuple(Block(bag, 1, 0, 0, 4) for bag in range(3)), "offsets must not fall"),
-        ([0, 1], (Block(0, 2, 0, 0, 4),), "outside the offsets"),
-        ([0, 1], (Block(0, 1, 0, 2, 4),), "outside the tables"),
-    ],
-)
-def test_arguments_that_would_leave_memory_are_refused(offsets, blocks, reason):
-    arrays = jax.device_put((np.zeros(10, np.int32), np.int32(offsets), None))
-    batch = JaggedBatch(*arrays, "sum", blocks, "blocks")
-    d_output = jax.device_put(np.ones(batch.output_places([3])[0], np.float32))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
-        jax.block_until_ready(native.row_gradients(4, JaggedGradients(batch, d_output, 0, [3])))
-
-
-@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
-@pytest.mark.parametrize(
-    ("place", "number", "combiner", "reason"),
-    [
-        (0, 2**63 - 1, 0, "outside the offsets"),
-        (1, 2**63 - 1, 0, "outside the offsets"),
-        (3, 2**63 - 1, 0, "outside the tables"),
-        (4, 2**63 - 1, 0, "outside the tables"),
-        (5, 2**63 - 1, 0, "outside the output"),
-        (5, 2**63 - 1, -1, "outside the output"),
-        (6, 2**62, 0, "outside the output"),
-        (6, 2**62, -1, "outside the output"),
-        (6, 0, 2**40, "unreadable blocks"),
-    ],
-)
-def test_numbers_whose_sums_or_products_wrap_around_are_refused(place, number, combiner, reason):
-    block = np.int64([1, 2, 0, 1, 3, 0, 2])
-    block[place] = number
-    ids, offsets, table = jax.device_put((np.zeros(8, np.int32), np.int32([0, 2, 5, 7]), np.ones((4, 2), np.float32)))
-    attributes = {"blocks": block, "combiner": np.int64(combiner), "has_weights": np.bool_(False)}
-    with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
-        results = [((16,), jnp.float32)]
-        jax.block_until_ready(library.call_handler("rsembed_lookup_jagged", results, ids, offsets, table, **attributes))

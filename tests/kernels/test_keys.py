@@ -14,16 +14,19 @@ from rsembed.kernels import api, library, native, reference
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT
 from rsembed.keys import Keys, join_keys, split_keys
+from tests.kernels.cases import IMPLEMENTATIONS, needs_native
 
-_reason = native.unavailable_because()
-needs_native = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
-IMPLEMENTATIONS = ("reference", pytest.param("native", marks=needs_native))
 LARGE = 20_000  # several tasks and digits
 
 # Loops are compiled once for each size, not in every call.
-defined = {name: jax.jit(getattr(reference, name)) for name in ("insert_keys", "find_keys", "unique_keys")}
+defined = {name: jax.jit(getattr(reference, name)) for name in ("insert_keys", "find_keys", "unique_keys", "take_rows")}
 
 GENERATOR = np.random.default_rng(0)
+
+
+def of(implementation, name):
+    """A kernel of an implementation."""
+    return defined[name] if implementation == "reference" else getattr(native, name)
 
 
 def mixed(keys):
@@ -138,8 +141,7 @@ def test_unique_keys_are_those_of_a_dictionary(kind, implementation):
         occurrences = GENERATOR.integers(0, 5, count, dtype=np.int32)
         occurrences[:1] = MAX_COUNT - 1
         keys = split_keys(numbers)._replace(is_key=is_key)
-        unique = defined["unique_keys"] if implementation == "reference" else native.unique_keys
-        found = unique(jax.tree.map(jnp.asarray, keys), jnp.asarray(occurrences))
+        found = of(implementation, "unique_keys")(jax.tree.map(jnp.asarray, keys), jnp.asarray(occurrences))
         assert [lane.tolist() for lane in found] == python_unique_keys(numbers.tolist(), is_key, occurrences.tolist())
 
 
@@ -174,7 +176,7 @@ def without_rows(table, numbers):
 
 @needs_native
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0, 2**32), st.sampled_from(["64 bits", "colliding", "all distinct"]))
+@given(st.integers(0, 2**32), st.sampled_from(["64 bits", "colliding", "all distinct", "equal lower halves"]))
 def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
     """The order in which colliding keys claim slots decides, and deleted slots are used again."""
     generator, table, expected = np.random.default_rng(seed), empty_table(64), {}
@@ -280,41 +282,6 @@ def test_bits_of_rows_are_those_of_their_own_keys(dim):
 
 
 @needs_native
-def test_calls_that_memory_would_suffer_from_are_refused():
-    words, rows, marks = jnp.zeros(4, jnp.uint32), jnp.zeros(4, jnp.int32), jnp.ones(4, bool)
-    lanes, *counts = jnp.zeros((4, 2), jnp.uint32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
-    none, short = jnp.zeros(0, jnp.int32), ((3,), jnp.int32)
-    four, found = ((4,), jnp.int32), [((4,), jnp.int32)] * 2 + [((), jnp.int32)]
-    keys = words, words, marks, none
-    calls = {
-        "wrong number of keys": ("rsembed_unique_keys", [four] * 3, words[:3], *keys[1:], rows),
-        "wrong number of tables": ("rsembed_unique_keys", [four] * 3, *keys[:3], rows[:3], rows),
-        "wrong size of a result": ("rsembed_unique_keys", [four, four, short], *keys, rows),
-        "power of two": ("rsembed_find_keys", found, lanes[:3], rows[:3], *keys),
-        "two lanes in each": ("rsembed_find_keys", found, lanes[:2], rows, *keys),
-        "tables of keys are equally large": ("rsembed_find_keys", found, lanes, rows, *keys),
-        "wrong number of rows": (
-            *("rsembed_insert_keys", [((4, 2), jnp.uint32), four, ((1,), jnp.int32), ((1,), jnp.int32)]),
-            *(lanes, rows, *counts, *keys, rows[:3]),
-        ),
-        "wrong size of rows or of a count": ("rsembed_take_rows", [four, short, short], rows, rows[:3], marks, none),
-        "alias": ("rsembed_count_uses", [four] * 2, rows, rows, rows, jnp.int32(0), rows),
-        "wrong size of a lane": ("rsembed_distinct", [four, four, short, four, short], rows, rows[:3]),
-        "wrong type of a lane": (
-            "rsembed_distinct",
-            [four, four, short, four, ((4,), jnp.int8)],
-            rows,
-            rows.astype(jnp.int8),
-        ),
-    }
-    for complaint, (target, results, *operands) in calls.items():
-        num_tables = 3 if complaint.startswith("tables") else 1
-        attributes = {"num_tables": np.int64(num_tables)} if target == "rsembed_find_keys" else {}
-        with pytest.raises(Exception, match=complaint):
-            jax.block_until_ready(library.call_handler(target, results, *operands, **attributes))
-
-
-@needs_native
 def test_an_older_library_declines_what_it_lacks():
     with pytest.raises(NotImplementedError, match="older than rsembed_of_tomorrow; reinstall"):
         library.call_handler("rsembed_of_tomorrow", [((1,), jnp.int32)])
@@ -332,3 +299,46 @@ def test_no_key_is_no_work():
     nothing = Keys(jnp.zeros(0, jnp.uint32), jnp.zeros(0, jnp.uint32), jnp.zeros(0, bool))
     table = api.insert_keys(*empty_table(4), nothing, jnp.zeros(0, jnp.int32))
     assert held(table) == {} and api.find_keys(table[0], table[1], nothing)[1].shape == (0,)
+
+
+# Several tables of keys in the same arrays
+
+NUM_TABLES, CAPACITY = 3, 8
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_equal_keys_of_other_tables_are_other_keys(implementation):
+    generator = np.random.default_rng(0)
+    for count in (0, 1, 300 if implementation == "reference" else 20_000):
+        numbers, table = generator.integers(0, 300, count), generator.integers(0, NUM_TABLES, count)
+        is_key, occurrences = generator.random(count) < 0.9, generator.integers(0, 5, count, dtype=np.int32)
+        keys = as_call(numbers, is_key)._replace(table=jnp.asarray(table, jnp.int32))
+        found = of(implementation, "unique_keys")(keys, jnp.asarray(occurrences))
+        pairs = list(zip(table.tolist(), numbers.tolist(), strict=True))
+        assert [lane.tolist() for lane in found] == python_unique_keys(pairs, is_key, occurrences.tolist())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_come_from_the_stack_of_their_table(implementation):
+    generator, heights = np.random.default_rng(1), [0, 3, CAPACITY]
+    for count in (1, 40):
+        table, wants = generator.integers(0, NUM_TABLES, count), generator.random(count) < 0.8
+        stacks = [generator.permutation(CAPACITY).tolist() for _ in range(NUM_TABLES)]
+        free = jnp.asarray(np.concatenate(stacks), jnp.int32)
+        given = free, jnp.asarray(heights, jnp.int32), jnp.asarray(wants), jnp.asarray(table, jnp.int32)
+        rows, left, without = of(implementation, "take_rows")(*given)
+        stacks, expected, lacking = [s[:height] for s, height in zip(stacks, heights, strict=True)], [], [0] * 3
+        for own, want in zip(table.tolist(), wants, strict=True):
+            expected.append(own * CAPACITY + stacks[own].pop() if want and stacks[own] else NO_ROW)
+            lacking[own] += bool(want and expected[-1] == NO_ROW)
+        assert (rows.tolist(), left.tolist(), without.tolist()) == (expected, [len(s) for s in stacks], lacking)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_random_bits_are_drawn_with_the_key_of_the_table(implementation):
+    keys, table = jax.random.split(jax.random.key(0), NUM_TABLES), np.array([2, 0, 1, 1, 2])
+    lanes = tuple(jnp.asarray(np.arange(5) + k, jnp.uint32) for k in (7, 2**31))
+    found = api.row_bits(keys, lanes, 3, jnp.asarray(table, jnp.int32), implementation=implementation)
+    for place, own in enumerate(table):
+        one = reference.row_bits(keys[own], [lane[place, None] for lane in lanes], 3)
+        np.testing.assert_array_equal(found[place], one[0])

@@ -1,19 +1,16 @@
 """The entries of preprocessed buffers are those of a loop over partitions, in every implementation."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.kernels import api, library, native
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.ids import ALIGNMENT, Partitions
+from tests.kernels.cases import IMPLEMENTATIONS
 
-_reason = native.unavailable_because()
-needs_native = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
-IMPLEMENTATIONS = ("reference", pytest.param("native", marks=needs_native))
 MOST_PER_PARTITION, MOST_MINIBATCHES = 11, 3
 
 
@@ -58,27 +55,3 @@ def test_entries_are_those_of_a_loop_over_partitions(implementation, seed, numbe
         assert rows.tolist() == [row for _, row, _ in entries] + [NO_ROW] * padding
         assert gains.tolist() == [gain for *_, gain in entries] + [0.0] * padding
         assert (rows.dtype, offsets.dtype, gains.dtype) == (jnp.int32, jnp.int32, jnp.float32)
-
-
-@needs_native
-def test_calls_that_memory_would_suffer_from_are_refused():
-    own, _ = draw_partitions(np.random.default_rng(0))
-    places, numbers = own.embedding_ids.shape, [own.num_cores, own.num_shards, own.rows_per_shard, own.samples_per_core]
-    operands = [*own[:4]]
-    results = [(places, jnp.int32), ((own.num_samples + 1,), jnp.int32), (places, jnp.float32)]
-    twice = jnp.tile(jnp.asarray([places[0] // 2, 0], jnp.int32), own.row_pointers.shape[0] // 2)  # again and again all
-    far = jnp.zeros(places, jnp.int32)
-    calls = {
-        "unreadable stacks": (results, operands, [*numbers, 0, 1]),
-        "wrong size of entries": (results[::-1], operands, [*numbers, 0]),
-        "wrong size of sample ids": (results, [*operands[:2], own.sample_ids[:3], own.gains], [*numbers, 0]),
-        "missing num_minibatches": (results, operands, [*numbers, 1]),
-        "row pointers overlap": (results, [twice, far, far, own.gains], [*numbers, 0]),
-    }
-    for complaint, (kinds, arrays, attribute) in calls.items():
-        with pytest.raises(Exception, match=complaint):
-            jax.block_until_ready(
-                library.call_handler(
-                    "rsembed_entries_by_sample", kinds, *arrays, stacks=np.asarray(attribute, np.int64)
-                )
-            )

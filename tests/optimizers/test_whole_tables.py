@@ -105,19 +105,3 @@ def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fus
         rows, sums = np.arange(3, dtype=np.int32), np.stack([own[3], own[0] + own[2], own[1]])
         wanted = jax.jit(reference.apply_rows)(table, slots, rows, sums, steps)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), jax.jit(step)(table, slots, d), wanted)
-
-
-@pytest.mark.parametrize("storage", [None, rs.Hashed()])
-def test_all_rows_move_once_a_step_however_many_rounds_an_exchange_takes(storage):
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("device",))
-    table = rs.TableSpec(name="t", vocabulary_size=16, embedding_dim=DIM, optimizer=RULE, storage=storage)
-    found = []
-    for how in ({}, {"mesh": mesh, "exchange_capacity": 1}):
-        collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], **how)
-        state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
-        for first in (0, 5):
-            batch = collection.prepare({"f": (first + np.arange(16).reshape(4, 4)) % 16})
-            state = update(state, batch, {"f": np.ones((4, DIM), np.float32)})
-        rows = collection.tables(state)["t"]
-        found.append(rows if storage is None else rows["values"])
-    np.testing.assert_allclose(*found, atol=1e-6)

@@ -32,9 +32,10 @@ def program(num_devices, capacity):
         return state, 100 * rows + jax.lax.axis_index("x")
 
     def body(ids, values):
-        wanted = distinct(jnp.where(ids >= 0, ids % num_devices, NO_ROW), [ids // num_devices], num_devices=num_devices)
+        lanes = ids // num_devices // 4, ids // num_devices  # of which the first alone tells few entries apart
+        wanted = distinct(jnp.where(ids >= 0, ids % num_devices, NO_ROW), lanes, num_devices=num_devices)
         sums = jnp.zeros(NUM_IDS).at[wanted.entry_of].add(values, mode="drop")
-        rows = jnp.where(wanted.first_of != NO_ROW, wanted.lanes[0], NO_ROW)
+        rows = jnp.where(wanted.first_of != NO_ROW, wanted.lanes[1], NO_ROW)
         state = jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS)
         (answers,) = ask([Question(wanted, (rows, sums), answer, state, capacity, INTEGER)], axis_name="x")
         state, replies, rounds = answers

@@ -7,12 +7,6 @@ from rsembed import datasets, plot
 COUNTS = np.array([1, 6, 0, 3])
 
 
-def test_coverage_runs_from_nothing_to_everything_with_the_hottest_rows_first():
-    curve = plot.coverage_curve(COUNTS)
-    assert curve.row_fractions.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
-    np.testing.assert_allclose(curve.lookup_fractions, [0.0, 0.6, 0.9, 1.0, 1.0])
-
-
 def test_coverage_agrees_with_a_loop_over_sorted_counts():
     counts = np.random.default_rng(0).integers(0, 50, 40)
     served, expected = 0, [0.0]

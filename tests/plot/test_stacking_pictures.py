@@ -83,12 +83,6 @@ def test_a_treemap_is_squarer_than_slices():
     np.testing.assert_allclose(boxes[:, 2:], 1.0)
 
 
-@pytest.mark.parametrize("sizes", [[], [0.0, 0.0], [1.0, -1.0]])
-def test_a_treemap_of_nothing_is_refused(sizes):
-    with pytest.raises(ValueError, match="treemap: sizes"):
-        plot.treemap(sizes, 1.0, 1.0)
-
-
 def test_stacks_are_areas_of_embeddings_and_padding():
     ax = plot.plot_stack_treemap(SIZES)
     areas = np.array([patch.get_width() * patch.get_height() for patch in ax.patches])

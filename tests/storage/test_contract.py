@@ -57,7 +57,7 @@ class Way(NamedTuple):
 WAYS = {
     "one device": Way(None),
     "row": Way("row", is_split=True),
-    "row, many rounds": Way("row", capacity=2, is_split=True),
+    "row, many rounds": Way("row", capacity=1, is_split=True),
     "table": Way("table"),
     "column": Way("column"),
     "replicated": Way("replicated"),

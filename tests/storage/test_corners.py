@@ -66,17 +66,6 @@ def ones_for(batch):
     return {name: np.ones((len(ids), DIM), np.float32) for name, ids in batch.items()}
 
 
-def test_one_key_in_every_sample_of_every_device_is_one_row_that_is_stepped_once():
-    collection, state, gradients, update = on_mesh()
-    batch = batch_of(np.full((8, 3), ONE))
-    activations, row_gradients = gradients(state, collection.prepare(batch), ones_for(batch))
-    initial = np.asarray(activations["f"])[0] / 3
-    assert int(row_gradients.num_touched()["t"]) == 1
-    table = collection.tables(update(state, collection.prepare(batch), ones_for(batch)))["t"]
-    assert (table["keys"].tolist(), table["count"].tolist()) == ([ONE], [24])
-    np.testing.assert_allclose(table["values"][0], initial - LR * 24, rtol=1e-6)
-
-
 @pytest.mark.parametrize("samples", [8, 0], ids=["all padding", "no samples"])
 def test_a_batch_without_ids_changes_nothing_but_the_step(samples):
     collection, state, gradients, update = on_mesh()
@@ -111,24 +100,6 @@ def test_gradients_of_micro_batches_on_a_mesh_combine_by_key():
     assert dict(zip(table["keys"].tolist(), table["count"].tolist(), strict=True)) == counts
     for key, vector in zip(table["keys"].tolist(), table["values"], strict=True):
         np.testing.assert_allclose(vector, initial[key] - LR * sums[key], rtol=1e-5, atol=1e-5)
-
-
-def test_a_key_that_is_not_admitted_reads_zeros_that_count_in_the_mean():
-    collection = keyed(combiner="mean", admission_count=1)
-    state, batch = collection.init(jax.random.key(0)), {"f": np.array([[ONE, ONE, OTHER], [-1, -1, -1]])}
-
-    @jax.jit
-    def step(state, batch):
-        activations, pullback = collection.lookup_vjp(state, batch)
-        return activations, collection.apply(state, pullback({"f": jnp.ones((2, DIM))}))
-
-    activations, after = step(state, collection.prepare(batch))
-    table = collection.tables(after)["t"]
-    assert (table["keys"].tolist(), table["waiting_keys"].tolist()) == ([ONE], [OTHER])
-    # Each of three has a third of the gradient, whoever has a row.
-    initial = table["values"][0] + LR * 2 / 3
-    np.testing.assert_allclose(activations["f"], [initial * 2 / 3, np.zeros(DIM)], rtol=1e-5)
-    assert collection.tables(step(after, collection.prepare(batch))[1])["t"]["keys"].tolist() == [ONE, OTHER]
 
 
 def test_a_full_table_raises_outside_jit_and_counts_inside():
@@ -274,9 +245,19 @@ def test_keys_without_a_row_are_counted():
     assert int(statistics.traffic["t"].num_unknown.sum()) == 2 and int(statistics.num_ids["f"]) == 4
 
 
-def on_host(cache_rows):
-    table = rs.TableSpec(name="t", vocabulary_size=100, embedding_dim=DIM, storage=rs.HostCached(cache_rows=cache_rows))
+def on_host(cache_rows, eviction="lru"):
+    storage = rs.HostCached(cache_rows=cache_rows, eviction=eviction)
+    table = rs.TableSpec(name="t", vocabulary_size=100, embedding_dim=DIM, storage=storage)
     return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+
+
+@pytest.mark.parametrize(("eviction", "fetched"), [("lru", 4), ("lfu", 3)])
+def test_rows_leave_the_device_by_their_last_use_or_by_how_often_they_were_used(eviction, fetched):
+    collection = on_host(2, eviction)
+    state = collection.init(jax.random.key(0))
+    for row in (1, 1, 2, 3, 1):
+        state = collection.prefetch(state, {"f": np.array([row])})
+    assert collection.counts(state)["t"]["fetched"].tolist() == [fetched]
 
 
 def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
