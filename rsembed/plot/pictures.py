@@ -360,7 +360,14 @@ class Work(NamedTuple):
 
 
 @validated
-def lookup_work(num_ids: int, num_distinct_rows: int, num_bags: int, dim: int, *, value_bytes: int = 4) -> Work:
+def lookup_work(
+    num_ids: NonNegativeInt,
+    num_distinct_rows: NonNegativeInt,
+    num_bags: NonNegativeInt,
+    dim: NonNegativeInt,
+    *,
+    value_bytes: int = 4,
+) -> Work:
     """A pooled lookup: every entry is scaled and added, every distinct row read, every sum written.
 
     Example:
@@ -371,7 +378,10 @@ def lookup_work(num_ids: int, num_distinct_rows: int, num_bags: int, dim: int, *
     return Work(2.0 * num_ids * dim, float(moved))
 
 
-def roof(intensity: Any, bytes_per_second: float, flops_per_second: float) -> Any:
+@validated
+def roof(
+    intensity: Any, bytes_per_second: Annotated[float, "(0, inf)"], flops_per_second: Annotated[float, "(0, inf)"]
+) -> Any:
     """Most operations per second at an intensity: memory limits low ones, arithmetic high ones.
 
     Source: Williams, Waterman, Patterson (2009).

@@ -75,6 +75,7 @@ def group_embedding_lookup_vjp(
 
     Raises: as there; TypeError: a plain table, whose gradient `jax.grad` gives.
     """
+    check_type(params, Sequence, f"group {name or 'embedding'!r}: params")
     for position, table in enumerate(params):
         if not isinstance(table, EmbeddingVariable):
             raise TypeError(
@@ -296,6 +297,7 @@ def input_layer_vjp(
 def _read_columns(
     features: Mapping[str, Any], columns: Sequence[EmbeddingColumn], *, training: bool
 ) -> tuple[list[Array], list[tuple[list[int], StepOnce]]]:
+    check_type(columns, Sequence, "input_layer: columns")
     for position, column in enumerate(columns):
         check_type(column, EmbeddingColumn, f"input_layer: columns[{position}]")
     check_type(features, Mapping, "input_layer: features")

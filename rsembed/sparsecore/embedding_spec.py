@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from rsembed import optimizers
-from rsembed.checks import check_type
+from rsembed.checks import check_type, validated
 from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
 from rsembed.optimizers import AdagradMomentumSlotVariables as AdagradMomentumSlotVariables
 from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
@@ -246,6 +246,7 @@ def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
     raise ValueError(f"optimizer code {type_enum} names no class; known are {sorted(_CODES.values())}.")
 
 
+@validated
 def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
     """The record of an optimizer. Of a function (a custom rule, a schedule), only the name is kept."""
     learning_rate, tag = optimizer.learning_rate, None
@@ -267,6 +268,7 @@ def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
     )
 
 
+@validated
 def proto_to_optimizer_spec(
     record: OptimizerRecord, custom: Mapping[str, OptimizerSpec] | None = None
 ) -> OptimizerSpec:
@@ -292,6 +294,7 @@ def proto_to_optimizer_spec(
     return get_optimizer_class(record.type)(learning_rate, **parameters)
 
 
+@validated
 def compute_physical_row_ids(
     num_sparse_cores: int, stack_vocab_size: int, shard_rotation: int, row_offset_in_shard: int, row_ids: Any
 ) -> Any:
@@ -300,6 +303,7 @@ def compute_physical_row_ids(
     return place.rows(row_ids, spread=num_sparse_cores, rows_per_shard=stack_vocab_size // num_sparse_cores)
 
 
+@validated
 def get_row_ids_in_stacked_table(
     stack_table_spec: StackRecord, table_spec: TableRecord, row_ids: Sequence[int]
 ) -> list[int]:
@@ -328,6 +332,7 @@ def rows_in_stack(stack: StackRecord, table: TableRecord, ids: Int64[np.ndarray,
     return compute_physical_row_ids(shards, rows, rotation, table.row_offset_in_shard, ids)
 
 
+@validated
 def get_row_ids_in_stacked_tables(
     embedding_spec_proto: EmbeddingSpecRecord, row_ids: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:

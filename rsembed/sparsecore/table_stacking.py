@@ -289,6 +289,7 @@ def _with_rows(shape: tuple[int, int], rows: Sequence[Any], tables: Sequence[Any
     return flat
 
 
+@validated
 def unshard_and_unstack_tables(
     table_specs: Nested[TableSpec], stacked_tables: Mapping[str, Any], num_shards: int
 ) -> Any:
@@ -315,6 +316,7 @@ def unshard_and_unstack_tables(
     return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
 
 
+@validated
 def stack_and_shard_feature_tables(
     feature_tables: Mapping[str, Any], embedding_specs: EmbeddingSpecRecord, delete_input: bool = False
 ) -> dict[str, Array]:
@@ -348,6 +350,7 @@ def stack_and_shard_feature_tables(
     return result
 
 
+@validated
 def unstack_and_unshard_stacked_tables(
     stacked_tables: Mapping[str, Array], embedding_specs: EmbeddingSpecRecord, donate: bool = False
 ) -> dict[str, Array]:
@@ -385,12 +388,14 @@ def _unstack_and_unshard_stacked_table(given: Array, stack: StackRecord, donate:
 _next_largest_multiple, _split_groups_by_memory_limit = round_up, split_by_memory  # published programs call them
 
 
+@validated
 def round_up_dim_and_vocab_size(tables: Mapping[str, TableSpec], num_sc: int) -> tuple[dict[str, int], dict[str, int]]:
     """Columns and rows of tables with padding, by table name, for so many cores over all devices."""
     dims = {name: round_up(table.embedding_dim, SUBLANES) for name, table in tables.items()}
     return dims, {name: round_up(table.vocabulary_size, SUBLANES * num_sc) for name, table in tables.items()}
 
 
+@validated
 def compute_table_to_setting_in_stack(
     stack_name: str,
     table_names: Sequence[str],

@@ -230,6 +230,10 @@ BAD = {
     "a column that is not in the batch": (
         lambda: layered({"titel": [[1], [2]]}), ValueError, "input_layer", "['title']", "['titel']",
     ),
+    "columns of None": (lambda: sok.input_layer({}, None), TypeError, "input_layer: columns", "list", "None"),
+    "variables of None": (
+        lambda: sok.group_embedding_lookup_vjp(None, [], []), TypeError, "group 'embedding': params", "list", "None",
+    ),
     "a batch that is a list": (lambda: layered([[1], [2]]), TypeError, "input_layer", "mapping", "list"),
     "columns by name": (
         lambda: sok.input_layer({"title": [[1]]}, ["title"]), TypeError, "input_layer", "columns[0]", "str",

@@ -72,6 +72,12 @@ BAD = {
         lambda: E.preprocess_sparse_dense_matmul_input_from_sparse_tensor(None, None, None, specs(), 1, 1),
         ValueError, "indices must have the tree structure of feature_specs, with", "got NoneType",
     ),
+    "unstacking by a record that is none": (
+        lambda: ts.unstack_and_unshard_stacked_tables({}, None), TypeError, "embedding_specs", "EmbeddingSpecRecord",
+    ),
+    "rows of cores as text": (
+        lambda: ts.compute_physical_row_ids("4", 32, 0, 0, [1]), TypeError, "num_sparse_cores", "integer", "'4'",
+    ),
     "eval text": (
         lambda: ev(global_device_count="1"), TypeError, "global_device_count must be an integer, got '1' (str).",
     ),
