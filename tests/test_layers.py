@@ -35,7 +35,7 @@ BUDGETS = {
     "checkpoint": 1670,
     "fdo": 700,
     "sparsecore": 4355,
-    "tbe": 3460,
+    "tbe": 3450,
     "tt": 3230,
     "sok": 1760,
     "plot": 1150,

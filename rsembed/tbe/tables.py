@@ -22,7 +22,6 @@ from rsembed.tbe import functional
 from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, unused_arguments
 from rsembed.tbe.functional import TBEState, everywhere, rows_of
 from rsembed.tbe.host_rows import HostRows, state_bytes
-from rsembed.tbe.meshes import tables_on_mesh
 from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
 
 ROWS_PER_BLOCK = 1 << 16
@@ -39,13 +38,7 @@ def _uniform_rows(key: PRNGKeyArray, first_row: Any, num_rows: int, dim: int, lo
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put_block(array: Array, block: Array, first_row: Any) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(array, block.astype(array.dtype), first_row, 0)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
 def _put_rows(array: Array, values: Array, rows: Array) -> Array:
-    """On a mesh, rows of a table are here and there."""
     return array.at[rows].set(values.astype(array.dtype), unique_indices=True)
 
 
@@ -384,11 +377,8 @@ class TrainedTables(nnx.Module):
             return
         arrays = list(state.arrays(number))
         for first, last in blocks:
-            values = np.array(rows(first, last))
-            if self.plan.devices is None:
-                arrays[array] = _put_block(arrays[array], values, first_row + first)
-            else:
-                arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, np.arange(first, last)))
+            places = rows_of(self.plan, table, np.arange(first, last))
+            arrays[array] = _put_rows(arrays[array], np.array(rows(first, last)), places)
         self.state.set_value(state.with_arrays(number, arrays))
 
     def _read_table(self, table: int) -> list[Any]:
@@ -400,12 +390,9 @@ class TrainedTables(nnx.Module):
             for view in views:
                 view.flags.writeable = False
             return views
-        arrays = state.arrays(number)
-        if self.plan.devices is not None:
-            rows = rows_of(self.plan, table, np.arange(num_rows))
-            return list(tables_on_mesh(self.plan).everywhere([array[rows] for array in arrays]))
-        # A slice of everything would be the array itself, which the next training step takes over.
-        return [jnp.array(array[first_row : first_row + num_rows], copy=True) for array in arrays]
+        rows = rows_of(self.plan, table, np.arange(num_rows))
+        found: list[Any] = everywhere(self.plan, [array[rows] for array in state.arrays(number)])
+        return found
 
     def _numbers_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one is of another kind."""

@@ -60,13 +60,13 @@ def variant(name):
     return {"optimizer": VARIANTS[name][0], **VARIANTS[name][1]}
 
 
-COLUMNS = rules("EXACT_SGD", "EXACT_SGD", "ADAM", placement="column")
 ENSEMBLE = rt.EnsembleModeDefinition(step_ema=1, step_swap=2, step_start=0, step_ema_coef=0.6)
 SHARED = {
     "row": rules("EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row"),
     "row mean": rules("EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row", pooling_mode="MEAN"),
     "table": rules("EXACT_SGD", "PARTIAL_ROWWISE_ADAM", "EXACT_ADAGRAD", placement="table", pooling_mode="MEAN"),
-    "column": COLUMNS,
+    "column": rules("EXACT_SGD", "EXACT_SGD", "ADAM", placement="column"),
+    "column of halves": {"placement": "column", "weights_precision": "FP16", "stochastic_rounding": False},
     "replicated": rules(
         *("LARS_SGD", "PARTIAL_ROWWISE_LAMB", "EXACT_ROWWISE_ADAGRAD"), placement="replicated", pooling_mode="MEAN"
     ),
@@ -290,6 +290,11 @@ def test_what_a_mesh_cannot_do_is_refused_by_name():
             "mesh": mesh,
             "placement": "column",
             "optimizer": Optim.EXACT_ROWWISE_ADAGRAD,
+        },
+        "cannot be placed 'column': stochastic rounding draws for whole rows": {
+            "mesh": mesh,
+            "placement": "column",
+            "weights_precision": "BF16",
         },
     }.items():
         with pytest.raises(ValueError, match=message):

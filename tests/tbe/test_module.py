@@ -94,11 +94,13 @@ def test_every_table_may_have_its_own_optimizer_and_rate():
             np.testing.assert_array_equal(mine, yours)
 
 
-def test_a_gradient_of_another_shape_leaves_the_backward_usable():
+def test_a_refused_gradient_leaves_the_backward_usable():
     module, other = make(SPECS), make(SPECS)
-    output, backward = module.vjp(IDS, OFFSETS)
+    output, backward = module.vjp(IDS, OFFSETS, total_unique_indices=1)
     with pytest.raises(ValueError, match="gradient has"):
         backward(np.ones(7, np.float32))
+    with pytest.raises(ValueError, match="total_unique_indices is 1"):
+        backward.row_gradients(gradient_like(output))
     backward(gradient_like(output))
     train(other, IDS, OFFSETS, d_output=gradient_like(output))
     assert_same_bits(module, other)

@@ -117,13 +117,6 @@ def test_a_pass_over_whole_tables_runs_once_a_step_whatever_comes_between(num_de
         assert_same(trained(disturbs=True, saves=saves), expected)
 
 
-def test_half_precision_rounded_stochastically_is_not_placed_by_column():
-    options = {"weights_precision": rt.SparseType.BF16, "placement": "column"}
-    with pytest.raises(ValueError, match="cannot be placed 'column': stochastic rounding draws for whole rows"):
-        module_of(2, **options)
-    train(module_of(2, stochastic_rounding=False, **options), IDS, OFFSETS)
-
-
 def test_resets_and_hyper_parameters_are_checked_before_the_first_changes():
     module = module_of(optimizer=Optim.EXACT_ADAGRAD)
     train(module, IDS, OFFSETS)
@@ -136,12 +129,3 @@ def test_resets_and_hyper_parameters_are_checked_before_the_first_changes():
     with pytest.raises(ValueError, match="eps"):
         module.update_hyper_parameters({"lr": 0.5, "eps": float("nan")})
     assert_same(module.state_dict(), before)
-
-
-def test_row_gradients_above_their_bound_leave_the_backward_unused():
-    module = module_of()
-    output, backward = module.vjp(IDS, OFFSETS, total_unique_indices=1)
-    with pytest.raises(ValueError, match="total_unique_indices is 1"):
-        backward.row_gradients(jnp.ones(output.shape))
-    backward(jnp.ones(output.shape))
-    assert int(module.step) == 1
