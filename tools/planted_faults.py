@@ -125,8 +125,8 @@ sok/lookups.py  sok/test_layers.py
 sok/dump.py  sok/test_dump.py
     if num_rows > here or => if
 datasets/generated.py  datasets/test_generated.py
-    vector_sum**2 - square_sum => vector_sum**2 + square_sum
-plot/distributions.py  plot/test_distribution_pictures.py
+    rows.random(num_samples) < probability => rows.random(num_samples) < rate
+plot/distributions.py  test_plot.py -k frequency
     shares[shares > 0])[::-1] => shares[shares > 0])
 """
 # What a copy's own tests import is the copy, although an editable installation puts a finder in front of all folders.
