@@ -6,6 +6,7 @@
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make test-matrix   test wheels: Pythons, jax old and new, no compiler
 #   make fuzz          random calls under sanitizers, random lives of tables and files: a minute each (MINUTES=10)
+#   make faults        plant faults in the library, one by one, each of which tests must find (WORDS="storage/ tt/")
 #   make soak          train for half an hour: memory stays flat, losses are those of a run that nobody stops
 #   make clean         delete all that was made here
 # Settings: PYTHON=python3.12   VENV=.venv   WORKERS=2 (test processes)   NAME=summary (benchmark)
@@ -17,7 +18,7 @@ WORKERS ?= 2
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-browser test-tpu test-gpu test-matrix lab docs bench fuzz soak lint clean
+.PHONY: help tutorial test test-browser test-tpu test-gpu test-matrix lab docs bench fuzz faults soak lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -66,6 +67,9 @@ bench: $(VENV)/.installed-bench
 fuzz: MINUTES ?= 1
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.fuzz --minutes $(MINUTES)
+
+faults: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.planted_faults --workers $(WORKERS) $(WORDS)
 
 soak: MINUTES ?= 30
 soak: $(VENV)/.installed-dev

@@ -21,7 +21,6 @@ import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed import tbe as rt
 from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, dtype_among, validated, within
-from rsembed.sparsecore.utils import estimate_preprocessing_parameters
 from rsembed.tbe import EmbOptimType, TableBatchedEmbeddingBags, WeightDecayMode
 
 NAN, INF = math.nan, math.inf
@@ -215,31 +214,19 @@ DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode":
     [
         ("FTRLOptimizerSpec: learning_rate", lambda: rs.FTRLOptimizerSpec(0.0)),  # is divided by
         ("OptaxOptimizerSpec: learning_rate", lambda: rs.from_optax(optax.sgd(0.1), learning_rate=NAN)),
-        ("clip_by_global_norm: max_norm", lambda: rs.clip_by_global_norm(one_gradient(), -1.0)),
-        ("max_gradient", lambda: tables(gradient_clipping=True, max_gradient=NAN)),
-        ("cache_load_factor", lambda: tables(cache_load_factor=1.5)),
         ("cache_sets", lambda: tables(cache_sets=-1)),
         ("cache_reserved_memory", lambda: tables(cache_reserved_memory=NAN)),
-        ("learning_rate", lambda: tables(learning_rate=-0.1)),
         ("learning_rate", lambda: tables().set_learning_rate(NAN)),
-        ("set_optimizer_step: step", lambda: tables().set_optimizer_step(-1)),
         ("max_norm", lambda: tables(**DECAYED, max_norm=-1.0)),
         ("weight_decay", lambda: tables(**DECAYED, weight_decay=-0.1)),
         ("momentum", lambda: tables(optimizer=LARS, momentum=1.1)),
         ("eta", lambda: tables(optimizer=LARS, eta=NAN)),
         ("ema_beta", lambda: tables(optimizer=RMSPROP, ema_beta=1.5)),
         ("min_shrinkage", lambda: tables(optimizer=RMSPROP, min_shrinkage=2.0)),
-        ("init_embedding_weights_uniform: min_val", lambda: tables().init_embedding_weights_uniform(0.1, -0.1)),
         ("init_embedding_weights_uniform: max_val", lambda: tables().init_embedding_weights_uniform(0.1, NAN)),
         ("EnsembleModeDefinition: step_ema_coef", lambda: rt.EnsembleModeDefinition(step_ema_coef=1.2)),
         ("CowClipDefinition: lower_bound", lambda: rt.CowClipDefinition(lower_bound=-1.0)),
         ("GlobalWeightDecayDefinition: lower_bound", lambda: rt.GlobalWeightDecayDefinition(lower_bound=NAN)),
-        (
-            "estimate_preprocessing_parameters: hot_shard_fraction",
-            lambda: estimate_preprocessing_parameters(
-                global_batch_size=8, global_device_count=1, num_sc_per_device=4, valency=1.0, hot_shard_fraction=1.5
-            ),
-        ),
     ],
 )
 def test_calls_refuse_numbers_without_meaning(name, call):

@@ -49,13 +49,6 @@ def test_clipping_zero_gradients_gives_zeros():
     assert own.values["t"].tolist() == [[0.0]]
 
 
-def test_gradients_of_other_collections_are_refused():
-    with pytest.raises(ValueError, match="different collections"):
-        rs.combine(gradients([1], [[1.0]]), gradients([1], [[1.0]], num_rows=8))
-    with pytest.raises(ValueError, match="at least one"):
-        rs.combine()
-
-
 def test_an_owner_refuses_gradients_that_count_other_rows_with_or_without_a_layout():
     own = Fingerprint.of({"t": 9})
     given = gradients([2], [[1.0]])

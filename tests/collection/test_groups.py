@@ -7,12 +7,12 @@ import numpy as np
 import rsembed as rs
 from rsembed.collection import engine
 
-DIMS = (4, 8, 4, 16, 8)
+DIMS = (4, 8, 16)
 
 
-def collection_of_five(num_devices):
-    """Five stacks, whose features are named after each other's tables."""
-    storages = (None, rs.Hashed(), rs.Hashed(when_full="evict"), None, rs.HostCached(cache_rows=64))
+def collection_of_three(num_devices):
+    """Three stacks, whose features are named after each other's tables."""
+    storages = (None, rs.Hashed(when_full="evict"), rs.HostCached(cache_rows=64))
     names = [f"t{k}" for k in range(len(DIMS))]
     tables = [
         rs.TableSpec(
@@ -33,7 +33,7 @@ def collection_of_five(num_devices):
 
 
 def train(num_devices):
-    collection, generator = collection_of_five(num_devices), np.random.default_rng(0)
+    collection, generator = collection_of_three(num_devices), np.random.default_rng(0)
     state, found = collection.init(jax.random.key(0)), []
     for number in range(3):
         batch = {name: generator.integers(0, 96, (8, 5)) for name in collection.features}

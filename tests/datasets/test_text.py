@@ -20,15 +20,6 @@ README = Path(__file__).resolve().parents[2] / "datasets" / "README.md"
 VERSE = "the sea the stone the sea a bell , a stone by the sea ."
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    """No corpus of this machine and no network: an empty cache, and no RSEMBED_DATA."""
-    monkeypatch.delenv("RSEMBED_DATA", raising=False)
-    folder = tmp_path / "cache"
-    monkeypatch.setattr("rsembed.datasets.files._cache_folder", lambda: folder)
-    return folder
-
-
 @pytest.fixture
 def corpus(monkeypatch, tmp_path):
     """A stand-in for the real corpus, whose checksum is the expected one."""
@@ -157,7 +148,6 @@ def test_the_corpus_is_preferred_wherever_it_is_found(monkeypatch, corpus, cache
     elif place.startswith("variable"):
         monkeypatch.setenv("RSEMBED_DATA", str(corpus if place.endswith("file") else corpus.parent))
     else:
-        cache.mkdir()
         corpus = corpus.rename(cache / corpus.name)
         # A file in the cache with the right checksum is not fetched again, so this needs no network.
         options["download"] = place == "download"
@@ -230,7 +220,6 @@ def test_a_doctored_corpus_is_refused(monkeypatch, doctored, cache, place):
     if place == "variable":
         monkeypatch.setenv("RSEMBED_DATA", str(doctored.parent))
     if place == "cache":
-        cache.mkdir()
         doctored.rename(cache / doctored.name)
     with pytest.raises(ValueError, match=r"checksum mismatch.*another name"):
         datasets.shakespeare(10, path=doctored if place == "path" else None)

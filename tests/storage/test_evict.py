@@ -90,11 +90,6 @@ def test_what_cannot_be_evicted_is_refused_by_name():
         others.evict(others.init(jax.random.key(0)), "d", keep=5)
     with pytest.raises(ValueError, match="unknown table 'e'"):
         collection.evict(state, "e", keep=5)
-    for given in ({}, {"keep": 5, "unused_for": 2}):
-        with pytest.raises(
-            ValueError, match=r"evict from table 't': give one of keep, unused_for, norm_below, not \d of"
-        ):
-            collection.evict(state, "t", **given)
     with pytest.raises(ValueError, match=r"evict from table 't': keep must be in \[0, inf\), got -1"):
         collection.evict(state, "t", keep=-1)
     with pytest.raises(RuntimeError, match="outside of jit"):

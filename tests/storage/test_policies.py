@@ -81,7 +81,10 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
         if owned[key % num_devices] < 2:
             owned[key % num_devices] += 1
             wanted.append(key)
-    batch, gradients = collection.prepare({"f": keys}), {"f": np.ones((8, DIM), np.float32)}
+    batch, gradients = (
+        collection.prepare({"f": keys}),
+        {"f": np.sin(np.arange(8.0 * DIM, dtype=np.float32).reshape(8, DIM))},
+    )
     state = collection.init(jax.random.key(0))
     updated = collection.update(state, batch, gradients)
     applied = collection.apply(state, collection.lookup_vjp(state, batch)[1](gradients))

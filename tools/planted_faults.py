@@ -1,0 +1,200 @@
+"""Plants one fault after the other in a copy of the library, and fails where the tests that are asked do not see it.
+
+    python -m tools.planted_faults --workers 2             all: half an hour
+    python -m tools.planted_faults storage/ tt/shapes      those in files whose names have one of these words
+
+Whoever shortens tests runs it before and after. A text that is not there exactly once is a failure, too: where an
+algorithm moved, its fault moves along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_SECONDS = 600
+"""A run of tests that takes longer has seen a fault that hangs."""
+
+# A file of the library, and the tests that are asked; below it faults: a text, and what is planted in its place.
+FAULTS = """
+kernels/reference.py  kernels/test_native.py -k loops
+    jnp.sqrt(total) => total
+    position < segment.offsets[-1]) => position <= segment.offsets[-1])
+kernels/native.py  kernels/test_keys.py
+    return tuple(own), entry_of, first_of, => return tuple(own), first_of, entry_of,
+kernels/keyed.py  kernels/test_keys.py
+    (found[:, 0] == high) & (found[:, 1] == low) => (found[:, 1] == low)
+kernels/ids.py  kernels/test_ids.py
+    < ends[-1] => <= ends[-1]
+optimizers/rules.py  optimizers/test_contract.py optimizers/test_rules.py
+    (gradients * gradients - slots[1]) => (gradients - slots[1])
+    decay * momentum + direction, momentum) => momentum + direction, momentum)
+    jnp.clip(linear, -threshold, threshold) - linear => jnp.clip(linear, -threshold, threshold)
+    beta_1 * slots[0] + (1.0 - beta_1) * gradients => slots[0] + (1.0 - beta_1) * gradients
+places.py  test_places.py
+    row * spread + (phase - self.rotation) % spread => row * spread + (phase + self.rotation) % spread
+stacking.py  test_stacking.py
+    -(-value // multiple) * multiple => (value // multiple + 1) * multiple
+    table.embedding_dim if table.optimizer.is_row_wise else None, => None,
+keys.py  sok/test_keys.py
+    ((keys.high % n) * wrap + keys.low % n) % n => ((keys.high % n) + keys.low % n) % n
+bags.py  test_bags.py
+    _floats(gains, "from_coo")[order] => _floats(gains, "from_coo")
+bags.py  collection/test_embeddings.py -k out_of_range
+    xp.clip(ids, lowest, 2**31 - 1) => ids
+row_gradients.py  test_row_gradients.py
+    max_norm / jnp.maximum(norm, 1e-38), 1.0) => max_norm / jnp.maximum(norm, 1e-38), 0.5)
+    (r.rows[name], r.values[name]) for r in row_gradients] => (r.rows[name], r.values[name]) for r in [first]]
+storage/hashed.py  storage/test_contract.py -k hashed
+    totals > self.admission_count) => totals >= self.admission_count)
+    jnp.where(strangers.is_key, new_rows, rows) => rows
+    "lfu" if self.eviction == "lfu" else "lru" => "lru"
+storage/hashed_rows.py  storage/test_corners.py -k stochastic
+    mix(*lanes).astype(jnp.int32) => rows
+storage/row_map.py  storage/test_contract.py -k evicting
+    (row_map.last_step != FREE) & (row_map.last_step != step) => row_map.last_step != FREE
+storage/row_map.py  storage/test_evict.py
+    step - row_map.last_step > steps_to_live => step - row_map.last_step >= steps_to_live
+storage/admission.py  storage/test_admission.py
+    (drawn >= _power(1.0 - probability, occurrences)) => (drawn >= _power(probability, occurrences))
+storage/host_cached.py  storage/test_corners.py -k leave_the_device
+    row_map.add_counts(row_map.count_of(known, rows), uses) => uses
+storage/logical_rows.py  storage/test_evict.py
+    np.lexsort((keys[used], scores[used])) => np.lexsort((keys[used], -scores[used]))
+collection/rows.py  storage/test_contract.py
+    rows=jnp.where(keys.is_key, position, NO_ROW) => rows=position
+    entry_gains(s, NO_ROW)[1] if => None if
+collection/asked_rows.py  storage/test_contract.py -k many
+    count + jnp.sum(is_row, dtype=jnp.int32), => count,
+    if self.table.optimizer.moves_all_rows: => if False:
+collection/asked_rows.py  storage/test_policies.py
+    order.entry_of)[0] => order.first_of)[0]
+collection/dense_rows.py  collection/test_mesh.py
+    used[owner] += table.rows => used[owner] += 0
+collection/engine.py  collection/test_embeddings.py
+    output[:, : feature.output_dim] if => output[:, -feature.output_dim :] if
+collection/keyed_stack.py  storage/test_like_tables.py
+    number = names.index(feature.table_name) => number = 0
+parallel/exchange.py  parallel/test_rounds.py
+    takes_part &= words == cuts[-1] => takes_part &= words != cuts[-1]
+parallel/agreement.py  parallel/test_agreement.py
+    max(width, widths.get(name, 0)) => width
+checkpoint/files.py  checkpoint/test_files.py -k flipped
+    encoded(body) == data and => True and
+checkpoint/manager.py  checkpoint/test_manager.py
+    _step(path) % self.keep_period => not _step(path) % self.keep_period
+taps.py  flax/test_nnx.py
+    each[0] if len(each) == 1 else combine(*each) => each[0]
+linen.py  flax/test_linen.py
+    self.embeddings | stepped => stepped | self.embeddings
+nnx.py  flax/test_nnx.py -k several
+    self.taps.get_value(), self.calls.get_value() => self.taps.get_value(), ()
+fdo/limits.py  fdo/test_limits.py
+    max(value, current) if self.monotone => min(value, current) if self.monotone
+fdo/statistics.py  fdo/test_clients.py
+    np.maximum(merged[key], highest) => highest
+sparsecore/partitioner.py  sparsecore/test_native_partitioner.py
+    entries.rank < layout.spec.max_ids_per_partition => entries.rank <= layout.spec.max_ids_per_partition
+    sample + placement.row_offset // num_shards => sample
+sparsecore/mesh_lookup.py  sparsecore/test_flax_layers.py
+    inputs), next_step(step), None => inputs), step, None
+tbe/batches.py  tbe/test_bounds.py
+    ends = xp.where(is_last, => ends = xp.where(~is_last,
+tbe/functional.py  tbe/test_states.py tbe/test_mesh.py
+    is_new = state.passed_step != t => is_new = state.passed_step == t
+tbe/arguments.py  tbe/test_rules.py tbe/test_surface.py tbe/test_cases.py
+    EmbOptimType.LAMB: _Optimizer(_LAMB_RULE => EmbOptimType.LAMB: _Optimizer(_ADAM_RULE
+tbe/host_rows.py  tbe/test_caching.py
+    np.where(is_valid, own + first_row, => np.where(is_valid, own,
+tt/chain.py  tt/test_cores.py
+    first_block * BLOCK - first) => first_block * BLOCK)
+tt/hot_rows.py  tt/test_hot_rows.py
+    is_trained & ~is_cached, was_cached => is_trained & is_cached, was_cached
+tt/shapes.py  tt/test_spec.py
+    -(-n // power) * power => n // power * power
+sok/lookups.py  sok/test_layers.py
+    slots[str(t)], number + 1) => slots[str(t)], number)
+sok/dump.py  sok/test_dump.py
+    if num_rows > here or => if
+datasets/generated.py  datasets/test_generated.py
+    rows.random(num_samples) < probability => rows.random(num_samples) < rate
+plot/distributions.py  test_plot.py -k frequency
+    shares[shares > 0])[::-1] => shares[shares > 0])
+"""
+# What a copy's own tests import is the copy, although an editable installation puts a finder in front of all folders.
+IN_THE_COPY = """
+import importlib.util, os, pytest, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
+assert importlib.util.find_spec("rsembed").origin.startswith(os.getcwd()), "the tests would not see the copy"
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+class Fault(NamedTuple):
+    """A text of a file, what is planted in its place, and arguments of pytest that select who is to see it."""
+
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+def planted(words: Sequence[str]) -> list[Fault]:
+    """The faults of the table in files whose names have one of the words, or all."""
+    faults, file, tests = [], "", ()
+    for line in FAULTS.strip().splitlines():
+        if line.startswith(" "):
+            right, _, wrong = line.strip().partition(" => ")
+            faults.append(Fault(file, right, wrong, tests))
+        else:
+            file, *words_of_tests = line.split()
+            tests = tuple(f"tests/{word}" if ".py" in word else word for word in words_of_tests)
+    return [fault for fault in faults if not words or any(word in fault.file for word in words)]
+
+
+def outcome_of(fault: Fault) -> str:
+    """`found`, or what is amiss."""
+    source = (ROOT / "rsembed" / fault.file).read_text()
+    if (count := source.count(fault.right)) != 1:
+        return f"PLANTED NOWHERE, as the text is there {count} times"
+    with tempfile.TemporaryDirectory(prefix="rsembed-fault-") as folder:
+        copy = Path(folder).resolve()
+        for name in ("rsembed", "tests"):
+            shutil.copytree(ROOT / name, copy / name)
+        for name in ("pyproject.toml", "datasets", "docs"):
+            (copy / name).symlink_to(ROOT / name)
+        (copy / "rsembed" / fault.file).write_text(source.replace(fault.right, fault.wrong))
+        command = [sys.executable, "-c", IN_THE_COPY, "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
+        try:
+            run = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "found"
+    if run.returncode > 1:
+        return f"NOT ASKED, as pytest says: {(run.stdout + run.stderr)[-800:]}"
+    return "found" if run.returncode else "MISSED"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.planted_faults", description="See the module's docstring.")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--workers", type=int, default=1)
+    asked = parser.parse_args()
+    faults, outcomes = planted(asked.words), []
+    with ThreadPoolExecutor(asked.workers) as pool:
+        for fault, outcome in zip(faults, pool.map(outcome_of, faults), strict=True):
+            outcomes.append(outcome)
+            print(f"{outcome}  {fault.file}: {fault.right} => {fault.wrong}", flush=True)
+    print(f"{outcomes.count('found')} of {len(faults)} faults found")
+    return int(outcomes.count("found") < len(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
