@@ -34,11 +34,11 @@ BUDGETS = {
     "linen": 190,
     "checkpoint": 1670,
     "fdo": 700,
-    "sparsecore": 4355,
+    "sparsecore": 4370,
     "tbe": 3450,
     "tt": 3230,
     "sok": 1760,
-    "plot": 1150,
+    "plot": 1160,
     "datasets": 1110,
     "__main__": 350,
 }
