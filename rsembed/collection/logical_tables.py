@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,9 +53,10 @@ class LogicalTables:
         self._evictors: dict[str, Evictor] = {}
         everywhere = PartitionSpec()
         self._all_rows = {
-            name: jax.jit(devices.on_each(stack.all_rows, everywhere, everywhere))
-            for name, stack in stacks.items()
+            table.name: jax.jit(devices.on_each(partial(stack.all_rows, number=number), everywhere, everywhere))
+            for stack in stacks.values()
             if not stack.is_dense
+            for number, table in enumerate(stack.tables)
         }
 
     def tables(self, state: EmbeddingState) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class LogicalTables:
             elif stack.home.takes_keys:
                 result |= stack.all_rows_of(state.tables[name], state.slots.get(name, ()))
             elif not stack.is_dense:
-                result[stack.table.name] = self._all_rows[name](state.tables[name])
+                result |= {table.name: self._all_rows[table.name](state.tables[name]) for table in stack.tables}
             else:
                 dense = self.devices.place(state.tables[name], PartitionSpec())
                 for table in stack.layout.stack.tables:
@@ -88,8 +90,8 @@ class LogicalTables:
                     own_slots = tuple(jnp.asarray(rows[key]) for key in rows if key.startswith("slot_"))
                     result[table_name] = rule.pack_slots(own_slots)
             elif not stack.is_dense:
-                slots = jax.tree.map(jnp.copy, state.slots[name])
-                result[stack.table.name] = self.devices.place(slots, PartitionSpec())
+                for table_name, (_, own_slots) in stack.apart(state.tables[name], state.slots[name]).items():
+                    result[table_name] = self.devices.place(jax.tree.map(jnp.copy, own_slots), PartitionSpec())
             else:
                 slots = self.devices.place(state.slots[name], PartitionSpec())
                 for table in stack.layout.stack.tables:

@@ -16,7 +16,6 @@ from jaxtyping import Array
 from rsembed.bags import Bags
 from rsembed.collection.layout import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
-from rsembed.homes.hashed_rows import apart, together
 from rsembed.homes.home import Home
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import as_keys
@@ -70,9 +69,8 @@ class Stack:
 
     def apart(self, params: Any, slots: Any) -> dict[str, tuple[Any, Any]]:
         """Parameters and slots of each table that shares the home; of several, on the host."""
-        tables = self.tables
-        parted = apart((params, slots), len(tables), self.rows.num_shards)
-        return {table.name: own for table, own in zip(tables, parted, strict=True)}
+        parts = self.home.apart(params, slots, self.table, self.rows.num_shards)
+        return {table.name: own for table, own in zip(self.tables, parts, strict=True)}
 
     def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
         """What happened on each device so far, of each table that shares the home."""
@@ -99,22 +97,23 @@ class Stack:
             if table.name in rows:
                 given = *by_table[table.name], rows[table.name], table, self.rows.num_shards
                 by_table[table.name] = self.home.with_rows(*given)
-        written, written_slots = together(list(by_table.values()), self.rows.num_shards)
-        if len(by_table) > 1:
-            written = written._replace(key=params.key)  # as it lies on the devices
-        return self.rows.devices.place_from_host((written, written_slots), self.partition)
+        written = self.home.together(list(by_table.values()), params, self.rows.num_shards)
+        return self.rows.devices.place_from_host(written, self.partition)
 
-    def all_rows(self, params: Any) -> Array:
+    def all_rows(self, params: Any, *, number: int) -> Array:
         """An array of rows, of a table that is kept in few numbers; one device's part of a program.
+
+        `number` says which of the tables that share the home, whose rows are numbered through.
 
         Blocks of rows are written into one array: nothing else is as large.
         """
-        num_rows, dim = self.table.vocabulary_size, self.table.embedding_dim
+        sizes = [table.vocabulary_size for table in self.tables]
+        first_row, num_rows, dim = sum(sizes[:number]), sizes[number], self.table.embedding_dim
         size = min(num_rows, ROWS_PER_BLOCK)
 
         def put(number: Array, rows: Array) -> Array:
             first = jnp.minimum(number * size, num_rows - size)
-            ids = as_keys(first + jnp.arange(size, dtype=jnp.int32))
+            ids = as_keys(first_row + first + jnp.arange(size, dtype=jnp.int32))
             block = self.home.read(params, ids, self.table)[0]
             return jax.lax.dynamic_update_slice_in_dim(rows, block, first, 0)
 

@@ -36,7 +36,7 @@ _TARGETS = (
     *("rsembed_count_uses", "rsembed_row_bits", "rsembed_rows_of_ids", "rsembed_count_ids"),
     *("rsembed_compact", "rsembed_take_rows", "rsembed_pack_blocks", "rsembed_unpack_blocks"),
     *("rsembed_block_ends", "rsembed_round_places", "rsembed_entries_by_sample"),
-    *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/native.py
+    *("rsembed_train_rows", "rsembed_train_pull"),  # called by rsembed/tt/chain.py
 )
 
 
