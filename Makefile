@@ -65,11 +65,11 @@ bench: $(VENV)/.installed-bench
 
 fuzz: MINUTES ?= 1
 fuzz: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+	$(BIN)/python -m tools.fuzz --minutes $(MINUTES)
 
 soak: MINUTES ?= 30
 soak: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+	$(BIN)/python -m tools.soak --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) .venv-ci docs/_build docs/api docs/notebooks executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

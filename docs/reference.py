@@ -30,7 +30,7 @@ PAGES = {
             f"rsembed.sparsecore.{module}"
             for module in (
                 *("embedding", "embedding_spec", "table_stacking", "utils", "linen.embed", "linen.embed_optimizer"),
-                *("nnx.embed", "pipelining", "embedding_pipelining_utils"),
+                *("nnx.embed", "embedding_pipelining_utils"),
             )
         ],
     ),

@@ -116,8 +116,8 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     settings = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if not (equals and name.isidentifier()):
-            raise CommandError(f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500.")
+        if not (equals and name.isidentifier()) or name in settings:
+            raise CommandError(f"{argument!r} is not of the form NAME=VALUE, such as STEPS=500, each NAME once.")
         settings[name] = value
     return settings
 
@@ -170,7 +170,7 @@ def execute(notebook: Any, folder: Path, *, beside: Path, after_cell: Callable[.
 
 
 def text_lines(cell: Any) -> Iterator[str]:
-    """What a cell printed, and the text form of its result, line by line."""
+    """Lines that a cell printed, and of the text form of its result."""
     for output in cell.get("outputs", []):
         if output.output_type == "stream" and output.name == "stdout":
             yield from output.text.splitlines()
@@ -258,8 +258,7 @@ def doctor() -> int:
     """
     import jax
 
-    from rsembed.kernels.api import implementation_states
-    from rsembed.kernels.evidence import backend_evidence
+    from rsembed.kernels.api import backend_evidence, implementation_states
 
     print(f"{'python':<12}{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("rsembed", "jax", "jaxlib", "flax", "optax", "numpy"):

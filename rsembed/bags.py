@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rsembed.checks import check_type, check_within, describe
+from rsembed.checks import NonNegativeInt, check_type, describe
 from rsembed.keys import Keys, join_keys
 
 PAD_ID = -1
@@ -63,6 +63,7 @@ class Bags:
         ids = _joined(arrays)
         if weights is None:
             return Bags.from_lengths(ids, lengths)
+        check_type(weights, Sequence, "weights, one list for each bag,")
         if len(weights) != len(arrays):
             raise ValueError(f"weights have {len(weights)} rows, ids {len(arrays)}; they must match row by row.")
         flat = [_floats(w, f"row {position}").reshape(-1) for position, w in enumerate(weights)]
@@ -103,12 +104,12 @@ class Bags:
         if ids.ndim not in (1, 2):
             raise ValueError(f"dense ids must have one or two axes, got shape {tuple(ids.shape)}.")
         num_bags, length = ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1]
-        if weights is not None and tuple(weights.shape) != tuple(ids.shape):
-            raise ValueError(f"weights have shape {tuple(weights.shape)}, ids {tuple(ids.shape)}; they must be equal.")
+        if weights is not None and np.shape(weights) != tuple(ids.shape):
+            raise ValueError(f"weights have shape {np.shape(weights)}, ids {tuple(ids.shape)}; they must be equal.")
         offsets = xp.arange(num_bags + 1, dtype=np.int32) * np.int32(length)
         if weights is not None and not jnp.issubdtype(weights.dtype, np.floating):
             weights = _floats(weights, "from_dense")
-        flat_weights = None if weights is None else xp.asarray(weights).astype(np.float32).reshape(-1)
+        flat_weights = None if weights is None else weights.astype(np.float32).reshape(-1)
         return Bags(ids.reshape(-1), offsets, flat_weights, tuple(ids.shape))
 
     @staticmethod
@@ -118,9 +119,8 @@ class Bags:
         Raises: ValueError: a sample id lies outside `[0, num_samples)`, or the lists differ in length.
         """
         check_type(sample_ids, Int[np.ndarray, " nnz"], "sample ids")
-        check_type(num_samples, int, "num_samples")
+        check_type(num_samples, NonNegativeInt, "num_samples")
         check_unmasked(embedding_ids, "embedding ids")
-        check_within("[0, inf)", num_samples, "num_samples")
         samples, ids = np.asarray(sample_ids), np.asarray(embedding_ids)
         if gains is not None and np.shape(gains) != ids.shape:
             raise ValueError(f"there are {np.size(gains)} gains for {ids.size} ids; give one gain per id.")
@@ -231,6 +231,8 @@ def as_bags(value: Any, *, feature: str) -> Bags:
             weights = _floats(weights, "a pair") if isinstance(weights, (list, tuple)) else weights
             return Bags.from_dense(ids, weights)
         if isinstance(ids, (list, tuple, np.ndarray)):
+            if is_traced(ids):
+                raise TypeError("inside jit ids are one array, not lists of them; call collection.prepare before jit.")
             if len(ids) and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
                 if (array := np.asarray(ids)).dtype == object:
                     raise TypeError(f"ids must fit 64 bits, got {max(ids, key=abs)}; hash them.")
@@ -294,6 +296,18 @@ def device_copy(array: Any, dtype: Any) -> Array:
     return jnp.asarray(np.array(array, dtype) if isinstance(array, np.ndarray) else array, dtype)
 
 
+def on_device(tree: Any) -> Any:
+    """All arrays of a tree on the device by one transfer, which costs as much as one of a single small array.
+
+    Arrays of numpy are copied, as loaders write their batches into the same memory again; those of JAX stay.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    for place, array in zip(places, jax.device_put([leaves[place].copy() for place in places]), strict=True):
+        leaves[place] = array
+    return jax.tree.unflatten(structure, leaves)
+
+
 def narrow_ids(ids: Any) -> Any:
     """Ids as int32; an id that int32 cannot hold becomes one that no table has, never another valid one. Keys stay."""
     if isinstance(ids, Keys):
@@ -341,10 +355,12 @@ def check_values(
       message names the feature, the bag, the value, the table and the way out.
     """
     check_bags(bags, feature=feature)
+    if allow_out_of_range:
+        return
     ids, offsets = np.asarray(bags.ids), np.asarray(bags.offsets)
     used = ids[: offsets[-1]]
     bad = (used != PAD_ID) & ((used < 0) | (used >= vocabulary_size))
-    if bad.any() and not allow_out_of_range:
+    if bad.any():
         place = int(bad.argmax())
         bag = int(np.searchsorted(offsets, place, side="right")) - 1
         raise ValueError(

@@ -78,7 +78,7 @@ def check_fields(record: Any) -> None:
         value, name = getattr(record, field.name), f"{kind.__name__}: {field.name}"
         if interval := field.metadata.get("interval"):
             check_within(interval, value, name)
-        elif field.name in hints:
+        if field.name in hints:
             check_type(value, hints[field.name], name)
 
 
@@ -111,7 +111,7 @@ def check_type(value: Any, hint: Any, name: str) -> None:
 
 def describe(value: Any) -> str:
     """The value as errors show it: itself where that is short, else its type."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
         article = "a masked" if np.ma.isMaskedArray(value) else "an"
         return f"{article} array of {value.dtype} with shape {tuple(value.shape)}"
     is_plain = isinstance(value, (str, numbers.Number, list, tuple, dict, enum.Enum, types.NoneType))
@@ -193,8 +193,8 @@ def _entries(value: Any, hint: Any) -> Iterable[tuple[Any, Any, Any]]:
 def _array_error(value: Any, hint: Any) -> type[Exception] | None:
     try:
         array = np.asarray(value) if isinstance(value, (list, tuple)) else value
-        dtype, shape = array.dtype, array.shape
-    except (ValueError, AttributeError):  # rows of other lengths; no array
+        dtype, shape = array.dtype, tuple(array.shape)
+    except (ValueError, AttributeError, TypeError):  # rows of other lengths; no array
         return TypeError
     dtypes, axes = _dtypes_of(hint), hint.dim_str.split()
     is_untyped = dtypes == _INTEGERS and 0 in shape  # an empty list has no dtype yet
@@ -205,7 +205,7 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
 
 
 def _words_for(hint: Any) -> str:
-    """What an annotation asks for, in words."""
+    """Words for the values that an annotation allows."""
     kind, args = get_origin(hint) or hint, get_args(hint)
     if kind is Annotated:
         return _words_for(args[0])

@@ -1,4 +1,4 @@
-"""What a state, an input or a file belongs to, as a value that travels with it and can be compared.
+"""Fingerprints: values that travel with a state, an input or a file and say what it belongs to.
 
 Arrays do not know what they mean: rows of a table on four devices and on two may have one shape and another order. A
 `Fingerprint` holds the facts on which the meaning depends (tables, sizes, rules, shards, owners) as plain JSON values.
@@ -88,7 +88,7 @@ def check_same(found: Fingerprint, expected: Fingerprint, *, what: str, way_out:
 
 
 def identity(value: Any) -> str:
-    """What a rule or function *is*: its name and structure, without the values of its numbers.
+    """Identity of a rule or function: its name and structure, without the values of its numbers.
 
     Two rules whose state means the same have one identity, whatever their learning rates are. Truth values, texts and
     functions inside a rule count, since they choose between formulas (`nesterov=True`). Transformations of optax are

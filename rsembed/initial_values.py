@@ -59,7 +59,7 @@ def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"])
 
 
 def form(table: TableSpec) -> Hashable:
-    """What tables have in common of which one program, that of any of them, makes all rows by `initial_rows`.
+    """Key that is equal for tables whose rows one compiled program of `initial_rows` can make.
 
     That is what the initializer computes and the length of rows, if it makes every row by itself and their number
     enters no value; else the initializer and both numbers. What it computes is its trace, so that functions made one by
@@ -99,7 +99,7 @@ def keyed_rows(
 
 
 def keyed_form(initializer: Callable[..., Any], dim: int) -> Hashable:
-    """What initializers have in common of which any makes the same rows by `keyed_rows`."""
+    """Key that is equal for initializers that make the same rows in `keyed_rows`."""
     trace = _keyed_trace(initializer, dim)
     return (initializer if _has_constants(trace) else str(trace)), dim
 
@@ -112,7 +112,7 @@ class SameRows:
     initializer: Callable[..., Any] = dataclasses.field(compare=False)
 
     def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], *args: Any) -> Array:
-        """What the initializer returns."""
+        """Values of the initializer."""
         values: Array = self.initializer(key, shape, *args)
         return values
 

@@ -1,4 +1,4 @@
-"""What JAX knows and gives no public name to: the only file that reaches into it."""
+"""Facts for which JAX has no public name: the only file that reaches into it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Keys(NamedTuple):
 
     @property
     def lanes(self) -> tuple[Any, ...]:
-        """What tells keys apart."""
+        """Arrays that identify a key, most significant first."""
         return (self.high, self.low) if self.table is None else (self.table, self.high, self.low)
 
     @staticmethod
@@ -53,12 +53,12 @@ class Keys(NamedTuple):
         return len(self.shape)
 
     def reshape(self, *shape: int) -> Keys:
-        """The same keys along other axes."""
+        """The keys in another shape."""
         reshaped: Keys = jax.tree.map(lambda lane: lane.reshape(*shape), self)
         return reshaped
 
     def only(self, mask: Any) -> Keys:
-        """The same keys, of which only those that `mask` marks count."""
+        """The keys, of which only those that `mask` marks count; the others become padding."""
         return self._replace(is_key=self.is_key & mask)
 
 

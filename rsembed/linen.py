@@ -11,9 +11,10 @@ import optax
 from flax import linen as nn
 from flax import struct, traverse_util
 from flax.core.scope import union_filters
+from jax.extend.core import get_opaque_trace_state
 
 from rsembed import taps
-from rsembed.checks import check_type, validated
+from rsembed.checks import check_fields, check_type, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
 from rsembed.collection.training import check_loss
@@ -56,7 +57,7 @@ class Embeddings(nn.Module):
 
         Raises: RuntimeError: the model is differentiated in a way that forgets the tables.
         """
-        check_type(self.collection, EmbeddingCollection, "Embeddings: collection")
+        check_fields(self)
         state = self.variable(_STATES, "tables", lambda: self.collection.init(self.make_rng("params"))).value
         guard = self.param("guard", lambda _: jnp.zeros(()))
         if self.frozen:
@@ -139,17 +140,22 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
       has_aux: as for `jax.value_and_grad`.
 
     Returns: a function `(train_state, ...) -> (value, gradients)`.
+
+    Raises: RuntimeError: the loss calls `apply` inside another transformation.
     """
 
     def with_gradients(state: TrainState, *args: Any) -> tuple[Any, Gradients]:
-        check_type(state, TrainState, "value_and_grad: the first argument")
+        check_type(state, TrainState, "value_and_grad: the first argument, which rs.linen.TrainState.create makes,")
 
         def run(params: Any, own_taps: dict[str, taps.Taps], embeddings: Any) -> tuple[Any, Any]:
             calls: dict[str, Any] = {}  # nested, as later calls of `apply` go on from it
+            trace = get_opaque_trace_state(convention="flax")
             variables = state.variables | {_TAPS: _nested(own_taps)}
             tapped = state.replace(params=params, embeddings=embeddings, variables=variables | {_CALLS: calls})
 
             def apply(*inputs: Any, mutable: Any = False, **options: Any) -> Any:
+                if get_opaque_trace_state(convention="flax") != trace:
+                    raise taps.in_another_transformation(state.embeddings)
                 outputs, changed = tapped.apply(*inputs, mutable=union_filters(mutable, [_CALLS]), **options)
                 calls.update(changed.pop(_CALLS, {}))
                 return outputs if mutable is False else (outputs, changed)

@@ -29,11 +29,11 @@ class Guard(nnx.Param):
 
 
 class Taps(nnx.Variable):
-    """What `value_and_grad` adds to activations while it runs; no model has it elsewhere."""
+    """Zeros that `value_and_grad` adds to activations while it runs; no model has them elsewhere."""
 
 
 class Calls(nnx.Variable):
-    """What a layer looked up while `value_and_grad` runs; no model has it elsewhere."""
+    """Record of the lookups of a layer while `value_and_grad` runs; no model has it elsewhere."""
 
 
 _WAY_OUT = (
@@ -137,15 +137,14 @@ def value_and_grad(
             return {name: layer.calls.get_value() for name, layer in layers.items()}
 
         layers = _trained_layers(model)
+        if any(layer.taps is not None for layer in layers.values()):
+            raise RuntimeError("value_and_grad of a model inside its own value_and_grad would lose gradients of rows.")
         try:
             recorded = jax.eval_shape(record, variables)
         except (TraceContextError, TypeError, ValueError) as error:
             if not _LEFT_BEHIND.search(str(error)):
                 raise
-            raise RuntimeError(
-                f"the loss looks up rows of the layers {sorted(layers)}, or of some, in a scan, a branch or a vmap, "
-                "from where no gradients of rows come back; call the layer before it, and hand the activations in."
-            ) from error
+            raise taps.in_another_transformation(layers) from error
         by = nnx.DiffState(0, nnx.Any(wrt, Taps))
         differentiated = nnx.value_and_grad(loss_fn, argnums=by, has_aux=has_aux, graph=True, graph_updates=True)
         try:

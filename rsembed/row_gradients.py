@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, no_type_check
 
@@ -12,12 +13,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
-from rsembed.checks import check_type, check_within, describe, validated
+from rsembed.bags import is_traced
+from rsembed.checks import check_fields, check_type, check_within, describe, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.homes.hash_table import combine as combine_by_key
 from rsembed.homes.hash_table import unnamed
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -36,8 +38,8 @@ class RowGradients:
       layout: of the collection that they belong to, which it compares before it applies them.
     """
 
-    rows: dict[str, Int[Array, " capacity"]]
-    values: dict[str, Float[Array, "capacity dim"]]
+    rows: dict[str, Int[Array, "*capacity"]]
+    values: dict[str, Float[Array, "*capacity dim"]]
     num_rows: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
     shardings: tuple[tuple[str, NamedSharding, NamedSharding], ...] | None = dataclasses.field(
         default=None, metadata={"static": True}
@@ -74,16 +76,44 @@ def check_gradient(value: Any, name: str) -> None:
         )
 
 
+def check_arrays(row_gradients: RowGradients, axes: Mapping[str, tuple[int, int]] | None = None) -> None:
+    """Raises: TypeError, ValueError: rows and values do not fit each other, or other axes and columns than `axes`."""
+    check_fields(row_gradients)
+    for name, num_rows in row_gradients.num_rows:
+        found = row_gradients.rows.get(name)
+        rows, values = (getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name)))
+        fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
+        fits = fits and (axes is None or (len(rows), *values[-1:]) == axes[name])
+        if fits and row_gradients.layout is None and len(rows) == 1 and not is_traced(found):
+            numbers = np.asarray(found, np.int64)
+            fits = bool((np.diff(numbers[numbers != NO_ROW], prepend=-1, append=num_rows) > 0).all())
+        if not fits:
+            raise ValueError(
+                f"row gradients of stack {name!r}: rows {rows} and values {values} do not fit each other or the table, "
+                f"or rows do not ascend from 0 to {num_rows - 1}; rs.combine adds gradients of several batches."
+            )
+
+
 def check_belong(
-    row_gradients: RowGradients, layout: Fingerprint, num_rows: tuple[tuple[str, int], ...], *, owner: str, way_out: str
+    row_gradients: RowGradients,
+    layout: Fingerprint,
+    num_rows: tuple[tuple[str, int], ...],
+    axes: Mapping[str, tuple[int, int]],
+    *,
+    owner: str,
+    way_out: str,
 ) -> None:
-    """Raises: TypeError: they are none. ValueError: they count rows otherwise than their `owner`, who has these."""
+    """Checks row gradients that an `owner` is to apply, who has these rows, and by stack axes of rows and a dim.
+
+    Raises: TypeError: they are none. ValueError: they count rows otherwise, or a row has not one vector of its dim.
+    """
     check_type(row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,")
     what = f"the row gradients do not belong to this {owner}"
     if row_gradients.layout is not None:
         check_same(row_gradients.layout, layout, what=what, way_out=way_out)
     if row_gradients.num_rows != num_rows:
         raise ValueError(f"{what}: they have rows {row_gradients.num_rows}, it has {num_rows}. {way_out}")
+    check_arrays(row_gradients, axes)
 
 
 class SingleUse:
@@ -171,6 +201,8 @@ def combine(*row_gradients: RowGradients) -> RowGradients:
         raise ValueError(
             "row gradients of different collections cannot be combined, although their tables have equal sizes."
         )
+    for own in row_gradients:
+        check_arrays(own)
     shardings = {name: split for name, *split in first.shardings or ()}
     rows, values = {}, {}
     for name, num_rows in first.num_rows:
@@ -199,5 +231,5 @@ def _combined(num_rows: int, bound: int, parts: list[tuple[Array, Array]]) -> tu
         lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
         return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
     segments = [Segment(rows.reshape(-1), None, None, "none") for rows, _ in parts]
-    rows, values = api.row_gradients(num_rows, segments, flat_values)
+    rows, values = api.row_gradients(num_rows, SegmentGradients(segments, flat_values))
     return rows[:bound], values[:bound]

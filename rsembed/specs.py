@@ -1,4 +1,4 @@
-"""What users declare: tables, features, and the records that a stacking plan attaches to them."""
+"""Declarations of users: tables, features, and the records that a stacking plan attaches to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, no_type_check, r
 import jax
 import jax.numpy as jnp
 
-from rsembed.checks import PositiveInt, check_type, describe, dtype_among
+from rsembed.checks import PositiveInt, check_fields, check_type, dtype_among
 from rsembed.optimizers import OptimizerSpec, SGDOptimizerSpec
 
 DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
@@ -32,11 +32,10 @@ class QuantizationConfig:
 
     min_value: float
     max_value: float
-    num_buckets: int
+    num_buckets: Annotated[int, "[2, inf)"]
 
     def __post_init__(self) -> None:
-        for name, kind in (("min_value", float), ("max_value", float), ("num_buckets", Annotated[int, "[2, inf)"])):
-            check_type(getattr(self, name), kind, f"QuantizationConfig: {name}")
+        check_fields(self)
         if not -math.inf < self.min_value < self.max_value < math.inf:
             raise ValueError(
                 f"QuantizationConfig: min_value {self.min_value} must be below max_value {self.max_value}, both finite."
@@ -94,7 +93,7 @@ class StackedTableSpec:
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
     activation_mem_bytes_limit: int = dataclasses.field(default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False)
-    num_shards: int = dataclasses.field(default=1, repr=False)
+    num_shards: int = dataclasses.field(default=0, repr=False)  # 0 where the stack was made by hand
 
     def replace(self, **changes: Any) -> StackedTableSpec:
         """A copy with some fields changed."""
@@ -103,7 +102,7 @@ class StackedTableSpec:
 
 @runtime_checkable
 class Storage(Protocol):
-    """What declares how the rows of a table are kept, where that is no array of them: `TableSpec(storage=...)`.
+    """A storage, as `TableSpec(storage=...)` takes it: how the rows of a table are kept.
 
     Frozen and hashable. `rsembed.homes.Home` says what the engine asks of it beside this.
 
@@ -121,10 +120,10 @@ class Storage(Protocol):
 
     @property
     def in_files(self) -> str | None:
-        """What a file of the table and the table must agree in; None where the file has a row for every id."""
+        """Description in which a file and the table must agree; None where the file has a row for every id."""
 
     def resolved(self, table: TableSpec) -> Storage:
-        """The same with all that `table` decides: equal where the numbers of a state mean the same."""
+        """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
 
     def kin(self, table: TableSpec) -> Hashable:
         """Equal for tables that one home may keep; None keeps a table alone."""
@@ -143,7 +142,7 @@ class Storage(Protocol):
 
 
 UNCHOSEN_OPTIMIZER = SGDOptimizerSpec()
-"""Of a table that was given none, as in the published system; told apart by identity."""
+"""Optimizer of a table that was given none, as in the published system; recognised by identity."""
 object.__setattr__(UNCHOSEN_OPTIMIZER, "tells_all", True)
 
 
@@ -185,22 +184,19 @@ class TableSpec:
     dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
     storage: Storage | None = dataclasses.field(default=None, repr=False, kw_only=True)
-    _stacked_table_spec: StackedTableSpec | None = dataclasses.field(default=None, init=False)
-    _setting_in_stack: TableSettingInStack = dataclasses.field(init=False)
+    _stacked_table_spec: StackedTableSpec | None = None
+    _setting_in_stack: TableSettingInStack = None  # type: ignore[assignment]  # __post_init__ sets it
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"TableSpec: name must be a non-empty string, got {self.name!r}.")
         where = f"table {self.name!r}"
+        stack, self._stacked_table_spec = self._stacked_table_spec, None
         self.vocabulary_size = _positive_int(self.vocabulary_size, where, "vocabulary_size")
         self.embedding_dim = _positive_int(self.embedding_dim, where, "embedding_dim")
         if isinstance(self.storage, type):
             raise TypeError(f"{where}: storage must be made first, as in {self.storage.__name__}(...).")
-        if self.storage is not None and not isinstance(self.storage, Storage):
-            raise TypeError(
-                f"{where}: storage must be None, rsembed.Hashed(...), rsembed.HostCached(...) or "
-                f"rsembed.tt.TensorTrain(...), got {describe(self.storage)}."
-            )
+        check_type(self.storage, Storage | None, f"{where}: storage, such as rsembed.Hashed(...),")
         takes_keys = self.storage is not None and self.storage.key_dtype is not None
         if self.vocabulary_size > MAX_ROWS and not takes_keys:
             raise ValueError(
@@ -215,17 +211,16 @@ class TableSpec:
             raise TypeError(f"{where}: initializer must be a function of (key, shape), got {self.initializer!r}.")
         if isinstance(self.optimizer, type):
             raise TypeError(f"{where}: optimizer must be made first, as in {self.optimizer.__name__}(...).")
-        if not isinstance(self.optimizer, OptimizerSpec):
-            raise TypeError(
-                f"{where}: optimizer must be an OptimizerSpec, got {type(self.optimizer).__name__}; "
-                "wrap an optax transformation with rsembed.from_optax."
-            )
+        check_type(self.optimizer, OptimizerSpec, f"{where}: optimizer (rsembed.from_optax makes one of optax's)")
         if self.combiner not in COMBINERS:
             raise ValueError(f"{where}: unknown combiner {self.combiner!r}; choose one of {', '.join(COMBINERS)}.")
         self.dtype = dtype_among(TABLE_DTYPES, self.dtype, f"{where}: dtype")
         check_type(self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config")
         check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
-        self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
+        if stack is not None and not stack.num_shards:  # `dataclasses.replace` brings a planned place of another table
+            self._stacked_table_spec = stack
+        if self._stacked_table_spec is None or self._setting_in_stack is None:
+            self._setting_in_stack = TableSettingInStack(self.name, self.vocabulary_size, self.embedding_dim)
         if self.storage is not None:
             self.storage.check(self)
 
@@ -257,8 +252,8 @@ class TableSpec:
         self._stacked_table_spec = spec
 
     def is_stacked(self) -> bool:
-        """Whether the table shares a physical table of another name."""
-        return self._setting_in_stack.stack_name != self.name
+        """Whether the table has a place in a stack, be it one of its own."""
+        return self._stacked_table_spec is not None
 
 
 @no_type_check  # wrong values are refused by name in __post_init__
@@ -280,14 +275,13 @@ class FeatureSpec:
     table_spec: TableSpec
     input_shape: tuple[Any, ...] | None = None  # sizes, or None
     output_shape: tuple[int, ...] | None = None
-    _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation, init=False)
+    _id_transformation: FeatureIdTransformation = dataclasses.field(default_factory=FeatureIdTransformation)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"FeatureSpec: name must be a non-empty string, got {self.name!r}.")
         where = f"feature {self.name!r}"
-        if not isinstance(self.table_spec, TableSpec):
-            raise TypeError(f"{where}: table_spec must be a TableSpec, got {type(self.table_spec).__name__}.")
+        check_type(self.table_spec, TableSpec, f"{where}: table_spec")
         for field in ("input_shape", "output_shape"):
             shape = getattr(self, field)
             check_type(shape, tuple | None, f"{where}: {field}")
@@ -300,6 +294,9 @@ class FeatureSpec:
                 if not sizes:
                     raise ValueError(f"{where}: {field} must have sizes, such as (8, 4), got ().")
                 setattr(self, field, sizes)
+        stack = self.table_spec.stacked_table_spec
+        if stack is None or stack.num_shards:  # as in TableSpec, a place that was given is that of another feature
+            self._id_transformation = FeatureIdTransformation()
         dim, tile = self.table_spec.embedding_dim, 8
         if self.output_shape is not None and dim < self.output_shape[-1] != -(-dim // tile) * tile:
             raise ValueError(

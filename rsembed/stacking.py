@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, validated
+from rsembed.checks import PositiveInt, check_type, did_you_mean, validated
 from rsembed.places import Place
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
@@ -164,9 +164,8 @@ class StackingPlan:
     def flat_rows(self, table_name: str, ids: Any) -> Any:
         """Row of each id in the flat stacked array."""
         stack, table = self.table(table_name)
-        rows_per_shard = stack.spec.stack_vocab_size // self.num_shards
-        place = place_of(table.setting, self.num_shards)
-        return place.rows(ids, spread=self.num_shards, rows_per_shard=rows_per_shard)
+        place, size = place_of(table.setting, self.num_shards), stack.spec.stack_vocab_size
+        return place.rows(ids, spread=self.num_shards, rows_per_shard=size // self.num_shards)
 
     def shard_load(self, ids_by_feature: Mapping[str, Any]) -> dict[str, Int[np.ndarray, " shard"]]:
         """Ids that each shard has to look up, per stack.
@@ -441,8 +440,7 @@ def plan_stack(
     declared = [[t.max_ids_per_partition for t in tables], [t.max_unique_ids_per_partition for t in tables]]
     chosen: list[Any] = [limit(stack_name, total_samples) for limit in limits]
     for value in chosen:
-        check_type(value, int, f"stack {stack_name!r}: the limit of ids in a partition, which a callable gives,")
-        check_within("[1, inf)", value, f"stack {stack_name!r}: the limit of ids in a partition")
+        check_type(value, PositiveInt, f"stack {stack_name!r}: the limit of ids in a partition, of a callable,")
     max_ids, max_unique = (
         own[0] if len(tables) == 1 else max(int(value), *(own if by is get_default_limits else [int(value)]))
         for by, value, own in zip(limits, chosen, declared, strict=True)
@@ -483,7 +481,7 @@ def _checked_tables(
         values = {table.name: getattr(table, field) for table in tables}
         if any(value != values[tables[0].name] for value in values.values()):
             shown = {name: str(value) for name, value in values.items()}
-            raise ValueError(f"stack {stack_name!r}: tables must agree in {field}, but have {shown}.")
+            raise ValueError(f"stack {stack_name!r}: tables have different {field.replace('_', ' ')}s: {shown}.")
     return tables
 
 

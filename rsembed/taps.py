@@ -1,4 +1,4 @@
-"""What layers of neural networks share: lookups of a loss are recorded, and their activations tapped for gradients.
+"""Shared by the layers of Flax: lookups of a loss are recorded, and their activations tapped for gradients.
 
 ```
 evaluate a loss, shapes only ─▶ what every layer looks up ─▶ taps: zeros, to be added to the activations
@@ -12,7 +12,7 @@ layer guards its activations: whoever differentiates a loss by the layer's param
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, no_type_check
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rsembed.checks import check_type, did_you_mean
+from rsembed.checks import did_you_mean, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.state import Activations, Batch
 from rsembed.row_gradients import RowGradients, combine
@@ -39,7 +39,7 @@ class Call:
 
 Calls = tuple[Call, ...]
 Taps = tuple[Activations, ...]
-"""Of one layer, what is added to the activations of each call."""
+"""Zeros that are added to the activations of each call of one layer."""
 
 
 def look_up(
@@ -112,13 +112,12 @@ class Gradients:
         """Gradients of distinct rows, by layer; made when asked for, since a step can do without."""
         return {name: self._rows(name) for name in self.calls}
 
+    @validated
     def with_rows(self, rows: Mapping[str, RowGradients]) -> Gradients:
-        """The same with other gradients for some layers, such as clipped or accumulated ones.
+        """The gradients with others in the place of some layers' own, such as clipped or accumulated ones.
 
         Raises: ValueError: the loss called no such layer. TypeError: the gradients are no `RowGradients`.
         """
-        for name, own in rows.items():
-            check_type(own, RowGradients, f"with_rows: the gradients of layer {name!r}")
         if unknown := sorted(set(rows) - set(self.calls)):
             near = did_you_mean(unknown[0], self.calls)
             raise ValueError(f"the loss called no layers {unknown}{near}, only {sorted(self.calls)}.")
@@ -136,6 +135,14 @@ class Gradients:
             return self.changed[name]
         each = [call.collection.row_gradients(call.batch, call.activations) for call in self.calls[name]]
         return each[0] if len(each) == 1 else combine(*each)
+
+
+def in_another_transformation(layers: Iterable[str]) -> RuntimeError:
+    """The error of a loss that looks up rows where their gradients cannot be recorded."""
+    return RuntimeError(
+        f"the loss looks up rows of the layers {sorted(layers)}, or of some, in a scan, a branch or a vmap, from where "
+        "no gradients of rows come back; call the layer before it, and hand the activations in."
+    )
 
 
 def check_layers(gradients: Gradients, layers: Mapping[str, Any]) -> None:

@@ -19,11 +19,10 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 import rsembed as rs
 import rsembed.optimizers as ro
+from rsembed import tbe as rt
 from rsembed.checks import PositiveInt, check_type, check_within, did_you_mean, dtype_among, validated, within
 from rsembed.sparsecore.utils import estimate_preprocessing_parameters
-from rsembed.tbe import records
-from rsembed.tbe.module import TableBatchedEmbeddingBags
-from rsembed.tbe.records import EmbOptimType, WeightDecayMode
+from rsembed.tbe import EmbOptimType, TableBatchedEmbeddingBags, WeightDecayMode
 
 NAN, INF = math.nan, math.inf
 
@@ -203,7 +202,7 @@ def one_gradient():
 
 
 def tables(**options):
-    specs = [(6, 4, records.EmbeddingLocation.MANAGED_CACHING, records.ComputeDevice.CPU)]
+    specs = [(6, 4, rt.EmbeddingLocation.MANAGED_CACHING, rt.ComputeDevice.CPU)]
     return TableBatchedEmbeddingBags(specs, **{"optimizer": EmbOptimType.EXACT_SGD, **options})
 
 
@@ -232,9 +231,9 @@ DECAYED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode":
         ("min_shrinkage", lambda: tables(optimizer=RMSPROP, min_shrinkage=2.0)),
         ("init_embedding_weights_uniform: min_val", lambda: tables().init_embedding_weights_uniform(0.1, -0.1)),
         ("init_embedding_weights_uniform: max_val", lambda: tables().init_embedding_weights_uniform(0.1, NAN)),
-        ("EnsembleModeDefinition: step_ema_coef", lambda: records.EnsembleModeDefinition(step_ema_coef=1.2)),
-        ("CowClipDefinition: lower_bound", lambda: records.CowClipDefinition(lower_bound=-1.0)),
-        ("GlobalWeightDecayDefinition: lower_bound", lambda: records.GlobalWeightDecayDefinition(lower_bound=NAN)),
+        ("EnsembleModeDefinition: step_ema_coef", lambda: rt.EnsembleModeDefinition(step_ema_coef=1.2)),
+        ("CowClipDefinition: lower_bound", lambda: rt.CowClipDefinition(lower_bound=-1.0)),
+        ("GlobalWeightDecayDefinition: lower_bound", lambda: rt.GlobalWeightDecayDefinition(lower_bound=NAN)),
         (
             "estimate_preprocessing_parameters: hot_shard_fraction",
             lambda: estimate_preprocessing_parameters(

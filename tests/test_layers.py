@@ -1,6 +1,7 @@
 """The house rules that a machine can hold: who may import whom, and how long a file may be."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,8 @@ def violations(package: Path) -> list[str]:
 
 def test_rooms_import_only_from_rooms_above():
     assert violations(ROOT / "rsembed") == []
+    table = (ROOT / "docs" / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ROOMS[:-1]  # the page tells the same, but __main__
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 import rsembed as rs
 from rsembed import sok, tbe, tt
 from rsembed.sparsecore import embedding
-from tests import published_names
+from tools import published_names
 
 EVERY_SYSTEM = pytest.mark.parametrize("system", published_names.SYSTEMS.values(), ids=list(published_names.SYSTEMS))
 NAMED_ONLY = ("OptimType", "SparseType", "EmbeddingLocation", "ComputeDevice", "UserEnabledConfigDefinition")
@@ -17,7 +17,7 @@ LEAST_ROWS = {"sparsecore": 200, "tbe": 100, "tt": 50, "sok": 35}
 def test_the_page_tells_the_place_of_every_name_and_argument(system):
     table = published_names.table(system, system.record())
     on_page = system.begin + table + published_names.END in published_names.PAGE.read_text()
-    assert on_page, "run python -m tests.published_names"
+    assert on_page, "run python -m tools.published_names"
     assert table.count("\n| ") > LEAST_ROWS[system.name]
 
 

@@ -59,7 +59,7 @@ def test_gradients_of_other_collections_are_refused():
 def test_an_owner_refuses_gradients_that_count_other_rows_with_or_without_a_layout():
     own = Fingerprint.of({"t": 9})
     given = gradients([2], [[1.0]])
-    how = {"owner": "module", "way_out": "Take others."}
+    how = {"dims": {"t": 1}, "owner": "module", "way_out": "Take others."}
     check_belong(given, own, (("t", 9),), **how)
     with pytest.raises(
         ValueError, match=r"do not belong to this module: they have rows .*'t', 9.*'t', 8.*Take others\."

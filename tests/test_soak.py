@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import soak
+from tools import soak
 
 
 @pytest.fixture(scope="module")

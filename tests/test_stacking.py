@@ -52,7 +52,7 @@ def test_tables_that_differ_in_what_a_stack_shares_stay_apart(change):
     two = rs.TableSpec(name="two", vocabulary_size=4, embedding_dim=2, **change)
     features = [rs.FeatureSpec(name=t.name, table_spec=t) for t in (one, two)]
     assert len(rs.plan_stacking(features, pad=False).stacks) == 2
-    with pytest.raises(ValueError, match=f"tables must agree in {next(iter(change))}"):
+    with pytest.raises(ValueError, match=f"different {next(iter(change)).replace('_', ' ')}s"):
         rs.plan_stacking(features, groups=[["one", "two"]])
 
 

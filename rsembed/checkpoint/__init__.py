@@ -5,8 +5,8 @@ from rsembed.checkpoint.collections import save_collection as save_collection
 from rsembed.checkpoint.files import Checkpoint as Checkpoint
 from rsembed.checkpoint.files import latest as latest
 from rsembed.checkpoint.files import load as load
+from rsembed.checkpoint.files import manifest as manifest
 from rsembed.checkpoint.files import save as save
 from rsembed.checkpoint.files import verify as verify
 from rsembed.checkpoint.manager import CheckpointManager as CheckpointManager
-from rsembed.checkpoint.manifests import manifest as manifest
-from rsembed.checkpoint.saved import CorruptCheckpointError as CorruptCheckpointError
+from rsembed.checkpoint.states import CorruptCheckpointError as CorruptCheckpointError

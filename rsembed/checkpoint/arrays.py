@@ -29,8 +29,7 @@ import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
 
-from rsembed.checkpoint.saved import Blocks, CorruptCheckpointError, SavedArray
-from rsembed.checkpoint.states import PickedRows, TableRows
+from rsembed.checkpoint.states import Blocks, CorruptCheckpointError, PickedRows, SavedArray, TableRows
 from rsembed.progress import progress
 
 CHUNK_BYTES = 1 << 22
@@ -181,7 +180,7 @@ class _Output:
 
 
 def _system_error(error: ValueError) -> OSError | None:
-    """What the system refused, if an error of TensorStore says that it did."""
+    """The error of the operating system that an error of TensorStore reports, if it does."""
     number = re.search(r"os_error_code='(\d+)'", str(error))
     return None if number is None else OSError(int(number[1]), f"{os.strerror(int(number[1]))} ({error})")
 

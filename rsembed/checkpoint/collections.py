@@ -10,11 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsembed.checkpoint.files import check_owners
-from rsembed.checkpoint.manifests import manifest
-from rsembed.checkpoint.reading import nested, placed, restored
+from rsembed.checkpoint.files import Contents, check_owners, manifest, nested, placed, restored, write
 from rsembed.checkpoint.states import logical, tables_of, with_states
-from rsembed.checkpoint.writing import Contents, write
 from rsembed.checks import validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 
@@ -51,7 +48,7 @@ def save_collection(
 def contents_of(
     collection: EmbeddingCollection, state: EmbeddingState, *, others: Any, metadata: Mapping[str, Any] | None
 ) -> Contents:
-    """What `save_collection` writes."""
+    """Contents of the checkpoint that `save_collection` writes."""
     collection.check_state(state)
     owners = {"tables": tables_of(collection.template)}
     arrays, tables, slots = collection.logical.parted(state._replace(layout=collection.layout))
@@ -90,7 +87,7 @@ def load_collection(
     like = _without_step(arrays) | {"others": logical(others)}
     like["tables"] |= tables
     like["slots"] |= slots
-    apart = [table.name for stack in collection.logical.apart().values() for table in stack.tables]
+    apart = [table.name for own in collection.logical.apart.values() for table in own.layout.stack.tables]
     by_key = [name for name in apart if name not in tables]
     entries: dict[bool, list[Any]] = {True: [], False: []}  # how many keys a table has, its file alone knows
     for entry in found["arrays"]:
@@ -115,7 +112,7 @@ def _without_step(state: EmbeddingState) -> dict[str, Any]:
 def _tables(
     found: Mapping[str, Any], collection: EmbeddingCollection, *, same_rules: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the tables in the file are, and what they should be."""
+    """Facts of the tables in the file, and those of the collection's tables."""
     saved, expected = found.get("belongs_to", {}).get("tables", {}), tables_of(collection.template)
     if not same_rules:
         for name in saved.keys() & expected.keys():

@@ -17,24 +17,339 @@ table name, all arrays of an instant or none, and a refusal of files that are mi
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import json
 import os
+import secrets
+import shutil
+import socket
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from rsembed.checkpoint.manifests import MANIFEST, manifest
-from rsembed.checkpoint.reading import nested, opened, restored
-from rsembed.checkpoint.saved import SavedArray
-from rsembed.checkpoint.states import belongings, logical, with_states
-from rsembed.checkpoint.writing import Contents, write
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from rsembed.checkpoint.arrays import as_saved, check_entry, copied, open_array, write_arrays
+from rsembed.checkpoint.states import (
+    CorruptCheckpointError,
+    SavedArray,
+    TableRows,
+    belongings,
+    logical,
+    sharded,
+    with_states,
+)
 from rsembed.checks import NonNegativeInt, validated
 from rsembed.collection import EmbeddingCollection
-from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.fingerprint import ELSEWHERE, Fingerprint, check_same
+from rsembed.parallel.agreement import check_not_forked
+
+LAYOUT_VERSION = 3
+MANIFEST = "manifest.json"
+
+
+@validated
+def manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... The arrays are not read.
+
+    Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
+    """
+    file = Path(path) / MANIFEST
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} is no checkpoint: it has no {MANIFEST}. An interrupted save leaves none.")
+    data = file.read_bytes()
+    try:
+        body = json.loads(data)["manifest"]
+        is_intact = encoded(body) == data and {"layout_version", "step", "metadata", "arrays"} <= body.keys()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_intact = False
+    if not is_intact:
+        raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
+    if body["layout_version"] != LAYOUT_VERSION:
+        raise ValueError(
+            f"{path} has layout {body['layout_version']}, but this version of rsembed reads layout "
+            f"{LAYOUT_VERSION}; read it with the version that wrote it."
+        )
+    for number, entry in enumerate(body["arrays"]):
+        check_entry(entry, number)
+    return body
+
+
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """The manifest with its checksum, always with the same bytes, so that a load can compare them all."""
+    checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+    return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
+
+
+def flattened(tree: Any) -> dict[tuple[str, ...], Any]:
+    """The leaves by their path."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = {_parts(keys): leaf for keys, leaf in found}
+    if len(leaves) < len(found):
+        names = [joined(_parts(keys)) for keys, _ in found]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"two leaves of the tree are called {repeated}; give them keys that differ as text.")
+    return leaves
+
+
+def _parts(keys: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def joined(parts: Sequence[str]) -> str:
+    """A path in one word."""
+    return "/".join(parts) or "the array"
+
+
+def opened(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+    """The arrays of some entries of a manifest, still on the disk but for PRNG keys."""
+    arrays = {}
+    for entry in entries:
+        array: Any = open_array(path, entry, joined(entry["path"]))
+        if entry["prng"] is not None:
+            array = jax.random.wrap_key_data(jnp.asarray(array.whole()), impl=entry["prng"])
+        arrays[tuple(entry["path"])] = array
+    return arrays
+
+
+def _in_memory(array: Any) -> Any:
+    return array.whole() if isinstance(array, SavedArray) else array
+
+
+def nested(path: Path, entries: Sequence[Mapping[str, Any]]) -> Any:
+    """The arrays of entries, in memory, in dictionaries by the parts of their names."""
+    from flax.traverse_util import unflatten_dict
+
+    arrays = {parts: _in_memory(array) for parts, array in opened(path, entries).items()}
+    return arrays[()] if () in arrays else unflatten_dict(arrays)
+
+
+def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: Any) -> Any:
+    """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`.
+
+    In place of the rows of tables stand those on the disk, for `with_states`.
+    """
+    arrays, wanted = opened(path, entries), flattened(like)
+    problems = [f"{joined(parts)!r} is missing" for parts in wanted if parts not in arrays]
+    problems += [f"{joined(parts)!r} is not wanted" for parts in arrays if parts not in wanted]
+    for parts in wanted.keys() & arrays.keys():
+        has, wants = (f"{_native(x.dtype)}{list(x.shape)}" for x in (arrays[parts], _shaped(wanted[parts])))
+        if has != wants:
+            problems.append(f"{joined(parts)!r} is {has}, wanted {wants}")
+        elif _would_narrow(arrays[parts], wanted[parts]):
+            problems.append(
+                f"{joined(parts)!r} is {has}, which a JAX array cannot hold here: give a numpy array as its template, "
+                "or set jax_enable_x64"
+            )
+    if problems:
+        raise ValueError(f"checkpoint {path} does not match: {'; '.join(sorted(problems))}.")
+    leaves = [_from_disk(arrays[parts], leaf) for parts, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _shaped(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+
+
+def _native(dtype: Any) -> Any:
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype  # that of a PRNG key has no byte order
+
+
+def _would_narrow(array: Any, leaf: Any) -> bool:
+    is_for_jax = not isinstance(leaf, (bool, int, float, np.ndarray, np.generic, TableRows))
+    return is_for_jax and isinstance(array, SavedArray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+
+
+def _from_disk(array: Any, leaf: Any) -> Any:
+    """The array where and as what the leaf is; on several devices, without the whole of it in memory of the host."""
+    if isinstance(leaf, TableRows):
+        return array
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or len(sharding.device_set) == 1 or not isinstance(array, SavedArray) or not array.shape:
+        return placed(_in_memory(array), leaf)
+    pieces = ((np.arange(first, first + len(rows)), rows) for first, rows in array.blocks())
+    return sharded(array.shape, array.dtype, sharding, pieces)
+
+
+def placed(array: Any, leaf: Any) -> Any:
+    """The array where and as what the leaf is."""
+    if isinstance(leaf, (bool, int, float)):
+        return type(leaf)(array[()])
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return array
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not getattr(leaf, "committed", True):
+        return jax.device_put(array)  # tied to no device, as the leaf is, or steps would be compiled anew for it
+    if isinstance(array, jax.Array):  # a PRNG key; device_put knows only devices of this process
+        data = placed(np.asarray(jax.random.key_data(array)), leaf)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+Said = TypeVar("Said", bool, int)
+
+
+class Contents(NamedTuple):
+    """Contents of a checkpoint that is going to be written.
+
+    Attributes:
+      leaves: arrays by path, each with the implementation of the PRNG keys that it stands for, if any.
+      body: of the manifest, but for what is said of the arrays.
+    """
+
+    leaves: dict[tuple[str, ...], tuple[Any, str | None]]
+    body: dict[str, Any]
+
+    @staticmethod
+    def of(tree: Any, owners: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None) -> Contents:
+        """Contents that hold a tree.
+
+        Raises: TypeError, ValueError: as `save`.
+        """
+        check_not_forked("checkpoint")
+        for name, facts in owners.items():
+            if ELSEWHERE in facts:
+                raise ValueError(f"checkpoint: {name!r} is not whole: {facts[ELSEWHERE]}")
+        body: dict[str, Any] = {
+            "layout_version": LAYOUT_VERSION,
+            "step": int(step),
+            "prng_implementation": jax.random.key_impl(jax.random.key(0)),
+            "belongs_to": dict(owners),
+            "metadata": dict(metadata or {}),
+        }
+        try:
+            text = json.dumps(body)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"checkpoint: metadata must be what JSON can hold: {error}.") from error
+        leaves = {parts: as_saved(leaf, joined(parts)) for parts, leaf in flattened(logical(tree)).items()}
+        # As a load will see it (keys are texts); what JSON cannot hold is an error now, not after an hour of writing.
+        return Contents(leaves, json.loads(text))
+
+    def in_memory(self) -> Contents:
+        """Contents with copies that no step changes, in process 0; elsewhere the arrays are left out.
+
+        All processes call this: they send each other what they hold.
+        """
+        return Contents({parts: (copied(array), prng) for parts, (array, prng) in self.leaves.items()}, self.body)
+
+
+def write(path: Path, contents: Contents) -> None:
+    """Writes a checkpoint; all processes call this.
+
+    Raises: FileExistsError, OSError: as `save`.
+    """
+    if agreed(path.exists()):
+        raise already_there(path)
+    failure = written(path, contents)
+    if agreed(failure is not None):
+        raise failure or OSError(f"checkpoint {path}: process 0 could not write it; its own error says why.")
+
+
+def written(path: Path, contents: Contents, *, show: bool | None = None) -> OSError | None:
+    """Writes a checkpoint, and returns why that could not be done.
+
+    Args:
+      path: where.
+      contents: with arrays in any place; all processes call this, unless they are `in_memory`.
+      show: the progress, see `rsembed.progress`.
+    """
+    partial, failure = None, None
+    with contextlib.ExitStack() as cleanup:
+        if jax.process_index() == 0:
+            partial, failure = _partial_folder(path)
+            cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
+        arrays = [array for array, _ in contents.leaves.values()]
+        entries, problem = write_arrays(None if failure else partial, arrays, show=show)
+        failure = failure or problem
+        if partial is not None and failure is None:
+            for entry, (parts, (_, prng)) in zip(entries, contents.leaves.items(), strict=True):
+                entry |= {"path": list(parts), "prng": prng}
+            failure = _published(partial, path, encoded(contents.body | {"arrays": entries}))
+    return failure
+
+
+def agreed(said: Said) -> Said:
+    """The value that process 0 gave, in every process."""
+    return type(said)(multihost_utils.broadcast_one_to_all(np.asarray(said))) if jax.process_count() > 1 else said
+
+
+def already_there(path: Path) -> FileExistsError:
+    """The error of whoever would write over a checkpoint."""
+    return FileExistsError(f"{path} exists; checkpoints are never replaced: give every step a folder of its own.")
+
+
+def _partial_folder(path: Path) -> tuple[Path, OSError | None]:
+    """A hidden folder of this save alone, and why it could not be made.
+
+    Those that interrupted saves of the path left behind go.
+    """
+    for torn in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        if _is_abandoned(torn):
+            shutil.rmtree(torn, ignore_errors=True)
+    partial = hidden_beside(path)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        return partial, error
+    return partial, None
+
+
+def hidden_beside(path: Path) -> Path:
+    """A name that no checkpoint has, and that says which process uses it."""
+    return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}-{_PROCESS}-{secrets.token_hex(4)}.partial")
+
+
+_HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+_PROCESS = secrets.token_hex(4)  # process numbers come again: in a container, every time it starts
+
+
+def _is_abandoned(partial: Path) -> bool:
+    """Whether the process that wrote a partial folder is no more; of another machine's nothing is known."""
+    host, *rest = partial.name.split(".")[-2].split("-")
+    if host != _HOST or len(rest) != 3:
+        return False
+    process_id, process, _ = rest
+    if int(process_id) == os.getpid():
+        return process != _PROCESS
+    try:
+        os.kill(int(process_id), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _published(partial: Path, path: Path, manifest_bytes: bytes) -> OSError | None:
+    """Gives a complete folder its name; why that could not be done."""
+    try:
+        with open(partial / MANIFEST, "wb") as file:
+            file.write(manifest_bytes)
+            os.fsync(file.fileno())
+        _sync_folder(partial)
+        partial.rename(path)  # fails where another save of the path was faster
+        _sync_folder(path.parent)
+    except OSError as error:
+        return already_there(path) if path.exists() and partial.exists() else error
+    return None
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Checkpoint(NamedTuple):
-    """What `load` returns.
+    """A loaded checkpoint.
 
     Attributes:
       tree: the arrays.

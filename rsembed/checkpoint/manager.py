@@ -27,11 +27,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rsembed.checkpoint.collections import contents_of, load_collection
-from rsembed.checkpoint.files import load, verify
-from rsembed.checkpoint.manifests import MANIFEST, manifest
-from rsembed.checkpoint.saved import CorruptCheckpointError
-from rsembed.checkpoint.states import belongings
-from rsembed.checkpoint.writing import Contents, agreed, already_there, hidden_beside, written
+from rsembed.checkpoint.files import (
+    MANIFEST,
+    Contents,
+    agreed,
+    already_there,
+    hidden_beside,
+    load,
+    manifest,
+    verify,
+    written,
+)
+from rsembed.checkpoint.states import CorruptCheckpointError, belongings
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.collection import EmbeddingCollection
 
@@ -94,7 +101,7 @@ class CheckpointManager:
         self.max_to_keep, self.keep_period, self.asynchronous = max_to_keep, keep_period, asynchronous
         self.read_only = read_only
         self._verified: dict[Path, Any] = {}
-        """Of good checkpoints, the sizes and times of their files when they were read or written."""
+        """Sizes and times of the files of good checkpoints, when these were read or written."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rsembed-checkpoint")
         self._pending: Future[None] | None = None
         self._is_closed, self._lock = False, contextlib.ExitStack()
@@ -222,7 +229,7 @@ class CheckpointManager:
 
     @validated
     def restore(self, like: Any = None, *, others: Any = None, step: NonNegativeInt | None = None) -> Any:
-        """What was saved at a step, or the newest that is good: that of the largest step.
+        """The state that was saved at a step, or that of the largest step whose checkpoint is good.
 
         A run that goes back to an earlier step for good removes the folders of later ones.
 
@@ -261,7 +268,7 @@ class CheckpointManager:
 
     @validated
     def metadata(self, step: NonNegativeInt) -> dict[str, Any]:
-        """What `save` was given as metadata at a step, such as that of a state that `restore` returned.
+        """The metadata that `save` was given at a step, such as that of a state that `restore` returned.
 
         Raises: FileNotFoundError, CorruptCheckpointError: there is no such checkpoint, or its manifest is damaged.
         """

@@ -1,4 +1,4 @@
-"""What a file holds of an `EmbeddingState`: the rows of every table in the order of their ids, wherever they lie.
+"""Arrays of a file, and what a file holds of an `EmbeddingState`: rows of every table in the order of their ids.
 
 A state's `layout` says which row of its arrays belongs to which table and id. Saving reads tables through it, block by
 block; loading lays the rows out for the state that is wanted. So no file depends on a mesh or a stacking.
@@ -7,20 +7,91 @@ block; loading lays the rows out for the state that is wanted. So no file depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.checkpoint.saved import SavedArray, sharded
 from rsembed.collection import EmbeddingState
-from rsembed.collection.layout import Place
+from rsembed.collection.dense_rows import Place
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.homes import ROWS_BY_KEY
 from rsembed.homes.sharing import parts
 from rsembed.kernels import api
+
+
+class CorruptCheckpointError(ValueError):
+    """The files are not what was written."""
+
+
+Blocks = Iterator[tuple[int, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedArray:
+    """An array of a checkpoint: its shape and dtype, and a reader of its numbers, which are still on the disk.
+
+    Attributes:
+      shape: of the array.
+      dtype: of the array.
+      read: reads into rows of an array, given or of its own, and yields those that have arrived, with the first one's
+        number. A number alone counts as one row.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: Callable[[np.ndarray | None], Blocks]
+
+    def blocks(self) -> Blocks:
+        """Its rows in order, a few MiB at a time, each with the number of its first row.
+
+        Raises: CorruptCheckpointError: the next ones are not what was written.
+        """
+        return self.read(None)
+
+    def whole(self) -> np.ndarray:
+        """The array in memory of the host.
+
+        Raises: CorruptCheckpointError: it is not what was written.
+        """
+        array = np.empty(self.shape, self.dtype)
+        for _ in self.read(array if self.shape else array.reshape(1)):
+            pass
+        return array
+
+
+def sharded(
+    shape: tuple[int, ...], dtype: Any, sharding: Any, pieces: Iterable[tuple[np.ndarray, np.ndarray]]
+) -> jax.Array:
+    """An array on the devices of a sharding, None for the usual one, from rows that come piece by piece.
+
+    The host holds no more of it than its own devices do.
+
+    Args:
+      shape: of the whole array, with at least one dimension.
+      dtype: of the array.
+      sharding: where it goes.
+      pieces: row numbers, and the rows; rows that never come are zeros.
+    """
+
+    def bounds(index: Any) -> tuple[tuple[int, int], ...]:
+        return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+    everything = (slice(None),) * len(shape)
+    indices = [everything] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+    shards = {
+        part: np.zeros([stop - start for start, stop in part], dtype) for part in {bounds(index) for index in indices}
+    }
+    for rows, values in pieces:
+        for ((start, stop), *columns), shard in shards.items():
+            is_inside = (rows >= start) & (rows < stop)
+            part: tuple[Any, ...] = (is_inside, *(slice(*bound) for bound in columns))
+            shard[rows[is_inside] - start] = values[part]
+    if sharding is None:
+        return jax.device_put(shards[bounds(everything)])
+    return jax.make_array_from_callback(shape, sharding, lambda index: shards[bounds(index)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +183,18 @@ def belongings(tree: Any) -> dict[str, Any]:
 
 
 def _layout_of(node: Any) -> Fingerprint | None:
-    """What a named tuple says it was laid out for: a state of the core or of a wing."""
+    """The layout that a state, of the core or of a wing, carries."""
     layout = getattr(node, "layout", None) if isinstance(node, tuple) else None
     return layout if isinstance(layout, Fingerprint) else None
 
 
 def stacks_of(state: EmbeddingState) -> dict[str, Any]:
-    """What the layout of a state says, by stack."""
+    """Facts of the layout of a state, by stack."""
     return {} if state.layout is None else state.layout.facts
 
 
 def tables_of(state: EmbeddingState) -> dict[str, Any]:
-    """What the layout of a state says of its tables, without where they lie."""
+    """Facts of the tables in the layout of a state, without the places of their rows."""
     tables = {name: table for stack in stacks_of(state).values() for name, table in stack["tables"].items()}
     return {name: _in_files(table) for name, table in tables.items()}
 

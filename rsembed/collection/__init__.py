@@ -4,11 +4,13 @@
 embeddings.py   what users call; every method is one function of what a single device holds
 ├─ inputs.py    batches in canonical form: bags on one device, padded arrays split by sample on a mesh
 ├─ devices.py   the mesh: which axes, how functions run on every device, what is gathered
-├─ layout.py    translate: where the rows of every table lie
-└─ stack.py     the features of a stack, and the way to its rows:
-     rows.py          here, whole or by column
-     asked_rows.py    with an owner each, whom all devices ask
-     dense_rows.py    what keeps an array of rows; see `rsembed.homes` for the others
+├─ engine.py    lookups, row gradients and steps of all stacks, each one function on every device
+└─ stack.py     rows of one table or several, the features that read them, and the tables by name
+     keyed_stack.py   of tables with keys
+     host_stack.py    of a table on the host, whose rows travel
+     rows.py          the way to rows that are here, whole or by column
+     asked_rows.py    to rows with an owner each, whom all devices ask
+     dense_rows.py    an array of rows, and where each lies; see `rsembed.homes` for other storages
 ```
 """
 

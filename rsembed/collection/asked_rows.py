@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from rsembed.collection.layout import read_from
-from rsembed.collection.rows import Admitted, LookupResult, Occurrences, Rows, Trip, each, keys_of_rows
+from rsembed.collection.dense_rows import read_from
+from rsembed.collection.rows import LookupResult, Occurrences, Rows, each, keys_of_rows
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import combine
 from rsembed.homes.home import Ahead
@@ -59,41 +59,6 @@ class AskedRows(Rows):
         bytes_per_place = 4 * num_lanes + vectors.shape[1] * vectors.dtype.itemsize
         traffic = Traffic.of(rounds, (self.num_shards - 1) * self._capacity(wanted) * bytes_per_place)
         return self._pooled(vectors, read_from(wanted.entry_of, batch.segments)), num_unknown, traffic
-
-    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> Asking[Admitted]:
-        """See `Rows`."""
-
-        def answer(state: tuple[Any, Any], question: Any) -> tuple[Any, Any]:
-            params, slots, rows = self._find_arrived(*state, question, step)
-            return (params, slots), (rows, self.home.vectors(params, rows, self.table))
-
-        wanted = self._distinct(batch.all_keys())
-        params = yield from self._held(params, wanted, step)
-        reply = jax.ShapeDtypeStruct((), jnp.int32), self._row
-        (params, slots), (rows, vectors), _ = yield self._question(
-            wanted, self._names(wanted), answer, (params, slots), reply=reply
-        )
-        rows = jnp.where(wanted.first_of == NO_ROW, NO_ROW, rows)
-        pooled = self._pooled(vectors, read_from(wanted.entry_of, batch.segments))
-        return params, slots, pooled, Trip(batch, wanted, rows)
-
-    def step_found(
-        self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
-    ) -> Asking[tuple[Any, Any]]:
-        """See `Rows`."""
-        batch, wanted, rows = trip
-        if wanted is None:
-            raise ValueError("the trip is one to rows that are here.")
-
-        def answer(state: tuple[Any, Any], arrived: tuple[Array, Array, Array, Array]) -> tuple[Any, None]:
-            (params, slots), (rows, high, low, gradients) = state, arrived
-            params, rows = self.home.still_theirs(params, rows, Keys(high, low, rows != NO_ROW), step)
-            return self._step(params, slots, [each(rows)], [gradients], step), None
-
-        payload = rows, *wanted.lanes[-2:], self._of_entries(wanted.entry_of, batch, d_outputs)
-        answers = yield self._question(wanted, payload, answer, (params, slots))
-        stepped: tuple[Any, Any] = answers.state
-        return stepped
 
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""
@@ -161,13 +126,13 @@ class AskedRows(Rows):
         return distinct(self.home.owners(keys, self.num_shards), lanes, num_devices=self.num_shards)
 
     def _names(self, wanted: Wanted) -> Any:
-        """What an owner is told: ids; or keys, how often each occurs here, and where first."""
+        """The message to an owner: row numbers; or keys, how often each occurs on this device, and where first."""
         if not self.home.takes_keys:
             return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
         return *wanted.lanes, wanted.counts, wanted.first_of
 
     def _received(self, question: Any) -> tuple[Keys, Int[Array, " nnz"], Int[Array, " nnz"] | None]:
-        """The same at the owner."""
+        """Keys, occurrences and first places out of the message of `_names`, at the owner."""
         if self.home.takes_keys:
             *lanes, counts, first_of = question
             return Keys.of_lanes(lanes, first_of != NO_ROW), counts, first_of
@@ -196,7 +161,7 @@ class AskedRows(Rows):
         return Keys.of_lanes(lanes, is_key), occurrences, order
 
     def _held(self, params: Any, wanted: Wanted, step: Step) -> Asking[Any]:
-        """Of several rounds, what a later one asks for must not make room in an earlier one."""
+        """Parameters in which no key of this batch can lose its row to a key of an earlier round."""
         if not self.home.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
             return params
         held = yield self._question(

@@ -1,22 +1,316 @@
-"""The home of dense rows: the tables of a stack in one array, which the kernels read and step by whole bags."""
+"""The home of dense rows: the tables of a stack in one array, where each row lies, and what it is at first."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import functools
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.collection.initial_rows import OwnShards, PlacedTable, initial_shards
-from rsembed.collection.layout import RowLayout
+from rsembed.bags import Bags
 from rsembed.homes.home import Ahead, Home
+from rsembed.initial_values import form, initial_rows, table_keys
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Rounding, Segment, SegmentGradients, Step
+from rsembed.kernels.keyed import mix
 from rsembed.keys import Keys
-from rsembed.optimizers import Slots
-from rsembed.specs import TableSpec
+from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.places import Place as Place
+from rsembed.places import tables_and_ids
+from rsembed.specs import MAX_ROWS, TableSpec
+from rsembed.stacking import StackPlan, place_of
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """The rows of a stack in one array `[num_shards * rows_per_shard, dim]`, shard after shard.
+
+    Spread over one shard, tables lie whole; spread over all, neighbouring ids have different owners. A device has one
+    shard, or `shards_per_device` that follow each other.
+    """
+
+    stack: StackPlan
+    num_shards: int
+    rows_per_shard: int
+    spread: int
+    places: tuple[Place, ...]
+    shards_per_device: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_rows > MAX_ROWS:
+            raise ValueError(
+                f"stack {self.stack.name!r} would have {self.num_rows} rows on {self.num_shards} devices, above "
+                f"{MAX_ROWS}; give its tables another placement, or different optimizers' specs."
+            )
+
+    @staticmethod
+    def whole(stack: StackPlan) -> RowLayout:
+        """All rows in one shard."""
+        return RowLayout.row_wise(stack, 1)
+
+    @staticmethod
+    def row_wise(stack: StackPlan, num_shards: int) -> RowLayout:
+        """Neighbouring rows with different owners, so that frequent ids spread evenly."""
+        places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
+        return RowLayout(stack, num_shards, -(-stack.spec.stack_vocab_size // num_shards), num_shards, places)
+
+    @staticmethod
+    def as_planned(stack: StackPlan, shards_per_device: int) -> RowLayout:
+        """Padded and rotated as the plan says, over all shards that it was made for."""
+        num_shards = stack.spec.num_shards
+        places = tuple(place_of(table.setting, num_shards) for table in stack.tables)
+        rows_per_shard = stack.spec.stack_vocab_size // num_shards
+        return RowLayout(stack, num_shards, rows_per_shard, num_shards, places, shards_per_device)
+
+    @staticmethod
+    def table_wise(stack: StackPlan, num_shards: int, load: list[int]) -> RowLayout:
+        """Each table whole with one owner: the largest first, to whoever has least.
+
+        Args:
+          stack: its tables are distributed.
+          num_shards: how many devices there are.
+          load: bytes that each device has from other stacks; what this stack brings is added.
+        """
+        used = [0] * num_shards
+        places: dict[str, Place] = {}
+        for table in sorted(stack.tables, key=lambda table: -table.rows):
+            owner = min(range(num_shards), key=lambda d: (used[d], load[d]))
+            places[table.name] = Place(owner, used[owner])
+            used[owner] += table.rows
+        row_bytes = (stack.table_bytes + stack.slot_bytes) // stack.spec.stack_vocab_size
+        load[:] = [before + rows * row_bytes for before, rows in zip(load, used, strict=True)]
+        return RowLayout(stack, num_shards, max(used), 1, tuple(places[table.name] for table in stack.tables))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole array, padding included."""
+        return self.num_shards * self.rows_per_shard
+
+    @property
+    def rows_per_device(self) -> int:
+        """Rows that one device has."""
+        return self.shards_per_device * self.rows_per_shard
+
+    def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, Any]:
+        """All on which the meaning of a state's arrays depends, as `EmbeddingState.layout` keeps it."""
+        optimizer = self.stack.spec.optimizer
+        slots = getattr(optimizer.slot_type, "_fields", None) or map(str, range(optimizer.slot_variables_count()))
+        return {
+            **{"num_shards": self.num_shards, "rows_per_shard": self.rows_per_shard, "spread": self.spread},
+            "slots": list(slots),
+            "tables": {
+                table.name: {"owner": place.owner, "first": place.first, **self._parts(tables[table.name])}
+                | table_facts(tables[table.name])
+                for table, place in zip(self.stack.tables, self.places, strict=True)
+            },
+        }
+
+    def _parts(self, table: TableSpec) -> dict[str, Any]:
+        """Rows of each array that belong to a table whose arrays those of others follow."""
+        sizes = None if table.storage is None or len(self.stack.tables) == 1 else table.storage.part_sizes(table)
+        return {} if sizes is None else {"part_sizes": list(sizes)}
+
+    def place(self, table_name: str) -> Place:
+        """Where a table starts."""
+        return self._place_of[table_name]
+
+    @functools.cached_property
+    def _place_of(self) -> dict[str, Place]:
+        return dict(zip((table.name for table in self.stack.tables), self.places, strict=True))
+
+    def rows(self, table_name: str, ids: Any) -> Any:
+        """Row of each id in the array; ids must lie inside the table."""
+        return self.place(table_name).rows(ids, spread=self.spread, rows_per_shard=self.rows_per_shard)
+
+    def all_rows(self, table_name: str, vocabulary_size: int) -> slice | Int[np.ndarray, " vocab"]:
+        """Index of a whole table in the array."""
+        place = self.place(table_name)
+        return place.all_rows(vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard)
+
+    def rounding(self, rounding: Rounding | None, device: Any) -> Rounding | None:
+        """The rounding of a device's rows, with noise that no stack, placement or mesh changes.
+
+        Rows are told apart by a number for the table's name and the id, wherever they lie.
+        """
+        if rounding is None:
+            return None
+        names = [table.name for table in self.stack.tables]
+
+        def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
+            sizes, shard, row = [table.rows for table in self.stack.tables], device, rows
+            if self.shards_per_device > 1:
+                own, row = jnp.divmod(rows, self.rows_per_shard)
+                shard = device * self.shards_per_device + own
+            tables, ids = tables_and_ids(self.places, sizes, shard, row, spread=self.spread)
+            return rounding(values, dtype, numbers_of_rows(names, tables, ids))
+
+        return round_rows
+
+    def segments(self, bags: Mapping[str, Bags]) -> list[Segment]:
+        """Ids of the stack's features as rows of the array; ids outside their table become `NO_ROW`."""
+        features, sizes = self.stack.features, {table.name: table.rows for table in self.stack.tables}
+        names = [feature.table_name for feature in features]
+        all_rows = api.rows_of_ids(
+            [jnp.asarray(bags[feature.name].ids) for feature in features],
+            [self.place(name) for name in names],
+            [sizes[name] for name in names],
+            spread=self.spread,
+            rows_per_shard=self.rows_per_shard,
+        )
+        segments = []
+        for feature, rows in zip(features, all_rows, strict=True):
+            own = bags[feature.name]
+            offsets = None if feature.combiner == "none" else jnp.asarray(own.offsets)
+            weights = None if own.weights is None else jnp.asarray(own.weights)
+            segments.append(Segment(rows, offsets, weights, feature.combiner))
+        return segments
+
+
+def numbers_of_rows(names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Numbers that tell rows of all tables apart: the same in every stack, placement and mesh.
+
+    Args:
+      names: of tables.
+      tables: position in `names` of each row's table.
+      ids: row in its table.
+    """
+    of_names = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
+    return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)
+
+
+def table_facts(table: TableSpec) -> dict[str, Any]:
+    """Facts of a table that must be equal wherever its rows and optimizer state are used; learning rates may change."""
+    storage = None if table.storage is None else table.storage.resolved(table)
+    return {
+        "vocabulary_size": table.vocabulary_size,
+        "embedding_dim": table.embedding_dim,
+        "dtype": table.dtype,
+        "optimizer": table.optimizer.identity,
+        "storage": None if storage is None else repr(storage),
+        "in_files": None if storage is None else storage.in_files,
+    }
+
+
+def read_from(entry_of: Int[Array, " nnz"], segments: Sequence[Segment]) -> list[Segment]:
+    """The segments, reading from the entries of all segments instead of rows."""
+    result, first = [], 0
+    for segment in segments:
+        last = first + segment.rows.shape[0]
+        result.append(dataclasses.replace(segment, rows=entry_of[first:last]))
+        first = last
+    return result
+
+
+# Tables are filled block by block, so that the random numbers of a block are all that init needs beside the table.
+INIT_BLOCK_VALUES = 1 << 18
+
+
+class OwnShards(NamedTuple):
+    """The shards of one device: `num_own` from `first` on, with tables dealt to `spread` of all shards."""
+
+    first: Int[Array, ""]
+    num_own: int
+    rows_per_shard: int
+    spread: int
+
+
+class PlacedTable(NamedTuple):
+    """A table, where it lies, and the rows that it has there; those behind its vocabulary hold zeros."""
+
+    spec: TableSpec
+    place: Place
+    num_rows: int
+
+
+def initial_shards(
+    key: PRNGKeyArray,
+    tables: Sequence[PlacedTable],
+    shards: OwnShards,
+    *,
+    rule: OptimizerSpec,
+    columns: tuple[Int[Array, ""] | int, int],
+    is_full: bool = False,
+    implementation: str | None = None,
+) -> tuple[Array, Slots]:
+    """Rows and slots, which depend on `key`, the tables' names and their initializers alone.
+
+    Args:
+      key: the model's key.
+      tables: those of a stack.
+      shards: where to build them.
+      rule: whose slots they are.
+      columns: the first one to keep, and how many; columns that a table does not have hold zeros.
+      is_full: the tables have all rows of all shards, so that nothing needs to be written twice.
+      implementation: who allocates and writes.
+    """
+    rows = jax.ShapeDtypeStruct((shards.num_own * shards.rows_per_shard, columns[1]), jnp.float32)
+    parts = [(rows.shape, jnp.dtype(tables[0].spec.dtype))]
+    parts += [(slot.shape, slot.dtype) for slot in jax.eval_shape(rule.init_slots, rows)]
+    fill = None if is_full else 0.0
+    arrays = tuple(api.dispatch("allocate", implementation, *part, fill) for part in parts)
+
+    def write(arrays: tuple[Array, ...], rows: Array, values: Array) -> tuple[Array, ...]:
+        with_slots = values, *rule.init_slots(values)
+        return cast(tuple[Array, ...], api.dispatch("scatter_rows", implementation, arrays, rows, with_slots))
+
+    # Tables of one form, and of sizes that one size of blocks suits, are filled by one compiled loop.
+    groups: dict[tuple[Hashable, int], list[PlacedTable]] = {}
+    forms: dict[Hashable, Hashable] = {}
+    for table in tables:
+        alike = table.spec.initializer, table.spec.vocabulary_size, table.spec.embedding_dim
+        if alike not in forms:
+            forms[alike] = form(table.spec)
+        groups.setdefault((forms[alike], _block_of(table, shards)), []).append(table)
+    for (_, block), group in groups.items():
+        arrays = _filled(arrays, key, group, block, shards, columns, write)
+    return arrays[0], arrays[1:]
+
+
+def _block_of(table: PlacedTable, shards: OwnShards) -> int:
+    """Rows that are made at a time: a power of four that holds all that a shard has, up to those of a full block."""
+    most = max(1, INIT_BLOCK_VALUES // table.spec.embedding_dim)
+    bits = max(-(-table.num_rows // shards.spread) - 1, 0).bit_length()
+    return min(most, 1 << (bits + bits % 2))
+
+
+def _filled(
+    arrays: tuple[Array, ...],
+    key: PRNGKeyArray,
+    tables: Sequence[PlacedTable],
+    block: int,
+    shards: OwnShards,
+    columns: tuple[Any, int],
+    write: Callable[[tuple[Array, ...], Array, Array], tuple[Array, ...]],
+) -> tuple[Array, ...]:
+    spec, keys = tables[0].spec, table_keys(key, [table.spec.name for table in tables])
+    places = Place(*jnp.asarray([table.place for table in tables], jnp.int32).T)
+    num_blocks = np.asarray([-(-table.num_rows // (shards.spread * block)) for table in tables], np.int32)
+    num_rows = jnp.asarray([table.num_rows for table in tables], jnp.int32)
+    num_ids = jnp.asarray([table.spec.vocabulary_size for table in tables], jnp.int32)
+    ends = np.cumsum(num_blocks * shards.num_own, dtype=np.int32)
+
+    def fill_block(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        table = jnp.searchsorted(jnp.asarray(ends), number, side="right")
+        own, blocks = number - (jnp.asarray(ends) - num_blocks * shards.num_own)[table], jnp.asarray(num_blocks)[table]
+        shard, first = own // blocks, own % blocks * block
+        place = jax.tree.map(lambda field: field[table], places)
+        where = shards.first + shard
+        rows = place.first_row(where, spread=shards.spread) + first + jnp.arange(block, dtype=jnp.int32)
+        ids = place.ids(where, rows, spread=shards.spread)
+        values = initial_rows(keys[table], spec, jnp.clip(ids, 0, num_ids[table] - 1))
+        values = jnp.where((ids < num_ids[table])[:, None], values, 0.0)
+        values = jnp.pad(values, ((0, 0), (0, max(0, columns[1] - spec.embedding_dim))))
+        values = jax.lax.dynamic_slice_in_dim(values, *columns, axis=1)
+        is_own = (ids >= 0) & (ids < num_rows[table])
+        return write(arrays, jnp.where(is_own, shard * shards.rows_per_shard + rows, NO_ROW), values)
+
+    return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +380,8 @@ class DenseRows(Home):
     def vectors(self, params: Array, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         """Rows as they are stored."""
         del table
-        return api.gather_rows((params,), rows, implementation=self.implementation)[0]
+        (vectors,) = api.dispatch("gather_rows", self.implementation, (params,), rows)
+        return cast(Array, vectors)
 
     def find(
         self, params: Array, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
@@ -106,10 +401,8 @@ class DenseRows(Home):
         step: Step,
     ) -> tuple[Array, Slots]:
         """Row gradients and step in one kernel."""
-        how, rounding = (step.hyper, step.rule), step.rounding
-        return api.update(
-            params, slots, segments, d_outputs, *how, rounding=rounding, implementation=self.implementation
-        )
+        gradients = SegmentGradients(segments, d_outputs)
+        return api.update(params, slots, gradients, step, implementation=self.implementation)
 
     def step_distinct(
         self,
@@ -121,12 +414,10 @@ class DenseRows(Home):
         *,
         step: Step,
     ) -> tuple[Array, Slots]:
-        """The same without sorting."""
-        how, rounding = (step.hyper, step.rule), step.rounding
-        return api.apply_rows(
-            params, slots, rows, gradients, *how, rounding=rounding, implementation=self.implementation
-        )
+        """One optimizer step of distinct rows; nothing is sorted."""
+        return api.apply_rows(params, slots, rows, gradients, step, implementation=self.implementation)
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
         """Rows of the device that owns them."""
-        return jnp.where(keys.is_key, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)
+        is_row = keys.is_key & (keys.low < self.layout.num_rows)  # others may come in row gradients made by hand
+        return jnp.where(is_row, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)

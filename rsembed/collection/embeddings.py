@@ -17,14 +17,13 @@ from jaxtyping import Array, PRNGKeyArray
 
 from rsembed.bags import check_not_taken, is_traced
 from rsembed.checks import PositiveInt, check_type, validated
-from rsembed.collection import fetching, inputs
+from rsembed.collection import host_stack, inputs
 from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine, all_as_bags, two_dicts
 from rsembed.collection.logical_tables import LogicalTables
 from rsembed.collection.placement import make_stacks, placement_of_tables, plan_placed
 from rsembed.collection.state import Activations, Batch, EmbeddingState
 from rsembed.fingerprint import Fingerprint, check_same
-from rsembed.homes import HostCached
 from rsembed.initial_values import table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import Step
@@ -113,9 +112,8 @@ class EmbeddingCollection:
     def _build(self) -> None:
         self._engine = Engine(self.features, self._stacks, self.devices)
         self._num_rows = tuple(sorted((name, stack.layout.num_rows) for name, stack in self._stacks.items()))
-        on_host = {name: stack for name, stack in self._stacks.items() if isinstance(stack.home, HostCached)}
-        self._on_host = {name: fetching.Fetching(stack) for name, stack in on_host.items()}
-        self.logical = LogicalTables(self.table_specs, self._stacks, self._on_host, self.devices)
+        self.logical = LogicalTables(self.table_specs, self._stacks)
+        self._on_host = self.logical.on_host
 
     # Pickled for the workers of an input pipeline
 
@@ -192,16 +190,16 @@ class EmbeddingCollection:
         Raises: RuntimeError: more rows are wanted than there are places, the state is of an earlier time, or this is
           inside `jit`; then the given state is as it was.
         """
-        self.check_state(state)
+        self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
         if self._on_host and is_traced((state, batch)):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit, before the step.")
-        near = fetching.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
-        return fetching.gone_on(self._on_host, near)
+        near = host_stack.fetched(self._on_host, state, dict.fromkeys(self._on_host, batch), donates=True)
+        return host_stack.gone_on(self._on_host, near)
 
     def _fetched(self, state: EmbeddingState, wanted: Mapping[str, Any]) -> EmbeddingState:
         """With the rows near that a batch, or lanes of row gradients, wants by stack; inside `jit` as it is."""
-        return state if is_traced((state, wanted)) else fetching.fetched(self._on_host, state, wanted, donates=False)
+        return state if is_traced((state, wanted)) else host_stack.fetched(self._on_host, state, wanted, donates=False)
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
@@ -219,7 +217,7 @@ class EmbeddingCollection:
         step, key = rest
         return EmbeddingState(tables, slots, step, key, self.layout)
 
-    def check_state(self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots")) -> None:
+    def check_state(self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")) -> None:
         """Whether a state is this collection's; every method that takes one asks.
 
         Args:
@@ -243,7 +241,8 @@ class EmbeddingCollection:
         for part in parts:
             found, expected = getattr(state, part), getattr(self.template, part)
             check_not_taken(found, f"the state has lost its {part}", _AFTER_A_STEP)
-            if list(map(_shape_and_kind, jax.tree.leaves(found))) == [*map(_shape_and_kind, jax.tree.leaves(expected))]:
+            kinds, wanted = (jax.tree.map(_shape_and_kind, tree) for tree in (found, expected))
+            if kinds == wanted:
                 continue
             shown = (jax.tree.map(_shown, tree) for tree in (found, expected))
             raise ValueError(
@@ -258,15 +257,14 @@ class EmbeddingCollection:
         per slot, `last_step`, `count`, and what else belongs to them.
         """
         self.check_state(state, parts=["tables"])
-        return self.logical.tables(state)
+        found = [stack.values(state.tables[name], state.slots.get(name)) for name, stack in self._stacks.items()]
+        return {name: values for own in found for name, values in own.items()}
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """By table with a storage that counts: what happened on each device so far, such as new keys and failures."""
         self.check_state(state, parts=["tables"])
-        found: dict[str, dict[str, np.ndarray]] = {}
-        for name, stack in self._stacks.items():
-            found |= stack.counts(state.tables[name])
-        return {name: counts for name, counts in found.items() if counts}
+        found = [stack.counts(state.tables[name]) for name, stack in self._stacks.items()]
+        return {name: counts for own in found for name, counts in own.items() if counts}
 
     def slots(self, state: EmbeddingState) -> dict[str, Any]:
         """The optimizer state of every logical table (copies), in the named tuple of its optimizer.
@@ -274,7 +272,8 @@ class EmbeddingCollection:
         Of a table with keys, in the order of `tables(state)[name]["keys"]`; of other storages, as these have it.
         """
         self.check_state(state)
-        return self.logical.slots(state)
+        found = [stack.slots(state.tables[name], state.slots[name]) for name, stack in self._stacks.items()]
+        return {name: slots for own in found for name, slots in own.items()}
 
     @validated
     def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
@@ -316,7 +315,7 @@ class EmbeddingCollection:
         Raises: ValueError: not one of the reasons is given, or it is out of range; there is no such table, or it has no
           keys. RuntimeError: this is inside `jit`.
         """
-        self.check_state(state)
+        self.check_state(state, parts=["tables"])
         return self.logical.evicted(state, table, keep=keep, unused_for=unused_for, norm_below=norm_below)
 
     # Forward
@@ -388,7 +387,8 @@ class EmbeddingCollection:
         self.check_state(state, parts=["tables"])
         self._note_sizes(batch)
         state = self._fetched(state, dict.fromkeys(self._on_host, batch))
-        return self._engine.look_ahead(state.tables, batch, state.step)[0], partial(self.row_gradients, batch)
+        numbers = dict.fromkeys(self._stacks, state.step)
+        return self._engine.look_ahead(state.tables, batch, numbers)[0], partial(self.row_gradients, batch)
 
     def row_gradients(self, batch: Batch, d_activations: Mapping[str, Any]) -> RowGradients:
         """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
@@ -402,7 +402,8 @@ class EmbeddingCollection:
         Raises: ValueError: the gradients are another collection's.
         """
         way_out = "Take them from lookup_vjp of the collection that applies them."
-        check_belong(row_gradients, self.layout, self._num_rows, owner="collection", way_out=way_out)
+        axes = {name: (1 + own.home.takes_keys, own.table.embedding_dim) for name, own in self._stacks.items()}
+        check_belong(row_gradients, self.layout, self._num_rows, axes, owner="collection", way_out=way_out)
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         self.check_state(state)
         return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)
@@ -443,7 +444,7 @@ class EmbeddingCollection:
             if not is_traced(tables[name]):
                 kept.home.check_step(state.tables[name], tables[name], kept.table)
         stepped = EmbeddingState(tables, slots, state.step + 1, state.key, state.layout)
-        return stepped if state is given else fetching.gone_on(self._on_host, stepped)  # nothing can fail any more
+        return stepped if state is given else host_stack.gone_on(self._on_host, stepped)  # nothing can fail any more
 
 
 # Made from all else, and nothing that pickle knows; rows on the host belong to this process.
@@ -469,7 +470,7 @@ def _tell_of(unchosen: tuple[str, ...]) -> None:
 
 
 def _shape_and_kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Of an array; keys are of one kind, whichever generator `init` was given one of."""
+    """Shape and kind of an array; PRNG keys are one kind, whichever generator made them."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return (), type(leaf)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.devices import Devices
+from rsembed.collection.rows import LookupResult
 from rsembed.collection.stack import Stack
 from rsembed.collection.state import Activations, Batch, LookupStatistics, Traffic
 from rsembed.kernels import api
@@ -58,10 +59,10 @@ class Engine:
         """Activations of all features, and what travelled."""
         return self._in_order(group.lookup(group.own(tables), group.of_features(batch)) for group in self._groups)
 
-    def look_ahead(self, tables: ByStack, batch: Batch, number: Int[Array, ""]) -> tuple[Activations, LookupStatistics]:
-        """A lookup whose gradients will be stepped, as the step of this number."""
+    def look_ahead(self, tables: ByStack, batch: Batch, numbers: ByStack) -> tuple[Activations, LookupStatistics]:
+        """A lookup whose gradients will be stepped, in the step of this number."""
         return self._in_order(
-            group.look_ahead(group.own(tables), group.of_features(batch), number) for group in self._groups
+            group.look_ahead(group.own(tables), group.of_features(batch), group.own(numbers)) for group in self._groups
         )
 
     def weight_gradients(self, tables: ByStack, batch: Batch, d_outputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -125,15 +126,15 @@ class Group:
         everywhere, split = PartitionSpec(), devices.split
         state = {name: stack.partition for name, stack in stacks.items()}
         gradients = {name: stack.gradient_partitions for name, stack in stacks.items()}
-        has_homes = any(not stack.is_dense for stack in stacks.values())
+        has_homes = any(not stack.home.ids_are_rows for stack in stacks.values())
 
         def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
             return jax.jit(devices.on_each(function, in_specs, out_specs))
 
         self.init = on_each(self._init, everywhere, (state, state))
-        self.lookup = on_each(partial(self._lookup, number=None), (state, split), (split, everywhere))
-        self.look_ahead: Callable[..., Any] = lambda tables, batch, number: self.lookup(tables, batch)
-        """A lookup whose gradients will be stepped, as the step of this number."""
+        self.lookup = on_each(partial(self._lookup, numbers=None), (state, split), (split, everywhere))
+        self.look_ahead: Callable[..., Any] = lambda tables, batch, numbers: self.lookup(tables, batch)
+        """A lookup whose gradients will be stepped, in the step of this number."""
         if has_homes:
             self.look_ahead = on_each(self._lookup, (state, split, everywhere), (split, everywhere))
         self.weight_gradients = on_each(self._weight_gradients, (state, split, split), split)
@@ -142,11 +143,11 @@ class Group:
         self.update = on_each(self._update, (state, state, split, split, everywhere), (state, state))
 
     def own(self, by_stack: Mapping[str, Any]) -> ByStack:
-        """What belongs to these stacks."""
+        """The entries of a dictionary by stack that belong to these stacks."""
         return {name: by_stack[name] for name in self.stacks}
 
     def of_features(self, by_feature: Mapping[str, Any]) -> dict[str, Any]:
-        """What belongs to their features."""
+        """The entries of a dictionary by feature that belong to the features of these stacks."""
         return {name: by_feature[name] for name in self.features}
 
     # On one device
@@ -154,17 +155,19 @@ class Group:
     def _init(self, key: PRNGKeyArray) -> tuple[ByStack, ByStack]:
         return two_dicts({name: stack.rows.init(key) for name, stack in self.stacks.items()})
 
-    def _lookup(
-        self, tables: ByStack, batch: Batch, number: Int[Array, ""] | None
-    ) -> tuple[Activations, LookupStatistics]:
+    def _lookup(self, tables: ByStack, batch: Batch, numbers: ByStack | None) -> tuple[Activations, LookupStatistics]:
         bags = all_as_bags(batch)
         activations: Activations = {}
         traffic: dict[str, Traffic] = {}
-        found = self._together(lambda name, s: s.rows.look_up(tables[name], s.occurrences(bags), number))
+
+        def look_up(name: str, stack: Stack) -> Asking[LookupResult]:
+            return stack.rows.look_up(tables[name], stack.occurrences(bags), None if numbers is None else numbers[name])
+
+        found = self._together(look_up)
         for name, stack in self.stacks.items():
             outputs, num_unknown, traffic[name] = found[name]
             if stack.home.takes_keys:
-                traffic[name] = traffic[name]._replace(num_unknown=self.devices.total(num_unknown))
+                traffic[name] = traffic[name]._replace(num_unknown=self.devices.gather(num_unknown[None]))
             for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
                 activations[feature.name] = _to_activation(self.features[feature.name], bags[feature.name], output)
         activations = {name: activations[name] for name in self.features}

@@ -7,8 +7,8 @@ devices must run the same program on equal shapes: sample `b` of `B` lies with d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,23 +26,22 @@ from rsembed.bags import (
     device_copy,
     is_traced,
     narrow_ids,
+    on_device,
     padded_size,
 )
-from rsembed.checks import did_you_mean
+from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.state import Batch
-from rsembed.keys import Keys, checked_keys
+from rsembed.homes.home import Home
+from rsembed.keys import Keys
 from rsembed.parallel.agreement import Agreement, is_global
 from rsembed.row_gradients import check_gradient
 from rsembed.specs import FeatureSpec
 
 
-def check_names(features: Mapping[str, FeatureSpec], given: Mapping[str, Any], what: str) -> None:
+def check_names(features: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:
     """Raises: TypeError or ValueError: `given` is no mapping, or does not name every feature once."""
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"{what} must be a mapping with one entry for each of {sorted(features)}, got {type(given).__name__}."
-        )
+    check_type(given, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing, unknown = sorted(set(features) - set(given)), sorted(set(given) - set(features), key=str)
     if missing or unknown:
         near = did_you_mean(unknown[0], missing) if unknown else ""
@@ -53,16 +52,33 @@ def check_names(features: Mapping[str, FeatureSpec], given: Mapping[str, Any], w
 
 
 def prepare(
-    features: Mapping[str, FeatureSpec], batch: Batch, devices: Devices, *, bounds_check: str
+    features: Mapping[str, FeatureSpec],
+    given: Any,
+    devices: Devices,
+    *,
+    bounds_check: str,
+    what: str = "the batch",
+    read: Callable[[Any], Batch] = lambda batch: batch,
 ) -> dict[str, Any]:
-    """The batch in canonical form; see `EmbeddingCollection.prepare`."""
-    with Agreement(devices.known_mesh, "the batch", batch) as agreement:
+    """The batch in canonical form; see `EmbeddingCollection.prepare`.
+
+    Args:
+      features: by name.
+      given: the batch, or whatever `read` makes one of.
+      devices: the mesh.
+      bounds_check: see the collection.
+      what: the subject of messages of what processes disagree in.
+      read: a wing's own checks, which refuse in all processes together.
+    """
+    with Agreement(devices.known_mesh, what, given) as agreement:
+        batch = read(given)
         check_names(features, batch, "batch")
         bags = {name: _checked(feature, batch[name], bounds_check) for name, feature in features.items()}
         if devices.mesh is None:
             for name, own in bags.items():
                 _check_batch_size(features[name], own, own.num_bags)
-            return {name: _as_arrays(_rounded(features[name], own)) for name, own in bags.items()}
+            canonical = on_device([_canonical(_rounded(features[name], own)) for name, own in bags.items()])
+            return dict(zip(bags, canonical, strict=True))  # a tree would sort them
         for name, own in bags.items():
             agreement.bring(f"feature {name!r}", _shape(own), width=_width(name, own))
             _check_split(features[name], own, devices)
@@ -71,15 +87,17 @@ def prepare(
 
 def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     bags, storage = as_bags(value, feature=feature.name), feature.table_spec.storage
+    # Whoever differentiates by weights hides these alone.
+    visible = dataclasses.replace(bags, weights=None) if is_traced(bags.weights) else bags
     if storage is not None and storage.key_dtype is not None:
-        if not _is_unknown(bags):
-            check_bags(bags, feature=feature.name)
-        keys: Any = checked_keys(bags.ids, storage.key_dtype, feature=f"feature {feature.name!r}")
+        if not is_unknown(visible):
+            check_bags(visible, feature=feature.name)
+        keys: Any = cast(Home, storage).checked(bags.ids, feature.table_spec, f"feature {feature.name!r}")
         return dataclasses.replace(bags, ids=keys)
     check_ids_dtype(bags, feature=feature.name)
-    if not _is_unknown(bags):
+    if not is_unknown(visible):
         check_values(
-            bags,
+            visible,
             feature=feature.name,
             table=feature.table_spec.name,
             vocabulary_size=feature.table_spec.vocabulary_size,
@@ -88,9 +106,9 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     return bags
 
 
-def _is_unknown(bags: Bags) -> bool:
-    """Whether the values cannot be read here: inside `jit`, or because other processes hold some of them."""
-    return is_traced(bags) or any(map(is_global, jax.tree.leaves(bags)))
+def is_unknown(given: Any) -> bool:
+    """Whether values cannot be read here: inside `jit`, or because other processes hold some of them."""
+    return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
 
 
 def _rounded(feature: FeatureSpec, bags: Bags) -> Bags:
@@ -107,13 +125,9 @@ def _rounded(feature: FeatureSpec, bags: Bags) -> Bags:
     return bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
 
 
-def _as_arrays(bags: Bags) -> Bags:
-    return dataclasses.replace(
-        bags,
-        ids=jax.tree.map(lambda lane: device_copy(lane, lane.dtype), narrow_ids(bags.ids)),
-        offsets=device_copy(bags.offsets, jnp.int32),
-        weights=None if bags.weights is None else device_copy(bags.weights, jnp.float32),
-    )
+def _canonical(bags: Bags) -> Bags:
+    weights = None if bags.weights is None else bags.weights.astype(np.float32)
+    return dataclasses.replace(bags, ids=narrow_ids(bags.ids), offsets=bags.offsets.astype(np.int32), weights=weights)
 
 
 def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> None:
@@ -131,8 +145,8 @@ def _check_batch_size(feature: FeatureSpec, bags: Bags, num_samples: int) -> Non
 
 
 def _shape(bags: Bags) -> str:
-    """What all processes must bring alike."""
-    if _is_unknown(bags):
+    """The part of a batch's form in which all processes must agree."""
+    if is_unknown(bags):
         return "its part of a global array"
     form = "bags" if bags.dense_shape is None else f"samples of an array {list(bags.dense_shape)}"
     return f"{bags.num_bags} {form} {'without' if bags.weights is None else 'with'} weights"
@@ -142,7 +156,7 @@ def _width(name: str, bags: Bags) -> int:
     """Ids per sample that the bags of a feature need; 0 where an array says it."""
     if bags.dense_shape is not None:
         return 0
-    if _is_unknown(bags):
+    if is_unknown(bags):
         raise ValueError(
             f"feature {name!r}: on a mesh, bags of any length cannot be split inside jit; bring the batch into "
             "canonical form before, with batch = collection.prepare(batch), or pass a padded array [batch, ids]."
@@ -151,7 +165,7 @@ def _width(name: str, bags: Bags) -> int:
 
 
 def _check_split(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
-    num_samples = bags.num_bags * (1 if _is_unknown(bags) else devices.num_processes)
+    num_samples = bags.num_bags * (1 if is_unknown(bags) else devices.num_processes)
     _check_batch_size(feature, bags, num_samples)
     if num_samples % devices.num_devices:
         raise ValueError(
@@ -164,7 +178,7 @@ def _split(bags: Bags, width: int, devices: Devices) -> Any:
     """The padded array (and weights) of a feature, split by sample."""
     ids, weights = padded(bags, width)
     arrays = ids if weights is None else (ids, weights)
-    if _is_unknown(bags):
+    if is_unknown(bags):
         return arrays
     sharding = devices.sharding(devices.split)
     return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, np.asarray(array)), arrays)

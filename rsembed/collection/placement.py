@@ -1,4 +1,4 @@
-"""Which table lies where: placements become stacks, and stacks the objects that do their work."""
+"""Which table lies where: placements become stacks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from typing import Any, Literal, cast
 
 from rsembed.checks import did_you_mean
 from rsembed.collection.asked_rows import AskedRows
-from rsembed.collection.dense_rows import DenseRows
+from rsembed.collection.dense_rows import DenseRows, RowLayout
 from rsembed.collection.devices import Devices
-from rsembed.collection.layout import RowLayout
+from rsembed.collection.host_stack import HostStack
+from rsembed.collection.keyed_stack import KeyedStack
 from rsembed.collection.rows import Rows
-from rsembed.collection.stack import Stack
+from rsembed.collection.stack import ArrayStack, Stack, TrainStack
+from rsembed.homes import HostCached
+from rsembed.homes.hashed import RowsByKey
 from rsembed.homes.home import Home
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 
 Placement = Literal["row", "table", "column", "replicated"]
 PLACEMENTS: tuple[Placement, ...] = ("row", "table", "column", "replicated")
+
+
+_OF_STORAGE: dict[type, type[Stack]] = {type(None): ArrayStack, RowsByKey: KeyedStack, HostCached: HostStack}
 
 
 def placement_of_tables(
@@ -75,7 +81,7 @@ def make_stacks(
     exchange_capacity: int | None,
     implementation: str | None,
 ) -> dict[str, Stack]:
-    """What does the work of every stack, by name."""
+    """The stacks of a plan by name, each with the rows of its storage and placement."""
     tables, load = tables_of(features), [0] * devices.num_devices
 
     def make(stack: StackPlan) -> Stack:
@@ -94,9 +100,10 @@ def make_stacks(
         home = storage or DenseRows(layout, own, devices.num_devices if splits_columns else 1, implementation)
         if storage is not None and len(own) > 1:
             home = storage.shared(own)
+        kind = next((own for of, own in _OF_STORAGE.items() if isinstance(storage, of)), TrainStack)
         if is_split:
-            return Stack(layout, AskedRows(devices, table, home, implementation, capacity=exchange_capacity))
-        return Stack(layout, Rows(devices, table, home, implementation, splits_columns))
+            return kind(layout, AskedRows(devices, table, home, implementation, capacity=exchange_capacity))
+        return kind(layout, Rows(devices, table, home, implementation, splits_columns))
 
     return {stack.name: make(stack) for stack in plan.stacks}
 

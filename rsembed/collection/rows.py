@@ -21,16 +21,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
-from rsembed.collection.layout import read_from
 from rsembed.collection.state import Traffic
 from rsembed.homes.hash_table import entries, named, unnamed
 from rsembed.homes.home import Ahead, Home
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
-from rsembed.parallel import Asking, Wanted
+from rsembed.parallel import Asking
 from rsembed.specs import TableSpec
 
 Params = ParamSpec("Params")
@@ -80,24 +80,6 @@ class Occurrences(NamedTuple):
 
 LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Traffic]
 """Pooled rows, how many distinct keys had none, and what travelled."""
-
-
-class Trip(NamedTuple):
-    """What a backward pass needs to know of a lookup that gave keys their rows.
-
-    Attributes:
-      batch: what was looked up.
-      wanted: distinct keys of this device; None where their rows are here.
-      rows: of each of them at its owner, or of each occurrence here; `NO_ROW` for keys without one.
-    """
-
-    batch: Occurrences
-    wanted: Wanted | None
-    rows: Int[Array, " nnz"]
-
-
-Admitted: TypeAlias = tuple[Any, Any, Sequence[Array], Trip]
-"""Parameters, slots and pooled rows, and what the step of these needs to know."""
 
 
 def asks_nobody(function: Callable[Params, Result]) -> Callable[Params, Asking[Result]]:
@@ -173,23 +155,6 @@ class Rows:
         return [self.devices.rows_of_all(output) for output in outputs], jnp.zeros((), jnp.int32), traffic
 
     @asks_nobody
-    def admit(self, params: Any, slots: Any, batch: Occurrences, step: Step) -> Admitted:
-        """Rows for keys that have none, and a lookup of all; `step_found` trains what it read."""
-        keys = batch.all_keys()
-        params, slots, rows = self._find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), step)
-        vectors = self.home.vectors(params, rows, self.table)
-        pooled = self._pooled(vectors, read_from(_positions(keys), batch.segments))
-        return params, slots, pooled, Trip(batch, None, rows)
-
-    @asks_nobody
-    def step_found(
-        self, params: Any, slots: Any, trip: Trip, d_outputs: Sequence[Array], step: Step
-    ) -> tuple[Any, Any]:
-        """One step of the rows that a trip found, but for those that belong to other keys by now."""
-        params, rows = self.home.still_theirs(params, trip.rows, trip.batch.all_keys(), step)
-        return self._step(params, slots, _reading(self.home, rows, trip.batch), d_outputs, step)
-
-    @asks_nobody
     def row_gradients(self, batch: Occurrences, d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         """Distinct ids (of keys: lanes) of the global batch whose rows are here, as in `RowGradients`."""
         batch, d_outputs = batch.of_all(self.devices), self._of_all(d_outputs)
@@ -253,7 +218,7 @@ class Rows:
         return dataclasses.replace(step, rounding=self.home.rounding(step.rounding, self._shard))
 
     def _after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
-        """The same keys, for which rows are only made once the gradients are there.
+        """The keys, made to depend on the gradients, so that new rows are made only after these.
 
         Else a compiled step would make them beside the lookup that the gradients follow from, and copy the table for
         it. XLA takes barriers away before it decides that, so the keys depend on a number that is never both
@@ -289,12 +254,16 @@ class Rows:
         """Gradients of distinct entries, by number."""
         num_entries, own = entry_of.shape[0], read_from(entry_of, batch.segments)
         # Every entry occurs, so the gradient in place `e` is that of entry `e`.
-        return api.row_gradients(num_entries, own, d_outputs, implementation=self.implementation)[1]
+        return self._gradients(num_entries, own, d_outputs)[1]
 
     def _summed(self, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
         """Distinct ids, ascending, and their gradients."""
-        num_ids = self.home.num_ids(self.table)
-        return api.row_gradients(num_ids, segments, d_outputs, implementation=self.implementation)
+        return self._gradients(self.home.num_ids(self.table), segments, d_outputs)
+
+    def _gradients(self, num_rows: int, segments: Sequence[Segment], d_outputs: Sequence[Array]) -> tuple[Array, Array]:
+        gradients = SegmentGradients(segments, d_outputs)
+        summed: tuple[Array, Array] = api.dispatch("row_gradients", self.implementation, num_rows, gradients)
+        return summed
 
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
         """Gradients of the global batch, in the columns that are here."""
@@ -340,7 +309,3 @@ def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
 def each(rows: Int[Array, " nnz"]) -> Segment:
     """A segment that reads every row by itself."""
     return Segment(rows, None, None, "none")
-
-
-def _positions(keys: Keys) -> Int[Array, " nnz"]:
-    return jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)

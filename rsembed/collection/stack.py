@@ -1,7 +1,11 @@
-"""Stacks: rows of one table or several, and the features that read them."""
+"""Stacks: rows of one table or several, the features that read them, and the tables out of them and in again.
+
+The stack of tables with keys is in `keyed_stack.py`, that of a table on the host in `host_stack.py`.
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -11,143 +15,213 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from rsembed.bags import Bags
-from rsembed.collection.layout import RowLayout
+from rsembed.bags import Bags, is_traced
+from rsembed.collection.dense_rows import RowLayout
 from rsembed.collection.rows import Occurrences, Rows
-from rsembed.homes.home import Home
+from rsembed.homes.home import on_host
+from rsembed.homes.logical_rows import as_dtype
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import as_keys
 from rsembed.specs import TableSpec
 
+OF_ROWS = ("keys", "values", "last_step", "count", "first_step", "waiting_keys", "waiting_last_step", "waiting_count")
+"""Names of the arrays that describe rows by key, beside those of slots."""
 ROWS_PER_BLOCK = 1 << 14
 """Rows of a table that are made of other numbers at once."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """Rows under the features of their stack.
+class Stack(abc.ABC):
+    """Rows of one table or several, the features that read them, and the tables by name.
+
+    Each storage has its own stack. All methods take the parameters and slots of a state; slots are None in a state for
+    serving.
 
     Args:
       layout: where the rows of each table lie.
-      rows: what does the work.
+      rows: how devices find, read and step them.
     """
 
-    layout: RowLayout
-    rows: Rows
+    def __init__(self, layout: RowLayout, rows: Rows):
+        self.layout, self.rows, self.home, self.devices = layout, rows, rows.home, rows.devices
+        self.table, self.rule, self.partition = rows.table, rows.table.optimizer, rows.partition
+        self.tables = rows.home.tables_of(rows.table)
 
-    @property
-    def home(self) -> Home:
-        """What keeps the rows."""
-        return self.rows.home
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the rows are an array, of one table or several; else they are as a table's storage has them."""
-        return self.table.storage is None
-
-    @property
-    def table(self) -> TableSpec:
-        """Whose rows these are; of dense rows the first."""
-        return self.rows.table
-
-    @property
-    def partition(self) -> PartitionSpec:
-        """How parameters and slots are split."""
-        return self.rows.partition
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.layout, self.rows)  # programs and stores belong to this process
 
     @property
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
         """How rows and values of `RowGradients` are split."""
         return (PartitionSpec() if self.rows.splits_columns else self.partition), self.partition
 
-    @property
-    def tables(self) -> tuple[TableSpec, ...]:
-        """Those that share the home; of dense rows the first."""
-        return self.home.tables_of(self.table)
+    @abc.abstractmethod
+    def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
+        """The ids of the stack's features; those outside their table are none."""
 
-    def apart(self, params: Any, slots: Any) -> dict[str, tuple[Any, Any]]:
-        """Parameters and slots of each table that shares the home; of several, on the host."""
-        parts = self.home.apart(params, slots, self.table, self.rows.num_shards)
-        return {table.name: own for table, own in zip(self.tables, parts, strict=True)}
+    @abc.abstractmethod
+    def values(self, params: Any, slots: Any) -> dict[str, Any]:
+        """The rows of every table, as `EmbeddingCollection.tables` returns them."""
+
+    @abc.abstractmethod
+    def slots(self, params: Any, slots: Any) -> dict[str, Any]:
+        """The optimizer state of every table, as `EmbeddingCollection.slots` returns it."""
+
+    @abc.abstractmethod
+    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+        """New rows of a table as `replaced` takes them; nothing has changed yet.
+
+        Raises: ValueError: they do not fit. RuntimeError: this is inside `jit`, where the storage cannot take them.
+        """
+
+    def replaced(self, params: Any, slots: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Parameters and slots with what `checked` returned of some tables."""
+        num_shards = self.rows.num_shards
+        parts = self.home.apart(params, slots, self.table, num_shards)
+        for number, table in enumerate(self.tables):
+            if table.name in values:
+                parts[number] = self.home.with_rows(*parts[number], values[table.name], table, num_shards)
+        written = self.home.together(parts, params, num_shards)
+        placed: tuple[Any, Any] = self.devices.place_from_host(written, self.partition)
+        return placed
 
     def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
-        """What happened on each device so far, of each table that shares the home."""
-        tables, num_shards = self.tables, self.rows.num_shards
-        counts = self.home.counts(params, num_shards * len(tables))
-        if len(tables) == 1:
-            return {self.table.name: counts}
-        return {
-            table.name: {what: numbers.reshape(num_shards, -1)[:, k] for what, numbers in counts.items()}
-            for k, table in enumerate(tables)
-        }
+        """Counters of every device by table; empty for storages that count nothing."""
+        return {self.table.name: self.home.counts(params, self.rows.num_shards)}
 
-    def all_rows_of(self, params: Any, slots: Any) -> dict[str, dict[str, np.ndarray]]:
-        """Rows by key with what belongs to them, of each table that shares the home, on the host."""
-        return {
-            table.name: self.home.rows(*own, table, self.rows.num_shards)
-            for table, own in zip(self.tables, self.apart(params, slots).values(), strict=True)
-        }
+    def fresh(self) -> tuple[Any, Any]:
+        """Parameters and slots of a state of which all will be replaced."""
+        part = self.partition
+        start = self.devices.on_each(self.rows.init, PartitionSpec(), (part, part))
+        made: tuple[Any, Any] = jax.jit(start)(jax.random.key(0))
+        return made
 
-    def with_rows(self, params: Any, slots: Any, rows: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Parameters and slots of all devices with rows of some tables written, by key; not inside `jit`."""
-        by_table = self.apart(params, slots)
-        for table in self.tables:
-            if table.name in rows:
-                given = *by_table[table.name], rows[table.name], table, self.rows.num_shards
-                by_table[table.name] = self.home.with_rows(*given)
-        written = self.home.together(list(by_table.values()), params, self.rows.num_shards)
-        return self.rows.devices.place_from_host(written, self.partition)
+    # Parts of these
 
-    def all_rows(self, params: Any, *, number: int) -> Array:
-        """An array of rows, of a table that is kept in few numbers; one device's part of a program.
+    def with_rows_of_keys(self, table: TableSpec, whole: np.ndarray, rows: Mapping[str, Any]) -> np.ndarray:
+        """A table whose ids are rows, with those that a table with keys has."""
+        keys, values = (np.asarray(rows.get(part, ())) for part in ("keys", "values"))
+        if unknown := sorted(part for part in rows if part not in OF_ROWS and not part.startswith("slot_")):
+            raise ValueError(
+                f"table {table.name!r}: cannot take {unknown} of rows by key; it takes 'keys' and 'values'."
+            )
+        if values.shape != (keys.size, whole.shape[1]) or not np.issubdtype(keys.dtype, np.integer):
+            raise ValueError(
+                f"table {table.name!r} takes rows by key as 'keys' [n] and 'values' [n, {whole.shape[1]}], got "
+                f"{ {part: np.shape(array) for part, array in rows.items()} }."
+            )
+        if (is_outside := (keys < 0) | (keys >= len(whole))).any():
+            raise ValueError(
+                f"table {table.name!r} has {len(whole)} rows, none for key {keys[is_outside][0]} "
+                f"({int(is_outside.sum())} such keys); hash them into the table, or keep it as rsembed.Hashed."
+            )
+        distinct, counts = np.unique(keys, return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(f"table {table.name!r}: keys must be distinct, but {distinct[counts > 1][0]} comes twice.")
+        whole[keys] = as_dtype(values, whole.dtype, f"table {table.name!r}", "values")
+        return whole
 
-        `number` says which of the tables that share the home, whose rows are numbered through.
+    def as_whole(self, params: Any, slots: Any, table: TableSpec, values: Any) -> Any:
+        """All rows of a table, from an array of them or from some by key."""
+        if isinstance(values, Mapping):
+            values = self.with_rows_of_keys(table, np.array(self.values(params, slots)[table.name]), values)
+        shape = (table.vocabulary_size, table.embedding_dim)
+        if np.shape(values) != shape:
+            raise ValueError(f"table {table.name!r} has shape {shape}, the new values {np.shape(values)}.")
+        if is_traced(values):
+            return values
+        return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")  # may be of another mesh
 
-        Blocks of rows are written into one array: nothing else is as large.
-        """
-        sizes = [table.vocabulary_size for table in self.tables]
-        first_row, num_rows, dim = sum(sizes[:number]), sizes[number], self.table.embedding_dim
-        size = min(num_rows, ROWS_PER_BLOCK)
 
-        def put(number: Array, rows: Array) -> Array:
-            first = jnp.minimum(number * size, num_rows - size)
+class ArrayStack(Stack):
+    """Tables that lie under each other in one array, as the layout says."""
+
+    def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
+        return Occurrences(self.layout.segments(bags))
+
+    def values(self, params: Any, slots: Any) -> dict[str, Any]:
+        return self._copies(params)
+
+    def slots(self, params: Any, slots: Any) -> dict[str, Any]:
+        copies = [self._copies(slot) for slot in slots]
+        return {t.name: self.rule.pack_slots(tuple(own[t.name] for own in copies)) for t in self.layout.stack.tables}
+
+    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+        return self.as_whole(params, slots, table, values)
+
+    def replaced(self, params: Any, slots: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
+        params = self.devices.place(params, PartitionSpec())
+        for name, own in values.items():
+            params = params.at[self.layout.all_rows(name, len(own))].set(jnp.asarray(own, params.dtype))
+        return self.devices.place(params, self.partition), slots
+
+    def _copies(self, array: Array) -> dict[str, Array]:
+        """The rows of each table, on every device."""
+        layout, dense = self.layout, self.devices.place(array, PartitionSpec())
+        return {table.name: _copy_of(dense, layout.all_rows(table.name, table.rows)) for table in layout.stack.tables}
+
+
+class RowNumberStack(Stack):
+    """One table with a storage of its own whose ids are row numbers."""
+
+    def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
+        segments = RowLayout.whole(self.layout.stack).segments(bags)
+        # What stands behind the last bag must not be looked for.
+        ends = [bags[feature.name].offsets[-1] for feature in self.layout.stack.features]
+        return Occurrences([_first_rows(segment, end) for segment, end in zip(segments, ends, strict=True)])
+
+
+class TrainStack(RowNumberStack):
+    """Tables whose rows are made of few numbers, equal on all devices: products of the cores of tensor trains."""
+
+    def __init__(self, layout: RowLayout, rows: Rows):
+        super().__init__(layout, rows)
+        everywhere = PartitionSpec()
+        own = [functools.partial(self._all_rows_here, number=number) for number in range(len(self.tables))]
+        self._all_rows = [jax.jit(self.devices.on_each(of_table, everywhere, everywhere)) for of_table in own]
+
+    def values(self, params: Any, slots: Any) -> dict[str, Any]:
+        return {table.name: rows(params) for table, rows in zip(self.tables, self._all_rows, strict=True)}
+
+    def slots(self, params: Any, slots: Any) -> dict[str, Any]:
+        parts = self.home.apart(params, slots, self.table, self.rows.num_shards)
+        copies = [self.devices.place(jax.tree.map(jnp.copy, own), PartitionSpec()) for _, own in parts]
+        return dict(zip((table.name for table in self.tables), copies, strict=True))
+
+    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+        return values
+
+    def _all_rows_here(self, params: Any, *, number: int) -> Array:
+        """One device's part of a program. Blocks of rows are written into one array: nothing else is as large."""
+        sizes, home = [table.vocabulary_size for table in self.tables], self.home
+        first_row, num_rows, size = sum(sizes[:number]), sizes[number], min(sizes[number], ROWS_PER_BLOCK)
+
+        def put(block: Array, rows: Array) -> Array:
+            first = jnp.minimum(block * size, num_rows - size)
             ids = as_keys(first_row + first + jnp.arange(size, dtype=jnp.int32))
-            block = self.home.read(params, ids, self.table)[0]
-            return jax.lax.dynamic_update_slice_in_dim(rows, block, first, 0)
+            return jax.lax.dynamic_update_slice_in_dim(rows, home.read(params, ids, self.table)[0], first, 0)
 
-        nothing = jnp.zeros((num_rows, dim), self.home.vector_dtype(self.table))
+        nothing = jnp.zeros((num_rows, self.table.embedding_dim), home.vector_dtype(self.table))
         rows: Array = jax.lax.fori_loop(0, -(-num_rows // size), put, nothing)
         return rows
 
-    def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
-        """The ids of the stack's features; those outside their table are none."""
-        if self.is_dense:
-            return Occurrences(self.layout.segments(bags))
-        # What stands behind the last bag must not be looked for.
-        num_ids = [bags[feature.name].offsets[-1] for feature in self.layout.stack.features]
-        if not self.home.takes_keys:
-            pairs = zip(self._ids.segments(bags), num_ids, strict=True)
-            return Occurrences([_first_rows(segment, count) for segment, count in pairs])
-        features, names = [], [table.name for table in self.layout.stack.tables]
-        for feature, count in zip(self.layout.stack.features, num_ids, strict=True):
-            own = bags[feature.name]
-            keys = as_keys(own.ids).only(jnp.arange(own.ids.shape[0], dtype=jnp.int32) < count)
-            if len(names) > 1:
-                number = names.index(feature.table_name)
-                keys = keys._replace(table=jnp.full(keys.shape, number, jnp.int32))
-            offsets = None if feature.combiner == "none" else jnp.asarray(own.offsets)
-            weights = None if own.weights is None else jnp.asarray(own.weights)
-            features.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
-        return Occurrences.of(features)
 
-    @functools.cached_property
-    def _ids(self) -> RowLayout:
-        """The layout of one table whose rows are its ids."""
-        return RowLayout.whole(self.layout.stack)
+def refuse_traced(table: TableSpec, *values: Any) -> None:
+    """Raises: RuntimeError: this is inside `jit`, where rows of the table cannot be written."""
+    if is_traced(values):
+        raise RuntimeError(
+            f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled programs; "
+            "call it outside of jit, between two steps."
+        )
 
 
 def _first_rows(segment: Segment, count: Any) -> Segment:
     is_used = jnp.arange(segment.rows.shape[0], dtype=jnp.int32) < count
     return dataclasses.replace(segment, rows=jnp.where(is_used, segment.rows, NO_ROW))
+
+
+def _copy_of(array: Any, rows: Any) -> Any:
+    """Some rows; indexing by all of them would give the array itself, which a donated step deletes."""
+    own = array[rows]
+    return jnp.copy(own) if own is array else own

@@ -1,4 +1,4 @@
-"""What a collection keeps, and what it reports."""
+"""The state of a collection, and the statistics of a lookup."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ class EmbeddingState(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a lookup of one stack asked for, and sent to other devices.
+    """Rounds and bytes that a lookup of one stack exchanged with other devices.
 
     Args:
       num_rounds: rounds of `all_to_all`; 0 where nothing is asked.
       num_bytes: bytes that every device sent, padding included.
-      num_unknown: of tables with keys, distinct ones without a row, by device that looked for them; else None.
+      num_unknown: of tables with keys, distinct ones without a row, by device that looked for them; else None. Ahead
+        of a step, those that it is going to give a row.
     """
 
     num_rounds: Int[Array, ""]
     num_bytes: Float[Array, ""]
-    num_unknown: Int[Array, ""] | None = None
+    num_unknown: Int[Array, " devices"] | None = None
 
     @staticmethod
     def of(num_rounds: int | Int[Array, ""], bytes_per_round: int) -> Traffic:
@@ -55,7 +56,7 @@ class Traffic(NamedTuple):
 
 
 class LookupStatistics(NamedTuple):
-    """What a lookup did, over the global batch.
+    """Ids and traffic of one lookup, over the global batch.
 
     Args:
       num_ids: ids that contributed, per feature.

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from rsembed.checks import validated
+from rsembed.checks import describe, validated
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.state import Batch, EmbeddingState
 
@@ -44,6 +45,10 @@ def value_and_grad(
 
     def with_gradients(params: Any, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
         activations, pullback = collection.lookup_vjp(state, batch)
+        for path, leaf in jax.tree.leaves_with_path(params):
+            if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
+                where = f"value_and_grad: params{jax.tree_util.keystr(path)}"
+                raise TypeError(f"{where} must hold floats, got {describe(leaf)}; pass it to loss_fn behind the batch.")
         value, (d_params, d_activations) = jax.value_and_grad(checked_loss, argnums=(0, 1), has_aux=has_aux)(
             params, activations, *args
         )
@@ -53,10 +58,10 @@ def value_and_grad(
 
 
 def check_loss(result: Any, *, has_aux: bool) -> Any:
-    """What a loss function returned. Raises: TypeError: it is no number, or no pair of one and what goes with it."""
+    """The result of a loss function. Raises: TypeError: it is no number, or with `has_aux` no pair."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError("value_and_grad: loss_fn must return (loss, aux); or pass has_aux=False.")
     loss = result[0] if has_aux else result
-    if shape := getattr(loss, "shape", ()):
-        raise TypeError(f"value_and_grad: the loss must be a scalar, got shape {shape}; take its mean or sum.")
+    if getattr(loss, "shape", ()) or not jnp.issubdtype(getattr(loss, "dtype", type(loss)), jnp.floating):
+        raise TypeError(f"value_and_grad: the loss must be a scalar of floats, got {describe(loss)}; take its mean.")
     return result

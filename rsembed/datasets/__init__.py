@@ -4,11 +4,17 @@ Everything works offline and is deterministic. Arrays are numpy; each loader has
 (`max_words`, `num_batches`, `num_ids`, `num_samples`, `max_users`).
 """
 
-from rsembed.datasets.batches import next_word_batches, unigram_entropy, word_id_batches
 from rsembed.datasets.generated import ClickLog, synthetic_clicks, zipf_ids, zipf_probabilities
-from rsembed.datasets.movielens import movielens
-from rsembed.datasets.ratings import RatingsLog, TasteLaw, generated_ratings
-from rsembed.datasets.text import UNKNOWN_WORD, Text, load_shakespeare, shakespeare
+from rsembed.datasets.ratings import RatingsLog, TasteLaw, generated_ratings, movielens
+from rsembed.datasets.text import (
+    UNKNOWN_WORD,
+    Text,
+    load_shakespeare,
+    next_word_batches,
+    shakespeare,
+    unigram_entropy,
+    word_id_batches,
+)
 
 __all__ = [
     "UNKNOWN_WORD",

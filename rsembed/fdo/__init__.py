@@ -2,6 +2,7 @@
 
 from rsembed.fdo.client import FDOClient as FDOClient
 from rsembed.fdo.client import FileFDOClient as FileFDOClient
+from rsembed.fdo.client import MemoryFDOClient as MemoryFDOClient
 from rsembed.fdo.csv_file_fdo_client import CSVFileFDOClient as CSVFileFDOClient
 from rsembed.fdo.file_fdo_client import NPZFileFDOClient as NPZFileFDOClient
 from rsembed.fdo.limits import EXACT as EXACT
@@ -9,6 +10,5 @@ from rsembed.fdo.limits import LimitsPolicy as LimitsPolicy
 from rsembed.fdo.limits import PartitionLimits as PartitionLimits
 from rsembed.fdo.limits import limits_from_statistics as limits_from_statistics
 from rsembed.fdo.limits import report as report
-from rsembed.fdo.memory_fdo_client import MemoryFDOClient as MemoryFDOClient
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.fdo.statistics import TableDrops as TableDrops

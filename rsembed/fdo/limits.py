@@ -154,7 +154,7 @@ def _round_up_to_bucket(value: int, growth: float) -> int:
 
 
 @validated
-def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_per_device: int) -> str:
+def report(feature_specs: Any, statistics: SparseDenseMatmulInputStats, num_sc_per_device: PositiveInt) -> str:
     """A table of limits, of the largest values seen, and of what was dropped, one line per stack; print it.
 
     Ids are per partition, buffer places per device. Behind it stand the tables that lost ids, where statistics of a

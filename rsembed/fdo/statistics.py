@@ -1,4 +1,4 @@
-"""What preprocessing saw in a batch, per stack: the numbers that limits and buffer sizes are made of."""
+"""Statistics of a preprocessed batch by stack, from which limits and buffer sizes follow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Num
 
-from rsembed.checks import check_type
+from rsembed.checks import PositiveInt, check_fields, check_type, describe, validated
 
 
 class TableDrops(NamedTuple):
@@ -45,6 +46,14 @@ class SparseDenseMatmulInputStats:
     id_drop_counters: dict[str, Any] = dataclasses.field(default_factory=dict)
     id_drops_by_table: dict[str, TableDrops] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for field in KINDS.values():
+            for stack, values in getattr(self, field).items():
+                check_type(values, Num[np.ndarray, "..."] | float, f"{field} of stack {stack!r}")
+                if not np.size(values) or not np.all(np.asarray(values) >= 0):
+                    raise ValueError(f"{field} of stack {stack!r} must be counts from 0 on, got {describe(values)}.")
+
     def get_required_buffer_size_per_device(self, table_name: str, num_sc_per_device: int | None = None) -> int | None:
         """Buffer places a device needs: the fullest core's need times the cores; None for an unknown stack.
 
@@ -57,8 +66,9 @@ class SparseDenseMatmulInputStats:
         values = np.asarray(self.required_buffer_size_per_sc[table_name])
         return int(np.max(values) * (num_sc_per_device or len(values)))
 
+    @validated
     def set_required_buffer_size_per_device(
-        self, table_name: str, required_buffer_size_per_device: int, num_sc_per_device: int | None = None
+        self, table_name: str, required_buffer_size_per_device: int, num_sc_per_device: PositiveInt | None = None
     ) -> None:
         """Records so many buffer places per device, in equal parts for its cores.
 

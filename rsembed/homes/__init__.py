@@ -1,4 +1,4 @@
-"""What the rows of a table are kept in, where that is no array of them.
+"""Storages: where the rows of a table are kept, other than in an array.
 
 A *home* holds the rows of one device and knows nothing of others; `TableSpec(storage=...)` names it, and the engine in
 `collection/rows.py` brings ids to it and vectors back, on one device or a mesh.
@@ -6,6 +6,7 @@ A *home* holds the rows of one device and knows nothing of others; `TableSpec(st
     home.py          what every home must be able to do
     hashed.py        rows for keys of 64 bits, handed out as keys appear
     hashed_rows.py   what a device keeps of them, what a row starts from, and steps
+    row_numbers.py   rows of keys below a bound, which are all there from the start
     host_cached.py   rows on the host, those of late batches on the device
     logical_rows.py  rows out of such a table and into one, by key
     row_map.py       which key has which row: handed out, taken back, counted
@@ -16,3 +17,4 @@ from rsembed.homes.hashed import ROWS_BY_KEY as ROWS_BY_KEY
 from rsembed.homes.hashed import Hashed as Hashed
 from rsembed.homes.home import Home as Home
 from rsembed.homes.host_cached import HostCached as HostCached
+from rsembed.homes.row_numbers import RowNumbers as RowNumbers

@@ -43,7 +43,7 @@ def _power(base: float, exponents: Int[Array, " nnz"]) -> UInt32[Array, " nnz"]:
 
 
 def _upper_half(one: UInt32[Array, "*n"], other: UInt32[Array, ""]) -> UInt32[Array, "*n"]:
-    """Of the 64 bits of their product."""
+    """The upper 32 bits of a product of two 32-bit numbers."""
     half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
     one_high, one_low, other_high, other_low = one >> half, one & low, other >> half, other & low
     crossed, across = one_high * other_low, one_low * other_high

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients
 from rsembed.kernels.keyed import DELETED, EMPTY, varying_zero
 from rsembed.keys import Keys
 
@@ -84,7 +84,7 @@ def remove(table: HashTable, keys: Keys) -> HashTable:
 
 
 def rebuild(table: HashTable, needs: Bool[Array, " tables"]) -> HashTable:
-    """The same keys and rows; tables that `needs` marks have no deleted slots any more."""
+    """The hash tables with equal contents; those that `needs` marks have no deleted slots any more."""
     is_new = jnp.repeat(needs, table.rows.shape[0] // table.num_tables)
     kept = HashTable(
         jnp.where(is_new[:, None], jnp.uint32(0), table.keys),
@@ -96,7 +96,7 @@ def rebuild(table: HashTable, needs: Bool[Array, " tables"]) -> HashTable:
 
 
 def enlarged(table: HashTable, max_keys: int) -> HashTable:
-    """The same keys and rows of one table, without deleted slots, where there is room for `max_keys`."""
+    """A hash table with equal contents, room for `max_keys`, and no deleted slots."""
     zero = varying_zero(table.rows)
     fresh = jax.tree.map(lambda x: x + zero.astype(x.dtype), empty(max_keys))
     return _with_keys_of(fresh, table, jnp.ones(table.rows.shape, bool))
@@ -151,7 +151,7 @@ def combine(
     """
     entry_of, own, _, counts = entries(keys, occurrences)
     # Every entry occurs, so the sum in row `e` is that of entry `e`.
-    _, sums = api.row_gradients(entry_of.size, [Segment(entry_of, None, None, "none")], [values])
+    _, sums = api.row_gradients(entry_of.size, SegmentGradients([Segment(entry_of, None, None, "none")], [values]))
     return named(own, counts), sums
 
 

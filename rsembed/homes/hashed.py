@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within
+from rsembed.checks import PositiveInt, check_type
 from rsembed.homes import admission, hash_table, hashed_rows, logical_rows, row_map
 from rsembed.homes.hashed_rows import MAX_CAPACITY, DynamicTable, numbers_of
 from rsembed.homes.home import Ahead, Home
-from rsembed.homes.row_map import FREE, Score
+from rsembed.homes.row_map import Score
 from rsembed.homes.sharing import of_near_sizes
 from rsembed.initial_values import keyed_form, table_key, table_keys
 from rsembed.kernels import api
@@ -122,14 +122,14 @@ class Hashed(RowsByKey):
                 f"{where}: when_full='grow' needs arrays that change their size, which a state of a "
                 "collection never does; take a larger vocabulary_size, to which load_collection brings saved rows."
             )
-        check_type(self.admission_count, NonNegativeInt, f"{where}: admission_count")
+        check_type(self.admission_count, Annotated[int, "[0, 2147483648)"], f"{where}: admission_count")
         if self.admission_capacity is not None:
             check_type(self.admission_capacity, PositiveInt, f"{where}: admission_capacity")
             if not self.admission_count:
                 raise ValueError(f"{where}: admission_capacity is of keys that wait, which takes an admission_count.")
             if self.admission_capacity > MAX_CAPACITY:
                 raise ValueError(f"{where}: at most {MAX_CAPACITY} keys can wait on a device; use more devices.")
-        check_within("(0, 1]", self.admission_probability, f"{where}: admission_probability")
+        check_type(self.admission_probability, Annotated[float, "(0, 1]"], f"{where}: admission_probability")
         if self.admission_count and self.admission_probability < 1:
             raise ValueError(f"{where}: keys are admitted by admission_count or by admission_probability, not by both.")
         for field, allowed in (("when_full", WHEN_FULL), ("eviction", EVICTIONS)):
@@ -283,18 +283,6 @@ class Hashed(RowsByKey):
         if self.eviction == "l2":
             return (lambda _: hashed_rows.norms(params.rows)), of_uses
         return of_uses, of_uses
-
-    def still_theirs(
-        self, params: DynamicTable, rows: Int[Array, " nnz"], keys: Keys, step: Step
-    ) -> tuple[DynamicTable, Int[Array, " nnz"]]:
-        lanes = (params.keys.high, params.keys.low, params.keys.last_step)
-        high, low, last_step = (lane.at[rows].get(mode="fill", fill_value=0) for lane in lanes)
-        is_stale = (rows != NO_ROW) & ((high != keys.high) | (low != keys.low) | (last_step == FREE))
-        table = row_map.table_of(params.keys, rows)
-        counters = params.counters.add(stale=hash_table.counts_of(is_stale, table, params.num_tables))
-        rows = jnp.where(is_stale, NO_ROW, rows)
-        used = row_map.use(params.keys, rows, _number(step), jnp.zeros(rows.shape, jnp.int32))
-        return params._replace(keys=used, counters=counters), rows
 
     @property
     def makes_room(self) -> bool:

@@ -5,6 +5,7 @@ All functions are pure and run inside `jit` and `shard_map`; with the state dona
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ from rsembed.homes import row_map
 from rsembed.homes.home import Home, on_host
 from rsembed.initial_values import keyed_rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Rounding, Segment, Step
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
 from rsembed.kernels.keyed import mix
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers import Slots
@@ -33,7 +34,7 @@ INITIAL_BLOCK = 1024
 class Counters(NamedTuple):
     """Keys of each table since it was made; a key counts once for every batch that it occurs in.
 
-    Numbers of 64 bits, as a high and a low lane. Without hash table there is only `unknown`, the others are None.
+    Numbers of 64 bits, as a high and a low lane; without hash table there are none.
 
     Attributes:
       inserted: keys that got a row.
@@ -41,10 +42,6 @@ class Counters(NamedTuple):
       failed: keys of training that found no room, in the table or among those that wait for admission.
       not_admitted: keys of training that had not occurred often enough.
       forgotten: keys whose occurrences are no longer counted, to make room for others or by their age.
-      unknown: keys of evaluation without a row.
-      stale: keys whose gradients came when their row belonged to another key already, and were dropped.
-      invalid: negative numbers other than -1, and keys beyond `key_dtype`, in a traced batch, where they cannot be
-        refused.
     """
 
     inserted: UInt32[Array, "tables 2"] | None = None
@@ -52,9 +49,6 @@ class Counters(NamedTuple):
     failed: UInt32[Array, "tables 2"] | None = None
     not_admitted: UInt32[Array, "tables 2"] | None = None
     forgotten: UInt32[Array, "tables 2"] | None = None
-    unknown: UInt32[Array, "tables 2"] | None = None
-    stale: UInt32[Array, "tables 2"] | None = None
-    invalid: UInt32[Array, "tables 2"] | None = None
 
     @classmethod
     def zeros(cls, *names: str, num_tables: int = 1) -> Counters:
@@ -180,7 +174,7 @@ def check(table: TableSpec) -> None:
 
 
 def initial_values(table: TableSpec, key: KeyOrKeys, keys: Keys) -> Float[Array, "nnz dim"]:
-    """What the rows of `keys` start from; `key` is the table's, or has one for each of several."""
+    """Initial rows of `keys`; `key` is the table's PRNG key, or has one for each of several tables."""
     return keyed_rows(key, table.initializer, (keys.high, keys.low), table.embedding_dim, keys.table)
 
 
@@ -225,8 +219,7 @@ def step(
     step: Step,
 ) -> tuple[DynamicTable, Slots]:
     """One optimizer step of the rows that segments read."""
-    how, rounding = (step.hyper, step.rule), _rounding_by_key(params, step)
-    rows, slots = api.update(params.rows, slots, segments, d_outputs, *how, rounding=rounding)
+    rows, slots = api.update(params.rows, slots, SegmentGradients(segments, d_outputs), _rounding_by_key(params, step))
     return params._replace(rows=rows), slots
 
 
@@ -234,15 +227,14 @@ def step_distinct(
     params: DynamicTable, slots: Slots, rows: Int[Array, " n"], gradients: Float[Array, "n dim"], step: Step
 ) -> tuple[DynamicTable, Slots]:
     """One optimizer step of rows of which none comes twice; nothing is sorted."""
-    how, rounding = (step.hyper, step.rule), _rounding_by_key(params, step)
-    stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, *how, rounding=rounding)
+    stepped, slots = api.apply_rows(params.rows, slots, rows, gradients, _rounding_by_key(params, step))
     return params._replace(rows=stepped), slots
 
 
-def _rounding_by_key(params: DynamicTable, step: Step) -> Rounding | None:
-    """16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
+def _rounding_by_key(params: DynamicTable, step: Step) -> Step:
+    """A step whose 16-bit rows are rounded with noise that belongs to the key, whichever row it has."""
     if step.rounding is None:
-        return None
+        return step
     rounding = step.rounding
 
     def by_key(values: Array, dtype: Any, rows: Array) -> Array:
@@ -250,7 +242,7 @@ def _rounding_by_key(params: DynamicTable, step: Step) -> Rounding | None:
         numbers, table = mix(*lanes).astype(jnp.int32), row_map.table_of(params.keys, rows)
         return rounding(values, dtype, numbers) if table is None else rounding(values, dtype, numbers, table=table)
 
-    return by_key
+    return dataclasses.replace(step, rounding=by_key)
 
 
 def norms(rows: Float[Array, "rows dim"]) -> UInt32[Array, " rows"]:
@@ -259,20 +251,13 @@ def norms(rows: Float[Array, "rows dim"]) -> UInt32[Array, " rows"]:
     return jax.lax.bitcast_convert_type(squares, jnp.uint32)
 
 
-def evict_older(params: DynamicTable, step: Int[Array, ""], steps_to_live: int) -> DynamicTable:
-    """The table without keys that training did not use for more than `steps_to_live` steps before `step`.
-
-    Looks at every row, so call it now and then: as often as keys are to go, or before a checkpoint.
-    """
-    left = row_map.release_older(params.keys, step, steps_to_live)
-    counters = params.counters.add(evicted=left.num_free - params.keys.num_free)
-    return forget_older(params._replace(keys=left, counters=counters), step, steps_to_live)
-
-
 def forget_older(
     params: DynamicTable, step: Int[Array, ""], steps_to_live: int | Int[Array, ""], *, number: int | None = None
 ) -> DynamicTable:
-    """The same for keys that wait for admission, if any can: of all tables, or of the one of this number."""
+    """The table without keys that wait for admission and did not occur for more than `steps_to_live` steps.
+
+    Of several tables all, or the one of this `number`.
+    """
     if params.waiting is None:
         return params
     waiting = row_map.release_older(params.waiting, step, steps_to_live, number)

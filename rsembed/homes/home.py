@@ -1,4 +1,4 @@
-"""What the engine asks of whatever keeps the rows of a table."""
+"""The protocol between the engine and a storage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from rsembed.bags import is_traced
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
-from rsembed.keys import Keys, owners
+from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
 
@@ -30,7 +31,7 @@ class Ahead(NamedTuple):
 
 
 class Home(abc.ABC):
-    """What keeps those rows of a table that one device owns, where that is no array of them.
+    """A storage: keeps those rows of a table that one device owns.
 
     `params` and `slots` are any pytrees, and all functions of them are pure and traced. On a mesh over which a table is
     split, every leaf has a leading axis, along which the shares of the devices lie side by side. A home knows nothing
@@ -67,11 +68,11 @@ class Home(abc.ABC):
 
     @property
     def in_files(self) -> str | None:
-        """What a file of the table and the table must agree in; None where the file has a row for every id."""
+        """Description in which a file and the table must agree; None where the file has a row for every id."""
         return repr(self)
 
     def resolved(self, table: TableSpec) -> Home:
-        """The same with all that `table` decides: equal where the numbers of a state mean the same."""
+        """The storage with every choice resolved that follows from `table`; equal ones give states the same meaning."""
         del table
         return self
 
@@ -128,13 +129,18 @@ class Home(abc.ABC):
         """Ids that are no keys lie below it."""
         return table.vocabulary_size
 
+    def checked(self, ids: Any, table: TableSpec, feature: str) -> Keys:
+        """Ids of a batch as keys, of which those that can be seen were checked. Raises: as `checked_keys`."""
+        del table
+        return checked_keys(ids, self.key_dtype, feature=feature)
+
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
         """The shard that has the row of each key; `num_shards` for what is no key."""
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
         return owner
 
     def vector_dtype(self, table: TableSpec) -> Any:
-        """Of the rows that `read` and `vectors` give."""
+        """Dtype of the rows that `read` and `vectors` return."""
         del table
         return jnp.float32
 
@@ -190,16 +196,6 @@ class Home(abc.ABC):
         del keys, step
         return params
 
-    def still_theirs(
-        self, params: Any, rows: Int[Array, " nnz"], keys: Keys, step: Step
-    ) -> tuple[Any, Int[Array, " nnz"]]:
-        """`rows` that `find` gave to keys some time ago, `NO_ROW` in place of those that others have now.
-
-        `step` uses those that it steps, which may be a later one than the step that found them.
-        """
-        del keys, step
-        return params, rows
-
     @abc.abstractmethod
     def step(
         self,
@@ -251,13 +247,15 @@ class Home(abc.ABC):
         del before, after, table
 
     def counts(self, params: Any, num_shards: int) -> dict[str, np.ndarray]:
-        """What happened so far on each of the shards, on the host; nothing where nothing is counted."""
+        """Counters of every shard, on the host; empty for storages that count nothing."""
         del params, num_shards
         return {}
 
 
 def on_host(array: Any) -> np.ndarray:
     """A global array as one of numpy, in every process."""
+    if is_traced(array):
+        raise RuntimeError("rows by key, and counts, come to the host; read them outside of jit.")
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

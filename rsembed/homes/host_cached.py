@@ -28,7 +28,7 @@ from rsembed.specs import TableSpec
 
 
 class CachedRows(NamedTuple):
-    """What a device has of a table on the host.
+    """The part of a table on the host that a device holds.
 
     Attributes:
       near: the rows that are here, by id.

@@ -6,8 +6,8 @@ The shares of the shards lie side by side in every array: row `r` of shard `s` s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from rsembed.bags import padded_size
-from rsembed.checks import check_type, check_within
+from rsembed.checks import check_type
 from rsembed.homes import hashed_rows, row_map
 from rsembed.homes.hashed_rows import DynamicTable
 from rsembed.homes.home import Home, on_host
@@ -114,9 +114,7 @@ def check_reason(where: str, **given: float | None) -> None:
     if len(reasons) != 1:
         raise ValueError(f"{where}: give one of {', '.join(given)}, not {len(reasons)} of them.")
     for name, value in reasons.items():
-        if name in ("keep", "unused_for"):
-            check_type(value, int, f"{where}: {name}")
-        check_within("[0, inf)", value, f"{where}: {name}")
+        check_type(value, Annotated[float if name == "norm_below" else int, "[0, inf)"], f"{where}: {name}")
 
 
 def _key_dtype(table: TableSpec) -> str:
@@ -167,15 +165,30 @@ def import_rows(
     known = {*names, *of_keys, *(f"waiting_{name}" for name in of_keys)}
     if unknown := sorted(set(exported) - known - {"first_step"}):
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
-    keys = _checked_keys(table, exported, "")
-    where = f"table {table.name!r}"
-    values = _checked(table, exported, "values", (*keys.shape, table.embedding_dim))
+    where, num_keys = f"table {table.name!r}", len(exported.get("keys", ()))
+    values = _checked(table, exported, "values", (num_keys, table.embedding_dim))
     values = as_dtype(values, np.float32, where, "values")
     parts: list[Any] = [values, *table.optimizer.init_slots(jnp.asarray(values))]
     for number, name in enumerate(names):
         if number and name in exported:
             given = _checked(table, exported, name, parts[number].shape)
             parts[number] = as_dtype(given, parts[number].dtype, where, name)
+    params, places = with_keys(params, exported, table, num_shards)
+    arrays = [
+        written(array, places, _blocks_of(as_dtype(part, array.dtype, where, name)), num_shards)
+        for array, part, name in zip((params.rows, *slots), parts, names, strict=True)
+    ]
+    return params._replace(rows=arrays[0]), tuple(arrays[1:])
+
+
+def with_keys(
+    params: DynamicTable, exported: Mapping[str, Any], table: TableSpec, num_shards: int
+) -> tuple[DynamicTable, Int[np.ndarray, " n"]]:
+    """The table with these keys and what is noted of them, but no rows yet; and the places of those.
+
+    Raises: ValueError: as `import_rows`.
+    """
+    keys = _checked_keys(table, exported, "")
     known_keys, waiting = params.keys, params.waiting
     if known_keys is None:
         places = _fixed_places(table, keys, params.rows.shape[0], num_shards)
@@ -192,26 +205,36 @@ def import_rows(
             "admission are dropped. They have no rows yet.",
             stacklevel=2,
         )
-    arrays = [
-        _written(array, places, as_dtype(part, array.dtype, where, name), num_shards)
-        for array, part, name in zip((params.rows, *slots), parts, names, strict=True)
-    ]
-    return params._replace(keys=known_keys, rows=arrays[0], waiting=waiting), tuple(arrays[1:])
+    return params._replace(keys=known_keys, waiting=waiting), places
 
 
-def _written(array: Any, places: Int[np.ndarray, " n"], values: np.ndarray, num_shards: int) -> Any:
-    """A copy of the array of all shards with values in some places, made where the array lies."""
+def _blocks_of(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    for first in range(0, max(len(values), 1), ROWS_PER_BLOCK):
+        yield first, values[first : first + ROWS_PER_BLOCK]
+
+
+def written(
+    array: Any, places: Int[np.ndarray, " n"], blocks: Iterable[tuple[int, np.ndarray]], num_shards: int
+) -> Any:
+    """A copy of the array of all shards with rows in some places, made where the array lies.
+
+    Args:
+      array: of all shards.
+      places: of all rows that come; a row whose place is behind the array is left out.
+      blocks: the rows in order, each block with the number of its first.
+      num_shards: how many share the array.
+    """
     if isinstance(array, np.ndarray):
-        written = array.copy()
-        written[places] = values
-        return written
-    size = padded_size(min(max(places.size, 1), ROWS_PER_BLOCK))
-    for first in range(0, max(places.size, 1), ROWS_PER_BLOCK):
-        own = slice(first, first + ROWS_PER_BLOCK)
-        shard, row = np.divmod(places[own], array.shape[0] // num_shards)
+        copy = array.copy()
+        for first, rows in blocks:
+            copy[places[first : first + len(rows)]] = rows
+        return copy
+    for first, rows in blocks:
+        shard, row = np.divmod(places[first : first + len(rows)], array.shape[0] // num_shards)
+        size = padded_size(max(len(rows), 1))
         padding = (0, size - shard.size)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)
-        block = np.pad(values[own], [padding, *[(0, 0)] * (values.ndim - 1)])
+        block = np.pad(rows, [padding, *[(0, 0)] * (rows.ndim - 1)])
         put = jax.jit(_put, static_argnums=0, donate_argnums=1 if first else (), out_shardings=array.sharding)
         array = put(num_shards, array, shard, np.pad(row, padding).astype(np.int32), block)
     return array
@@ -241,7 +264,7 @@ def _numbers(keys: Keys) -> np.ndarray:
 
 
 def _most(numbers: np.ndarray, num_shards: int) -> int:
-    """Of these keys, which may repeat, how many belong to the shard with most of them."""
+    """Largest number of distinct keys, among these, that one shard owns."""
     return int(np.bincount(owners(split_keys(np.unique(numbers)), num_shards), minlength=1).max())
 
 

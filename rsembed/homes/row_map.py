@@ -25,7 +25,7 @@ Eviction = Literal["lru", "lfu"]
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu")
 FREE = -1
 Score = Callable[["RowMap"], Array]
-"""What each row is worth, as unsigned numbers: keys of the least lose theirs first, of equal ones the least keys."""
+"""Worth of each row as an unsigned number: keys of least worth lose their rows first, of equal ones the least keys."""
 
 
 class RowMap(NamedTuple):
@@ -85,7 +85,7 @@ def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
 
 
 def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
-    """The same, and how many keys are unknown."""
+    """Row of each key as `find` returns it, and the number of keys without one."""
     rows, num_absent = hash_table.find(row_map.hashed, keys)
     return _moved(row_map, rows, keys.table, 1), num_absent
 
@@ -220,7 +220,7 @@ def release_older(
 
 
 def grow(row_map: RowMap, capacity: int) -> RowMap:
-    """The same keys of one table in the same rows, and new rows behind them, to be handed out after those free now."""
+    """The map of one table with more rows, which are handed out after those that are free now."""
     old = row_map.last_step.shape[0]
 
     def extend(lane: Array, value: int) -> Array:
@@ -253,7 +253,7 @@ def _evict_least(
 def least(
     row_map: RowMap, score: Score, is_candidate: Bool[Array, " rows"], num_wanted: Int[Array, " tables"]
 ) -> Bool[Array, " rows"]:
-    """Of each table the `num_wanted` candidates of least score, of equal ones the least keys; all if they are fewer."""
+    """The `num_wanted` candidates of least score of each table, of equal ones the least keys; all if they are fewer."""
     lanes = score(row_map).astype(jnp.uint32), row_map.high, row_map.low
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])

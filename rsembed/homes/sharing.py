@@ -12,7 +12,7 @@ import jax
 from rsembed.specs import TableSpec
 
 MOST_EMPTY = 1 / 16
-"""What tables that share homes may leave empty, as a share of their rows."""
+"""Largest share of rows that may stay empty where tables of unequal size share storage."""
 
 
 def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: int = 0) -> list[list[TableSpec]]:

@@ -1,38 +1,128 @@
-"""The kernels as everybody calls them; `choice.py` picks the implementation that serves a call."""
+"""The kernels as everybody calls them: `reference.py` says what they mean, the first implementation that can serves.
+
+An implementation is a module with the functions of `reference.py`. It says why it cannot run on this machine through
+`unavailable_because()`, and why it cannot serve one call by raising `NotImplementedError(reason)`. Those of
+accelerators serve only where the computation is for one (see `devices.target_device`), and only those who ask for them:
+no chip has run them yet.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Float, Int
 
-from rsembed.kernels import reference
-from rsembed.kernels.blocks import Queue, Rows
-from rsembed.kernels.choice import check_implementation as check_implementation
-from rsembed.kernels.choice import dispatch
-from rsembed.kernels.choice import implementation_states as implementation_states
+from rsembed.kernels import gpu, native, reference, sparsecore
 from rsembed.kernels.contract import (
     NO_ROW,
     JaggedBatch,
-    JaggedGradients,
     KeyOrKeys,
     OutputGradients,
     Segment,
     SegmentGradients,
     Step,
+    Table,
 )
-from rsembed.kernels.keyed import Distinct, Unique
-from rsembed.kernels.partitions import Partitions, SampleEntries
-from rsembed.keys import Keys
-from rsembed.optimizers import Hyperparameters, OptimizerSpec, Slots
-from rsembed.places import Place
+from rsembed.kernels.devices import target_device
+from rsembed.optimizers import Slots
 from rsembed.specs import QuantizationConfig
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+IMPLEMENTATIONS: tuple[ModuleType, ...] = (sparsecore, gpu, native, reference)
+"""In order of preference."""
+
+OPT_IN = (sparsecore.NAME, gpu.NAME)
+"""Those that are never chosen by themselves: `implementation=` names one, or `RSEMBED_KERNELS`, separated by commas."""
+
+
+def implementation_states() -> list[tuple[str, str]]:
+    """Every implementation by name, with "live" or the reason why it is not."""
+    return [(module.NAME, _not_chosen_because(module) or "live") for module in IMPLEMENTATIONS]
+
+
+def _not_chosen_because(module: Any) -> str | None:
+    """Why an implementation is passed over by callers who name none; read when a call is traced."""
+    wanted = [name.strip() for name in os.environ.get("RSEMBED_KERNELS", "").split(",") if name.strip()]
+    if unknown := set(wanted) - set(OPT_IN):
+        raise ValueError(f"RSEMBED_KERNELS names {', '.join(sorted(unknown))}; it knows {', '.join(OPT_IN)}.")
+    reason = module.unavailable_because()
+    if reason is None and module.NAME in OPT_IN and module.NAME not in wanted:
+        return (
+            f"opt-in, because no chip has run these kernels yet: pass implementation={module.NAME!r} or set "
+            f"RSEMBED_KERNELS={module.NAME}"
+        )
+    return reason
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises: ValueError: the name is unknown. NotImplementedError: that one cannot run here."""
+    if implementation is None:
+        return
+    known = {module.NAME: module for module in IMPLEMENTATIONS}
+    if implementation not in known:
+        raise ValueError(f"unknown implementation {implementation!r}; choose one of {', '.join(known)}, or None.")
+    reason = known[implementation].unavailable_because()
+    if reason is not None:
+        raise NotImplementedError(f"implementation {implementation!r} cannot run here: {reason}")
+
+
+def dispatch(function: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Result of a call by the first implementation that can serve it, or by the one that is named.
+
+    Raises: as `check_implementation`; NotImplementedError: none can, and why.
+    """
+    check_implementation(implementation)
+    reasons = []
+    for module in IMPLEMENTATIONS:
+        if implementation not in (None, module.NAME):
+            continue
+        reason = None if implementation else _not_chosen_because(module)
+        if reason is None:
+            try:
+                return getattr(module, function)(*args, **kwargs)
+            except NotImplementedError as error:
+                reason = str(error)
+        reasons.append(f"{module.NAME}: {reason}")
+    raise NotImplementedError(f"no implementation can serve {function}: " + "; ".join(reasons))
+
+
+def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
+    """A function of `reference.py` as the first implementation computes it that can serve a call.
+
+    With the keyword `implementation`, as the one of that name does; see `implementation_states`.
+    """
+
+    @functools.wraps(meaning)
+    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        implementation = cast(str | None, kwargs.pop("implementation", None))
+        result: Result = dispatch(meaning.__name__, implementation, *args, **kwargs)
+        return result
+
+    return call
+
+
+row_gradients, weight_gradients = served(reference.row_gradients), served(reference.weight_gradients)
+gather_rows, scatter_rows = served(reference.gather_rows), served(reference.scatter_rows)
+allocate, row_bits = served(reference.allocate), served(reference.row_bits)
+rows_of_ids, count_ids = served(reference.rows_of_ids), served(reference.count_ids)
+rows_by_bag, entries_by_sample = served(reference.rows_by_bag), served(reference.entries_by_sample)
+distinct, unique_keys = served(reference.distinct), served(reference.unique_keys)
+find_keys, insert_keys = served(reference.find_keys), served(reference.insert_keys)
+take_rows, count_uses, compact = served(reference.take_rows), served(reference.count_uses), served(reference.compact)
+pack_blocks, unpack_blocks = served(reference.pack_blocks), served(reference.unpack_blocks)
+block_ends, round_places = served(reference.block_ends), served(reference.round_places)
 
 
 def lookup(
@@ -70,7 +160,8 @@ def _lookup_forward(implementation: str | None, table: Array, segments: tuple[Se
 
 def _lookup_backward(implementation: str | None, saved: Any, d_outputs: tuple[Array, ...]) -> Any:
     table, segments = saved
-    rows, values = row_gradients(table.shape[0], segments, d_outputs, implementation=implementation)
+    gradients = SegmentGradients(segments, d_outputs)
+    rows, values = dispatch("row_gradients", implementation, table.shape[0], gradients)
     d_table = jnp.zeros_like(table).at[rows].add(values.astype(table.dtype), mode="drop")
     return d_table, tuple(
         _segment_cotangent(table, segment, d_output) for segment, d_output in zip(segments, d_outputs, strict=True)
@@ -89,57 +180,33 @@ def _no_gradient(integers: Any) -> Any:
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def row_gradients(
-    num_rows: int,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    *,
-    implementation: str | None = None,
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
-    """Gradient of every looked-up row, equal rows combined; see `reference.row_gradients`."""
-    return dispatch("row_gradients", implementation, num_rows, SegmentGradients(segments, d_outputs))
-
-
 def apply_rows(
-    table: Float[Array, "num_rows dim"],
+    table: Table,
     slots: Slots,
     rows: Int[Array, " capacity"],
     gradients: Float[Array, "capacity dim"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
+    step: Step,
     *,
-    rounding: reference.Rounding | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+) -> tuple[Table, Slots]:
     """One optimizer step of distinct rows, in place when the arrays are donated."""
-    step = Step(hyper, rule, rounding)
-    if rule.moves_all_rows:  # one pass over whole arrays, entry by entry: no kernel could be faster than XLA
+    if step.rule.moves_all_rows:  # one pass over whole arrays, entry by entry: no kernel could be faster than XLA
         return reference.apply_rows(table, slots, rows, gradients, step)
-    return dispatch("apply_rows", implementation, table, slots, rows, gradients, step)
+    stepped: tuple[Table, Slots] = dispatch("apply_rows", implementation, table, slots, rows, gradients, step)
+    return stepped
 
 
 def update(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    segments: Sequence[Segment],
-    d_outputs: Sequence[Float[Array, "_ dim"]],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    *,
-    rounding: reference.Rounding | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
+    table: Table, slots: Slots, gradients: OutputGradients, step: Step, *, implementation: str | None = None
+) -> tuple[Table, Slots]:
     """Row gradients and one optimizer step per row in one call, in place when the arrays are donated."""
-    return _update(implementation, table, slots, SegmentGradients(segments, d_outputs), Step(hyper, rule, rounding))
-
-
-def _update(
-    implementation: str | None, table: Array, slots: Slots, gradients: OutputGradients, step: Step
-) -> tuple[Array, Slots]:
-    if not step.rule.moves_all_rows:
-        return dispatch("update", implementation, table, slots, gradients, step)
-    rows, sums = dispatch("row_gradients", implementation, table.shape[0], gradients)
-    return reference.apply_rows(table, slots, rows, sums, step)
+    stepped: tuple[Table, Slots]
+    if step.rule.moves_all_rows:
+        rows, sums = dispatch("row_gradients", implementation, table.shape[0], gradients)
+        stepped = reference.apply_rows(table, slots, rows, sums, step)
+    else:
+        stepped = dispatch("update", implementation, table, slots, gradients, step)
+    return stepped
 
 
 def lookup_jagged(
@@ -165,7 +232,7 @@ def _lookup_jagged_backward(implementation: str | None, saved: Any, d_output: Ar
     tables, batch = saved
     d_weights = None
     if batch.weights is not None:
-        d_weights = weight_gradients(tables, batch, d_output, implementation=implementation)
+        d_weights = dispatch("weight_gradients", implementation, tables, batch, d_output)
     integers = {"ids": _no_gradient(batch.ids), "offsets": _no_gradient(batch.offsets)}
     return None, dataclasses.replace(batch, weights=d_weights, **integers)
 
@@ -173,313 +240,46 @@ def _lookup_jagged_backward(implementation: str | None, saved: Any, d_output: Ar
 _lookup_jagged.defvjp(_lookup_jagged_forward, _lookup_jagged_backward)
 
 
-def row_gradients_jagged(
-    num_rows: int,
-    table: int,
-    dims: Sequence[int],
-    batch: JaggedBatch,
-    d_output: Float[Array, " size"],
-    *,
-    implementation: str | None = None,
-) -> tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]:
-    """Gradient of every looked-up row of one table of a table-batched call."""
-    return dispatch("row_gradients", implementation, num_rows, JaggedGradients(batch, d_output, table, dims))
-
-
-def update_jagged(
-    table: Float[Array, "num_rows dim"],
-    slots: Slots,
-    number: int,
-    dims: Sequence[int],
-    batch: JaggedBatch,
-    d_output: Float[Array, " size"],
-    hyper: Hyperparameters,
-    rule: OptimizerSpec,
-    *,
-    rounding: reference.Rounding | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "num_rows dim"], Slots]:
-    """Row gradients and optimizer step of one table of a table-batched call, in place when the arrays are donated.
-
-    Args:
-      table: array `number` of the call.
-      slots: optimizer state of its rows.
-      number: which array of the call it is.
-      dims: row length of every array of the call.
-      batch: ids of all features.
-      d_output: flat gradient of what `lookup_jagged` returned.
-      hyper: from `rule.get_hyperparameters`.
-      rule: how rows are stepped.
-      rounding: how stepped rows are brought to the table's dtype.
-      implementation: see `implementation_states`.
-    """
-    gradients = JaggedGradients(batch, d_output, number, dims)
-    return _update(implementation, table, slots, gradients, Step(hyper, rule, rounding))
-
-
-def weight_gradients(
-    tables: Sequence[Float[Array, "_ _"]],
-    batch: JaggedBatch,
-    d_output: Float[Array, " size"],
-    *,
-    implementation: str | None = None,
-) -> Float[Array, " nnz"]:
-    """Gradients of the weights of a table-batched call; 0 for ids that contribute nothing."""
-    return dispatch("weight_gradients", implementation, tuple(tables), batch, d_output)
-
-
-def gather_rows(
-    arrays: Sequence[Array], rows: Int[Array, " capacity"], *, missing: int = 0, implementation: str | None = None
-) -> tuple[Array, ...]:
-    """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
-    return dispatch("gather_rows", implementation, tuple(arrays), rows, missing)
-
-
-def scatter_rows(
-    arrays: Sequence[Array],
-    rows: Int[Array, " capacity"],
-    values: Sequence[Array],
-    *,
-    implementation: str | None = None,
-) -> tuple[Array, ...]:
-    """The arrays with distinct `rows` overwritten, in place when they are donated; rows outside are skipped."""
-    return dispatch("scatter_rows", implementation, tuple(arrays), rows, tuple(values))
-
-
-def pack_blocks(
-    arrays: Sequence[Array], rows: Sequence[Rows], *, implementation: str | None = None
-) -> Shaped[Array, "devices places *row"]:
-    """Blocks of several arrays beside each other, to travel in one exchange.
-
-    Args:
-      arrays: `[n, ...]`, or blocks `[devices, capacity, ...]`; of one kind: rows of one shape and type, or lanes of 32
-        bits, which become uint32.
-      rows: for each array those rows that go into the places of its blocks, or for none. A row outside is an empty
-        place, with `NO_ROW` in int32 arrays and zeros in others.
-      implementation: see `implementation_states`.
-    """
-    return dispatch("pack_blocks", implementation, tuple(arrays), tuple(rows))
-
-
-def unpack_blocks(
-    packed: Shaped[Array, "devices places *row"], shapes: Sequence[Any], *, implementation: str | None = None
-) -> tuple[Array, ...]:
-    """The blocks of each array again, given their shapes and types."""
-    return dispatch("unpack_blocks", implementation, packed, tuple(shapes))
-
-
-def block_ends(
-    queues: Sequence[Queue], *, implementation: str | None = None
-) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Of each owner in each queue: 1 if all entries that are left have places in this round, 0 if not.
-
-    Where they have not, what tells the first one without a place from others, as words of the same order: one per lane
-    of the queue that has most, of others the last again. Zeros where all fit.
-    """
-    return dispatch("block_ends", implementation, tuple(queues))
-
-
-def round_places(
-    queues: Sequence[Queue],
-    fit: Int[Array, "queues devices"],
-    cuts: UInt32[Array, "levels queues devices"],
-    *,
-    implementation: str | None = None,
-) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
-    """What every queue sends to every owner in a round.
-
-    Args:
-      queues: of one device.
-      fit: 1 where no device has more entries for an owner than places, 0 where some has.
-      cuts: and then the least entry without a place, in the words of `block_ends`; only those before it travel.
-      implementation: see `implementation_states`.
-
-    Returns: of each queue the entries in the places, `NO_ROW` in empty ones, and the cursor behind them; and whether
-      any queue has entries left.
-    """
-    return dispatch("round_places", implementation, tuple(queues), fit, cuts)
-
-
 def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
     """Rounding up or down with probabilities that keep the mean; see `reference.round_stochastically`."""
     return jax.tree_util.Partial(reference.round_stochastically, key=key)
 
 
-def rows_by_bag(
-    bags: Int[Array, " nnz"], num_bags: int, *, implementation: str | None = None
-) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
-    """Offsets and order that turn unsorted entries into bags; see `reference.rows_by_bag`."""
-    return dispatch("rows_by_bag", implementation, bags, num_bags)
+SPARSECORE = "lowers for v5p, v6e and TPU7x SparseCore; simulated numerics agree with the reference"
+GPU = "lowers for CUDA; interpret-mode numerics agree with the reference"
+"""Evidence for the kernels of each backend.
+
+*Runs*: the numbers of this process come from them. *Compiles*: the vendor's compiler made a program. *Simulated*,
+*interpreted*: the kernel's own equations were evaluated in numpy or by Pallas' interpreter. *Lowers*: JAX translated
+it. Whatever was not tried is *unproven*.
+"""
 
 
-def rows_of_ids(
-    ids: Sequence[Int[Array, " _"]],
-    places: Sequence[Place],
-    sizes: Sequence[int],
-    *,
-    spread: int,
-    rows_per_shard: int,
-    implementation: str | None = None,
-) -> tuple[Int[Array, " _"], ...]:
-    """Row of each id of each feature in their stack, `NO_ROW` for ids outside `[0, size)` of the feature's table.
+def backend_evidence() -> list[tuple[str, str]]:
+    """Backend and what may be said of it on this machine.
 
-    Args:
-      ids: one array per feature.
-      places: where the tables of the features lie.
-      sizes: ids of these tables.
-      spread: shards over which a table is dealt.
-      rows_per_shard: rows of every shard.
-      implementation: see `implementation_states`.
+    The test suite makes the statements about simulation, interpretation and lowering; `make test-tpu` and
+    `make test-gpu` the ones about compilers. Speed and numbers on a chip stay unproven until `make test-gpu`, or your
+    own run, has seen that chip.
     """
-    return dispatch("rows_of_ids", implementation, tuple(ids), places, sizes, spread, rows_per_shard)
+    platform = target_device().platform
+    reference = f"runs here ({platform})" + ("" if platform == "cpu" else "; numerics unproven there")
+    reason = native.unavailable_because()
+    runs = f"runs here, {native.instruction_set()}, cores: {native.num_cores()}"
+    cpu = runs if reason is None else f"does not run here: {reason}"
+    if sparsecore.unavailable_because() is None:
+        tpu = f"opt-in here (implementation= or RSEMBED_KERNELS); {SPARSECORE}; numbers on this chip unproven"
+    else:
+        compiler = "make test-tpu compiles them" if _is_installed("libtpu") else "compiling unproven here: no libtpu"
+        tpu = f"{SPARSECORE}; {compiler}; running on a TPU unproven"
+    if gpu.unavailable_because() is None:
+        card = f"opt-in here (implementation= or RSEMBED_KERNELS); {GPU}; make test-gpu checks the numbers on this card"
+    else:
+        has_compiler = _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin")
+        compiler = "make test-gpu compiles them" if has_compiler else "compiling unproven here: no CUDA plugin"
+        card = f"{GPU}; {compiler}; running on a GPU unproven"
+    return [("reference", reference), ("native", cpu), ("sparsecore", tpu), ("gpu", card)]
 
 
-def entries_by_sample(stacks: Sequence[Partitions], *, implementation: str | None = None) -> list[SampleEntries]:
-    """What one device looks up in each stack: rows of its shards, where the entries of each sample begin, and gains.
-
-    Entries are those that the row pointers delimit; the ones of a sample come in the order of their rows.
-    """
-    return dispatch("entries_by_sample", implementation, tuple(stacks))
-
-
-def count_ids(
-    ids: Sequence[Int[Array, " _"]],
-    offsets: Sequence[Int[Array, " _"]],
-    sizes: Sequence[int],
-    *,
-    implementation: str | None = None,
-) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """Of each feature, how many ids lie inside its table, and how many outside that are no padding.
-
-    Entries behind the last offset are neither.
-    """
-    return dispatch("count_ids", implementation, tuple(ids), tuple(offsets), sizes)
-
-
-def distinct(
-    owners: Int[Array, " nnz"],
-    lanes: Sequence[Shaped[Array, " nnz"]],
-    *,
-    num_owners: int,
-    implementation: str | None = None,
-) -> Distinct:
-    """Equal entries made one, by owner and then by lanes; entries of an owner outside `[0, num_owners)` are left out.
-
-    Args:
-      owners: of every occurrence.
-      lanes: integer arrays that together name an entry, most significant first.
-      num_owners: how many there are.
-      implementation: see `implementation_states`.
-
-    Returns: lanes, entry of every occurrence, first occurrence of every entry, offsets, and how often every entry
-      occurs; see `keyed.distinct`.
-    """
-    return dispatch("distinct", implementation, owners, tuple(lanes), num_owners)
-
-
-def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"], *, implementation: str | None = None) -> Unique:
-    """Distinct keys in the order of their first occurrence.
-
-    Args:
-      keys: any, also several times.
-      occurrences: for how many every one of them counts, at least 0.
-      implementation: see `implementation_states`.
-
-    Returns: which distinct key every key is, where each occurs first, and for how many it counts; see
-      `keyed.unique_keys`.
-    """
-    return dispatch("unique_keys", implementation, keys, occurrences)
-
-
-def find_keys(
-    lanes: UInt32[Array, "slots 2"],
-    rows: Int[Array, " slots"],
-    keys: Keys,
-    num_tables: int = 1,
-    *,
-    implementation: str | None = None,
-) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
-    """Slot and row of every key in its table, `NO_ROW` for absent keys and padding; and how many of them are absent.
-
-    Args:
-      lanes: the keys in the slots of `num_tables` tables, equally many in each.
-      rows: what belongs to them.
-      keys: any, also several times.
-      num_tables: how many tables there are.
-      implementation: see `implementation_states`.
-    """
-    return dispatch("find_keys", implementation, lanes, rows, keys, num_tables)
-
-
-def insert_keys(
-    lanes: UInt32[Array, "slots 2"],
-    rows: Int[Array, " slots"],
-    num_keys: Int[Array, " tables"],
-    num_deleted: Int[Array, " tables"],
-    keys: Keys,
-    new_rows: Int[Array, " nnz"],
-    *,
-    implementation: str | None = None,
-) -> tuple[UInt32[Array, "slots 2"], Int[Array, " slots"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """The tables and their counts with distinct, absent keys added, in place when the arrays are donated.
-
-    Keys that would leave less than a quarter of a table's slots empty are left out.
-    """
-    return dispatch("insert_keys", implementation, lanes, rows, num_keys, num_deleted, keys, new_rows)
-
-
-def compact(
-    mask: Bool[Array, " n"], size: int, *, implementation: str | None = None
-) -> tuple[Int[Array, " size"], Int[Array, ""]]:
-    """Positions of the first `size` True entries, `NO_ROW` behind them; and how many there are."""
-    return dispatch("compact", implementation, mask, size)
-
-
-def take_rows(
-    free: Int[Array, " rows"],
-    num_free: Int[Array, " tables"],
-    wants: Bool[Array, " n"],
-    table: Int[Array, " n"] | None = None,
-    *,
-    implementation: str | None = None,
-) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Rows from the top of a table's stack for those that want one, in their order, `NO_ROW` for the others.
-
-    Returns: the rows, how many are left in each stack, and for how many there was none; see `keyed.take_rows`.
-    """
-    return dispatch("take_rows", implementation, free, num_free, wants, table)
-
-
-def count_uses(
-    last_step: Int[Array, " rows"],
-    counts: Int[Array, " rows"],
-    rows: Int[Array, " nnz"],
-    step: Int[Array, ""],
-    occurrences: Int[Array, " nnz"],
-    *,
-    implementation: str | None = None,
-) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
-    """Both lanes after `rows` were used by `step`, in place when they are donated; a row may occur several times."""
-    return dispatch("count_uses", implementation, last_step, counts, rows, step, occurrences)
-
-
-def row_bits(
-    key: KeyOrKeys,
-    lanes: Sequence[UInt32[Array, " nnz"]],
-    dim: int,
-    table: Int[Array, " nnz"] | None = None,
-    *,
-    implementation: str | None = None,
-) -> UInt32[Array, "nnz dim"]:
-    """Random bits of rows, each from the key that is folded with the row's lanes, one after the other.
-
-    With `table`, `key` has several, of which it says whose is taken.
-    """
-    return dispatch("row_bits", implementation, key, tuple(lanes), dim, table)
-
-
-def allocate(
-    shape: tuple[int, ...], dtype: Any, fill: float | None = None, *, implementation: str | None = None
-) -> Shaped[Array, "*shape"]:
-    """An array of `fill`, or of unspecified values to be overwritten; on huge pages where the system has them."""
-    return dispatch("allocate", implementation, shape, dtype, fill)
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -17,7 +17,14 @@ Rows = Int[Array, "devices _"] | None
 
 
 def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, "devices places *row"]:
-    """Blocks of all arrays beside each other; see `api.pack_blocks`."""
+    """Blocks of several arrays beside each other, to travel in one exchange.
+
+    Args:
+      arrays: `[n, ...]`, or blocks `[devices, capacity, ...]`; of one kind: rows of one shape and type, or lanes of 32
+        bits, which become uint32.
+      rows: for each array those rows that go into the places of its blocks, or for none. A row outside is an empty
+        place, with `NO_ROW` in int32 arrays and zeros in others.
+    """
     blocks = []
     for array, own in zip(arrays, rows, strict=True):
         if own is not None:
@@ -29,7 +36,7 @@ def pack_blocks(arrays: Sequence[Array], rows: Sequence[Rows]) -> Shaped[Array, 
 
 
 def unpack_blocks(packed: Shaped[Array, "devices places *row"], shapes: Sequence[Any]) -> tuple[Array, ...]:
-    """The blocks of each array; see `api.unpack_blocks`."""
+    """The blocks of each array again, given their shapes and types."""
     ends = list(itertools.accumulate(shape.shape[1] for shape in shapes))
     parts = jnp.split(packed, ends[:-1], axis=1)
     return tuple(_from_words(part, shape.dtype) for part, shape in zip(parts, shapes, strict=True))
@@ -54,7 +61,11 @@ class Queue(NamedTuple):
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Whether all fit, and what comes first behind; see `api.block_ends`."""
+    """For each owner in each queue: 1 if all entries that are left have places in this round, 0 if not.
+
+    Where they have not, what tells the first one without a place from others, as words of the same order: one per lane
+    of the queue that has most, of others the last again. Zeros where all fit.
+    """
     fit, behind = [], []
     for queue in queues:
         ends = queue.offsets[:-1] + queue.cursor + queue.capacity
@@ -68,8 +79,17 @@ def block_ends(
 
 def round_places(
     queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
-) -> tuple[list[Int[Array, "devices _"]], list[Int[Array, " devices"]], Bool[Array, ""]]:
-    """What travels in a round; see `api.round_places`."""
+) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
+    """Entries that every queue sends to every owner in a round.
+
+    Args:
+      queues: of one device.
+      fit: 1 where no device has more entries for an owner than places, 0 where some has.
+      cuts: and then the least entry without a place, in the words of `block_ends`; only those before it travel.
+
+    Returns: of each queue the entries in the places, `NO_ROW` in empty ones, and the cursor behind them; and whether
+      any queue has entries left.
+    """
     places, cursors, are_left = [], [], []
     for number, queue in enumerate(queues):
         ahead = queue.cursor[:, None] + jnp.arange(queue.capacity, dtype=jnp.int32)[None, :]
@@ -86,7 +106,7 @@ def round_places(
 
 
 def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
-    """What tells entries apart, as words of the same order."""
+    """Lanes of entries as unsigned words of the same order."""
     lanes = [
         lane.at[entries].get(mode="fill", fill_value=0) if lane.shape[0] else jnp.zeros(entries.shape, lane.dtype)
         for lane in queue.lanes
@@ -95,7 +115,7 @@ def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[
 
 
 def word_dtype(dtype: Any, is_lane: bool) -> Any:
-    """What an array travels as: all lanes of 32 bits as one kind."""
+    """Dtype in which an array travels: all lanes of 32 bits as uint32."""
     return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype
 
 

@@ -1,4 +1,4 @@
-"""What the dispatcher hands to every implementation: ids, gradients of outputs, and how rows are stepped."""
+"""Arguments of kernels: ids, gradients of outputs, and how rows are stepped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_ROW = 2**31 - 1
 
 
 def as_rows(rows: Any) -> Int[Array, " nnz"]:
-    """The same numbers as int32; those that do not fit become `NO_ROW`, which no table has."""
+    """Row numbers as int32; those that do not fit become `NO_ROW`, which no table has."""
     rows = jnp.asarray(rows)
     if rows.dtype == jnp.int32:
         return rows

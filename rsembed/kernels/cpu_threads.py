@@ -40,7 +40,7 @@ def provide_threads() -> None:
 
 
 def settings(num_devices: int) -> dict[str, str]:
-    """What the environment of a process with so many CPU devices needs; empty where it has enough."""
+    """Environment variables that a process with so many CPU devices needs; empty where it has enough threads."""
     given = os.environ.get("NPROC", "")
     expected = num_devices if given.isdecimal() else max(num_devices, _LIKELY_DEVICES)
     if not _SHARED_POOL or expected == 1 or _pool_size() >= FEWEST_PER_DEVICE * expected:

@@ -18,9 +18,6 @@ TARGETS = {
 }
 """Devices by short name, as JAX describes them."""
 
-TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-"""Four chips of each TPU that has SparseCores, as `jax.experimental.topologies` names them."""
-
 
 def target_device() -> AbstractDevice:
     """The device that is traced for: that of the surrounding mesh, or JAX's default."""

@@ -1,4 +1,4 @@
-"""What kernels for keys mean, in plain JAX: entries told apart, and a table that remembers their rows.
+"""Meaning of the kernels for keys, in plain JAX: distinct entries, and a hash table of their rows.
 
 The table is one of open addressing with linear probing. A slot is empty, deleted, claimed, or holds a key and its row.
 All keys of a call probe at the same time; of those that find the same free slot, the first in the call gets it, so

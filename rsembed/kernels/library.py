@@ -114,7 +114,7 @@ def call_handler(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> tuple[Array, ...]:
-    """What a handler of the library returns.
+    """Results of a handler of the library.
 
     Args:
       target: its name.

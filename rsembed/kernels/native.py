@@ -31,6 +31,7 @@ from rsembed.kernels.contract import (
     Table,
     as_rows,
 )
+from rsembed.kernels.ids import Partitions, SampleEntries
 from rsembed.kernels.keyed import Distinct, Unique
 from rsembed.kernels.library import call_handler
 from rsembed.kernels.library import instruction_set as instruction_set
@@ -38,7 +39,6 @@ from rsembed.kernels.library import library_paths as library_paths
 from rsembed.kernels.library import num_cores as num_cores
 from rsembed.kernels.library import shared_library as shared_library
 from rsembed.kernels.library import unavailable_because as unavailable_because
-from rsembed.kernels.partitions import Partitions, SampleEntries
 from rsembed.keys import Keys
 from rsembed.optimizers import Slots
 from rsembed.places import Place
@@ -157,7 +157,7 @@ def weight_gradients(
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
-    """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
+    """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     results = [((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=np.int64(missing))
 
@@ -201,7 +201,7 @@ def block_ends(
 def round_places(
     queues: Sequence[Queue], fit: Int[Array, "queues devices"], cuts: UInt32[Array, "levels queues devices"]
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], Bool[Array, ""]]:
-    """What travels in a round; see `api.round_places`."""
+    """Entries that every queue sends in a round; see `blocks.round_places`."""
     operands, attributes = _queues(queues)
     results: list[tuple[tuple[int, ...], Any]] = [((), jnp.bool_)]
     for queue in queues:
@@ -238,7 +238,7 @@ def rows_of_ids(
 def count_ids(
     ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """Of each feature, how many ids lie inside its table, and how many outside that are no padding."""
+    """Numbers of ids inside and outside of the table of each feature; padding is neither."""
     _check_ids([*ids, *offsets])
     operands = itertools.chain.from_iterable(zip(ids, offsets, strict=True))
     results = [((), jnp.int32)] * (2 * len(ids))
@@ -404,7 +404,7 @@ def _gradient_operands(gradients: OutputGradients) -> tuple[str, list[Array], di
 def _segment_operands(
     segments: Sequence[Segment], d_outputs: Sequence[Array] | None = None
 ) -> tuple[list[Array], dict[str, Any]]:
-    """What the library reads of segments: all arrays in a row, and a number each that says which ones it has."""
+    """Operands of segments: all arrays in a row, and one number for each that says which ones it has."""
     if d_outputs is not None and len(d_outputs) != len(segments):
         raise ValueError(f"got {len(segments)} segments but {len(d_outputs)} output gradients; pass one each.")
     if sum(max(segment.rows.shape[0], segment.num_outputs) for segment in segments) >= NO_ROW:
@@ -432,7 +432,7 @@ def _segment_operands(
 def _jagged_operands(
     batch: JaggedBatch, dims: Sequence[int], table: int | None = None, d_output: Array | None = None
 ) -> tuple[list[Array], dict[str, Any]]:
-    """What the library reads of a jagged batch: arrays and attributes. With `table`, only that table's blocks."""
+    """Operands and attributes of a jagged batch. With `table`, only those of that table's blocks."""
     if batch.ids.shape[0] >= NO_ROW:
         raise NotImplementedError("native calls have less than 2**31 entries")
     size, places = batch.output_places(dims)

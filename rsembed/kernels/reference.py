@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from rsembed.kernels.blocks import block_ends as block_ends
 from rsembed.kernels.blocks import pack_blocks as pack_blocks
@@ -35,6 +35,7 @@ from rsembed.kernels.contract import (
 )
 from rsembed.kernels.contract import Rounding as Rounding
 from rsembed.kernels.ids import count_ids as count_ids
+from rsembed.kernels.ids import entries_by_sample as entries_by_sample
 from rsembed.kernels.ids import rows_by_bag as rows_by_bag
 from rsembed.kernels.ids import rows_of_ids as rows_of_ids
 from rsembed.kernels.keyed import compact as compact
@@ -45,7 +46,6 @@ from rsembed.kernels.keyed import insert_keys as insert_keys
 from rsembed.kernels.keyed import row_bits as row_bits
 from rsembed.kernels.keyed import take_rows as take_rows
 from rsembed.kernels.keyed import unique_keys as unique_keys
-from rsembed.kernels.partitions import entries_by_sample as entries_by_sample
 from rsembed.optimizers import Slots
 
 NAME = "reference"
@@ -183,7 +183,7 @@ def row_gradients(
 
 
 def gather_rows(arrays: Sequence[Array], rows: Int[Array, " capacity"], missing: int = 0) -> tuple[Array, ...]:
-    """The same rows of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
+    """Rows `rows` of every array, of any dtype; a row outside reads as `missing` in int32 arrays, zeros in others."""
     places = jnp.where(rows < 0, NO_ROW, rows)
     fillers = [missing if array.dtype == jnp.int32 else 0 for array in arrays]
     return tuple(
@@ -251,30 +251,54 @@ def round_stochastically(
     key: KeyOrKeys,
     table: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows dim"]:
-    """Rounds float32 `values` up or down to `dtype` with probabilities that keep the mean.
+    """Rounds float32 `values` up or down to `dtype` by `round_with_noise`.
 
     The noise depends on the key, the row number and the column alone, not on where in the batch the row stood. With
-    `table`, there is a key for each of several. Values outside the range of `dtype`, infinities and NaN are rounded to
-    nearest.
+    `table`, there is a key for each of several.
     """
+
+    def noise_of(key: PRNGKeyArray, row: Array) -> UInt32[Array, " dim"]:
+        return jax.random.bits(jax.random.fold_in(key, row), values.shape[1:])
+
     if dtype == jnp.float32:
         return values
-
-    def noise_of(key: PRNGKeyArray, row: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(key, row), values.shape[1:])
-
     if table is None:
-        noise = jax.vmap(functools.partial(noise_of, key))(rows.astype(jnp.uint32))
+        words = jax.vmap(functools.partial(noise_of, key))(rows.astype(jnp.uint32))
     else:
-        noise = jax.vmap(noise_of)(key.at[table].get(mode="clip"), rows.astype(jnp.uint32))
-    nearest = values.astype(dtype)
-    back = nearest.astype(jnp.float32)
-    away = jnp.where(values > back, jnp.inf, -jnp.inf).astype(dtype)
-    other = jnp.nextafter(nearest, away).astype(jnp.float32)
-    span = jnp.abs(other - back)
-    chance = jnp.where(span > 0, jnp.abs(values - back) / span, 0.0)
-    take_other = jnp.isfinite(values) & jnp.isfinite(other) & (noise < chance)
-    return jnp.where(take_other, other, back).astype(dtype)
+        words = jax.vmap(noise_of)(key.at[table].get(mode="clip"), rows.astype(jnp.uint32))
+    return round_with_noise(values, words, dtype)
+
+
+def round_with_noise(
+    values: Float[Array, "*shape"], words: UInt32[Array, "*shape"], dtype: jnp.dtype
+) -> Float[Array, "*shape"]:
+    """`values` rounded to one of their two neighbours in `dtype`, up if the mantissa carries after adding the noise.
+
+    The mean over all words is the value itself. Infinities, NaN and values above the largest number of `dtype` are
+    rounded to nearest.
+
+    Args:
+      values: float32.
+      words: one random word per value, of which the upper bits are used: 13 for float16, 24 below its normal range, and
+        16 for bfloat16.
+      dtype: float16 or bfloat16.
+
+    Source: FBGEMM's fused optimizers: noise of the size of the dropped bits, then rounding toward zero. There, float16
+      values below 2**-14 lean toward zero, because their noise is smaller than their spacing.
+    """
+    dropped = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}[jnp.dtype(dtype)]
+    # Adding to the bits equals adding the noise as a number, except that nothing is flushed to zero on the way.
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + (words >> jnp.uint32(32 - dropped))
+    rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF), jnp.float32)
+    if dtype == jnp.float16:
+        spacing, smallest_normal = 2.0**-24, 2.0**-14
+        steps = jnp.abs(values) / spacing
+        whole = jnp.floor(steps)
+        is_up = (words >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < steps - whole
+        subnormal = jnp.copysign((whole + is_up.astype(jnp.float32)) * spacing, values)
+        rounded = jnp.where(jnp.abs(values) < smallest_normal, subnormal, rounded)
+    # Not `>`: NaN must take the branch of nearest rounding too.
+    return jnp.where(jnp.abs(values) <= float(jnp.finfo(dtype).max), rounded, values).astype(dtype)
 
 
 def lookup_jagged(
@@ -338,7 +362,7 @@ def _bag_scales(batch: JaggedBatch, table: int) -> Float[Array, " bags"]:
 
 
 def as_segments(gradients: OutputGradients) -> SegmentGradients:
-    """The same gradients as those of segments: of a table-batched call, one that holds all bags.
+    """Gradients in the form of segments; a table-batched call becomes one segment that holds all bags.
 
     Bags of other tables have zeros.
     """

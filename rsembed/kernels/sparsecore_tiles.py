@@ -1,4 +1,4 @@
-"""What the tiles of a TPU's SparseCores do, in Pallas. Arrays here have sizes that tiles can take; see `sparsecore.py`.
+"""Pallas programs for the tiles of a TPU's SparseCores. Arrays have sizes that tiles can take; see `sparsecore.py`.
 
 A SparseCore has 16 tiles. A tile moves rows between its own memory and the device's by indirect copies, one row per id,
 and computes on vectors of 8 or 16 lanes. Work is cut into chunks, which are dealt to the tiles of all cores in turn.
@@ -28,7 +28,7 @@ SUBLANES = 8
 MAX_CHUNK_ROWS = 64
 """Rows that a tile works on at once, at most; a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
-"""What the buffers of a tile may take: all chips have more."""
+"""Bytes that the buffers of a tile may take; all chips have more."""
 NO_ID = -1
 
 

@@ -23,7 +23,7 @@ ELEMENTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "exp", "sqrt", "rsqrt", "square", "integer_pow"}
     | {"select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "convert_element_type"}
 )
-"""What every accelerator computes entry by entry."""
+"""Primitives that every accelerator computes entry by entry."""
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"})
@@ -72,7 +72,7 @@ def trace_rule(
 
 
 def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What a jaxpr computes, calls unfolded; leaves out what only repeats a number or renames its shape."""
+    """Primitives of a jaxpr with calls unfolded, without those that only repeat a number or change a shape."""
     yield from (("constant array", {}) for const in closed.consts if np.size(const) != 1)
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name

@@ -1,15 +1,15 @@
 """Optimizers of embedding rows."""
 
+from rsembed.optimizers.base import CustomOptimizerSpec as CustomOptimizerSpec
 from rsembed.optimizers.base import Hyperparameters as Hyperparameters
 from rsembed.optimizers.base import LearningRate as LearningRate
+from rsembed.optimizers.base import OptaxOptimizerSpec as OptaxOptimizerSpec
 from rsembed.optimizers.base import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers.base import Slots as Slots
-from rsembed.optimizers.custom import CustomOptimizerSpec as CustomOptimizerSpec
-from rsembed.optimizers.custom import OptaxOptimizerSpec as OptaxOptimizerSpec
-from rsembed.optimizers.custom import from_optax as from_optax
-from rsembed.optimizers.large_batch import AdamWOptimizerSpec as AdamWOptimizerSpec
-from rsembed.optimizers.large_batch import LAMBOptimizerSpec as LAMBOptimizerSpec
-from rsembed.optimizers.large_batch import LARSOptimizerSpec as LARSOptimizerSpec
+from rsembed.optimizers.base import from_optax as from_optax
+from rsembed.optimizers.compact import AdamWOptimizerSpec as AdamWOptimizerSpec
+from rsembed.optimizers.compact import LAMBOptimizerSpec as LAMBOptimizerSpec
+from rsembed.optimizers.compact import LARSOptimizerSpec as LARSOptimizerSpec
 from rsembed.optimizers.regularization import (
     CounterBasedRegularizationDefinition as CounterBasedRegularizationDefinition,
 )
@@ -40,9 +40,9 @@ from rsembed.optimizers.rules import FTRLOptimizerSpec as FTRLOptimizerSpec
 from rsembed.optimizers.rules import FTRLSlotVariables as FTRLSlotVariables
 from rsembed.optimizers.rules import LaPropOptimizerSpec as LaPropOptimizerSpec
 from rsembed.optimizers.rules import LaPropSlotVariables as LaPropSlotVariables
+from rsembed.optimizers.rules import LazyAdamOptimizerSpec as LazyAdamOptimizerSpec
 from rsembed.optimizers.rules import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
 from rsembed.optimizers.rules import SGDOptimizerSpec as SGDOptimizerSpec
 from rsembed.optimizers.rules import SGDSlotVariables as SGDSlotVariables
+from rsembed.optimizers.rules import TensorFlowAdamOptimizerSpec as TensorFlowAdamOptimizerSpec
 from rsembed.optimizers.rules import TorchAdagradOptimizerSpec as TorchAdagradOptimizerSpec
-from rsembed.optimizers.tensorflow_adam import LazyAdamOptimizerSpec as LazyAdamOptimizerSpec
-from rsembed.optimizers.tensorflow_adam import TensorFlowAdamOptimizerSpec as TensorFlowAdamOptimizerSpec

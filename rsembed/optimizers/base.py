@@ -1,20 +1,20 @@
-"""What an optimizer of embedding rows is: slots plus one pure rule for the rows that were looked up."""
+"""Optimizers of embedding rows: slots and one pure rule for the rows that were looked up; rules of your own."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import inspect
-import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float
 
-from rsembed.checks import check_fields, describe, within
+from rsembed.checks import check_fields, check_type, check_within, within
 from rsembed.fingerprint import identity
 
 LearningRate = float | Callable[[], Any] | Callable[[Any], Any]
@@ -70,17 +70,14 @@ class OptimizerSpec(abc.ABC):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (jax.Array, np.ndarray, np.generic)) and not isinstance(value, jax.core.Tracer):
-                if np.ndim(value) != 0:
-                    raise TypeError(
-                        f"{type(self).__name__}: {field.name} must be a scalar, got shape {np.shape(value)}."
-                    )
-                object.__setattr__(self, field.name, np.asarray(value).item())
+                if np.ndim(value) == 0:
+                    object.__setattr__(self, field.name, np.asarray(value).item())
             elif isinstance(value, jax.core.Tracer):
                 raise TypeError(
                     f"{type(self).__name__}: {field.name} is a traced value; specs are static. Pass a callable of step."
                 )
-        learning_rate_arity(self.learning_rate)
         check_fields(self)
+        learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
         """The short form that specs print; `str(optimizer)` lists the hyperparameters."""
@@ -92,7 +89,7 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def identity(self) -> str:
-        """What the rule is, whatever its hyperparameters' values; state of rules with one identity means the same."""
+        """Identity of the rule without its hyperparameters' values; slots of rules of equal identity mean the same."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["learning_rate"]  # a number today may be a schedule tomorrow
         return (vars(type(self)).get("saved_as") or type(self).__qualname__) + identity(fields)
@@ -113,10 +110,7 @@ class OptimizerSpec(abc.ABC):
         return self._scheduled(self.learning_rate(step))  # type: ignore[call-arg]
 
     def _scheduled(self, rate: Any) -> Any:
-        if not isinstance(rate, (int, float)) and getattr(rate, "shape", None) != ():
-            raise TypeError(
-                f"{type(self).__name__}: the learning_rate is a schedule that must give a scalar, got {describe(rate)}."
-            )
+        check_type(rate, float, f"{type(self).__name__}: what the schedule learning_rate gives")
         return rate
 
     def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
@@ -166,8 +160,6 @@ def as_float32(value: Any) -> Array:
 def learning_rate_arity(learning_rate: Any) -> int:
     """Number of required positional arguments of a learning-rate callable; 0 for numbers."""
     if not callable(learning_rate):
-        if isinstance(learning_rate, bool) or not isinstance(learning_rate, numbers.Real):
-            raise TypeError(f"learning_rate must be a number or a callable, got {type(learning_rate).__name__}.")
         return 0
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(learning_rate).parameters.values()
@@ -181,3 +173,132 @@ def learning_rate_arity(learning_rate: Any) -> int:
         return 1
     # `lambda step=0: ...` is meant as a schedule; `lambda *_: ...` and `lambda: ...` are not.
     return int(any(p.kind in positional for p in parameters))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CustomOptimizerSpec(OptimizerSpec):
+    """Any rule of one row, written as an ordinary JAX function.
+
+    Args:
+      custom_computation_fn: `fn(gradient, row, *slots, learning_rate) -> row` or `(row, *slots)`, over `[1, dim]`
+        arrays; it is mapped over the touched rows, so norms and means are those of one row.
+      slot_variable_initializers_tuple: one number, or initializer of `(key, shape)`, per slot; slots are `[1, dim]`.
+      short_name_str: the name shown in plans and files.
+
+    Example:
+      >>> import rsembed as rs
+      >>> signed = rs.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.sign(g))
+      >>> signed.step_rows(jnp.ones((1, 2)), (), jnp.asarray([[2.0, -3.0]]), (0.1,))[0]
+      Array([[0.9, 1.1]], dtype=float32)
+    """
+
+    custom_computation_fn: Callable[..., Any] | None = None
+    slot_variable_initializers_tuple: tuple[Any, ...] = ()
+    short_name_str: str = "custom"
+    is_row_wise = True  # nothing is known of the function, so padding must not reach it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = "CustomOptimizerSpec: custom_computation_fn, which takes (gradient, row, *slots, lr),"
+        check_type(self.custom_computation_fn, Callable, name)
+        for value in self.slot_variable_initializers_tuple:
+            check_within("(-inf, inf)", value, "CustomOptimizerSpec: slot_variable_initializers_tuple")
+        count = 3 + len(self.slot_variable_initializers_tuple)
+        try:
+            inspect.signature(self.custom_computation_fn).bind(*range(count))  # type: ignore[arg-type]
+        except ValueError:  # of a builtin nothing is known
+            return
+        except TypeError as error:
+            raise TypeError(
+                f"custom optimizer {self.short_name_str!r}: custom_computation_fn is called with {count} arguments "
+                f"(gradient, row, *slots, lr), which it does not take: {error}."
+            ) from error
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return tuple(self.slot_variable_initializers_tuple)
+
+    def init_slots(self, rows: Array) -> Slots:
+        key = jax.random.key(0)  # constant initializers ignore it; random ones belong to the table's own initializer
+        return tuple(
+            value(key, rows.shape) if callable(value) else jnp.full(rows.shape, value, jnp.float32)
+            for value in self.slot_initial_values()
+        )
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        def one_row(gradient: Array, row: Array, *row_slots: Array) -> tuple[Array, ...]:
+            result = self.custom_computation_fn(gradient, row, *row_slots, *hyper)  # type: ignore[misc]
+            result = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+            if len(result) != 1 + len(row_slots) or any(np.shape(r) != row.shape for r in result):
+                raise ValueError(
+                    f"custom optimizer {self.short_name_str!r} must return the row and its {len(row_slots)} slots, "
+                    f"each of shape {row.shape}; got {[np.shape(r) for r in result]}."
+                )
+            return result
+
+        expanded = [x[:, None, :] for x in (gradients, rows, *slots)]
+        row, *new_slots = jax.vmap(one_row)(*expanded)
+        return row[:, 0], tuple(s[:, 0] for s in new_slots)
+
+    def short_name(self) -> str:
+        return self.short_name_str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OptaxOptimizerSpec(OptimizerSpec):
+    """An optax transformation as a row rule: every row is a parameter of its own, with its own optimizer state.
+
+    What that means: counts (bias correction, schedules inside the transformation) count the steps of *that row*;
+    norms (trust ratios, clipping) are those of one row; and all of them advance only when the row is looked up.
+    If every row is touched in every step, elementwise transformations give the numbers of dense optax.
+    Clip the gradient of the whole batch with `rsembed.clip_by_global_norm` instead.
+
+    Args:
+      transformation: anything with optax's `init` and `update`.
+      learning_rate: multiplies the transformation's updates; use a callable of step for a schedule over global steps.
+        Negative for transformations that give the direction of the gradient, such as `optax.scale_by_adam`.
+    """
+
+    learning_rate: LearningRate = within("(-inf, inf)", default=1.0)
+    transformation: Any = None
+    is_row_wise = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = "from_optax: transformation, as optax.adam(...) makes one,"
+        check_type(self.transformation, optax.GradientTransformation, name)
+
+    def _state_structure(self, dim: int) -> Any:
+        row = jax.ShapeDtypeStruct((dim,), jnp.float32)
+        return jax.tree.structure(jax.eval_shape(self.transformation.init, row))
+
+    def slot_variables_count(self) -> int:
+        return self._state_structure(1).num_leaves
+
+    def init_slots(self, rows: Array) -> Slots:
+        return tuple(jax.tree.leaves(jax.vmap(self.transformation.init)(rows)))
+
+    def pack_slots(self, slots: Slots) -> Any:
+        """The slots in the transformation's own state type; every leaf has a leading row axis."""
+        return jax.tree.unflatten(self._state_structure(1), slots)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        (lr,) = hyper
+        state = jax.tree.unflatten(self._state_structure(rows.shape[-1]), slots)
+        # optax relies on JAX's standard promotion (a float power of an int count), whatever the user's setting is.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = jax.vmap(self.transformation.update)(gradients, state, rows)
+        return rows + lr * updates, tuple(jax.tree.leaves(state))
+
+    def short_name(self) -> str:
+        return "optax"
+
+
+def from_optax(transformation: Any, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:
+    """A row rule from any optax transformation; see `OptaxOptimizerSpec` for what "per row" means.
+
+    Example:
+      >>> import optax, rsembed as rs
+      >>> rs.from_optax(optax.adamw(1e-3)).slot_variables_count()
+      3
+    """
+    return OptaxOptimizerSpec(learning_rate=learning_rate, transformation=transformation)

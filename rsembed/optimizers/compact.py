@@ -1,15 +1,17 @@
-"""Rules whose slots may be stored in 16 bits, one number a row, or as the step of the row's last update."""
+"""Rules whose slots may be stored in 16 bits, one number a row, or as the step of the last update; LAMB and LARS."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from rsembed.checks import within
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots, as_float32
+from rsembed.optimizers.rules import AdamSlotVariables, one_minus_power
 
 SlotKind = tuple[bool, str]
 FULL, PER_ROW, ITERATION = (False, "float32"), (True, "float32"), (True, "int32")
@@ -96,3 +98,128 @@ def row_mean(values: Array) -> Array:
 def row_norm(values: Array) -> Array:
     """Length of each row, `[rows, 1]`."""
     return jnp.sqrt(jnp.sum(values * values, axis=-1, keepdims=True))
+
+
+class CountedAdamSlotVariables(NamedTuple):
+    """First and second moment, and how often the row was stepped."""
+
+    momentum: Any
+    velocity: Any
+    row_counter: Any
+
+
+class LARSSlotVariables(NamedTuple):
+    """The sum of past steps."""
+
+    momentum: Any
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class _DecayingAdam(CompactOptimizerSpec):
+    """Moments and decay of AdamW and LAMB; `AdamWOptimizerSpec` says what the fields mean."""
+
+    beta_1: float = within("[0, 1)", default=0.9)
+    beta_2: float = within("[0, 1)", default=0.999)
+    epsilon: float = within("(0, inf)", default=1e-8)
+    weight_decay: float = within("[0, inf)", default=0.0)
+    has_row_wise_second_moment: bool = False
+    has_row_wise_bias_correction: bool = False
+    has_trust_ratio: ClassVar[bool]
+    needs_step = True
+
+    @property
+    def slot_type(self) -> type:
+        return CountedAdamSlotVariables if self.has_row_wise_bias_correction else AdamSlotVariables
+
+    @property
+    def is_row_wise(self) -> bool:
+        return self.has_trust_ratio or super().is_row_wise
+
+    @property
+    def slot_kinds(self) -> tuple[SlotKind, ...]:
+        moments = (FULL, PER_ROW if self.has_row_wise_second_moment else FULL)
+        return (*moments, PER_ROW) if self.has_row_wise_bias_correction else moments
+
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        lr, t = hyper
+        first, second, *counters = slots
+        counters = [counter + 1.0 for counter in counters]
+        updates = counters[0] if counters else t.astype(jnp.float32)
+        squares = gradients * gradients
+        squares = row_mean(squares) if self.has_row_wise_second_moment else squares
+        first = self.beta_1 * first + (1.0 - self.beta_1) * gradients
+        second = self.beta_2 * second + (1.0 - self.beta_2) * squares
+        root = jnp.sqrt(second / one_minus_power(self.beta_2, updates)) + self.epsilon
+        direction = first / one_minus_power(self.beta_1, updates) / root + self.weight_decay * rows
+        if self.has_trust_ratio:
+            length, step = row_norm(rows), row_norm(direction)
+            lr = lr * jnp.where((length > 0) & (step > 0), length / jnp.where(step > 0, step, 1.0), 1.0)
+        return rows - lr * direction, (first, second, *counters)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdamWOptimizerSpec(_DecayingAdam):
+    """Adam with decoupled weight decay, its second moment per column or per row.
+
+    `m += (1 - beta_1) * (g - m); v += (1 - beta_2) * (g² - v)`, both corrected by `1 - beta**t`;
+    `u = m / (sqrt(v) + epsilon) + weight_decay * w; w -= lr * u`. Rows that are not looked up do not decay.
+
+    Args:
+      beta_1: decay of the first moment, when the row is touched.
+      beta_2: decay of the second moment.
+      epsilon: added to the root.
+      weight_decay: times the learning rate.
+      has_row_wise_second_moment: one moment per row, of `mean(g²)`, which saves nearly half of the state.
+      has_row_wise_bias_correction: corrects by the row's own number of updates, kept in a third slot.
+
+    Source: Kingma, Ba (2015); Loshchilov, Hutter (2019); FBGEMM `ADAM` and `PARTIAL_ROWWISE_ADAM`.
+    """
+
+    has_trust_ratio: ClassVar[bool] = False
+
+    def short_name(self) -> str:
+        return "adamw"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LAMBOptimizerSpec(_DecayingAdam):
+    """The direction `u` of `AdamWOptimizerSpec`, with steps as long as the row: `w -= lr * norm(w) / norm(u) * u`.
+
+    The ratio is 1 if either norm is 0: rows that start at zero could never move otherwise. Arguments are those of
+    AdamW.
+
+    Source: You et al. (2020); FBGEMM `LAMB` and `PARTIAL_ROWWISE_LAMB`.
+    """
+
+    has_trust_ratio: ClassVar[bool] = True
+
+    def short_name(self) -> str:
+        return "lamb"
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class LARSOptimizerSpec(CompactOptimizerSpec):
+    """Momentum of steps whose length follows the row's: `m = momentum * m + a * (g + weight_decay * w); w -= m`.
+
+    `a = lr * eta * norm(w) / (norm(g) + weight_decay * norm(w))`, and `a = lr` if either norm is 0.
+
+    Source: You, Gitman, Ginsburg (2017); FBGEMM `LARS_SGD`.
+    """
+
+    momentum: float = within("[0, 1]", default=0.9)
+    eta: float = within("[0, inf)", default=0.001)
+    weight_decay: float = within("[0, inf)", default=0.0)
+    slot_type = LARSSlotVariables
+    slot_kinds = (FULL,)
+    is_row_wise = True  # norms
+
+    def _step(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        (lr,) = hyper
+        length, slope = row_norm(rows), row_norm(gradients)
+        ratio = self.eta * length / jnp.where(slope > 0, slope + self.weight_decay * length, 1.0)
+        rate = lr * jnp.where((length > 0) & (slope > 0), ratio, 1.0)
+        momentum = self.momentum * slots[0] + rate * (gradients + self.weight_decay * rows)
+        return rows - momentum, (momentum,)
+
+    def short_name(self) -> str:
+        return "lars"

@@ -215,7 +215,7 @@ def global_decay_factor(
     weight_decay: Any,
     config: GlobalWeightDecayDefinition,
 ) -> Float[Array, "*rows"]:
-    """What a row must be multiplied by at step `t` to make up for the decay of the steps that did not touch it.
+    """Factor of a row at step `t` that makes up for the decay of the steps that did not touch it.
 
     Args:
       prev_iter: step of each row's last update, 0 if there was none.

@@ -36,7 +36,7 @@ class TimedSlotVariables(NamedTuple):
 
 
 class CountedSlotVariables(NamedTuple):
-    """The same, and how often the row was seen."""
+    """Slots of Adagrad, and how often the row was seen."""
 
     accumulator: Any
     prev_iter: Any

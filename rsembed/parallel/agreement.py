@@ -180,7 +180,7 @@ def _has_own(given: Any) -> bool:
 
 
 def _problem(records: dict[int, Any]) -> str | None:
-    """What is wrong, and with whom; None if all is well."""
+    """Description of a disagreement and of the processes in it; None if all agree."""
     for process, record in records.items():
         if "ended" in record:
             return str(record["ended"])

@@ -1,19 +1,32 @@
-"""Blocks of a fixed size between the devices of a mesh: all that travels, travels here.
+"""Questions to the devices that own the rows, in rounds of `all_to_all` that are exact at any capacity.
 
-A function here runs inside `shard_map` over the mesh axis (or axes) named by `axis_name`.
+```
+ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners answer, and may change what they own
+                     ▲                                        │
+occurrences ◀────────┴──────────── entry_of ◀──── one reply per distinct entry
+```
+
+Blocks have a fixed size, but nothing is ever dropped: what does not fit travels in a later round, and all devices agree
+on how many there are. Rounds are *row-complete*: everything that concerns one row arrives in the same round, so an
+owner sees the whole gradient of a row at once, and optimizers that are not linear stay exact. The device that has most
+left to send sends a full block, so every round moves forward.
+
+All functions run inside `shard_map` over the mesh axis (or axes) named by `axis_name`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int, Shaped, UInt32
 
 from rsembed.kernels import api
-from rsembed.kernels.blocks import word_dtype
+from rsembed.kernels.blocks import Queue, word_dtype
+from rsembed.kernels.library import vary_alike
 
 AxisName = str | tuple[str, ...]
 
@@ -59,3 +72,215 @@ def trade(parcels: Sequence[Any], axis_name: AxisName, entries: Sequence[Array] 
 
 def _without_bool(array: Array) -> Array:
     return array.astype(jnp.uint32) if array.dtype == jnp.bool_ else array
+
+
+Result = TypeVar("Result")
+
+
+class Wanted(NamedTuple):
+    """The distinct entries that this device has questions about, grouped by owner and ascending in each group.
+
+    Attributes:
+      lanes: what tells entries of one owner apart, most significant first; zeros behind the last entry.
+      entry_of: the entry of every occurrence, `NO_ROW` for occurrences without an owner.
+      first_of: the first occurrence of every entry, `NO_ROW` behind the last one.
+      offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
+      counts: how often every entry occurs, 0 behind the last one.
+    """
+
+    lanes: tuple[Shaped[Array, " nnz"], ...]
+    entry_of: Int[Array, " nnz"]
+    first_of: Int[Array, " nnz"]
+    offsets: Int[Array, " devices_plus_1"]
+    counts: Int[Array, " nnz"]
+
+
+def distinct(owners: Int[Array, " nnz"], lanes: Sequence[Shaped[Array, " nnz"]], *, num_devices: int) -> Wanted:
+    """Equal occurrences made one.
+
+    Args:
+      owners: owner of every occurrence; outside `[0, num_devices)` it asks nobody.
+      lanes: integer arrays that together name an entry: a row, or the halves of a key.
+      num_devices: size of the mesh axis.
+
+    Example:
+      >>> wanted = distinct(jnp.asarray([1, 0, 1, 7]), [jnp.asarray([5, 3, 5, 0])], num_devices=2)
+      >>> wanted.lanes[0].tolist()[:2], wanted.offsets.tolist(), wanted.entry_of.tolist()[:3]
+      ([3, 5], [0, 1, 2], [1, 0, 1])
+    """
+    return Wanted(*api.distinct(owners, lanes, num_owners=num_devices))
+
+
+def default_capacity(num_occurrences: int, num_devices: int) -> int:
+    """Places per block: five eighths of an even share of the occurrences, and a few for small batches.
+
+    Skewed ids are less than half distinct, so that they travel in one round; all-distinct ones take two, which send as
+    many bytes as one of twice the size would.
+    """
+    return min(num_occurrences, -(-5 * num_occurrences // (8 * num_devices)) + 8)
+
+
+class Question(NamedTuple):
+    """A question of a device to the owners of some entries, or news for them.
+
+    Attributes:
+      wanted: from `distinct`.
+      payload: pytree of arrays `[nnz, ...]`, one value per distinct entry. Empty places of a block hold `NO_ROW` in
+        int32 arrays and zeros in others.
+      answer: `(state, arrived) -> (state, replies)`, the owner's part, called once a round. Leaves of `arrived` are
+        `[devices * capacity, ...]`, grouped by asking device; `replies` is a pytree of arrays with the same leading
+        axis, or None. A round in which nothing arrives must change nothing.
+      state: what the owner may change, for example its table.
+      capacity: places per block. Few save memory, many save rounds, and with as many as there are occurrences there is
+        one. Any number from 1 up gives the same result, if the order of entries does not matter to `answer`.
+      reply: what one entry is answered, a pytree of `jax.ShapeDtypeStruct`; None if `answer` replies nothing.
+    """
+
+    wanted: Wanted
+    payload: Any
+    answer: Callable[[Any, Any], tuple[Any, Any]]
+    state: Any
+    capacity: int
+    reply: Any = None
+
+    @property
+    def num_occurrences(self) -> int:
+        """Number of entries, as many as there are occurrences in the batch."""
+        return self.wanted.entry_of.shape[0]
+
+    def no_replies(self) -> Any:
+        """Zeros for every entry."""
+        # To find the shapes by tracing `answer`, as large as a home's step, took a third of all tracing.
+        return jax.tree.map(lambda own: jnp.zeros((self.num_occurrences, *own.shape), own.dtype), self.reply)
+
+    def queue(self, cursor: Int[Array, " devices"]) -> Queue:
+        """Its entries, of which so many have travelled."""
+        return Queue(self.wanted.offsets, cursor, self.wanted.lanes, max(self.capacity, 1))
+
+
+class Answers(NamedTuple):
+    """Answers to a question.
+
+    Attributes:
+      state: as the owner's part left it.
+      replies: one per distinct entry, zeros behind the last one.
+      num_rounds: in which questions travelled.
+    """
+
+    state: Any
+    replies: Any
+    num_rounds: Int[Array, ""]
+
+
+Asking: TypeAlias = Generator[Question, Answers, Result]
+"""A function that yields its questions, so that those of many can be asked together."""
+
+
+def together(askings: Sequence[Asking[Result]], axis_name: AxisName) -> list[Result]:
+    """Results of functions that have questions; what several ask at the same time travels in one exchange."""
+    results: dict[int, Result] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(askings)))
+    while answers:
+        questions: dict[int, Question] = {}
+        for number, answer in answers.items():
+            try:
+                questions[number] = askings[number].send(answer)
+            except StopIteration as stop:
+                results[number] = stop.value
+        answers = dict(zip(questions, ask(list(questions.values()), axis_name=axis_name), strict=True))
+    return [results[number] for number in range(len(askings))]
+
+
+def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
+    """Sends the payload of every distinct entry to its owner and brings the replies back.
+
+    Args:
+      questions: any number, whose blocks travel beside each other.
+      axis_name: the mesh axis, or axes whose sizes multiply to the number of devices.
+
+    Raises: ValueError: a capacity below 1.
+    """
+    answers: dict[int, Answers] = {}
+    for takes_rounds in (False, True):
+        group = {k: q for k, q in enumerate(questions) if (q.capacity < q.num_occurrences) == takes_rounds}
+        if group:
+            answers |= zip(group, _ask(list(group.values()), takes_rounds, axis_name), strict=True)
+    return [answers[number] for number in range(len(questions))]
+
+
+class _Progress(NamedTuple):
+    """Progress of one question: how many entries of each owner have travelled, and the answers so far."""
+
+    cursor: Int[Array, " devices"]
+    state: Any
+    replies: Any
+
+
+def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName) -> list[Answers]:
+    def trade_all(states: Sequence[Any], places: Sequence[Array]) -> tuple[list[Any], list[Any]]:
+        arrived = trade([question.payload for question in questions], axis_name, places)
+        stepped, replies = [], []
+        for question, state, own, blocks in zip(questions, states, places, arrived, strict=True):
+            state, reply = question.answer(state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), blocks))
+            stepped.append(state)
+            replies.append(jax.tree.map(lambda x, shape=own.shape: x.reshape(*shape, *x.shape[1:]), reply))
+        return stepped, trade(replies, axis_name)
+
+    def one_round(carry: tuple[Array, list[_Progress], Array]) -> tuple[Array, list[_Progress], Array]:
+        num_rounds, progress, _ = carry
+        queues = [question.queue(own.cursor) for question, own in zip(questions, progress, strict=True)]
+        fit, cuts = _cuts(queues, axis_name) if takes_rounds else _no_cuts(queues)
+        places, cursors, are_left = api.round_places(queues, fit, cuts)
+        states, replies = trade_all([own.state for own in progress], places)
+        after = [
+            _Progress(cursor, state, _written(own.replies, picks, reply))
+            for own, cursor, picks, state, reply in zip(progress, cursors, places, states, replies, strict=True)
+        ]
+        any_left = jax.lax.pmax(are_left, axis_name) if takes_rounds else jnp.asarray(False)
+        return num_rounds + 1, after, any_left
+
+    for question in questions:
+        if question.capacity < 1 and question.num_occurrences:
+            raise ValueError(f"capacity must be at least 1 place per block, got {question.capacity}.")
+    cursors = [jnp.zeros(question.wanted.offsets.shape[0] - 1, jnp.int32) for question in questions]
+    progress = [
+        _Progress(cursor, question.state, question.no_replies())
+        for cursor, question in zip(cursors, questions, strict=True)
+    ]
+    # Inside a `shard_map` that checks it, what a loop carries varies from its beginning as it does at its end.
+    leaves, tree = jax.tree.flatten(progress)
+    progress = jax.tree.unflatten(tree, vary_alike([*leaves, questions[0].wanted.offsets])[:-1])
+    # A loop from the first round on: what an owner does is a large program, which is compiled once.
+    in_rounds = functools.partial(jax.lax.while_loop, lambda carry: carry[2], one_round)
+    run = in_rounds if takes_rounds else one_round
+    num_rounds, progress, _ = run((jnp.zeros((), jnp.int32), progress, jnp.asarray(True)))
+    return [Answers(own.state, own.replies, num_rounds) for own in progress]
+
+
+def _written(replies: Any, places: Int[Array, "devices capacity"], news: Any) -> Any:
+    olds, tree = jax.tree.flatten(replies)
+    values = [x.reshape(-1, *x.shape[2:]) for x in jax.tree.leaves(news)]
+    found, announced = ([f"{x.dtype}{list(x.shape[1:])}" for x in arrays] for arrays in (values, olds))
+    if found != announced:
+        raise TypeError(f"answer replies {found} an entry, the question says reply={announced}.")
+    return jax.tree.unflatten(tree, api.scatter_rows(olds, places.reshape(-1), values) if olds else ())
+
+
+def _no_cuts(queues: Sequence[Queue]) -> tuple[Int[Array, "queues devices"], UInt32[Array, "1 queues devices"]]:
+    """Answers to questions whose entries all fit into one round."""
+    size = len(queues), queues[0].cursor.shape[0]
+    return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
+
+
+def _cuts(
+    queues: Sequence[Queue], axis_name: AxisName
+) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
+    """Where no device has more than places, and elsewhere the first entries of all that found none."""
+    fit, behind = api.block_ends(queues)
+    # A device without a cut takes no part in the minimum: it has 1 where others have 0.
+    lowest = jax.lax.pmin(fit, axis_name)
+    takes_part, cuts = fit == lowest, []
+    for words in behind:
+        cuts.append(jax.lax.pmin(jnp.where(takes_part, words, jnp.uint32(2**32 - 1)), axis_name))
+        takes_part &= words == cuts[-1]
+    return lowest, jnp.stack(cuts)

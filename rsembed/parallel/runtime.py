@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rsembed.checks import PositiveInt, check_type, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, check_type, describe, validated
 from rsembed.kernels.cpu_threads import check_threads, provide_threads
 from rsembed.parallel.agreement import say_goodbye
 
@@ -39,8 +39,8 @@ _watches_preemption = False
 def init(
     coordinator_address: str | None = None,
     *,
-    num_processes: int | None = None,
-    process_id: int | None = None,
+    num_processes: PositiveInt | None = None,
+    process_id: NonNegativeInt | None = None,
     local_device_ids: Sequence[int] | None = None,
     preemption: bool = False,
     heartbeat_timeout_seconds: PositiveInt = 30,
@@ -248,6 +248,8 @@ def put_global(tree: Any, mesh: Mesh, axis: str | None = "shard") -> Any:
 
     def put(path: Any, leaf: Any) -> jax.Array:
         name = f"put_global: array {jax.tree_util.keystr(path) or 'given'}"
+        if isinstance(leaf, jax.core.Tracer) or np.ma.isMaskedArray(leaf):
+            raise TypeError(f"{name} must be a plain array of the host, outside of jit, got {describe(leaf)}.")
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
                 f"{name} is global already: give what this process alone holds, or leave put_global out for a batch "

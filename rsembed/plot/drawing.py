@@ -1,4 +1,4 @@
-"""What all pictures share: colours, axes to draw on, looks of curves, small texts, labels and legends."""
+"""Parts that all pictures share: colours, axes to draw on, looks of curves, small texts, labels and legends."""
 
 from __future__ import annotations
 

@@ -1,24 +1,29 @@
-"""Pictures of training and of tables, and the numbers that they show."""
+"""Pictures of training, tables, caches and speed, and the numbers that they show."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
 
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.plot.drawing import (
     COLOURS,
+    MUTED,
     axes_or_new,
     colour_of,
     finish,
+    label_ends,
     label_points,
     line_look,
+    marker_look,
+    note,
     reference_lines,
     with_defaults,
 )
@@ -174,7 +179,7 @@ def plot_loss_against_state(
     ax: Axes | None = None,
     **scatter_kwargs: Any,
 ) -> Axes:
-    """What the memory of an optimizer buys: each rule's loss against the bytes it keeps beside a row.
+    """Loss of each optimizer against the bytes that it keeps beside a row.
 
     Args:
       results: `(state bytes per row, loss in nats)` by the name of the rule.
@@ -203,7 +208,7 @@ def plot_limits(
     ax: Axes | None = None,
     **line_kwargs: Any,
 ) -> Axes:
-    """What batches needed against the limit in force; crosses mark those above it, which lose ids or raise.
+    """Needs of batches against the limit in force; crosses mark batches above it, which lose ids or raise.
 
     Args:
       observed: the largest count of each batch.
@@ -279,4 +284,136 @@ def plot_neighbourhoods(
         dots = [Line2D([], [], color=colour, marker="o", linestyle="", label=kind) for kind, colour in colours.items()]
         ax.legend(handles=dots, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     label_points(ax, points, labels, colours=of_rows, min_distance=0.006)  # many, and small dots
+    return ax
+
+
+@validated
+def plot_miss_ratio(measured: Mapping[str, Mapping[int, float]], *, ax: Axes | None = None, **line_kwargs: Any) -> Axes:
+    """The share of lookups that caches missed, over their sizes on a logarithmic axis; one curve per kind of cache.
+
+    Args:
+      measured: `{name: {rows: share}}`, with shares from 0 to 1.
+      ax: None makes a figure.
+      **line_kwargs: for all curves.
+    """
+    ax, sizes = axes_or_new(ax), sorted({rows for points in measured.values() for rows in points})
+    for number, (name, points) in enumerate(measured.items()):
+        rows, shares = zip(*sorted(points.items()), strict=True)
+        ax.semilogx(rows, 100 * np.asarray(shares), label=name, **with_defaults(line_kwargs, **marker_look(number)))
+    ax.set_xticks(sizes, [f"{rows:,}" for rows in sizes])
+    ax.minorticks_off()
+    return finish(ax, "cache (rows)", "lookups that miss (%)", ylim=(0, None), legend=True)
+
+
+@validated
+def plot_against_bytes(
+    results: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    references: Mapping[str, float] | None = None,
+    ylabel: str = "relative error",
+    ax: Axes | None = None,
+) -> Axes:
+    """Result of each method against its bytes, on a logarithmic axis; its name stands where the bytes are most.
+
+    Args:
+      results: `{method: (bytes, value) pairs}`, in any order; such as a reconstruction error or a loss.
+      references: `{name: value}`, drawn as dashed lines across.
+      ylabel: what the values are, with their unit.
+      ax: None makes a figure.
+    """
+    ax = axes_or_new(ax)
+    curves = [np.array(sorted(points), np.float64).T for points in results.values()]
+    for number, (name, curve) in enumerate(zip(results, curves, strict=True)):
+        ax.plot(*curve, **marker_look(number), linewidth=1.5, label=name)
+    reference_lines(ax, references)
+    ax.set_xscale("log")  # sets a formatter of its own
+    ax.margins(x=0.25)
+    ax.xaxis.set_major_formatter(FuncFormatter(_bytes_label))
+    finish(ax, "table (bytes)", ylabel)
+    colours, lines = [colour_of(number) for number in range(len(results))], [(own[0], own[1]) for own in curves]
+    label_ends(ax, [(own[0, -1], own[1, -1]) for own in curves], list(results), colours=colours, curves=lines)
+    return ax
+
+
+def _bytes_label(num_bytes: float, _: int) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:g} {unit}"
+    return f"{num_bytes:g} B"
+
+
+class Work(NamedTuple):
+    """Least work of an operation.
+
+    Attributes:
+      flops: additions and multiplications.
+      num_bytes: bytes to and from memory, each distinct one once.
+    """
+
+    flops: float
+    num_bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.flops / self.num_bytes
+
+
+@validated
+def lookup_work(num_ids: int, num_distinct_rows: int, num_bags: int, dim: int, *, value_bytes: int = 4) -> Work:
+    """A pooled lookup: every entry is scaled and added, every distinct row read, every sum written.
+
+    Example:
+      >>> lookup_work(num_ids=1000, num_distinct_rows=500, num_bags=100, dim=64).intensity
+      0.812...
+    """
+    moved = num_distinct_rows * dim * value_bytes + num_ids * 4 + num_bags * dim * 4
+    return Work(2.0 * num_ids * dim, float(moved))
+
+
+def roof(intensity: Any, bytes_per_second: float, flops_per_second: float) -> Any:
+    """Most operations per second at an intensity: memory limits low ones, arithmetic high ones.
+
+    Source: Williams, Waterman, Patterson (2009).
+    """
+    return np.minimum(np.asarray(intensity, np.float64) * bytes_per_second, flops_per_second)
+
+
+@validated
+def plot_roofline(
+    work: Work,
+    seconds: Mapping[str, Annotated[float, "(0, inf)"]],
+    *,
+    bytes_per_second: Annotated[float, "(0, inf)"],
+    flops_per_second: Annotated[float, "(0, inf)"],
+    ax: Axes | None = None,
+    **line_kwargs: Any,
+) -> Axes:
+    """Programs for one operation under the roof of a machine, both axes logarithmic.
+
+    Args:
+      work: what each program has to do.
+      seconds: what each took, by name.
+      bytes_per_second: what memory gives; a large copy measures it.
+      flops_per_second: what arithmetic gives.
+      ax: None makes a figure.
+      **line_kwargs: go to the roof.
+    """
+    ax = axes_or_new(ax)
+    ridge = flops_per_second / bytes_per_second
+    span = np.geomspace(min(work.intensity, ridge) / 8, max(work.intensity, ridge) * 4, 200)
+    line = with_defaults(line_kwargs, color=MUTED, linewidth=2.0)
+    curve = span, roof(span, bytes_per_second, flops_per_second) / 1e9
+    ax.loglog(*curve, **line)
+    ax.axvline(work.intensity, color=MUTED, linewidth=0.8, linestyle=":")
+    best = roof(work.intensity, bytes_per_second, flops_per_second)
+    reached = [work.flops / taken / 1e9 for taken in seconds.values()]
+    labels = [f"{name}: {100e9 * own / best:.0f} % of the roof" for name, own in zip(seconds, reached, strict=True)]
+    for number, (own, label) in enumerate(zip(reached, labels, strict=True)):
+        ax.plot(work.intensity, own, **marker_look(number), linestyle="none", markersize=9, label=label)
+    slope = curve[0][20], curve[1][20]
+    note(ax, f"{bytes_per_second / 1e9:.0f} GB/s", slope, xytext=(-4, 6), ha="right", va="baseline")
+    finish(ax, "operations per byte of memory", "10⁹ operations per second")
+    points, colours = [(work.intensity, own) for own in reached], [colour_of(k) for k in range(len(reached))]
+    label_ends(ax, points, labels, colours=colours, curves=[curve])
     return ax

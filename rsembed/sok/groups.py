@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from rsembed.bags import Bags, common_width, device_copy
+from rsembed.bags import as_bags, device_copy
 from rsembed.checks import check_type, describe, validated
-from rsembed.parallel import Agreement
+from rsembed.collection import inputs
+from rsembed.collection.devices import Devices
+from rsembed.kernels import api
+from rsembed.kernels.contract import Segment
 from rsembed.row_gradients import check_gradient
-from rsembed.sok import plain_tables
 from rsembed.sok.initialize import Context
-from rsembed.sok.key_bags import KeyBags, bring, checked_combiner, read_keys, widened
-from rsembed.sok.lookups import StepOnce, look_up_variables
+from rsembed.sok.lookups import StepOnce, checked_combiner, is_known, key_bags, look_up_variables, of_any_width
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
-from rsembed.specs import Combiner
+from rsembed.specs import Combiner, FeatureSpec, TableSpec
 
 
 def group_embedding_lookup_sparse(
@@ -33,7 +38,7 @@ def group_embedding_lookup_sparse(
     *,
     training: bool = False,
 ) -> list[Float[Array, "batch _"]]:
-    """Pooled rows of many tables in one program.
+    """Pooled rows of many tables in one exchange.
 
     Args:
       params: `EmbeddingVariable`s, and plain tables `[rows, dim]` (arrays or `nnx.Param`s, differentiable as usual);
@@ -43,7 +48,7 @@ def group_embedding_lookup_sparse(
       partition_strategy: "mod", the only one.
       sp_weights: weights for each, or None where there are none.
       name: of the group, for messages.
-      training: give new keys of embedding variables rows.
+      training: new keys of embedding variables read as what their rows are going to start from, else as zeros.
 
     Returns: `[batch, dim]` of each. Where there are several processes, plain tables must be equal in all of them;
       beside embedding variables they give the samples of all processes, as those do, and alone those of their own.
@@ -80,11 +85,7 @@ def group_embedding_lookup_vjp(
     return outputs, lambda d_outputs: backward(*d_outputs)
 
 
-def _look_up_group(*arguments: Any, training: bool) -> tuple[list[Array], StepOnce]:
-    return _read_group(*arguments, training=training)()
-
-
-def _read_group(
+def _look_up_group(
     params: Sequence[Any],
     sp_ids: Sequence[Any],
     combiners: Sequence[str],
@@ -93,8 +94,7 @@ def _read_group(
     name: str | None,
     *,
     training: bool,
-) -> Callable[[], tuple[list[Array], StepOnce]]:
-    """The lookup of a checked batch: training gives new keys their rows, and no table may be ahead of others."""
+) -> tuple[list[Array], StepOnce]:
     group = f"group {name or 'embedding'!r}"
     if partition_strategy != "mod":
         raise NotImplementedError(f"{group}: partition_strategy={partition_strategy!r}; rows are placed by 'mod' only.")
@@ -102,40 +102,68 @@ def _read_group(
         raise TypeError(f"{group}: params must be a list of tables, got {describe(params)}.")
     known = [checked_combiner(own, f"{group}: combiners[{position}]") for position, own in enumerate(combiners)]
     context = _context_of(params, group)
-    # Where several processes have samples, all outputs are those of the global batch.
-    shared = context if context is not None and context.num_local_devices < context.num_devices else None
-    plain: dict[int, Bags] = {}
-    batch: dict[int, KeyBags] = {}
-    with Agreement(None if shared is None else shared.mesh, group, (sp_ids, sp_weights)) as agreement:
-        weights = [None] * len(params) if sp_weights is None else list(sp_weights)
-        lengths = {"params": len(params), "sp_ids": len(sp_ids), "combiners": len(known), "sp_weights": len(weights)}
+    features = [_feature_of(params, position, group) for position in range(len(params))]
+
+    def read(given: Any) -> dict[str, Any]:
+        ids, weights = given
+        weights = [None] * len(params) if weights is None else list(weights)
+        lengths = {"params": len(params), "sp_ids": len(ids), "combiners": len(known), "sp_weights": len(weights)}
         if len(set(lengths.values())) != 1 or not params:
             raise ValueError(f"{group}: the lists must have one entry per table and not be empty, got {lengths}.")
-        for i, (table, ids, own, combiner) in enumerate(zip(params, sp_ids, weights, known, strict=True)):
-            if not isinstance(table, EmbeddingVariable):
-                plain[i] = plain_tables.read_ids(table, ids, own, f"{group}, params[{i}]")
-                if shared is not None and plain_tables.is_own(plain[i]):
-                    shared.check_batch(plain[i].num_bags, f"{group}, params[{i}]")
-                    width = common_width(plain[i])
-                    agreement.bring(_name(i, table), f"{plain[i].num_bags} samples", width=width)
-                continue
-            batch[i] = read_keys(table.table, ids, own, combiner)
-            bring(agreement, _name(i, table), batch[i], table.table.context, f"{group}, {table.table.spec.name!r}")
-
-    def look_up() -> tuple[list[Array], StepOnce]:
-        outputs: dict[int, Array] = {}
-        for i, bags in plain.items():
-            if shared is not None and plain_tables.is_own(bags):
-                width = agreement.width(_name(i, params[i]))
-                outputs[i] = plain_tables.pool_everywhere(params[i], bags, known[i], context=shared, width=width)
+        bags = {}
+        for table, feature, own, own_weights in zip(params, features, ids, weights, strict=True):
+            if isinstance(table, EmbeddingVariable):
+                bags[feature.name] = key_bags(own, own_weights, feature.name, context)
             else:
-                outputs[i] = plain_tables.pool(params[i], bags, known[i])
-        keys = [widened(bags, agreement.width(_name(i, params[i]))) for i, bags in batch.items()]
-        found, backward = look_up_variables([params[i] for i in batch], keys, training=training)
-        outputs |= dict(zip(batch, found, strict=True))
-        return [outputs[i] for i in range(len(params))], backward
+                pair = own if own_weights is None else (own, own_weights)
+                bags[feature.name] = of_any_width(as_bags(pair, feature=feature.name), context)
+            if context is not None and is_known(bags[feature.name]):
+                context.check_batch(bags[feature.name].num_bags, f"{group}, {feature.name}")
+        return bags
 
-    return look_up
+    devices = Devices() if context is None else context.devices
+    by_name = {feature.name: feature for feature in features}
+    batch = inputs.prepare(by_name, (sp_ids, sp_weights), devices, bounds_check="raise", what=group, read=read)
+    outputs, own = dict[int, Array](), list[int]()
+    for position, (table, feature, combiner) in enumerate(zip(params, features, known, strict=True)):
+        if isinstance(table, EmbeddingVariable):
+            own.append(position)
+        else:
+            outputs[position] = _pool(devices, combiner, _values(table), batch[feature.name])
+    keys, pooling = [batch[features[position].name] for position in own], [known[position] for position in own]
+    found, backward = look_up_variables([params[position] for position in own], keys, pooling, training=training)
+    outputs |= dict(zip(own, found, strict=True))
+    return [outputs[position] for position in range(len(params))], backward
+
+
+def _feature_of(params: Sequence[Any], position: int, group: str) -> FeatureSpec:
+    """What the door of the core knows of an entry of a group."""
+    table, where = params[position], f"params[{position}]"
+    if isinstance(table, EmbeddingVariable):
+        spec = table.table.spec
+        names = [own.table.spec.name for own in params if isinstance(own, EmbeddingVariable)]
+        return FeatureSpec(spec.name if names.count(spec.name) == 1 else f"{where} (table {spec.name!r})", spec)
+    values = table.get_value() if isinstance(table, nnx.Variable) else table
+    check_type(values, Float[Array, "rows dim"], f"{group}, {where}")
+    return FeatureSpec(where, TableSpec(where, *np.shape(values)))
+
+
+def _values(table: Any) -> Array:
+    return table.get_value() if isinstance(table, nnx.Variable) else jnp.asarray(table)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pool(devices: Devices, combiner: Combiner, values: Array, batch: Any) -> Float[Array, "batch dim"]:
+    """Pooled rows of a plain table, which every device reads for its samples."""
+
+    def on_device(values: Array, batch: Any) -> Array:
+        bags = as_bags(batch, feature="samples of this device")
+        weights = None if bags.weights is None else jnp.asarray(bags.weights)
+        segment = Segment(jnp.asarray(bags.ids), jnp.asarray(bags.offsets), weights, combiner)
+        return api.lookup(values, [segment])[0]
+
+    pooled: Array = devices.on_each(on_device, (PartitionSpec(), devices.split), devices.split)(values, batch)
+    return pooled
 
 
 def _context_of(params: Sequence[Any], group: str) -> Context | None:
@@ -150,11 +178,6 @@ def _context_of(params: Sequence[Any], group: str) -> Context | None:
                 "make them with the same context, or look them up one after the other."
             )
     return tables[0].context if tables else None
-
-
-def _name(position: int, table: Any) -> str:
-    name = f" (table {table.table.spec.name!r})" if isinstance(table, EmbeddingVariable) else ""
-    return f"params[{position}]{name}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -284,19 +307,15 @@ def _read_columns(
     for position, column in enumerate(columns):
         home = homes.setdefault(id(column.variable), column.group or position)
         groups.setdefault(home, []).append(position)
-    read = []
+    outputs: dict[int, Array] = {}
+    backwards = []
     for group, positions in groups.items():
         own = [columns[position] for position in positions]
         given = [features[column.feature] for column in own]
         pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in given]
         ids, weights = zip(*pairs, strict=True)
         variables, combiners = [column.variable for column in own], [column.combiner for column in own]
-        look_up = _read_group(variables, ids, combiners, "mod", weights, str(group), training=training)
-        read.append((positions, look_up))
-    outputs: dict[int, Array] = {}
-    backwards = []
-    for positions, look_up in read:
-        found, backward = look_up()
+        found, backward = _look_up_group(variables, ids, combiners, "mod", weights, str(group), training=training)
         outputs |= dict(zip(positions, found, strict=True))
         backwards.append((positions, backward))
     return [outputs[position] for position in range(len(columns))], backwards

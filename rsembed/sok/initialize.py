@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.checks import PositiveInt, validated
+from rsembed.collection.devices import Devices
 from rsembed.kernels.cpu_threads import check_threads
 from rsembed.parallel import runtime
 
@@ -36,37 +36,24 @@ class Context:
         """Devices, and so shards of every table."""
         return self.mesh.shape[self.axis]
 
-    @property
-    def num_local_devices(self) -> int:
-        """Devices of this process."""
-        return self.mesh.local_mesh.shape[self.axis]
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """How tables and batches lie: cut along the leading axis."""
-        return NamedSharding(self.mesh, P(self.axis))
+    @functools.cached_property
+    def devices(self) -> Devices:
+        """The same as the core has it."""
+        return Devices.of(self.mesh, self.axis)
 
     def check_batch(self, num_samples: int, name: str) -> None:
-        """Raises: ValueError: this process' samples do not divide among its devices, or are not as many as agreed."""
-        devices, processes = self.num_local_devices, self.num_devices // self.num_local_devices
-        if num_samples % devices:
-            raise ValueError(
-                f"{name}: {num_samples} samples do not divide among the {devices} devices of this process; pad the "
-                "batch with samples without keys (-1)."
-            )
+        """Raises: ValueError: the samples of all processes are not as many as agreed."""
+        processes = self.devices.num_processes
         if self.global_batch_size not in (None, num_samples * processes):
             raise ValueError(
                 f"{name}: {num_samples} samples in each of {processes} processes, but sok.Init was told "
                 f"global_batch_size={self.global_batch_size}; change one of them, or leave it out to take any batch."
             )
 
-    def on_each(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-        """`function` of what one device holds, as a function of global arrays; its results are cut as tables are."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=P(self.axis), check_vma=False)
-
     def place(self, tree: Any) -> Any:
         """Arrays of this process, cut among the devices of all; copies, since JAX may take over what it is given."""
-        place = functools.partial(jax.make_array_from_process_local_data, self.sharding)
+        sharding = NamedSharding(self.mesh, P(self.axis))
+        place = functools.partial(jax.make_array_from_process_local_data, sharding)
         return jax.tree.map(place, jax.tree.map(np.array, tree))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rsembed.bags import device_copy
+from rsembed.bags import PAD_ID, Bags, check_unmasked, device_copy
 from rsembed.checks import PositiveInt, validated
-from rsembed.keys import Keys
+from rsembed.collection import inputs
+from rsembed.keys import Keys, split_keys
 from rsembed.parallel import Agreement
 from rsembed.row_gradients import check_gradient
-from rsembed.sok.key_bags import KeyBags, bring, checked_combiner, read_keys, widened
-from rsembed.sok.lookups import StepOnce, look_up_variables
+from rsembed.sok.lookups import StepOnce, checked_combiner, is_known, key_bags, look_up_variables
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
@@ -58,36 +57,48 @@ class _Layer(nnx.Module):
         """The table, by its published name."""
         return self.variable
 
-    def _agreement(self, *given: Any) -> Agreement:
-        return Agreement(self.variable.table.context.mesh, f"layer {self.name!r}", given)
-
-    def _read(self, agreement: Agreement, value: Any, weights: Any, combiner: Combiner) -> KeyBags:
-        """The batch as this process was given it."""
-        bags = read_keys(self.variable.table, value, weights, combiner, width=self.max_nnz)
-        num_bags = bags.keys.shape[0]
-        if num_bags % self.slot_num:
-            raise ValueError(
-                f"layer {self.name!r}: {num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
-                "[batch, slot_num, keys] or [batch * slot_num, keys]."
-            )
-        context, what = self.variable.table.context, f"layer {self.name!r}"
-        bring(agreement, "keys", bags, context, what, bags_per_sample=self.slot_num)
-        return bags
-
-    def _look_up(self, bags: KeyBags, training: bool, *shape: int) -> tuple[Array, StepOnce]:
-        """Output of this shape, but for the rows' own axis."""
-        (output,), backward = look_up_variables([self.variable], [bags], training=training)
+    def _look_up(
+        self, given: tuple[Any, Any], read: Callable[[Any], Bags], combiner: Combiner, training: bool, *shape: int
+    ) -> tuple[Array, StepOnce]:
+        """Output of this shape, but for the rows' own axis, of what `read` makes of keys and weights."""
+        table = self.variable.table
+        name, features = table.spec.name, table.collection.features
+        what, devices = f"layer {name!r}", table.context.devices
+        reading = lambda given: {name: read(given)}  # noqa: E731
+        batch = inputs.prepare(features, given, devices, bounds_check="raise", what=what, read=reading)
+        (output,), backward = look_up_variables([self.variable], [batch[name]], [combiner], training=training)
         output = output.reshape(*shape, output.shape[-1])
         backward.shapes = [output.shape]
         return output, backward
+
+    def _bags(self, given: tuple[Any, Any]) -> Bags:
+        """The bags of whole samples, none longer than agreed."""
+        context, what = self.variable.table.context, f"layer {self.name!r}"
+        bags = key_bags(*given, self.name, context)
+        if bags.num_bags % self.slot_num:
+            raise ValueError(
+                f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} each; pass "
+                "[batch, slot_num, keys] or [batch * slot_num, keys]."
+            )
+        if not is_known(bags):
+            return bags
+        lengths = np.diff(np.asarray(bags.offsets))
+        if lengths.max(initial=0) > self.max_nnz:
+            raise ValueError(
+                f"{what}: bag {lengths.argmax()} has {lengths.max()} keys, but at most {self.max_nnz} per bag were "
+                "agreed (max_nnz); raise it, or cut the bag."
+            )
+        context.check_batch(bags.num_bags // self.slot_num, what)
+        return bags
 
 
 class DistributedEmbedding(_Layer):
     """Pooled rows of `slot_num` features that share one table, spread over all devices.
 
     `layer(keys)` looks up; a key without a row reads as zeros. `out, backward = layer.vjp(keys)` is the lookup of a
-    training step: new keys get rows, and `backward(d_out)` steps every row that was read, once. Works eagerly and under
-    `nnx.jit`. The result does not depend on the number of devices.
+    training step: new keys read as what their rows are going to start from, and `backward(d_out)` gives them rows and
+    steps every row that was read, once. Works eagerly and under `nnx.jit`, which copies a table that is not donated
+    (`donate_argnums`). The result does not depend on the number of devices.
 
     Args:
       combiner: "sum", "mean" or "sqrtn" over the keys of a slot; capitals do not matter.
@@ -146,7 +157,7 @@ class DistributedEmbedding(_Layer):
             `Keys` of such a shape; `Bags` or lists with one bag per sample and slot. Of this process alone where there
             are several.
           weights: one per key; None means ones.
-          training: give new keys rows.
+          training: new keys read as what their rows are going to start from, else as zeros.
 
         Raises:
           TypeError or ValueError: naming table, position and the way out.
@@ -159,20 +170,22 @@ class DistributedEmbedding(_Layer):
         return self._pooled(keys, weights, True)
 
     def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, StepOnce]:
-        with self._agreement(keys, weights) as agreement:
-            bags = self._read(agreement, keys, weights, self.combiner)
-            self._check_samples(bags.keys.is_key)
-        return self._look_up(widened(bags, agreement.width("keys")), training, -1, self.slot_num)
+        return self._look_up((keys, weights), self._samples, self.combiner, training, -1, self.slot_num)
 
-    def _check_samples(self, is_key: Any) -> None:
-        if self.max_feature_num == self.slot_num * self.max_nnz or not isinstance(is_key, np.ndarray):
-            return
-        used = is_key.reshape(-1, self.slot_num * is_key.shape[-1]).sum(axis=1)
+    def _samples(self, given: tuple[Any, Any]) -> Bags:
+        bags = self._bags(given)
+        if self.max_feature_num == self.slot_num * self.max_nnz or not is_known(bags):
+            return bags
+        offsets = np.asarray(bags.offsets)
+        is_key = np.asarray(bags.ids.is_key if isinstance(bags.ids, Keys) else bags.ids != PAD_ID)
+        ends = np.concatenate([[0], np.cumsum(is_key)])[offsets[:: self.slot_num]]
+        used = np.diff(ends)
         if used.max(initial=0) > self.max_feature_num:
             raise ValueError(
                 f"layer {self.name!r}: sample {int(used.argmax())} has {int(used.max())} keys, but at most "
                 f"max_feature_num={self.max_feature_num} were agreed; raise it, or cut the sample."
             )
+        return bags
 
 
 class All2AllDenseEmbedding(_Layer):
@@ -227,7 +240,7 @@ class All2AllDenseEmbedding(_Layer):
 
         Args:
           keys: as the class says.
-          training: give new keys rows.
+          training: new keys read as what their rows are going to start from, else as zeros.
 
         Raises: as for `DistributedEmbedding`.
         """
@@ -238,53 +251,56 @@ class All2AllDenseEmbedding(_Layer):
         return self._rows(keys, True)
 
     def _rows(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
-        with self._agreement(keys) as agreement:
-            keys = self._as_array(keys)
-            if self.dynamic_input:
-                bags = read_keys(self.variable.table, jax.tree.map(lambda lane: lane[:, None], keys), None, "none")
-                agreement.bring("keys", "a list of keys", width=self._places(bags.keys.is_key))
-            else:
-                bags = self._read(agreement, keys, None, "none")
         if self.dynamic_input:
-            return self._rows_of_list(bags, agreement.width("keys"), training)
-        return self._look_up(bags, training, -1, self.slot_num, self.max_nnz)
+            return self._rows_of_list(keys, training)
+        return self._look_up((keys, None), self._slots, "none", training, -1, self.slot_num, self.max_nnz)
 
-    def _as_array(self, keys: Any) -> Any:
-        if not isinstance(keys, (Keys, jax.Array)):
-            try:
-                keys = np.asarray(keys)
-            except ValueError as error:
-                raise ValueError(
-                    f"layer {self.name!r}: all slots need equally many keys; fill them up with -1, or use "
-                    "DistributedEmbedding for ragged ones."
-                ) from error
-        if self.dynamic_input and len(keys.shape) != 1:
-            raise ValueError(f"layer {self.name!r}: dynamic_input takes a list of keys, got shape {keys.shape}.")
-        if not self.dynamic_input and keys.shape[1:] != (self.slot_num, self.max_nnz):
+    def _slots(self, given: tuple[Any, Any]) -> Bags:
+        keys = self._as_array(given[0])
+        if keys.shape[1:] != (self.slot_num, self.max_nnz):
             raise ValueError(
                 f"layer {self.name!r}: keys have shape {keys.shape}, but [batch, {self.slot_num}, {self.max_nnz}] were "
                 "agreed (slot_num, nnz_per_slot); pass dynamic_input=True for lists of any length."
             )
-        return keys
+        return self._bags((keys, None))
 
-    def _places(self, is_key: Any) -> int:
-        """Keys of a list, so many more that all devices get equally many: those of this process if it is its own."""
-        context = self.variable.table.context
-        devices = context.num_devices if isinstance(is_key, jax.Array) else context.num_local_devices
-        return -(-is_key.shape[0] // (devices * self.slot_num)) * devices * self.slot_num
+    def _as_array(self, keys: Any) -> Any:
+        check_unmasked(keys, f"layer {self.name!r}: keys")
+        if isinstance(keys, (Keys, jax.Array)):
+            return keys
+        try:
+            array = np.asarray(keys)
+        except ValueError as error:
+            raise ValueError(
+                f"layer {self.name!r}: all slots need equally many keys; fill them up with -1, or use "
+                "DistributedEmbedding for ragged ones."
+            ) from error
+        return array if array.size else array.astype(np.int64)  # of no keys, numpy makes floats
 
-    def _rows_of_list(self, bags: KeyBags, places: int, training: bool) -> tuple[Array, Callable[[Any], None]]:
-        num_keys, context = bags.keys.shape[0], self.variable.table.context
-        is_part = isinstance(bags.keys.is_key, np.ndarray) and context.num_local_devices < context.num_devices
-        missing = places - num_keys
-        padded = dataclasses.replace(bags, keys=jax.tree.map(lambda lane: _padded(lane, missing), bags.keys))
-        output, backward = self._look_up(padded, training, -1)
-        if is_part or not missing:
+    def _rows_of_list(self, keys: Any, training: bool) -> tuple[Array, Callable[[Any], None]]:
+        context, what = self.variable.table.context, f"layer {self.name!r}"
+        # Processes agree on a length first, and then on the keys.
+        with Agreement(context.devices.known_mesh, what, keys) as agreement:
+            keys = self._as_array(keys)
+            if keys.ndim != 1:
+                raise ValueError(f"{what}: dynamic_input takes a list of keys, got shape {keys.shape}.")
+            keys = keys if isinstance(keys, Keys) else split_keys(keys, feature=f"{what}: keys")
+            is_part = context.devices.num_processes > 1 and is_known(keys)
+            shares = context.num_devices // (context.devices.num_processes if is_part else 1)
+            agreement.bring("keys", "a list of keys", width=-(-keys.shape[0] // shares) * shares)
+        num_keys, places = keys.shape[0], agreement.width("keys")
+
+        def read(given: tuple[Any, Any]) -> Bags:
+            filled: Keys = jax.tree.map(lambda lane: _padded(lane, places - num_keys), given[0])
+            return key_bags(filled.reshape(-1, 1), None, self.name, context)
+
+        output, backward = self._look_up((keys, None), read, "none", training, -1)
+        if is_part or places == num_keys:
             return output, backward
 
         def backward_of_keys(d_output: Any) -> None:
-            check_gradient(d_output, f"table {self.variable.table.spec.name!r}: the gradient")
-            backward(_padded(device_copy(d_output, jnp.float32), missing))
+            check_gradient(d_output, f"table {self.name!r}: the gradient")
+            backward(_padded(device_copy(d_output, jnp.float32), places - num_keys))
 
         return output[:num_keys], backward_of_keys
 

@@ -1,53 +1,242 @@
-"""Lookups of several embedding variables in one program, and the step that may follow each of them once."""
+"""Lookups of several embedding variables in one exchange, and the step that may follow each of them once.
+
+What compiled programs do is the engine of the core, over the tables of some variables.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.errors import TraceContextError
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from rsembed.bags import device_copy
-from rsembed.collection.asked_rows import keys_of
-from rsembed.collection.engine import STACKS_TOGETHER
-from rsembed.collection.rows import Occurrences, Trip
+from rsembed.bags import Bags, as_bags, check_unmasked, device_copy, is_traced
+from rsembed.collection.engine import STACKS_TOGETHER, Engine
+from rsembed.collection.stack import Stack
 from rsembed.homes import Hashed
-from rsembed.homes.hashed_rows import Counters, DynamicTable, numbers_of
+from rsembed.homes.hashed_rows import DynamicTable, numbers_of
 from rsembed.homes.home import on_host
-from rsembed.kernels.contract import NO_ROW, Segment
-from rsembed.keys import join_keys, num_invalid
-from rsembed.parallel import Asking
+from rsembed.kernels.contract import Step
+from rsembed.keys import Keys
+from rsembed.parallel.agreement import is_global
 from rsembed.row_gradients import SingleUse, check_gradient
-from rsembed.sok.key_bags import KeyBags
-from rsembed.sok.sharded_table import ShardedTable, TableState, on_devices
-from rsembed.sok.variables import EmbeddingVariable, grown, state_of
+from rsembed.sok.initialize import Context
+from rsembed.sok.variables import EmbeddingVariable, VariableTable, give_room, state_of
+from rsembed.specs import Combiner, FeatureSpec
 
-Outputs = tuple[Float[Array, "_ _"], ...]
-"""Of each feature `[bags, dim]`, or `[bags * width, dim]` for combiner "none"."""
-
-
+Arrays = tuple[DynamicTable, Any, Int[Array, ""]]
+"""What a program has of a variable: rows by key, slots and the number of the step to come."""
+KeyBatch = Any
+"""Keys `[bags, width]` of a feature, cut among devices by bag; or a pair of them and their weights."""
 TRAINED = "backward was called before: a lookup trains once. Look up again for another step."
+
+
+# Batches
+
+
+def checked_combiner(combiner: str, what: str) -> Combiner:
+    """The combiner in small letters. Raises: ValueError: it does not pool; names `what` asked for it."""
+    if str(combiner).lower() not in ("sum", "mean", "sqrtn"):
+        raise ValueError(f"{what} must be 'sum', 'mean' or 'sqrtn', got {combiner!r}.")
+    return cast(Combiner, combiner.lower())
+
+
+def key_bags(keys: Any, weights: Any, feature: str, context: Context | None) -> Bags:
+    """One bag of keys per leading position of `keys`.
+
+    Args:
+      keys: an integer array or `Keys` `[..., keys per bag]`, in which -1 is no key; `Bags`; or a list of keys per bag.
+      weights: one float per key, in the same form, or None.
+      feature: named in errors.
+      context: the devices.
+
+    Raises: TypeError or ValueError, naming the feature.
+    """
+    check_unmasked(keys, f"feature {feature!r}: keys")
+    if isinstance(keys, Bags) or (isinstance(keys, (list, tuple)) and not isinstance(keys, Keys)):
+        try:
+            return as_bags(keys if isinstance(keys, Bags) and weights is None else (keys, weights), feature=feature)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error} Lists hold one flat list of keys per bag: [[1, 2], [3], []].") from error
+    keys = keys if isinstance(keys, (Keys, jax.Array)) else np.asarray(keys)
+    if keys.ndim < 2:
+        raise ValueError(
+            f"feature {feature!r}: keys need an axis of bags and one of keys per bag, got shape {keys.shape}."
+        )
+    if weights is not None:
+        weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+        if weights.shape != keys.shape:
+            raise ValueError(f"feature {feature!r}: weights have shape {weights.shape}, keys {keys.shape}.")
+        weights = weights.reshape(-1, keys.shape[-1])
+    bags = as_bags((keys.reshape(-1, keys.shape[-1]), weights), feature=feature)
+    return of_any_width(bags, context)
+
+
+def of_any_width(bags: Bags, context: Context | None) -> Bags:
+    """Bags on whose width several processes can agree, as they cannot on that of arrays."""
+    is_part = context is not None and context.devices.num_processes > 1 and is_known(bags)
+    return dataclasses.replace(bags, dense_shape=None) if is_part else bags
+
+
+def is_known(batch: Bags | Keys) -> bool:
+    """Whether keys are here to be checked: not inside `jit`, and not those of other processes."""
+    return not is_traced(batch) and not any(map(is_global, jax.tree.leaves(batch)))
+
+
+# Programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Lookups and steps of some tables, equal for all whose tables are alike: these share what is compiled.
+
+    Args:
+      kinds: of the tables.
+      combiners: of the features of each table.
+      tables: those that stand for all.
+    """
+
+    kinds: tuple[Hashable, ...]
+    combiners: tuple[tuple[Combiner, ...], ...]
+    tables: tuple[VariableTable, ...] = dataclasses.field(compare=False)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The core's engine of the stack of each table, which are called by their numbers."""
+        features: dict[str, FeatureSpec] = {}
+        stacks: dict[str, Stack] = {}
+        for t, (table, combiners) in enumerate(zip(self.tables, self.combiners, strict=True)):
+            own = table.collection.logical.stacks[table.spec.name]
+            plan = own.layout.stack
+            placements = tuple(
+                dataclasses.replace(plan.features[0], name=_feature(t, k), combiner=combiner)
+                for k, combiner in enumerate(combiners)
+            )
+            layout = dataclasses.replace(own.layout, stack=dataclasses.replace(plan, features=placements))
+            stacks[str(t)] = type(own)(layout, own.rows)
+            features |= {feature.name: FeatureSpec(feature.name, table.spec) for feature in placements}
+        return Engine(features, stacks, self.tables[0].context.devices)
+
+    @staticmethod
+    def by_table(values: Sequence[Any]) -> dict[str, Any]:
+        """Values of tables by their numbers."""
+        return {str(t): value for t, value in enumerate(values)}
+
+    @staticmethod
+    def by_feature(values: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Values of the features of all tables by name."""
+        return {_feature(t, k): value for t, own in enumerate(values) for k, value in enumerate(own)}
+
+
+def _feature(table: int, number: int) -> str:
+    return f"{table}/{number}"
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _look_up(
+    is_training: bool, program: Program, arrays: Sequence[Arrays], batch: Sequence[Sequence[KeyBatch]]
+) -> list[tuple[list[Float[Array, "_ _"]], Int[Array, " devices"]]]:
+    """Of each table the pooled rows of its features, and how many keys have no row, or want one if it is training."""
+    tables, bags = program.by_table([params for params, _, _ in arrays]), program.by_feature(batch)
+    if is_training:
+        numbers = program.by_table([step for *_, step in arrays])
+        found, statistics = program.engine.look_ahead(tables, bags, numbers)
+    else:
+        found, statistics = program.engine.lookup(tables, bags)
+    return [
+        ([found[_feature(t, k)] for k in range(len(own))], cast(Array, statistics.traffic[str(t)].num_unknown))
+        for t, own in enumerate(batch)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _step(
+    program: Program,
+    arrays: Sequence[Arrays],
+    batch: Sequence[Sequence[KeyBatch]],
+    d_outputs: Sequence[Sequence[Float[Array, "_ _"]]],
+) -> list[Arrays]:
+    """The arrays after one step with gradients of the outputs."""
+    rules = [table.spec.optimizer for table in program.tables]
+    steps = [
+        Step(rule.get_hyperparameters(number), rule, None, number)
+        for rule, (*_, number) in zip(rules, arrays, strict=True)
+    ]
+    params, slots, numbers = zip(*arrays, strict=True)
+    own, own_slots, own_steps = map(program.by_table, (params, slots, steps))
+    stepped, stepped_slots = program.engine.update(
+        own, own_slots, program.by_feature(batch), program.by_feature(d_outputs), own_steps
+    )
+    return [(stepped[str(t)], stepped_slots[str(t)], number + 1) for t, number in enumerate(numbers)]
+
+
+def _in_programs(
+    function: Callable[..., list[Any]],
+    keep: Callable[[int, Any], None],
+    variables: Sequence[EmbeddingVariable],
+    combiners: Sequence[Sequence[Combiner]],
+    *args: Sequence[Any],
+) -> None:
+    """`function` of variables and what belongs to each of them, in programs of few tables.
+
+    To compile one takes time that grows with the square of its tables, and tables that are alike share what is
+    compiled: of a hundred like tables, a quarter at a time. A program takes the old arrays away, so what it gives is
+    kept before the next one begins: an error there must not cost the tables of this one.
+    """
+    numbers: dict[Hashable, int] = {}
+    kinds = [variable.table.kind for variable in variables]
+    first_of_kind = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    like_beside_like = sorted(range(len(variables)), key=first_of_kind.__getitem__)
+    size = -(-len(variables) // -(-len(variables) // STACKS_TOGETHER))
+    for first in range(0, len(variables), size):
+        own = like_beside_like[first : first + size]
+        program = Program(
+            tuple(kinds[number] for number in own),
+            tuple(tuple(combiners[number]) for number in own),
+            tuple(variables[number].table for number in own),
+        )
+        arrays = [_arrays_of(variables[number]) for number in own]
+        found = function(program, arrays, *([of_all[number] for number in own] for of_all in args))
+        for number, result in zip(own, found, strict=True):
+            keep(number, result)
+
+
+def _arrays_of(variable: EmbeddingVariable) -> Arrays:
+    state, name = state_of(variable), variable.table.spec.name
+    return state.tables[name], state.slots[name], state.step
+
+
+# Lookups
 
 
 @dataclasses.dataclass(eq=False)
 class StepOnce:
-    """Trains the tables of a lookup with the gradients of its outputs, once."""
+    """Trains the tables of a lookup with the gradients of its outputs, once.
+
+    Args:
+      variables: distinct ones.
+      batch: keys of the features of each.
+      combiners: likewise.
+      wanted: by device, how many keys of each were going to get a row.
+      order: which of the variables each output comes from.
+      shapes: of the outputs.
+    """
 
     variables: Sequence[EmbeddingVariable]
-    trips: Sequence[Trip]
-    order: Sequence[int]  # which of the variables each output comes from
+    batch: Sequence[Sequence[KeyBatch]]
+    combiners: Sequence[Sequence[Combiner]]
+    wanted: Sequence[Int[Array, " devices"]]
+    order: Sequence[int]
     shapes: list[tuple[int, ...]]
     permit: SingleUse = dataclasses.field(default_factory=functools.partial(SingleUse, TRAINED))
 
     def __call__(self, *d_outputs: Any) -> None:
-        """One optimizer step of every row that the lookup read.
+        """One optimizer step of every row that the lookup read; new keys get theirs.
 
         An error in the step of a large group leaves each table either stepped or as it was, as its `step` says.
 
@@ -55,7 +244,7 @@ class StepOnce:
           *d_outputs: gradient of each output; of the loss over the global batch.
 
         Raises:
-          RuntimeError: a second call.
+          RuntimeError: a second call; or since the lookup a table has become full that is to say so.
           ValueError: a gradient has another shape than its output.
         """
         if len(d_outputs) != len(self.shapes):
@@ -69,217 +258,103 @@ class StepOnce:
                 raise ValueError(f"table {name!r}: the gradient has shape {gradient.shape}, the output {shape}.")
             gradients[number].append(gradient.reshape(-1, shape[-1]))
         self.permit.use()
-        _in_programs(_step, _keep, self.variables, self.trips, gradients)
+        failed_before = [self._prepared(number, gradients) for number in range(len(self.variables))]
+
+        def keep(number: int, stepped: Arrays) -> None:
+            variable = self.variables[number]
+            params, slots, step = stepped
+            name, state = variable.table.spec.name, variable.get_value()
+            variable.set_value(state._replace(tables={name: params}, slots={name: slots}, step=step))
+
+        _in_programs(_step, keep, self.variables, self.combiners, self.batch, gradients)
+        for variable, before in zip(self.variables, failed_before, strict=True):
+            if before is not None and (num_failed := _num_failed(variable) - before):
+                raise _full(variable, num_failed)
+
+    def _prepared(self, number: int, gradients: Sequence[Any]) -> int | None:
+        """Makes room in a table that grows; of another that may not have any, how many keys found none before."""
+        variable, wanted = self.variables[number], self.wanted[number]
+        given = self.batch[number], gradients, variable.get_value()
+        if not says_when_full(variable) or is_traced(given):
+            return None
+        params, _, _ = _arrays_of(variable)
+        missing, num_waiting = _missing(params.keys, wanted), 0
+        num_ids = sum(leaf.size for leaf in jax.tree.leaves(self.batch[number]))
+        if params.waiting is not None and _missing(params.waiting, num_ids).max() > 0:
+            unknown: list[Any] = []
+            _in_programs(
+                functools.partial(_look_up, False),
+                lambda _, found: unknown.append(found[1]),
+                [variable],
+                [self.combiners[number]],
+                [self.batch[number]],
+            )
+            num_waiting = _missing(params.waiting, unknown[0] - wanted).max()
+        if max(missing.max(), num_waiting) <= 0:
+            return None
+        if not variable.table.grows:
+            return _num_failed(variable)
+        give_room(variable, int(missing.max()), int(num_waiting))
+        return None
 
 
 def look_up_variables(
-    variables: Sequence[EmbeddingVariable], batch: Sequence[KeyBags], *, training: bool
-) -> tuple[list[Array], StepOnce]:
-    """Rows of several features in one program, and the function that trains their tables.
+    variables: Sequence[EmbeddingVariable],
+    batch: Sequence[KeyBatch],
+    combiners: Sequence[Combiner],
+    *,
+    training: bool,
+) -> tuple[list[Float[Array, "_ _"]], StepOnce]:
+    """Rows of several features in one exchange, and the function that trains their tables; nothing changes yet.
 
     Args:
       variables: the table of each feature; features may share one.
       batch: keys of each feature.
-      training: new keys get rows.
+      combiners: of each feature; "none" gives `[bags * width, dim]`.
+      training: new keys read as what their rows are going to start from, else zeros.
 
-    Raises: RuntimeError: a table is full and its policy is to say so. Inside `jit` the `counts` say it.
+    Raises: RuntimeError: a table has no room for new keys and is to say so. Inside `jit`, `counts` say it later.
     """
     if not variables:
-        return [], StepOnce((), (), (), [])
+        return [], StepOnce((), (), (), (), (), [])
     own = list({id(variable): variable for variable in variables}.values())
     numbers = {id(variable): number for number, variable in enumerate(own)}
     order = [numbers[id(variable)] for variable in variables]
-    features: list[list[KeyBags]] = [[] for _ in own]
-    for number, bags in zip(order, batch, strict=True):
-        is_placed = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(bags))
-        features[number].append(bags if is_placed else own[number].table.context.place(bags))
-    outputs, trips = (_trained if training else _evaluated)(own, features)
-    found = [iter(of_variable) for of_variable in outputs]
-    ordered = [next(found[number]) for number in order]
-    return ordered, StepOnce(own, trips, order, [output.shape for output in ordered])
+    by_variable = [[feature for n, feature in zip(order, batch, strict=True) if n == k] for k in range(len(own))]
+    pooling = [[combiner for n, combiner in zip(order, combiners, strict=True) if n == k] for k in range(len(own))]
+    found: dict[int, Any] = {}
+    _in_programs(functools.partial(_look_up, training), found.__setitem__, own, pooling, by_variable)
+    for number, variable in enumerate(own) if training else ():
+        wanted = found[number][1]
+        if not says_when_full(variable) or variable.table.grows or is_traced(wanted):
+            continue
+        if (missing := _missing(_arrays_of(variable)[0].keys, wanted)).max() > 0:
+            raise _full(variable, int(missing.clip(0).sum()))
+    outputs = [iter(found[number][0]) for number in range(len(own))]
+    ordered = [next(outputs[number]) for number in order]
+    wanted_by_table = [found[number][1] for number in range(len(own))]
+    return ordered, StepOnce(own, by_variable, pooling, wanted_by_table, order, [output.shape for output in ordered])
 
 
-def _trained(
-    variables: Sequence[EmbeddingVariable], batch: Sequence[Sequence[KeyBags]]
-) -> tuple[list[Outputs], list[Trip]]:
-    """Outputs of each variable, in which new keys get rows, and what its step needs to know."""
-    is_eager = not any(
-        isinstance(leaf, jax.core.Tracer)
-        for leaf in jax.tree.leaves((batch, [variable.get_value() for variable in variables]))
-    )
-    if is_eager:
-        for variable, features in zip(variables, batch, strict=True):
-            if variable.table.grows:
-                _make_room(variable, features)
-        failed = [_num_failed(variable) for variable in variables]
-    results = _in_programs(_admit, lambda variable, found: _keep(variable, found[0]), variables, batch)
-    outputs, trips = [own for _, own, _ in results], [trip for *_, trip in results]
-    if is_eager:
-        for variable, before, trip in zip(variables, failed, trips, strict=True):
-            _check_room(variable, before, trip)
-    return outputs, trips
+def says_when_full(variable: EmbeddingVariable) -> bool:
+    """Whether new keys must find room, or an error says that there is none."""
+    home = variable.table.spec.storage
+    return isinstance(home, Hashed) and home.when_full == "error"
 
 
-def _evaluated(
-    variables: Sequence[EmbeddingVariable], batch: Sequence[Sequence[KeyBags]]
-) -> tuple[list[Outputs], list[Trip]]:
-    """Outputs of each variable, of which nothing changes but counters."""
-
-    def keep(variable: EmbeddingVariable, found: tuple[Counters, Outputs]) -> None:
-        state = state_of(variable)
-        with contextlib.suppress(TraceContextError):
-            variable.set_value(state._replace(shards=state.shards._replace(counters=found[0])))
-
-    return [own for _, own in _in_programs(_evaluate, keep, variables, batch)], []
-
-
-def _keep(variable: EmbeddingVariable, state: TableState) -> None:
-    variable.set_value(state._replace(layout=variable.table.layout))
-
-
-def _in_programs(
-    function: Callable[..., list[Any]],
-    keep: Callable[[EmbeddingVariable, Any], None],
-    variables: Sequence[EmbeddingVariable],
-    *args: Any,
-) -> list[Any]:
-    """`function` of tables, states and what belongs to each of them, in programs of few tables.
-
-    To compile one takes time that grows with the square of its tables, and tables that are alike share what is
-    compiled: of a hundred like tables, a quarter at a time. A program takes the old states away, so what it gives is
-    kept before the next one begins: an error there must not cost the tables of this one.
-    """
-    numbers: dict[ShardedTable, int] = {}
-    kinds = [numbers.setdefault(variable.table.model, len(numbers)) for variable in variables]
-    like_beside_like = sorted(range(len(variables)), key=kinds.__getitem__)
-    num_programs = -(-len(variables) // STACKS_TOGETHER)
-    size, results = -(-len(variables) // num_programs), dict[int, Any]()
-    for first in range(0, len(variables), size):
-        own = like_beside_like[first : first + size]
-        tables = tuple(variables[number].table.model for number in own)
-        states = [state_of(variables[number])._replace(layout=cast(Any, None)) for number in own]
-        found = function(tables, states, *([of_all[number] for number in own] for of_all in args))
-        for number, result in zip(own, found, strict=True):
-            keep(variables[number], result)
-            results[number] = result
-    return [results[number] for number in range(len(variables))]
-
-
-def _make_room(variable: EmbeddingVariable, features: Sequence[KeyBags]) -> None:
-    """Grows the table, and the room of keys that wait for a row, so that all new keys of the batch find a place."""
-    table, state = variable.table, state_of(variable)
-    maps = [rows for rows in (state.shards.keys, state.shards.waiting) if rows is not None]
-    free = [on_host(rows.num_free) for rows in maps]
-    if np.min(free) >= sum(feature.keys.is_key.size for feature in features):
-        return
-    (needed,) = _in_programs(_places_wanted, lambda *_: None, [variable], [features])
-    old = [rows.last_step.shape[0] // table.context.num_devices for rows in maps]
-    missing = [int((on_host(own) - left).max()) for own, left in zip(needed, free, strict=False)]
-    new = [max(2 * size, size + short) if short > 0 else size for size, short in zip(old, missing, strict=True)]
-    if new != old:
-        variable.set_value(grown(table, state, *new, *[0] * (2 - len(new))))
+def _missing(keys: Any, wanted: Any) -> Int[np.ndarray, " devices"]:
+    """How many places each device lacks that is to take so many new keys; negative where some are left."""
+    missing: np.ndarray = on_host(wanted) - on_host(keys.num_free).astype(np.int64)
+    return missing
 
 
 def _num_failed(variable: EmbeddingVariable) -> int:
-    home = variable.table.home
-    if not isinstance(home, Hashed) or home.when_full == "zero":
-        return 0  # nobody asks, so that nobody waits for the device either
-    return int(numbers_of(state_of(variable).shards.counters.failed).sum())
+    return int(numbers_of(cast(Array, _arrays_of(variable)[0].counters.failed)).sum())
 
 
-def _check_room(variable: EmbeddingVariable, failed_before: int, trip: Trip) -> None:
-    spec, num_failed = variable.table.spec, _num_failed(variable) - failed_before
-    if not num_failed:
-        return
-    keys = trip.batch.all_keys() if trip.wanted is None else keys_of(trip.wanted)
-    lost = on_host(keys.is_key & (trip.rows == NO_ROW))
-    place = int(lost.argmax())
-    (key,) = join_keys(*(on_host(lane)[place : place + 1] for lane in (keys.high, keys.low)))
-    raise RuntimeError(
-        f"table {spec.name!r} is full: {num_failed} new keys found no room, among them {key}; the devices use "
-        f"{variable.counts()['rows'].tolist()} rows. They read as zeros and are not trained; nothing else was lost. "
-        "Make max_vocabulary_size_per_gpu (or admission_capacity) larger, or choose when_full='grow', 'evict' (which "
-        "spares the rows of the same step) or 'zero'."
+def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
+    return RuntimeError(
+        f"table {variable.table.spec.name!r} is full: {num_failed} new keys find no room; the devices use "
+        f"{variable.counts()['rows'].tolist()} rows. Make max_vocabulary_size_per_gpu (or admission_capacity) larger, "
+        "or choose when_full='grow', 'evict' (which spares the rows of the same step) or 'zero'."
     )
-
-
-# Compiled, for tables over the same devices
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _admit(
-    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
-) -> list[tuple[TableState, Outputs, Trip]]:
-    """Of each table its state with rows for new keys, pooled rows of its features, and what its step needs to know."""
-
-    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Asking[Any]:
-        shards, own = _counted(table, state.shards, features)
-        shards, slots, outputs, trip = yield from table.engine.admit(shards, state.slots, own, table.step_of(state))
-        return shards, slots, tuple(outputs), trip
-
-    found = on_devices(on_device, tables, states, batch)
-    return [
-        (state._replace(shards=shards, slots=slots), outputs, trip)
-        for state, (shards, slots, outputs, trip) in zip(states, found, strict=True)
-    ]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate(
-    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
-) -> list[tuple[Counters, Outputs]]:
-    """Of each table its counters after a lookup that changes nothing else, and pooled rows of its features."""
-
-    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Asking[Any]:
-        shards, own = _counted(table, state.shards, features)
-        outputs, num_unknown, _ = yield from table.engine.look_up(shards, own, None)
-        return shards.counters.add(unknown=num_unknown), tuple(outputs)
-
-    return on_devices(on_device, tables, states, batch)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _places_wanted(
-    tables: Sequence[ShardedTable], states: Sequence[TableState], batch: Sequence[Sequence[KeyBags]]
-) -> list[tuple[Array, Array]]:
-    """Of each table how many keys of the batch want a row on each device, and how many will wait for one at most."""
-
-    def on_device(table: ShardedTable, state: TableState, features: Sequence[KeyBags]) -> Asking[Any]:
-        _, own = _counted(table, state.shards, features)
-        _, num_rows, _ = yield from table.engine.look_up(state.shards, own, state.step)
-        _, num_unknown, _ = yield from table.engine.look_up(state.shards, own, None)
-        return num_rows[None], (num_unknown - num_rows)[None]
-
-    return on_devices(on_device, tables, states, batch)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _step(
-    tables: Sequence[ShardedTable],
-    states: Sequence[TableState],
-    trips: Sequence[Trip],
-    d_outputs: Sequence[Sequence[Float[Array, "_ _"]]],
-) -> list[TableState]:
-    """The states, as `_admit` left them, after one step with gradients of its outputs."""
-
-    def on_device(table: ShardedTable, state: TableState, trip: Trip, own: Sequence[Array]) -> Asking[Any]:
-        return table.engine.step_found(state.shards, state.slots, trip, own, table.step_of(state))
-
-    stepped = on_devices(on_device, tables, states, trips, d_outputs)
-    return [
-        state._replace(shards=shards, slots=slots, step=state.step + 1)
-        for state, (shards, slots) in zip(states, stepped, strict=True)
-    ]
-
-
-def _counted(table: ShardedTable, shard: DynamicTable, features: Sequence[KeyBags]) -> tuple[DynamicTable, Occurrences]:
-    """The keys of a device, and its shard after counting what was none although it looks like one."""
-    number, found = jnp.zeros((), jnp.int32), []
-    for feature in features:
-        num_bags, width = feature.keys.shape
-        weights = None if feature.weights is None else feature.weights.reshape(-1)
-        offsets = None if feature.combiner == "none" else jnp.arange(num_bags + 1, dtype=jnp.int32) * width
-        number, keys = number + num_invalid(feature.keys), feature.keys.reshape(-1)
-        found.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
-    counters = shard.counters.add(**{"invalid" if table.use_hashtable else "unknown": number})
-    return shard._replace(counters=counters), Occurrences.of(found)

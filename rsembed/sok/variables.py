@@ -1,35 +1,77 @@
-"""`EmbeddingVariable`: a table over the devices as a variable of a model, looked up and trained in groups."""
+"""`EmbeddingVariable`: a table over the devices as a variable of a model, whose value is the core's state of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PRNGKeyArray
 
-from rsembed.bags import check_not_taken, is_traced
+from rsembed.bags import check_not_taken
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within, dtype_among, validated
+from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.fingerprint import check_same
-from rsembed.homes import Hashed, hashed_rows
-from rsembed.homes.logical_rows import keys_to_leave
+from rsembed.homes import Hashed, RowNumbers, hashed_rows
+from rsembed.initial_values import keyed_form
 from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import AdagradOptimizerSpec, OptimizerSpec
 from rsembed.sok.initialize import Context, current_context
-from rsembed.sok.named_initializers import named_initializer
-from rsembed.sok.policies import EmbeddingVariableOption, core_policies
-from rsembed.sok.row_numbers import RowNumbers
-from rsembed.sok.sharded_table import ShardedTable, TableState
-from rsembed.specs import TableSpec
+from rsembed.sok.policies import EmbeddingVariableOption, core_policies, named_initializer
+from rsembed.specs import FeatureSpec, TableSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableTable:
+    """What the table of a variable is; its arrays are in the `EmbeddingState` that is the variable's value.
+
+    Attributes:
+      spec: the table of the core, kept as `Hashed` or as `RowNumbers`.
+      context: the devices.
+      exchange_capacity: see `EmbeddingCollection`.
+      grows: whether it is made larger before new keys find it full.
+      steps_to_live: after how many steps without use a key is old; None means never.
+      l2_weight_threshold: of which half of a squared L2 norm a row is too small; None means of none.
+    """
+
+    spec: TableSpec
+    context: Context
+    exchange_capacity: int | None = None
+    grows: bool = False
+    steps_to_live: int | None = None
+    l2_weight_threshold: float | None = None
+
+    @functools.cached_property
+    def collection(self) -> EmbeddingCollection:
+        """The collection of this one table, whose methods take the variable's value."""
+        feature = FeatureSpec(name=self.spec.name, table_spec=self.spec)
+        return EmbeddingCollection([feature], mesh=self.context.mesh, exchange_capacity=self.exchange_capacity)
+
+    @functools.cached_property
+    def kind(self) -> Hashable:
+        """Equal for tables that are alike but for their names: they share what is compiled."""
+        spec = self.spec
+        made = keyed_form(spec.initializer, spec.embedding_dim)
+        sizes = spec.vocabulary_size, spec.embedding_dim, spec.dtype, self.exchange_capacity
+        return made, *sizes, spec.optimizer, spec.storage, self.context.devices
+
+    def init(self, key: PRNGKeyArray) -> EmbeddingState:
+        """An empty table, or a full one without hash table; the state keeps the key, from which its rows follow."""
+        state = self.collection.init(key)
+        return state._replace(key=self.context.devices.place(key, PartitionSpec()))
 
 
 class EmbeddingVariable(nnx.Variable):
     """A table over the devices: trained by its own optimizer, not by optax.
 
-    Made by `embedding_variable`, and by the layers. Its `table` says what it is; the value is a `TableState`.
+    Made by `embedding_variable`, and by the layers. Its `table` says what it is, and `table.collection` has the
+    methods of the core for its value, an `EmbeddingState`.
     """
 
     @property
@@ -38,11 +80,8 @@ class EmbeddingVariable(nnx.Variable):
         return int(self.counts()["rows"].sum())
 
     def counts(self) -> dict[str, np.ndarray]:
-        """What happened so far on each device: `rows` in use, keys `inserted`, `evicted`, `failed`, ...
-
-        Evaluation under a transformation that the variable is not an argument of counts nothing.
-        """
-        return hashed_rows.counts(state_of(self).shards, self.table.context.num_devices)
+        """What happened so far on each device: `rows` in use, keys `inserted`, `evicted`, `failed`, ..."""
+        return self.table.collection.counts(state_of(self))[self.table.spec.name]
 
     @validated
     def evict(
@@ -52,7 +91,8 @@ class EmbeddingVariable(nnx.Variable):
 
         Args:
           keep: so many keys keep their rows, over all devices: those that `eviction` lets go last.
-          steps_to_live: keys go that were not used in training for more than this many steps, as in `evict_older`.
+          steps_to_live: keys go that were not used in training for more than this many steps; those that wait for
+            admission are no longer counted.
           l2_weight_threshold: keys go whose rows have less than this half of a squared L2 norm, as DeepRec has it.
 
         Without any of these, what the table was made with decides.
@@ -64,43 +104,29 @@ class EmbeddingVariable(nnx.Variable):
           NotImplementedError: the table has no hash table.
           RuntimeError: this is inside `jit`.
         """
-        table = self.table
+        table, name = self.table, self.table.spec.name
         if keep is None and steps_to_live is None and l2_weight_threshold is None:
             steps_to_live, l2_weight_threshold = table.steps_to_live, table.l2_weight_threshold
         if keep is None and steps_to_live is None and l2_weight_threshold is None:
             raise ValueError(
-                f"table {table.spec.name!r}: evict needs keep, steps_to_live or l2_weight_threshold; pass one, or make "
-                "the table with one."
+                f"table {name!r}: evict needs keep, steps_to_live or l2_weight_threshold; pass one, or make the table "
+                "with one."
             )
-        if not table.use_hashtable:
-            raise NotImplementedError(f"table {table.spec.name!r} has no hash table; its keys keep their rows.")
-        for name, value in (("keep", keep), ("steps_to_live", steps_to_live)):
-            check_type(value, NonNegativeInt | None, f"table {table.spec.name!r}: evict: {name}")
-        check_within("[0, inf)", l2_weight_threshold, f"table {table.spec.name!r}: evict: l2_weight_threshold")
-        state, evictor = state_of(self), table.evictor
-        if is_traced(state):
-            raise RuntimeError("evict works beside compiled programs; call it outside of jit, between two steps.")
-        squares = None if l2_weight_threshold is None else 2 * l2_weight_threshold
-        reasons: dict[str, Any] = {"keep": keep, "unused_for": steps_to_live, "squares_below": squares}
-        keys = keys_to_leave(state.shards, evictor.score, **reasons, step=int(state.step))
-        shards, rows = evictor.take_out(state.shards, state.slots, keys)
-        if steps_to_live is not None:
-            shards = evictor.forget_older(shards, state.step, steps_to_live)
-        self.set_value(state._replace(shards=shards))
-        return rows
-
-    def evict_older(self) -> None:
-        """Frees the rows of keys that were not trained for `steps_to_live` steps; see `hashed_rows.evict_older`.
-
-        As `evict`, but compiled, also inside `jit`, and the rows are gone.
-
-        Raises: ValueError: the table was made without `steps_to_live`.
-        """
-        if self.table.steps_to_live is None:
-            raise ValueError(
-                f"table {self.table.spec.name!r}: evict_older needs steps_to_live; make the table with it."
-            )
-        self.set_value(_evict_older(self.table, state_of(self)))
+        if not isinstance(table.spec.storage, Hashed):
+            raise NotImplementedError(f"table {name!r} has no hash table; its keys keep their rows.")
+        for what, value in (("keep", keep), ("steps_to_live", steps_to_live)):
+            check_type(value, NonNegativeInt | None, f"table {name!r}: evict: {what}")
+        check_within("[0, inf)", l2_weight_threshold, f"table {name!r}: evict: l2_weight_threshold")
+        reasons: dict[str, Any] = {"keep": keep, "unused_for": steps_to_live, "norm_below": _norm(l2_weight_threshold)}
+        parts = []
+        for what, value in reasons.items():  # rows that are kept must not make room for those that the others let go
+            if value is not None:
+                state, rows = table.collection.evict(state_of(self), name, **{what: value})
+                self.set_value(state)
+                parts.append(rows)
+        joined = {what: np.concatenate([rows[what] for rows in parts]) for what in parts[0]}
+        order = np.argsort(joined["keys"])
+        return {what: array[order] for what, array in joined.items()}
 
     @validated
     def grow(self, rows_per_device: PositiveInt) -> None:
@@ -110,45 +136,72 @@ class EmbeddingVariable(nnx.Variable):
           ValueError: it has more rows already.
           NotImplementedError: it has no hash table.
         """
-        if not self.table.use_hashtable:
+        home = self.table.spec.storage
+        if not isinstance(home, Hashed):
             raise NotImplementedError(f"table {self.table.spec.name!r} has no hash table; its size is fixed.")
-        num_waiting = rows_per_device if self.table.home.admission_capacity is None else 0
-        self.set_value(grown(self.table, state_of(self), rows_per_device, num_waiting))
+        make_larger(self, rows_per_device, rows_per_device if home.admission_capacity is None else 0)
 
 
-def state_of(variable: EmbeddingVariable) -> TableState:
+def _norm(l2_weight_threshold: float | None) -> float | None:
+    """The L2 norm of which half of the square is a threshold, or the next one below, whose square is not larger."""
+    if l2_weight_threshold is None:
+        return None
+    squares = 2 * float(l2_weight_threshold)
+    norm = math.sqrt(squares)
+    return norm if norm * norm <= squares else math.nextafter(norm, 0)
+
+
+def state_of(variable: EmbeddingVariable) -> EmbeddingState:
     """The variable's value. Raises: ValueError: it is the state of another table. RuntimeError: a step took it over."""
-    state: TableState = variable.get_value()
+    state, name = variable.get_value(), variable.table.spec.name
+    check_type(state, EmbeddingState, f"table {name!r}: its value")
     way_out = (
         "where an error or Ctrl-C broke that step off, make the layer anew and sok.load the latest dump; where a copy "
         "that shared the arrays took it, go on with the copy"
     )
-    check_not_taken(state, f"table {variable.table.spec.name!r} has lost its rows", way_out)
+    check_not_taken(state, f"table {name!r} has lost its rows", way_out)
     check_same(
         state.layout,
-        variable.table.layout,
-        what=f"table {variable.table.spec.name!r} was given a state that is not its own",
+        variable.table.collection.layout,
+        what=f"table {name!r} was given a state that is not its own",
         way_out="Take rows over by key, with export_rows and assign_rows, or with dump and load.",
     )
     return state
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _evict_older(table: ShardedTable, state: TableState) -> TableState:
-    def on_device(own: TableState) -> tuple[Any, Any]:
-        return hashed_rows.evict_older(own.shards, own.step, table.steps_to_live or 0), own.slots
+def give_room(variable: EmbeddingVariable, num_rows: int, num_waiting: int) -> None:
+    """Makes a table larger by so many rows and places of keys that wait on every device, or twice as large."""
+    params, num_devices = state_of(variable).tables[variable.table.spec.name], variable.table.context.num_devices
+    sizes = [maps.last_step.shape[0] // num_devices for maps in (params.keys, params.waiting) if maps is not None]
+    missing = (num_rows, num_waiting)[: len(sizes)]
+    new = [max(2 * size, size + more) if more > 0 else size for size, more in zip(sizes, missing, strict=True)]
+    make_larger(variable, *new, *[0] * (2 - len(new)))
 
-    return table.on_shards(on_device, state)
+
+def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: int) -> None:
+    """Room for so many rows, and at least so many keys that wait for one, on every device.
+
+    Raises: ValueError: it has more rows already.
+    """
+    table, state, num_devices = variable.table, state_of(variable), variable.table.context.num_devices
+    name = table.spec.name
+    params, slots = _grown(table, rows_per_device, num_waiting, state.tables[name], state.slots[name])
+    storage = table.spec.storage
+    if params.waiting is not None:
+        storage = dataclasses.replace(storage, admission_capacity=params.waiting.last_step.shape[0] // num_devices)
+    spec = dataclasses.replace(table.spec, vocabulary_size=rows_per_device * num_devices, storage=storage)
+    variable.set_metadata(table=dataclasses.replace(table, spec=spec))
+    layout = variable.table.collection.layout
+    variable.set_value(state._replace(tables={name: params}, slots={name: slots}, layout=layout))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def grown(table: ShardedTable, state: TableState, capacity: int, num_waiting: int) -> TableState:
-    """The state with room for `capacity` rows, and `num_waiting` keys that wait for one, on every device."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _grown(table: VariableTable, capacity: int, num_waiting: int, params: Any, slots: Any) -> Any:
+    def on_device(params: Any, slots: Any) -> Any:
+        return hashed_rows.grow(params, slots, table.spec, capacity, num_waiting)
 
-    def on_device(own: TableState) -> tuple[Any, Any]:
-        return hashed_rows.grow(own.shards, own.slots, table.spec, capacity, num_waiting)
-
-    return table.on_shards(on_device, state)
+    devices = table.context.devices
+    return devices.on_each(on_device, (devices.split, devices.split), (devices.split, devices.split))(params, slots)
 
 
 @validated
@@ -176,14 +229,14 @@ def embedding_variable(
       name: unique in a model; the initial rows depend on it.
       embedding_dim: length of a row.
       rows_per_device: room for rows on each device.
-      use_hashtable: keys of any size get rows when they are first trained; else keys are row numbers below
+      use_hashtable: keys of any size get rows when they are first stepped; else keys are row numbers below
         `rows_per_device * n`.
       key_dtype: int32, int64, uint32 or uint64.
       initializer: `(key, shape) -> array`, called for single rows; or "uniform" (from -0.05 to 0.05), "normal" (0.05),
         "truncated_normal", "zeros", "ones", by any name that Keras has for them; or a number. A key's first row depends
         on `rngs`, the table's name and the key alone.
       optimizer: steps the rows that a batch looked up; None is Adagrad. `sok.optimizers` has those of the original.
-      exchange_capacity: places per block of the exchange, see `parallel.rounds.ask`; None means `default_capacity`.
+      exchange_capacity: see `EmbeddingCollection`.
       context: the devices; None means those of `Init`.
       rngs: its stream `params` seeds the table; None means `nnx.Rngs(0)`.
       dtype: of the rows: float32, bfloat16 or float16.
@@ -191,9 +244,9 @@ def embedding_variable(
       l2_weight_threshold: `evict` takes rows of which half of the squared L2 norm is less; None keeps them.
       ev_option: the same, and admission, as DeepRec has it.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and `admission_probability` of a hash
-        table: see `rsembed.Hashed`. Here `when_full="error"` raises in the lookup, and `when_full="grow"` makes the
-        table larger. By the names of SOK, `evict_strategy` ("LRU" or "LFU", evicts when full) and `filter_ratio` (the
-        probability).
+        table: see `rsembed.Hashed`. Here `when_full="error"` raises in the lookup, before anything changes, and
+        `when_full="grow"` makes the table larger before a step. By the names of SOK, `evict_strategy` ("LRU" or "LFU",
+        evicts when full) and `filter_ratio` (the probability).
 
     Raises: ValueError: an argument is out of range. TypeError: it is unknown.
     """
@@ -214,11 +267,6 @@ def embedding_variable(
     if not use_hashtable:
         if unused:
             raise ValueError(f"{where}: {', '.join(unused)} concern hash tables; use_hashtable is False.")
-        if num_rows > 2**32:
-            raise ValueError(
-                f"{where}: {rows_per_device} rows on each of {num_devices} devices are more than 2**32; take "
-                "use_hashtable=True."
-            )
         storage = RowNumbers(**of_keys, num_shards=num_devices)
     spec = TableSpec(
         name=name,
@@ -229,7 +277,7 @@ def embedding_variable(
         dtype=dtype,
         storage=storage,
     )
-    table = ShardedTable(spec, context, exchange_capacity, grows, steps_to_live, l2_weight_threshold)
+    table = VariableTable(spec, context, exchange_capacity, grows, steps_to_live, l2_weight_threshold)
     key = (nnx.Rngs(0) if rngs is None else rngs).params()
     return EmbeddingVariable(table.init(key), table=table)
 

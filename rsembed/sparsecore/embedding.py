@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,35 +14,33 @@ from rsembed.collection.devices import Devices
 from rsembed.fdo.limits import EXACT, LimitsPolicy, limits_from_statistics
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.sparsecore import table_stacking
+from rsembed.sparsecore.embedding_spec import create_proto_from_feature_specs as create_proto_from_feature_specs
+from rsembed.sparsecore.embedding_spec import get_optimizer_class as get_optimizer_class
+from rsembed.sparsecore.embedding_spec import get_optimizer_type as get_optimizer_type
+from rsembed.sparsecore.embedding_spec import optimizer_spec_to_proto as optimizer_spec_to_proto
+from rsembed.sparsecore.embedding_spec import proto_to_optimizer_spec as proto_to_optimizer_spec
 from rsembed.sparsecore.layout import Nested as Nested
 from rsembed.sparsecore.layout import ShardingStrategy as ShardingStrategy
 from rsembed.sparsecore.layout import (
-    coo_buffer_size,
-    placed_stack,
-    read_stacks,
-    resolve_cores,
-    row_pointers_size,
-    stack_layouts,
-    with_place,
+    compute_row_pointers_size_per_device as compute_row_pointers_size_per_device,
 )
+from rsembed.sparsecore.layout import (
+    compute_theoretical_max_coo_buffer_size as compute_theoretical_max_coo_buffer_size,
+)
+from rsembed.sparsecore.layout import placed_stack, read_stacks, resolve_cores, stack_layouts, with_place
 from rsembed.sparsecore.layout import sharding_strategy_to_enum as sharding_strategy_to_enum
-from rsembed.sparsecore.layout_record import create_proto_from_feature_specs as create_proto_from_feature_specs
-from rsembed.sparsecore.layout_record import get_optimizer_class as get_optimizer_class
-from rsembed.sparsecore.layout_record import get_optimizer_type as get_optimizer_type
-from rsembed.sparsecore.layout_record import optimizer_spec_to_proto as optimizer_spec_to_proto
-from rsembed.sparsecore.layout_record import proto_to_optimizer_spec as proto_to_optimizer_spec
 from rsembed.sparsecore.matmul import sparse_dense_matmul as sparse_dense_matmul
 from rsembed.sparsecore.matmul import sparse_dense_matmul_grad as sparse_dense_matmul_grad
 from rsembed.sparsecore.matmul import stack_embedding_gradients as stack_embedding_gradients
 from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul as tpu_sparse_dense_matmul
 from rsembed.sparsecore.matmul import tpu_sparse_dense_matmul_grad as tpu_sparse_dense_matmul_grad
 from rsembed.sparsecore.matmul import unstack_embedding_activations as unstack_embedding_activations
-from rsembed.sparsecore.minibatching import get_all_reduce_interface as get_all_reduce_interface
 from rsembed.sparsecore.preprocessing import PreprocessedInput as PreprocessedInput
 from rsembed.sparsecore.preprocessing import SparseDenseMatmulInput as SparseDenseMatmulInput
 from rsembed.sparsecore.preprocessing import (
     eval_preprocess_sparse_dense_matmul_input_shape as eval_preprocess_sparse_dense_matmul_input_shape,
 )
+from rsembed.sparsecore.preprocessing import get_all_reduce_interface as get_all_reduce_interface
 from rsembed.sparsecore.preprocessing import (
     preprocess_sparse_dense_matmul_input as preprocess_sparse_dense_matmul_input,
 )
@@ -77,7 +76,7 @@ def auto_stack_tables(
     use_short_stack_names: bool = True,
     **options: Any,
 ) -> None:
-    """As `table_stacking.auto_stack_tables`, which has the same arguments in another order, and those in `options`."""
+    """Stacks all tables that can share one, in place; `options` are others of `table_stacking.auto_stack_tables`."""
     table_stacking.auto_stack_tables(
         feature_specs,
         global_device_count,
@@ -97,25 +96,6 @@ def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
 def get_stacked_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, StackedTableSpec]:
     """The stacks that the features read, by name. Raises: ValueError: a table has no place yet."""
     return {name: layout.spec for name, layout in read_stacks(feature_specs).items()}
-
-
-def compute_row_pointers_size_per_device(
-    *, global_device_count: int, num_sc_per_device: int | None = None, enable_minibatching: bool = False
-) -> int:
-    """Row pointers that a device has for one stack."""
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return row_pointers_size(global_device_count, num_cores, enable_minibatching)
-
-
-def compute_theoretical_max_coo_buffer_size(
-    max_ids_per_partition: int,
-    global_device_count: int,
-    num_sc_per_device: int | None = None,
-    enable_minibatching: bool = False,
-) -> int:
-    """Buffer places that a device needs when every partition is as full as its limit allows."""
-    num_cores = resolve_cores(num_sc_per_device, global_device_count)
-    return coo_buffer_size(max_ids_per_partition, global_device_count, num_cores, enable_minibatching)
 
 
 def compute_coo_buffer_size_per_device(
@@ -145,24 +125,31 @@ def init_embedding_variables(
     Args:
       rng: the model's key.
       table_specs: tables, for example of `get_table_specs`; those that have no place yet stand alone.
-      global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`.
-      num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for.
+      global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`; with `PartitionSpec(axis, None, None)`, arrays
+        get a leading axis of devices, as `jax.pmap` takes them.
+      num_sparsecore_per_device: cores per device; None takes the number that the tables were placed for. Variables do
+        not tell it, and specs of another number read other rows of an array of the same shape.
       bypass_mesh_check: ignored; rows follow the mesh, whatever the order of its devices.
 
     Raises:
       ValueError: the sharding does not deal rows to devices, or the tables were placed for another number of shards.
     """
     del bypass_mesh_check
-    axis = global_sharding.spec[0] if len(global_sharding.spec) else None
-    if axis is None:
+    axis, *others = (*global_sharding.spec, None)
+    if axis is None or any(others) or len(others) > 3:
         raise ValueError(
-            f"global_sharding must shard rows, as in PartitionSpec('x', None); got {global_sharding.spec}."
+            "global_sharding must be of rows alone, PartitionSpec('x', None), or for jax.pmap PartitionSpec('x', None, "
+            f"None); got {global_sharding.spec}."
         )
     mesh: Any = global_sharding.mesh  # an abstract one serves as well
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
     num_shards = devices.num_devices * resolve_cores(num_sparsecore_per_device, devices.num_devices)
     tables = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
-    return initialize(rng, tables, devices, num_cores=num_sparsecore_per_device)
+    variables = initialize(rng, tables, devices, num_cores=num_sparsecore_per_device)
+    if len(global_sharding.spec) < 3:
+        return variables
+    by_device = functools.partial(jax.tree.map, lambda rows: rows.reshape(devices.num_devices, -1, rows.shape[-1]))
+    return jax.jit(by_device, out_shardings=global_sharding)(variables)
 
 
 def update_preprocessing_parameters(

@@ -1,30 +1,347 @@
-"""`rsembed.sparsecore.pipelining` under its published name, with the types of its default stages."""
+"""Pipelined training: lookup and update of some batches beside the dense step of another, in one program.
 
+Cycle `i` of `n + 2` does three things for `n` batches. The second follows the first; the third needs neither, so the
+compiler may run it beside them:
+
+```
+update    tables step with the gradients of batch i - 2
+lookup    activations of batch i, from the tables just updated
+dense     forward and backward of batch i - 1, on the activations that the last cycle looked up
+```
+
+So the activations of a batch miss exactly one update, that of the batch before it: rows that two successive batches
+share are one step stale, all others are not. Training sequentially with that same delay gives the same numbers.
+
+In cycles 0 and 1 there is no gradient yet. The update then runs on a batch without any id, so that no row is touched
+and no optimizer moves, whatever its state.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, Sharding
+from jaxtyping import Array
 
 from rsembed.sparsecore.layout import Nested
-from rsembed.sparsecore.pipelining import CurrentStepInput as CurrentStepInput
-from rsembed.sparsecore.pipelining import LastStepInput as LastStepInput
-from rsembed.sparsecore.pipelining import PipelineState as PipelineState
-from rsembed.sparsecore.pipelining import ScBwdStageFun as ScBwdStageFun
-from rsembed.sparsecore.pipelining import ScFwdStageFun as ScFwdStageFun
-from rsembed.sparsecore.pipelining import StepBeforeLastStepInput as StepBeforeLastStepInput
-from rsembed.sparsecore.pipelining import TcStageFun as TcStageFun
-from rsembed.sparsecore.pipelining import get_default_sc_bwd_function as get_default_sc_bwd_function
-from rsembed.sparsecore.pipelining import get_default_sc_fwd_function as get_default_sc_fwd_function
-from rsembed.sparsecore.pipelining import get_initial_state as get_initial_state
-from rsembed.sparsecore.pipelining import get_pipeline_state_sharding as get_pipeline_state_sharding
-from rsembed.sparsecore.pipelining import get_pipeline_train_steps as get_pipeline_train_steps
-from rsembed.sparsecore.pipelining import is_output_valid as is_output_valid
-from rsembed.sparsecore.pipelining import step as step
+from rsembed.sparsecore.mesh_lookup import MeshTables, table_mesh
 from rsembed.sparsecore.preprocessing import PreprocessedInput
 from rsembed.sparsecore.variables import EmbeddingVariables
-from rsembed.specs import FeatureSpec
+from rsembed.specs import FeatureSpec, tables_of
+
+
+class CurrentStepInput(NamedTuple):
+    """Batch `i`: what the lookup takes now, and what the dense step takes in the next cycle."""
+
+    sparse_inputs: Any
+    dense_inputs: Any
+
+
+class LastStepInput(NamedTuple):
+    """Batch `i - 1`, looked up in the last cycle: what the dense step takes now, and its ids for the update."""
+
+    sparse_inputs: Any
+    embedding_activations: Any
+    dense_inputs: Any
+    sc_fwd_aux: Any
+
+
+class StepBeforeLastStepInput(NamedTuple):
+    """Batch `i - 2`: ids and gradients for the update."""
+
+    sparse_inputs: Any
+    embedding_gradients: Any
+    tc_aux: Any
+
+
+class PipelineState(NamedTuple):
+    """State that one cycle leaves for the next.
+
+    Attributes:
+      pipeline_step: the cycle, from 0, as an int32 array.
+      last_step_inputs: the batch that was looked up.
+      step_before_last_step_inputs: the batch that has gradients.
+      placeholder_output: zeros like the dense step's output, for cycles without one.
+      placeholder_tc_aux: likewise, for what the dense step hands to the update.
+    """
+
+    pipeline_step: Any
+    last_step_inputs: LastStepInput
+    step_before_last_step_inputs: StepBeforeLastStepInput
+    placeholder_output: Any
+    placeholder_tc_aux: Any
+
+
+@runtime_checkable
+class ScFwdStageFun(Protocol):
+    """The lookup: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
+
+    def __call__(self, sparse_inputs: Any, embedding_variables: Any) -> tuple[Any, Any]: ...
+
+
+@runtime_checkable
+class TcStageFun(Protocol):
+    """The dense step: returns activation gradients, output, new train state, and aux for the update."""
+
+    def __call__(
+        self, embedding_activations: Any, dense_inputs: Any, train_state: Any, sc_fwd_aux: Any
+    ) -> tuple[Any, Any, Any, Any]: ...
+
+
+@runtime_checkable
+class ScBwdStageFun(Protocol):
+    """The update: returns new variables and aux for the caller.
+
+    A function with a parameter named `step` also receives the 0-based number of the batch it updates with, and one with
+    a parameter named `has_gradients` whether there is such a batch: the first two cycles have none.
+    """
+
+    def __call__(
+        self, sparse_inputs: Any, embedding_gradients: Any, embedding_variables: Any, tc_aux: Any
+    ) -> tuple[Any, Any]: ...
+
+
+def get_pipeline_train_steps(num_steps: int) -> int:
+    """Cycles for `num_steps` batches: two more, to fill and to drain the pipeline."""
+    return num_steps + 2
+
+
+def is_output_valid(pipeline_step: int, num_steps: int) -> bool:
+    """Whether a cycle runs a dense step, that of batch `pipeline_step - 1`, and so has an output."""
+    return 1 <= pipeline_step <= num_steps
+
+
+def get_initial_state(
+    pipeline_input: CurrentStepInput,
+    tc_train_state: Any,
+    embedding_variables: Any,
+    sc_fwd_function: ScFwdStageFun,
+    tc_function: TcStageFun,
+    dense_input_sharding: Sharding | None = None,
+    sparse_input_sharding: Sharding | None = None,
+) -> PipelineState:
+    """The state before cycle 0: zeros of the right shapes, which to a lookup are batches without ids.
+
+    Args:
+      pipeline_input: a first batch; only its shapes matter.
+      tc_train_state: state of the dense part.
+      embedding_variables: the tables.
+      sc_fwd_function: the lookup.
+      tc_function: the dense step.
+      dense_input_sharding: where dense inputs lie; None leaves that to the compiler.
+      sparse_input_sharding: where sparse inputs, activations and their gradients lie; likewise.
+    """
+    shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
+    activations, sc_fwd_aux = jax.eval_shape(sc_fwd_function, shapes.sparse_inputs, embedding_variables)
+    gradients, output, _, tc_aux = jax.eval_shape(
+        tc_function, activations, shapes.dense_inputs, tc_train_state, sc_fwd_aux
+    )
+    sparse = functools.partial(_zeros, sharding=sparse_input_sharding)
+    # Every leaf is an array of its own: a donated state must not hold the same buffer twice.
+    return PipelineState(
+        pipeline_step=jnp.zeros((), jnp.int32),
+        last_step_inputs=LastStepInput(
+            sparse_inputs=sparse(shapes.sparse_inputs),
+            embedding_activations=sparse(activations),
+            dense_inputs=_zeros(shapes.dense_inputs, dense_input_sharding),
+            sc_fwd_aux=_zeros(sc_fwd_aux),
+        ),
+        step_before_last_step_inputs=StepBeforeLastStepInput(
+            sparse_inputs=sparse(shapes.sparse_inputs), embedding_gradients=sparse(gradients), tc_aux=_zeros(tc_aux)
+        ),
+        placeholder_output=_zeros(output),
+        placeholder_tc_aux=_zeros(tc_aux),
+    )
+
+
+def _zeros(tree: Any, sharding: Sharding | None = None) -> Any:
+    def zeros(leaf: Any) -> Array:
+        is_cut = sharding is not None and leaf.ndim > 0
+        return jnp.zeros(leaf.shape, leaf.dtype, device=sharding if is_cut else None)
+
+    return jax.tree.map(zeros, tree)
+
+
+def get_pipeline_state_sharding(
+    pipeline_state_cls: type[PipelineState],
+    dense_input_sharding: Sharding,
+    sparse_input_sharding: Sharding,
+    pipeline_output_sharding: Any,
+    tc_aux_sharding: Any,
+) -> PipelineState:
+    """Shardings of a state, for `jit`; activations and their gradients lie as dense inputs do.
+
+    Args:
+      pipeline_state_cls: `PipelineState`.
+      dense_input_sharding: of dense inputs.
+      sparse_input_sharding: of preprocessed ids.
+      pipeline_output_sharding: where the dense step's output lies.
+      tc_aux_sharding: sharding of what the dense step hands to the update.
+    """
+    return pipeline_state_cls(
+        pipeline_step=None,
+        last_step_inputs=LastStepInput(
+            sparse_inputs=sparse_input_sharding,
+            embedding_activations=dense_input_sharding,
+            dense_inputs=dense_input_sharding,
+            sc_fwd_aux=dense_input_sharding,
+        ),
+        step_before_last_step_inputs=StepBeforeLastStepInput(
+            sparse_inputs=sparse_input_sharding, embedding_gradients=dense_input_sharding, tc_aux=tc_aux_sharding
+        ),
+        placeholder_output=pipeline_output_sharding,
+        placeholder_tc_aux=tc_aux_sharding,
+    )
+
+
+def step(
+    pipeline_input: CurrentStepInput,
+    tc_train_state: Any,
+    embedding_variables: Any,
+    pipeline_state: PipelineState,
+    sc_fwd_function: ScFwdStageFun,
+    tc_function: TcStageFun,
+    sc_bwd_function: ScBwdStageFun,
+    *,
+    fake_tc_step: bool | Array,
+) -> tuple[Any, Any, Any, Any, PipelineState]:
+    """One cycle. Put it into one `jit`, and donate train state, variables and pipeline state.
+
+    Args:
+      pipeline_input: batch `i`; in the last two cycles, zeros like any batch.
+      tc_train_state: state of the dense part.
+      embedding_variables: the tables.
+      pipeline_state: state that the cycle before returned, or `get_initial_state`.
+      sc_fwd_function: the lookup.
+      tc_function: the dense step.
+      sc_bwd_function: the update.
+      fake_tc_step: skip the dense step: `not is_output_valid(i, n)`. A Python bool compiles two programs, a traced
+        one a branch.
+
+    Returns:
+      The dense step's output (of batch `i - 1`; zeros if skipped), the update's aux, the train state, the variables
+      and the state for the next cycle.
+    """
+    last, before = pipeline_state.last_step_inputs, pipeline_state.step_before_last_step_inputs
+    number = pipeline_state.pipeline_step - 2
+    told = {"step": jnp.maximum(number, 0), "has_gradients": number >= 0}
+    options = {name: told[name] for name in told if name in inspect.signature(sc_bwd_function).parameters}
+    embedding_variables, sc_bwd_aux = sc_bwd_function(
+        before.sparse_inputs, before.embedding_gradients, embedding_variables, before.tc_aux, **options
+    )
+    activations, sc_fwd_aux = sc_fwd_function(pipeline_input.sparse_inputs, embedding_variables)
+    gradients, output, tc_train_state, tc_aux = _dense_step(tc_function, tc_train_state, pipeline_state, fake_tc_step)
+    looked_up = LastStepInput(pipeline_input.sparse_inputs, activations, pipeline_input.dense_inputs, sc_fwd_aux)
+    state = pipeline_state._replace(
+        pipeline_step=pipeline_state.pipeline_step + 1,
+        last_step_inputs=looked_up,
+        step_before_last_step_inputs=StepBeforeLastStepInput(last.sparse_inputs, gradients, tc_aux),
+    )
+    return output, sc_bwd_aux, tc_train_state, embedding_variables, state
+
+
+def _dense_step(
+    tc_function: TcStageFun, train_state: Any, state: PipelineState, is_fake: bool | Array
+) -> tuple[Any, Any, Any, Any]:
+    last = state.last_step_inputs
+    inputs = (last.embedding_activations, last.dense_inputs, train_state, last.sc_fwd_aux)
+
+    def fake() -> tuple[Any, Any, Any, Any]:
+        gradients, *_ = jax.eval_shape(tc_function, *inputs)
+        return _zeros(gradients), state.placeholder_output, train_state, state.placeholder_tc_aux
+
+    if isinstance(is_fake, bool):
+        return fake() if is_fake else tc_function(*inputs)
+    return jax.lax.cond(is_fake, fake, lambda: tc_function(*inputs))
+
+
+def get_default_sc_fwd_function(
+    feature_specs: Nested[FeatureSpec],
+    global_mesh: Mesh,
+    *,
+    sharding_axis: str | tuple[str, ...] | None = None,
+    enable_minibatching: bool = False,
+) -> ScFwdStageFun:
+    """The lookup of all features over a mesh, without aux.
+
+    Args:
+      feature_specs: placed specs.
+      global_mesh: the devices.
+      sharding_axis: mesh axis (or axes) along which tables and batch are cut; None means all of them.
+      enable_minibatching: whether batches are preprocessed with it.
+    """
+    tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
+
+    def look_up(sparse_inputs: Any, embedding_variables: Any) -> tuple[Any, None]:
+        return tables.look_up(embedding_variables, sparse_inputs), None
+
+    return look_up
+
+
+def get_default_sc_bwd_function(
+    feature_specs: Nested[FeatureSpec],
+    global_mesh: Mesh,
+    *,
+    sharding_axis: str | tuple[str, ...] | None = None,
+    enable_minibatching: bool = False,
+    frozen_step: bool = False,
+) -> ScBwdStageFun:
+    """The update of all tables over a mesh, without aux; it takes the step that `step` of this module gives it.
+
+    Args:
+      feature_specs: placed specs.
+      global_mesh: the devices.
+      sharding_axis: mesh axis (or axes) along which tables and batch are cut; None means all of them.
+      enable_minibatching: whether batches are preprocessed with it.
+      frozen_step: hide the step from the optimizers, as the published function does.
+
+    Raises (when called without a step):
+      ValueError: an optimizer needs one and `frozen_step` is False.
+    """
+    tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
+
+    moves_all_rows = any(table.optimizer.moves_all_rows for table in tables_of(feature_specs).values())
+
+    def update(
+        sparse_inputs: Any,
+        embedding_gradients: Any,
+        embedding_variables: Any,
+        tc_aux: Any = None,
+        step: Any = None,
+        has_gradients: Any = True,
+    ) -> tuple[Any, None]:
+        del tc_aux
+        needing = [] if frozen_step else [t for t in tables_of(feature_specs).values() if t.optimizer.needs_step]
+        if step is None and needing:
+            raise ValueError(
+                f"table {needing[0].name!r}: optimizer {needing[0].optimizer.short_name()!r} depends on the step; pass "
+                "step=, or frozen_step=True to get_default_sc_bwd_function to hide it from all optimizers."
+            )
+        number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
+
+        def stepped(variables: Any) -> Any:
+            return tables.update(embedding_gradients, variables, number, sparse_inputs)
+
+        if not moves_all_rows:  # without gradients it steps no rows, and needs no branch
+            return stepped(embedding_variables), None
+        return jax.lax.cond(has_gradients, stepped, lambda variables: variables, embedding_variables), None
+
+    return update
+
+
+def _tables(
+    specs: Any, mesh: Mesh, sharding_axis: str | tuple[str, ...] | None, enable_minibatching: bool
+) -> MeshTables:
+    axes = tuple(mesh.axis_names) if sharding_axis is None else sharding_axis
+    devices = table_mesh(mesh, axes)
+    return MeshTables(feature_specs=specs, devices=devices, enable_minibatching=enable_minibatching)
+
 
 NestedArray = Nested[jax.Array]
 NestedFeatureSpecs = Nested[FeatureSpec]

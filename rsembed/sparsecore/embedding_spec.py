@@ -1,5 +1,22 @@
-"""Specs of tables, features and optimizers, under the published names."""
+"""Specs of tables, features and optimizers, and placed specs as a readable record that JSON can hold.
 
+```
+EmbeddingSpecRecord ─▶ StackRecord ─▶ TableRecord (with its optimizer) ─▶ FeatureRecord
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from rsembed import optimizers
+from rsembed.checks import check_type
 from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec
 from rsembed.optimizers import AdagradMomentumSlotVariables as AdagradMomentumSlotVariables
 from rsembed.optimizers import AdagradOptimizerSpec as AdagradOptimizerSpec
@@ -19,7 +36,8 @@ from rsembed.optimizers import OptimizerSpec as OptimizerSpec
 from rsembed.optimizers import RowWiseAdagradOptimizerSpec as RowWiseAdagradOptimizerSpec
 from rsembed.optimizers import SGDOptimizerSpec as SGDOptimizerSpec
 from rsembed.optimizers import SGDSlotVariables as SGDSlotVariables
-from rsembed.sparsecore.layout_record import CallablePlaceholder as CallablePlaceholder
+from rsembed.places import Place
+from rsembed.sparsecore.layout import Nested, stack_layouts
 from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT as DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
 from rsembed.specs import CallableTableInitializer as CallableTableInitializer
 from rsembed.specs import FeatureIdTransformation as FeatureIdTransformation
@@ -31,3 +49,300 @@ from rsembed.specs import TableSpec as TableSpec
 
 HyperParameterType = Hyperparameters
 NumericParameter = float
+
+
+_CODES: dict[type[OptimizerSpec], int] = {
+    optimizers.SGDOptimizerSpec: 1,
+    optimizers.AdagradOptimizerSpec: 2,
+    optimizers.AdamOptimizerSpec: 3,
+    optimizers.FTRLOptimizerSpec: 4,
+    optimizers.F2AOptimizerSpec: 5,
+    optimizers.AdagradMomentumOptimizerSpec: 6,
+    # 7 is "custom". The published codes end there; LaProp, stored as 7, would come back as SGD.
+    optimizers.LaPropOptimizerSpec: 8,
+    optimizers.RowWiseAdagradOptimizerSpec: 9,
+}
+CUSTOM_CODE = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class CallablePlaceholder:
+    """Stands for a learning rate that was a function: a record keeps only its tag. Calling it raises."""
+
+    tag: str
+
+    def __call__(self, step: Any) -> Any:
+        raise RuntimeError(
+            f"the learning rate {self.tag!r} was a function, which a record cannot hold; give the optimizer a new one "
+            "with dataclasses.replace(optimizer, learning_rate=...)."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerRecord:
+    """An optimizer by its code; `learning_rate` is None for a function, of which `learning_rate_tag` is left."""
+
+    type: int
+    short_name: str
+    learning_rate: float | None
+    learning_rate_tag: str | None = None
+    float_params: dict[str, float] = dataclasses.field(default_factory=dict)
+    bool_params: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureRecord:
+    """A feature and its place in the stacked batch."""
+
+    feature_name: str
+    input_shape: tuple[int | None, ...] | None
+    output_shape: tuple[int, ...] | None
+    row_offset: int
+    col_offset: int
+    col_shift: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableRecord:
+    """A table, its place in the stack, and the features that read it."""
+
+    table_name: str
+    vocab_size: int
+    embedding_dim: int
+    padded_vocab_size: int
+    padded_embedding_dim: int
+    row_offset_in_shard: int
+    shard_rotation: int
+    combiner: str
+    dtype: str
+    stochastic_rounding: bool
+    optimizer: OptimizerRecord
+    quantization: tuple[float, float, int] | None
+    feature_specs: tuple[FeatureRecord, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackRecord:
+    """A physical table; `num_sparsecores` are the shards, that is cores over all devices."""
+
+    stack_name: str
+    stack_vocab_size: int
+    stack_embedding_dim: int
+    total_sample_count: int
+    max_ids_per_partition: int
+    max_unique_ids_per_partition: int
+    suggested_coo_buffer_size_per_device: int | None
+    num_sparsecores: int
+    activation_mem_bytes_limit: int
+    table_specs: tuple[TableRecord, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingSpecRecord:
+    """All stacks of a model.
+
+    Example:
+      >>> from rsembed.sparsecore import embedding, embedding_spec
+      >>> table = embedding_spec.TableSpec(name="words", vocabulary_size=30, embedding_dim=4)
+      >>> feature = embedding_spec.FeatureSpec(name="word", table_spec=table, output_shape=(8, 4))
+      >>> embedding.prepare_feature_specs_for_training(feature, 1, 2)
+      >>> record = create_proto_from_feature_specs(feature, 1, 2)
+      >>> record == EmbeddingSpecRecord.from_json(record.to_json())
+      True
+    """
+
+    stacked_table_specs: tuple[StackRecord, ...]
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The record as text."""
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> EmbeddingSpecRecord:
+        """The inverse of `to_json`. Raises: ValueError: the text is no record."""
+        try:
+            return _restored(cls, json.loads(text))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"the text is no EmbeddingSpecRecord in JSON: {error}.") from error
+
+
+_NESTED = {"stacked_table_specs": StackRecord, "table_specs": TableRecord, "feature_specs": FeatureRecord}
+
+
+def _restored(record: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+    """The record that became `fields` on its way through JSON, where tuples are lists."""
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in _NESTED:
+            value = tuple(_restored(_NESTED[name], one) for one in value)
+        elif name == "optimizer":
+            # Older records have this name.
+            value = OptimizerRecord(**{"type" if key == "type_enum" else key: one for key, one in value.items()})
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return record(**values)
+
+
+def create_proto_from_feature_specs(
+    feature_specs: Nested[FeatureSpec], global_device_count: int, num_sparsecore_per_device: int | None = None
+) -> EmbeddingSpecRecord:
+    """The record of placed specs.
+
+    Args:
+      feature_specs: placed specs.
+      global_device_count: devices that they were placed for.
+      num_sparsecore_per_device: cores per device; None takes the number that they were placed for.
+
+    Raises: ValueError: they were not placed, or for another number of shards.
+    """
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device)
+    stacks = (
+        StackRecord(
+            **_shared_fields(StackRecord, layout.spec),
+            num_sparsecores=layout.num_shards,
+            table_specs=tuple(_table_record(table, layout.features) for table in layout.tables),
+        )
+        for layout in layouts.values()
+    )
+    return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
+
+
+def _shared_fields(record: type, source: Any, **recorded: Any) -> dict[str, Any]:
+    """Values of a spec under the names of a record's fields; `recorded` has those that take another form there."""
+    names = {field.name for field in dataclasses.fields(record)} & {field.name for field in dataclasses.fields(source)}
+    return {name: getattr(source, name) for name in names} | recorded
+
+
+def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
+    config = table.quantization_config
+    readers = [feature for feature in features if feature.table_spec.name == table.name]
+    return TableRecord(
+        **_shared_fields(TableRecord, table.setting_in_stack),
+        **_shared_fields(TableRecord, table, optimizer=optimizer_spec_to_proto(table.optimizer)),
+        table_name=table.name,
+        vocab_size=table.vocabulary_size,
+        quantization=None if config is None else config.as_tuple(),
+        feature_specs=tuple(
+            FeatureRecord(
+                feature_name=feature.name,
+                **_shared_fields(FeatureRecord, feature),
+                **_shared_fields(FeatureRecord, feature.id_transformation),
+            )
+            for feature in readers
+        ),
+    )
+
+
+def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
+    """The code of an optimizer's class; rules that are functions of the user's all have `CUSTOM_CODE`."""
+    check_type(optimizer_class, type[OptimizerSpec], "get_optimizer_type: optimizer_class")
+    return _CODES.get(optimizer_class, CUSTOM_CODE)
+
+
+def get_optimizer_class(type_enum: int) -> type[OptimizerSpec]:
+    """The class behind a code. Raises: ValueError: there is none; custom rules have many."""
+    for optimizer_class, code in _CODES.items():
+        if code == type_enum:
+            return optimizer_class
+    raise ValueError(f"optimizer code {type_enum} names no class; known are {sorted(_CODES.values())}.")
+
+
+def optimizer_spec_to_proto(optimizer: OptimizerSpec) -> OptimizerRecord:
+    """The record of an optimizer. Of a function (a custom rule, a schedule), only the name is kept."""
+    learning_rate, tag = optimizer.learning_rate, None
+    if callable(learning_rate):
+        tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
+    if isinstance(learning_rate, CallablePlaceholder):
+        tag = learning_rate.tag
+    values: dict[str, Any] = {}
+    if type(optimizer) in _CODES:
+        names = [field.name for field in dataclasses.fields(optimizer) if field.name != "learning_rate"]
+        values = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) is not None}
+    return OptimizerRecord(
+        type=get_optimizer_type(type(optimizer)),
+        short_name=optimizer.short_name(),
+        learning_rate=None if callable(learning_rate) else float(learning_rate),
+        learning_rate_tag=tag,
+        float_params={name: float(value) for name, value in values.items() if not isinstance(value, bool)},
+        bool_params={name: value for name, value in values.items() if isinstance(value, bool)},
+    )
+
+
+def proto_to_optimizer_spec(
+    record: OptimizerRecord, custom: Mapping[str, OptimizerSpec] | None = None
+) -> OptimizerSpec:
+    """The optimizer of a record; a learning rate that was a function comes back as a `CallablePlaceholder`.
+
+    Args:
+      record: of `optimizer_spec_to_proto`.
+      custom: the optimizers to take for custom rules, by short name.
+
+    Raises: ValueError: a custom rule is not among `custom`.
+    """
+    if record.type == CUSTOM_CODE:
+        if custom is None or record.short_name not in custom:
+            raise ValueError(
+                f"optimizer {record.short_name!r} is a function, which a record cannot hold; pass "
+                f"custom={{{record.short_name!r}: optimizer}}."
+            )
+        return custom[record.short_name]
+    learning_rate: Any = record.learning_rate
+    if learning_rate is None:
+        learning_rate = CallablePlaceholder(record.learning_rate_tag or "function")
+    parameters: dict[str, Any] = {**record.float_params, **record.bool_params}
+    return get_optimizer_class(record.type)(learning_rate, **parameters)
+
+
+def compute_physical_row_ids(
+    num_sparse_cores: int, stack_vocab_size: int, shard_rotation: int, row_offset_in_shard: int, row_ids: Any
+) -> Any:
+    """Row of each id in the flat stacked array, `shard * rows per shard + local row`, for a number or an array."""
+    place = Place(0, row_offset_in_shard * num_sparse_cores, shard_rotation)
+    return place.rows(row_ids, spread=num_sparse_cores, rows_per_shard=stack_vocab_size // num_sparse_cores)
+
+
+def get_row_ids_in_stacked_table(
+    stack_table_spec: StackRecord, table_spec: TableRecord, row_ids: Sequence[int]
+) -> list[int]:
+    """Rows of the flat stacked array that hold the given ids of one table.
+
+    Raises: ValueError: an id is outside the table, or the table lies in another stack.
+    """
+    if table_spec not in stack_table_spec.table_specs:
+        names = [table.table_name for table in stack_table_spec.table_specs]
+        raise ValueError(
+            f"table {table_spec.table_name!r}, as it is recorded, is none of stack {stack_table_spec.stack_name!r}, "
+            f"which has {names}; take both out of one record."
+        )
+    ids = np.asarray(row_ids, np.int64)
+    outside = ids[(ids < 0) | (ids >= table_spec.vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"table {table_spec.table_name!r}: id {outside[0]} is outside its vocabulary of {table_spec.vocab_size}."
+        )
+    return rows_in_stack(stack_table_spec, table_spec, ids).tolist()
+
+
+def rows_in_stack(stack: StackRecord, table: TableRecord, ids: Int64[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
+    """Row of each id of a table in the flat stacked array."""
+    shards, rows, rotation = stack.num_sparsecores, stack.stack_vocab_size, table.shard_rotation
+    return compute_physical_row_ids(shards, rows, rotation, table.row_offset_in_shard, ids)
+
+
+def get_row_ids_in_stacked_tables(
+    embedding_spec_proto: EmbeddingSpecRecord, row_ids: Mapping[str, Sequence[int]]
+) -> dict[str, list[int]]:
+    """Rows of the flat stacked arrays that hold the given ids, by stack, tables in the record's order.
+
+    Raises: ValueError: a table is unknown.
+    """
+    places = [(stack, table) for stack in embedding_spec_proto.stacked_table_specs for table in stack.table_specs]
+    unknown = sorted(set(row_ids) - {table.table_name for _, table in places})
+    if unknown:
+        known = sorted(table.table_name for _, table in places)
+        raise ValueError(f"no tables {unknown} in the record; it has {known}.")
+    rows: dict[str, list[int]] = {}
+    for stack, table in places:
+        if table.table_name in row_ids:
+            found = get_row_ids_in_stacked_table(stack, table, row_ids[table.table_name])
+            rows.setdefault(stack.stack_name, []).extend(found)
+    return rows

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int64, Integer
 
-from rsembed.bags import PAD_ID, Bags, check_end, check_unmasked
+from rsembed.bags import PAD_ID, Bags, check_bags, check_unmasked
 from rsembed.sparsecore.layout import leaves_like
 from rsembed.specs import FeatureSpec, features_of
 
@@ -93,12 +93,11 @@ def read_features(
     all_weights = [None] * len(specs) if weights is None else leaves_like(feature_specs, weights, "features_weights")
     result = []
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
-        where = f"feature {spec.name!r}"
-        is_bags = isinstance(leaf, Bags)
+        where, is_bags = f"feature {spec.name!r}", isinstance(leaf, Bags)
         for part in (leaf, weight, leaf.ids if isinstance(leaf, Bags) else None):
             check_unmasked(part, f"{where}: ids or weights")
-        if is_bags:
-            leaf, weight = _pairs_of(leaf, weight, where)
+        if isinstance(leaf, Bags):
+            leaf, weight = _used_part(leaf, weight, spec.name)
         ids, lengths, ids_per_sample = _rows(leaf, where)
         if _is_pair(leaf) and _is_flat(weight):
             weight = (np.asarray(weight), lengths)
@@ -110,7 +109,13 @@ def read_features(
             ids, values = ids[is_id], None if values is None else values[is_id]
         if len(lengths) == spec.num_samples and jax.process_count() * local_device_count == global_device_count:
             ids, lengths, values = _own_share(ids, lengths, values)
-        _check_batch(spec, len(lengths), local_device_count, global_device_count)
+        expected = (spec.num_samples or 0) * local_device_count // global_device_count
+        if len(lengths) != expected:
+            raise ValueError(
+                f"{where}: got {len(lengths)} samples, but this process' share of the declared batch of "
+                f"{spec.num_samples} is {expected} ({local_device_count} of {global_device_count} devices); pass the "
+                "local part of the batch, or declare another input_shape and output_shape."
+            )
         ids = _integers(ids, where)
         result.append(
             HostFeature(spec=spec, raw_ids=ids, lengths=lengths, ids_per_sample=ids_per_sample, weights=values)
@@ -120,49 +125,29 @@ def read_features(
 
 def sparse_tensors_as_pairs(feature_specs: Any, indices: Any, values: Any, dense_shapes: Any) -> Any:
     """Ids at `(sample, position)` coordinates as pairs `(values, lengths)`, which `read_features` takes."""
-    trees = [
-        leaves_like(feature_specs, tree, name)
-        for tree, name in ((indices, "indices"), (values, "values"), (dense_shapes, "dense_shapes"))
-    ]
+    trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
+    leaves = [leaves_like(feature_specs, tree, name) for name, tree in trees.items()]
     pairs = []
-    for spec, *leaves in zip(features_of(feature_specs), *trees, strict=True):
-        where = f"feature {spec.name!r}"
-        check_unmasked(leaves, f"{where}: a sparse tensor's parts")
-        index, value, shape = map(np.asarray, leaves)
-        if index.ndim != 2 or index.shape[1] != 2 or value.shape != index.shape[:1] or shape.shape != (2,):
-            raise ValueError(
-                f"{where}: a sparse tensor has indices [n, 2], values [n] and a dense shape [2], got shapes "
-                f"{index.shape}, {value.shape} and {shape.shape}."
-            )
-        samples, num_samples = _integers(index[:, 0], f"{where}, indices").astype(np.int64), int(shape[0])
-        if samples.size and (samples.min() < 0 or samples.max() >= num_samples):
-            worst = samples.min() if samples.min() < 0 else samples.max()
-            raise ValueError(f"{where}: sparse index names sample {worst}, outside the dense shape's {num_samples}.")
-        if (samples[1:] < samples[:-1]).any():
-            order = np.argsort(samples, kind="stable")
-            samples, value = samples[order], value[order]
-        pairs.append((_integers(value, where), np.bincount(samples, minlength=num_samples)))
+    for spec, index, value, shape in zip(features_of(feature_specs), *leaves, strict=True):
+        check_unmasked([index, value, shape], f"feature {spec.name!r}: a sparse tensor's parts")
+        try:
+            bags = Bags.from_sparse_tensor(index, value, np.asarray(shape).tolist())
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"feature {spec.name!r}: {error}") from error
+        pairs.append((bags.ids, np.diff(bags.offsets)))
     return jax.tree.unflatten(jax.tree.structure(feature_specs), pairs)
 
 
-def _pairs_of(bags: Bags, weight: Any, where: str) -> tuple[Any, Any]:
-    """Bags and their weights as pairs of values and lengths, without what lies behind the last offset."""
+def _used_part(bags: Bags, weight: Any, feature: str) -> tuple[Any, Any]:
+    """Ids of bags as values and lengths, and their weights, without what lies behind the last offset."""
     if weight is not None and bags.weights is not None:
-        raise ValueError(f"{where}: weights are given twice, inside the Bags and in features_weights; keep one.")
-    weight = bags.weights if weight is None else weight
-    pair = _used_part(bags, bags.ids, where)
-    check_end(bags, where)
-    return pair, _used_part(bags, weight, where) if _is_flat(weight) else weight
-
-
-def _used_part(bags: Bags, values: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-    offsets, values = np.asarray(bags.offsets).astype(np.int64), np.asarray(values)
-    if not offsets.size or offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(values):
         raise ValueError(
-            f"{where}: the offsets of Bags must rise from 0 to at most the {len(values)} values, got "
-            f"{offsets[:8].tolist()}...; Bags.from_lengths builds them."
+            f"feature {feature!r}: weights are given twice, inside the Bags and in features_weights; keep one."
         )
-    return values[: offsets[-1]], np.diff(offsets)
+    check_bags(Bags(bags.ids, bags.offsets), feature=feature)
+    offsets, weight = np.asarray(bags.offsets).astype(np.int64), bags.weights if weight is None else weight
+    pair = (np.asarray(bags.ids)[: offsets[-1]], np.diff(offsets))
+    return pair, np.asarray(weight)[: offsets[-1]] if _is_flat(weight) else weight
 
 
 def _is_flat(leaf: Any) -> bool:
@@ -229,18 +214,8 @@ def _own_share(
     return ids[entries], own, None if weights is None else weights[entries]
 
 
-def _check_batch(spec: FeatureSpec, num_rows: int, local_device_count: int, global_device_count: int) -> None:
-    expected = (spec.num_samples or 0) * local_device_count // global_device_count
-    if num_rows != expected:
-        raise ValueError(
-            f"feature {spec.name!r}: got {num_rows} samples, but this process' share of the declared batch of "
-            f"{spec.num_samples} is {expected} ({local_device_count} of {global_device_count} devices); pass the local "
-            "part of the batch, or declare another input_shape and output_shape."
-        )
-
-
 def _integers(ids: np.ndarray, where: str) -> Integer[np.ndarray, " nnz"]:
-    """The same ids if they are integers; an empty list of unknown kind counts as such."""
+    """Ids, if they are integers; an empty list of unknown kind counts as such."""
     if ids.dtype.kind in "iu":
         return ids
     if ids.size == 0:

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
 import jax
+import numpy as np
+from jaxtyping import Int
 
 from rsembed.checks import PositiveInt, check_type
-from rsembed.collection.layout import RowLayout
-from rsembed.specs import (
-    FeatureIdTransformation,
-    FeatureSpec,
-    StackedTableSpec,
-    TableSettingInStack,
-    TableSpec,
-    features_of,
-    tables_of,
-)
-from rsembed.stacking import SUBLANES, FeaturePlacement, StackPlan, TablePlacement, place_of, round_up
+from rsembed.collection.dense_rows import RowLayout
+from rsembed.specs import FeatureIdTransformation, FeatureSpec, StackedTableSpec, TableSpec, features_of, tables_of
+from rsembed.stacking import SUBLANES, FeaturePlacement, StackPlan, TablePlacement, place_of, plan_stack, round_up
 
 T = TypeVar("T")
 # A tree: `Nested[FeatureSpec]` is a FeatureSpec, or (lists or dicts of) lists or dicts of them.
-Nested = Union[T, Sequence[T], Mapping[str, T]]  # noqa: UP007  (X | Y cannot be subscripted)
+Nested = Union[T, Sequence[Any], Mapping[Any, Any]]  # noqa: UP007  (X | Y cannot be subscripted)
 
 MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
@@ -75,7 +70,7 @@ def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> in
 
 
 class ShardingStrategy(enum.Enum):
-    """How rows are dealt to shards."""
+    """Ways to deal rows to shards."""
 
     MOD = "MOD"
 
@@ -106,7 +101,12 @@ class StackLayout:
 
     @property
     def num_shards(self) -> int:
-        """Shards over all devices."""
+        """Shards over all devices. Raises: ValueError: the stack was made by hand, which does not say."""
+        if not self.spec.num_shards:
+            raise ValueError(
+                f"stack {self.name!r} was made by hand, for no number of shards; set stacked_table_spec of a table to "
+                "stack.replace(num_shards=...)."
+            )
         return self.spec.num_shards
 
     @property
@@ -134,7 +134,7 @@ class StackLayout:
 
     @property
     def plan(self) -> StackPlan:
-        """The same as it was planned."""
+        """The stack's placement, as the core plans it."""
         return StackPlan(
             spec=self.spec,
             dtype=self.tables[0].dtype,
@@ -142,24 +142,14 @@ class StackLayout:
             features=tuple(FeaturePlacement.of(feature, feature.id_transformation) for feature in self.features),
         )
 
-    @property
+    @functools.cached_property
     def row_layout(self) -> RowLayout:
-        """Where each of the rows lies."""
+        """The core's layout of the stack's rows."""
         return RowLayout.as_planned(self.plan, self.num_cores)
 
-    def facts(self) -> dict[str, Any]:
-        """Where the rows lie, as fingerprints have it."""
-        tables = {
-            table.name: {
-                "rows": table.vocabulary_size,
-                "dim": table.embedding_dim,
-                "first_row_in_shard": table.setting_in_stack.row_offset_in_shard,
-                "rotation": table.setting_in_stack.shard_rotation,
-            }
-            for table in self.tables
-        }
-        columns = self.spec.stack_embedding_dim
-        return {"shards": self.num_shards, "rows": self.spec.stack_vocab_size, "columns": columns, "tables": tables}
+    def rows_of(self, table: TableSpec) -> slice | Int[np.ndarray, " vocab"]:
+        """Index of a table's rows in the array of the stack, in the order of ids."""
+        return self.row_layout.all_rows(table.name, table.vocabulary_size)
 
     def checked_activations(self, activations: Any) -> Any:
         """Stacked activations of one device, or gradients of them. Raises: ValueError: they have another shape."""
@@ -193,17 +183,29 @@ class StackLayout:
         return size
 
 
-def row_pointers_size(num_devices: int, num_cores: int, enable_minibatching: bool = False) -> int:
-    """Row pointers a device has: one block of at least 8 per core, or per core and minibatch."""
-    return max(num_devices * num_cores, SUBLANES) * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
-
-
-def coo_buffer_size(
-    max_ids_per_partition: int, num_devices: int, num_cores: int, enable_minibatching: bool = False
+def compute_row_pointers_size_per_device(
+    *, global_device_count: int, num_sc_per_device: int | None = None, enable_minibatching: bool = False
 ) -> int:
-    """Places a device needs when every partition (of every minibatch) is as full as its limit allows."""
+    """Row pointers that a device has for one stack: a block of at least 8 per core, or per core and minibatch."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    return max(global_device_count * num_cores, SUBLANES) * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
+
+
+def compute_theoretical_max_coo_buffer_size(
+    max_ids_per_partition: int,
+    global_device_count: int,
+    num_sc_per_device: int | None = None,
+    enable_minibatching: bool = False,
+) -> int:
+    """Buffer places that a device needs when every partition (of every minibatch) is as full as its limit allows."""
+    num_cores = resolve_cores(num_sc_per_device, global_device_count)
+    return coo_buffer_size(max_ids_per_partition, global_device_count, num_cores, enable_minibatching)
+
+
+def coo_buffer_size(max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool) -> int:
+    """Buffer places for full partitions; checks nothing, as each batch asks it for every stack."""
     num_partitions = num_cores * num_devices * num_cores * (MAX_MINIBATCHES if enable_minibatching else 1)
-    return round_up(max_ids_per_partition, SUBLANES) * num_partitions
+    return round_up(max_ids, SUBLANES) * num_partitions
 
 
 def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minibatching: bool = False) -> int:
@@ -211,10 +213,13 @@ def cores_from_row_pointers(size_per_device: int, num_devices: int, enable_minib
 
     Raises: ValueError: no number of cores fits.
     """
+    size = functools.partial(
+        compute_row_pointers_size_per_device, global_device_count=num_devices, enable_minibatching=enable_minibatching
+    )
     num_cores = 1
-    while row_pointers_size(num_devices, num_cores, enable_minibatching) < size_per_device:
+    while size(num_sc_per_device=num_cores) < size_per_device:
         num_cores += 1
-    if row_pointers_size(num_devices, num_cores, enable_minibatching) != size_per_device:
+    if size(num_sc_per_device=num_cores) != size_per_device:
         raise ValueError(
             f"{size_per_device} row pointers per device do not fit {num_devices} devices with any number of cores; was "
             "the input preprocessed for another global_device_count, or passed without shard_map?"
@@ -227,12 +232,13 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 
     Raises: ValueError: a table has no place yet, or one for another number of shards.
     """
-    if num_sc_per_device is None:
+    check_type(num_devices, PositiveInt, "global_device_count")
+    if num_sc_per_device is None and placed_stack(tables[0]).num_shards:
         num_sc_per_device = max(1, placed_stack(tables[0]).num_shards // max(1, num_devices))
     cores = resolve_cores(num_sc_per_device, num_devices)
     for table in tables:
         placed = placed_stack(table).num_shards
-        if placed != num_devices * cores:
+        if placed not in (0, num_devices * cores):
             raise ValueError(
                 f"table {table.name!r} was laid out for another number of shards: {placed}, not {num_devices * cores} "
                 "(devices times cores). Use the global_device_count and num_sc_per_device that it was placed with "
@@ -247,47 +253,54 @@ def stack_layouts(feature_specs: Any, *, num_devices: int, num_cores: int | None
     Raises:
       ValueError: a table was not placed yet, or for another number of shards; features are not those it was placed for.
     """
-    cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
-    layouts = read_stacks(feature_specs, num_devices)
+    num_cores = cores_of(list(tables_of(feature_specs).values()), num_devices, num_cores)
+    layouts = read_stacks(feature_specs, num_devices, num_devices * num_cores)
     for name, layout in layouts.items():
-        if any(placed_stack(table) != layout.spec for table in layout.tables):
+        if any(placed_stack(table) != placed_stack(layout.tables[0]) for table in layout.tables):
             raise ValueError(
                 f"stack {name!r} has different settings in the tables that form it; change limits with "
                 "update_preprocessing_parameters, which changes all of them."
             )
-        _check_batches(layout)
+        for feature in layout.features:
+            if feature.num_samples is None or feature.num_samples % layout.num_shards:
+                raise ValueError(
+                    f"feature {feature.name!r}: its global batch of {feature.num_samples} samples cannot be cut into "
+                    f"{layout.num_shards} equal parts ({num_devices} devices x {num_cores} cores); use a multiple of "
+                    f"{layout.num_shards}, or lay tables out with a smaller num_sc_per_device."
+                )
     check_places(layouts)
     return layouts
 
 
-def read_stacks(feature_specs: Any, num_devices: int = 1) -> dict[str, StackLayout]:
+def read_stacks(feature_specs: Any, num_devices: int = 1, num_shards: int | None = None) -> dict[str, StackLayout]:
     """The stacks that `feature_specs` read, by name, in leaf order, as they are; see `stack_layouts`.
 
     Raises: ValueError: a table was not placed yet.
     """
-    readers: dict[str, list[FeatureSpec]] = {}
+    layouts = stacks_of(tables_of(feature_specs).values(), must_be_whole=False)
+    readers: dict[str, list[FeatureSpec]] = {name: [] for name in layouts}
     for feature in features_of(feature_specs):
-        readers.setdefault(placed_stack(feature.table_spec).stack_name, []).append(feature)
-    layouts = {}
-    for name, features in readers.items():
-        tables = first_row_first(tables_of(features).values())
-        features.sort(key=lambda feature: feature.id_transformation.row_offset)
-        spec = placed_stack(tables[0])
-        layouts[name] = StackLayout(spec=spec, tables=tables, features=tuple(features), num_devices=num_devices)
+        readers[feature.table_spec.setting_in_stack.stack_name].append(feature)
+    for name, layout in layouts.items():
+        features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
+        is_same = num_shards in (None, layout.spec.num_shards)
+        spec = layout.spec if is_same else layout.spec.replace(num_shards=num_shards)
+        layouts[name] = StackLayout(spec=spec, tables=layout.tables, features=tuple(features), num_devices=num_devices)
     return layouts
 
 
-def stacks_of(tables: Iterable[TableSpec]) -> dict[str, StackLayout]:
+def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dict[str, StackLayout]:
     """The stacks that tables form, by name.
 
     Raises:
-      ValueError: a table was not placed, or tables of its stack are missing.
+      ValueError: a table was not placed, or tables of its stack are missing that `must_be_whole`.
     """
     layouts = {}
     for name, members in get_table_stacks(list({table.name: table for table in tables}.values())).items():
-        layout = layouts[name] = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
-        present = sum(table.setting_in_stack.padded_vocab_size for table in members)
-        if present != layout.spec.stack_vocab_size:
+        members.sort(key=lambda table: table.setting_in_stack.row_offset_in_shard)
+        layout = layouts[name] = StackLayout(spec=placed_stack(members[0]), tables=tuple(members))
+        present = sum(table.setting_in_stack.padded_vocab_size for table in members) if must_be_whole else None
+        if present not in (None, layout.spec.stack_vocab_size):
             raise ValueError(
                 f"stack {name!r} has {layout.spec.stack_vocab_size} rows, but its given tables "
                 f"{sorted(table.name for table in members)} have {present}; pass all tables of the stack."
@@ -301,22 +314,6 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
     for table in jax.tree.leaves(table_specs):
         stacks.setdefault(table.setting_in_stack.stack_name, []).append(table)
     return stacks
-
-
-def first_row_first(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
-    """The tables of a stack in the order of their rows."""
-    return tuple(sorted(tables, key=lambda table: table.setting_in_stack.row_offset_in_shard))
-
-
-def _check_batches(layout: StackLayout) -> None:
-    num_shards = layout.num_shards
-    for feature in layout.features:
-        if feature.num_samples is None or feature.num_samples % num_shards:
-            raise ValueError(
-                f"feature {feature.name!r}: its global batch of {feature.num_samples} samples cannot be cut into "
-                f"{num_shards} equal parts ({layout.num_devices} devices x {layout.num_cores} cores); use a "
-                f"multiple of {num_shards}, or lay tables out with a smaller num_sc_per_device."
-            )
 
 
 def check_places(layouts: Mapping[str, StackLayout]) -> None:
@@ -388,26 +385,15 @@ def check_is_array(table: TableSpec) -> None:
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
     """The table, or a copy of it with a stack of its own if it has none yet."""
     check_is_array(table)
-    if table.stacked_table_spec is not None:
+    stack, setting = table.stacked_table_spec, table.setting_in_stack
+    if stack is None:
+        planned = plan_stack(FeatureSpec(table.name, table), [table.name], stack_name=table.name, num_shards=num_shards)
+        stack, setting = planned.spec, planned.tables[0].setting
+    elif stack.num_shards:
         return table
-    rows, dim = round_up(table.vocabulary_size, SUBLANES * num_shards), round_up(table.embedding_dim, SUBLANES)
-    shared = {name: getattr(table, name) for name in _OF_ONE_TABLE}
     table = dataclasses.replace(table)
-    table.setting_in_stack = TableSettingInStack(table.name, rows, dim)
-    table.stacked_table_spec = StackedTableSpec(
-        table.name, rows, dim, total_sample_count=0, num_shards=num_shards, **shared
-    )
+    table.setting_in_stack, table.stacked_table_spec = setting, stack.replace(num_shards=num_shards)
     return table
-
-
-_OF_ONE_TABLE = (
-    "optimizer",
-    "combiner",
-    "max_ids_per_partition",
-    "max_unique_ids_per_partition",
-    "suggested_coo_buffer_size_per_device",
-    "quantization_config",
-)
 
 
 def placed_stack(table: TableSpec) -> StackedTableSpec:

@@ -1,9 +1,15 @@
-"""Lookup and update of all stacks on one device: the published functions over `rsembed.sparsecore.device`."""
+"""Lookup and update of all stacks on one device: from preprocessed buffers, by the engine's way to the rows.
+
+```
+buffers ──entries by sample──▶ rows, samples, gains ──Rows, AskedRows──▶ activations; tables and slots
+```
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +17,13 @@ from jaxtyping import Array, Float
 
 from rsembed.checks import check_type, check_within
 from rsembed.collection.devices import Devices
-from rsembed.collection.rows import Occurrences, Rows
+from rsembed.collection.rows import Occurrences
 from rsembed.kernels import api
-from rsembed.kernels.contract import Rounding, Step
-from rsembed.optimizers import OptimizerSpec
+from rsembed.kernels.contract import Rounding, Segment, Step
+from rsembed.kernels.ids import Partitions
 from rsembed.parallel import default_capacity, together
 from rsembed.parallel.exchange import AxisName
 from rsembed.row_gradients import check_gradient
-from rsembed.sparsecore.device import own_devices, read_occurrences, stack_rows
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
     Nested,
@@ -30,8 +35,7 @@ from rsembed.sparsecore.layout import (
     stack_layouts,
 )
 from rsembed.sparsecore.preprocessing import PreprocessedInput, SparseDenseMatmulInput
-from rsembed.sparsecore.row_rule import RowLimits, rule_of
-from rsembed.sparsecore.variables import EmbeddingVariables, check_variables
+from rsembed.sparsecore.variables import EmbeddingVariables, RowLimits, check_variables, rule_of, stack_rows
 from rsembed.specs import FeatureSpec, features_of
 
 
@@ -74,12 +78,12 @@ def sparse_dense_matmul(
     cut = (global_device_count, num_sc_per_device)
     stacks, devices = _stacks(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
     tables, askings = {}, []
-    for stack in stacks:
-        variables = _variables_of(stack.layout, embedding_variables)
-        check_variables(variables, stack.layout)
-        tables[stack.layout.name] = variables.table
-        rows = stack.rows(devices, stack.layout.spec.optimizer)
-        askings.append(rows.look_up(variables.table, stack.occurrences, None))
+    for layout, occurrences, capacity in stacks:
+        variables = _variables_of(layout, embedding_variables)
+        check_variables(variables, layout)
+        tables[layout.name] = variables.table
+        rows = stack_rows(layout, devices, layout.spec.optimizer, capacity=capacity)
+        askings.append(rows.look_up(variables.table, occurrences, None))
     found = zip(tables.items(), together(askings, devices.axes), strict=True)
     activations = {name: output.astype(table.dtype) for (name, table), ((output,), *_) in found}
     return unstack_embedding_activations(activations, feature_specs, *cut) if perform_unstacking else activations
@@ -132,28 +136,27 @@ def sparse_dense_matmul_grad(
     num_devices = global_device_count or _num_devices(activation_gradients, feature_specs, perform_stacking)
     cut = (num_devices, num_sc_per_device)
     stacks, devices = _stacks(preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name)
-    limits = _checked_limits(embedding_var_limits, [stack.layout.name for stack in stacks])
+    limits = _checked_limits(embedding_var_limits, [layout.name for layout, *_ in stacks])
     if perform_stacking:
         activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, *cut[::-1])
     askings = []
-    for stack in stacks:
-        layout, optimizer = stack.layout, stack.layout.spec.optimizer
+    for layout, occurrences, capacity in stacks:
         variables, rule = _variables_of(layout, embedding_variables), rule_of(layout, limits[layout.name])
         check_variables(variables, layout, rule=rule)
         check_gradient(activation_gradients[layout.name], f"stack {layout.name!r}: activation gradients")
         d_activations = layout.checked_activations(activation_gradients[layout.name]).astype(jnp.float32)
-        how = Step(optimizer.get_hyperparameters(step), rule, _rounding(step, layout))
-        trained = variables.table, variables.slots()
-        askings.append(stack.rows(devices, rule).update(*trained, stack.occurrences, [d_activations], how))
+        how = Step(layout.spec.optimizer.get_hyperparameters(step), rule, _rounding(step, layout))
+        rows = stack_rows(layout, devices, rule, capacity=capacity)
+        askings.append(rows.update(variables.table, variables.slots(), occurrences, [d_activations], how))
     updated = {}
-    for stack, (table, slots) in zip(stacks, together(askings, devices.axes), strict=True):
-        structure = jax.tree.structure(embedding_variables[stack.layout.name])
-        updated[stack.layout.name] = jax.tree.unflatten(structure, [table, *slots])
+    for (layout, *_), (table, slots) in zip(stacks, together(askings, devices.axes), strict=True):
+        structure = jax.tree.structure(embedding_variables[layout.name])
+        updated[layout.name] = jax.tree.unflatten(structure, [table, *slots])
     return updated
 
 
 def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -> EmbeddingVariables:
-    check_type(embedding_variables, Mapping, "embedding_variables")
+    check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
     if layout.name not in embedding_variables:
         raise ValueError(
             f"embedding_variables have no stack {layout.name!r}, only {sorted(embedding_variables)}; were they made "
@@ -254,24 +257,6 @@ def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking
     return declared // found
 
 
-class _Stack(NamedTuple):
-    """A stack, and what one device looks up in it.
-
-    Attributes:
-      layout: the stack's.
-      occurrences: of rows.
-      capacity: places for what goes to one owner in a round.
-    """
-
-    layout: StackLayout
-    occurrences: Occurrences
-    capacity: int
-
-    def rows(self, devices: Devices, rule: OptimizerSpec) -> Rows:
-        """Its rows."""
-        return stack_rows(self.layout, devices, rule, capacity=self.capacity)
-
-
 def _stacks(
     inputs: PreprocessedInput | SparseDenseMatmulInput,
     feature_specs: Any,
@@ -279,12 +264,19 @@ def _stacks(
     num_sc_per_device: int | None,
     enable_minibatching: bool,
     axis_name: AxisName | None,
-) -> tuple[list[_Stack], Devices]:
-    """The stacks with what this device looks up in them, and the devices that share them."""
+) -> tuple[list[tuple[StackLayout, Occurrences, int]], Devices]:
+    """Stacks with what this device looks up in them and the places for what goes to one owner, and all devices.
+
+    All minibatches are read together: a minibatch exists so that a SparseCore can hold it, and other machines need not.
+    """
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
     check_type(inputs, PreprocessedInput, "preprocessed_inputs")
-    inputs.check_minibatching(enable_minibatching)
+    if inputs.has_minibatches not in (None, enable_minibatching):
+        raise ValueError(
+            f"enable_minibatching={enable_minibatching}, but the input was preprocessed with "
+            f"enable_minibatching={inputs.has_minibatches}; pass the same to both."
+        )
     num_minibatches = None
     if enable_minibatching:
         numbers = jnp.asarray(inputs.num_minibatches)
@@ -300,19 +292,25 @@ def _stacks(
         raise ValueError(f"num_sc_per_device={num_sc_per_device}, but the input was preprocessed with {num_cores}.")
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_cores)
     inputs.check_layout(layouts)
-    buffers = [[jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input] for name in layouts]
-    found = read_occurrences(list(layouts.values()), buffers, num_minibatches)
-    stacks = []
-    for layout, (_, ids, *_), occurrences in zip(layouts.values(), buffers, found, strict=True):
-        num_ids, max_ids = ids.size, inputs.max_ids_per_partition(layout.name)
+    partitions = []
+    for name, layout in layouts.items():
+        fields = (jnp.asarray(field[name]).reshape(-1) for field in inputs.sparse_dense_matmul_input)
+        pointers, ids, samples, gains = fields
+        sizes = layout.num_cores, layout.num_shards, layout.rows_per_shard, layout.samples_per_core
+        partitions.append(Partitions(pointers, ids, samples, gains, num_minibatches, *sizes))
+    found, stacks = api.entries_by_sample(partitions), []
+    for layout, own, (rows, offsets, gains) in zip(layouts.values(), partitions, found, strict=True):
+        # One feature, whose ids are rows of the physical table and whose samples lie as the buffers have them.
+        occurrences = Occurrences([Segment(rows, offsets, gains, "sum")])
+        num_ids, max_ids = own.embedding_ids.size, inputs.max_ids_per_partition(layout.name)
         if layout.declared_ids is not None:  # buffers may have room for more
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
         if max_ids is not None:  # no more than the limits allow
             num_blocks = num_cores**2 * (MAX_MINIBATCHES if enable_minibatching else 1)
             capacity = min(capacity, num_blocks * max_ids)
-        stacks.append(_Stack(layout, occurrences, capacity))
-    return stacks, own_devices(num_devices, axis_name)
+        stacks.append((layout, occurrences, capacity))
+    return stacks, _own_devices(num_devices, axis_name)
 
 
 def _checked_limits(limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]) -> Mapping[str, RowLimits]:
@@ -344,3 +342,32 @@ def _rounding(step: Any, layout: StackLayout) -> Rounding | None:
 
 tpu_sparse_dense_matmul = sparse_dense_matmul
 tpu_sparse_dense_matmul_grad = sparse_dense_matmul_grad
+
+
+def _own_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices:
+    """The devices that share the tables: along those axes of the surrounding `shard_map` that have so many together.
+
+    Args:
+      num_devices: devices that share the tables.
+      axis_name: the axes, outermost first, where the caller knows them; None searches: all axes in the order of the
+        mesh, or the one that fits.
+
+    Raises:
+      ValueError: there is no `shard_map` around, none of its axes fits, or several do.
+    """
+    if num_devices == 1:
+        return Devices()
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    sizes = {name: mesh.shape[name] for name in mesh.manual_axes}
+    if axis_name is not None:
+        wanted = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    elif math.prod(sizes.values()) == num_devices:
+        wanted = tuple(sizes)
+    else:
+        wanted = tuple(name for name, size in sizes.items() if size == num_devices)
+    if wanted and math.prod(sizes.get(name, 0) for name in wanted) == num_devices:
+        return Devices(mesh, wanted)
+    raise ValueError(
+        f"global_device_count={num_devices}, but the surrounding shard_map has the axes {sizes}; call this inside "
+        "jax.shard_map over the axis that shards the tables, and name it with axis_name= if several fit."
+    )

@@ -54,7 +54,7 @@ class MeshTables:
 
     Attributes:
       feature_specs: placed specs.
-      devices: those that share the tables; other axes of their mesh do not count.
+      devices: devices that share the tables; other axes of their mesh do not count.
       num_sc_per_device: cores per device; None takes the number that tables were placed for.
       enable_minibatching: whether batches are preprocessed with it.
     """
@@ -144,7 +144,7 @@ class MeshTables:
     def prepare(
         self, features: Any, features_weights: Any = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """As `preprocess`, the batch as global arrays on the devices, cut along the leading axis."""
+        """A preprocessed batch as global arrays on the devices, cut along the leading axis, and its statistics."""
         processed, statistics = self.preprocess(features, features_weights, **options)
         sharding = self.devices.sharding(self.devices.split)
         place = functools.partial(jax.make_array_from_process_local_data, sharding)
@@ -166,6 +166,66 @@ class MeshTables:
     def _sharded(self, function: Callable[..., Any], *in_specs: Any) -> Callable[..., Any]:
         split = self.devices.split
         return jax.shard_map(function, mesh=self.devices.mesh, in_specs=in_specs, out_specs=split, check_vma=False)
+
+
+class MeshLayer:
+    """Base of the layers of both Flax APIs: lookup over a mesh, and batches for it.
+
+    Attributes:
+      feature_specs: placed specs.
+      sharding_axis: mesh axis (or axes) over which tables and batch are cut.
+      mesh: the devices, with those along other axes.
+      num_sc_per_device: cores per device.
+      enable_minibatching: whether batches are preprocessed with it.
+    """
+
+    feature_specs: Nested[FeatureSpec]
+    sharding_axis: str | tuple[str, ...]
+    mesh: Mesh | None
+    num_sc_per_device: int | None
+    enable_minibatching: bool
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that share the tables."""
+        return self._tables().devices.num_devices
+
+    @property
+    def embedding_table_partition(self) -> P:
+        """Partition spec of the tables: rows are cut."""
+        return P(self.sharding_axis, None)
+
+    @property
+    def data_partition(self) -> P:
+        """Partition spec of batches and activations."""
+        return P(self.sharding_axis)
+
+    def preprocess_inputs(
+        self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
+    ) -> PreprocessedInput:
+        """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
+        options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
+        return self._tables().preprocess(features, features_weights, **options)[0]
+
+    def prepare_batch(
+        self, features: Any, features_weights: Any = None, **options: Any
+    ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
+        """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
+
+        Args:
+          features: ids of this process' samples, in a tree like `feature_specs`.
+          features_weights: weights in the same tree, or None.
+          options: of `embedding.preprocess_sparse_dense_matmul_input`, such as `allow_id_dropping` and `batch_number`.
+        """
+        return self._tables().prepare(features, features_weights, **options)
+
+    def _tables(self) -> MeshTables:
+        return MeshTables(
+            feature_specs=self.feature_specs,
+            devices=table_mesh(self.mesh, self.sharding_axis),
+            num_sc_per_device=self.num_sc_per_device,
+            enable_minibatching=self.enable_minibatching,
+        )
 
 
 _PLACES = np.asarray([1, 2**8, 2**16], np.float32)

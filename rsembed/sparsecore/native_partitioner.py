@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 from typing import Any
 
@@ -17,10 +18,9 @@ from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
 from rsembed.kernels.cpu_threads import granted_cores
 from rsembed.sparsecore import partitioner
-from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE
-from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, StackBuffers
+from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch, StackBuffers, record_drops
 from rsembed.stacking import SUBLANES, round_up
 
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
@@ -37,6 +37,7 @@ _ID_TYPES = {
 _LINE_BYTES = 64  # JAX takes over arrays that begin at a multiple of this without a copy
 _HUGE_PAGE_BYTES = 2 << 20
 _PARTITIONED, _BAD_ENTRY = 0, 1
+_TABLE_AND_SAMPLE = "spec.id_transformation.col_offset", "spec.id_transformation.row_offset"
 
 
 class _Feature(ctypes.Structure):
@@ -159,7 +160,7 @@ class _StackTask:
         if not self.is_served:
             return
         # Features of one table follow each other, in the order of their samples.
-        readers = sorted(batch.readers[name], key=_table_and_sample)
+        readers = sorted(batch.readers[name], key=operator.attrgetter(*_TABLE_AND_SAMPLE))
         self.inputs: list[np.ndarray | None] = []
         self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
         size, pointers = layout.buffer_size_per_device() * batch.local_device_count, max(num_shards, SUBLANES)
@@ -218,15 +219,10 @@ class _StackTask:
         record_drops(batch.statistics, self.layout, dropped)
 
 
-def _table_and_sample(feature: HostFeature) -> tuple[int, int]:
-    placement = feature.spec.id_transformation
-    return placement.col_offset, placement.row_offset
-
-
 def _bits(count: int) -> int:
     return max(count - 1, 0).bit_length()
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """The same numbers as the library reads them; copied only if they are scattered or of the other byte order."""
+    """An array as the library reads it; copied only if they are scattered or of the other byte order."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

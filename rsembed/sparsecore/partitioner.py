@@ -11,20 +11,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from rsembed.fdo.statistics import SparseDenseMatmulInputStats
+from rsembed.fdo.statistics import SparseDenseMatmulInputStats, TableDrops
 from rsembed.places import Place
-from rsembed.sparsecore.drops import record_drops
 from rsembed.sparsecore.host_features import HostFeature
 from rsembed.sparsecore.layout import MAX_MINIBATCHES, MAX_SAMPLES_PER_DEVICE, StackLayout
 from rsembed.stacking import SUBLANES, round_up
 
 PADDING_VALUE = 2**31 - 1
 """Id and sample of places in a buffer that hold no entry."""
+_log = logging.getLogger("rsembed")
+
+SETTINGS = {
+    "ids": "max_ids_per_partition",
+    "unique_ids": "max_unique_ids_per_partition",
+    "buffer": "suggested_coo_buffer_size_per_device",
+}
+"""The setting that causes each kind of drop, by the field of `TableDrops`."""
+_told: set[tuple[str, str, str]] = set()
+"""Tables, stacks and kinds of which a drop was reported."""
 
 
 class StackBuffers(NamedTuple):
@@ -37,7 +47,7 @@ class StackBuffers(NamedTuple):
 
 
 BUFFER_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "int32", "float32"))
-"""Of the fields of `StackBuffers`."""
+"""Dtypes of the fields of `StackBuffers`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,13 +124,13 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
 
 
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
-    """As `partition_stacks`, of one stack."""
+    """Buffers of one stack; see `partition_stacks`."""
     entries = merged_entries(batch, name)
     return lay_out(batch, batch.layouts[name], entries, entries)
 
 
 def merged_entries(batch: HostBatch, name: str) -> Entries:
-    """What the cores of this process look up, equal rows of one sample merged.
+    """Entries that the cores of this process look up, equal rows of one sample merged.
 
     Raises: ValueError: a device has too many samples.
     """
@@ -157,7 +167,7 @@ def lay_out(
       batch: the batch.
       layout: the stack's.
       seen: the entries as partitions of the whole batch have them, for the statistics.
-      entries: the same in the order of the buffers.
+      entries: those entries in the order of the buffers.
       num_minibatches: blocks that a core's entries are dealt to, in a buffer that all cores of a device share; None
         gives each core a part of its own.
 
@@ -178,7 +188,13 @@ def lay_out(
     if not fits.all():
         num_lost = int(np.count_nonzero(~fits))
         if not batch.allow_id_dropping:
-            raise ValueError(_too_small(batch, layout, buffers, num_lost))
+            needed = int(batch.statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
+            size = buffers.gains.size // batch.local_device_count
+            raise ValueError(
+                f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of {size} places per device, "
+                f"{needed} are needed; raise suggested_coo_buffer_size_per_device to {needed} (or leave it None), or "
+                "pass allow_id_dropping=True to drop and count them."
+            )
         dropped["buffer"] = (kept.row[~fits], np.ones(num_lost, np.int64))
     record_drops(batch.statistics, layout, dropped)
     return buffers
@@ -229,7 +245,7 @@ def record_counts(
 
 
 def exceeded_limits(layout: StackLayout, entries: Entries, num_blocks_per_core: int = 1) -> str:
-    """What to tell about the limits that were exceeded; empty if none was."""
+    """Message about the limits that were exceeded; empty if none was."""
     parts, tables = [], sorted(table.name for table in layout.tables)
     for limit, values in (
         ("max_ids_per_partition", entries.num_ids),
@@ -280,15 +296,32 @@ def _fill(
     return StackBuffers(pointers.reshape(-1), embedding_ids, sample_ids, gains), fits
 
 
-def _too_small(batch: HostBatch, layout: StackLayout, buffers: StackBuffers, num_lost: int) -> str:
-    needed = int(batch.statistics.required_buffer_size_per_sc[layout.name].max()) * layout.num_cores
-    return (
-        f"stack {layout.name!r}: {num_lost} entries do not fit the buffer of "
-        f"{buffers.gains.size // batch.local_device_count} places per device, {needed} are needed; raise "
-        f"suggested_coo_buffer_size_per_device to {needed} (or leave it None), or pass allow_id_dropping=True to drop "
-        "and count them."
-    )
-
-
 def _starts(counts: np.ndarray) -> np.ndarray:
     return np.cumsum(counts) - counts
+
+
+def record_drops(
+    statistics: SparseDenseMatmulInputStats, layout: StackLayout, dropped: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Records what a stack lost, by stack and by table, and warns once per table and limit.
+
+    `dropped` has, by kind (`ids`, `unique_ids`, `buffer`), the rows inside their shard that lost entries, and how many.
+    """
+    first_rows = np.asarray([table.setting_in_stack.row_offset_in_shard for table in layout.tables])
+    counts = {
+        kind: np.bincount(np.searchsorted(first_rows, rows, side="right") - 1, times, minlength=len(first_rows))
+        for kind, (rows, times) in dropped.items()
+    }
+    statistics.id_drop_counters[layout.name] = int(sum(by_table.sum() for by_table in counts.values()))
+    for number, table in enumerate(layout.tables):
+        drops = TableDrops(**{kind: int(by_table[number]) for kind, by_table in counts.items()})
+        statistics.id_drops_by_table[table.name] = drops
+        for kind, count in drops._asdict().items():
+            if count and (table.name, layout.name, kind) not in _told:
+                _told.add((table.name, layout.name, kind))
+                limit = SETTINGS[kind], getattr(layout.spec, SETTINGS[kind])
+                _log.warning(
+                    "rsembed.sparsecore: table %r in stack %r: %d ids were dropped in one batch by %s=%s; "
+                    "id_drops_by_table of the statistics counts them. This is said once per table and limit.",
+                    *(table.name, layout.name, count, *limit),
+                )

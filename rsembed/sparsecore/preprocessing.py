@@ -1,4 +1,17 @@
-"""From a batch on the host to `PreprocessedInput` and its statistics."""
+"""From a batch on the host to `PreprocessedInput` and its statistics, where it is too large in several minibatches.
+
+The rows of all stacks fall into 64 buckets, by a hash. Neighbouring buckets form a minibatch as long as every partition
+of every core keeps its limits; all stacks, devices and processes cut at the same places. A row lies in one bucket, so
+it is in one minibatch and is stepped once, as without minibatches.
+
+```
+buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit together
+minibatches   1     2     3     4
+```
+
+Source: the published behaviour of the JAX SparseCore API. Its hash is another one (HighwayHash); only which rows share
+a minibatch depends on it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +21,31 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Bool, Int
 
 from rsembed.checks import check_type
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.sparsecore import native_partitioner, partitioner
 from rsembed.sparsecore.host_features import read_features, sparse_tensors_as_pairs
-from rsembed.sparsecore.layout import Nested, StackLayout, row_pointers_size, sharding_strategy_to_enum, stack_layouts
-from rsembed.sparsecore.minibatching import partition_stacks_in_minibatches
-from rsembed.sparsecore.partitioner import BUFFER_DTYPES, HostBatch
+from rsembed.sparsecore.layout import (
+    MAX_MINIBATCHES,
+    Nested,
+    StackLayout,
+    compute_row_pointers_size_per_device,
+    sharding_strategy_to_enum,
+    stack_layouts,
+)
+from rsembed.sparsecore.partitioner import (
+    BUFFER_DTYPES,
+    Entries,
+    HostBatch,
+    StackBuffers,
+    exceeded_limits,
+    lay_out,
+    merged_entries,
+)
 from rsembed.specs import FeatureSpec
 
 
@@ -79,14 +108,6 @@ class PreprocessedInput:
         """Factor of the row."""
         return self.sparse_dense_matmul_input.lhs_gains
 
-    def check_minibatching(self, enable_minibatching: bool) -> None:
-        """Raises: ValueError: the buffers are known to be laid out otherwise."""
-        if self.has_minibatches not in (None, enable_minibatching):
-            raise ValueError(
-                f"enable_minibatching={enable_minibatching}, but the input was preprocessed with "
-                f"enable_minibatching={self.has_minibatches}; pass the same to both."
-            )
-
     def check_layout(self, layouts: Mapping[str, StackLayout]) -> None:
         """Raises: ValueError: the batch was preprocessed for other stacks or places than these."""
         if set(layouts) != set(self.lhs_row_pointers):
@@ -139,7 +160,7 @@ def preprocess_sparse_dense_matmul_input(
       allow_id_dropping: drop and count what exceeds a limit or the buffer; by default that is an error.
       batch_number: number of the batch, the same in all processes; minibatching needs it to agree.
       enable_minibatching: deal a batch that exceeds a limit to several minibatches, instead of raising or dropping;
-        see `rsembed.sparsecore.minibatching`. Buffers get room for 64 of them unless
+        see `rsembed.sparsecore.preprocessing`. Buffers get room for 64 of them unless
         `suggested_coo_buffer_size_per_device` says what is enough. Pass it to lookup and update as well.
       all_reduce_interface: how several processes agree on minibatches, a `minibatching.AllReduce`; None lets the
         devices do it, so this function must then not run beside a training step.
@@ -165,7 +186,8 @@ def preprocess_sparse_dense_matmul_input(
     readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
     statistics, num_minibatches = SparseDenseMatmulInputStats(), 1
     batch = HostBatch(layouts, readers, local_device_count, allow_id_dropping, statistics)
-    check_type(all_reduce_interface, Callable | None, "all_reduce_interface, a minibatching.AllReduce,")
+    check_type(allow_id_dropping, bool, "allow_id_dropping")
+    check_type(all_reduce_interface, Callable | None, "all_reduce_interface, an AllReduce,")
     if enable_minibatching:
         buffers, num_minibatches = partition_stacks_in_minibatches(batch, batch_number, all_reduce_interface)
     else:
@@ -184,7 +206,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     global_device_count: int,
     **options: Any,
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    """As `preprocess_sparse_dense_matmul_input`, for ids given as sparse tensors without weights.
+    """Partitions a batch whose ids are sparse tensors without weights; see `preprocess_sparse_dense_matmul_input`.
 
     Args:
       indices: tree of `[n, 2]` coordinates (sample, position).
@@ -212,6 +234,16 @@ def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
     """Where the rows of all stacks lie, and the samples of all features; limits may change from batch to batch."""
     facts = {}
     for name, layout in layouts.items():
+        spec = layout.spec
+        tables = {
+            table.name: {
+                "rows": table.vocabulary_size,
+                "dim": table.embedding_dim,
+                "first_row_in_shard": table.setting_in_stack.row_offset_in_shard,
+                "rotation": table.setting_in_stack.shard_rotation,
+            }
+            for table in layout.tables
+        }
         features = {
             feature.name: {
                 "table": feature.table_spec.name,
@@ -220,7 +252,8 @@ def _fingerprint(layouts: Mapping[str, StackLayout]) -> Fingerprint:
             }
             for feature in layout.features
         }
-        facts[name] = layout.facts() | {"features": features, "combiner": layout.spec.combiner}
+        size = {"shards": layout.num_shards, "rows": spec.stack_vocab_size, "columns": spec.stack_embedding_dim}
+        facts[name] = size | {"tables": tables, "features": features, "combiner": spec.combiner}
     return Fingerprint.of(facts)
 
 
@@ -228,11 +261,12 @@ def _layouts(
     feature_specs: Any, local_device_count: int, global_device_count: int, num_sc_per_device: int | None
 ) -> dict[str, StackLayout]:
     check_type(local_device_count, int, "local_device_count")
+    layouts = stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
     if not 1 <= local_device_count <= global_device_count:
         raise ValueError(
             f"local_device_count={local_device_count} must be between 1 and global_device_count={global_device_count}."
         )
-    return stack_layouts(feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device)
+    return layouts
 
 
 def _processed(
@@ -288,9 +322,155 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
 
     buffers = {}
     for name, layout in layouts.items():
-        pointers = row_pointers_size(layout.num_devices, layout.num_cores, enable_minibatching)
+        pointers = compute_row_pointers_size_per_device(
+            global_device_count=global_device_count,
+            num_sc_per_device=layout.num_cores,
+            enable_minibatching=enable_minibatching,
+        )
         sizes = (pointers, *[layout.buffer_size_per_device(enable_minibatching)] * 3)
         buffers[name] = [empty(size, dtype) for size, dtype in zip(sizes, BUFFER_DTYPES, strict=True)]
     numbers = np.ones(local_device_count, np.int64)
     processed = _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching)
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), processed)
+
+
+AllReduce = Callable[[int, np.ndarray], np.ndarray]
+"""Agreement of processes: `(key, flags)` to the elementwise "or" of the flags of all processes.
+
+All processes call it with the same key and number of flags, in the same order; keys `2 * batch_number` and
+`2 * batch_number + 1` tell the questions of different batches apart.
+"""
+
+
+def agree_through_devices(key: int, flags: Bool[np.ndarray, " flags"]) -> Bool[np.ndarray, " flags"]:
+    """An `AllReduce` through a collective of all devices, so it must not run beside a training step.
+
+    A single process agrees with itself.
+    """
+    del key
+    if jax.process_count() == 1:
+        return flags
+    gathered: np.ndarray = np.asarray(multihost_utils.process_allgather(flags.astype(np.uint8)))
+    return np.any(gathered, axis=0)
+
+
+def partition_stacks_in_minibatches(
+    batch: HostBatch, batch_number: int, agree: AllReduce | None
+) -> tuple[dict[str, StackBuffers], int]:
+    """Buffers of all stacks, and the number of minibatches in them.
+
+    Statistics are those of the whole batch, so limits that are set from them make minibatches superfluous; only the
+    required buffer size is that of the layout with minibatches. What exceeds a limit in a bucket alone, or the buffer,
+    is dropped or an error, as in a batch without minibatches.
+
+    Args:
+      batch: the stacks and their ids.
+      batch_number: number of the batch, the same in all processes.
+      agree: None means `agree_through_devices`.
+    """
+    ask = agree_through_devices if agree is None else agree
+    layouts, local_device_count = batch.layouts, batch.local_device_count
+    has_all_devices = all(local_device_count == layout.num_devices for layout in layouts.values())
+    merged = {name: merged_entries(batch, name) for name in layouts}
+
+    def any_process(key: int, flags: np.ndarray) -> np.ndarray:
+        return flags if has_all_devices else np.asarray(ask(key, flags), bool)
+
+    is_needed = np.asarray([any(exceeded_limits(layouts[name], entries) for name, entries in merged.items())])
+    nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
+    if any_process(2 * batch_number, is_needed).any():
+        for name, layout in layouts.items():
+            nodes |= _stack_split_nodes(layout, merged[name])
+        nodes = any_process(2 * batch_number + 1, nodes)
+    minibatches = minibatch_of_bucket(nodes)
+    num_minibatches = int(minibatches[-1]) + 1
+    buffers = {}
+    for name, layout in layouts.items():
+        dealt = _deal(layout, merged[name], minibatches)
+        buffers[name] = lay_out(batch, layout, merged[name], dealt, num_minibatches)
+    return buffers, num_minibatches
+
+
+def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
+    """The bucket of a row, from its number in the stack.
+
+    Columns of one shard differ by multiples of the shard count, so a weaker mix than this would fill few buckets.
+
+    Source: the finalizer of SplitMix64 (Steele, Lea and Flood 2014), of which the low 6 bits are taken.
+    """
+    mixed = columns.astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(MAX_MINIBATCHES)).astype(np.int64)
+
+
+def split_nodes(counts: Int[np.ndarray, "*parts buckets"], limit: int) -> Bool[np.ndarray, "*parts nodes"]:
+    """Where to cut, for every partition: the nodes of a binary tree over the buckets, from the leaf pairs to the root.
+
+    A node is set if its two halves hold more than the limit together; it is then as full as the fuller half, since
+    the cut between them keeps the other one away.
+
+    Example:
+      >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()
+      [0, 0, 0, 0, 1, 1, 1]
+    """
+    levels = []
+    while counts.shape[-1] > 1:
+        left, right = counts[..., ::2], counts[..., 1::2]
+        levels.append(left + right > limit)
+        counts = np.where(levels[-1], np.maximum(left, right), left + right)
+    return np.concatenate(levels, axis=-1)
+
+
+def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " buckets"]:
+    """The minibatch of every bucket: a new one begins behind the left half of every node that is set.
+
+    Example:
+      >>> minibatch_of_bucket(np.asarray([0, 0, 0, 0, 1, 1, 1], bool)).tolist()
+      [0, 0, 1, 1, 2, 2, 3, 3]
+    """
+    num_buckets, half, first_node = len(nodes) + 1, 1, 0
+    is_first = np.zeros(num_buckets, bool)
+    while half < num_buckets:
+        num_nodes = num_buckets // (2 * half)
+        is_first[half :: 2 * half] = nodes[first_node : first_node + num_nodes]
+        half, first_node = 2 * half, first_node + num_nodes
+    return np.cumsum(is_first)
+
+
+def _buckets(layout: StackLayout, entries: Entries) -> np.ndarray:
+    return bucket_of(entries.row * layout.num_shards + entries.partition % layout.num_shards)
+
+
+def _stack_split_nodes(layout: StackLayout, entries: Entries) -> np.ndarray:
+    """The nodes that any partition of the stack sets, for ids or for distinct ids."""
+    places = entries.partition * MAX_MINIBATCHES + _buckets(layout, entries)
+    nodes = np.zeros(MAX_MINIBATCHES - 1, bool)
+    for limit, chosen in (
+        (layout.spec.max_ids_per_partition, places),
+        (layout.spec.max_unique_ids_per_partition, places[entries.is_new_row]),
+    ):
+        by_bucket = np.bincount(chosen, minlength=entries.num_partitions * MAX_MINIBATCHES)
+        nodes |= split_nodes(by_bucket.reshape(entries.num_partitions, -1), limit).any(axis=0)
+    return nodes
+
+
+def _deal(layout: StackLayout, entries: Entries, minibatches: np.ndarray) -> Entries:
+    """The entries ordered by (core, minibatch, shard, bucket, row, sample)."""
+    num_minibatches = int(minibatches[-1]) + 1
+    if num_minibatches == 1:
+        return entries
+    core, shard = np.divmod(entries.partition, layout.num_shards)
+    bucket = _buckets(layout, entries)
+    partition = (core * num_minibatches + minibatches[bucket]) * layout.num_shards + shard
+    order = np.argsort(partition * MAX_MINIBATCHES + bucket, kind="stable")
+    num_partitions = entries.num_partitions * num_minibatches
+    return dataclasses.replace(entries, partition=partition, num_partitions=num_partitions).take(order)
+
+
+def get_all_reduce_interface(
+    peer_addresses: Any = None, minibatching_port: Any = None, host_id: Any = None, host_count: Any = None
+) -> AllReduce:
+    """The agreement of this library's processes; addresses and ports of the published one are not needed."""
+    del peer_addresses, minibatching_port, host_id, host_count
+    return agree_through_devices

@@ -12,27 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from rsembed.checks import check_type
+from rsembed.checks import PositiveInt, check_type, validated
+from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord, StackRecord, rows_in_stack
+from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
+from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
+from rsembed.sparsecore.embedding_spec import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
 from rsembed.sparsecore.layout import (
     Nested,
     StackLayout,
     check_is_array,
     check_places,
     cores_of,
-    first_row_first,
     leaves_like,
-    placed_stack,
     read_stacks,
     resolve_cores,
     stacks_of,
     with_place,
 )
 from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
-from rsembed.sparsecore.layout_record import EmbeddingSpecRecord, StackRecord
-from rsembed.sparsecore.layout_record import compute_physical_row_ids as compute_physical_row_ids
-from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_table as get_row_ids_in_stacked_table
-from rsembed.sparsecore.layout_record import get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables
-from rsembed.sparsecore.variables import logical_form, rows_of
+from rsembed.sparsecore.variables import unstacked
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     FeatureSpec,
@@ -45,7 +43,6 @@ from rsembed.stacking import (
     SUBLANES,
     LimitsCallable,
     StackingPlan,
-    StackPlan,
     get_default_limits,
     group_tables,
     plan_groups,
@@ -87,7 +84,7 @@ def auto_stack_tables(
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
     tables = tables_of(features)
     groups = group_tables(features, num_shards=num_shards, activation_mem_bytes_limit=memory_limit)
-    free = [[name for name in group if not tables[name].is_stacked()] for group in groups]
+    free = [[name for name in group if tables[name].setting_in_stack.stack_name == name] for group in groups]
     plan = plan_groups(
         features,
         [group for group in free if group],
@@ -101,6 +98,7 @@ def auto_stack_tables(
     attach_placement(features, plan)
 
 
+@validated
 def stack_tables(
     features: Nested[FeatureSpec],
     table_names: Sequence[str],
@@ -131,14 +129,13 @@ def stack_tables(
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables disagree, or the name is taken.
     """
-    check_type(table_names, Sequence[str], "table_names")
-    check_type(stack_name, str | None, "stack_name")
     num_shards, rotation = _checked_sizes(features, global_device_count, num_sc_per_device, rotation)
+    memory_limit = _memory_limit(activation_mem_bytes_limit)
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
     for table in (tables[table_name] for table_name in table_names if table_name in tables):
-        if table.is_stacked():
-            own = table.setting_in_stack.stack_name
+        own = table.setting_in_stack.stack_name
+        if own != table.name:
             raise ValueError(f"table {table.name!r} is already in stack {own!r}; a table has one place.")
     stack = plan_stack(
         features,
@@ -148,10 +145,15 @@ def stack_tables(
         rotation=rotation,
         max_ids_per_partition=stack_to_max_ids_per_partition,
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
-        activation_mem_bytes_limit=_memory_limit(activation_mem_bytes_limit),
+        activation_mem_bytes_limit=memory_limit,
     )
-    if fail_on_excess_padding:
-        _check_excess_padding(stack)
+    columns = stack.spec.stack_embedding_dim
+    excess = {t.name: (columns - round_up(t.dim, SUBLANES)) * t.setting.padded_vocab_size for t in stack.tables}
+    if fail_on_excess_padding and any(excess.values()):
+        raise ValueError(
+            f"stack {name!r}: padding to {columns} columns adds {sum(excess.values())} values ({excess}); stack tables "
+            "of equal dim, or pass fail_on_excess_padding=False."
+        )
     attach_placement(features, StackingPlan(num_shards=num_shards, stacks=(stack,)))
 
 
@@ -222,28 +224,13 @@ def _checked_sizes(
                 f"table {table.name!r}: combiner 'none' has no partitioned layout; use 'sum' and one id per sample "
                 "(ids reshaped to (-1, 1)) for sequences."
             )
-    if rotation is not None and (isinstance(rotation, bool) or not isinstance(rotation, int)):
-        raise TypeError(
-            f"rotation must be a number of shards or None, got {rotation!r}; pass the two limits by keyword: "
-            "stack_to_max_ids_per_partition=, stack_to_max_unique_ids_per_partition=."
-        )
+    check_type(rotation, int | None, "rotation (the limits stack_to_max_ids_per_partition=... come after it)")
     return global_device_count * num_cores, num_cores if rotation is None else rotation
 
 
 def _memory_limit(given: int | None) -> int:
+    check_type(given, PositiveInt | None, "activation_mem_bytes_limit")
     return DEFAULT_ACTIVATION_MEM_BYTES_LIMIT if given is None else given
-
-
-def _check_excess_padding(stack: StackPlan) -> None:
-    excess = {
-        table.name: (stack.spec.stack_embedding_dim - round_up(table.dim, SUBLANES)) * table.setting.padded_vocab_size
-        for table in stack.tables
-    }
-    if sum(excess.values()):
-        raise ValueError(
-            f"stack {stack.name!r}: padding to {stack.spec.stack_embedding_dim} columns adds {sum(excess.values())} "
-            f"values ({excess}); stack tables of equal dim, or pass fail_on_excess_padding=False."
-        )
 
 
 def stack_and_shard_tables(
@@ -282,18 +269,24 @@ def _stacked(layout: StackLayout, pad_value: float, *given: Any) -> Any:
             raise ValueError(
                 f"table {table.name!r}: got {array.shape[0]} rows, but vocabulary_size={table.vocabulary_size}."
             )
-    xp = np if isinstance(arrays[0], np.ndarray) else jnp
     # State that is shared along a row has columns of its own.
     dims = [table.embedding_dim for table in layout.tables]
     columns = layout.spec.stack_embedding_dim if [a.shape[1] for a in arrays] == dims else arrays[0].shape[1]
-    values = [xp.pad(array, ((0, 0), (0, columns - array.shape[1])), constant_values=pad_value) for array in arrays]
-    rows = np.concatenate([rows_of(table) for table in layout.tables])
-    flat: Any = xp.full((layout.spec.stack_vocab_size, columns), pad_value, values[0].dtype)
-    if xp is jnp:
-        flat = flat.at[rows].set(jnp.concatenate(values))
-    else:
-        flat[rows] = np.concatenate(values)
+    rows = [layout.rows_of(table) for table in layout.tables]
+    flat = _with_rows((layout.spec.stack_vocab_size, columns), rows, arrays, pad_value)
     return flat.reshape(layout.num_shards, -1, columns)
+
+
+def _with_rows(shape: tuple[int, int], rows: Sequence[Any], tables: Sequence[Any], pad_value: float) -> Any:
+    """A flat stack with the tables in those rows, and `pad_value` in all other places."""
+    xp = np if isinstance(tables[0], np.ndarray) else jnp
+    widths = [((0, 0), (0, shape[1] - table.shape[1])) for table in tables]
+    values = [xp.pad(table, width, constant_values=pad_value) for table, width in zip(tables, widths, strict=True)]
+    flat: Any = xp.full(shape, pad_value, values[0].dtype)
+    if xp is jnp:
+        return flat.at[np.r_[tuple(rows)]].set(jnp.concatenate(values))
+    flat[np.r_[tuple(rows)]] = np.concatenate(values)
+    return flat
 
 
 def unshard_and_unstack_tables(
@@ -307,10 +300,9 @@ def unshard_and_unstack_tables(
     """
     result: dict[str, Any] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
-    for name, members in get_table_stacks(specs).items():
-        cores_of(members, 1, num_shards)
+    for name, layout in stacks_of(specs, must_be_whole=False).items():
+        cores_of(layout.tables, 1, num_shards)
         _check_given(stacked_tables, name, "stacked_tables")
-        layout = StackLayout(spec=placed_stack(members[0]), tables=first_row_first(members))
         shards = num_shards, layout.rows_per_shard
         for leaf in jax.tree.leaves(stacked_tables[name]):
             if leaf.shape[:-1] not in (shards, (layout.spec.stack_vocab_size,)):
@@ -319,7 +311,7 @@ def unshard_and_unstack_tables(
                     f"{layout.spec.stack_vocab_size} rows on {num_shards} shards."
                 )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked_tables[name])
-        result |= {table.name: logical_form(table, flat) for table in layout.tables}
+        result |= unstacked(layout, flat)
     return jax.tree.unflatten(jax.tree.structure(table_specs), [result[table.name] for table in specs])
 
 
@@ -338,23 +330,21 @@ def stack_and_shard_feature_tables(
 
     Raises: ValueError: a table is missing, or has another shape than it was recorded with.
     """
-    for table in (table for stack in embedding_specs.stacked_table_specs for table in stack.table_specs):
-        _check_given(feature_tables, table.table_name, "feature_tables")  # all, before one is freed
-        found, shape = np.shape(feature_tables[table.table_name]), (table.vocab_size, table.embedding_dim)
+    for record in (table for stack in embedding_specs.stacked_table_specs for table in stack.table_specs):
+        _check_given(feature_tables, record.table_name, "feature_tables")  # all, before one is freed
+        found, shape = np.shape(feature_tables[record.table_name]), (record.vocab_size, record.embedding_dim)
         if (found if len(found) > 1 else (*found, 1)) != shape:
-            raise ValueError(f"table {table.table_name!r}: got shape {found}, but it was recorded as {shape}.")
+            raise ValueError(f"table {record.table_name!r}: got shape {found}, but it was recorded as {shape}.")
     result = {}
     for stack in embedding_specs.stacked_table_specs:
-        tables, flat = [], jnp.zeros((stack.stack_vocab_size, stack.stack_embedding_dim))
-        for table in stack.table_specs:
-            tables.append(jnp.asarray(feature_tables[table.table_name]))
-            values = jnp.atleast_2d(tables[-1].T).T
-            rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
-            flat = flat.astype(values.dtype).at[rows, : table.embedding_dim].set(values)
+        tables = [jnp.asarray(feature_tables[table.table_name]) for table in stack.table_specs]
+        rows = [rows_in_stack(stack, table, np.arange(table.vocab_size)) for table in stack.table_specs]
+        values = [table[:, None] if table.ndim == 1 else table for table in tables]
+        flat = _with_rows((stack.stack_vocab_size, stack.stack_embedding_dim), rows, values, 0.0)
         sharding = tables[0].sharding
         result[stack.stack_name] = jax.device_put(flat, sharding if len(sharding.device_set) > 1 else None)
-        for values in tables if delete_input else ():
-            values.delete()
+        for given in tables if delete_input else ():
+            given.delete()
     return result
 
 
@@ -384,7 +374,7 @@ def unstack_and_unshard_stacked_tables(
 def _unstack_and_unshard_stacked_table(given: Array, stack: StackRecord, donate: bool = False) -> dict[str, Array]:
     result, rows_of_stack = {}, given.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
     for table in stack.table_specs:
-        rows = np.asarray(get_row_ids_in_stacked_table(stack, table, range(table.vocab_size)))
+        rows = rows_in_stack(stack, table, np.arange(table.vocab_size))
         result[table.table_name] = rows_of_stack[rows, : table.embedding_dim]
     if donate and isinstance(given, jax.Array):
         jax.block_until_ready(result)

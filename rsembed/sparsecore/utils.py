@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float
 
-from rsembed.checks import PositiveInt, check_within, validated
+from rsembed.checks import PositiveInt, validated
 from rsembed.sparsecore.layout import NUM_SC_PER_DEVICE_MAP as NUM_SC_PER_DEVICE_MAP
 from rsembed.sparsecore.layout import num_sparsecores_per_device as num_sparsecores_per_device
 from rsembed.sparsecore.layout import sharding_strategy_to_enum
@@ -21,9 +22,9 @@ def estimate_preprocessing_parameters(
     global_batch_size: PositiveInt,
     global_device_count: PositiveInt,
     num_sc_per_device: PositiveInt,
-    valency: float,
-    hot_shard_fraction: float = 0.2,
-    headroom_factor: float = 1.25,
+    valency: Annotated[float, "[0, inf)"],
+    hot_shard_fraction: Annotated[float, "[0, 1]"] = 0.2,
+    headroom_factor: Annotated[float, "(0, inf)"] = 1.25,
 ) -> dict[str, int]:
     """A first guess of a table's limits and buffer size, before there are statistics.
 
@@ -43,10 +44,6 @@ def estimate_preprocessing_parameters(
 
     Source: `estimate_preprocessing_parameters` of jax-tpu-embedding 0.2.
     """
-    where = "estimate_preprocessing_parameters:"
-    check_within("[0, inf)", valency, f"{where} valency")
-    check_within("[0, 1]", hot_shard_fraction, f"{where} hot_shard_fraction")
-    check_within("(0, inf)", headroom_factor, f"{where} headroom_factor")
     num_shards = global_device_count * num_sc_per_device
     ids_per_device = global_batch_size / global_device_count * valency
     ids_per_core = ids_per_device / num_sc_per_device

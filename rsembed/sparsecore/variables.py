@@ -1,6 +1,7 @@
 """The variables of stacks, all pytrees keyed by stack name: made, compared with specs, read and written by table.
 
-Stacking, sharding, rotation and padding are matters of the physical layout; a logical table is `[vocabulary, dim]`.
+Stacking, sharding, rotation and padding are matters of the physical layout; a logical table is `[vocabulary, dim]`. The
+rule that steps the rows of a stack sees no padding.
 
 Variables are bare arrays, of which shapes and slots alone are compared with specs. Another number of cores, another
 rotation or order of tables may leave the shapes and move the rows: what goes to other specs, at once or through files,
@@ -9,6 +10,7 @@ goes by table, by `logical_variables` and `with_logical_tables`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,14 +23,123 @@ from jaxtyping import Array, Int, Num, PRNGKeyArray
 
 from rsembed.bags import is_traced
 from rsembed.checks import check_type
+from rsembed.collection.asked_rows import AskedRows
+from rsembed.collection.dense_rows import DenseRows
 from rsembed.collection.devices import Devices
+from rsembed.collection.rows import Rows
 from rsembed.homes.home import on_host
-from rsembed.optimizers import OptimizerSpec, Slots
-from rsembed.sparsecore.device import stack_rows
+from rsembed.optimizers import Hyperparameters, OptimizerSpec, SGDOptimizerSpec, Slots
 from rsembed.sparsecore.layout import Nested, StackLayout, cores_of, placed_stack, stacks_of
-from rsembed.sparsecore.row_rule import rule_of
 from rsembed.specs import FeatureSpec, TableSpec, tables_of
-from rsembed.stacking import place_of
+
+RowLimits = tuple[float | None, float | None]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BoundedRowRule(OptimizerSpec):
+    """Another optimizer's rule on the first `num_columns` columns, with the stepped rows clipped.
+
+    The step is part of the rule, so it still happens in place and touches no other row. Slots as wide as what the rule
+    sees are padded like the table, so that all arrays of a stack have equal columns.
+
+    Args:
+      inner: the optimizer.
+      num_columns: columns that the rule sees; None means all. Columns behind them stay as they are.
+      minimum: lower limit of stepped entries, or None.
+      maximum: upper limit of stepped entries, or None.
+    """
+
+    inner: OptimizerSpec = dataclasses.field(default_factory=SGDOptimizerSpec)
+    num_columns: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+    @property
+    def moves_all_rows(self) -> bool:
+        return self.inner.moves_all_rows
+
+    def get_hyperparameters(self, step: Any = None) -> Hyperparameters:
+        return self.inner.get_hyperparameters(step)
+
+    def slot_initial_values(self) -> tuple[Any, ...]:
+        return self.inner.slot_initial_values()
+
+    def init_slots(self, rows: Array) -> Slots:
+        end, width = self.num_columns or rows.shape[1], rows.shape[1]
+        return tuple(
+            jnp.pad(slot, ((0, 0), (0, width - end))) if slot.shape[1:] == (end,) else slot
+            for slot in self.inner.init_slots(rows[:, :end])
+        )
+
+    def pack_slots(self, slots: Slots) -> Any:
+        return self.inner.pack_slots(slots)
+
+    def step_rows(self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters) -> tuple[Array, Slots]:
+        end, width = self.num_columns or rows.shape[1], rows.shape[1]
+        seen = tuple(slot[:, :end] if slot.shape[1:] == (width,) else slot for slot in slots)
+        new, new_slots = self.inner.step_rows(rows[:, :end], seen, gradients[:, :end], hyper)
+        if self.minimum is not None or self.maximum is not None:
+            new = jnp.clip(new, self.minimum, self.maximum)
+
+        def whole(stepped: Array, old: Array) -> Array:
+            return stepped if stepped.shape == old.shape else jnp.concatenate([stepped, old[:, end:]], axis=1)
+
+        return whole(new, rows), tuple(map(whole, new_slots, slots))
+
+    def short_name(self) -> str:
+        return self.inner.short_name()
+
+
+def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
+    """The rule that steps a stack's rows.
+
+    Padding columns hold zeros. Rules of single entries keep them zero by themselves; a rule that looks at whole rows (a
+    row-wise accumulator, a norm, a custom function) must not see them, or its means would be wrong.
+
+    Args:
+      layout: the stack.
+      limits: smallest and largest value of a stepped entry.
+
+    Raises:
+      ValueError: such a rule, and tables of different dims.
+    """
+    optimizer, num_columns = layout.spec.optimizer, None
+    dims = {table.name: table.embedding_dim for table in layout.tables}
+    # Limits that exclude zero would move the padding, so clipping too stops at the last real column where it can.
+    if optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
+        if len(set(dims.values())) > 1:
+            raise ValueError(
+                f"stack {layout.name!r}: optimizer {optimizer.short_name()!r} works on whole rows, so the tables of a "
+                f"stack must have one embedding_dim, but have {dims}; give them stacks of their own."
+            )
+        num_columns = next(iter(dims.values()))
+        num_columns = None if num_columns == layout.spec.stack_embedding_dim else num_columns
+    if num_columns is None and limits == (None, None):
+        return optimizer
+    return BoundedRowRule(optimizer.learning_rate, optimizer, num_columns, *limits)
+
+
+def stack_rows(layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None) -> Rows:
+    """The rows of a stack, as the engine knows them: here, or asked from their owners.
+
+    Args:
+      layout: the stack's.
+      devices: devices that share the stack.
+      rule: what steps them.
+      capacity: places per block where they are asked for.
+    """
+    layout = dataclasses.replace(layout, num_devices=devices.num_devices)
+    table = dataclasses.replace(
+        layout.tables[0],
+        embedding_dim=layout.spec.stack_embedding_dim,
+        optimizer=rule,
+        quantization_config=layout.spec.quantization_config,
+    )
+    home = DenseRows(layout.row_layout, layout.tables)
+    if devices.num_devices == 1:
+        return Rows(devices, table, home)
+    return AskedRows(devices, table, home, capacity=capacity)
+
 
 ArrayLike = jax.Array | np.ndarray
 
@@ -57,7 +168,7 @@ def initialize(
     Args:
       key: the model's key, typed or raw.
       tables: placed tables.
-      devices: those that rows are dealt to.
+      devices: devices that rows are dealt to.
       num_cores: cores per device; None takes the number that the tables were placed for.
 
     Raises: ValueError: a table was not placed, or for another number of shards; tables of a stack are missing.
@@ -68,15 +179,11 @@ def initialize(
         key = jax.random.wrap_key_data(key)
 
     def build(key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
-        return {name: _initial_stack(key, layout, devices) for name, layout in stacks.items()}
+        made = {name: stack_rows(own, devices, rule_of(own)).init(key) for name, own in stacks.items()}
+        packed = {name: own.spec.optimizer.pack_slots for name, own in stacks.items()}
+        return {name: EmbeddingVariables(table, packed[name](slots)) for name, (table, slots) in made.items()}
 
     return devices.on_each(build, P(), devices.split)(key)
-
-
-def _initial_stack(key: PRNGKeyArray, layout: StackLayout, devices: Devices) -> EmbeddingVariables:
-    """Rows and slots of this device; padding rows and columns are zero."""
-    table, slots = stack_rows(layout, devices, rule_of(layout)).init(key)
-    return EmbeddingVariables(table, layout.spec.optimizer.pack_slots(slots))
 
 
 def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule: OptimizerSpec | None = None) -> None:
@@ -87,12 +194,11 @@ def check_variables(variables: EmbeddingVariables, layout: StackLayout, *, rule:
       layout: the stack's.
       rule: what is going to step the rows; None leaves the slots alone.
     """
-    shape = (layout.rows_per_shard * layout.num_shards // layout.num_devices, layout.spec.stack_embedding_dim)
+    shape = (layout.rows_per_shard * layout.num_cores, layout.spec.stack_embedding_dim)
     if variables.table.shape != shape:
         raise ValueError(
-            f"stack {layout.name!r} has shape {variables.table.shape}, but the specs say {shape}"
-            f"{f' on each of {layout.num_devices} devices' if layout.num_devices > 1 else ''}; were they placed for "
-            "another number of devices or cores?"
+            f"stack {layout.name!r} has shape {variables.table.shape}, but the specs say {shape} on each of "
+            f"{layout.num_devices} devices; were they placed for another number of devices or cores?"
         )
     if rule is not None:
         _check_slots(variables.slot, rule, shape, where=f"stack {layout.name!r}")
@@ -129,15 +235,23 @@ def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, A
 
 
 def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, EmbeddingVariables]:
-    """As `logical_tables`, with the slots: `EmbeddingVariables` of each table alone."""
+    """`EmbeddingVariables` of every table alone, in the form of `logical_tables`, by table name."""
     stacks = stacks_of(tables_of(feature_specs).values())
     found = _stacks_in(tree, stacks)
-    return {table.name: logical_form(table, found[name]) for name, layout in stacks.items() for table in layout.tables}
+    return {name: own for stack, layout in stacks.items() for name, own in unstacked(layout, found[stack]).items()}
 
 
-def logical_form(table: TableSpec, stacked: Any) -> Any:
-    """One table, with its rows in the order of ids and without padding, out of its stack's tree of flat arrays."""
-    return jax.tree.map(functools.partial(_logical_rows, table), stacked)
+def unstacked(layout: StackLayout, stacked: Any) -> dict[str, Any]:
+    """The tables of a stack by name, in the order of ids and without padding, out of a tree of flat arrays."""
+
+    def logical_rows(table: TableSpec, rows: Any, array: Any) -> Any:
+        is_full_width = array.ndim == 2 and array.shape[1] == layout.spec.stack_embedding_dim
+        return array[rows][:, : table.embedding_dim] if is_full_width else array[rows]
+
+    return {
+        table.name: jax.tree.map(functools.partial(logical_rows, table, layout.rows_of(table)), stacked)
+        for table in layout.tables
+    }
 
 
 def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
@@ -154,13 +268,14 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
         stacks in `tree` have other shapes than these specs give them.
     """
     specs = tables_of(feature_specs)
-    found = _stacks_in(tree, stacks_of(specs.values()))
+    stacks = stacks_of(specs.values())
+    found = _stacks_in(tree, stacks)
     unknown = sorted(set(tables) - set(specs))
     if unknown:
         raise ValueError(f"the specs have no tables {unknown}; they have {sorted(specs)}.")
     for name, given in tables.items():
         stack = placed_stack(specs[name]).stack_name
-        found[stack] = _with_table(specs[name], found[stack], given)
+        found[stack] = _with_table(stacks[stack], specs[name], found[stack], given)
 
     def replaced(path: Any, value: Any) -> Any:
         return found.get(_last_name(path), value) if isinstance(value, EmbeddingVariables) else value
@@ -168,7 +283,7 @@ def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: M
     return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=_is_variables)
 
 
-def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> EmbeddingVariables:
+def _with_table(layout: StackLayout, table: TableSpec, stacked: EmbeddingVariables, given: Any) -> EmbeddingVariables:
     where, shape = f"table {table.name!r}", (table.vocabulary_size, table.embedding_dim)
     old, structure = jax.tree.flatten(stacked)
     new = jax.tree.leaves(given) if isinstance(given, EmbeddingVariables) else [given]
@@ -182,28 +297,16 @@ def _with_table(table: TableSpec, stacked: EmbeddingVariables, given: Any) -> Em
     if isinstance(given, EmbeddingVariables):
         _check_slots(given.slot, table.optimizer, shape, where=where)
     for number, values in enumerate(new):
-        old[number] = _set_rows(old[number], rows_of(table), jnp.asarray(values))
+        old[number] = _set_rows(old[number], layout.rows_of(table), jnp.asarray(values))
     return jax.tree.unflatten(structure, old)
 
 
-def _set_rows(array: Array, rows: Int[np.ndarray, " vocab"], values: Array) -> Array:
+def _set_rows(array: Array, rows: slice | Int[np.ndarray, " vocab"], values: Array) -> Array:
     if not is_traced((array, values)):  # through the host, as they may come from another mesh
         values = jnp.asarray(on_host(values))
     columns = tuple(slice(size) for size in values.shape[1:])
     changed = jnp.asarray(array).at[(rows, *columns)].set(values.astype(array.dtype))
     return jax.device_put(changed, array.sharding) if isinstance(array, jax.Array) else changed
-
-
-def _logical_rows(table: TableSpec, stacked: Any) -> Any:
-    is_full_width = stacked.ndim == 2 and stacked.shape[1] == placed_stack(table).stack_embedding_dim
-    return stacked[rows_of(table)][:, : table.embedding_dim] if is_full_width else stacked[rows_of(table)]
-
-
-def rows_of(table: TableSpec) -> Int[np.ndarray, " vocab"]:
-    """Where the rows of a table lie in the array of its stack, in the order of ids."""
-    stack, ids = placed_stack(table), np.arange(table.vocabulary_size, dtype=np.int32)
-    place = place_of(table.setting_in_stack, stack.num_shards)
-    return place.rows(ids, spread=stack.num_shards, rows_per_shard=stack.stack_vocab_size // stack.num_shards)
 
 
 def _is_variables(value: Any) -> bool:

@@ -8,25 +8,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from rsembed.bags import is_taken
+from rsembed.bags import is_taken, is_traced
+from rsembed.collection.dense_rows import numbers_of_rows
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, JaggedBatch, Step
+from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
 from rsembed.optimizers import CounterAdagradOptimizerSpec, Hyperparameters, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.meshes import SplitBatch
+from rsembed.tbe.meshes import AnyBatch, SplitBatch, looked_up, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
-from rsembed.tbe.rounding import numbers_of_rows, round_stochastically
-
-AnyBatch: TypeAlias = JaggedBatch | SplitBatch
-"""On one device, and on a mesh."""
 
 
 class TBEState(NamedTuple):
@@ -76,21 +74,56 @@ class TBEState(NamedTuple):
         return self.with_group(number, weights=weights, slots=tuple(others), resident_rows=resident)
 
 
-def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None = None) -> TBEState:
+def num_rows(plan: TBEPlan) -> tuple[int, ...]:
+    """Rows of every group's array, those included that only fill up the devices of a mesh."""
+    if plan.devices is None:
+        return tuple(group.num_rows for group in plan.groups)
+    return tuple(stack.layout.num_rows for stack in tables_on_mesh(plan).stacks)
+
+
+def everywhere(plan: TBEPlan, tree: Any) -> Any:
+    """Numbers of a state, where the devices want them."""
+    return tree if plan.devices is None else tables_on_mesh(plan).everywhere(tree)
+
+
+def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
+    """Rows of a table in the arrays of its group."""
+    group, first_row = plan.places[table]
+    if plan.devices is None:
+        return ids + first_row
+    rows: np.ndarray = tables_on_mesh(plan).stacks[group].layout.rows(plan.tables[table].name, ids)
+    return rows
+
+
+def output_shape(plan: TBEPlan, batch: AnyBatch) -> tuple[int, ...]:
+    """Shape of what a lookup returns."""
+    if isinstance(batch, JaggedBatch):
+        return batch.output_shape(plan.dims)
+    return batch.num_bags, sum(plan.tables[t].dim for t in plan.features)
+
+
+def _here(plan: TBEPlan, batch: JaggedBatch) -> JaggedBatch:
+    """A batch for one device. Raises: ValueError: a mesh shares the tables."""
+    if plan.devices is not None:
+        raise ValueError("a mesh shares the tables: split the batch by module.prepare.")
+    return batch
+
+
+def init_state(plan: TBEPlan, key: PRNGKeyArray, rows: Sequence[int] | None = None) -> TBEState:
     """A state with zero weights, as the original starts.
 
     Args:
       plan: the tables.
       key: see `TBEState`.
-      num_rows: rows of every group's array; None takes all rows of its tables.
+      rows: of every group's array; None takes all rows of its tables.
     """
     weights, slots, resident = [], [], []
-    for number, (group, rows) in enumerate(zip(plan.groups, num_rows or plan.num_rows, strict=True)):
-        allocate: Any = api.allocate if plan.split is None else functools.partial(plan.on_mesh.empty, number)
+    for number, (group, size) in enumerate(zip(plan.groups, rows or num_rows(plan), strict=True)):
+        allocate: Any = api.allocate if plan.devices is None else functools.partial(tables_on_mesh(plan).empty, number)
         table, first = group.table, group.table.first_slots()
-        weights.append(allocate((rows, table.dim), jnp.dtype(table.dtype), 0.0))
-        slots.append(tuple(allocate((rows, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
-        resident.append(jnp.full(rows, NO_ROW, jnp.int32) if table.is_cached else None)
+        weights.append(allocate((size, table.dim), jnp.dtype(table.dtype), 0.0))
+        slots.append(tuple(allocate((size, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
+        resident.append(jnp.full(size, NO_ROW, jnp.int32) if table.is_cached else None)
     rates = [group.table.learning_rate for group in plan.groups]
     numbers: tuple[Any, ...] = (
         jnp.zeros((), jnp.int32),
@@ -99,7 +132,7 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_rows: Sequence[int] | None 
         jnp.ones((), jnp.float32),
         key,
     )
-    state = TBEState(tuple(weights), tuple(slots), tuple(resident), *plan.everywhere(numbers))
+    state = TBEState(tuple(weights), tuple(slots), tuple(resident), *everywhere(plan, numbers))
     return state._replace(layout=plan.layout)
 
 
@@ -163,10 +196,10 @@ def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = 
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
     if isinstance(batch, SplitBatch):
         check_state(plan, state)
-        return plan.on_mesh.lookup(state.weights, batch, plan.pooling).astype(output_dtype)
-    factors = _owed_factors(plan, state, plan.here(batch), learning_rates(plan, state))
+        return looked_up(tables_on_mesh(plan), state.weights, batch).astype(output_dtype)
+    factors = _owed_factors(plan, state, _here(plan, batch), learning_rates(plan, state))
     output = api.lookup_jagged(state.weights, _weighted(batch, factors))
-    return output.astype(output_dtype).reshape(plan.output_shape(batch))
+    return output.astype(output_dtype).reshape(output_shape(plan, batch))
 
 
 def _weighted(batch: JaggedBatch, factors: Float[Array, " nnz"] | None) -> JaggedBatch:
@@ -187,11 +220,12 @@ def row_gradients(
     """Gradients of all rows that the batch reads; ids of cached tables are ids here, not places."""
     flat, shardings = _flat(d_output, max_gradient), None
     if isinstance(batch, SplitBatch):
-        found, shardings = plan.on_mesh.row_gradients(batch, plan.pooling, flat), plan.on_mesh.gradient_shardings()
+        tables = tables_on_mesh(plan)
+        found, shardings = tables.row_gradients(batch, flat), tables.gradient_shardings()
     else:
-        batch = plan.here(batch)
+        batch = _here(plan, batch)
         found = [
-            api.row_gradients_jagged(group.num_rows, number, plan.dims, _gradient_reads(group, number, batch), flat)
+            api.row_gradients(group.num_rows, _gradients_of(plan, number, batch, flat))
             for number, group in enumerate(plan.groups)
         ]
     rows, values = (
@@ -211,15 +245,27 @@ def weight_gradients(
 ) -> Any:
     """Gradients of the weights of the ids, in their form, where rows are those of `state`."""
     if isinstance(batch, SplitBatch):
-        return plan.on_mesh.weight_gradients(state.weights, batch, plan.pooling, _flat(d_output, max_gradient))
-    d_weights = api.weight_gradients(state.weights, plan.here(batch), _flat(d_output, max_gradient))
+        return tables_on_mesh(plan).weight_gradients(state.weights, batch, _flat(d_output, max_gradient))
+    d_weights = api.weight_gradients(state.weights, _here(plan, batch), _flat(d_output, max_gradient))
     factors = _owed_factors(plan, state, batch, rates)
     return d_weights if factors is None else factors * d_weights
 
 
+def cut(gradients: RowGradients, bound: int) -> RowGradients:
+    """The first `bound` rows of every group. Raises: ValueError: there are more."""
+    touched = gradients.num_touched()
+    if not is_traced(touched) and (most := max(map(int, touched.values()))) > bound:
+        raise ValueError(f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out.")
+    if gradients.shardings is not None:  # each device has its own at the front of its part
+        return gradients
+    rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
+    values = {name: values[:bound] for name, values in gradients.values.items()}
+    return dataclasses.replace(gradients, rows=rows, values=values)
+
+
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
     """Rows of every group by its name, as `RowGradients` have them."""
-    return tuple(sorted(zip((group.name for group in plan.groups), plan.num_rows, strict=True)))
+    return tuple(sorted(zip((group.name for group in plan.groups), num_rows(plan), strict=True)))
 
 
 def update(
@@ -240,24 +286,13 @@ def update(
     """
     flat = _flat(d_output)
     if isinstance(batch, SplitBatch):
-        return _step_on_mesh(plan, state, rates, plan.on_mesh.update, batch, plan.pooling, flat)
-    batch = plan.here(batch)
+        return _step_on_mesh(plan, state, rates, tables_on_mesh(plan).update, batch, flat)
+    batch = _here(plan, batch)
     for number, group in enumerate(plan.groups):
         if group.table.rule is not None:
-            gradient = (number, plan.dims, _gradient_reads(group, number, batch), flat)
-            state = _step_group(plan, number, state, rates[number], api.update_jagged, gradient)
+            gradient = (_gradients_of(plan, number, batch, flat),)
+            state = _step_group(plan, number, state, rates[number], api.update, gradient)
     return state._replace(step=state.step + 1)
-
-
-def check_gradients(plan: TBEPlan, row_gradients: RowGradients) -> None:
-    """Raises: ValueError: the gradients of a group are not one vector of its dim for each of its rows."""
-    for group in plan.groups:
-        found = row_gradients.values[group.name].shape
-        if found != (expected := (row_gradients.rows[group.name].shape[0], group.table.dim)):
-            raise ValueError(
-                f"tables {group.name!r}: the row gradients have shape {found}, but rows and dim ask for {expected}; "
-                "change what backward.row_gradients returns entry by entry only."
-            )
 
 
 def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
@@ -272,8 +307,8 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
                 "them; construct the module with one."
             )
     gradients = [(row_gradients.rows[group.name], row_gradients.values[group.name]) for group in plan.groups]
-    if plan.split is not None:
-        return _step_on_mesh(plan, state, rates, plan.on_mesh.apply, gradients)
+    if plan.devices is not None:
+        return _step_on_mesh(plan, state, rates, tables_on_mesh(plan).apply, gradients)
     for number, gradient in enumerate(gradients):
         state = _step_group(plan, number, state, rates[number], api.apply_rows, gradient)
     return state._replace(step=state.step + 1)
@@ -286,8 +321,8 @@ def _step_group(
     group, weights = plan.groups[number], state.weights[number]
     slots, copies = _parted(group, state.slots[number])
     rule, hyper = _rule_and_hyper(group, state, rate)
-    rounding = _rounding(plan, number, state, weights.dtype, use=None)
-    weights, slots = kernel(weights, slots, *gradient, hyper, rule, rounding=rounding)
+    step = Step(hyper, rule, _rounding(plan, number, state, weights.dtype, use=None))
+    weights, slots = kernel(weights, slots, *gradient, step)
     return state.with_group(number, weights=weights, slots=slots + copies)
 
 
@@ -300,7 +335,7 @@ def _step_on_mesh(
         rule, hyper = _rule_and_hyper(group, state, rate)
         rounds = group.table.rounds_stochastically and group.table.dtype != "float32"
         key = jax.random.fold_in(state.key, state.step)
-        rounding = jax.tree_util.Partial(round_stochastically, key) if rounds else None
+        rounding = api.stochastic_rounding(key) if rounds else None
         steps.append(Step(hyper, rule, rounding, state.step))
     slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
     weights, stepped = function(state.weights, slots, *gradients, steps)
@@ -336,10 +371,6 @@ _STORE = 2**32 - 2
 """What beside steps rounds rows, with other noise: the number of a table that nobody has."""
 
 
-def _round_to_nearest(values: Array, dtype: Any, rows: Array) -> Array:
-    return values.astype(dtype)
-
-
 def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
     """How rows of a group become `dtype`; None to nearest. They may be in a cache, whose dtype is not the tables'."""
     group, resident_rows = plan.groups[number], state.resident_rows[number]
@@ -352,7 +383,8 @@ def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: i
     def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
         own = rows if resident_rows is None else resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
         member = jnp.searchsorted(first_rows, own, side="right") - 1
-        return round_stochastically(key, values, dtype, numbers_of_rows(names, member, own - first_rows[member]))
+        rows = numbers_of_rows(names, member, own - first_rows[member])
+        return api.stochastic_rounding(key)(values, dtype, rows)
 
     return round_rows
 
@@ -362,19 +394,21 @@ def stored_rows(plan: TBEPlan, number: int, state: TBEState, places: Int[Array, 
     group, (weights, *slots) = plan.groups[number], api.gather_rows(state.arrays(number)[:-1], places)
     dtype = jnp.dtype(group.table.dtype)
     if weights.dtype != dtype:
-        round_rows = _rounding(plan, number, state, dtype, use=_STORE) or _round_to_nearest
-        weights = round_rows(weights.astype(jnp.float32), dtype, places)
+        round_rows = _rounding(plan, number, state, dtype, use=_STORE)
+        weights = weights.astype(jnp.float32)
+        weights = weights.astype(dtype) if round_rows is None else round_rows(weights, dtype, places)
     return (weights, *slots)
 
 
-def _gradient_reads(group: GroupPlan, number: int, batch: JaggedBatch) -> JaggedBatch:
-    """The batch as its gradients flow; with the write-back hook, only from the first bag that reads a row."""
-    if not group.table.keeps_first_gradients:
-        return batch
+def _gradients_of(plan: TBEPlan, number: int, batch: JaggedBatch, d_output: Array) -> JaggedGradients:
+    """The gradients on their way to a group; with the write-back hook, only from the first bag that reads a row."""
+    if not plan.groups[number].table.keeps_first_gradients:
+        return JaggedGradients(batch, d_output, number, plan.dims)
     rows = jagged_segment(batch, number).rows
     order = jnp.argsort(rows, stable=True)
     is_first = jnp.concatenate([jnp.ones(min(1, rows.size), bool), rows[order][1:] != rows[order][:-1]])
-    return _weighted(batch, jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32)))
+    reads = _weighted(batch, jnp.zeros(rows.shape, jnp.float32).at[order].set(is_first.astype(jnp.float32)))
+    return JaggedGradients(reads, d_output, number, plan.dims)
 
 
 def backward(

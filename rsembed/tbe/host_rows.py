@@ -1,4 +1,4 @@
-"""Tables on the host whose rows visit the device: from ids of features to rows of groups, prefetched batches, counts.
+"""Tables on the host whose rows visit the device: their caches and stores, prefetched batches, counts and reports.
 
 Ids are translated to places before the kernels see them, so that these compute the same bits as on a whole table.
 """
@@ -9,28 +9,45 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from rsembed.bags import device_copy, is_traced
 from rsembed.caching import (
+    NUM_WAYS,
+    BackingStore,
     CacheCounts,
     CacheStatistics,
     Generation,
     NearRows,
+    SetAssociativeCache,
     call_host,
+    num_sets_for,
     unique_misses_by_group,
 )
-from rsembed.kernels.contract import NO_ROW, JaggedBatch
+from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
-from rsembed.tbe.bounds import feature_starts
+from rsembed.tbe.arguments import CacheArguments, TBEStatsReporterConfig
+from rsembed.tbe.batches import feature_starts
 from rsembed.tbe.functional import TBEState
-from rsembed.tbe.plan import TBEPlan
+from rsembed.tbe.plan import (
+    ComputeDevice,
+    EmbeddingLocation,
+    GroupPlan,
+    TBEPlan,
+    default_platform,
+    warn_of_no_effect,
+)
+
+MAX_PREFETCHES = 100
 
 _stored_rows = jax.jit(functional.stored_rows, static_argnums=(0, 1))
 _REFUSAL = (
@@ -46,14 +63,20 @@ class HostRows:
 
     Args:
       plan: the tables.
-      groups: those of the plan that are cached.
-      counts_features: also count misses by feature.
+      caching: how large caches are, and what is counted.
+
+    Raises: ValueError: there is no room for a set of each cache.
     """
 
-    def __init__(self, plan: TBEPlan, groups: list[NearRows], *, counts_features: bool):
-        self.plan, self.groups = plan, groups
+    def __init__(self, plan: TBEPlan, caching: CacheArguments):
+        cached = [(number, group) for number, group in enumerate(plan.groups) if group.table.is_cached]
+        caches = _caches_of([group for _, group in cached], caching)
+        self.plan, self.caching = plan, caching
+        self.groups = [
+            NearRows(number, cache, _backing_of(group, caching.near_dtype(group.table.dtype)))
+            for (number, group), cache in zip(cached, caches, strict=True)
+        ]
         self.statistics = CacheStatistics(len(plan.features))
-        self.counts_features = counts_features
         self.prefetched: collections.deque[tuple[np.ndarray, list[list[np.ndarray]]]] = collections.deque()
         """Ids of batches whose rows wait in the cache, and the places they lock, by part of the batch and by group."""
         self.generation = Generation(_REFUSAL)
@@ -86,9 +109,9 @@ class HostRows:
             shapes = (flat, [[flat, flat]] * len(self.groups))
         places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
         state = self._moved(self._advanced(state, is_inside=capacity is not None), moves, capacity)
-        return state, self.plan.near(
-            batch, device_copy(places, jnp.int32), [weights.shape[0] for weights in state.weights]
-        )
+        num_places = tuple(weights.shape[0] for weights in state.weights)
+        blocks = _near_blocks(self.plan, batch.blocks, num_places)
+        return state, dataclasses.replace(batch, ids=device_copy(places, jnp.int32), blocks=blocks)
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
         """Makes the rows of row gradients addressable, and numbers them by their places. Not inside `jit`.
@@ -107,22 +130,30 @@ class HostRows:
         state = self._moved(self._advanced(state))
         return state, dataclasses.replace(row_gradients, rows=rows)
 
-    def prefetch(self, state: TBEState, parts: Sequence[JaggedBatch], *, lock: bool) -> TBEState:
+    def prefetch(self, state: TBEState, batch: JaggedBatch) -> TBEState:
         """Fills the cache for a later batch, whose homeless rows will be brought when it is looked up.
 
-        Args:
-          state: its cached groups change.
-          parts: the batch, concrete, in parts with all bags.
-          lock: keep the places of this batch until it is looked up.
+        Raises: RuntimeError: `MAX_PREFETCHES` batches wait already.
         """
+        if len(self.prefetched) >= MAX_PREFETCHES:
+            raise RuntimeError(
+                f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often, or other "
+                "batches are looked up."
+            )
         locked: list[list[np.ndarray]] = []
+        config, lock = self.caching.multipass_prefetch_config, self.caching.prefetch_pipeline
+        num_ids, offsets = len(batch.ids), np.asarray(batch.offsets)
+        size = max(num_ids, 1)
+        if config is not None:
+            size = max(-(-num_ids // config.num_passes), config.min_splitable_pass_size)
         self.generation.advance(state.generation)
         state = self._advanced(state)
-        for part in parts:
-            self._find(self.plan.bags_of(part), part.ids, part.offsets, admit=True, lock=lock, is_prefetch=True)
+        for first in range(0, max(num_ids, 1), size):
+            ids, ends = batch.ids[first : first + size], np.clip(offsets - first, 0, size)
+            self._find(self.plan.bags_of(batch), ids, ends, admit=True, lock=lock, is_prefetch=True)
             state = self._moved(state)
             locked.append([group.places for group in self.groups] if lock else [])
-        self.prefetched.append((np.concatenate([_ids_in_bags(part.ids, part.offsets) for part in parts]), locked))
+        self.prefetched.append((_ids_in_bags(batch.ids, offsets), locked))
         return state
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
@@ -226,7 +257,7 @@ class HostRows:
         num_cacheable = sum(int((group.rows < group.cache.num_ids)[group.rows >= 0].sum()) for group in self.groups)
         num_unique = total.unique_hits + total.unique_misses + int(num_cacheable < ids.size)
         by_feature = None
-        if self.counts_features:
+        if self.caching.record_cache_metrics.record_tablewise_cache_miss:
             # Ids in front of the first bag belong to nobody and cannot miss.
             starts = np.asarray([0, *starts[1:-1], ids.size])
             by_group = [unique_misses_by_group(rows, admission.missed_ids, starts) for rows, admission in admitted]
@@ -237,3 +268,215 @@ class HostRows:
 def _ids_in_bags(ids: Any, offsets: Any) -> np.ndarray:
     """Ids without the room behind them, which a prepared batch has."""
     return np.asarray(ids)[: int(offsets[-1])]
+
+
+@functools.lru_cache(maxsize=256)
+def _near_blocks(plan: TBEPlan, blocks: tuple[Block, ...], num_places: tuple[int, ...]) -> tuple[Block, ...]:
+    """Blocks of a batch with places, in arrays of so many places, for ids of cached tables."""
+    return tuple(
+        block._replace(first_row=0, num_rows=num_places[block.table])
+        if plan.groups[block.table].table.is_cached
+        else block
+        for block in blocks
+    )
+
+
+# Caches and stores
+
+
+def _memory_of_device() -> dict[str, int] | None:
+    """What the device says about its memory, if it does."""
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return memory if "bytes_limit" in memory else None
+
+
+def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[SetAssociativeCache]:
+    """Caches of the groups, which share the memory that is free where the device tells how much there is.
+
+    Each has one set, and of what it asks for beyond that the share for which there is room.
+
+    Raises: ValueError: there is no room for a set of each.
+    """
+    row_bytes = [
+        group.table.dim * caching.near_dtype(group.table.dtype).itemsize
+        + sum(slot.nbytes for slot in group.table.first_slots())
+        for group in groups
+    ]
+    sets = [  # rows that visit for one batch take the least that a cache can have
+        1
+        if group.table.placement == "host"
+        else caching.cache_sets or num_sets_for(group.num_rows, caching.cache_load_factor, row_bytes=own)
+        for group, own in zip(groups, row_bytes, strict=True)
+    ]
+    memory = _memory_of_device()
+    if memory is not None and not caching.cache_sets:
+        free, reserved = memory["bytes_limit"] - memory.get("bytes_in_use", 0), caching.cache_reserved_memory * 2**30
+        num_sets_for(1, 1.0, row_bytes=sum(row_bytes), free_bytes=free, reserved_bytes=int(reserved))
+        least = NUM_WAYS * sum(row_bytes)
+        wanted = NUM_WAYS * sum(n * own for n, own in zip(sets, row_bytes, strict=True))
+        share = min(1.0, (free - reserved - least) / max(1, wanted - least))
+        sets = [1 + int((n - 1) * share) for n in sets]
+    algorithm = caching.cache_algorithm.name.lower()
+    return [
+        SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
+        for num_sets, group in zip(sets, groups, strict=True)
+    ]
+
+
+def _backing_of(group: GroupPlan, near: Any) -> BackingStore:
+    table = group.table
+    first = [np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()]
+    shapes = [(group.num_rows, *row.shape[1:]) for row in first]
+    # Zeros take memory when they are first written.
+    zeros = (np.zeros(shape, row.dtype) for shape, row in zip(shapes, first, strict=True))
+    arrays = [np.full_like(own, row) if row.any() else own for own, row in zip(zeros, first, strict=True)]
+    return BackingStore(arrays, near_dtype=None if near in (jnp.float32, jnp.dtype(table.dtype)) else near)
+
+
+def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None) -> TBEState:
+    """The state before any training, on `device`."""
+    rows, cached = [*functional.num_rows(plan)], [] if host_rows is None else host_rows.groups
+    for group in cached:
+        rows[group.number] = group.num_places
+    state = functional.init_state(plan, key, rows)
+    state = state if device is None else jax.device_put(state, device)
+    if host_rows is None:
+        return state
+    for group in cached:
+        dtype = host_rows.caching.near_dtype(plan.groups[group.number].table.dtype)
+        state = state.with_group(group.number, weights=state.weights[group.number].astype(dtype))
+    return state._replace(generation=jnp.asarray(host_rows.generation.number, jnp.uint32))
+
+
+def warn_of_arguments(plan: TBEPlan, caching: CacheArguments, given: Mapping[str, Any]) -> None:
+    """Warns of those of the constructor's arguments that change nothing."""
+    specs = given["embedding_specs"]
+    if not plan.has_cache:
+        unused = [own.name for own in dataclasses.fields(caching) if getattr(caching, own.name) != own.default]
+        why = "as no table has EmbeddingLocation.MANAGED_CACHING"
+        if EmbeddingLocation.MANAGED_CACHING in {location for _, _, location, _ in specs}:
+            unused, why = [name for name in unused if name != "enforce_hbm"], "as enforce_hbm is set"
+        warn_of_no_effect(unused, why)
+    elif caching.cache_reserved_memory and caching.cache_sets:
+        warn_of_no_effect(["cache_reserved_memory"], "as cache_sets says how large caches are")
+    elif caching.cache_reserved_memory and _memory_of_device() is None:
+        warn_of_no_effect(["cache_reserved_memory"], "as this device does not tell how much memory it has")
+    of_others = ("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
+    unused = [name for name in of_others if given[name]]
+    unused += ["max_gradient"] if not given["gradient_clipping"] and given["max_gradient"] != 1.0 else []
+    warn_of_no_effect(unused, "here")
+    platforms = {ComputeDevice.CUDA: "gpu", ComputeDevice.TPU: "tpu"}
+    named = {compute_device for _, _, _, compute_device in specs}
+    elsewhere = sorted({c.name for c in named if platforms.get(c, default_platform()) != default_platform()})
+    reason = f"as this process computes on {default_platform()}"
+    warn_of_no_effect([f"ComputeDevice.{name}" for name in elsewhere], reason)
+
+
+# Reports
+
+
+MAX_MEMORY_REPORTS = 10
+"""Sizes of tables do not change: the original reports them ten times as well."""
+
+
+PUBLISHED_COUNTS = (
+    *("num_calls", "num_requested_indices", "num_unique_indices"),
+    *("num_unique_misses", "num_conflict_unique_misses", "num_conflict_misses"),
+)
+"""The original's names of the first fields of `CacheCounts`."""
+
+
+class StatisticsReporter:
+    """Reports sizes, bytes, durations and cache counts of training steps by the original's names.
+
+    Args:
+      config: how often, and where to: `config.report(step, figures)`, or the log `rsembed` at level INFO.
+    """
+
+    def __init__(self, config: TBEStatsReporterConfig):
+        self.config = config
+        self.prefetch_seconds = 0.0
+        self.prefetched_ids = self.prefetched_bytes = 0
+        self._num_steps = self._num_reports = 0
+        self._reported = CacheCounts()
+
+    def note_prefetch(self, ids: Any, seconds: float) -> None:
+        """A prefetch, for the next report."""
+        self.prefetch_seconds += seconds
+        self.prefetched_ids += ids.size
+        self.prefetched_bytes += ids.nbytes
+
+    def step(self, plan: TBEPlan, state: TBEState, host_rows: HostRows | None, batch: Any, output: Any) -> None:
+        """Counts a training step, and reports if it is time; warns of steps inside `jit`, which it never sees."""
+        if is_traced(batch):
+            warnings.warn(
+                "stats_reporter_config: no effect inside jit, where steps are not reported; train outside of it, or "
+                "read state_bytes() and get_uvm_cache_stats() between compiled steps.",
+                stacklevel=3,
+            )
+            return
+        self._num_steps += 1
+        if self._num_steps % self.config.interval:
+            return
+        outputs, given = jax.tree.leaves(output), jax.tree.leaves(batch.ids)
+        figures: dict[str, float] = {
+            "total_prefetch_duration": self.prefetch_seconds,
+            "bwd_wait_for_prefetch": 0.0,  # prefetches end before they return
+            "tbe.prefetch_input_count": self.prefetched_ids,
+            "tbe.prefetch_input_size": self.prefetched_bytes,
+            "tbe.fwd_input_count": sum(leaf.size for leaf in given),
+            "tbe.fwd_input_size": sum(leaf.nbytes for leaf in given),
+            "tbe.fwd_output_count": sum(leaf.size for leaf in outputs),
+            "tbe.fwd_output_size": sum(leaf.nbytes for leaf in outputs),
+        }
+        self.prefetch_seconds, self.prefetched_ids, self.prefetched_bytes = 0.0, 0, 0
+        if self._num_reports < MAX_MEMORY_REPORTS:
+            figures |= _memory(plan, state)
+        if host_rows is not None:
+            counts = host_rows.statistics.totals
+            figures |= {f"tbe.prefetch.cache_stats.{name}": value for name, value in counts._asdict().items()}
+            figures |= self._row_bytes(host_rows, counts)
+        self._num_reports += 1
+        if self.config.report is not None:
+            self.config.report(int(state.step), figures)
+        else:
+            text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
+            logging.getLogger("rsembed").info("step %d: %s", int(state.step), text)
+
+    def _row_bytes(self, host_rows: HostRows, counts: CacheCounts) -> dict[str, float]:
+        """Counts of a step, on average since the last report, times the bytes of the longest cached row."""
+        tables = [host_rows.plan.groups[own.number].table for own in host_rows.groups]
+        row = max(table.dim * host_rows.caching.near_dtype(table.dtype).itemsize for table in tables)
+        since = [max(new - old, 0) for new, old in zip(counts, self._reported, strict=True)]  # less after a reset
+        self._reported = counts
+        named = zip(PUBLISHED_COUNTS, since, strict=False)
+        interval = self.config.interval
+        return {f"tbe.prefetch.cache_stats_by_data_size.{name}": count * row / interval for name, count in named}
+
+
+def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
+    """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
+    found: dict[str, dict[str, int]] = {}
+    for table in plan.tables:
+        found[table.name] = {
+            "weights": table.num_rows * table.dim * jnp.dtype(table.dtype).itemsize,
+            "optimizer_states": table.num_rows * sum(slot.nbytes for slot in table.first_slots()),
+        }
+    total = {what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")}
+    if plan.has_cache:
+        cached = [number for number, group in enumerate(plan.groups) if group.table.is_cached]
+        total["cache"] = sum(leaf.nbytes for n in cached for leaf in (state.weights[n], *state.slots[n]))
+    return {**found, "total": total}
+
+
+def _memory(plan: TBEPlan, state: TBEState) -> dict[str, float]:
+    by_table = state_bytes(plan, state)
+    cache = by_table["total"].get("cache", 0)
+    figures: dict[str, float] = {"tbe.hbm.cache": cache}
+    for kind, is_cached in (("hbm", False), ("uvm", True)):
+        own = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
+        weights, states = (sum(size[what] for size in own) for what in ("weights", "optimizer_states"))
+        figures[f"tbe.{kind}.embeddings"], figures[f"tbe.{kind}.optimizer_states"] = weights, states
+        figures[f"tbe.{kind}.total_static_sparse"] = weights + states + (0 if is_cached else cache)
+        figures[f"tbe.total_{kind}_usage"] = weights + states + (0 if is_cached else cache)
+    return figures

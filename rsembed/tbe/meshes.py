@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, no_type_check
+from typing import Any, TypeAlias, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +20,16 @@ from jaxtyping import Array, Float, Int
 
 from rsembed.bags import PAD_ID, Bags
 from rsembed.collection import inputs
-from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine
 from rsembed.collection.placement import make_stacks
 from rsembed.collection.stack import Stack
 from rsembed.kernels.contract import JaggedBatch, Step
 from rsembed.optimizers import Slots
-from rsembed.specs import FeatureSpec, TableSpec
+from rsembed.specs import FeatureSpec
 from rsembed.stacking import plan_stacking
-
-if TYPE_CHECKING:
-    from rsembed.tbe.plan import GroupPlan, TablePlan
+from rsembed.tbe.plan import TBEPlan
 
 Arrays = Sequence[Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharing:
-    """How a module is split.
-
-    Args:
-      devices: the mesh, and the axes over which samples and rows are split.
-      feature_names: for messages.
-    """
-
-    devices: Devices
-    feature_names: tuple[str, ...]
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -68,30 +52,27 @@ class SplitBatch:
         return self.ids[0].shape[0]
 
 
+AnyBatch: TypeAlias = JaggedBatch | SplitBatch
+"""On one device, and on a mesh."""
+
+
 class MeshTables:
-    """The tables of a module, each group of them a stack of the core.
+    """The tables of a plan with devices, each group of them a stack of the core."""
 
-    Args:
-      tables: as in the plan.
-      features: table of every feature.
-      groups: tables that share an array.
-      split: see there.
-    """
-
-    def __init__(
-        self, tables: Sequence[TablePlan], features: Sequence[int], groups: Sequence[GroupPlan], split: Sharing
-    ):
-        self.devices, self.tables, self.groups = split.devices, tables, groups
-        self.dims = [tables[t].dim for t in features]
-        self.num_rows = [tables[t].num_rows for t in features]
-        specs = [spec_of(table) for table in tables]
-        pairs = zip(split.feature_names, features, strict=True)
+    def __init__(self, plan: TBEPlan):
+        if plan.devices is None:
+            raise ValueError("the tables are on one device; make the module with mesh= to share them.")
+        self.devices, self.plan = plan.devices, plan
+        self.dims = [plan.tables[t].dim for t in plan.features]
+        self.num_rows = [plan.tables[t].num_rows for t in plan.features]
+        specs = [table.spec() for table in plan.tables]
+        pairs = zip(plan.feature_names, plan.features, strict=True)
         self.features = {name: FeatureSpec(name=name, table_spec=specs[t]) for name, t in pairs}
-        readers, names = list(self.features.values()), [[tables[t].name for t in group.tables] for group in groups]
+        readers = list(self.features.values())
         stacks = make_stacks(
-            plan_stacking(readers, groups=names, pad=False),
+            plan_stacking(readers, groups=[[specs[t].name for t in group.tables] for group in plan.groups], pad=False),
             readers,
-            {table.name: table.shared_by for table in tables},
+            {table.name: table.shared_by for table in plan.tables},
             self.devices,
             exchange_capacity=None,
             implementation=None,
@@ -111,15 +92,6 @@ class MeshTables:
     def everywhere(self, tree: Any) -> Any:
         """Numbers of a state, which every device has."""
         return self.devices.place(tree, PartitionSpec())
-
-    def everywhere_rows(self, arrays: Arrays, rows: Int[np.ndarray, " rows"]) -> list[Array]:
-        """Copies of some rows of every array, on every device."""
-        return self.everywhere([array[rows] for array in arrays])
-
-    def rows_of(self, group: int, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
-        """Where rows of a table lie in the arrays of its group."""
-        rows: np.ndarray = self.stacks[group].layout.rows(self.tables[table].name, ids)
-        return rows
 
     # Batches
 
@@ -157,62 +129,51 @@ class MeshTables:
 
     def in_order(self, by_feature: Arrays, batch: JaggedBatch) -> Float[Array, " nnz"]:
         """What belongs to the ids of a split batch, in the order of the batch that it was; 0 for ids in no bag."""
-        offsets, first_bag = np.asarray(batch.offsets), 0
+        offsets, first_bag, mesh = np.asarray(batch.offsets), 0, self.devices.known_mesh
+        local = [global_array_to_host_local_array(own, mesh, self.devices.split) for own in by_feature]  # type: ignore[arg-type]
         found = [jnp.zeros(int(offsets[0]))]
-        for own, block in zip(self._of_this_process(by_feature), batch.blocks, strict=True):
+        for own, block in zip(local, batch.blocks, strict=True):
             ends = offsets[first_bag : first_bag + block.num_bags + 1]
             bag, first_bag = np.repeat(np.arange(block.num_bags), np.diff(ends)), first_bag + block.num_bags
             found.append(own[bag, np.arange(ends[0], ends[-1]) - ends[:-1][bag]])
         return jnp.concatenate([*found, jnp.zeros(batch.ids.shape[0] - int(offsets[-1]))])
 
-    def _of_this_process(self, arrays: Arrays) -> Any:
-        mesh: Any = self.devices.known_mesh
-        return [global_array_to_host_local_array(array, mesh, self.devices.split) for array in arrays]
-
     # One device's share of these is the engine's
 
-    def lookup(self, weights: Arrays, batch: SplitBatch, pooling: str) -> Float[Array, "bags dims"]:
-        """Pooled rows, features side by side; differentiable in the weights of the ids."""
-        return _lookup(self, tuple(weights), batch, pooling)
-
-    def pooled(self, weights: Arrays, batch: SplitBatch, pooling: str) -> Float[Array, "bags dims"]:
-        """The same, not differentiable."""
-        activations, _ = self.engine.lookup(self._by_name(weights), self._with_gains(batch, pooling))
+    def lookup(self, weights: Arrays, batch: SplitBatch) -> Float[Array, "bags dims"]:
+        """Pooled rows, features side by side; `looked_up` is differentiable in the weights of the ids."""
+        activations, _ = self.engine.lookup(self._by_name(weights), self._with_gains(batch))
         return jnp.concatenate([activations[name] for name in self.features], axis=1)
 
     def weight_gradients(
-        self, weights: Arrays, batch: SplitBatch, pooling: str, d_output: Array
+        self, weights: Arrays, batch: SplitBatch, d_output: Array
     ) -> tuple[Float[Array, "bags _"], ...]:
         """Gradients of the weights of the ids, by feature."""
-        given = self._with_gains(batch, pooling), self._by_feature(batch, d_output)
+        given = self._with_gains(batch), self._by_feature(batch, d_output)
         found = self.engine.weight_gradients(self._by_name(weights), *given)
         d_gains = [found[name].reshape(ids.shape) for name, ids in zip(self.features, batch.ids, strict=True)]
-        if pooling == "mean":
+        if self.plan.pooling == "mean":
             d_gains = [own * share for own, share in zip(d_gains, self._shares(batch), strict=True)]
         return tuple(d_gains)
 
-    def row_gradients(self, batch: SplitBatch, pooling: str, d_output: Array) -> list[tuple[Array, Array]]:
+    def row_gradients(self, batch: SplitBatch, d_output: Array) -> list[tuple[Array, Array]]:
         """Rows and values of `RowGradients`, by group."""
-        found = self.engine.row_gradients(self._with_gains(batch, pooling), self._by_feature(batch, d_output))
+        found = self.engine.row_gradients(self._with_gains(batch), self._by_feature(batch, d_output))
         return [found[name] for name in self.names]
 
     def gradient_shardings(self) -> Any:
         """How these are split, by name of the group: what `RowGradients` keep."""
         found = {name: split for name, *split in self.engine.gradient_shardings() or ()}
-        return tuple(sorted((group.name, *found[name]) for group, name in zip(self.groups, self.names, strict=True)))
+        return tuple(
+            sorted((group.name, *found[name]) for group, name in zip(self.plan.groups, self.names, strict=True))
+        )
 
     def update(
-        self,
-        weights: Arrays,
-        slots: Sequence[Slots],
-        batch: SplitBatch,
-        pooling: str,
-        d_output: Array,
-        steps: Sequence[Step],
+        self, weights: Arrays, slots: Sequence[Slots], batch: SplitBatch, d_output: Array, steps: Sequence[Step]
     ) -> tuple[list[Array], list[Slots]]:
         """Arrays and slots after a step with the gradients of the global batch."""
         tables, own_slots = map(self._by_name, (weights, slots))
-        given = self._with_gains(batch, pooling), self._by_feature(batch, d_output)
+        given = self._with_gains(batch), self._by_feature(batch, d_output)
         return self._by_group(self.engine.update(tables, own_slots, *given, self._by_name(steps)))
 
     def apply(
@@ -234,10 +195,10 @@ class MeshTables:
         counts = [jnp.sum((ids >= 0) & (ids < rows), axis=1, keepdims=True) for ids, rows in pairs]
         return [1.0 / jnp.maximum(count, 1).astype(jnp.float32) for count in counts]
 
-    def _with_gains(self, batch: SplitBatch, pooling: str) -> dict[str, Any]:
+    def _with_gains(self, batch: SplitBatch) -> dict[str, Any]:
         """The batch as the engine takes it, whose tables add up."""
         weights: Sequence[Array] | None = batch.weights
-        if pooling == "mean":
+        if self.plan.pooling == "mean":
             shares, ones = self._shares(batch), [jnp.ones(ids.shape) for ids in batch.ids]
             weights = [own * share for own, share in zip(weights or ones, shares, strict=True)]
         if weights is None:
@@ -249,33 +210,27 @@ class MeshTables:
         return dict(zip(self.features, parts, strict=True))
 
 
-def spec_of(table: TablePlan) -> TableSpec:
-    """A table as the core declares it."""
-    # Values come from the state, noise of rounding with each step; pooling is that of a sum of gains.
-    spec = TableSpec(
-        name=table.name,
-        vocabulary_size=table.num_rows,
-        embedding_dim=table.dim,
-        dtype=table.dtype,
-        stochastic_rounding=table.rounds_stochastically and table.dtype != "float32",  # of whole rows, not of columns
-    )
-    return spec if table.rule is None else dataclasses.replace(spec, optimizer=table.rule)
+@functools.lru_cache(maxsize=64)
+def tables_on_mesh(plan: TBEPlan) -> MeshTables:
+    """What looks up and trains the tables of a plan with devices."""
+    return MeshTables(plan)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _lookup(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch, pooling: str) -> Array:
-    return tables.pooled(weights, batch, pooling)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def looked_up(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch) -> Float[Array, "bags dims"]:
+    """Pooled rows, features side by side; differentiable in the weights of the ids."""
+    return tables.lookup(weights, batch)
 
 
-def _lookup_forward(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch, pooling: str) -> Any:
-    return tables.pooled(weights, batch, pooling), (weights, batch)
+def _lookup_forward(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch) -> Any:
+    return tables.lookup(weights, batch), (weights, batch)
 
 
-def _lookup_backward(tables: MeshTables, pooling: str, saved: Any, d_output: Array) -> Any:
+def _lookup_backward(tables: MeshTables, saved: Any, d_output: Array) -> Any:
     weights, batch = saved
-    d_weights = None if batch.weights is None else tables.weight_gradients(weights, batch, pooling, d_output)
+    d_weights = None if batch.weights is None else tables.weight_gradients(weights, batch, d_output)
     no_gradient: Any = tuple(np.zeros(ids.shape, jax.dtypes.float0) for ids in batch.ids)
     return None, SplitBatch(no_gradient, d_weights)
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+looked_up.defvjp(_lookup_forward, _lookup_backward)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,38 +12,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from rsembed.caching import CacheCounts, CacheStatistics
-from rsembed.checks import NonNegativeInt, check_within, dtype_among, validated
-from rsembed.row_gradients import RowGradients, check_belong
-from rsembed.tbe import construction, functional, records, whole_tables
-from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, chosen
-from rsembed.tbe.door import Door, PreparedBatch, is_by_feature
+from rsembed import optimizers as core
+from rsembed.bags import is_traced
+from rsembed.checks import check_within, dtype_among, validated
+from rsembed.kernels.contract import JaggedBatch
+from rsembed.optimizers import WeightDecayMode
+from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_gradient
+from rsembed.tbe import arguments, batches, functional, host_rows
+from rsembed.tbe import plan as plans
+from rsembed.tbe.arguments import CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, TableOptimizer
+from rsembed.tbe.batches import BoundsCheckMode, PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
-from rsembed.tbe.plan import TBEPlan
-from rsembed.tbe.records import (
-    BoundsCheckMode,
-    CacheAlgorithm,
-    EmbOptimType,
-    PoolingMode,
-    SparseType,
-    TableOptimizer,
-    WeightDecayMode,
-)
-from rsembed.tbe.reporting import StatisticsReporter
-from rsembed.tbe.training import TablesBackward, bring_near, learning_rates, pooled, prefetch, prepared, read_batch
+from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
+from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
 
-_apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
+_lookup = jax.jit(functional.lookup, static_argnums=0, static_argnames="output_dtype")
 _begin_step = jax.jit(functional.begin_step, static_argnums=0, donate_argnums=1)
+_backward = jax.jit(
+    functional.backward,
+    static_argnums=0,
+    donate_argnums=1,
+    static_argnames=("max_gradient", "wants_weight_gradients"),
+)
+_weight_gradients = jax.jit(functional.weight_gradients, static_argnums=0, static_argnames="max_gradient")
+_row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
+_apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
+_EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
 
 
-class TBEVariable(nnx.Variable):
-    """Tables, optimizer states and counters of a module: trained by its backward pass, not by optax."""
-
-
-class TableBatchedEmbeddingBags(nnx.Module):
+class TableBatchedEmbeddingBags(TrainedTables):
     """Embedding bags of many tables in one call; the backward pass is the optimizer.
 
     `tbe(indices, offsets)` looks up and trains nothing. `out, backward = tbe.vjp(indices, offsets)` does the same for
@@ -134,7 +138,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
     @validated
     def __init__(
         self,
-        embedding_specs: Sequence[construction.EmbeddingSpec],
+        embedding_specs: Sequence[plans.EmbeddingSpec],
         feature_table_map: Sequence[int] | None = None,
         cache_algorithm: CacheAlgorithm | str | int = CacheAlgorithm.LRU,
         cache_load_factor: float = 0.2,
@@ -145,7 +149,7 @@ class TableBatchedEmbeddingBags(nnx.Module):
         output_dtype: SparseType | str | int = SparseType.FP32,
         enforce_hbm: bool = False,
         optimizer: TableOptimizer | str | Sequence[TableOptimizer | str] = EmbOptimType.EXACT_SGD,
-        record_cache_metrics: records.RecordCacheMetrics | None = None,
+        record_cache_metrics: arguments.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
         gradient_clipping: bool = False,
@@ -159,26 +163,26 @@ class TableBatchedEmbeddingBags(nnx.Module):
         eta: float = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
-        ensemble_mode: records.EnsembleModeDefinition | None = None,
-        counter_based_regularization: records.CounterBasedRegularizationDefinition | None = None,
-        cowclip_regularization: records.CowClipDefinition | None = None,
+        ensemble_mode: core.EnsembleModeDefinition | None = None,
+        counter_based_regularization: core.CounterBasedRegularizationDefinition | None = None,
+        cowclip_regularization: core.CowClipDefinition | None = None,
         pooling_mode: PoolingMode | str | int = PoolingMode.SUM,
         device: Any = None,
         bounds_check_mode: BoundsCheckMode | str | int = BoundsCheckMode.WARNING,
         uvm_non_rowwise_momentum: bool = False,
         use_experimental_tbe: bool = False,
         prefetch_pipeline: bool = False,
-        stats_reporter_config: records.TBEStatsReporterConfig | None = None,
+        stats_reporter_config: arguments.TBEStatsReporterConfig | None = None,
         table_names: Sequence[str] | None = None,
         optimizer_state_dtypes: Mapping[str, SparseType] | None = None,
-        multipass_prefetch_config: records.MultiPassPrefetchConfig | None = None,
-        global_weight_decay: records.GlobalWeightDecayDefinition | None = None,
+        multipass_prefetch_config: arguments.MultiPassPrefetchConfig | None = None,
+        global_weight_decay: core.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
         embedding_table_index_type: Any = np.int64,
         embedding_table_offset_type: Any = np.int64,
-        emainplace_mode: records.EmainplaceModeDefinition | None = None,
-        extra_optimizer_config: records.UserEnabledConfigDefinition | None = None,
+        emainplace_mode: core.EmainplaceModeDefinition | None = None,
+        extra_optimizer_config: arguments.UserEnabledConfigDefinition | None = None,
         ar_alpha: float = 0.0,
         ema_beta: float = 0.99,
         min_shrinkage: float = 0.1,
@@ -190,67 +194,26 @@ class TableBatchedEmbeddingBags(nnx.Module):
     ):
         dtype_among(("int32", "int64"), embedding_table_index_type, "embedding_table_index_type")
         dtype_among(("int32", "int64"), embedding_table_offset_type, "embedding_table_offset_type")
-        cache_algorithm = records.member(CacheAlgorithm, cache_algorithm)
-        weights_precision = records.member(SparseType, weights_precision)
-        output_dtype = records.member(SparseType, output_dtype)
-        weight_decay_mode = records.member(WeightDecayMode, weight_decay_mode)
-        pooling_mode = records.member(PoolingMode, pooling_mode)
-        bounds_check_mode = records.bounds_check_mode(bounds_check_mode)
-        if cache_precision is not None:
-            cache_precision = records.member(SparseType, cache_precision)
-        if cache_precision == weights_precision:
-            cache_precision = None  # no other one
-        optimizer = records.optimizers(optimizer)
-        given = {name: value for name, value in locals().items() if name != "learning_rate"}  # each table has its own
-        names = tuple(table_names or (f"table_{t}" for t in range(len(embedding_specs))))
-        features = tuple(range(len(names))) if feature_table_map is None else tuple(feature_table_map)
-        self.feature_names = tuple(feature_names or construction.default_feature_names(features, names))
-        construction.check_specs(embedding_specs, features, names, self.feature_names)
+        given = arguments.with_members(locals())
+        if given["cache_precision"] == given["weights_precision"]:
+            given["cache_precision"] = None  # no other one
         check_within("(0, inf]", max_gradient, "max_gradient")
-        arguments, self.caching = chosen(OptimizerArguments, given), chosen(CacheArguments, given)
-        tables = construction.tables_of(
-            embedding_specs,
-            names,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            weights_precision=weights_precision,
-            enforce_hbm=enforce_hbm,
-            stochastic_rounding=stochastic_rounding,
-        )
-        split = construction.split_of(self.feature_names, mesh, sharding_axis, device)
-        with_rules = construction.with_rules(tables, arguments)
-        shared = construction.shared_tables(with_rules, split, placement, pooling_mode)
-        self.plan = TBEPlan(shared, features, pooling_mode.name.lower(), split)
-        construction.warn_of_arguments(self.plan, self.caching, given)
-        self.output_dtype = records.dtype_of(output_dtype, "output_dtype").name
+        # Each table has its own learning rate.
+        of_optimizers = arguments.chosen(arguments.OptimizerArguments, given | {"learning_rate": None})
+        self.caching = arguments.chosen(arguments.CacheArguments, given)
+        self.bounds_check_mode = batches.bounds_check_mode(bounds_check_mode)
+        self.plan = plans.make_plan(given, of_optimizers)
+        self.feature_names = self.plan.feature_names
+        host_rows.warn_of_arguments(self.plan, self.caching, given)
+        self.output_dtype = arguments.dtype_of(given["output_dtype"], "output_dtype").name
         self.max_gradient = max_gradient if gradient_clipping else None
-        self.reporter = None if stats_reporter_config is None else StatisticsReporter(stats_reporter_config)
-        self.deterministic = False
-        self.door = nnx.static(Door(bounds_check_mode, self.feature_names))
-        self.optimizer_arguments = nnx.static(arguments)
-        self._host_rows = construction.host_rows_of(self.plan, self.caching)
+        self.reporter = None if stats_reporter_config is None else host_rows.StatisticsReporter(stats_reporter_config)
+        self.deterministic = self._has_warned = False
+        self.optimizer_arguments = nnx.static(of_optimizers)
+        self._host_rows = HostRows(self.plan, self.caching) if self.plan.has_cache else None
         key = (rngs or nnx.Rngs(0)).params()
-        where = construction.device_of(device)
-        state = construction.first_state(self.plan, key, self._host_rows, self.caching, where)
-        self.state = TBEVariable(state)
+        self.state = TBEVariable(host_rows.first_state(self.plan, key, self._host_rows, plans.device_of(device)))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
-
-    @property
-    def whole_state(self) -> functional.TBEState:
-        """The state, which is there and the module's. Raises: as `functional.check_state`."""
-        state: functional.TBEState = self.state.get_value()
-        functional.check_state(self.plan, state)
-        return state
-
-    @property
-    def host_rows(self) -> HostRows | None:
-        """The host side of tables that live there, or None; the one door to it for all that runs outside of `jit`.
-
-        Raises: RuntimeError: the module's state is of another time, or of another module.
-        """
-        if self._host_rows is not None:
-            self._host_rows.settle(self.state.get_value())
-        return self._host_rows
 
     def __call__(
         self,
@@ -276,8 +239,8 @@ class TableBatchedEmbeddingBags(nnx.Module):
           `[bags, dim]`. For `{feature: Bags}` the same as `{feature: [bags, dim]}`.
         """
         del feature_requires_grad, total_unique_indices
-        batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        return pooled(self, bring_near(self, batch), by_feature=is_by_feature(indices))
+        batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        return self._pooled(self._brought(batch), by_feature=is_by_feature(indices))
 
     def vjp(
         self,
@@ -297,30 +260,30 @@ class TableBatchedEmbeddingBags(nnx.Module):
         Raises: RuntimeError: the module is in evaluation mode; call `train()` first.
         """
         if self.deterministic:
-            raise RuntimeError("the module is in evaluation mode, which never trains; call train() first.")
-        batch = read_batch(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+            raise RuntimeError(_EVALUATES)
+        batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        mask = None if feature_requires_grad is None else batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         if self.plan.has_passes:  # a batch that is refused leaves the tables as they are
             self.state.set_value(_begin_step(self.plan, self.whole_state))
-        near, by_feature = bring_near(self, batch), is_by_feature(indices)
-        output = pooled(self, near, by_feature=by_feature)
-        backward = TablesBackward(self, batch, near, feature_requires_grad, total_unique_indices, by_feature=by_feature)
-        return output, backward
+        near, by_feature = self._brought(batch), is_by_feature(indices)
+        output = self._pooled(near, by_feature=by_feature)
+        return output, TablesBackward(self, batch, near, mask, total_unique_indices, by_feature=by_feature)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
 
         Raises: ValueError: they are those of a module with other tables, or have not a vector of its dim for each row.
         """
-        layout, way_out = self.plan.row_layout, "Apply them to the module whose backward made them."
-        check_belong(row_gradients, layout, functional.row_counts(self.plan), owner="module", way_out=way_out)
-        functional.check_gradients(self.plan, row_gradients)
-        state, host_rows = self.whole_state, self.host_rows
+        rows, axes = functional.row_counts(self.plan), {group.name: (1, group.table.dim) for group in self.plan.groups}
+        way_out = "Apply them to the module whose backward made them."
+        check_belong(row_gradients, self.plan.row_layout, rows, axes, owner="module", way_out=way_out)
+        state, host = self.whole_state, self.host_rows
         rates = learning_rates(self.plan, state)
-        if host_rows is not None:
-            state, row_gradients = host_rows.bring_rows(state, row_gradients)
+        if host is not None:
+            state, row_gradients = host.bring_rows(state, row_gradients)
             self.state.set_value(state)  # the host has moved on, whatever becomes of the step
         state = _apply(self.plan, state, row_gradients, rates)
-        self.state.set_value(state if host_rows is None else host_rows.write_back(state))
+        self.state.set_value(state if host is None else host.write_back(state))
 
     def prepare(self, indices: Any, offsets: Any = None, per_sample_weights: Any = None) -> PreparedBatch:
         """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
@@ -329,7 +292,14 @@ class TableBatchedEmbeddingBags(nnx.Module):
         device it has room for a power of two of ids, so that few programs are compiled. Gradients of
         `per_sample_weights` come in this form: on a mesh `{feature: [bags, ids]}`.
         """
-        return prepared(self, indices, offsets, per_sample_weights)
+        batch = self._read(indices, offsets, per_sample_weights)
+        if is_traced(batch):
+            raise RuntimeError("prepare brings a batch to the devices before a compiled step; call it outside of jit.")
+        if self.plan.devices is not None:
+            batch = self._brought(batch)
+        elif isinstance(batch, JaggedBatch):
+            batch = jax.tree.map(jnp.asarray, batch if self.plan.pooling == "none" else batches.with_room(batch))
+        return PreparedBatch(batch, is_by_feature(indices), self.plan.row_layout)
 
     def prefetch(
         self,
@@ -345,128 +315,186 @@ class TableBatchedEmbeddingBags(nnx.Module):
         Raises: RuntimeError: inside `jit`, or 100 prefetched batches wait already.
         """
         del forward_stream
-        if self.host_rows is not None:
-            prefetch(self, indices, offsets, None, batch_size_per_feature_per_rank)
+        if (host := self.host_rows) is None:
+            return
+        started = time.perf_counter()
+        batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
+        if not isinstance(batch, JaggedBatch) or is_traced((batch.ids, batch.offsets)):
+            raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
+        self.state.set_value(host.prefetch(self.state.get_value(), batch))
+        if self.reporter is not None:
+            self.reporter.note_prefetch(batch.ids, time.perf_counter() - started)
 
-    def set_learning_rate(self, lr: float | Sequence[float]) -> None:
-        """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
+    def _read(self, *arguments: Any) -> AnyBatch:
+        """The checked batch of a call; the module notes how many ids and offsets had to be corrected."""
+        batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
+        # A module that a transformation did not get as an argument cannot be written to inside: the count is lost.
+        with contextlib.suppress(TraceContextError):
+            if mistake and not self._has_warned:
+                message = (
+                    f"rsembed.tbe: {mistake} It was corrected as FBGEMM does. This is told once; afterwards "
+                    "bounds_check_warning tells how many the last batch had."
+                )
+                warnings.warn(message, stacklevel=3)
+                self._has_warned = True
+            if not isinstance(arguments[0], PreparedBatch) and self.bounds_check_mode != BoundsCheckMode.NONE:
+                self.bounds_check_warning.set_value(jnp.asarray(num_corrected, jnp.int32))
+        return batch
 
-        Raises: ValueError: tables that share an array (see the class) are given different rates.
+    def _brought(self, batch: AnyBatch, *, admit: bool = True) -> AnyBatch:
+        """The batch where the tables can read it: on a mesh split by sample, and with places for ids of cached tables.
+
+        Their rows are brought; `admit` lets them into the cache.
         """
-        rates = whole_tables.rates_of_groups(self.plan, lr)
-        self.state.set_value(self.whole_state._replace(learning_rates=self.plan.everywhere(rates)))
+        functional.check_state(self.plan, self.state.get_value())
+        if isinstance(batch, SplitBatch):
+            return batch
+        if self.plan.devices is not None:
+            return tables_on_mesh(self.plan).of_jagged(batch)
+        if (host := self.host_rows) is None:
+            return batch
+        try:
+            self.state.set_value(self.state.get_value())
+        except TraceContextError as error:
+            raise RuntimeError(
+                "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
+                "transformation: nnx.jit or nnx.grad of a function of (..., module)."
+            ) from error
+        state, near = host.bring(self.state.get_value(), batch, admit=admit)
+        self.state.set_value(state)
+        return near
 
-    def get_learning_rate(self) -> float | list[float]:
-        """The rate of the next step: one number, or one per table where they differ."""
-        rates = np.asarray(learning_rates(self.plan, self.whole_state))
-        by_table = [float(rates[group]) for group, _ in self.plan.places]
-        return by_table[0] if len(set(by_table)) == 1 else by_table
-
-    @validated
-    def set_optimizer_step(self, step: NonNegativeInt) -> None:
-        """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
-        done = self.plan.everywhere(jnp.asarray(step, jnp.int32))
-        self.state.set_value(self.whole_state._replace(step=done, passed_step=done + 0))
-
-    @property
-    def step(self) -> Array:
-        """Updates done so far."""
-        return self.whole_state.step + 0  # the array itself goes to the next update
-
-    def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
-        """Changes `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound` (of global decay) from now on.
-
-        All but `lr` are compiled into steps. What no table's optimizer reads has no effect, and a warning says so.
-
-        Raises: NotImplementedError: a name is none of these.
-        """
-        parameters = dict(params_dict)
-        rates = parameters.pop("lr", None)
-        if rates is not None:
-            whole_tables.rates_of_groups(self.plan, rates)  # nothing changes if one of them is refused
-        changed = construction.with_hyper_parameters(self.plan, self.optimizer_arguments, parameters)
-        if rates is not None:
-            self.set_learning_rate(rates)
-        if parameters:
-            self.plan, self.optimizer_arguments = changed[0], nnx.static(changed[1])
-            if self.host_rows is not None:
-                self.host_rows.plan = self.plan
-
-    # What concerns whole tables is written where they are: these are functions of a module.
-    init_embedding_weights_uniform = whole_tables.init_embedding_weights_uniform
-    split_embedding_weights = whole_tables.split_embedding_weights
-    set_embedding_weights = whole_tables.set_embedding_weights
-    split_optimizer_states = whole_tables.split_optimizer_states
-    state_dict = whole_tables.state_dict
-    load_state_dict = whole_tables.load_state_dict
-    reset_embedding_weight_momentum = whole_tables.reset_embedding_weight_momentum
-    state_bytes = whole_tables.state_bytes
-
-    def get_optimizer_state(self) -> list[dict[str, Any]]:
-        """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
-
-        Where there is `prev_iter`, which is counted in them, the number of steps is there, too, as `iter`.
-        """
-        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
-        return [
-            dict(zip(table.torch_state_names, states, strict=True))
-            | ({"iter": self.step} if "prev_iter" in table.state_names else {})
-            for table, states in by_table
-        ]
-
-    def get_optimizer_buffer(self, state: str) -> Array:
-        """One state of all tables, flat and one after the other: `momentum1`, `momentum2_dev`, ...; or `iter`.
-
-        Raises: ValueError: no table has it; names those that there are.
-        """
-        if state == "iter":
-            return self.step.reshape(1)
-        wanted = state.removesuffix("_dev").removesuffix("_host").removesuffix("_uvm")
-        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
-        named = [pair for table, states in by_table for pair in zip(table.state_names, states, strict=True)]
-        found = [own for name, own in named if name == wanted]
-        if not found:
-            known = sorted({name for name, _ in named} | {"iter"})
-            raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(known)}.")
-        return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
-
-    def flush(self) -> None:
-        """Writes all cached rows and states to the host; they stay cached."""
-        whole_tables.bring_home(self)
-
-    def reset_cache_states(self, *, discard: bool = False) -> None:
-        """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
-        if self._host_rows is not None:
-            if not discard:
-                whole_tables.bring_home(self)
-            self.state.set_value(self._host_rows.forget(self.state.get_value()))
-
-    def get_uvm_cache_stats(self) -> CacheCounts:
-        """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
-        return self._statistics("gather_uvm_cache_stats").totals
-
-    def reset_uvm_cache_stats(self) -> None:
-        """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
-        self._statistics("gather_uvm_cache_stats").reset()
-
-    def print_uvm_cache_stats(self) -> None:
-        """Prints means per call since the last print. Raises: as `get_uvm_cache_stats`."""
-        print(self._statistics("gather_uvm_cache_stats").report())
-
-    def get_cache_miss_counter(self) -> tuple[int, int]:
-        """Batches with a miss, and unique misses. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
-        return self._statistics("record_cache_miss_counter").miss_counter
-
-    def get_table_wise_cache_miss(self) -> np.ndarray:
-        """Unique misses of every feature. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
-        return self._statistics("record_tablewise_cache_miss").unique_misses_by_group.copy()
-
-    def _statistics(self, argument: str) -> CacheStatistics:
-        asked = vars(self.caching) | vars(self.caching.record_cache_metrics)
-        if self.host_rows is None or not asked[argument]:
-            raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
-        return self.host_rows.statistics
+    def _pooled(self, batch: AnyBatch, *, by_feature: bool) -> Any:
+        """The output of a lookup in the form that the caller expects."""
+        # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
+        output = _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
+        return batches.output_by_feature(self.plan, output, batch) if by_feature else output
 
 
 SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 """The original's name."""
+
+
+class TablesBackward:
+    """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`.
+
+    `backward.weight_gradients(d_out)` before that gives the gradients of `per_sample_weights` alone.
+    """
+
+    def __init__(
+        self,
+        module: TableBatchedEmbeddingBags,
+        batch: AnyBatch,
+        near: AnyBatch,
+        mask: Any,
+        bound: int | None,
+        *,
+        by_feature: bool,
+    ):
+        self._module, self._batch, self._near, self._by_feature = module, batch, near, by_feature
+        self._mask, self._bound = mask, bound
+        # The rate of this step is the one that its lookup saw.
+        self._rates = learning_rates(module.plan, module.whole_state)
+        self._generation = module.state.get_value().generation
+        self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
+
+    def __call__(self, d_output: Any, *, per_sample_weights_grad: bool = True) -> Any:
+        """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
+
+        Args:
+          d_output: gradient of what `vjp` returned, in its form.
+          per_sample_weights_grad: False saves the time for gradients that nobody reads.
+
+        Returns: the gradient of per_sample_weights (None without weights). For OptimType.NONE nothing is stepped, and
+          the `RowGradients` are returned.
+
+        Raises: RuntimeError: it was called before, or the module went into evaluation mode since.
+        """
+        module, host = self._module, self._module.host_rows
+        if module.plan.tables[0].rule is None:
+            return self.row_gradients(d_output)
+        gradient = self._gradient(d_output, trains=True)
+        functional.check_state(module.plan, module.state.get_value())
+        self._permit.use()
+        self._bring_near()
+        state, d_weights = _backward(
+            module.plan,
+            module.whole_state,
+            self._near,
+            gradient,
+            self._rates,
+            max_gradient=module.max_gradient,
+            wants_weight_gradients=per_sample_weights_grad and self._batch.weights is not None,
+        )
+        module.state.set_value(state if host is None else host.write_back(state))
+        if module.reporter is not None:
+            module.reporter.step(module.plan, module.state.get_value(), host, self._batch, d_output)
+        return None if d_weights is None else self._in_form(d_weights)
+
+    def weight_gradients(self, d_output: Any) -> Any:
+        """The gradient of `per_sample_weights`, changing nothing: for OptimType.NONE, and beside `row_gradients`.
+
+        Of a prepared batch on a mesh `{feature: [bags, ids]}`, else in the form of the weights.
+
+        Args:
+          d_output: gradient of what `vjp` returned, in its form.
+
+        Raises:
+          ValueError: the lookup had no weights.
+          RuntimeError: this backward has been used, and tables may have changed since.
+        """
+        if self._batch.weights is None:
+            raise ValueError("weight_gradients needs a lookup with per_sample_weights; give them to vjp.")
+        gradient, module = self._gradient(d_output), self._module
+        self._bring_near()
+        given = module.plan, module.whole_state, self._near, gradient, self._rates
+        return self._in_form(_weight_gradients(*given, max_gradient=module.max_gradient))
+
+    def row_gradients(self, d_output: Any) -> RowGradients:
+        """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
+
+        Args:
+          d_output: gradient of what `vjp` returned, in its form.
+
+        Returns: one entry per group of tables of equal dim, optimizer and placement. Its rows count through the tables
+          of the group.
+
+        Raises: ValueError: more rows than `total_unique_indices` were looked up.
+        """
+        gradient, module = self._gradient(d_output, trains=True), self._module
+        batch = self._batch if module.plan.devices is None else self._near
+        gradients = _row_gradients(module.plan, batch, gradient, max_gradient=module.max_gradient)
+        gradients = gradients if self._bound is None else functional.cut(gradients, self._bound)
+        self._permit.use()
+        return gradients
+
+    def _gradient(self, d_output: Any, *, trains: bool = False) -> Array:
+        """The gradient in the form of an output that is no dict, of a backward that may still be used.
+
+        Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
+        """
+        module, shape = self._module, functional.output_shape(self._module.plan, self._near)
+        if self._by_feature:
+            d_output = batches.gradient_of_dict(module.feature_names, d_output, is_flat=len(shape) == 1)
+        check_gradient(d_output, "the gradient of the output")
+        d_output = jnp.asarray(d_output)
+        if d_output.shape != shape:
+            raise ValueError(f"the gradient has shape {d_output.shape}, but the output has {shape}.")
+        self._permit.check()
+        if trains and module.deterministic:
+            raise RuntimeError(_EVALUATES)
+        return d_output
+
+    def _bring_near(self) -> None:
+        """Rows may have moved since the lookup, if other batches came between."""
+        if self._module.state.get_value().generation is not self._generation:
+            self._near = self._module._brought(self._batch, admit=False)
+
+    def _in_form(self, d_weights: Any) -> Any:
+        """Gradients of weights in the form in which these were given, 0 where the mask is."""
+        plan = self._module.plan
+        if plan.devices is not None and isinstance(self._batch, JaggedBatch):
+            d_weights = tables_on_mesh(plan).in_order(d_weights, self._batch)
+        if self._mask is not None:
+            d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)
+        return dict(zip(plan.feature_names, d_weights, strict=True)) if isinstance(d_weights, tuple) else d_weights

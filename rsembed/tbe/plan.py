@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rsembed.checks import check_type
+from rsembed.collection.devices import Devices
+from rsembed.collection.placement import placement_of_tables
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.optimizers import (
     CounterAdagradOptimizerSpec,
     DecayedAdagradOptimizerSpec,
+    EmainplaceModeDefinition,
+    EnsembleModeDefinition,
+    GlobalWeightDecayDefinition,
     LearningRate,
     OptimizerSpec,
 )
+from rsembed.specs import TableSpec
 from rsembed.stacking import split_by_memory
-from rsembed.tbe import records
-from rsembed.tbe.meshes import MeshTables, Sharing, SplitBatch
+from rsembed.tbe import arguments as by_name
+from rsembed.tbe.arguments import EmbOptimType, OptimizerArguments, PoolingMode, TableOptimizer, unused_arguments
 
+
+class EmbeddingLocation(enum.IntEnum):
+    """Where the rows of a table live: device, host, or host rows behind a cache on the device.
+
+    MTIA can be named but not used: JAX has no such backend.
+    """
+
+    DEVICE = 0
+    MANAGED = 1
+    MANAGED_CACHING = 2
+    HOST = 3
+    MTIA = 4
+
+
+class ComputeDevice(enum.IntEnum):
+    """What looks the rows up. GPU is another name of CUDA; GPU and TPU are extensions. MTIA can be named, not used."""
+
+    CPU = 0
+    CUDA = 1
+    GPU = 1
+    MTIA = 2
+    TPU = 3
+
+
+EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 Placement = Literal["device", "cached", "host"]
 BagSizes = tuple[tuple[int, ...], ...]
 """Bags of feature f from rank r, as `sizes[f][r]`."""
@@ -52,7 +87,7 @@ class TablePlan(NamedTuple):
     """
 
     name: str
-    optimizer: records.TableOptimizer
+    optimizer: TableOptimizer
     num_rows: int
     dim: int
     learning_rate: LearningRate
@@ -61,7 +96,7 @@ class TablePlan(NamedTuple):
     placement: Placement = "device"
     shared_by: str = "replicated"
     rounds_stochastically: bool = True
-    whole_table_mode: records.EnsembleModeDefinition | records.EmainplaceModeDefinition | None = None
+    whole_table_mode: EnsembleModeDefinition | EmainplaceModeDefinition | None = None
     copy_dtypes: tuple[str, ...] = ()
     keeps_first_gradients: bool = False
     state_names: tuple[str, ...] = ()
@@ -73,20 +108,53 @@ class TablePlan(NamedTuple):
         return self.placement != "device"
 
     @property
-    def global_decay(self) -> records.GlobalWeightDecayDefinition | None:
+    def global_decay(self) -> GlobalWeightDecayDefinition | None:
         """The decay that untouched rows owe, and that lookups see."""
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagradOptimizerSpec) else None
 
     def contents(self) -> dict[str, Any]:
         """What its numbers mean: hyperparameters may change from one run to the next, these facts may not."""
         states, own = list(self.state_names), self.optimizer
-        optimizer = own.name if isinstance(own, records.EmbOptimType) else own.identity
+        optimizer = own.name if isinstance(own, EmbOptimType) else own.identity
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
 
     def first_slots(self) -> tuple[np.ndarray, ...]:
         """What all optimizer states of a row begin as, `[1, dim]` or `[1, 1]` each."""
         own = () if self.rule is None else self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32))
         return (*map(np.asarray, own), *(np.zeros((1, self.dim), jnp.dtype(dtype)) for dtype in self.copy_dtypes))
+
+    def spec(self) -> TableSpec:
+        """The table as the core declares it."""
+        # Values come from the state, noise of rounding with each step; pooling is that of a sum of gains.
+        spec = TableSpec(
+            name=self.name,
+            vocabulary_size=self.num_rows,
+            embedding_dim=self.dim,
+            dtype=self.dtype,
+            stochastic_rounding=self.rounds_stochastically and self.dtype != "float32",  # of whole rows, not of columns
+        )
+        return spec if self.rule is None else dataclasses.replace(spec, optimizer=self.rule)
+
+    def trained(self, arguments: OptimizerArguments) -> TablePlan:
+        """The table with what its optimizer makes of the arguments that it reads.
+
+        Raises: ValueError: arguments do not go together. NotImplementedError: a table on the host would have to be
+          changed as a whole.
+        """
+        table = self._replace(**by_name.trained_by(self.optimizer, self.learning_rate, arguments))
+        if isinstance(table.whole_table_mode, EmainplaceModeDefinition) and table.dim % 2:
+            raise ValueError(
+                f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
+            )
+        counts = isinstance(table.rule, CounterAdagradOptimizerSpec)
+        moves_all_rows = table.rule is not None and table.rule.moves_all_rows
+        if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
+            what = "weight_decay_mode COUNTER" if counts else by_name.name_of(table.optimizer)
+            raise NotImplementedError(
+                f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
+                "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
+            )
+        return table
 
 
 class GroupPlan(NamedTuple):
@@ -115,17 +183,19 @@ class TBEPlan:
       tables: logical tables.
       features: table of every feature.
       pooling: `sum`, `mean` or `none`.
-      split: how a mesh shares the tables; None on one device.
+      feature_names: for messages and `{feature: Bags}`.
+      devices: those of a mesh that share tables and samples; None on one device.
     """
 
     tables: tuple[TablePlan, ...]
     features: tuple[int, ...]
     pooling: str
-    split: Sharing | None = None
+    feature_names: tuple[str, ...]
+    devices: Devices | None = None
 
     def __post_init__(self) -> None:
         # Compiled programs are looked up by the plan in every call, and a hash over all tables takes its time.
-        object.__setattr__(self, "_hash", hash((self.tables, self.features, self.pooling, self.split)))
+        object.__setattr__(self, "_hash", hash((self.tables, self.features, self.pooling, self.devices)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -155,29 +225,6 @@ class TBEPlan:
             for table, first_row in zip(group.tables, group.first_rows, strict=True)
         }
         return tuple(found[table] for table in range(len(self.tables)))
-
-    @functools.cached_property
-    def on_mesh(self) -> MeshTables:
-        """What serves the calls of tables that a mesh shares. Raises: ValueError: none does."""
-        if self.split is None:
-            raise ValueError("the tables are on one device; make the module with mesh= to share them.")
-        return MeshTables(self.tables, self.features, self.groups, self.split)
-
-    @functools.cached_property
-    def num_rows(self) -> tuple[int, ...]:
-        """Rows of every group's array, those included that only fill up the devices of a mesh."""
-        if self.split is None:
-            return tuple(group.num_rows for group in self.groups)
-        return tuple(stack.layout.num_rows for stack in self.on_mesh.stacks)
-
-    def everywhere(self, tree: Any) -> Any:
-        """Numbers of a state, where the devices want them."""
-        return tree if self.split is None else self.on_mesh.everywhere(tree)
-
-    def rows_of(self, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
-        """Where rows of a table lie in the arrays of its group."""
-        group, first_row = self.places[table]
-        return ids + first_row if self.split is None else self.on_mesh.rows_of(group, table, ids)
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
@@ -222,36 +269,9 @@ class TBEPlan:
         group, first_row = self.places[table]
         rows, dim = self.tables[table].num_rows, self.tables[table].dim
         facts: dict[str, Any] = {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
-        if self.split is not None:
-            facts |= {"shared_by": self.tables[table].shared_by, "num_devices": self.split.devices.num_devices}
+        if self.devices is not None:
+            facts |= {"shared_by": self.tables[table].shared_by, "num_devices": self.devices.num_devices}
         return facts
-
-    def num_bags(self, num_offsets: int, sizes: BagSizes | None) -> tuple[int, ...]:
-        """Bags of every feature.
-
-        Raises: ValueError: the length of the offsets does not fit.
-        """
-        num_features = len(self.features)
-        if sizes is None:
-            bags = (num_offsets - 1) // num_features
-            if num_offsets < 1 or bags * num_features + 1 != num_offsets:
-                raise ValueError(
-                    f"offsets has {num_offsets} entries, which is not batch size * {num_features} features + 1; pass "
-                    "one offset per bag, feature after feature, and the end of the last bag."
-                )
-            return (bags,) * num_features
-        if len(sizes) != num_features or len({len(own) for own in sizes}) > 1:
-            raise ValueError(
-                f"batch_size_per_feature_per_rank must have {num_features} rows, one per feature, of equal length; "
-                f"got lengths {[len(own) for own in sizes]}."
-            )
-        bags_of_feature = tuple(sum(own) for own in sizes)
-        if sum(bags_of_feature) + 1 != num_offsets:
-            raise ValueError(
-                f"batch_size_per_feature_per_rank adds up to {sum(bags_of_feature)} bags, which needs as many offsets "
-                f"plus 1, but there are {num_offsets}."
-            )
-        return bags_of_feature
 
     def batch(
         self,
@@ -264,43 +284,45 @@ class TBEPlan:
 
         Args:
           ids: ids of all features, feature after feature.
-          offsets: see `num_bags`.
+          offsets: ends of all bags, and 0 in front.
           weights: per id.
           sizes: bags by feature and rank, for variable batch sizes.
+
+        Raises: ValueError: the length of the offsets does not fit.
         """
         layout = "columns" if sizes is None else "blocks"
         blocks = _blocks(self, offsets.shape[0], sizes)
         return JaggedBatch(ids, offsets, weights, self.pooling, blocks, layout)  # type: ignore[arg-type]
-
-    def here(self, batch: JaggedBatch) -> JaggedBatch:
-        """A batch for one device. Raises: ValueError: a mesh shares the tables."""
-        if self.split is not None:
-            raise ValueError("a mesh shares the tables: split the batch by module.prepare, or plan.on_mesh.of_jagged.")
-        return batch
-
-    def output_shape(self, batch: JaggedBatch | SplitBatch) -> tuple[int, ...]:
-        """Shape of what a lookup returns."""
-        if isinstance(batch, JaggedBatch):
-            return batch.output_shape(self.dims)
-        return batch.num_bags, sum(self.tables[t].dim for t in self.features)
 
     def bags_of(self, batch: JaggedBatch) -> tuple[int, ...]:
         """Bags of every feature in a batch."""
         num_features = len(self.features)
         return tuple(sum(block.num_bags for block in batch.blocks[f::num_features]) for f in range(num_features))
 
-    def near(self, batch: JaggedBatch, places: Int[Array, " nnz"], num_places: Sequence[int]) -> JaggedBatch:
-        """The batch with places in arrays of `num_places` rows, one number per group, for ids of cached tables."""
-        return dataclasses.replace(batch, ids=places, blocks=_near_blocks(self, batch.blocks, tuple(num_places)))
-
 
 @functools.lru_cache(maxsize=256)
 def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Block, ...]:
-    bags = plan.num_bags(num_offsets, sizes)
-    first_bags = itertools.accumulate(bags, initial=0)
+    """A block for each feature, of each rank with `sizes`. Raises: ValueError: the number of offsets does not fit."""
+    num_features = len(plan.features)
+    bags = [(num_offsets - 1) // num_features] * num_features if sizes is None else [sum(own) for own in sizes]
+    if sizes is not None and (len(sizes) != num_features or len({len(own) for own in sizes}) > 1):
+        raise ValueError(
+            f"batch_size_per_feature_per_rank must have {num_features} rows, one per feature, of equal length; "
+            f"got lengths {[len(own) for own in sizes]}."
+        )
+    if sizes is not None and sum(bags) + 1 != num_offsets:
+        raise ValueError(
+            f"batch_size_per_feature_per_rank adds up to {sum(bags)} bags, which needs as many offsets plus 1, but "
+            f"there are {num_offsets}."
+        )
+    if num_offsets < 1 or sum(bags) + 1 != num_offsets:
+        raise ValueError(
+            f"offsets has {num_offsets} entries, which is not batch size * {num_features} features + 1; pass one "
+            "offset per bag, feature after feature, and the end of the last bag."
+        )
     blocks = [
         Block(first_bag, num_bags, *plan.places[table], plan.tables[table].num_rows)
-        for table, first_bag, num_bags in zip(plan.features, first_bags, bags, strict=False)
+        for table, first_bag, num_bags in zip(plan.features, itertools.accumulate(bags, initial=0), bags, strict=False)
     ]
     if sizes is None:
         return tuple(blocks)
@@ -311,11 +333,161 @@ def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Bl
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _near_blocks(plan: TBEPlan, blocks: tuple[Block, ...], num_places: tuple[int, ...]) -> tuple[Block, ...]:
-    return tuple(
-        block._replace(first_row=0, num_rows=num_places[block.table])
-        if plan.groups[block.table].table.is_cached
-        else block
-        for block in blocks
-    )
+def per_table(value: Any, num_tables: int, what: str) -> list[Any]:
+    """One value per table, from one for all or a sequence. Raises: ValueError: another number of values."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * num_tables
+    if len(value) != num_tables:
+        raise ValueError(f"{what} has {len(value)} entries for {num_tables} tables; give one for all, or one each.")
+    return list(value)
+
+
+def default_platform() -> str:
+    """`cpu`, `gpu` or `tpu`: where arrays go by default."""
+    return jax.default_backend()
+
+
+def device_of(device: Any) -> jax.Device | None:
+    """A JAX device from one, its number, or a name such as `cpu`, `cuda:1` or `tpu`.
+
+    Raises: ValueError: there is no such device.
+    """
+    if device is None or isinstance(device, jax.Device):
+        return device
+    platform, _, number = str(device).partition(":")
+    if isinstance(device, int):
+        platform, number = default_platform(), str(device)
+    try:
+        return jax.devices(platform)[int(number or 0)]
+    except (RuntimeError, IndexError, ValueError) as error:
+        known = [f"{d.platform}:{d.id}" for d in jax.devices()]
+        raise ValueError(f"device {device!r} is not there; this process has {known}.") from error
+
+
+def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
+    """One warning that names the arguments that change nothing, and why."""
+    if arguments:
+        warnings.warn(f"{', '.join(arguments)}: no effect, {reason}.", stacklevel=5)
+
+
+def make_plan(given: Mapping[str, Any], arguments: OptimizerArguments) -> TBEPlan:
+    """The plan of a module with these of the constructor's arguments, whose enums are members.
+
+    Raises: ValueError: a table or feature cannot be what it is declared as, or arguments do not go together; says which
+      and why. NotImplementedError: tables need what their placement cannot do.
+    """
+    specs: Sequence[EmbeddingSpec] = given["embedding_specs"]
+    names = tuple(given["table_names"] or (f"table_{t}" for t in range(len(specs))))
+    features = tuple(range(len(names)) if given["feature_table_map"] is None else given["feature_table_map"])
+    feature_names = tuple(given["feature_names"] or _default_feature_names(features, names))
+    _check_specs(specs, features, names, feature_names)
+    optimizers: list[TableOptimizer] = [
+        own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own)
+        for own in per_table(given["optimizer"], len(names), "optimizer")
+    ]
+    rates = [
+        own.learning_rate if isinstance(own, OptimizerSpec) else rate
+        for own, rate in zip(optimizers, per_table(given["learning_rate"], len(names), "learning_rate"), strict=True)
+    ]
+    for rate in rates:
+        check_type(rate, float | Callable, "learning_rate")
+    if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
+        raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
+    mesh, device, devices = given["mesh"], given["device"], Devices.of(given["mesh"], given["sharding_axis"])
+    if mesh is not None and device is not None:
+        raise ValueError(f"device={device!r} and a mesh do not go together; the tables are on the devices of the mesh.")
+    unread = set.intersection(*(set(unused_arguments(own, vars(arguments))) for own in optimizers))
+    warn_of_no_effect(sorted(unread), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
+    if len(set(optimizers)) == 1:
+        # What does not go together is refused before unread arguments are left out.
+        by_name.check_arguments(optimizers[0], arguments)
+    tables = [
+        TablePlan(
+            name=name,
+            optimizer=own,
+            num_rows=rows,
+            dim=dim,
+            learning_rate=rate if callable(rate) else float(rate),
+            dtype=by_name.dtype_of(given["weights_precision"], "weights_precision").name,
+            placement=_placement(location, enforce_hbm=given["enforce_hbm"]),
+            rounds_stochastically=given["stochastic_rounding"],
+        ).trained(arguments)
+        for name, own, rate, (rows, dim, location, _) in zip(names, optimizers, rates, specs, strict=True)
+    ]
+    if mesh is not None:
+        _check_shared(tables, given["pooling_mode"])
+    core_specs = {} if mesh is None else {table.name: table.spec() for table in tables}
+    placements = placement_of_tables(core_specs, devices, given["placement"])
+    shared = tuple(table._replace(shared_by=placements.get(table.name, "replicated")) for table in tables)
+    pooling = given["pooling_mode"].name.lower()
+    return TBEPlan(shared, features, pooling, feature_names, None if mesh is None else devices)
+
+
+def _default_feature_names(features: Sequence[int], names: Sequence[str]) -> list[str]:
+    """Table names; those of tables with several features are numbered."""
+    found = []
+    for feature, t in enumerate(features):
+        name = names[t] if 0 <= t < len(names) else f"feature_{feature}"  # an error that _check_specs explains
+        found.append(f"{name}_{features[:feature].count(t)}" if features.count(t) > 1 else name)
+    return found
+
+
+def _check_specs(
+    specs: Sequence[EmbeddingSpec], features: Sequence[int], names: Sequence[str], feature_names: Sequence[str]
+) -> None:
+    """Raises: ValueError: a table or feature cannot be what it is declared as; says which and why."""
+    if not specs:
+        raise ValueError("embedding_specs is empty; a module needs at least one table.")
+    for what, given, count in (("table_names", names, len(specs)), ("feature_names", feature_names, len(features))):
+        if len(given) != count or len(set(given)) != count:
+            raise ValueError(f"{what} must be {count} different names, got {list(given)}.")
+    for (rows, dim, location, compute_device), name in zip(specs, names, strict=True):
+        if rows < 0 or dim < 1:
+            raise ValueError(
+                f"table {name!r} has {rows} rows of {dim} numbers; at least 0 rows of 1 number are needed."
+            )
+        if rows >= NO_ROW:
+            raise ValueError(
+                f"table {name!r} has {rows} rows, but ids are 32-bit numbers here, so that a table has {NO_ROW - 1} at "
+                "most; hash the ids into fewer rows, or split the table into several by ranges of ids."
+            )
+        if location == EmbeddingLocation.MTIA or compute_device == ComputeDevice.MTIA:
+            raise ValueError(f"table {name!r} is placed on MTIA, which JAX has no backend for; use DEVICE.")
+    for feature, table in enumerate(features):
+        if not 0 <= table < len(specs):
+            raise ValueError(
+                f"feature {feature_names[feature]!r} reads table {table}, but there are {len(specs)} tables."
+            )
+    unread = [names[t] for t in range(len(specs)) if t not in features]
+    if unread:
+        raise ValueError(f"tables {unread} have no feature; each table needs one in feature_table_map.")
+
+
+def _placement(location: EmbeddingLocation, *, enforce_hbm: bool) -> Placement:
+    """Where a table lives. CPUs have one kind of memory, so that there only caching makes a difference."""
+    if location == EmbeddingLocation.MANAGED_CACHING:
+        return "device" if enforce_hbm else "cached"
+    return "device" if location == EmbeddingLocation.DEVICE or default_platform() == "cpu" else "host"
+
+
+def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
+    """Raises: ValueError: a table has no rows. NotImplementedError: tables need what one device alone can do."""
+    if pooling == PoolingMode.NONE:
+        raise NotImplementedError(
+            "PoolingMode.NONE has one row per id, in the order of the ids, which a mesh does not keep; use "
+            'EmbeddingCollection and combiner="none", which gives each sample its rows.'
+        )
+    for table in tables:
+        reason = None
+        if table.is_cached:
+            reason = "rows on the host visit one device; use EmbeddingCollection and storage=rsembed.HostCached(...)"
+        elif table.global_decay is not None:
+            reason = "DECOUPLE_GLOBAL owes decay to rows that are only read; use DECOUPLE or L2"
+        elif table.keeps_first_gradients:
+            reason = "the write-back hook keeps the first gradient of a batch that nobody sees whole; leave it out"
+        if reason is not None:
+            raise NotImplementedError(f"table {table.name!r} cannot be shared by the devices of a mesh: {reason}.")
+        if not table.num_rows:
+            raise ValueError(
+                f"table {table.name!r} has no rows, which a mesh could share; leave it out, or give it one."
+            )

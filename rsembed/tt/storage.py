@@ -21,7 +21,7 @@ from rsembed.homes.logical_rows import as_dtype
 from rsembed.homes.sharing import parts
 from rsembed.initial_values import table_keys
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Segment, Step
+from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.keys import Keys
 from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.specs import TableSpec
@@ -325,7 +325,7 @@ class TensorTrain(Home):
         """Stored rows and their slots after a step of those that were read; the others keep their bits."""
         rows, bags, gains = entries_of(segments)
         stored = _stored_segments(segments, self._places(params.directory, bags, rows), gains)
-        return api.update(params.rows, slots, stored, d_outputs, step.hyper, step.rule)
+        return api.update(params.rows, slots, SegmentGradients(stored, d_outputs), step)
 
     def gradients(
         self, params: Params, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
@@ -372,7 +372,7 @@ class TensorTrain(Home):
             if not is_traced(cores):
                 cores = [as_dtype(on_host(core), dtype, where, f"core {k}") for k, core in enumerate(cores)]
             new = tuple(jnp.asarray(core, dtype) for core in cores)
-        elif np.shape(cores) == whole:
+        elif not isinstance(rows, (Mapping, tuple)) and np.shape(rows) == whole:
             new = nearest_cores(spec, as_dtype(cores, np.float32, where, "values"), dtype)
         else:
             raise ValueError(

@@ -47,9 +47,9 @@ def with_rows(**rows):
 
 BAD = {
     # Hyperparameters
-    "a rate as text": (lambda: rs.SGDOptimizerSpec("0.1"), TypeError, "learning_rate", "number or a callable", "str"),
+    "a rate as text": (lambda: rs.SGDOptimizerSpec("0.1"), TypeError, "learning_rate", "must be a number", "str"),
     "two rates": (
-        lambda: rs.SGDOptimizerSpec(np.ones(2)), TypeError, "SGDOptimizerSpec: learning_rate", "scalar", "(2,)",
+        lambda: rs.SGDOptimizerSpec(np.ones(2)), TypeError, "SGDOptimizerSpec: learning_rate", "a number", "(2,)",
     ),
     "a traced rate": (
         lambda: jax.jit(lambda rate: rs.SGDOptimizerSpec(rate).learning_rate)(0.1), TypeError,

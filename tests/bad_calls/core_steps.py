@@ -54,9 +54,9 @@ def started(initializer):
     return rs.EmbeddingCollection([feature(table_spec=table(initializer=initializer))]).init(KEY(0))
 
 
-def by_hand(name, num_rows):
+def by_hand(name, num_rows, dim=4):
     """Gradients of one row that belong to no collection."""
-    return rs.RowGradients({name: jnp.array([1])}, {name: jnp.ones((1, 4))}, ((name, num_rows),))
+    return rs.RowGradients({name: jnp.array([1])}, {name: jnp.ones((1, dim))}, ((name, num_rows),))
 
 
 def as_numpy(tree):
@@ -124,7 +124,7 @@ BAD = {
     ),
     "gradients as an array": (
         lambda: collection().update(state(), batch(), np.ones((2, 4))), TypeError, "activation gradients", "mapping",
-        "ndarray",
+        "an array of float64",
     ),
     "a gradient of fewer samples": (
         lambda: update(title=np.ones((1, 4))), ValueError, "feature 'title'", "gradient has shape (1, 4)",
@@ -162,6 +162,10 @@ BAD = {
     "row gradients of another stack": (
         lambda: collection().apply(state(), by_hand("x", 9)), ValueError, "do not belong to this collection", "x",
         "word_user", "lookup_vjp",
+    ),
+    "row gradients of another dim": (
+        lambda: collection().apply(state(), by_hand("word_user", 14, dim=3)), ValueError, "'word_user'", "(1, 3)",
+        "(1, 4)",
     ),
     "a factor as text": (lambda: rs.scale(row_gradients(), "2"), TypeError, "scale: factor", "number", "str"),
     "a factor of NaN": (lambda: rs.scale(row_gradients(), NAN), ValueError, "scale: factor", "nan"),

@@ -101,7 +101,7 @@ BAD = {
         lambda: gradients().with_rows({"wrods": row_gradients()}), ValueError, "['wrods']", "['words']",
     ),
     "rows that are no row gradients": (
-        lambda: gradients().with_rows({"words": jnp.ones(3)}), TypeError, "with_rows", "RowGradients", "layer 'words'",
+        lambda: gradients().with_rows({"words": jnp.ones(3)}), TypeError, "with_rows", "RowGradients", "rows['words']",
     ),
     # Linen
     "a Linen layer of a table": (

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed import Bags
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
-from rsembed.sparsecore.layout_record import EmbeddingSpecRecord
+from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 from rsembed.sparsecore.linen import embed as linen
 from rsembed.sparsecore.nnx import embed
 from rsembed.tt import TensorTrain
@@ -260,7 +260,7 @@ BAD = {
         lambda: run(IDS, np.full((8, 2), "a")), TypeError, "feature 'f_word'", "weights", "numbers", "<U1",
     ),
     "offsets beyond the ids": (
-        lambda: run(Bags(np.arange(6), np.asarray([0, 9]))), ValueError, "feature 'f_word'", "offsets", "6 values",
+        lambda: run(Bags(np.arange(6), np.asarray([0, 9]))), ValueError, "feature 'f_word'", "offset is 9", "6 ids",
     ),
     "weights given twice": (
         lambda: run(Bags.from_lists(IDS.tolist(), np.ones((8, 2)).tolist()), np.ones(16)), ValueError,
@@ -290,12 +290,12 @@ BAD = {
         "AllReduce", "'mpi'",
     ),
     "sparse indices of three columns": (
-        lambda: sparse([[0, 0, 0]], [1]), ValueError, "feature 'f_word'", "indices [n, 2]",
+        lambda: sparse([[0, 0, 0]], [1]), ValueError, "feature 'f_word'", "indices", "[nnz, 2]", "(1, 3)",
     ),
     "sparse indices of floats": (
         lambda: sparse([[0.5, 0]], [1]), TypeError, "feature 'f_word'", "indices", "integers", "float64",
     ),
-    "a sparse sample outside": (lambda: sparse([[8, 0]], [1]), ValueError, "feature 'f_word'", "sample 8"),
+    "a sparse sample outside": (lambda: sparse([[8, 0]], [1]), ValueError, "feature 'f_word'", "sample id 8"),
     # Variables
     "a seed in place of a key": (lambda: init(0), TypeError, "rng", "PRNG key", "jax.random.key(0)", "got 0"),
     "a sharding of no rows": (
@@ -466,7 +466,7 @@ BAD = {
         lambda: utils.unshard_emb_table(np.zeros((3, 3, 2)), 2), ValueError, "(3, 3, 2)", "3 devices with 2 cores",
     ),
     "an optimizer code nobody knows": (lambda: embedding.get_optimizer_class(99), ValueError, "optimizer code 99"),
-    "an optimizer code of a class": (lambda: embedding.get_optimizer_type("adam"), TypeError, "OptimizerSpec", "str"),
+    "an optimizer code of a class": (lambda: embedding.get_optimizer_type("adam"), TypeError, "optimizer_class", "str"),
     "a record of a broken text": (
         lambda: EmbeddingSpecRecord.from_json("{"), ValueError, "EmbeddingSpecRecord", "JSON",
     ),

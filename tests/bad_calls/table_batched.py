@@ -275,7 +275,7 @@ BAD = {
         ValueError, "needs pooled bags",
     ),
     "a missing feature": (
-        lambda: bags()({"word": rs.Bags.from_lists([[1]])}), ValueError, "['word']", "['user', 'word']",
+        lambda: bags()({"word": rs.Bags.from_lists([[1]])}), ValueError, "missing ['user']", "['user', 'word']",
     ),
     "a feature too many": (
         lambda: by_feature(date=rs.Bags.from_lists([[1]])), ValueError, "'date'", "['user', 'word']",

@@ -186,7 +186,7 @@ def test_a_template_that_differs_is_refused_by_name(tmp_path):
 
 
 def test_another_layout_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.writing, "LAYOUT_VERSION", 5)
+    monkeypatch.setattr(checkpoint.files, "LAYOUT_VERSION", 5)
     checkpoint.save(tmp_path / "a", {"x": np.zeros(1)})
     monkeypatch.undo()
     with pytest.raises(ValueError, match="has layout 5, but this version of rsembed reads layout 3"):

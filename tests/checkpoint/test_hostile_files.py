@@ -169,13 +169,13 @@ def test_what_is_removed_during_a_load_is_refused_and_not_taken_for_zeros(tmp_pa
     checkpoint.save(tmp_path / "a", {"x": np.arange(3)})
     (tmp_path / "a" / "0000" / ".notes of a desktop").touch()
     assert checkpoint.load(tmp_path / "a").tree["x"].tolist() == [0, 1, 2]
-    whole = checkpoint.saved.SavedArray.whole
+    whole = checkpoint.states.SavedArray.whole
 
     def remove_before(array):
         shutil.rmtree(tmp_path / "a")
         return whole(array)
 
-    monkeypatch.setattr(checkpoint.saved.SavedArray, "whole", remove_before)
+    monkeypatch.setattr(checkpoint.states.SavedArray, "whole", remove_before)
     with pytest.raises(checkpoint.CorruptCheckpointError, match=r"removed it meanwhile|does not hold 'x'"):
         checkpoint.load(tmp_path / "a")
 

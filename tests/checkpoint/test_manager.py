@@ -11,7 +11,7 @@ import pytest
 
 import rsembed as rs
 from rsembed import checkpoint
-from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, manager, writing
+from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, files, manager
 
 
 def make_collection(mesh=None):
@@ -55,7 +55,7 @@ def test_what_was_given_is_written_though_training_goes_on_in_its_memory(tmp_pat
 
     def held_up(*args, **options):
         may_write.wait()
-        return writing.written(*args, **options)
+        return files.written(*args, **options)
 
     monkeypatch.setattr(manager, "written", held_up)
     state, host = jax.tree.map(jnp.copy, states[0]), np.arange(4.0)

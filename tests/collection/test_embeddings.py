@@ -194,7 +194,7 @@ def test_init_in_blocks_fills_every_row_once(monkeypatch):
     spec = table_spec(vocabulary_size=50, optimizer=rs.AdagradOptimizerSpec(0.1, initial_accumulator_value=0.3))
     expected = collection_of(spec).init(jax.random.key(0))
     monkeypatch.setattr(
-        "rsembed.collection.initial_rows.INIT_BLOCK_VALUES", 7 * DIM
+        "rsembed.collection.dense_rows.INIT_BLOCK_VALUES", 7 * DIM
     )  # 8 blocks, the last one overlapping
     blocks = collection_of(spec).init(jax.random.key(0))
     np.testing.assert_array_equal(blocks.tables["t"], expected.tables["t"])

@@ -12,7 +12,7 @@ import pytest
 
 from rsembed import datasets
 
-movielens_module = importlib.import_module("rsembed.datasets.movielens")  # the package has a function of this name
+movielens_module = importlib.import_module("rsembed.datasets.ratings")  # the package has a function of this name
 
 RATINGS = [  # user, film, stars, seconds
     (7, 30, 5, 1_000),

@@ -20,13 +20,14 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed.kernels import sparsecore
 from rsembed.kernels.contract import Segment, SegmentGradients, Step
-from rsembed.kernels.devices import TOPOLOGIES
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.linen import embed_optimizer
 from tests.kernels.cases import RULES
 from tests.sparsecore import tutorial_program
 
 NUM_ROWS, DIM, NUM_IDS, NUM_BAGS = 1 << 20, 32, 4096, 512
+TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+"""Four chips of each TPU that has SparseCores, as `jax.experimental.topologies` names them."""
 CORES = {"v5p": 4, "v6e": 2, "tpu7x": 2}
 Shape = jax.ShapeDtypeStruct
 TABLE = Shape((NUM_ROWS, DIM), jnp.float32)

@@ -11,9 +11,9 @@ import pytest
 import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed.kernels import api, gpu, library, reference, sparsecore, sparsecore_tiles
+from rsembed.kernels.api import backend_evidence
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
 from rsembed.kernels.devices import TARGETS, tracing_for
-from rsembed.kernels.evidence import backend_evidence
 from rsembed.kernels.traced_rules import Row, evaluate, trace_rule
 from tests import oracles
 from tests.kernels.cases import NUM_ROWS, ORACLE_STEPS, RAGGED, RULES, assert_close, draw_gradients, draw_table
@@ -274,10 +274,10 @@ def test_a_chip_without_sparsecores_falls_back():
 def test_what_kernels_cannot_do_is_named():
     table, rows = jnp.zeros((8, 16)), jnp.zeros(3, jnp.int32)
     ftrl = RULES["ftrl"]
-    arguments = ((table, table), rows, jnp.zeros((3, 16)), ftrl.get_hyperparameters(0), ftrl)
+    arguments = ((table, table), rows, jnp.zeros((3, 16)), Step(ftrl.get_hyperparameters(0), ftrl))
     with tracing_for("v6e"):
         with pytest.raises(NotImplementedError, match="row rule ftrl uses the primitive `pow`"):
-            sparsecore.apply_rows(table, *arguments[:3], Step(*arguments[3:]))
+            sparsecore.apply_rows(table, *arguments)
         with pytest.raises(NotImplementedError, match=r"no implementation can serve apply_rows: sparsecore: .*`pow`"):
             api.apply_rows(table, *arguments, implementation="sparsecore")
         with pytest.raises(NotImplementedError, match="are float32, not bfloat16"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from rsembed.kernels import api, choice, reference
+from rsembed.kernels import api, reference
 from rsembed.kernels.contract import NO_ROW, Segment
 
 
@@ -21,20 +21,20 @@ def implementation(name, reason=None, refusal=None):
 
 
 TABLE = jnp.ones((3, 1))
-CALLS = sorted(set(re.findall(r'\bdispatch\("(\w+)"', inspect.getsource(api))))
+CALLS = sorted(set(re.findall(r'(?:\bdispatch\("|served\(reference\.)(\w+)', inspect.getsource(api))))
 SEGMENTS = [Segment(jnp.asarray([1, 2]), jnp.asarray([0, 2]), None, "sum")]
 
 
-@pytest.mark.parametrize("name", [module.NAME for module in choice.IMPLEMENTATIONS])
+@pytest.mark.parametrize("name", [module.NAME for module in api.IMPLEMENTATIONS])
 def test_every_implementation_knows_every_call(name):
     """One that lacks a kernel of its own takes that of the reference: the dispatcher calls it either way."""
-    (module,) = (module for module in choice.IMPLEMENTATIONS if name == module.NAME)
+    (module,) = (module for module in api.IMPLEMENTATIONS if name == module.NAME)
     assert len(CALLS) > 15 and not [call for call in CALLS if not callable(getattr(module, call, None))]
 
 
 def test_the_first_implementation_that_can_serve_is_taken(monkeypatch):
     able = implementation("able")
-    monkeypatch.setattr(choice, "IMPLEMENTATIONS", (implementation("broken", reason="no compiler"), able, reference))
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (implementation("broken", reason="no compiler"), able, reference))
     assert float(api.lookup(TABLE, SEGMENTS)[0][0, 0]) == 42.0
     assert float(api.lookup(TABLE, SEGMENTS, implementation="reference")[0][0, 0]) == 2.0
     assert api.implementation_states() == [("broken", "no compiler"), ("able", "live"), ("reference", "live")]
@@ -42,7 +42,7 @@ def test_the_first_implementation_that_can_serve_is_taken(monkeypatch):
 
 def test_when_none_can_serve_one_error_lists_every_reason(monkeypatch):
     first, second = implementation("first", reason="no compiler"), implementation("second", refusal="odd dtype")
-    monkeypatch.setattr(choice, "IMPLEMENTATIONS", (first, second))
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (first, second))
     with pytest.raises(
         NotImplementedError, match="no implementation can serve lookup: first: no compiler; second: odd dtype"
     ):

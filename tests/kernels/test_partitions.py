@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rsembed.kernels import api, library, native
 from rsembed.kernels.contract import NO_ROW
-from rsembed.kernels.partitions import ALIGNMENT, Partitions
+from rsembed.kernels.ids import ALIGNMENT, Partitions
 
 _reason = native.unavailable_because()
 needs_native = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rsembed.kernels.devices import TOPOLOGIES
+from tests.kernels.compile_one import TOPOLOGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ("lookup", "sgd", "adagrad", "rowwise_adagrad", "adam")

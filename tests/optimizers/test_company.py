@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsembed.kernels import api, native
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, Step
 from tests.optimizers.test_contract import CONTRACT
 
 pytestmark = [
@@ -21,7 +21,7 @@ def test_the_bits_of_a_row_are_those_that_it_has_in_any_company(name):
     table, gradients = (jnp.asarray(draw.normal(size=(num_rows, dim)).astype(np.float32)) for _ in range(2))
     slots = tuple(slot + jnp.asarray(1, slot.dtype) for slot in rule.init_slots(table))
     hyper = rule.get_hyperparameters(jnp.int32(3))
-    step = jax.jit(lambda rows, gradients: api.apply_rows(table, slots, rows, gradients, hyper, rule))
+    step = jax.jit(lambda rows, gradients: api.apply_rows(table, slots, rows, gradients, Step(hyper, rule)))
     of_all = step(jnp.arange(num_rows, dtype=jnp.int32), gradients)
     for company in (np.arange(5, 8), np.sort(draw.permutation(num_rows)[:139])):
         padded = np.insert(company, [1, 1], NO_ROW).astype(np.int32)

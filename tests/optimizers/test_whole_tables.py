@@ -11,8 +11,8 @@ import pytest
 import rsembed as rs
 import rsembed.optimizers as ro
 from rsembed.kernels import api, native, reference
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, Segment, Step
-from rsembed.sparsecore.row_rule import BoundedRowRule
+from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch, JaggedGradients, Segment, SegmentGradients, Step
+from rsembed.sparsecore.variables import BoundedRowRule
 
 RULE = ro.TensorFlowAdamOptimizerSpec(0.1, epsilon=0.3)
 HYPER = RULE.get_hyperparameters(4)
@@ -36,19 +36,19 @@ def drawn(dtype="float32"):
     return jax.device_put((table.astype(jnp.dtype(dtype)), (m, v), rng.normal(size=(4, DIM)).astype(np.float32)))
 
 
-def as_rows(table, slots, d, **options):
-    return api.apply_rows(table, slots, jnp.asarray([3, -1, NO_ROW, 0]), d, HYPER, RULE, **options)
+def as_rows(table, slots, d, rounding=None, **options):
+    return api.apply_rows(table, slots, jnp.asarray([3, -1, NO_ROW, 0]), d, Step(HYPER, RULE, rounding), **options)
 
 
 def as_segments(table, slots, d, **options):
     segments = [Segment(jnp.asarray([3, NUM_ROWS]), None, None, "none"), Segment(jnp.asarray([0]), None, None, "none")]
-    return api.update(table, slots, segments, [d[:2], d[3:]], HYPER, RULE, **options)
+    return api.update(table, slots, SegmentGradients(segments, [d[:2], d[3:]]), Step(HYPER, RULE), **options)
 
 
 def as_jagged(table, slots, d, **options):
     batch = JaggedBatch(jnp.asarray([3, 0]), jnp.arange(3), None, "sum", (Block(0, 2, 0, 0, NUM_ROWS),))
     d_output = jnp.concatenate([d[0], d[3]])
-    return api.update_jagged(table, slots, 0, [DIM], batch, d_output, HYPER, RULE, **options)
+    return api.update(table, slots, JaggedGradients(batch, d_output, 0, [DIM]), Step(HYPER, RULE), **options)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
@@ -75,7 +75,7 @@ def test_all_rows_are_rounded_as_asked_each_with_its_own_number():
 def test_limits_of_a_stack_hold_for_rows_that_were_not_looked_up():
     rule = BoundedRowRule(0.1, dataclasses.replace(RULE, learning_rate=0.1), 3, 0.4, 0.5)
     table, slots, d = drawn()
-    new, _ = jax.jit(lambda d: api.apply_rows(table, slots, jnp.asarray([1]), d[:1], HYPER, rule))(d)
+    new, _ = jax.jit(lambda d: api.apply_rows(table, slots, jnp.asarray([1]), d[:1], Step(HYPER, rule)))(d)
     new = np.asarray(new)
     assert rule.moves_all_rows and new[:, :3].min() >= 0.4 and new[:, :3].max() <= 0.5
     np.testing.assert_array_equal(new[:, 3], np.asarray(table)[:, 3])
@@ -96,7 +96,7 @@ def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fus
 
     def step(table, slots, d):
         segment = Segment(jnp.asarray([1, 2, 1, 0]), None, None, "none")
-        return api.update(table, slots, [segment], [d], rule.get_hyperparameters(2), rule)
+        return api.update(table, slots, SegmentGradients([segment], [d]), Step(rule.get_hyperparameters(2), rule))
 
     assert ("rsembed_update" in str(jax.make_jaxpr(step)(table, slots, d))) == is_fused
     if is_fused:

@@ -29,6 +29,18 @@ def by_key(variable):
     return dict(zip(rows["keys"].tolist(), rows["values"], strict=True))
 
 
+def inserted(look_up, keys):
+    """The lookup of keys that a step without gradients gave their rows."""
+    out, backward = look_up(keys)
+    backward(jnp.zeros_like(out))
+    return look_up(keys)
+
+
+def _single(looked_up):
+    (output,), backward = looked_up
+    return output, lambda gradient: backward([gradient])
+
+
 def rows_of(known, keys):
     found = [known[key] if key >= 0 else np.zeros(3, np.float32) for key in np.ravel(keys).tolist()]
     return np.stack(found).reshape(*np.shape(keys), 3)
@@ -98,7 +110,7 @@ def main():
     # One row per key, from arrays
     layer = sok.All2AllDenseEmbedding(40, 3, 1, 2, optimizer=SGD, name="dense")
     keys = np.asarray([[5, 2**40], [7, 5], [8, 9], [-1, 7], [1, 2], [3, 4], [9, 9], [5, 6]])[:, None]
-    out, backward = layer.vjp(np.split(keys, 2)[process])
+    out, backward = inserted(layer.vjp, np.split(keys, 2)[process])
     known = by_key(layer.variable)
     assert out.shape == (8, 1, 2, 3)
     np.testing.assert_array_equal(whole(out), rows_of(known, keys))
@@ -108,7 +120,7 @@ def main():
     # One row per key, from lists of other lengths
     layer = sok.All2AllDenseEmbedding(40, 3, 1, 1, dynamic_input=True, optimizer=SGD, name="lists")
     lists = [np.asarray([5, 2**40, 7]), np.asarray([9, 5, 1, 2, 3])]
-    out, backward = layer.vjp(lists[process])
+    out, backward = inserted(layer.vjp, lists[process])
     known = by_key(layer.variable)
     assert out.shape == (12, 3)  # both are filled up to 6, so that each of the devices has 3
     places = np.asarray([0, 1, 2, 6, 7, 8, 9, 10])
@@ -131,6 +143,7 @@ def main():
         return sok.group_embedding_lookup_sparse(tables, ids, ["sum", "mean"], training=training)
 
     pooled, means = look_up(jnp.asarray(plain), training=True)
+    inserted(lambda ids: _single(sok.group_embedding_lookup_vjp([variable], [ids], ["sum"])), bags[process])
     known = by_key(variable)
     for bag, row in zip([*bags[0], *bags[1]], whole(pooled), strict=True):
         np.testing.assert_allclose(row, sum((known[key] for key in bag), np.zeros(3)), atol=1e-6)
@@ -141,24 +154,20 @@ def main():
 
     # What does not go together is refused by both, and both go on.
     pooled_layer = sok.DistributedEmbedding("sum", 20, 3, 1, 4, optimizer=SGD, name="pooled")
-    both = "process 1 brings 8 samples .*, process 0 4 samples"
+    both = "process 1 brings 8 (samples|bags) .*, process 0 4 (samples|bags)"
     refused(both, lambda: pooled_layer(np.ones((8 if process else 4, 1, 2), int)))
-    refused(
-        "process 1 brings 4 samples .*, process 0 0 samples", lambda: pooled_layer(np.ones((4 * process, 1, 2), int))
-    )
+    refused("process 1 brings 4 bags .*, process 0 0 bags", lambda: pooled_layer(np.ones((4 * process, 1, 2), int)))
     weights = np.ones((4, 1, 2), np.float32) if process else None
-    refused(
-        "4 samples with weights, process 0 4 samples without", lambda: pooled_layer(np.ones((4, 1, 2), int), weights)
-    )
+    refused("4 bags with weights, process 0 4 bags without", lambda: pooled_layer(np.ones((4, 1, 2), int), weights))
     message = "key -7 at position" if process else r"process 1 refused what it was given \(ValueError: .*key -7"
     refused(message, lambda: pooled_layer(np.full((4, 1, 2), -7 if process else 7)))
-    message = "process 1 brings layer 'lists' with keys, process 0 layer 'pooled' with keys; all"
+    message = "process 1 brings layer 'lists' with keys, process 0 layer 'pooled' with feature 'pooled'; all"
     refused(message, lambda: layer([1, 2]) if process else pooled_layer(np.ones((4, 1, 2), int)))
     refused(
-        r"params\[0\] \(table 'hashed'\): process 1 brings 4 samples",
+        r"feature 'hashed': process 1 brings 4 bags",
         lambda: sok.group_embedding_lookup_sparse([variable], [[[1]] * (4 if process else 2)], ["sum"]),
     )
-    out = pooled_layer(np.full((2, 1, 1 + process), 5), training=True)  # as many samples, of other widths
+    out, _ = inserted(pooled_layer.vjp, np.full((2, 1, 1 + process), 5))  # as many samples, of other widths
     np.testing.assert_allclose(whole(out)[[0, 2], 0], [by_key(pooled_layer.variable)[5] * n for n in (1, 2)], rtol=1e-6)
 
     # The same door of a collection

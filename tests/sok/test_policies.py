@@ -33,7 +33,7 @@ def test_published_options_say_what_those_of_the_core_say():
         "when_full": "evict", "eviction": "lfu", "admission_probability": 0.2,
     }  # fmt: skip
     table = variable(ev_option=sok.EmbeddingVariableOption(sok.GlobalStepEvict(4)), filter_ratio=0.2).table
-    assert (table.steps_to_live, table.home.admission_probability) == (4, 0.2)
+    assert (table.steps_to_live, table.spec.storage.admission_probability) == (4, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,6 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
         variable(use_hashtable=False).evict(keep=1)
     with pytest.raises(ValueError, match=r"table 't': evict: keep must be in \[0, inf\), got -1"):
         table.evict(keep=-1)
-
-
-def test_keys_that_were_not_trained_for_long_are_evicted_by_a_program():
-    table = variable(steps_to_live=2)
-    rows = {"keys": np.arange(3), "values": np.ones((3, DIM), np.float32), "last_step": np.asarray([0, 3, 2])}
-    sok.assign_rows(table, rows)
-    table.set_value(table.get_value()._replace(step=jnp.asarray(5, jnp.int32)))
-    table.evict_older()
-    assert sok.export_rows(table)["keys"].tolist() == [1]
-    assert table.counts()["evicted"].sum() == 2
 
 
 @pytest.mark.parametrize(

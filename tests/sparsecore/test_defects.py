@@ -37,7 +37,7 @@ import numpy as np
 import pytest
 
 from rsembed import Bags
-from rsembed.sparsecore import drops, embedding, embedding_spec, table_stacking
+from rsembed.sparsecore import embedding, embedding_spec, partitioner, table_stacking
 from tests.sparsecore import minibatch_program as program
 
 
@@ -98,7 +98,7 @@ def test_specs_as_static_arguments_follow_new_limits():
 
 
 def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
-    monkeypatch.setattr(drops, "_told", set())
+    monkeypatch.setattr(partitioner, "_told", set())
     specs = [spec_for(8, "left"), spec_for(8, "right")]
     limits = {"stack_to_max_ids_per_partition": lambda *_: 12, "stack_to_max_unique_ids_per_partition": lambda *_: 10}
     for spec in specs:
@@ -117,7 +117,7 @@ def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
         f"rsembed.sparsecore: table 'right' in stack 'left_right': 4 ids were dropped in one batch by {limit}"
         for limit in ("max_ids_per_partition=12", "suggested_coo_buffer_size_per_device=8")
     ]
-    monkeypatch.setattr(drops, "_told", set())
+    monkeypatch.setattr(partitioner, "_told", set())
     spec = prepared(spec_for(max_unique_ids_per_partition=5))
     with caplog.at_level(logging.WARNING, logger="rsembed"):
         _, statistics = preprocess(spec, [[number, number] for number in range(8)], allow_id_dropping=True)

@@ -81,7 +81,7 @@ def test_initializers_see_the_logical_shape(initializer):
 
 def test_blocks_join_without_a_seam(monkeypatch):
     _, whole = tables_of(1, 1, True)
-    monkeypatch.setattr("rsembed.collection.initial_rows.INIT_BLOCK_VALUES", 80)
+    monkeypatch.setattr("rsembed.collection.dense_rows.INIT_BLOCK_VALUES", 80)
     _, pieces = built_tables(1, 1, True)
     jax.tree.map(np.testing.assert_array_equal, whole, pieces)
 
@@ -107,6 +107,17 @@ def test_padding_columns_stay_zero_under_every_rule(rule):
     for step in range(3):
         rows, slots = optimizer.step_rows(rows, slots, jnp.zeros((8, 4)), optimizer.get_hyperparameters(step))
     np.testing.assert_array_equal(rows, 0.0)
+
+
+def test_three_axes_of_the_sharding_give_a_leading_axis_of_devices():
+    table = embedding_spec.TableSpec(name="t", vocabulary_size=30, embedding_dim=6)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
+    flat, by_device = (
+        embedding.init_embedding_variables(KEY, [table], NamedSharding(mesh, P("x", *rest)), 2)["t"].table
+        for rest in ([None], [None, None])
+    )
+    assert by_device.sharding.spec == P("x", None, None)
+    np.testing.assert_array_equal(by_device, np.asarray(flat).reshape(2, 16, 8))
 
 
 def test_raw_keys_work_like_typed_ones():

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from rsembed.sparsecore import embedding, embedding_spec, layout_record, table_stacking
+from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from tests.sparsecore import small_world
 
 
@@ -17,9 +17,9 @@ def recorded(**fields):
 
 def test_records_are_plain_json_and_come_back_equal():
     _, record = recorded(quantization_config=embedding_spec.QuantizationConfig(-1, 1, 8))
-    assert layout_record.EmbeddingSpecRecord.from_json(record.to_json()) == record
+    assert embedding_spec.EmbeddingSpecRecord.from_json(record.to_json()) == record
     older = record.to_json().replace('"type":', '"type_enum":')  # what the field was called before
-    assert older != record.to_json() and layout_record.EmbeddingSpecRecord.from_json(older) == record
+    assert older != record.to_json() and embedding_spec.EmbeddingSpecRecord.from_json(older) == record
     (stack,) = json.loads(record.to_json())["stacked_table_specs"]
     assert (stack["stack_name"], stack["num_sparsecores"], stack["stack_vocab_size"]) == ("first_second", 4, 96)
     assert [table["table_name"] for table in stack["table_specs"]] == ["first", "second"]
@@ -58,8 +58,8 @@ def test_ids_and_tables_outside_the_record_are_refused():
     ids=lambda optimizer: optimizer.short_name(),
 )
 def test_optimizers_come_back_equal(optimizer):
-    record = layout_record.optimizer_spec_to_proto(optimizer)
-    back = embedding.proto_to_optimizer_spec(layout_record.OptimizerRecord(**json.loads(json.dumps(vars(record)))))
+    record = embedding_spec.optimizer_spec_to_proto(optimizer)
+    back = embedding.proto_to_optimizer_spec(embedding_spec.OptimizerRecord(**json.loads(json.dumps(vars(record)))))
     assert type(back) is type(optimizer)
     assert back == optimizer
 
@@ -78,7 +78,7 @@ def test_functions_leave_their_name():
     assert dataclasses.replace(back, learning_rate=schedule).get_learning_rate(2) == 0.2
     custom = embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w, short_name_str="mine")
     record = embedding.optimizer_spec_to_proto(custom)
-    assert record.type == layout_record.CUSTOM_CODE
+    assert record.type == embedding_spec.CUSTOM_CODE
     assert embedding.proto_to_optimizer_spec(record, {"mine": custom}) is custom
     with pytest.raises(ValueError, match=r"optimizer 'mine' is a function, .*custom=\{'mine': optimizer\}"):
         embedding.proto_to_optimizer_spec(record)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.linen import embed
-from rsembed.sparsecore.minibatching import bucket_of
+from rsembed.sparsecore.preprocessing import bucket_of
 from tests.sparsecore import minibatch_program as program
 
 

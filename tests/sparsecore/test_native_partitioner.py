@@ -72,10 +72,11 @@ def make_specs(devices, cores, tables, features, *, limits=(256, 256), suggested
     return specs
 
 
-def partition(module, specs, read, devices, cores, local_devices, drops):
+def partition(module, specs, batch, weights, devices, cores, local_devices, drops):
     """Buffers and statistics, or the message of the error."""
     layouts = stack_layouts(specs, num_devices=devices, num_cores=cores)
-    by_name = {feature.spec.name: feature for feature in read()}
+    counts = {"local_device_count": local_devices, "global_device_count": devices}
+    by_name = {feature.spec.name: feature for feature in read_features(specs, batch, weights, **counts)}
     readers = {name: [by_name[feature.name] for feature in layout.features] for name, layout in layouts.items()}
     statistics = SparseDenseMatmulInputStats()
     try:
@@ -106,13 +107,12 @@ def assert_same(got, expected):
     assert statistics.id_drops_by_table == expected_statistics.id_drops_by_table
 
 
-def assert_equals_definition(specs, read, devices, cores, *, local_devices=None, drops=False, num_threads=2):
-    local_devices = devices if local_devices is None else local_devices
-    expected = partition(partitioner, specs, read, devices, cores, local_devices, drops)
+def assert_equals_definition(specs, batch, weights, devices, cores, *, local_devices=1, drops=False, num_threads=2):
+    given = specs, batch, weights, devices, cores, local_devices, drops
+    expected = partition(partitioner, *given)
     with threads(num_threads):
-        got = partition(native_partitioner, specs, read, devices, cores, local_devices, drops)
+        got = partition(native_partitioner, *given)
     assert_same(got, expected)
-    return expected
 
 
 def draw_ids(generator, vocabulary, dtype, size):
@@ -210,7 +210,8 @@ def test_equals_the_definition(problem):
         weights = {name: draw_weights(generator, leaf) for name, leaf in batch.items()}
     assert_equals_definition(
         specs,
-        lambda: read_features(specs, batch, weights, local_device_count=local_devices, global_device_count=devices),
+        batch,
+        weights,
         devices,
         cores,
         local_devices=local_devices,
@@ -233,36 +234,21 @@ def test_large_batches_take_every_pass_of_the_sort(num_threads):
     }
     weights = {name: draw_weights(generator, leaf) for name, leaf in batch.items()}
     for chosen in (None, weights):
-        assert_equals_definition(
-            specs,
-            lambda chosen=chosen: read_features(specs, batch, chosen, local_device_count=1, global_device_count=1),
-            1,
-            2,
-            num_threads=num_threads,
-        )
+        assert_equals_definition(specs, batch, chosen, 1, 2, num_threads=num_threads)
 
 
 def test_a_batch_without_ids_equals_the_definition():
     specs = make_specs(1, 4, {"t": (30, "mean")}, {"f": ("t", 8)})
     for batch in (np.zeros((8, 0), np.int32), [[]] * 8):
         for weights in (None, {"f": batch}):
-            assert_equals_definition(
-                specs,
-                lambda batch=batch, weights=weights: read_features(
-                    specs, {"f": batch}, weights, local_device_count=1, global_device_count=1
-                ),
-                1,
-                4,
-            )
+            assert_equals_definition(specs, {"f": batch}, weights, 1, 4)
 
 
 def test_scattered_and_read_only_ids_are_read_right():
     specs = make_specs(1, 2, {"t": (30, "sum")}, {"f": ("t", 8)})
     ids = np.random.default_rng(0).integers(0, 30, (16, 3), dtype=np.int32)[::2]
     ids.flags.writeable = False
-    assert_equals_definition(
-        specs, lambda: read_features(specs, {"f": ids}, None, local_device_count=1, global_device_count=1), 1, 2
-    )
+    assert_equals_definition(specs, {"f": ids}, None, 1, 2)
 
 
 @pytest.mark.parametrize(

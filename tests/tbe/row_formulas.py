@@ -4,10 +4,11 @@ import functools
 
 import numpy as np
 
+from rsembed import tbe as rt
 from rsembed.tbe import CounterWeightDecayMode as Decay
 from rsembed.tbe import EmbOptimType as Optim
 from rsembed.tbe import LearningRateMode as Rate
-from rsembed.tbe import TailIdThreshold, WeightDecayMode, records
+from rsembed.tbe import TailIdThreshold, WeightDecayMode
 
 LR, MAX_COUNTER = 0.1, 5.0
 FIRST_STEP = 7
@@ -131,7 +132,7 @@ def rmsprop(w, g, state, t, a):
 
 
 ROWWISE, COUNTER, COWCLIP = Optim.EXACT_ROWWISE_ADAGRAD, WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP
-BY_ROW = records.UserEnabledConfigDefinition(use_rowwise_bias_correction=True)
+BY_ROW = rt.UserEnabledConfigDefinition(use_rowwise_bias_correction=True)
 L2, DECOUPLE = {"weight_decay_mode": WeightDecayMode.L2}, {"weight_decay_mode": WeightDecayMode.DECOUPLE}
 GLOBAL = {"weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL, "weight_decay": 0.5}
 
@@ -141,7 +142,7 @@ def counting(**config):
     return {
         "weight_decay_mode": COUNTER,
         "weight_decay": 0.4 if decays else 0.0,
-        "counter_based_regularization": records.CounterBasedRegularizationDefinition(**config),
+        "counter_based_regularization": rt.CounterBasedRegularizationDefinition(**config),
     }
 
 
@@ -149,7 +150,7 @@ def clipping(**config):
     return {
         "weight_decay_mode": COWCLIP,
         "weight_decay": 0.4,
-        "cowclip_regularization": records.CowClipDefinition(**config),
+        "cowclip_regularization": rt.CowClipDefinition(**config),
     }
 
 
@@ -160,10 +161,10 @@ VARIANTS = {
     "rowwise_l2": (ROWWISE, {"weight_decay": 0.5, **L2}, rowwise_adagrad),
     "rowwise_decouple": (ROWWISE, {"weight_decay": 0.5, **DECOUPLE}, rowwise_adagrad),
     "rowwise_max_norm": (ROWWISE, {"max_norm": 1.5, "weight_decay": 0.5, **L2}, rowwise_adagrad),
-    "global": (ROWWISE, {"global_weight_decay": records.GlobalWeightDecayDefinition(), **GLOBAL}, rowwise_adagrad),
+    "global": (ROWWISE, {"global_weight_decay": rt.GlobalWeightDecayDefinition(), **GLOBAL}, rowwise_adagrad),
     "global_bounded_starting_late": (
         ROWWISE,
-        {"global_weight_decay": records.GlobalWeightDecayDefinition(FIRST_STEP + 2, 0.9), **GLOBAL},
+        {"global_weight_decay": rt.GlobalWeightDecayDefinition(FIRST_STEP + 2, 0.9), **GLOBAL},
         rowwise_adagrad,
     ),
     "ensemble": (Optim.ENSEMBLE_ROWWISE_ADAGRAD, {"weight_decay": 0.5, "max_norm": 2.0, **L2}, rowwise_adagrad),

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from rsembed import tbe as rt
-from rsembed.tbe.bounds import first_mistake, is_sound, repair
+from rsembed.tbe.batches import first_mistake, repair
 from tests.tbe.oracle import make, train
 
 Mode = rt.BoundsCheckMode
@@ -62,9 +62,9 @@ def test_repairs_are_those_of_a_loop_in_numpy_and_compiled(ids, offsets, dtype):
         assert int(count) - outside_bags == wanted_count
     np.testing.assert_array_equal(ids, before[0])
     np.testing.assert_array_equal(offsets, before[1])
-    assert is_sound(ids, offsets, NUM_BAGS, NUM_ROWS) == (wanted_count == 0)
-    mistake = first_mistake(ids, offsets, NUM_BAGS, NUM_ROWS, *NAMES)
-    assert (mistake is None) == (wanted_count == 0 and offsets[0] == 0)
+    for may_begin_later in (True, False):
+        mistake = first_mistake(ids, offsets, NUM_BAGS, NUM_ROWS, *NAMES, may_begin_later=may_begin_later)
+        assert (mistake is None) == (wanted_count == 0 and (may_begin_later or offsets[0] == 0))
 
 
 MISTAKES = {

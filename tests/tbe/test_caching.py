@@ -10,8 +10,8 @@ from flax import nnx
 
 from rsembed import tbe as rt
 from rsembed.caching import set_of
-from rsembed.tbe import construction
-from rsembed.tbe.training import MAX_PREFETCHES
+from rsembed.tbe import plan
+from rsembed.tbe.host_rows import MAX_PREFETCHES
 from tests.tbe.oracle import assert_same_bits, make, tables_of, train
 from tests.tbe.row_formulas import VARIANTS
 
@@ -79,7 +79,7 @@ def test_stochastic_rounding_has_the_same_bits_behind_a_cache(precision):
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_rows_on_the_host_visit_for_each_batch_where_memories_differ(monkeypatch, platform):
-    monkeypatch.setattr(construction, "default_platform", lambda: platform)
+    monkeypatch.setattr(plan, "default_platform", lambda: platform)
     arguments = {"optimizer": rt.OptimType.ADAM, "feature_table_map": FEATURES}
     host = make(SPECS, location=rt.EmbeddingLocation.HOST, **arguments)
     assert [table.placement for table in host.plan.tables] == ["host" if platform == "gpu" else "device"] * 3

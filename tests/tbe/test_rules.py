@@ -6,10 +6,10 @@ import optax
 import pytest
 
 import rsembed as rs
+from rsembed import tbe as rt
 from rsembed.optimizers import TensorFlowAdamOptimizerSpec
-from rsembed.tbe import records
-from rsembed.tbe.records import EmbOptimType as Optim
-from rsembed.tbe.rules import make_rule
+from rsembed.tbe import OptimType as Optim
+from rsembed.tbe.arguments import dtype_of, make_rule
 from tests.tbe.oracle import Oracle, make, train
 from tests.tbe.row_formulas import MAX_COUNTER, VARIANTS
 
@@ -35,7 +35,7 @@ SIXTEEN_BITS = "adagrad rowwise_max_norm ensemble global counter_l2 cowclip adam
 
 @pytest.mark.parametrize(
     ("variant", "sparse_type"),
-    [*((name, records.SparseType.BF16) for name in SIXTEEN_BITS.split()), ("adamw", records.SparseType.FP16)],
+    [*((name, rt.SparseType.BF16) for name in SIXTEEN_BITS.split()), ("adamw", rt.SparseType.FP16)],
 )
 def test_momenta_may_be_stored_in_16_bits_while_rules_compute_in_float32(variant, sparse_type):
     optimizer, arguments, formula = VARIANTS[variant]
@@ -47,7 +47,7 @@ def test_momenta_may_be_stored_in_16_bits_while_rules_compute_in_float32(variant
     train(module, IDS, OFFSETS)
     oracle.backward(IDS, OFFSETS, None, [2], np.ones((2, 4)))
     np.testing.assert_allclose(module.split_embedding_weights()[0], oracle.tables[0], rtol=3e-5, atol=3e-6)
-    dtype = records.dtype_of(sparse_type, "states")
+    dtype = dtype_of(sparse_type, "states")
     for found, (name, wanted) in zip(module.split_optimizer_states()[0], oracle.states[0].items(), strict=True):
         own = {"prev_iter": jnp.int32, "row_counter": jnp.float32}.get(name, dtype)
         assert found.dtype == own
@@ -90,4 +90,4 @@ def test_a_rule_of_the_core_is_taken_with_its_settings():
     with pytest.raises(NotImplementedError, match="states of another package have no names here"):
         make(((4, 2),), optimizer=rs.from_optax(optax.adam(0.1)))
     with pytest.raises(NotImplementedError, match="TensorFlowAdamOptimizerSpec goes over whole tables"):
-        make(((4, 2),), optimizer=TensorFlowAdamOptimizerSpec(0.1), location=records.EmbeddingLocation.MANAGED_CACHING)
+        make(((4, 2),), optimizer=TensorFlowAdamOptimizerSpec(0.1), location=rt.EmbeddingLocation.MANAGED_CACHING)

@@ -7,12 +7,10 @@ from typing import Any
 from flax import linen as nn
 from flax.core import meta
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.layout import cores_of, sharding_strategy_to_enum
-from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, step_counter, table_mesh
+from rsembed.sparsecore.mesh_lookup import MeshLayer, next_step, step_counter, table_mesh
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.specs import FeatureSpec, tables_of
 
@@ -24,7 +22,7 @@ WithSparseCoreLayout = meta.Partitioned
 with_sparsecore_layout = meta.with_partitioning
 
 
-class SparseCoreEmbed(nn.Module):
+class SparseCoreEmbed(MeshLayer, nn.Module):
     """Activations of all features; differentiating it trains the tables.
 
     The layer's parameters have an unusual gradient: `jax.grad` returns the UPDATED tables, slots and step counter, one
@@ -68,21 +66,6 @@ class SparseCoreEmbed(nn.Module):
             raise ValueError("the layer has no parameters here; pass those that init or training returned.")
         return meta.unbox(self.get_variable("params", EMBEDDING_PARAM_NAME))
 
-    @property
-    def num_shards(self) -> int:
-        """Devices that share the tables."""
-        return self._tables().devices.num_devices
-
-    @property
-    def embedding_table_partition(self) -> P:
-        """How tables are cut."""
-        return P(self.sharding_axis, None)
-
-    @property
-    def data_partition(self) -> P:
-        """How batches are cut."""
-        return P(self.sharding_axis)
-
     @nn.compact
     def __call__(self, embedding_lookup_inputs: embedding.PreprocessedInput) -> Any:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
@@ -117,30 +100,3 @@ class SparseCoreEmbed(nn.Module):
         if not self.frozen_step:
             result[STEP_PARAM_NAME] = next_step(counter)
         return {"/".join((*self.path, name)): value for name, value in result.items()}
-
-    def preprocess_inputs(
-        self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
-    ) -> embedding.PreprocessedInput:
-        """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
-        options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
-        return self._tables().preprocess(features, features_weights, **options)[0]
-
-    def prepare_batch(
-        self, features: Any, features_weights: Any = None, **options: Any
-    ) -> tuple[embedding.PreprocessedInput, SparseDenseMatmulInputStats]:
-        """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
-
-        Args:
-          features: ids of this process' samples, in a tree like `feature_specs`.
-          features_weights: weights in the same tree, or None.
-          options: of `embedding.preprocess_sparse_dense_matmul_input`, such as `allow_id_dropping` and `batch_number`.
-        """
-        return self._tables().prepare(features, features_weights, **options)
-
-    def _tables(self) -> MeshTables:
-        return MeshTables(
-            feature_specs=self.feature_specs,
-            devices=table_mesh(self.mesh, self.sharding_axis),
-            num_sc_per_device=self.num_sc_per_device,
-            enable_minibatching=self.enable_minibatching,
-        )

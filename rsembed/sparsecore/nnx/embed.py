@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from rsembed.checks import validated
-from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore.layout import Nested, cores_of, sharding_strategy_to_enum
-from rsembed.sparsecore.mesh_lookup import MeshTables, next_step, step_counter, table_mesh
+from rsembed.sparsecore.mesh_lookup import MeshLayer, next_step, step_counter, table_mesh
 from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.preprocessing import PreprocessedInput
 from rsembed.specs import FeatureSpec, tables_of
@@ -36,7 +35,7 @@ def is_non_embedding_variables(path: Any, value: Any) -> bool:
     return not is_embedding_variables(path, value)
 
 
-class SparseCoreEmbed(nnx.Module):
+class SparseCoreEmbed(MeshLayer, nnx.Module):
     """Activations of all features; differentiating it trains the tables.
 
     `nnx.grad` returns for this layer the UPDATED tables, slots and step counter, one optimizer step after the lookup;
@@ -73,34 +72,15 @@ class SparseCoreEmbed(nnx.Module):
         if rngs is None:
             raise ValueError("SparseCoreEmbed needs rngs, the source of its initial tables, as in rngs=nnx.Rngs(0).")
         self.feature_specs = nnx.static(feature_specs)
-        self.devices = nnx.static(table_mesh(mesh, sharding_axis))
+        devices = table_mesh(mesh, sharding_axis)
+        self.mesh = nnx.static(devices.known_mesh)
         self.sharding_axis, self.table_sharding_strategy = sharding_axis, table_sharding_strategy
         placed = list(tables_of(feature_specs).values())
-        self.num_sc_per_device = cores_of(placed, self.devices.num_devices, num_sc_per_device)
+        self.num_sc_per_device = cores_of(placed, devices.num_devices, num_sc_per_device)
         self.enable_minibatching = enable_minibatching
         variables = self._tables().init(rngs.params())
-        self.embedding_table = EmbeddingVariablesParam(variables, table_axes=self.devices.axes)
+        self.embedding_table = EmbeddingVariablesParam(variables, table_axes=devices.axes)
         self.step = None if frozen_step else EmbeddingVariablesParam(step_counter(0))
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The devices, with those along other axes of the mesh."""
-        return self.devices.known_mesh
-
-    @property
-    def num_shards(self) -> int:
-        """Devices that share the tables."""
-        return self.devices.num_devices
-
-    @property
-    def embedding_table_partition(self) -> P:
-        """How tables are cut."""
-        return P(self.sharding_axis, None)
-
-    @property
-    def data_partition(self) -> P:
-        """How batches are cut."""
-        return P(self.sharding_axis)
 
     def __call__(self, embedding_lookup_inputs: PreprocessedInput, step: Any = None) -> Any:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
@@ -126,33 +106,6 @@ class SparseCoreEmbed(nnx.Module):
         if self.step is not None:
             self.step.set_value(next_step(step))
 
-    def preprocess_inputs(
-        self, step: int, features: Any, features_weights: Any, all_reduce_interface: Any = None
-    ) -> PreprocessedInput:
-        """Preprocesses this process' part of a batch for the layer's devices, without returning statistics."""
-        options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
-        return self._tables().preprocess(features, features_weights, **options)[0]
-
-    def prepare_batch(
-        self, features: Any, features_weights: Any = None, **options: Any
-    ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
-
-        Args:
-          features: ids of this process' samples, in a tree like `feature_specs`.
-          features_weights: weights in the same tree, or None.
-          options: of `embedding.preprocess_sparse_dense_matmul_input`, such as `allow_id_dropping` and `batch_number`.
-        """
-        return self._tables().prepare(features, features_weights, **options)
-
-    def _tables(self) -> MeshTables:
-        return MeshTables(
-            feature_specs=self.feature_specs,
-            devices=self.devices,
-            num_sc_per_device=self.num_sc_per_device,
-            enable_minibatching=self.enable_minibatching,
-        )
-
     def _step(self, step: Any) -> Array | None:
         """The step to update with, which is also what the counter's gradient is made from."""
         counter = None if self.step is None else self.step.get_value()
@@ -169,7 +122,7 @@ def embedding_lookup(
 
 
 def embedding_lookup_bwd(res: Any, g: Any) -> Any:
-    """What autodiff makes of a lookup: the "gradients" of layer, inputs and step, in the form of `nnx.custom_vjp`.
+    """Backward pass of a lookup: the "gradients" of layer, inputs and step, in the form of `nnx.custom_vjp`.
 
     Args:
       res: layer, inputs and step of the lookup.

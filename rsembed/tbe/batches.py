@@ -1,0 +1,364 @@
+"""Ids as callers have them, checked once and brought into the form that kernels read; outputs in the callers' form.
+
+What the caller passed stays as it is: ids and offsets outside their range are repaired in copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from rsembed.bags import PAD_ID, as_bags, check_end, check_unmasked, is_traced, narrow_ids, padded_size
+from rsembed.checks import check_type
+from rsembed.collection.inputs import check_names, is_unknown
+from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.kernels.contract import JaggedBatch
+from rsembed.parallel.agreement import Agreement
+from rsembed.row_gradients import check_gradient
+from rsembed.tbe.arguments import member
+from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
+from rsembed.tbe.plan import TBEPlan
+
+Numbers = Int[Array | np.ndarray, " _"]
+
+
+class BoundsCheckMode(enum.IntEnum):
+    """What happens to ids and offsets outside their range; each V2 member means the same as its namesake."""
+
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+    NONE = 3
+    V2_IGNORE = 4
+    V2_WARNING = 5
+    V2_FATAL = 6
+
+
+_WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
+_FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
+
+
+def bounds_check_mode(given: BoundsCheckMode | str | int) -> BoundsCheckMode:
+    """The mode, or that of the environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE`, which overrules it.
+
+    Raises: ValueError: as `member`.
+    """
+    return member(BoundsCheckMode, os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", given))
+
+
+@no_type_check  # a pytree holds placeholders while JAX transforms it
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreparedBatch:
+    """What `prepare` of a module makes of its arguments; goes in place of `indices`.
+
+    Args:
+      batch: as the module's tables read it.
+      is_by_feature: whether it was `{feature: Bags}`, and so the output is `{feature: array}`.
+      layout: of the tables that read it, which compare it.
+    """
+
+    batch: AnyBatch
+    is_by_feature: bool = dataclasses.field(metadata={"static": True})
+    layout: Fingerprint = dataclasses.field(metadata={"static": True})
+
+
+def is_by_feature(indices: Any) -> bool:
+    """Whether the output of a call with these is `{feature: array}`."""
+    return indices.is_by_feature if isinstance(indices, PreparedBatch) else isinstance(indices, Mapping)
+
+
+def read(
+    plan: TBEPlan,
+    mode: BoundsCheckMode,
+    indices: Any,
+    offsets: Any,
+    per_sample_weights: Any = None,
+    batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
+) -> tuple[AnyBatch, Any, str | None]:
+    """A batch (in numpy unless traced), how many ids and offsets WARNING had to correct, and the first in words.
+
+    `TableBatchedEmbeddingBags.__call__` says what the arguments mean. Inside `jit` nothing can be raised: FATAL then
+    lets bad ids contribute nothing, and counts them. On a mesh, the batch of such a call is split already.
+
+    Raises: TypeError or ValueError.
+    """
+    given = (indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+    # A process that refuses its part tells the others.
+    with Agreement(None if plan.devices is None else plan.devices.known_mesh, "the batch", given):
+        if isinstance(indices, (PreparedBatch, Mapping)) and any(own is not None for own in given[1:]):
+            what = "{feature: Bags} hold" if isinstance(indices, Mapping) else "a prepared batch holds"
+            raise ValueError(f"{what} offsets, weights and sizes; pass none of them beside it.")
+        if isinstance(indices, PreparedBatch):
+            what = "the batch was prepared for other tables than the module's"
+            check_same(indices.layout, plan.row_layout, what=what, way_out="Prepare it by the module that reads it.")
+            return indices.batch, 0, None
+        if plan.devices is not None and is_unknown(given[:3]):
+            return *_split_unseen(plan, mode, indices), None
+        if isinstance(indices, Mapping):
+            given = _flat(plan.feature_names, indices)
+        return _checked(plan, mode, _jagged(plan, *given))
+
+
+def _split_unseen(plan: TBEPlan, mode: BoundsCheckMode, indices: Any) -> tuple[SplitBatch, Any]:
+    """A batch on a mesh whose ids cannot be read here, and how many of them WARNING or FATAL find outside."""
+    if not isinstance(indices, Mapping):
+        raise ValueError(
+            "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
+            "module.prepare(indices, offsets), and pass batch in their place."
+        )
+    tables = tables_on_mesh(plan)
+    batch = tables.read(indices)
+    if mode == BoundsCheckMode.NONE:
+        return batch, 0
+    repaired, num_corrected = tables.repaired(batch)  # what is in no table contributes nothing
+    return batch if mode in _FATAL else repaired, num_corrected if mode in _WARNING + _FATAL else 0
+
+
+def _flat(feature_names: Sequence[str], bags_by_feature: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """The arguments of a flat call for `{feature: Bags}` (or anything `as_bags` takes)."""
+    check_names(dict.fromkeys(feature_names), bags_by_feature, "batch")
+    bags = [as_bags(bags_by_feature[name], feature=name) for name in feature_names]
+    xp: Any = jnp if is_traced(bags) else np
+    ids, ends, weights, first = [], [xp.zeros(1, xp.int32)], [], 0
+    for name, own in zip(feature_names, bags, strict=True):
+        if xp is np:
+            check_end(own, f"feature {name!r}")
+        # What stands behind a feature's last bag would fall into the first bag of the next one.
+        is_used = xp.arange(own.ids.shape[0]) < own.offsets[-1]
+        ids.append(xp.where(is_used, xp.asarray(own.ids), PAD_ID))
+        ends.append((xp.asarray(own.offsets)[1:] + first).astype(xp.int32))
+        weights.append(xp.ones(own.ids.shape[0], xp.float32) if own.weights is None else xp.asarray(own.weights))
+        first += own.ids.shape[0]
+    if first:
+        last = ends[-1]
+        ends[-1] = xp.concatenate([last[:-1], xp.full(min(last.shape[0], 1), first, xp.int32)])
+    num_bags = [own.num_bags for own in bags]
+    sizes = None if len(set(num_bags)) == 1 else [[n] for n in num_bags]
+    has_weights = any(own.weights is not None for own in bags)
+    return xp.concatenate(ids), xp.concatenate(ends), xp.concatenate(weights) if has_weights else None, sizes
+
+
+def _jagged(plan: TBEPlan, indices: Any, offsets: Any, weights: Any, sizes: Any) -> JaggedBatch:
+    """The arguments of a flat call as one batch, whose values nobody has looked at."""
+    if offsets is None:
+        raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
+    ids, ends = _integers(indices, "indices"), _integers(offsets, "offsets")
+    if sizes is not None:
+        check_type(sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]")
+        sizes = tuple(tuple(int(n) for n in own) for own in sizes)
+        if plan.devices is not None:
+            num_bags = [sum(own) for own in sizes]
+            way_out = "add bags without ids, and " if len(set(num_bags)) > 1 else ""
+            raise ValueError(
+                f"on a mesh all features need equally many bags, got {num_bags}; {way_out}leave "
+                "batch_size_per_feature_per_rank out, which has no meaning there."
+            )
+        if plan.pooling == "none":
+            raise ValueError(
+                "batch_size_per_feature_per_rank needs pooled bags; PoolingMode.NONE returns one row per id."
+            )
+    if weights is not None:
+        check_unmasked(weights, "per_sample_weights")
+        weights = weights if isinstance(weights, jax.Array) else np.asarray(weights)
+        if not jnp.issubdtype(weights.dtype, jnp.floating):
+            raise TypeError(f"per_sample_weights must be floats, got {weights.dtype}.")
+        if weights.shape != ids.shape:
+            raise ValueError(
+                f"per_sample_weights has shape {tuple(weights.shape)}, but there are {ids.shape[0]} indices; pass one "
+                "weight per index."
+            )
+        if plan.pooling == "none":
+            raise ValueError(
+                "per_sample_weights has no meaning for PoolingMode.NONE, which returns rows as they are (the original "
+                "drops it silently); multiply the output, or pool."
+            )
+        weights = weights.astype(np.float32)
+    return plan.batch(ids, ends, weights, sizes)
+
+
+def _integers(values: Any, what: str) -> Any:
+    check_unmasked(values, what)
+    array: Any = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
+    if array.ndim == 1 and array.size == 0:
+        array = array.astype(np.int32)  # an empty list would become float64
+    if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{what} must be a flat array of integers, got {array.dtype} of shape {array.shape}.")
+    return array
+
+
+def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[JaggedBatch, Any, str | None]:
+    tables, num_corrected, mistake = [plan.tables[t] for t in plan.features], 0, None
+    arrays: tuple[Any, Any] = (batch.ids, batch.offsets)
+    ids, offsets = arrays
+    bounds, is_known = (plan.bags_of(batch), [table.num_rows for table in tables]), not is_traced(arrays)
+    if is_known and mode in _FATAL and batch.weights is not None and not is_traced(batch.weights):
+        weights = np.asarray(batch.weights)
+        if not np.isfinite(weights).all():
+            place = int(np.isfinite(weights).argmin())
+            wrong = f"{weights[place]} at index {place} is not finite"
+            raise ValueError(f"per_sample_weights: {wrong}; clean the weights.")
+    if is_known and mode != BoundsCheckMode.NONE:
+        names = plan.feature_names, [table.name for table in tables]
+        mistake = first_mistake(*arrays, *bounds, *names, may_begin_later=mode not in _FATAL)
+        if mistake and mode in _FATAL:
+            raise ValueError(mistake)
+    if mode != BoundsCheckMode.NONE and (mistake or not is_known):
+        *repaired, num_corrected = repair(*arrays, *bounds)
+        ids, offsets = arrays if mode in _FATAL else repaired
+    counted = num_corrected if mode in _WARNING + _FATAL else 0
+    batch = dataclasses.replace(batch, ids=narrow_ids(ids), offsets=narrow_ids(offsets))
+    return batch, counted, mistake if mode in _WARNING else None
+
+
+# Bounds
+
+
+def feature_starts(offsets: Any, num_bags: Sequence[int]) -> Any:
+    """Where the ids of every feature begin, and where those of the last one end."""
+    return offsets[np.asarray([0, *itertools.accumulate(num_bags)])]
+
+
+def repeat_by_feature(values: Any, starts: Any, num_ids: int) -> Any:
+    """For every id the value of its feature, from `values[1:]`; `values[0]` for those in front of the first bag."""
+    if isinstance(starts, np.ndarray):
+        return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
+    lengths = jnp.concatenate([starts[:1], jnp.diff(starts)])
+    return jnp.repeat(values, lengths, total_repeat_length=num_ids)
+
+
+def repair(
+    indices: Numbers, offsets: Numbers, num_bags: Sequence[int], num_rows: Sequence[int]
+) -> tuple[Any, Any, Any]:
+    """Ids and offsets inside their range, and how many of them had to be changed.
+
+    The last offset becomes the number of ids, the others are clipped to it and never fall; an id outside its table
+    becomes 0, except for -1, which stands for no id. Works on numpy arrays and inside `jit`.
+
+    Args:
+      indices: ids of all features.
+      offsets: ends of all bags.
+      num_bags: bags of every feature.
+      num_rows: rows of every feature's table.
+
+    Source: FBGEMM, BoundsCheckMode.WARNING.
+    """
+    xp: Any = np if isinstance(indices, np.ndarray) and isinstance(offsets, np.ndarray) else jnp
+    offsets = xp.asarray(offsets)
+    num_ids = indices.shape[0]
+    ends = xp.clip(offsets, 0, num_ids)
+    is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
+    ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
+    ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
+    starts = feature_starts(ends, num_bags)
+    no_limit = np.iinfo(np.int32).max
+    limits = xp.asarray(np.asarray([no_limit, *num_rows], np.int64 if xp is np else np.int32))
+    limit = repeat_by_feature(limits, starts, num_ids)
+    is_in_bag = xp.arange(num_ids) >= starts[0]
+    is_outside = is_in_bag & (((indices < 0) & (indices != PAD_ID)) | (indices >= limit))
+    fixed = xp.where(is_outside, xp.zeros_like(indices), indices)
+    num_changed = xp.sum(is_outside) + xp.sum(ends != offsets)
+    return fixed, ends.astype(offsets.dtype), num_changed
+
+
+def first_mistake(
+    indices: np.ndarray,
+    offsets: np.ndarray,
+    num_bags: Sequence[int],
+    num_rows: Sequence[int],
+    feature_names: Sequence[str],
+    table_names: Sequence[str],
+    *,
+    may_begin_later: bool,
+) -> str | None:
+    """What is wrong first, in words that name feature, table, bag, position, id and rows; None if nothing is.
+
+    `may_begin_later` lets ids in front of the first bag pass, which belong to nobody.
+    """
+    if offsets[0] < 0 or (offsets[0] and not may_begin_later):
+        return f"offsets begin with {int(offsets[0])}, but the first bag must begin at 0."
+    first_bags = [0, *itertools.accumulate(num_bags)]
+    falls = offsets[1:] < offsets[:-1]
+    if falls.size and (falls.any() or offsets[-1] > indices.size):
+        bag = int((falls | (offsets[1:] > indices.size)).argmax())
+        feature = int(np.searchsorted(first_bags, bag, side="right")) - 1
+        return (
+            f"feature {feature_names[feature]!r}: bag {bag - first_bags[feature]} goes from offset "
+            f"{int(offsets[bag])} to {int(offsets[bag + 1])}, but offsets must never fall, and there are "
+            f"{indices.size} ids."
+        )
+    if offsets[-1] != indices.size:
+        return f"the last offset is {int(offsets[-1])}, but there are {indices.size} ids; they must be equal."
+    for feature, rows in enumerate(num_rows):
+        first, last = int(offsets[first_bags[feature]]), int(offsets[first_bags[feature + 1]])
+        own = indices[first:last]
+        if own.size and (own.min() < PAD_ID or own.max() >= rows):
+            bad = np.flatnonzero((own < PAD_ID) | (own >= rows))
+            place = first + int(bad[0])
+            bag = int(np.searchsorted(offsets, place, side="right")) - 1
+            return (
+                f"feature {feature_names[feature]!r}: id {int(indices[place])} at position {place - int(offsets[bag])} "
+                f"of bag {bag - first_bags[feature]} is outside table {table_names[feature]!r} with {rows} rows "
+                f"({bad.size} such ids in this feature); enlarge the table, hash the ids first, use {PAD_ID} for "
+                "missing ids, or choose BoundsCheckMode.WARNING to read row 0 instead."
+            )
+    return None
+
+
+# The callers' form
+
+
+def with_room(batch: JaggedBatch) -> JaggedBatch:
+    """The batch with a power of two of ids; those behind the last offset are in no bag."""
+    missing = padded_size(batch.ids.shape[0]) - batch.ids.shape[0]
+    changes: dict[str, Any] = {"ids": np.pad(batch.ids, (0, missing), constant_values=PAD_ID)}
+    if batch.weights is not None:
+        changes["weights"] = np.pad(batch.weights, (0, missing))
+    return dataclasses.replace(batch, **changes)
+
+
+def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: Any) -> Any:
+    """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
+    num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
+    if mask.shape != (num_features,):
+        raise ValueError(f"feature_requires_grad has shape {mask.shape}; give {num_features} numbers.")
+    if isinstance(batch, SplitBatch):
+        return tuple(mask)
+    num_bags = plan.bags_of(batch)
+    starts = feature_starts(jnp.asarray(batch.offsets), num_bags)
+    return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, batch.ids.shape[0])
+
+
+def output_by_feature(plan: TBEPlan, output: Array, batch: AnyBatch) -> dict[str, Array]:
+    """`{feature: [bags, dim]}`. Raises: TypeError: PoolingMode.NONE, whose rows belong to ids."""
+    if plan.pooling == "none":
+        raise TypeError(
+            "PoolingMode.NONE returns one row per id in the order of the ids; pass indices and offsets, not a dict."
+        )
+    dims = [plan.tables[t].dim for t in plan.features]
+    sizes = (
+        dims
+        if not isinstance(batch, JaggedBatch) or batch.layout == "columns"
+        else [n * d for n, d in zip(plan.bags_of(batch), dims, strict=True)]
+    )
+    parts = jnp.split(output, np.cumsum(sizes)[:-1].tolist(), axis=-1)
+    return {name: part.reshape(-1, dim) for name, part, dim in zip(plan.feature_names, parts, dims, strict=True)}
+
+
+def gradient_of_dict(names: Sequence[str], d_output: Any, *, is_flat: bool) -> Array:
+    """The other way round. Raises: ValueError: not a dict of exactly these features."""
+    if not isinstance(d_output, Mapping) or set(d_output) != set(names):
+        raise ValueError(f"the output was {{feature: array}}; its gradient needs the features {sorted(names)}.")
+    for name in names:
+        check_gradient(d_output[name], f"the gradient of the output of feature {name!r}")
+    parts = [jnp.asarray(d_output[name]) for name in names]
+    return jnp.concatenate([part.reshape(-1) for part in parts]) if is_flat else jnp.concatenate(parts, axis=1)

@@ -1,0 +1,486 @@
+"""Whole tables of a module, wherever they live: read, written, drawn, saved and counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Num, PRNGKeyArray
+
+from rsembed.bags import is_taken
+from rsembed.caching import CacheCounts, CacheStatistics
+from rsembed.checks import NonNegativeInt, check_type, check_within, validated
+from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.homes.logical_rows import as_dtype
+from rsembed.tbe import functional
+from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, unused_arguments
+from rsembed.tbe.functional import TBEState, everywhere, rows_of
+from rsembed.tbe.host_rows import HostRows, state_bytes
+from rsembed.tbe.meshes import tables_on_mesh
+from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
+
+ROWS_PER_BLOCK = 1 << 16
+_OPTIONAL = {"step", "passed_step", "learning_rate", "max_counter", "key", "contents"}
+HYPER_PARAMETERS = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")
+
+learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _uniform_rows(key: PRNGKeyArray, first_row: Any, num_rows: int, dim: int, low: Any, high: Any) -> Array:
+    rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
+    return jax.vmap(lambda row: low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,)))(rows)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_block(array: Array, block: Array, first_row: Any) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, block.astype(array.dtype), first_row, 0)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_rows(array: Array, values: Array, rows: Array) -> Array:
+    """On a mesh, rows of a table are here and there."""
+    return array.at[rows].set(values.astype(array.dtype), unique_indices=True)
+
+
+class TBEVariable(nnx.Variable):
+    """Tables, optimizer states and counters of a module: trained by its backward pass, not by optax."""
+
+
+class TrainedTables(nnx.Module):
+    """What all has a module of tables that does not depend on how they are looked up; its subclass makes the parts.
+
+    Attributes:
+      plan: the tables.
+      state: all that training changes and a device has.
+      caching: arguments of caches.
+      optimizer_arguments: of all tables.
+    """
+
+    plan: TBEPlan
+    state: TBEVariable
+    caching: CacheArguments
+    optimizer_arguments: OptimizerArguments
+    _host_rows: HostRows | None
+
+    @property
+    def whole_state(self) -> TBEState:
+        """The state, which is there and the module's. Raises: as `functional.check_state`."""
+        state: TBEState = self.state.get_value()
+        functional.check_state(self.plan, state)
+        return state
+
+    @property
+    def host_rows(self) -> HostRows | None:
+        """The host side of tables that live there, or None; all that runs outside of `jit` reads it here.
+
+        Raises: RuntimeError: the module's state is of another time, or of another module.
+        """
+        if self._host_rows is not None:
+            self._host_rows.settle(self.state.get_value())
+        return self._host_rows
+
+    def set_learning_rate(self, lr: float | Sequence[float]) -> None:
+        """Sets the rate of all tables, or one each. A lookup keeps the rate that it saw for its backward pass.
+
+        Raises: ValueError: tables that share an array (see the class) are given different rates.
+        """
+        rates = _rates_of_groups(self.plan, lr)
+        self.state.set_value(self.whole_state._replace(learning_rates=everywhere(self.plan, rates)))
+
+    def get_learning_rate(self) -> float | list[float]:
+        """The rate of the next step: one number, or one per table where they differ."""
+        rates = np.asarray(learning_rates(self.plan, self.whole_state))
+        by_table = [float(rates[group]) for group, _ in self.plan.places]
+        return by_table[0] if len(set(by_table)) == 1 else by_table
+
+    @validated
+    def set_optimizer_step(self, step: NonNegativeInt) -> None:
+        """Sets how many updates were done; the next training step is `step + 1`. Works at any time."""
+        done = everywhere(self.plan, jnp.asarray(step, jnp.int32))
+        self.state.set_value(self.whole_state._replace(step=done, passed_step=done + 0))
+
+    @property
+    def step(self) -> Array:
+        """Updates done so far."""
+        return self.whole_state.step + 0  # the array itself goes to the next update
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
+        """Changes `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound` (of global decay) from now on.
+
+        All but `lr` are compiled into steps. What no table's optimizer reads has no effect, and a warning says so.
+
+        Raises: NotImplementedError: a name is none of these.
+        """
+        parameters = dict(params_dict)
+        rates = parameters.pop("lr", None)
+        if rates is not None:
+            _rates_of_groups(self.plan, rates)  # nothing changes if one of them is refused
+        if unknown := sorted(set(parameters) - set(HYPER_PARAMETERS)):
+            raise NotImplementedError(
+                f"setting hyper-parameter {unknown[0]!r} is not supported; there are lr, {', '.join(HYPER_PARAMETERS)}."
+            )
+        arguments = self.optimizer_arguments
+        unread = [n for n in parameters if not any(_reads(table, n, arguments) for table in self.plan.tables)]
+        warn_of_no_effect(unread, "no table's optimizer uses them")
+        for name, value in parameters.items():
+            if name in unread:
+                continue
+            change: dict[str, Any] = {name: value}
+            if name == "lower_bound":
+                decay = dataclasses.replace(arguments.global_weight_decay, lower_bound=value)  # type: ignore[type-var]
+                change = {"global_weight_decay": decay}
+            arguments = dataclasses.replace(arguments, **change)
+        tables = tuple(table.trained(arguments) for table in self.plan.tables)
+        if rates is not None:
+            self.set_learning_rate(rates)
+        if parameters:
+            self.plan, self.optimizer_arguments = dataclasses.replace(self.plan, tables=tables), nnx.static(arguments)
+            if self.host_rows is not None:
+                self.host_rows.plan = self.plan
+
+    def init_embedding_weights_uniform(
+        self, min_val: float, max_val: float, *, key: PRNGKeyArray | None = None
+    ) -> None:
+        """Draws all weights from U(min_val, max_val). Equal keys and tables give equal bits, however they are stored.
+
+        Args:
+          min_val: lowest weight.
+          max_val: bound above.
+          key: None takes the one that the module was made with.
+        """
+        check_within("(-inf, inf)", max_val, "init_embedding_weights_uniform: max_val")
+        check_within(f"(-inf, {max_val}]", min_val, "init_embedding_weights_uniform: min_val")
+        key = self.whole_state.key if key is None else key
+        bounds = jnp.float32(min_val), jnp.float32(max_val)
+        for number, table in enumerate(self.plan.tables):
+            own_key = jax.random.fold_in(key, number)
+
+            # Block by block, every row from its own key: no second table is ever needed.
+            def rows(first: int, last: int, own_key: Any = own_key, dim: int = table.dim) -> Array:
+                return _uniform_rows(own_key, first, last - first, dim, *bounds)
+
+            self._write_table(number, rows)
+
+    def split_embedding_weights(self) -> list[Any]:
+        """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
+        self.flush()
+        return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
+
+    def set_embedding_weights(self, table: int | str, weights: Any) -> None:
+        """Overwrites the weights of one table; optimizer states stay.
+
+        Args:
+          table: its number or name.
+          weights: `[rows, dim]`, of numpy, JAX or torch.
+
+        Raises: ValueError: there is no such table, or it has another shape.
+        """
+        names = [own.name for own in self.plan.tables]
+        number = names.index(table) if table in names else table
+        if not isinstance(number, int) or not 0 <= number < len(names):
+            raise ValueError(f"there is no table {table!r}; there are {names}.")
+        values, shape = np.asarray(weights), (self.plan.tables[number].num_rows, self.plan.tables[number].dim)
+        check_type(values, Num[np.ndarray, "rows dim"], f"weights of table {names[number]!r}")
+        if values.shape != shape:
+            raise ValueError(f"table {names[number]!r} has shape {shape}, the new weights {values.shape}.")
+        values = as_dtype(values, self.plan.tables[number].dtype, f"table {names[number]!r}", "weights")
+        self._write_table(number, lambda first, last: values[first:last])
+
+    def split_optimizer_states(self) -> list[list[Any]]:
+        """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
+
+        Raises: NotImplementedError: OptimType.NONE has none.
+        """
+        if self.plan.tables[0].rule is None:
+            raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
+        self.flush()
+        found = []
+        for number, table in enumerate(self.plan.tables):
+            arrays = zip(self._read_table(number), _entries(table).values(), strict=True)
+            found.append([array.reshape(entry.shape) for array, entry in arrays][1:])
+        return found
+
+    def get_optimizer_state(self) -> list[dict[str, Any]]:
+        """The same by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
+
+        Where there is `prev_iter`, which is counted in them, the number of steps is there, too, as `iter`.
+        """
+        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
+        return [
+            dict(zip(table.torch_state_names, states, strict=True))
+            | ({"iter": self.step} if "prev_iter" in table.state_names else {})
+            for table, states in by_table
+        ]
+
+    def get_optimizer_buffer(self, state: str) -> Array:
+        """One state of all tables, flat and one after the other: `momentum1`, `momentum2_dev`, ...; or `iter`.
+
+        Raises: ValueError: no table has it; names those that there are.
+        """
+        if state == "iter":
+            return self.step.reshape(1)
+        wanted = state.removesuffix("_dev").removesuffix("_host").removesuffix("_uvm")
+        by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
+        named = [pair for table, states in by_table for pair in zip(table.state_names, states, strict=True)]
+        found = [own for name, own in named if name == wanted]
+        if not found:
+            known = sorted({name for name, _ in named} | {"iter"})
+            raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(known)}.")
+        return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """All that training changes as numpy arrays: `TABLE.weight`, `TABLE.sum`, ..., `step`, `learning_rate`.
+
+        `contents` tells what it belongs to, for `load_state_dict` to compare.
+        """
+        state, plan, found = self.whole_state, self.plan, {}
+        self.flush()
+        for number, table in enumerate(plan.tables):
+            for (name, entry), array in zip(_entries(table).items(), self._read_table(number), strict=True):
+                found[name] = np.array(array).reshape(entry.shape)
+        rates = np.asarray(state.learning_rates)
+        found["step"] = np.asarray(state.step)
+        if plan.has_passes and state.passed_step != state.step:  # a lookup to be trained has begun the next step
+            found["passed_step"] = np.asarray(state.passed_step)
+        found["learning_rate"] = np.asarray([rates[plan.places[t][0]] for t in range(len(plan.tables))])
+        found["max_counter"] = np.asarray(state.max_counter)
+        found["key"] = np.asarray(jax.random.key_data(state.key))
+        found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)  # numbers, which any file can hold
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
+
+        Raises: ValueError: an entry is missing, unknown, of another shape or out of range, or `contents` has other
+          optimizers. TypeError: it is no mapping, or an entry no array of numbers. Then nothing changes.
+        """
+        check_type(state_dict, Mapping, "the state dict")
+        plan, given, expected = self.plan, state_dict, dict[str, jax.ShapeDtypeStruct]()
+        for table in plan.tables:
+            expected |= _entries(table)
+        missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected) - _OPTIONAL)
+        if missing or unknown:
+            raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
+        for name, entry in expected.items():
+            check_type(given[name], Num[np.ndarray, "..."], repr(name))
+            if np.shape(given[name]) != entry.shape:
+                raise ValueError(f"{name!r} has shape {np.shape(given[name])}, but the module has {entry.shape}.")
+            as_dtype(given[name], entry.dtype, "the state dict", name)
+        if "contents" in given:
+            found = Fingerprint(np.asarray(given["contents"], np.uint8).tobytes().decode())
+            way_out = (
+                "Construct the module as the saved one was; to take the numbers all the same, leave out 'contents'."
+            )
+            check_same(found, plan.contents, what="the state dict does not belong to this module", way_out=way_out)
+        changes = self._numbers_of(given)
+        if is_taken(self.state.get_value()):
+            self._begin_anew()
+        self.reset_cache_states(discard=True)  # all of it is replaced, from whatever time it is
+        for number, table in enumerate(plan.tables):
+            for k, name in enumerate(_entries(table)):
+                values = np.asarray(given[name]).reshape(table.num_rows, -1)
+                self._write_table(number, lambda first, last, values=values: values[first:last], array=k)  # type: ignore[misc]
+        self.state.set_value(self.state.get_value()._replace(**everywhere(self.plan, changes)))
+
+    def reset_embedding_weight_momentum(
+        self,
+        pruned_indices: Any,
+        pruned_indices_offsets: Any,
+        logical_table_ids: Any,
+        buffer_ids: Any = None,
+    ) -> None:
+        """Zeroes rows and all their optimizer states.
+
+        Args:
+          pruned_indices: rows, table after table.
+          pruned_indices_offsets: entry `k` of the lists below owns `pruned_indices[offsets[k] : offsets[k + 1]]`.
+          logical_table_ids: tables.
+          buffer_ids: no meaning here; accepted for the original's sake.
+
+        Raises: ValueError: there is no such table or row.
+        """
+        del buffer_ids
+        rows, offsets = np.asarray(pruned_indices), np.asarray(pruned_indices_offsets)
+        pruned: list[tuple[int, np.ndarray]] = []
+        for k, table in enumerate(np.asarray(logical_table_ids).tolist()):
+            if not 0 <= table < len(self.plan.tables):
+                raise ValueError(f"logical_table_ids: there is no table {table}, only {len(self.plan.tables)} tables.")
+            own = np.unique(rows[offsets[k] : offsets[k + 1]].astype(np.int64))
+            plan = self.plan.tables[table]
+            if own.size and not 0 <= own[0] <= own[-1] < plan.num_rows:
+                raise ValueError(f"rows {own[0]} to {own[-1]} leave table {plan.name!r} of {plan.num_rows} rows.")
+            pruned.append((table, own))
+        self.reset_cache_states()
+        for table, own in pruned:
+            number, first_row = self.plan.places[table]
+            if self.plan.tables[table].is_cached:
+                for stored in self.host_rows.arrays_of(table):  # type: ignore[union-attr]
+                    stored[own + first_row] = 0
+                continue
+            state = self.whole_state
+            arrays = [array.at[rows_of(self.plan, table, own)].set(0) for array in state.arrays(number)]
+            self.state.set_value(state.with_arrays(number, arrays))
+
+    def state_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
+        return state_bytes(self.plan, self.state.get_value())
+
+    def flush(self) -> None:
+        """Writes all cached rows and states to the host; they stay cached."""
+        if (host_rows := self.host_rows) is not None:
+            host_rows.flush(self.state.get_value())
+
+    def reset_cache_states(self, *, discard: bool = False) -> None:
+        """Empties the cache. With `discard`, what training did to the rows in it is lost, as in the original."""
+        if self._host_rows is not None:
+            if not discard:
+                self.flush()
+            self.state.set_value(self._host_rows.forget(self.state.get_value()))
+
+    def get_uvm_cache_stats(self) -> CacheCounts:
+        """Counts of all lookups so far. Raises: RuntimeError: `gather_uvm_cache_stats` is off, or nothing is cached."""
+        return self._statistics("gather_uvm_cache_stats").totals
+
+    def reset_uvm_cache_stats(self) -> None:
+        """Starts counting again from zero. Raises: as `get_uvm_cache_stats`."""
+        self._statistics("gather_uvm_cache_stats").reset()
+
+    def print_uvm_cache_stats(self) -> None:
+        """Prints means per call since the last print. Raises: as `get_uvm_cache_stats`."""
+        print(self._statistics("gather_uvm_cache_stats").report())
+
+    def get_cache_miss_counter(self) -> tuple[int, int]:
+        """Batches with a miss, and unique misses. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
+        return self._statistics("record_cache_miss_counter").miss_counter
+
+    def get_table_wise_cache_miss(self) -> np.ndarray:
+        """Unique misses of every feature. Raises: RuntimeError: `record_cache_metrics` does not ask for it."""
+        return self._statistics("record_tablewise_cache_miss").unique_misses_by_group.copy()
+
+    def _statistics(self, argument: str) -> CacheStatistics:
+        asked = vars(self.caching) | vars(self.caching.record_cache_metrics)
+        if self.host_rows is None or not asked[argument]:
+            raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
+        return self.host_rows.statistics
+
+    def _write_table(self, table: int, rows: Callable[[int, int], Any], *, array: int = 0) -> None:
+        """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
+        state = self.whole_state
+        number, first_row = self.plan.places[table]
+        num_rows = self.plan.tables[table].num_rows
+        blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
+        if self.plan.tables[table].is_cached:
+            self.reset_cache_states()
+            stored = self.host_rows.arrays_of(table)[array]  # type: ignore[union-attr]
+            for first, last in blocks:
+                stored[first_row + first : first_row + last] = rows(first, last)
+            return
+        arrays = list(state.arrays(number))
+        for first, last in blocks:
+            values = np.array(rows(first, last))
+            if self.plan.devices is None:
+                arrays[array] = _put_block(arrays[array], values, first_row + first)
+            else:
+                arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, np.arange(first, last)))
+        self.state.set_value(state.with_arrays(number, arrays))
+
+    def _read_table(self, table: int) -> list[Any]:
+        """Weights and states of one table, after `flush`."""
+        state = self.whole_state
+        (number, first_row), num_rows = self.plan.places[table], self.plan.tables[table].num_rows
+        if self.plan.tables[table].is_cached:
+            views = [stored[first_row : first_row + num_rows] for stored in self.host_rows.arrays_of(table)]  # type: ignore[union-attr]
+            for view in views:
+                view.flags.writeable = False
+            return views
+        arrays = state.arrays(number)
+        if self.plan.devices is not None:
+            rows = rows_of(self.plan, table, np.arange(num_rows))
+            return list(tables_on_mesh(self.plan).everywhere([array[rows] for array in arrays]))
+        # A slice of everything would be the array itself, which the next training step takes over.
+        return [jnp.array(array[first_row : first_row + num_rows], copy=True) for array in arrays]
+
+    def _numbers_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What a state dict changes beside tables. Raises: ValueError, TypeError: a number is of another kind."""
+        plan, changes = self.plan, dict[str, Any]()
+
+        for name in {"step", "passed_step", "max_counter"} & set(given):
+            value, is_count = np.asarray(given[name]), name != "max_counter"
+            if value.shape != () or not np.issubdtype(value.dtype, np.number):
+                raise ValueError(f"{name!r} must be one number, got {value.dtype} of shape {value.shape}.")
+            check_within(f"[0, {np.iinfo(np.int32).max}]" if is_count else "[0, inf)", value.item(), repr(name))
+            if is_count and value != value.astype(np.int32):
+                raise ValueError(f"{name!r} must be an integer, got {value.item()}.")
+            changes[name] = jnp.asarray(value, jnp.int32 if is_count else jnp.float32)
+        if "step" in changes:
+            changes.setdefault("passed_step", changes["step"] + 0)
+        if "key" in given:
+            data, shape = np.asarray(given["key"]), jax.random.key_data(jax.random.key(0)).shape
+            if data.shape != shape or not np.issubdtype(data.dtype, np.integer):
+                raise ValueError(f"'key' must be integers of shape {shape}, got {data.dtype} of shape {data.shape}.")
+            changes["key"] = jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32))
+        rates = given.get("learning_rate")
+        if rates is not None and not any(callable(table.learning_rate) for table in plan.tables):
+            if np.shape(rates) not in ((), (1,), (len(plan.tables),)):
+                raise ValueError(
+                    f"'learning_rate' has shape {np.shape(rates)}; give one number, or one for each table."
+                )
+            changes["learning_rates"] = _rates_of_groups(plan, np.broadcast_to(rates, len(plan.tables)).tolist())
+        return changes
+
+    def _begin_anew(self) -> None:
+        """Arrays in place of those that a copy has taken over, to be overwritten as a whole."""
+        old, plan = self.state.get_value(), self.plan
+        if plan.has_cache:
+            raise RuntimeError(
+                "a copy of the module has taken over its arrays, and with them the rows that its host is to have: make "
+                "a new module, and load the state dict into that."
+            )
+        new = functional.init_state(plan, jax.random.key(0))
+        if plan.devices is None:
+            new = jax.tree.map(lambda own, was: jax.device_put(own, was.sharding), new, old)
+        self.state.set_value(new)
+
+
+def _rates_of_groups(plan: TBEPlan, learning_rate: float | Sequence[float]) -> Float[Array, " groups"]:
+    """One rate per group. Raises: ValueError: tables of a group differ, or a schedule would be overruled."""
+    by_table = per_table(learning_rate, len(plan.tables), "learning_rate")
+    for rate in by_table:
+        check_within("[0, inf)", rate, "learning_rate")
+    rates = []
+    for group in plan.groups:
+        if callable(group.table.learning_rate):
+            raise ValueError("the learning rate is a schedule; construct the module with a number to set it later.")
+        own = {by_table[t] for t in group.tables}
+        if len(own) > 1:
+            names = [plan.tables[t].name for t in group.tables]
+            raise ValueError(
+                f"tables {names} share an array and so one learning rate, but were given {sorted(own)}; construct the "
+                "module with different rates to keep them apart."
+            )
+        rates.append(own.pop())
+    return jnp.asarray(rates, jnp.float32)
+
+
+def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Weights and states as a state dict has them, by name; row-wise states are flat, as their arrays are not."""
+    slots = table._replace(dim=2).first_slots()  # in a table of dim 1, shapes would not tell
+    kinds = [(False, table.dtype), *((slot.shape[1] == 1, slot.dtype) for slot in slots)]
+    labels = [f"{table.name}.{label}" for label in ("weight", *table.torch_state_names)]
+    whole, flat = (table.num_rows, table.dim), (table.num_rows,)
+    entries = [jax.ShapeDtypeStruct(flat if is_flat else whole, dtype) for is_flat, dtype in kinds]
+    return dict(zip(labels, entries, strict=True))
+
+
+def _reads(table: TablePlan, name: str, arguments: OptimizerArguments) -> bool:
+    if name == "lower_bound":
+        return table.global_decay is not None
+    # Whatever differs from its default and is not read is reported as unused.
+    return name not in unused_arguments(table.optimizer, {**vars(arguments), name: -1.0})

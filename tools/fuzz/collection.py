@@ -1,0 +1,144 @@
+"""Target: three tables on one to four devices, saved, moved and replaced, against arrays and a dictionary."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from jax.sharding import Mesh
+
+import rsembed as rs
+from rsembed import checkpoint
+from tests.homes.oracle import DenseTable, KeyedTable, Read, Steps
+from tools.fuzz.hashed import KEYS, LR, by_entry, coarse, collection_of
+from tools.fuzz.machines import Machine, live
+
+DIM, SAMPLES, WIDTH = 2, 12, 2
+ROWS = {"word": 23, "item": 300, "user": 4 * len(KEYS)}
+SGD = rs.SGDOptimizerSpec(LR)
+NUM_NEAR = 24
+# Rows of a batch, one for each of these remainders: the devices have equally many of them, and room for twice that.
+REMAINDERS = np.arange(12)
+STORAGES = {"word": None, "item": rs.HostCached(cache_rows=NUM_NEAR), "user": rs.Hashed()}
+PLACEMENTS = ("row", "table", "replicated", "column")
+
+
+@functools.cache
+def model_on(num_devices, placement):
+    """A collection with its compiled step and lookup; no mesh for no devices."""
+    tables = {
+        name: rs.TableSpec(
+            name=name, vocabulary_size=ROWS[name], embedding_dim=DIM, optimizer=SGD, initializer=coarse, storage=storage
+        )
+        for name, storage in STORAGES.items()
+    }
+    features = [rs.FeatureSpec(name=name, table_spec=table) for name, table in tables.items()]
+    options = {}
+    if num_devices:
+        mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
+        options = {"mesh": mesh, "placement": {"word": placement}, "exchange_capacity": 3}
+    collection = rs.EmbeddingCollection(features, **options)
+
+    @jax.jit
+    def step(state, batch):
+        read = collection.lookup(state, batch)
+        return collection.update(state, batch, jax.tree.map(jnp.ones_like, read)), read
+
+    return collection, step
+
+
+class Collection(Machine):
+    """One life of a model. Compiling a mesh takes seconds, so a life stays on two of them."""
+
+    @initialize(devices=st.integers(0, 4), others=st.integers(0, 4), placement=st.sampled_from(PLACEMENTS))
+    def begin(self, devices, others, placement):
+        # Columns of a row are shared out evenly.
+        placements = [placement if placement != "column" or number in (1, 2) else "row" for number in (devices, others)]
+        self.models = [model_on(n, placed) for n, placed in zip((devices, others), placements, strict=True)]
+        self.collection, self.step = self.models[0]
+        self.state = self.collection.init(jax.random.key(0))
+        tables = self.collection.tables(self.state)
+        steps = Steps((SGD,), (by_entry,))
+        self.oracles = {name: DenseTable(np.asarray(tables[name]), "sum", steps) for name in ("word", "item")}
+        # What a key starts from belongs to the names of table and key, whatever else is in the model.
+        self.oracles["user"] = KeyedTable(collection_of(0)[4]["user"], "sum", steps)
+        self.folder, self.saved = tempfile.TemporaryDirectory(prefix="rsembed-fuzz-"), []
+
+    def reads_of(self, seed):
+        draw = np.random.default_rng(seed)
+        near = REMAINDERS + len(REMAINDERS) * draw.integers(0, ROWS["item"] // len(REMAINDERS), len(REMAINDERS))
+        choices = {"word": np.arange(ROWS["word"]), "item": near, "user": KEYS}
+        ids = {name: draw.choice(own, (SAMPLES, WIDTH)) for name, own in choices.items()}
+        empty = draw.random((SAMPLES, WIDTH)) < draw.choice([0.0, 0.3, 1.0])
+        return {name: Read(np.where(empty, -1, own).astype(own.dtype), None) for name, own in ids.items()}
+
+    def expect(self, found, reads):
+        for name, read in reads.items():
+            np.testing.assert_array_equal(np.asarray(found[name]), self.oracles[name].lookup({name: read})[name])
+
+    @rule(seed=st.integers(0, 2**16))
+    def train(self, seed):
+        reads = self.reads_of(seed)
+        batch = self.collection.prepare({name: read.ids for name, read in reads.items()})
+        self.state, found = self.step(self.collection.prefetch(self.state, batch), batch)
+        self.expect(found, reads)
+        for name, read in reads.items():
+            self.oracles[name].update({name: read}, {name: np.ones((SAMPLES, DIM))})
+
+    @invariant()
+    def holds_what_it_should(self):
+        tables = self.collection.tables(self.state)
+        for name in ("word", "item"):
+            wanted = [self.oracles[name].rows[row][0] for row in range(ROWS[name])]
+            np.testing.assert_array_equal(np.asarray(tables[name]), wanted)
+        rows = self.oracles["user"].rows
+        assert tables["user"]["keys"].tolist() == sorted(rows)
+        np.testing.assert_array_equal(
+            tables["user"]["values"], np.reshape([rows[k][0] for k in sorted(rows)], (-1, DIM))
+        )
+
+    @rule(seed=st.integers(0, 2**16), name=st.sampled_from(["word", "item", "user"]))
+    def replace(self, seed, name):
+        draw = np.random.default_rng(seed)
+        if name == "user":
+            keys = np.unique(draw.choice(KEYS, 5))
+            values = draw.integers(-9, 9, (len(keys), DIM)).astype(np.float32)
+            self.state = self.collection.with_tables(self.state, {name: {"keys": keys, "values": values}})
+            for key, row in zip(keys.tolist(), values, strict=True):
+                self.oracles[name].rows[key] = np.float64(row), [[]]
+                self.oracles[name].last_step.setdefault(key, 0)
+                self.oracles[name].occurrences.setdefault(key, 0)
+        else:
+            values = draw.integers(-9, 9, (ROWS[name], DIM)).astype(np.float32)
+            self.state = self.collection.with_tables(self.state, {name: values})
+            self.oracles[name] = DenseTable(values, "sum", self.oracles[name].steps)
+
+    @rule()
+    def save(self):
+        path = pathlib.Path(self.folder.name) / str(len(self.saved))
+        checkpoint.save_collection(path, self.collection, self.state)
+        self.saved.append((path, copy.deepcopy(self.oracles)))
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data(), model=st.integers(0, 1))
+    def load(self, data, model):
+        """Onto the same devices or others, the newest or an older one."""
+        path, oracles = data.draw(st.sampled_from(self.saved))
+        self.collection, self.step = self.models[model]
+        self.state = checkpoint.load_collection(path, self.collection)
+        self.oracles = copy.deepcopy(oracles)
+
+    def teardown(self):
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+
+def run(seed: int) -> int:
+    return live(Collection, seed, max_examples=4)

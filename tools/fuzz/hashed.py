@@ -1,0 +1,153 @@
+"""Target: tables of keys of 64 bits against dictionaries, with every way to give rows up, and to wait for one.
+
+Two tables that are alike share a home; neither may see the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+import rsembed as rs
+from tests.homes.oracle import KeyedTable, Read, Steps
+from tools.fuzz.machines import Machine, live
+
+DIM, SAMPLES, CAPACITY, LR = 2, 6, 8, 0.5
+KEYS = np.array([0, 1, 2, 3, 2**31 - 1, 2**32, 2**32 + 1, 5 * 2**33 + 1, 2**40, 2**62 + 2**33, 2**63 - 2, 2**63 - 1])
+NAMES = ("user", "item")
+POLICIES = (
+    *({"when_full": "evict", "eviction": eviction} for eviction in ("lru", "lfu", "age", "l2")),
+    {"when_full": "zero", "admission_count": 2},
+)
+
+
+def coarse(key, shape):
+    """Multiples of 1/16, so that sums of a few are exact in any order."""
+    bits = jax.random.key_data(key)[1] + jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape) * 7
+    return (bits % 32).astype(jnp.float32) / 16
+
+
+def by_entry(rule, row, slots, gradient, number):
+    row -= LR * gradient
+
+
+@functools.cache
+def collection_of(policy):
+    """With its compiled step and lookup, and what every key starts from."""
+    features = [
+        rs.FeatureSpec(
+            name=name,
+            table_spec=rs.TableSpec(
+                name=name,
+                vocabulary_size=CAPACITY if "eviction" in POLICIES[policy] else 2 * len(KEYS),
+                embedding_dim=DIM,
+                optimizer=rs.SGDOptimizerSpec(LR),
+                initializer=coarse,
+                storage=rs.Hashed(**POLICIES[policy]),
+            ),
+        )
+        for name in NAMES
+    ]
+    collection = rs.EmbeddingCollection(features)
+
+    @jax.jit
+    def step(state, batch):
+        read, pullback = collection.lookup_vjp(state, batch)
+        return collection.apply(state, pullback(jax.tree.map(jnp.ones_like, read))), read
+
+    update, lookup = jax.jit(collection.update), jax.jit(collection.lookup)
+    if "admission_count" in POLICIES[policy]:  # what is not admitted reads zeros
+        return collection, step, update, lookup, collection_of(0)[4]
+    ahead = collection.lookup_vjp(collection.init(jax.random.key(0)), dict.fromkeys(NAMES, KEYS))[0]
+    initial = {name: dict(zip(KEYS.tolist(), np.float64(rows), strict=True)) for name, rows in ahead.items()}
+    return collection, step, update, lookup, initial
+
+
+class Hashed(Machine):
+    """Keys that come, go and come back; rows that are dumped and restored."""
+
+    @initialize(policy=st.integers(0, len(POLICIES) - 1))
+    def begin(self, policy):
+        self.collection, self.step, self.update, self.lookup, initial = collection_of(policy)
+        options = {name: value for name, value in POLICIES[policy].items() if name != "when_full"}
+        capacity = {"capacity": CAPACITY} if "eviction" in options else {}
+        sgd = Steps((rs.SGDOptimizerSpec(LR),), (by_entry,))
+        self.state = self.collection.init(jax.random.key(0))
+        self.oracles = {name: KeyedTable(initial[name], "sum", sgd, **options, **capacity) for name in NAMES}
+        self.dumped = None
+
+    def reads_of(self, seed):
+        draw, reads = np.random.default_rng(seed), {}
+        for name in NAMES:
+            ids = draw.choice(draw.permutation(KEYS)[:CAPACITY], (SAMPLES, 2))
+            reads[name] = Read(np.where(draw.random(ids.shape) < 0.2, -1, ids), None)
+        return reads, self.collection.prepare({name: read.ids for name, read in reads.items()})
+
+    def expect(self, found, wanted):
+        np.testing.assert_array_equal(np.asarray(found, np.float64), wanted)
+
+    @rule(seed=st.integers(0, 2**16), has_pullback=st.booleans())
+    def train(self, seed, has_pullback):
+        reads, batch = self.reads_of(seed)
+        ones = dict.fromkeys(NAMES, np.ones((SAMPLES, DIM), np.float32))
+        if has_pullback:
+            ahead = {name: self.oracles[name].lookup_ahead({name: read})[name] for name, read in reads.items()}
+            self.state, found = self.step(self.state, batch)
+            for name in NAMES:
+                self.expect(found[name], ahead[name])
+        else:
+            self.state = self.update(self.state, batch, ones)
+        for name, read in reads.items():
+            self.oracles[name].update({name: read}, {name: ones[name]})
+
+    @rule(seed=st.integers(0, 2**16))
+    def look_up(self, seed):
+        reads, batch = self.reads_of(seed)
+        found = self.lookup(self.state, batch)
+        for name, read in reads.items():
+            self.expect(found[name], self.oracles[name].lookup({name: read})[name])
+
+    @invariant()
+    def holds_what_it_should(self):
+        tables, counts = self.collection.tables(self.state), self.collection.counts(self.state)
+        for name, oracle in self.oracles.items():
+            table, keys = tables[name], sorted(oracle.rows)
+            assert table["keys"].tolist() == keys
+            assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys]
+            assert table["count"].tolist() == [oracle.occurrences[key] for key in keys]
+            self.expect(table["values"], np.reshape([oracle.rows[key][0] for key in keys], (-1, DIM)))
+            assert counts[name]["rows"].sum() == len(keys) and counts[name]["failed"].sum() == 0
+
+    @rule()
+    def dump(self):
+        self.dumped = self.state, copy.deepcopy(self.oracles), self.collection.tables(self.state)
+
+    @precondition(lambda self: self.dumped is not None)
+    @rule(into_fresh=st.booleans())
+    def restore(self, into_fresh):
+        state, oracles, tables = self.dumped
+        if into_fresh:  # where rows lie in another order
+            fresh = self.collection.init(jax.random.key(0))
+            state = self.collection.with_tables(fresh, tables)._replace(step=state.step)
+        self.state, self.oracles = state, copy.deepcopy(oracles)
+
+    @precondition(lambda self: self.dumped is not None)
+    @rule(name=st.sampled_from(NAMES))
+    def restore_one(self, name):
+        """One table as it was, in a state whose other table goes on."""
+        state, oracles, tables = self.dumped
+        if int(state.step) != int(self.state.step):
+            return
+        fresh, now = self.collection.init(jax.random.key(0)), self.collection.tables(self.state)
+        self.state = self.collection.with_tables(fresh, now | {name: tables[name]})._replace(step=state.step)
+        self.oracles[name] = copy.deepcopy(oracles[name])
+
+
+def run(seed: int) -> int:
+    return live(Hashed, seed)

@@ -1,0 +1,347 @@
+"""Calls of every native handler with random shapes and numbers, each with the function that defines its result."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+from rsembed.kernels import blocks, ids, keyed, native, reference
+from rsembed.kernels.blocks import Queue
+from rsembed.kernels.contract import (
+    NO_ROW,
+    Block,
+    JaggedBatch,
+    JaggedGradients,
+    OutputGradients,
+    Segment,
+    SegmentGradients,
+    Step,
+)
+from rsembed.kernels.ids import Partitions
+from rsembed.keys import Keys
+from rsembed.places import Place
+from rsembed.tt import chain
+from tests.kernels.test_partitions import draw_partitions
+
+Draw = np.random.Generator
+RULES = (
+    *(rs.SGDOptimizerSpec(0.1), rs.AdagradOptimizerSpec(0.1), rs.RowWiseAdagradOptimizerSpec(0.1)),
+    *(rs.AdamOptimizerSpec(0.1), rs.FTRLOptimizerSpec(0.1)),
+)
+
+
+class ValidCall(NamedTuple):
+    """A function of the library, what defines it, and arguments for both. What is no array follows from `shapes`."""
+
+    native: Callable[..., Any]
+    defined: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def some_rows(draw: Draw, count: int, num_rows: int) -> jax.Array:
+    """Rows of a table, many of them equal; some lie outside."""
+    rows = (num_rows * draw.random(count) ** 3).astype(np.int32)
+    rows[draw.random(count) < 0.05] = draw.choice([-1, num_rows, NO_ROW, -(2**31)])
+    return jax.device_put(rows)
+
+
+def floats(draw: Draw, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jax.device_put(draw.standard_normal(shape).astype(jnp.dtype(dtype)))
+
+
+def offsets(draw: Draw, num_bags: int, num_entries: int) -> jax.Array:
+    """Bags of all lengths; entries may stand in front of the first and behind the last."""
+    return jax.device_put(np.sort(draw.integers(0, num_entries + 1, num_bags + 1)).astype(np.int32))
+
+
+def some_table(shapes: Draw, draw: Draw) -> jax.Array:
+    num_rows, dim = shapes.choice([1, 7, 300, 5000]), shapes.choice([1, 3, 4, 8, 17, 130])
+    return floats(draw, num_rows, dim, dtype=shapes.choice(["float32", "bfloat16", "float16"]))
+
+
+def some_segments(shapes: Draw, draw: Draw, num_rows: int) -> list[Segment]:
+    segments = []
+    for _ in range(shapes.integers(1, 4)):
+        combiner = str(shapes.choice(["sum", "mean", "sqrtn", "none"]))
+        count, bags = int(shapes.choice([0, 1, 40, 6000])), int(shapes.choice([0, 1, 5, 2000]))
+        weights = jax.device_put(draw.uniform(0.5, 2.0, count).astype(np.float32)) if shapes.random() < 0.4 else None
+        ends = None if combiner == "none" else offsets(draw, bags, count)
+        segments.append(Segment(some_rows(draw, count, num_rows), ends, weights, combiner))  # type: ignore[arg-type]
+    return segments
+
+
+def some_gradients(shapes: Draw, draw: Draw) -> tuple[jax.Array, OutputGradients]:
+    """A table and gradients for it, of either kind of call."""
+    if shapes.random() < 0.5:
+        tables, batch = some_jagged(shapes, draw)
+        dims = [table.shape[1] for table in tables]
+        number = int(shapes.integers(len(tables)))
+        return tables[number], JaggedGradients(batch, floats(draw, batch.output_places(dims)[0]), number, dims)
+    table = some_table(shapes, draw)
+    segments = some_segments(shapes, draw, table.shape[0])
+    return table, SegmentGradients(segments, [floats(draw, s.num_outputs, table.shape[1]) for s in segments])
+
+
+def some_jagged(shapes: Draw, draw: Draw) -> tuple[list[jax.Array], JaggedBatch]:
+    tables = [some_table(shapes, draw) for _ in range(shapes.integers(1, 3))]
+    num_features, bags = int(shapes.integers(1, 5)), int(shapes.choice([1, 3, 1200]))
+    count = int(shapes.choice([0, 40, 9000]))
+    blocks = []
+    for feature in range(num_features):
+        table = int(shapes.integers(len(tables)))
+        first_row = int(shapes.integers(tables[table].shape[0]))
+        num_rows = int(shapes.integers(1, tables[table].shape[0] - first_row + 1))
+        blocks.append(Block(feature * bags, bags, table, first_row, num_rows))
+    if shapes.random() < 0.3:
+        blocks.reverse()
+    weights = floats(draw, count) if shapes.random() < 0.4 else None
+    most = max(block.num_rows for block in blocks)
+    lists = some_rows(draw, count, most), offsets(draw, bags * num_features, count), weights
+    combiner, layout = str(shapes.choice(["sum", "mean", "none"])), str(shapes.choice(["columns", "blocks"]))
+    return tables, JaggedBatch(*lists, combiner, tuple(blocks), layout)  # type: ignore[arg-type]
+
+
+def lookup(shapes: Draw, draw: Draw) -> ValidCall:
+    table = some_table(shapes, draw)
+    return ValidCall(native.lookup, reference.lookup, (table, some_segments(shapes, draw, table.shape[0])))
+
+
+def row_gradients(shapes: Draw, draw: Draw) -> ValidCall:
+    table, gradients = some_gradients(shapes, draw)
+    return ValidCall(native.row_gradients, reference.row_gradients, (table.shape[0], gradients))
+
+
+def update(shapes: Draw, draw: Draw) -> ValidCall:
+    table, gradients = some_gradients(shapes, draw)
+    rule = RULES[shapes.integers(len(RULES))]
+    kept = jax.eval_shape(rule.init_slots, jax.ShapeDtypeStruct(table.shape, jnp.float32))
+    slots = tuple(jax.device_put(draw.uniform(0.5, 2.0, slot.shape).astype(slot.dtype)) for slot in kept)
+    step = Step(rule.get_hyperparameters(2), rule)
+    if shapes.random() < 0.3:
+        rows, values = native.row_gradients(table.shape[0], gradients)
+        return ValidCall(native.apply_rows, reference.apply_rows, (table, slots, rows, values, step))
+    return ValidCall(native.update, reference.update, (table, slots, gradients, step))
+
+
+def lookup_jagged(shapes: Draw, draw: Draw) -> ValidCall:
+    return ValidCall(native.lookup_jagged, reference.lookup_jagged, some_jagged(shapes, draw))
+
+
+def weight_gradients(shapes: Draw, draw: Draw) -> ValidCall:
+    tables, batch = some_jagged(shapes, draw)
+    d_output = floats(draw, batch.output_places([table.shape[1] for table in tables])[0])
+    return ValidCall(native.weight_gradients, reference.weight_gradients, (tables, batch, d_output))
+
+
+def moves(shapes: Draw, draw: Draw) -> ValidCall:
+    num_rows, count = int(shapes.choice([1, 9, 4000])), int(shapes.choice([0, 5, 3000]))
+    arrays = [
+        floats(draw, num_rows, 5),
+        jax.device_put(np.arange(num_rows).astype(np.int8)),
+        floats(draw, num_rows, 2, 3),
+    ]
+    if shapes.random() < 0.5:
+        arrays.append(some_rows(draw, num_rows, num_rows))
+        each = [functools.partial(module.gather_rows, missing=NO_ROW) for module in (native, reference)]
+        return ValidCall(*each, (arrays, some_rows(draw, count, num_rows)))
+    rows = jax.device_put(draw.permutation(2 * num_rows)[:count].astype(np.int32))
+    values = [jax.device_put(np.ones((rows.shape[0], *array.shape[1:]), array.dtype)) for array in arrays]
+    return ValidCall(native.scatter_rows, reference.scatter_rows, (arrays, rows, values))
+
+
+def rows_by_bag(shapes: Draw, draw: Draw) -> ValidCall:
+    count, bags = int(shapes.choice([0, 50, 20_000])), int(shapes.choice([0, 1, 7, 300]))
+    each = [functools.partial(module.rows_by_bag, num_bags=bags) for module in (native, reference)]
+    return ValidCall(*each, (some_rows(draw, count, bags),))
+
+
+def rows_of_ids(shapes: Draw, draw: Draw) -> ValidCall:
+    spread, count = int(shapes.choice([1, 2, 3, 8])), int(shapes.choice([0, 5, 20_000]))
+    own, places, sizes = [], [], []
+    for _ in range(shapes.integers(1, 4)):
+        sizes.append(int(shapes.integers(1, 2**20)))
+        owner = int(shapes.integers(4)) if spread == 1 else 0
+        places.append(Place(owner, int(shapes.integers(50)), int(shapes.integers(8))))
+        own.append(some_rows(draw, count, sizes[-1]))
+    options = {"places": places, "sizes": sizes, "spread": spread, "rows_per_shard": 2**21}
+    return ValidCall(*(functools.partial(module.rows_of_ids, **options) for module in (native, ids)), (own,))
+
+
+def count_ids(shapes: Draw, draw: Draw) -> ValidCall:
+    sizes = [int(size) for size in shapes.integers(1, 2**20, shapes.integers(1, 4))]
+    counts = [int(shapes.choice([0, 5, 9000])) for _ in sizes]
+    own = [some_rows(draw, count, size) for count, size in zip(counts, sizes, strict=True)]
+    ends = [offsets(draw, 3, count) for count in counts]
+    return ValidCall(*(functools.partial(module.count_ids, sizes=sizes) for module in (native, ids)), (own, ends))
+
+
+def entries_by_sample(shapes: Draw, draw: Draw) -> ValidCall:
+    sizes = {
+        name: int(shapes.choice(few)) for name, few in {"cores": (1, 4), "shards": (4, 9), "samples": (1, 70)}.items()
+    }
+    numbers = [None if shapes.random() < 0.5 else int(shapes.integers(1, 4)) for _ in range(shapes.integers(1, 4))]
+    drawn = [draw_partitions(draw, number, **sizes) for number in numbers]
+    own, fixed = [stack[:5] for stack, _ in drawn], [stack[5:] for stack, _ in drawn]
+
+    def called(module: Any, own: Any) -> Any:
+        return module.entries_by_sample([Partitions(*arrays, *rest) for arrays, rest in zip(own, fixed, strict=True)])
+
+    return ValidCall(*(functools.partial(called, module) for module in (native, ids)), (own,))
+
+
+def some_keys(draw: Draw, count: int, most: int, num_tables: int = 1) -> Keys:
+    high, low = (jax.device_put(draw.integers(0, most, count, dtype=np.uint32)) for _ in range(2))
+    return Keys(high, low, jax.device_put(draw.random(count) < 0.9), some_tables(draw, count, num_tables))
+
+
+def some_tables(draw: Draw, count: int, num_tables: int) -> jax.Array | None:
+    """Which of several tables lying one behind the other each entry belongs to."""
+    return None if num_tables == 1 else jax.device_put(draw.integers(0, num_tables, count, dtype=np.int32))
+
+
+def distinct(shapes: Draw, draw: Draw) -> ValidCall:
+    count, num_owners = int(shapes.choice([0, 1, 300, 20_000])), int(shapes.choice([1, 5]))
+    most = int(shapes.choice([1, 9, 2**32 - 1]))
+    owners = jax.device_put(draw.integers(-1, num_owners + 1, count, dtype=np.int32))
+    signed = jax.device_put((draw.integers(-(2**31), 2**31, count) // (2**32 // most + 1)).astype(np.int32))
+    lanes = (signed, *some_keys(draw, count, most)[:2])[: shapes.integers(4)]
+    each = [functools.partial(module.distinct, num_owners=num_owners) for module in (native, keyed)]
+    return ValidCall(*each, (owners, lanes))
+
+
+def key_table(shapes: Draw, draw: Draw) -> ValidCall:
+    """A key is looked for, told from others, or given a slot beside deleted ones."""
+    count, num_slots = int(shapes.choice([0, 1, 40, 5000])), int(shapes.choice([4, 64, 8192]))
+    num_tables = int(shapes.choice([1, 3]))
+    num_slots *= num_tables
+    keys = some_keys(draw, count, int(shapes.choice([2, 100, 2**32 - 1])), num_tables)
+    if shapes.random() < 0.3:
+        most = 2**30 if count < 4 else 2**31 // count  # a sum may leave the numbers of 32 bits once
+        occurrences = jax.device_put(draw.integers(0, most, count).astype(np.int32))
+        return ValidCall(native.unique_keys, keyed.unique_keys, (keys, occurrences))
+    is_deleted = (draw.random(num_slots) < 0.2) & (np.arange(num_slots) % 4 > 0)  # some slot is always empty
+    rows = np.where(is_deleted, -2, -1).astype(np.int32)
+    counts = np.zeros(num_tables, np.int32), is_deleted.reshape(num_tables, -1).sum(axis=1, dtype=np.int32)
+    table = (*jax.device_put((np.zeros((num_slots, 2), np.uint32), rows, *counts)),)
+    order = np.arange(count, dtype=np.int32)
+    _, first_of, _ = map(np.asarray, native.unique_keys(keys, jax.device_put(order)))
+    is_first = np.zeros(count, bool)
+    is_first[first_of[first_of != NO_ROW]] = True
+    operands = (*table, keys._replace(is_key=jax.device_put(is_first)), jax.device_put(order))
+    if shapes.random() < 0.5:
+        return ValidCall(native.insert_keys, keyed.insert_keys, operands)
+    lanes, filled, *_ = native.insert_keys(*operands)
+    each = [functools.partial(module.find_keys, num_tables=num_tables) for module in (native, keyed)]
+    return ValidCall(*each, (lanes, filled, keys))
+
+
+def lists(shapes: Draw, draw: Draw) -> ValidCall:
+    """Marks become places, or rows are taken from a stack."""
+    count, size = int(shapes.choice([0, 1, 300, 50_000])), int(shapes.choice([0, 1, 40, 60_000]))
+    marks = jax.device_put(draw.random(count) < draw.choice([0.0, 0.01, 0.5, 1.0]))
+    if shapes.random() < 0.5:
+        return ValidCall(*(functools.partial(module.compact, size=size) for module in (native, keyed)), (marks,))
+    num_tables = int(shapes.choice([1, 3]))
+    stacks = np.concatenate([draw.permutation(size).astype(np.int32) for _ in range(num_tables)])
+    num_free = draw.integers(0, size + 1, num_tables).astype(np.int32)
+    operands = *jax.device_put((stacks, num_free)), marks, some_tables(draw, count, num_tables)
+    return ValidCall(native.take_rows, keyed.take_rows, operands)
+
+
+def travelling(shapes: Draw, draw: Draw) -> ValidCall:
+    """Blocks are packed or unpacked, or a round chooses what goes into them."""
+    devices, num_arrays = int(shapes.choice([1, 2, 8])), int(shapes.integers(1, 4))
+    row = tuple(int(size) for size in shapes.choice([1, 3, 65], shapes.integers(0, 2)))
+    capacities = [int(size) for size in shapes.choice([1, 7, 900], num_arrays)]
+    arrays, rows, queues = [], [], []
+    for capacity in capacities:
+        num_rows = int(shapes.choice([0, 1, 40, 3000]))
+        arrays.append(floats(draw, num_rows, *row) if row else some_rows(draw, num_rows, num_rows))
+        rows.append(some_rows(draw, devices * capacity, num_rows).reshape(devices, capacity))
+        ends = np.sort(draw.integers(0, num_rows + 1, devices + 1)).astype(np.int32)
+        ends[0], lanes = 0, np.sort(draw.integers(0, 2**32, num_rows, dtype=np.uint32))
+        cursor = np.int32([draw.integers(0, size + 1) for size in np.diff(ends)])
+        queues.append(Queue(*jax.device_put((ends, cursor, (lanes,))), capacity))
+    what = shapes.integers(4)
+    if what == 0:
+        return ValidCall(native.pack_blocks, blocks.pack_blocks, (arrays, rows))
+    if what == 1:
+        sizes = [jax.ShapeDtypeStruct((devices, capacity, *row), jnp.float32) for capacity in capacities]
+        each = [functools.partial(module.unpack_blocks, shapes=sizes) for module in (native, blocks)]
+        packed = floats(draw, devices, sum(capacities), *row)
+        return ValidCall(*each, (packed if row else jax.lax.bitcast_convert_type(packed, jnp.uint32),))
+    arrays_of, sizes = [own[:3] for own in queues], (num_arrays, devices)
+
+    def ends_of(module: Any, own: Any) -> Any:
+        return module.block_ends([Queue(*parts, capacity) for parts, capacity in zip(own, capacities, strict=True)])
+
+    def places_of(module: Any, own: Any, fit: Any, cuts: Any) -> Any:
+        full = [Queue(*parts, capacity) for parts, capacity in zip(own, capacities, strict=True)]
+        places, cursors, are_left = module.round_places(full, fit, cuts)
+        return [*places, *cursors, are_left]
+
+    if what == 2:
+        return ValidCall(*(functools.partial(ends_of, module) for module in (native, blocks)), (arrays_of,))
+    fit = jax.device_put(draw.integers(0, 2, sizes).astype(np.int32))
+    cuts = jax.device_put(draw.integers(0, 2**32, (1, *sizes), dtype=np.uint32))
+    return ValidCall(*(functools.partial(places_of, module) for module in (native, blocks)), (arrays_of, fit, cuts))
+
+
+def count_uses(shapes: Draw, draw: Draw) -> ValidCall:
+    capacity, count = int(shapes.choice([1, 50, 5000])), int(shapes.choice([0, 9, 9000]))
+    rows = np.asarray(some_rows(draw, count, capacity))
+    rows = jax.device_put(np.where(rows < 0, NO_ROW, rows).astype(np.int32))
+    lanes = [jax.device_put(draw.integers(0, NO_ROW - 10, capacity).astype(np.int32)) for _ in range(2)]
+    occurrences = jax.device_put(draw.integers(0, 4, count).astype(np.int32))
+    return ValidCall(native.count_uses, keyed.count_uses, (*lanes, rows, jnp.int32(9), occurrences))
+
+
+def row_bits(shapes: Draw, draw: Draw) -> ValidCall:
+    count, dim = int(shapes.choice([0, 1, 40, 3000])), int(shapes.choice([1, 7, 33]))
+    lanes = some_keys(draw, count, 2**32 - 1)[:2][: shapes.integers(1, 3)]
+    num_tables = int(shapes.choice([1, 3]))
+    key = jax.random.key(3) if num_tables == 1 else jax.random.split(jax.random.key(3), num_tables)
+    each = [functools.partial(module.row_bits, key, dim=dim) for module in (native, keyed)]
+    lanes, table = tuple(lanes), some_tables(draw, count, num_tables)
+    return ValidCall(*(lambda lanes, table, own=own: own(lanes, table=table) for own in each), (lanes, table))
+
+
+def allocate(shapes: Draw, draw: Draw) -> ValidCall:
+    shape = tuple(int(size) for size in shapes.choice([0, 1, 3, 700], shapes.integers(0, 3)))
+    dtype = str(shapes.choice(["float32", "int8", "bool"]))
+    return ValidCall(native.allocate, reference.allocate, (shape, dtype, 1))
+
+
+def trains(shapes: Draw, draw: Draw) -> ValidCall:
+    """Rows of a tensor train, or the gradients of its cores."""
+    num_cores = int(shapes.integers(2, 5))
+    ranks = [1, *(int(rank) for rank in shapes.integers(1, 9, num_cores - 1)), 1]
+    slices = [(ranks[t], int(shapes.integers(1, 6)), ranks[t + 1]) for t in range(num_cores)]
+    heights = [int(height) for height in shapes.integers(1, 9, num_cores)]
+    count, num_bags = int(shapes.choice([0, 1, 50, 4000])), int(shapes.choice([1, 6, 300]))
+    cores = tuple(floats(draw, p, int(np.prod(shape))) for p, shape in zip(heights, slices, strict=True))
+    digits = tuple(jax.device_put(draw.integers(0, p, count).astype(np.int32)) for p in heights)
+    bags, gains = some_rows(draw, count, num_bags), floats(draw, count)
+    options = {"slice_shapes": tuple(slices), "num_bags": num_bags}
+    forms = [functools.partial(chain.pooled_rows, **options, implementation=form) for form in ("native", "plain")]
+    if shapes.random() < 0.5:
+        return ValidCall(*forms, (cores, digits, bags, gains))
+    d_pooled = floats(draw, num_bags, int(np.prod([q for _, q, _ in slices])))
+
+    def pull(form: Any, cores: Any, digits: Any, bags: Any, gains: Any, d_pooled: Any) -> Any:
+        return jax.vjp(lambda cores, gains: form(cores, digits, bags, gains), cores, gains)[1](d_pooled)
+
+    found = (functools.partial(pull, form) for form in forms)
+    return ValidCall(*found, (cores, digits, bags, gains, d_pooled))
+
+
+CALLS = (
+    *(lookup, row_gradients, update, lookup_jagged, weight_gradients, moves, rows_by_bag, rows_of_ids, count_ids),
+    *(entries_by_sample, distinct, key_table, lists, travelling, count_uses, row_bits, allocate, trains),
+)

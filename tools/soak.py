@@ -1,0 +1,217 @@
+"""Trains for long, and fails if memory grows, a save fails, or losses are not those of a run that nobody stops.
+
+    python -m tools.soak --minutes 30
+
+Tables are trained at a rate that changes: one in memory, one on the host whose cache churns, and one of keys that are
+ever new and push out others. Every minute a checkpoint is saved; every few minutes the run is thrown away and goes on
+from the newest. Every second time a bit of that is flipped, so that the run goes on from the one before and saves the
+damaged step again. A twin of the same batches is left alone: losses must agree in every bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rsembed as rs
+from rsembed.checkpoint import CheckpointManager
+
+SAVE_SECONDS, RESTORE_SECONDS, SAMPLE_SECONDS = 60.0, 150.0, 5.0
+MOST_GROWTH = 0.03
+"""Share by which memory in the last third of the time may lie above that in the second third, in the median."""
+BATCH, WIDTH, DIM, RATE_STEPS = 128, 4, 16, 100
+LIBC = ctypes.CDLL(None)
+TABLES = {
+    "word": (20_000, None),
+    "item": (50_000, rs.HostCached(cache_rows=4 * BATCH * WIDTH)),
+    "user": (8_192, rs.Hashed(when_full="evict")),
+}
+
+
+def rate_of(step):
+    return 0.02 / (1 + step // RATE_STEPS % 4).astype(jnp.float32)
+
+
+def ids_of(step):
+    """Half of the users have never been seen before; items are as good as never in the cache; words get hotter."""
+    draw = np.random.default_rng(step)
+    shape = (BATCH, WIDTH)
+    known = draw.zipf(1.3, shape) % 5000
+    return {
+        "word": (20_000 * draw.random(shape) ** (1 + step % 1000 / 200)).astype(np.int32),
+        "item": draw.integers(0, 50_000, shape, dtype=np.int32),
+        "user": np.where(draw.random(shape) < 0.5, draw.integers(0, 2**62, shape), known).astype(np.int64),
+    }
+
+
+def make_collection():
+    rule = rs.AdagradOptimizerSpec(rate_of)
+    tables = [
+        rs.TableSpec(name=name, vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=storage)
+        for name, (rows, storage) in TABLES.items()
+    ]
+    return rs.EmbeddingCollection([rs.FeatureSpec(name=table.name, table_spec=table) for table in tables])
+
+
+class Run:
+    """A model with what it has learned."""
+
+    def __init__(self):
+        self.collection = make_collection()  # each has its own rows on the host
+        self.state = self.collection.init(jax.random.key(0))
+        self.weights = jnp.full((len(TABLES), DIM), 0.1, jnp.float32)
+
+    @functools.cached_property
+    def step(self):
+        def loss_of(activations, weights, target):
+            return jnp.mean((sum(v @ w for v, w in zip(activations.values(), weights, strict=True)) - target) ** 2)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(state, weights, batch, target):
+            activations, pullback = self.collection.lookup_vjp(state, batch)
+            loss, d = jax.value_and_grad(loss_of, (0, 1))(activations, weights, target)
+            return self.collection.apply(state, pullback(d[0])), weights - rate_of(state.step) * d[1], loss
+
+        return step
+
+    @property
+    def number(self):
+        return int(self.state.step)
+
+    def advance(self):
+        """One step; its loss."""
+        ids = ids_of(self.number)
+        target = np.sin(ids["word"].sum(axis=1)).astype(np.float32)
+        batch = self.collection.prepare(ids)
+        state = self.collection.prefetch(self.state, batch)
+        self.state, self.weights, loss = self.step(state, self.weights, batch, target)
+        return np.float32(loss)
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def resident_mebibytes():
+    """What is in use: memory that the allocator keeps to use it again, up to 256 MB, is given back before."""
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class Soak:
+    """Both runs, what is saved of one of them, and what was seen."""
+
+    def __init__(self, folder):
+        self.folder, self.run, self.twin = folder, Run(), Run()
+        self.losses = np.full(1 << 20, np.nan, np.float32)  # of the twin, so many that memory does not grow later
+        self.num_repeated = self.num_restores = self.num_saves = 0
+        self.damaged_step = None
+        self.complaints, self.seconds, self.mebibytes = [], [], []
+        self.open()
+
+    def open(self):
+        self.manager = CheckpointManager(self.folder, self.run.collection, max_to_keep=3)
+
+    def advance(self):
+        number = self.run.number
+        place = number % self.losses.size
+        if number == self.twin.number:
+            self.losses[place] = self.twin.advance()
+        else:
+            self.num_repeated += 1
+        loss = self.run.advance()
+        if loss != self.losses[place]:
+            self.complaints.append(f"step {number}: loss {loss!r}, the twin's is {self.losses[place]!r}")
+
+    def save(self):
+        self.manager.save(self.run.state, others=self.run.weights)
+        self.num_saves += 1
+
+    def restore(self):
+        self.manager.close()
+        self.open()
+        *others, newest = self.manager.paths()
+        if others and self.num_restores % 2:
+            flip_a_bit(max(newest.glob("*/c.*"), key=lambda file: file.stat().st_size))
+            self.damaged_step = int(newest.name[5:])
+        with warnings.catch_warnings(action="ignore" if self.damaged_step else "error", category=UserWarning):
+            self.run.state, self.run.weights = self.manager.restore(others=self.run.weights)
+        self.num_restores += 1
+
+    def last(
+        self, seconds, *, save_seconds=SAVE_SECONDS, restore_seconds=RESTORE_SECONDS, sample_seconds=SAMPLE_SECONDS
+    ):
+        start, is_over = time.monotonic(), threading.Event()
+
+        def sample():
+            while not is_over.wait(sample_seconds):
+                self.seconds.append(time.monotonic() - start)
+                self.mebibytes.append(resident_mebibytes())
+
+        watch = threading.Thread(target=sample)
+        watch.start()
+        next_save, next_restore = save_seconds, restore_seconds
+        try:
+            while (now := time.monotonic() - start) < seconds and not self.complaints:
+                self.advance()
+                if now > next_save or self.run.number == self.damaged_step:
+                    self.save()
+                    next_save = now + save_seconds
+                    self.damaged_step = None
+                if now > next_restore and self.num_saves:
+                    self.restore()
+                    next_restore += restore_seconds
+            self.manager.close()
+        except OSError as error:
+            self.complaints.append(f"a save or a restore failed: {error}")
+        finally:
+            is_over.set()
+            watch.join()
+        return self
+
+    def growth(self):
+        """Of the median of memory in the last third over that in the second third, as a share."""
+        second, third = (np.median(part) for part in np.array_split(self.mebibytes, 3)[1:])
+        return float(third / second - 1)
+
+    def __str__(self):
+        evicted = int(np.sum(self.run.collection.counts(self.run.state)["user"]["evicted"]))
+        return (
+            f"{self.twin.number} steps, {self.num_repeated} of them twice; {self.num_saves} saves, {self.num_restores} "
+            f"restores; {evicted:,} keys pushed out; memory in the last third over the second {self.growth():+.1%}"
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    minutes = parser.parse_args().minutes
+    with tempfile.TemporaryDirectory(prefix="rsembed-soak-") as folder:
+        soak = Soak(Path(folder)).last(60 * minutes, sample_seconds=min(SAMPLE_SECONDS, 2 * minutes))
+        print(f"{'minute':>8}{'resident MiB':>16}")
+        for k in range(0, len(soak.seconds), max(len(soak.seconds) // 20, 1)):
+            print(f"{soak.seconds[k] / 60:>8.1f}{soak.mebibytes[k]:>16.0f}")
+        print(soak)
+    if soak.growth() > MOST_GROWTH:
+        soak.complaints.append(f"memory grew by {soak.growth():.1%}; {MOST_GROWTH:.0%} may be")
+    print("\n".join(soak.complaints) or "losses equal the twin's in every bit, memory is flat, no save failed")
+    return int(bool(soak.complaints))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
