@@ -21,7 +21,7 @@ from rsembed.parallel.agreement import check_not_forked
 from rsembed.tt import hot_rows
 from rsembed.tt.chain import Cores, on_copies, on_every_device
 from rsembed.tt.cores import Mode, segment_of
-from rsembed.tt.hot_rows import Directory
+from rsembed.tt.hot_rows import SPILLED_ROWS_PER_ROW, Directory
 from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import CachedTrain, TensorTrains, cores_of
 
@@ -106,12 +106,51 @@ def counted(storage: TensorTrains, how: How, directory: Directory, rows: Int[Arr
     return hot_rows.count(directory, rows)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 @_program
 def populated(storage: TensorTrains, how: How, params: Any, slots: Any, turns: Int[Array, ""]) -> tuple[Any, Any]:
-    """Parameters and slots after one populate or none."""
+    """Parameters and slots after one populate or none; a gradient of what lies at a place then is one of that place."""
     del how
     populate = functools.partial(storage.populate, table=storage.tables[0])
     return jax.lax.fori_loop(0, turns, lambda _, state: populate(*state), (params, slots))
+
+
+@populated.defjvp
+def _populated_jvp(storage: TensorTrains, how: How, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return populated(storage, how, *primals), tangents[:2]
+
+
+def with_room_to_spill(storage: TensorTrains, how: How, params: Any, slots: Any) -> tuple[Any, Any]:
+    """Parameters and slots with places for all rows that the next populate spills; outside of `jit`."""
+    num_spilled, capacity = int(_num_to_spill(storage, how, params)), storage.capacity(storage.tables[0])
+    room = params.rows.shape[0] - capacity
+    if num_spilled <= room:
+        return params, slots
+    if room <= SPILLED_ROWS_PER_ROW * capacity:
+        _LOG.warning(
+            "%d rows were trained in a tensor-train cache of %d and left it; none is dropped, so they now take "
+            "more memory than %d times the cache. Raise cache_size, or bound them with max_spilled_rows.",
+            num_spilled,
+            capacity,
+            SPILLED_ROWS_PER_ROW,
+        )
+    # Twice the room, so that shapes change seldom.
+    wanted = min(max(num_spilled, 2 * room), storage.num_ids(storage.tables[0]) - capacity)
+    enlarged: tuple[Any, Any] = _enlarged(storage, wanted - room, params, slots)
+    return enlarged
+
+
+@_program
+def _num_to_spill(storage: TensorTrains, how: How, params: Any) -> Int[Array, ""]:
+    del how
+    return storage.num_to_spill(params, storage.tables[0])
+
+
+@_program
+def _enlarged(storage: TensorTrains, num_more: int, params: Any, slots: Any) -> tuple[Any, Any]:
+    del storage
+    directory, (rows, row_slots) = hot_rows.enlarged(params.directory, (params.rows, slots[1]), num_more)
+    return params._replace(rows=rows, directory=directory), (slots[0], row_slots)
 
 
 @_program

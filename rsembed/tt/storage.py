@@ -27,7 +27,7 @@ from rsembed.storage.protocol import ReadAhead, Storage, on_host
 from rsembed.storage.sharing import parts
 from rsembed.tt import hot_rows
 from rsembed.tt.chain import Cores, shared_rows
-from rsembed.tt.cores import digits_of, entries_of, rows_of
+from rsembed.tt.cores import digits_of, entries_of
 from rsembed.tt.hot_rows import Directory
 from rsembed.tt.new_cores import WEIGHT_DISTRIBUTIONS, init_cores, nearest_cores
 from rsembed.tt.spec import TTSpec
@@ -68,9 +68,11 @@ class TensorTrain(Storage):
       bytes: budget of the cores, instead of ranks and factors; see `TTSpec.for_budget`.
       weight_dist: distribution of the initial table, see `init_cores`. The table's own initializer has no effect.
       cache_rows: keep so many of the most read rows as they are, in float32, and train them by themselves: they cost no
-        products. A row that leaves is what its cores give again. See `hot_rows`.
+        products. See `hot_rows`.
       counted_ids: ids whose reads are counted, to find these rows; 0 takes 16 per row.
       populate_every: steps after which the rows are chosen anew, and counts are halved.
+      max_spilled_rows: trained rows beside them that were read more once; None makes room for three per cached row.
+        When it is used up, the least read are written back into the cores.
 
     Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
 
@@ -92,6 +94,7 @@ class TensorTrain(Storage):
     cache_rows: int = 0
     counted_ids: int = 0
     populate_every: int = 100
+    max_spilled_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
@@ -109,6 +112,7 @@ class TensorTrain(Storage):
             ("cache_rows", NonNegativeInt),
             ("counted_ids", NonNegativeInt),
             ("populate_every", PositiveInt),
+            ("max_spilled_rows", NonNegativeInt | None),
         ):
             check_type(getattr(self, name), kind, f"TensorTrain: {name}")
 
@@ -195,10 +199,15 @@ class TensorTrain(Storage):
         """Parameters and slots of these cores, without stored rows where there may be some."""
         if not self.cache_rows:
             return cores, slots
-        num_places, num_counts = hot_rows.sizes(self.num_ids(table), self.cache_rows, self.counted_ids)
-        rows = jnp.zeros((num_places, table.embedding_dim), jnp.float32)
-        directory = hot_rows.empty(num_places, num_counts)
+        capacity, num_counts = hot_rows.sizes(self.num_ids(table), self.cache_rows, self.counted_ids)
+        num_spilled = hot_rows.room_for_spilled(self.num_ids(table), capacity, self.max_spilled_rows)
+        rows = jnp.zeros((capacity + num_spilled, table.embedding_dim), jnp.float32)
+        directory = hot_rows.empty(capacity, num_spilled, num_counts)
         return CachedTrain(cores, rows, directory), (slots, table.optimizer.init_slots(rows))
+
+    def capacity(self, table: TableSpec) -> int:
+        """Rows that are cached at most."""
+        return min(self.cache_rows, self.num_ids(table))
 
     def num_ids(self, table: TableSpec) -> int:
         """Rows of all tables that share the storage, which are numbered through."""
@@ -286,10 +295,17 @@ class TensorTrain(Storage):
         return *jax.lax.fori_loop(0, is_turn, lambda _, state: populate(*state), (params, slots)), rows
 
     def populate(self, params: CachedTrain, slots: AllSlots, table: TableSpec) -> tuple[CachedTrain, AllSlots]:
-        """Stores the most read rows from now on, and halves their counts; see `hot_rows.populate`."""
-        make = functools.partial(rows_of, self.specs_of(table), params.cores)
-        directory, rows, row_slots = hot_rows.populate(params.directory, params.rows, slots[1], make, table.optimizer)
-        return CachedTrain(params.cores, rows, hot_rows.halved(directory)), (slots[0], row_slots)
+        """Caches the most read rows from now on, and halves their counts; see `hot_rows.populate`."""
+        stored = params.directory, params.cores, params.rows, slots[1]
+        directory, cores, rows, row_slots = hot_rows.populate(
+            self.specs_of(table), *stored, table.optimizer, self.capacity(table)
+        )
+        return CachedTrain(cores, rows, hot_rows.halved(directory)), (slots[0], row_slots)
+
+    def num_to_spill(self, params: CachedTrain, table: TableSpec) -> Int[Array, ""]:
+        """Rows that are spilled after the next `populate`, if there is room."""
+        stored = params.directory, params.cores, params.rows
+        return jnp.sum(hot_rows.chosen(self.specs_of(table), *stored, self.capacity(table)).is_spilled)
 
     def step(
         self,
@@ -384,6 +400,7 @@ class TensorTrain(Storage):
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Numbers in the cores and stored rows, and in their slots."""
         spec, rows = self.spec_of(table), min(self.cache_rows, table.vocabulary_size)
+        rows += hot_rows.room_for_spilled(table.vocabulary_size, rows, self.max_spilled_rows) if rows else 0
         arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
         arrays.append(jax.ShapeDtypeStruct((rows, table.embedding_dim), jnp.float32))
         slots = jax.eval_shape(lambda arrays: init_core_slots(table.optimizer, arrays), arrays)

@@ -93,6 +93,7 @@ class TTTables(nnx.Module):
         cache_size: NonNegativeInt = 0,
         hashtbl_size: NonNegativeInt = 0,
         populate_every: NonNegativeInt = 0,
+        max_spilled_rows: NonNegativeInt | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         num_rows = [spec.num_embeddings for spec in specs]
@@ -116,7 +117,7 @@ class TTTables(nnx.Module):
         self.optimizer, self.eps = member_of(optimizer), eps
         self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
         self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
-        self.populate_every, self.deterministic = populate_every, False
+        self.populate_every, self.max_spilled_rows, self.deterministic = populate_every, max_spilled_rows, False
         cache = [(0, 0)] * len(groups)
         if use_cache:
             cache = [hot_rows.sizes(sum(num_rows[k] for k in own), cache_size, hashtbl_size) for own in groups]
@@ -136,9 +137,8 @@ class TTTables(nnx.Module):
         tables = []
         for k in group:
             spec = self.specs[k]
-            train = TensorTrain(
-                spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, cache_rows=cache[0], counted_ids=cache[1]
-            )
+            sizes = {"cache_rows": cache[0], "counted_ids": cache[1], "max_spilled_rows": self.max_spilled_rows}
+            train = TensorTrain(spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, **sizes)  # type: ignore[arg-type]
             size: dict[str, Any] = {"vocabulary_size": spec.num_embeddings, "embedding_dim": spec.embedding_dim}
             tables.append(TableSpec(name=f"{k}", **size, optimizer=self.rule, dtype=self.dtype.name, storage=train))
         return train.sharing(tables)
@@ -174,12 +174,9 @@ class TTTables(nnx.Module):
             nnx.Variable.set_value(variable, core)
         self.slots[g].set_value(self._core_slots(self.storages[g], slots))
         if self.caches:
-            self._put_rows(g, params, slots)
-
-    def _put_rows(self, g: int, params: Any, slots: Any) -> None:
-        nnx.Variable.set_value(self.caches[g].rows, params.rows)
-        self.caches[g].state.set_value(slots[1])
-        self.caches[g].directory.set_value(params.directory)
+            nnx.Variable.set_value(self.caches[g].rows, params.rows)
+            self.caches[g].state.set_value(slots[1])
+            self.caches[g].directory.set_value(params.directory)
 
     def _check_whole(self, values: Any) -> None:
         """Raises: RuntimeError: a step took arrays of the module over."""
@@ -296,7 +293,7 @@ class TTTables(nnx.Module):
 
     @property
     def cache_weight(self) -> Any:
-        """The cached rows `[rows, dim]`, in a list where there are several groups of tables; None without a cache."""
+        """The places of stored rows `[places, dim]`, in a list where there are several groups of tables; None without a cache."""
         return _of_all([cache.rows.get_value() for cache in self.caches]) if self.caches else None
 
     def table_weight(self, table: int = 0) -> Float[Array, "vocab dim"]:
@@ -326,7 +323,10 @@ class TTTables(nnx.Module):
         self._count(self._by_group(self._read(indices, offsets, None)))
 
     def cache_populate(self) -> None:
-        """Keeps the most read rows from now on. A row that leaves is what its cores give again. See `hot_rows`.
+        """Keeps the most read rows from now on; no output changes. See `hot_rows`.
+
+        Where the fused update steps the rows, outside of `jit` and without `max_spilled_rows`, room for spilled rows
+        grows as needed. Elsewhere the least read are written back into the cores when it is used up.
 
         Warns where no read was counted, which inside `jit` nobody knows.
         """
@@ -337,8 +337,11 @@ class TTTables(nnx.Module):
 
     def _populate(self, turns: Int[Array, ""]) -> None:
         """Once or not at all."""
-        for g, storage in enumerate(self.storages if self.caches else ()):
-            self._put_rows(g, *programs.populated(storage, self._how(None), *self._state(g), turns))
+        for g, storage in enumerate(self.storages if self.caches and (is_traced(turns) or int(turns)) else ()):
+            state = self._state(g)
+            if self.sparse and self.max_spilled_rows is None and not is_traced((turns, state)):
+                state = programs.with_room_to_spill(storage, self._how(None), *state)
+            self._put(g, *programs.populated(storage, self._how(None), *state, turns))
 
     def _note(self, batch: Sequence[Bags]) -> None:
         """Counts what a lookup reads, and populates the cache when it is time."""
@@ -361,7 +364,7 @@ class TTTables(nnx.Module):
         learned = [cache.learned() for cache in self.caches]
         for g, storage in enumerate(self.storages if self.caches else ()):
             params, slots = self._state(g)
-            self._put_rows(g, *storage.with_no_rows(params.cores, slots[0], storage.tables[0]))
+            self._put(g, *storage.with_no_rows(params.cores, slots[0], storage.tables[0]))
         return learned
 
     def cache_reports(self) -> list[CacheReport]:
@@ -406,7 +409,8 @@ class TTTables(nnx.Module):
         saved = {name: np.asarray(array) for name, array in state.items()}
         for name, ours in own.items():
             theirs = saved[name]
-            if ours.shape != theirs.shape:
+            can_grow = self.sparse and self.max_spilled_rows is None and name.startswith("caches/")
+            if ours.shape[can_grow:] != theirs.shape[can_grow:]:
                 raise ValueError(f"{name} has shape {theirs.shape} in the state and {ours.shape} in this module.")
             # NumPy files know bfloat16 only as two bytes.
             if theirs.dtype not in (ours.dtype, np.dtype(f"V{ours.dtype.itemsize}")):
