@@ -36,7 +36,7 @@ BUDGETS = {
     "fdo": 700,
     "sparsecore": 4400,
     "tbe": 3510,
-    "tt": 3230,
+    "tt": 3209,
     "sok": 1760,
     "plot": 1150,
     "datasets": 1110,

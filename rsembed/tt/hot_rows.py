@@ -210,24 +210,14 @@ def halved(directory: Directory) -> Directory:
     return directory._replace(counted=row_map.release(counted, numbers))
 
 
-class Choice(NamedTuple):
-    """Which counted ids are stored from now on.
-
-    Attributes:
-      worth: rank of each id, the larger the more it was read.
-      is_cached: whether its row is cached.
-      is_spilled: whether its row leaves the cache, or left it before, with something that its cores do not give.
-    """
-
-    worth: UInt32[Array, " counted"]
-    is_cached: Bool[Array, " counted"]
-    is_spilled: Bool[Array, " counted"]
-
-
 def chosen(
     specs: Sequence[TTSpec], directory: Directory, cores: Cores, rows: Float[Array, "places dim"], capacity: int
-) -> Choice:
-    """The most read ids are cached: of equals those that are cached already, then the lower ones."""
+) -> tuple[UInt32[Array, " counted"], Bool[Array, " counted"], Bool[Array, " counted"]]:
+    """Of each counted id: its rank by reads; whether it is cached from now on; whether its row is spilled then.
+
+    The most read are cached: of equals those that are cached already, then the lower ones. Spilled is what leaves the
+    cache, or left it before, and differs from what its cores give.
+    """
     counted, places = directory.counted, directory.places
     is_stored = places != NO_ROW
     was_cached = directory.is_cached.at[places].get(mode="fill", fill_value=False)
@@ -235,7 +225,7 @@ def chosen(
     is_candidate = (counted.last_step != FREE) & ((worth > 0) | is_stored)
     is_cached = row_map.least(counted, lambda _: ~worth, is_candidate, jnp.full(1, capacity, jnp.int32))
     is_trained = jnp.any(rows != rows_of(specs, cores, _ids_of(directory, directory.owners)), axis=1)
-    return Choice(worth, is_cached, ~is_cached & is_trained.at[places].get(mode="fill", fill_value=False))
+    return worth, is_cached, ~is_cached & is_trained.at[places].get(mode="fill", fill_value=False)
 
 
 def _ids_of(directory: Directory, numbers: Int[Array, " n"]) -> Int[Array, " n"]:

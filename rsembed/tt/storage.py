@@ -305,7 +305,8 @@ class TensorTrain(Storage):
     def num_to_spill(self, params: CachedTrain, table: TableSpec) -> Int[Array, ""]:
         """Rows that are spilled after the next `populate`, if there is room."""
         stored = params.directory, params.cores, params.rows
-        return jnp.sum(hot_rows.chosen(self.specs_of(table), *stored, self.capacity(table)).is_spilled)
+        _, _, is_spilled = hot_rows.chosen(self.specs_of(table), *stored, self.capacity(table))
+        return jnp.sum(is_spilled)
 
     def step(
         self,

@@ -293,7 +293,7 @@ class TTTables(nnx.Module):
 
     @property
     def cache_weight(self) -> Any:
-        """The places of stored rows `[places, dim]`, in a list where there are several groups of tables; None without a cache."""
+        """All places of stored rows `[places, dim]`, in a list of one per group of tables; None without a cache."""
         return _of_all([cache.rows.get_value() for cache in self.caches]) if self.caches else None
 
     def table_weight(self, table: int = 0) -> Float[Array, "vocab dim"]:
