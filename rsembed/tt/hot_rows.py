@@ -41,7 +41,7 @@ SPILLED_ROWS_PER_ROW = 3
 """Room for spilled rows where its size is not given."""
 MOST_READS = 2**30
 """Beyond it, counts are equal."""
-SOLVER_STEPS = 20
+SOLVER_STEPS = 8
 DAMPING = 1e-3
 """Of least squares, as a part of their curvature along the gradient."""
 
