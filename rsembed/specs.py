@@ -131,6 +131,9 @@ class Storage(Protocol):
     def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
         """Tables of equal `sharing_key` in groups that each share one storage."""
 
+    def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
+        """Rows that it has in each of the parts that are kept, where those of other tables follow; None without."""
+
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError or NotImplementedError: the table cannot be kept like this."""
 

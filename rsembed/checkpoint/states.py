@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rsembed.collection import EmbeddingState
@@ -18,6 +19,7 @@ from rsembed.collection.dense_rows import Place
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels import api
 from rsembed.storage import ROWS_BY_KEY
+from rsembed.storage.sharing import parts
 
 
 class CorruptCheckpointError(ValueError):
@@ -198,7 +200,7 @@ def tables_of(state: EmbeddingState) -> dict[str, Any]:
 
 
 def _in_files(table: Mapping[str, Any]) -> dict[str, Any]:
-    facts = {key: fact for key, fact in table.items() if key not in (*Place._fields, "in_files")}
+    facts = {key: fact for key, fact in table.items() if key not in (*Place._fields, "in_files", "part_sizes")}
     facts["storage"] = table["in_files"]
     return facts | {"vocabulary_size": None} if table["in_files"] == ROWS_BY_KEY else facts
 
@@ -209,6 +211,12 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
         for name, table in facts["tables"].items():
             if table["storage"] is not None:
                 tables[name], slots[name] = state.tables[stack], state.slots[stack]
+                if "part_sizes" in table:  # of several tables that share a storage
+                    number, sizes = (
+                        list(facts["tables"]).index(name),
+                        [t["part_sizes"] for t in facts["tables"].values()],
+                    )
+                    tables[name], slots[name] = (parts(own, sizes)[number] for own in (tables[name], slots[name]))
                 continue
             where = Place(table["owner"], table["first"]), facts["spread"], facts["rows_per_shard"]
             tables[name] = TableRows(state.tables[stack], *where, table["vocabulary_size"])
@@ -224,7 +232,12 @@ def _laid_out(like: EmbeddingState, values: Mapping[str, Any]) -> EmbeddingState
     for stack, facts in stacks_of(like).items():
         names = list(facts["tables"])
         if any(facts["tables"][name]["storage"] is not None for name in names):
-            tables[stack], slots[stack] = values["tables"][names[0]], values["slots"][names[0]]
+            tables[stack], slots[stack] = (
+                jax.tree.map(
+                    lambda *own: own[0] if len(own) == 1 else jnp.concatenate(own), *map(values[of].get, names)
+                )
+                for of in ("tables", "slots")
+            )
             continue
         tables[stack] = _array([(wanted["tables"][name], values["tables"][name]) for name in names])
         slots[stack] = tuple(

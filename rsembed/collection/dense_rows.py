@@ -105,10 +105,16 @@ class RowLayout:
             **{"num_shards": self.num_shards, "rows_per_shard": self.rows_per_shard, "spread": self.spread},
             "slots": list(slots),
             "tables": {
-                table.name: {"owner": place.owner, "first": place.first, **table_facts(tables[table.name])}
+                table.name: {"owner": place.owner, "first": place.first, **self._parts(tables[table.name])}
+                | table_facts(tables[table.name])
                 for table, place in zip(self.stack.tables, self.places, strict=True)
             },
         }
+
+    def _parts(self, table: TableSpec) -> dict[str, Any]:
+        """Rows of each array that belong to a table whose arrays those of others follow."""
+        sizes = None if table.storage is None or len(self.stack.tables) == 1 else table.storage.part_sizes(table)
+        return {} if sizes is None else {"part_sizes": list(sizes)}
 
     def place(self, table_name: str) -> Place:
         """Where a table starts."""

@@ -21,7 +21,7 @@ from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.keys import Keys, as_keys, join_keys, owners, split_keys
 from rsembed.specs import TableSpec
 from rsembed.storage import Hashed, hashed_rows, row_map
-from rsembed.storage.hashed_rows import DynamicTable, stack, unstack
+from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names, keys_to_leave
 from rsembed.storage.protocol import on_host
 
@@ -49,7 +49,6 @@ class KeyedStack(Stack):
 
     def __init__(self, layout: RowLayout, rows: Rows):
         super().__init__(layout, rows)
-        self.tables = self.storage.tables_of(self.table)
         alone = len(self.tables) == 1
         self._programs = [self._programs_of(None if alone else number) for number in range(len(self.tables))]
 
@@ -68,8 +67,9 @@ class KeyedStack(Stack):
         return Occurrences.of(features)
 
     def values(self, params: Any, slots: Any) -> dict[str, Any]:
-        parted = zip(self.tables, self._parted(params, () if slots is None else slots), strict=True)
-        return {table.name: self.storage.rows(*own, table, self.rows.num_shards) for table, own in parted}
+        num_shards = self.rows.num_shards
+        parts = self.storage.unstack(params, () if slots is None else slots, self.table, num_shards)
+        return {t.name: self.storage.rows(*own, t, num_shards) for t, own in zip(self.tables, parts, strict=True)}
 
     def slots(self, params: Any, slots: Any) -> dict[str, Any]:
         by_table = self.values(params, slots)
@@ -84,17 +84,6 @@ class KeyedStack(Stack):
             return values
         # They count as used now: else they would be the first to go.
         return {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(step)))}
-
-    def replaced(self, params: Any, slots: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
-        parted, num_shards = self._parted(params, slots), self.rows.num_shards
-        for number, table in enumerate(self.tables):
-            if table.name in values:
-                parted[number] = self.storage.with_rows(*parted[number], values[table.name], table, num_shards)
-        written, written_slots = stack(parted, num_shards)
-        if len(parted) > 1:
-            written = written._replace(key=params.key)  # as it lies on the devices
-        placed: tuple[Any, Any] = self.devices.place_from_host((written, written_slots), self.partition)
-        return placed
 
     def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
         tables, num_shards = self.tables, self.rows.num_shards
@@ -119,10 +108,6 @@ class KeyedStack(Stack):
         params = params._replace(key=jax.random.wrap_key_data(placed, impl=jax.random.key_impl(keys[0])))
         rows = [{name: array for name, array in parts.items() if name != FIRST_KEY} for parts in own]
         return self.replaced(params, fresh_slots, dict(zip((t.name for t in self.tables), rows, strict=True)))
-
-    def _parted(self, params: Any, slots: Any) -> list[tuple[Any, Any]]:
-        """Parameters and slots of each table that shares the storage; of several, on the host."""
-        return unstack((params, slots), len(self.tables), self.rows.num_shards)
 
     # Rows that leave
 

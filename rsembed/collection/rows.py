@@ -144,7 +144,7 @@ class Rows:
         def pool(vectors: Array, places: Array) -> Sequence[Array]:
             return self._pooled(vectors, read_from(places, batch.segments))
 
-        pooled, num_unknown = self.storage.pooled(params, keys, self.table, pool, ahead=ahead)
+        pooled, num_unknown = self.storage.pooled(params, keys, batch.segments, self.table, pool, ahead=ahead)
         return pooled, num_unknown, Traffic.of(0, 0)
 
     def _look_up_columns(self, params: Any, batch: Occurrences) -> LookupResult:

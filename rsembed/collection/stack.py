@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ class Stack(abc.ABC):
     def __init__(self, layout: RowLayout, rows: Rows):
         self.layout, self.rows, self.storage, self.devices = layout, rows, rows.storage, rows.devices
         self.table, self.rule, self.partition = rows.table, rows.table.optimizer, rows.partition
+        self.tables = rows.storage.tables_of(rows.table)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.layout, self.rows)  # programs and stores belong to this process
@@ -73,9 +75,16 @@ class Stack(abc.ABC):
         Raises: ValueError: they do not fit. RuntimeError: this is inside `jit`, where the storage cannot take them.
         """
 
-    @abc.abstractmethod
     def replaced(self, params: Any, slots: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
         """Parameters and slots with what `checked` returned of some tables."""
+        num_shards = self.rows.num_shards
+        parts = self.storage.unstack(params, slots, self.table, num_shards)
+        for number, table in enumerate(self.tables):
+            if table.name in values:
+                parts[number] = self.storage.with_rows(*parts[number], values[table.name], table, num_shards)
+        written = self.storage.stack(parts, params, num_shards)
+        placed: tuple[Any, Any] = self.devices.place_from_host(written, self.partition)
+        return placed
 
     def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
         """Counters of every device by table; empty for storages that count nothing."""
@@ -164,40 +173,37 @@ class RowNumberStack(Stack):
 
 
 class TrainStack(RowNumberStack):
-    """A table whose rows are made of few numbers, equal on all devices: products of the cores of a tensor train."""
+    """Tables whose rows are made of few numbers, equal on all devices: products of the cores of tensor trains."""
 
     def __init__(self, layout: RowLayout, rows: Rows):
         super().__init__(layout, rows)
         everywhere = PartitionSpec()
-        self._all_rows = jax.jit(self.devices.on_each(self._all_rows_here, everywhere, everywhere))
+        own = [functools.partial(self._all_rows_here, number=number) for number in range(len(self.tables))]
+        self._all_rows = [jax.jit(self.devices.on_each(of_table, everywhere, everywhere)) for of_table in own]
 
     def values(self, params: Any, slots: Any) -> dict[str, Any]:
-        return {self.table.name: self._all_rows(params)}
+        return {table.name: rows(params) for table, rows in zip(self.tables, self._all_rows, strict=True)}
 
     def slots(self, params: Any, slots: Any) -> dict[str, Any]:
-        return {self.table.name: self.devices.place(jax.tree.map(jnp.copy, slots), PartitionSpec())}
+        parts = self.storage.unstack(params, slots, self.table, self.rows.num_shards)
+        copies = [self.devices.place(jax.tree.map(jnp.copy, own), PartitionSpec()) for _, own in parts]
+        return dict(zip((table.name for table in self.tables), copies, strict=True))
 
     def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         return values
 
-    def replaced(self, params: Any, slots: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
-        table = self.table
-        written = self.storage.with_rows(params, slots, values[table.name], table, self.rows.num_shards)
-        placed: tuple[Any, Any] = self.devices.place_from_host(written, self.partition)
-        return placed
-
-    def _all_rows_here(self, params: Any) -> Array:
+    def _all_rows_here(self, params: Any, *, number: int) -> Array:
         """One device's part of a program. Blocks of rows are written into one array: nothing else is as large."""
-        table, storage = self.table, self.storage
-        size = min(table.vocabulary_size, ROWS_PER_BLOCK)
+        sizes, storage = [table.vocabulary_size for table in self.tables], self.storage
+        first_row, num_rows, size = sum(sizes[:number]), sizes[number], min(sizes[number], ROWS_PER_BLOCK)
 
-        def put(number: Array, rows: Array) -> Array:
-            first = jnp.minimum(number * size, table.vocabulary_size - size)
-            block = storage.read(params, as_keys(first + jnp.arange(size, dtype=jnp.int32)), table)[0]
-            return jax.lax.dynamic_update_slice_in_dim(rows, block, first, 0)
+        def put(block: Array, rows: Array) -> Array:
+            first = jnp.minimum(block * size, num_rows - size)
+            ids = as_keys(first_row + first + jnp.arange(size, dtype=jnp.int32))
+            return jax.lax.dynamic_update_slice_in_dim(rows, storage.read(params, ids, self.table)[0], first, 0)
 
-        nothing = jnp.zeros((table.vocabulary_size, table.embedding_dim), storage.vector_dtype(table))
-        rows: Array = jax.lax.fori_loop(0, -(-table.vocabulary_size // size), put, nothing)
+        nothing = jnp.zeros((num_rows, self.table.embedding_dim), storage.vector_dtype(self.table))
+        rows: Array = jax.lax.fori_loop(0, -(-num_rows // size), put, nothing)
         return rows
 
 

@@ -199,6 +199,7 @@ class Hashed(RowsByKey):
         self,
         params: DynamicTable,
         keys: Keys,
+        segments: Sequence[Segment],
         table: TableSpec,
         pool: Callable[[Array, Int[Array, " nnz"]], Any],
         *,
@@ -209,7 +210,7 @@ class Hashed(RowsByKey):
 
         def with_strangers() -> tuple[Any, Array]:
             if ahead is None:
-                return super(Hashed, self).pooled(params, keys, table, pool)
+                return super(Hashed, self).pooled(params, keys, segments, table, pool)
             vectors, places, num_new = self._read_ahead(params, keys, rows, table, ahead)
             return pool(vectors, places), num_new
 
@@ -342,6 +343,13 @@ class HashedTables(Hashed):
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
+
+    def unstack(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
+        return hashed_rows.unstack((params, slots), len(self.tables), num_shards)
+
+    def stack(self, parts: Sequence[tuple[Any, Any]], like: Any, num_shards: int) -> tuple[Any, Any]:
+        written, slots = hashed_rows.stack(parts, num_shards)
+        return written._replace(key=like.key), slots  # as it lies on the devices
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         capacities = np.asarray(self._capacities(num_shards // len(self.tables)))

@@ -124,8 +124,6 @@ def empty(
 
 def unstack(tree: Any, num_tables: int, num_shards: int) -> list[Any]:
     """Parameters or slots of all shards, on the host, as those of each table."""
-    if num_tables == 1:
-        return [tree]
 
     def parted(leaf: Any) -> Any:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -144,8 +142,6 @@ def unstack(tree: Any, num_tables: int, num_shards: int) -> list[Any]:
 
 def stack(trees: Sequence[Any], num_shards: int) -> Any:
     """The inverse of `unstack`."""
-    if len(trees) == 1:
-        return trees[0]
 
     def joined(*leaves: Any) -> Any:
         by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]

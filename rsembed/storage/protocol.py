@@ -48,9 +48,14 @@ class Storage(abc.ABC):
     ids_are_rows: ClassVar[bool] = False
     """Whether `params` is an array and ids are its rows, so that kernels may read and step whole bags."""
 
-    sums_gradients: ClassVar[bool] = False
-    """Whether a step is one of all `params`, so that devices with copies may each pull back the `gradients` of their
-    own samples and `step_all` with the sum. Every id has its row then, and `find` changes nothing."""
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a step is one of all `params`.
+
+        Devices with copies may then each pull back the `gradients` of their own samples and `step_all` with the sum.
+        Every id has its row, and `find` changes nothing.
+        """
+        return False
 
     @property
     def takes_keys(self) -> bool:
@@ -88,6 +93,24 @@ class Storage(abc.ABC):
     def sharing(self, tables: Sequence[TableSpec]) -> Storage:
         """One storage for tables of equal `sharing_key`."""
         raise NotImplementedError(f"{self} keeps one table, not {[table.name for table in tables]}.")
+
+    def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
+        """Rows that `table` has in each part of `params`, where those of tables that share it follow each other.
+
+        None where `params` have no such parts.
+        """
+        del table
+        return None
+
+    def unstack(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
+        """`params` and slots of all shards as those of each of `tables_of`; of several, outside `jit`."""
+        del table, num_shards
+        return [(params, slots)]
+
+    def stack(self, parts: Sequence[tuple[Any, Any]], like: Any, num_shards: int) -> tuple[Any, Any]:
+        """The inverse of `unstack`; `like` are `params` as they were."""
+        del like, num_shards
+        return parts[0]
 
     @abc.abstractmethod
     def check(self, table: TableSpec) -> None:
@@ -145,12 +168,17 @@ class Storage(abc.ABC):
         self,
         params: Any,
         keys: Keys,
+        segments: Sequence[Segment],
         table: TableSpec,
         pool: Callable[[Array, Int[Array, " nnz"]], Any],
         *,
         ahead: ReadAhead | None = None,
     ) -> tuple[Any, Int[Array, ""]]:
-        """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it."""
+        """`pool(vectors, row of each key among them)` of what `read` gives, which need not be written down for it.
+
+        `segments` read the same ids, where these are row numbers.
+        """
+        del segments
         vectors, num_unknown = self.read(params, keys, table, ahead=ahead)
         return pool(vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)), num_unknown
 

@@ -1,10 +1,13 @@
-"""Which tables of keys share a storage, in which each takes the place of the largest."""
+"""Which tables share a storage, and which parts of its arrays are theirs."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from rsembed.specs import TableSpec
 
@@ -44,3 +47,24 @@ def of_near_sizes(tables: Sequence[TableSpec], *, most_rows: int, num_waiting: i
         groups.setdefault((size, joined[size] // most_tables), []).append(table)
         joined[size] += 1
     return list(groups.values())
+
+
+def parts(trees: tuple[Any, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[Any, ...]]:
+    """What belongs to each of several tables, whose rows follow each other in every array of several trees.
+
+    Args:
+      trees: of arrays, or of shapes.
+      sizes: of each table, its rows in the arrays of each tree.
+    """
+
+    def cut(leaf: Any, first: int, size: int) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(shape=(size, *leaf.shape[1:]))
+        return leaf[first : first + size]
+
+    found, firsts = [], [0] * len(trees)
+    for own in sizes:
+        places = zip(trees, firsts, own, strict=True)
+        found.append(tuple(jax.tree.map(lambda leaf, at=(a, n): cut(leaf, *at), tree) for tree, a, n in places))
+        firsts = [first + size for first, size in zip(firsts, own, strict=True)]
+    return found

@@ -1,25 +1,19 @@
-"""The fused update: one optimizer step of cores, in which a row is the slice of one digit value."""
+"""What the fused update trains, and by which rule: the published optimizers."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
 
 from rsembed.optimizers import (
     AdamOptimizerSpec,
-    Hyperparameters,
     OptimizerSpec,
     RowWiseAdagradOptimizerSpec,
     SGDOptimizerSpec,
-    Slots,
     TorchAdagradOptimizerSpec,
 )
-from rsembed.tt.chain import Cores
 
 
 class FusedParam(nnx.Variable):
@@ -37,7 +31,7 @@ class FusedParam(nnx.Variable):
 
 
 class FusedState(nnx.Variable):
-    """Optimizer state, step counter and learning rate of the fused update."""
+    """What no optimizer outside trains: states, counts, step counter and learning rate of the fused update."""
 
 
 class OptimType(enum.Enum):
@@ -85,20 +79,3 @@ def rule_of(optimizer: Any, eps: float) -> OptimizerSpec:
         f"OptimType.{name} has no fused update; use SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD or ADAM, or take "
         "sparse=False and any optax rule."
     )
-
-
-def init_core_slots(rule: OptimizerSpec, cores: Sequence[Any]) -> tuple[Slots, ...]:
-    """Optimizer state beside each core."""
-    return tuple(rule.init_slots(core.astype(jnp.float32)) for core in cores)
-
-
-def step_cores(
-    rule: OptimizerSpec, cores: Cores, slots: Sequence[Slots], d_cores: Sequence[Array], hyper: Hyperparameters
-) -> tuple[Cores, tuple[Slots, ...]]:
-    """One step of all slices of all cores, in float32."""
-    stepped = [
-        rule.step_rows(core.astype(jnp.float32), own, d_core.astype(jnp.float32), hyper)
-        for core, own, d_core in zip(cores, slots, d_cores, strict=True)
-    ]
-    new_cores = tuple(new.astype(core.dtype) for (new, _), core in zip(stepped, cores, strict=True))
-    return new_cores, tuple(kept for _, kept in stepped)

@@ -1,87 +1,98 @@
-"""The rows that are read most, kept uncompressed and trained by themselves.
+"""The rows of a train that are read most: kept uncompressed in front of it, and trained by themselves.
 
 A lookup of such a row takes its stored vector instead of a chain of products, and sends its gradient there. Which rows
-are cached changes only in `populate`, and a row keeps its place and its bits as long as it is stored. One that was
-trained and has to leave the cache is *spilled*: it stays, with its optimizer state, and is served and trained until it
-returns; one that equals what its cores give is dropped. So nothing learned is lost, and the cache always follows what
-is read, at the price of one more row for every row that was trained here and left: room for spilled rows grows as
-needed. Where it may not, rows with something to lose stay in the cache, which is counted and logged.
-
-All that the cache knows is in variables of the module, so whatever copies, saves or restores those (`nnx.clone`,
-`nnx.split`, `nnx.state`, pickle) has the whole of it.
+are cached changes only in `populate`, which follows the counts of recent reads; a row that stays stored keeps its place
+and its bits. A row that leaves the cache and equals what its cores give is dropped. Any other is *spilled*: it stays
+stored with its optimizer state, and is served and trained until it returns. When there is no place left, the least
+read of these are *written back*: the cores take the step that brings the whole table closest to what it was, and
+what changes nevertheless is reported.
+All functions are pure and work inside `jit`, but for those that say "on the host".
 """
 
 from __future__ import annotations
 
-import logging
+import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from rsembed.bags import is_traced
-from rsembed.kernels import api as kernels
-from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
-from rsembed.optimizers import Hyperparameters, OptimizerSpec
-from rsembed.tt.read_counts import ReadCounts, are_largest, places_in
-
-# One program even outside jit: op by op, JAX does not keep to the axes of a mesh that its arrays lie on.
-_update = jax.jit(kernels.update)
+from rsembed.collection.rows import keys_of_rows
+from rsembed.kernels import api
+from rsembed.kernels.contract import NO_ROW
+from rsembed.optimizers import OptimizerSpec, Slots
+from rsembed.storage import hash_table, row_map
+from rsembed.storage.row_map import FREE, RowMap
+from rsembed.tt.chain import Cores
+from rsembed.tt.cores import rows_of, squared_norm
+from rsembed.tt.spec import TTSpec
 
 LEAST_ROWS = 32
-"""Rows of a cache whose size is not given."""
+"""Of a cache whose size is not given."""
 COUNTS_PER_ROW = 16
 LEAST_COUNTS_PER_ROW = 6
-SPILLED_ROWS_TO_LOG = 3
-"""Times the cache; beyond it the spill area is worth a word, and where it cannot grow it is as large from the start."""
-
-NEVER_LEAVES = np.iinfo(np.int64).max
-
-_LOG = logging.getLogger("rsembed")
-
-
-def on_host(values: Any) -> Any:
-    """The values as NumPy arrays. Raises: RuntimeError: they are known only inside `jit`."""
-    if is_traced(values):
-        raise RuntimeError(
-            "a tensor-train cache counts, populates and tells what it holds on the host: call update_cache, "
-            "cache_populate, reset_cache, cache_reports and full_weight outside of jit, between compiled steps."
-        )
-    return jax.tree.map(np.asarray, values)
+SPILLED_ROWS_PER_ROW = 3
+"""Room for spilled rows where its size is not given."""
+MOST_READS = 2**30
+"""Beyond it, counts are equal."""
+SOLVER_STEPS = 8
+DAMPING = 1e-3
+"""Of least squares, as a part of their curvature along the gradient."""
 
 
-class CacheDirectory(nnx.Variable):
-    """Which ids are stored and where, how often ids were read, and the state of the rows' optimizer; not trained."""
+class Directory(NamedTuple):
+    """Which ids were read how often, and where the rows of those that are stored lie.
+
+    Attributes:
+      counted: ids whose reads are counted. When there is room for no more, all counts are halved, and ids that have
+        none left make room: so old reads fade, the faster the more ids are read.
+      places: where the row of each counted id is stored; `NO_ROW` for others.
+      owners: the number among counted ids of each place's id; `NO_ROW` for a free place.
+      is_cached: whether the row of each place is cached; other stored rows are spilled.
+      residuals: those of a `CacheReport`.
+      totals: what a `CacheReport` sums up, of 64 bits, as a high and a low lane.
+    """
+
+    counted: RowMap
+    places: Int[Array, " counted"]
+    owners: Int[Array, " places"]
+    is_cached: Bool[Array, " places"]
+    residuals: Float[Array, "2"]
+    totals: UInt32[Array, "totals 2"]
 
 
 class CacheReport(NamedTuple):
-    """Counters of the cache since it was made or reset.
+    """What a cache has done since it was made or reset.
 
     Attributes:
       cached_ids: rows in the cache now.
       spilled_ids: spilled rows now.
+      residual: largest change of a number in a row when it was written back.
+      residual_elsewhere: no number in any other row changed by more at once; a bound from the norm of all changes.
       lookups: ids counted.
       hits: those that were stored at that time.
+      uncounted: reads whose ids found no place among the counts.
       evictions: rows that left the cache.
       spills: those of them that were spilled.
-      uncounted: reads whose ids found no place among the counts.
-      held_ids: rows in the cache now only because no more may be spilled: others were read more often.
+      written_back: rows that gave up their place, towards which the cores were stepped.
     """
 
     cached_ids: int
     spilled_ids: int
+    residual: float
+    residual_elsewhere: float
     lookups: int
     hits: int
+    uncounted: int
     evictions: int
     spills: int
-    uncounted: int
-    held_ids: int
+    written_back: int
 
     @property
     def hit_rate(self) -> float:
@@ -89,232 +100,270 @@ class CacheReport(NamedTuple):
         return self.hits / self.lookups if self.lookups else math.nan
 
 
-TOTALS = CacheReport._fields[2:]
+TOTALS = CacheReport._fields[4:]
 
 
-class HotRows(nnx.Module):
-    """Stored rows of one group of tables; ids are row numbers plus the rows of the tables before.
+def sizes(num_rows: int, cache_size: int, hashtbl_size: int) -> tuple[int, int]:
+    """Rows to cache and ids to count, of those published; 0 takes a thousandth of the rows, and 16 ids a row.
+
+    Raises: ValueError: fewer counts than rows, or 2^31 rows.
+    """
+    if num_rows >= NO_ROW:
+        raise ValueError(
+            f"a cache takes fewer than {NO_ROW} rows in a group of tables, got {num_rows}; use_cache=False."
+        )
+    capacity = min(num_rows, cache_size or max(LEAST_ROWS, num_rows // 1000))
+    if hashtbl_size and hashtbl_size < capacity:
+        raise ValueError(f"hashtbl_size={hashtbl_size} must be at least cache_size={capacity}.")
+    if hashtbl_size >= LEAST_COUNTS_PER_ROW * capacity:
+        return capacity, hashtbl_size
+    num_counts = 1 << (COUNTS_PER_ROW * capacity - 1).bit_length()
+    if hashtbl_size:
+        warnings.warn(
+            f"hashtbl_size={hashtbl_size} counts few ids for cache_size={capacity}: below six times as many the hit "
+            f"rate would suffer, so {num_counts} are counted; leave it out, or say at least six times cache_size.",
+            stacklevel=4,
+        )
+    return capacity, num_counts
+
+
+def room_for_spilled(num_rows: int, capacity: int, max_spilled_rows: int | None) -> int:
+    """Places for spilled rows; None takes three per cached row."""
+    most = SPILLED_ROWS_PER_ROW * capacity if max_spilled_rows is None else max_spilled_rows
+    return min(most, num_rows - capacity)
+
+
+def empty(capacity: int, num_spilled: int, num_counts: int) -> Directory:
+    """Nothing counted, nothing stored; stored ids are counted as well and leave room for others."""
+    num_places, num_counts = capacity + num_spilled, max(num_counts, LEAST_COUNTS_PER_ROW * capacity + num_spilled)
+    places, owners = (jnp.full(size, NO_ROW, jnp.int32) for size in (num_counts, num_places))
+    totals = jnp.zeros((len(TOTALS), 2), jnp.uint32)
+    is_cached = jnp.zeros(num_places, bool)
+    return Directory(row_map.empty(num_counts), places, owners, is_cached, jnp.zeros(2, jnp.float32), totals)
+
+
+def enlarged(directory: Directory, stored: Any, num_more: int) -> tuple[Directory, Any]:
+    """The directory and the arrays of stored rows with more places, and with room to count as many more ids."""
+
+    def extended(array: Array, value: int | bool) -> Array:
+        return jnp.concatenate([array, jnp.full((num_more, *array.shape[1:]), value, array.dtype)])
+
+    counted = row_map.grow(directory.counted, directory.places.shape[0] + num_more)
+    lanes = {"places": NO_ROW, "owners": NO_ROW, "is_cached": False}
+    wider = {name: extended(getattr(directory, name), value) for name, value in lanes.items()}
+    return directory._replace(counted=counted, **wider), jax.tree.map(lambda array: extended(array, 0), stored)
+
+
+def find(directory: Directory, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
+    """Place of every id's row, `NO_ROW` where it is not stored."""
+    return _place_of(directory, row_map.find(directory.counted, keys_of_rows(ids)))
+
+
+def _place_of(directory: Directory, numbers: Array) -> Array:
+    return directory.places.at[numbers].get(mode="fill", fill_value=NO_ROW)
+
+
+def count(directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array, " nnz"] | None = None) -> Directory:
+    """Counts reads of ids, which may repeat; `NO_ROW` is none."""
+    keys = keys_of_rows(ids)
+    ones = jnp.ones(ids.shape, jnp.int32)
+    _, own, _, reads = hash_table.entries(keys, ones if occurrences is None else occurrences)
+    numbers = row_map.find(directory.counted, own)
+    is_hit = _place_of(directory, numbers) != NO_ROW
+    counted = row_map.use(directory.counted, numbers, jnp.zeros((), jnp.int32), reads)
+    new = own.only(numbers == NO_ROW)
+
+    def add(_: Any, state: tuple[Directory, Array]) -> tuple[Directory, Array]:
+        directory, _ = state
+        num_new = jnp.sum(new.is_key, dtype=jnp.int32)
+        is_short = num_new > directory.counted.num_free[0]
+        directory = jax.lax.cond(is_short, halved, lambda directory: directory, directory)
+        # If there still is no room for all, the most read come first, of equals the lower id.
+        order = jax.lax.cond(num_new > directory.counted.num_free[0], by_reads, lambda: jnp.arange(ids.shape[0]))
+        wanting = jax.tree.map(lambda lane: lane[order], new)
+        counted, rows, _, _ = row_map.assign(directory.counted, wanting, jnp.zeros((), jnp.int32), reads[order])
+        left_out = jnp.sum(jnp.where(wanting.is_key & (rows == NO_ROW), reads[order], 0), dtype=jnp.int32)
+        return directory._replace(counted=counted), left_out
+
+    def by_reads() -> Array:
+        order = jnp.arange(ids.shape[0])
+        return jax.lax.sort((jnp.where(new.is_key, -reads, 1), new.low, order), num_keys=2)[2]
+
+    # A loop of one turn or none keeps arrays where they lie, a branch may not.
+    num_turns, start = jnp.any(new.is_key).astype(jnp.int32), (directory._replace(counted=counted), jnp.int32(0))
+    directory, left_out = jax.lax.fori_loop(0, num_turns, add, start)
+    num_hits = jnp.sum(jnp.where(is_hit, reads, 0), dtype=jnp.int32)
+    return _summed(directory, lookups=jnp.sum(reads, dtype=jnp.int32), hits=num_hits, uncounted=left_out)
+
+
+def _summed(directory: Directory, **changes: Array) -> Directory:
+    more = jnp.stack([changes.get(name, jnp.int32(0)) for name in TOTALS]).astype(jnp.uint32)
+    low = directory.totals[:, 1] + more
+    return directory._replace(totals=jnp.stack([directory.totals[:, 0] + (low < more).astype(jnp.uint32), low], axis=1))
+
+
+def halved(directory: Directory) -> Directory:
+    """Old reads fade; ids that have none left, and no row, are no longer counted."""
+    counted = directory.counted._replace(counts=directory.counted.counts >> 1)
+    is_gone = (counted.last_step != FREE) & (counted.counts == 0) & (directory.places == NO_ROW)
+    numbers = jnp.where(is_gone, jnp.arange(is_gone.shape[0], dtype=jnp.int32), NO_ROW)
+    return directory._replace(counted=row_map.release(counted, numbers))
+
+
+def chosen(
+    specs: Sequence[TTSpec], directory: Directory, cores: Cores, rows: Float[Array, "places dim"], capacity: int
+) -> tuple[UInt32[Array, " counted"], Bool[Array, " counted"], Bool[Array, " counted"]]:
+    """Of each counted id: its rank by reads; whether it is cached from now on; whether its row is spilled then.
+
+    The most read are cached: of equals those that are cached already, then the lower ones. Spilled is what leaves the
+    cache, or left it before, and differs from what its cores give.
+    """
+    counted, places = directory.counted, directory.places
+    is_stored = places != NO_ROW
+    was_cached = directory.is_cached.at[places].get(mode="fill", fill_value=False)
+    worth = 2 * jnp.minimum(counted.counts, MOST_READS).astype(jnp.uint32) + was_cached.astype(jnp.uint32)
+    is_candidate = (counted.last_step != FREE) & ((worth > 0) | is_stored)
+    is_cached = row_map.least(counted, lambda _: ~worth, is_candidate, jnp.full(1, capacity, jnp.int32))
+    is_trained = jnp.any(rows != rows_of(specs, cores, _ids_of(directory, directory.owners)), axis=1)
+    return worth, is_cached, ~is_cached & is_trained.at[places].get(mode="fill", fill_value=False)
+
+
+def _ids_of(directory: Directory, numbers: Int[Array, " n"]) -> Int[Array, " n"]:
+    """The ids with these numbers among counted ones; `NO_ROW` for `NO_ROW`."""
+    ids = directory.counted.low.at[numbers].get(mode="fill", fill_value=0).astype(jnp.int32)
+    return jnp.where(numbers == NO_ROW, NO_ROW, ids)
+
+
+def populate(
+    specs: Sequence[TTSpec],
+    directory: Directory,
+    cores: Cores,
+    rows: Float[Array, "places dim"],
+    slots: Slots,
+    rule: OptimizerSpec,
+    capacity: int,
+) -> tuple[Directory, Cores, Float[Array, "places dim"], Slots]:
+    """Caches the most read rows from now on; no output changes unless rows are written back.
 
     Args:
-      group_rows: rows of all tables of the group.
-      dim: length of a row.
-      rule: row rule of the fused update.
-      kind: variable type of the rows.
-      cache_size: rows in the cache at most; 0 takes a thousandth of all, at least 32.
-      hashtbl_size: ids counted at most; 0 takes 16 per cached row, rounded up to a power of two. So does, with a
-        warning, less than six per cached row, which would lose hits.
-      max_spilled_rows: spilled rows at most; None makes room for all, if it may.
-      is_stepped_here: False makes room at once, and never more, as an optimizer outside knows the array by its shape.
-
-    Raises: ValueError: fewer counts than rows, or 2^31 rows in the group.
+      specs: tables whose cores stand one behind the other.
+      directory: which rows are stored.
+      cores: those of all tables.
+      rows: the stored rows.
+      slots: their optimizer state.
+      rule: of the optimizer.
+      capacity: rows that are cached at most; other places are for spilled ones.
     """
+    counted, places, owners = directory.counted, directory.places, directory.owners
+    num_places, is_stored = owners.shape[0], places != NO_ROW
+    worth, is_cached, is_spilled = chosen(specs, directory, cores, rows, capacity)
+    room = num_places - jnp.sum(is_cached, dtype=jnp.int32, keepdims=True)
+    is_kept = row_map.least(counted, lambda _: ~worth, is_spilled, room)
+    stays = is_stored & (is_cached | is_kept)
+    is_free = ~stays.at[owners].get(mode="fill", fill_value=False)
+    new, num_new = api.compact(is_cached & ~is_stored, capacity)
+    free = api.compact(is_free, capacity)[0]
+    free = jnp.where(jnp.arange(capacity) < num_new, free, NO_ROW)
+    vectors = rows_of(specs, cores, _ids_of(directory, new))
+    gone, num_gone = api.compact(is_spilled & ~is_kept, capacity)
+    targets = rows.at[places.at[gone].get(mode="fill", fill_value=NO_ROW)].get(mode="fill", fill_value=0)
+    # A loop of one turn or none keeps arrays where they lie, a branch may not.
+    write = functools.partial(written_back, specs, _ids_of(directory, gone), targets)
+    start = cores, directory.residuals
+    cores, residuals = jax.lax.fori_loop(0, jnp.minimum(num_gone, 1), lambda _, state: write(*state), start)
+    rows, *kept = api.scatter_rows((rows, *slots), free, (vectors, *rule.init_slots(vectors)))
+    places = jnp.where(stays, places, NO_ROW).at[new].set(free, mode="drop")
+    owners = jnp.where(is_free, NO_ROW, owners).at[free].set(new, mode="drop")
+    leaves = directory.is_cached.at[directory.places].get(mode="fill", fill_value=False) & ~is_cached
+    changes = {"evictions": leaves, "spills": leaves & is_kept, "written_back": is_spilled & ~is_kept}
+    directory = _summed(directory, **{name: jnp.sum(own, dtype=jnp.int32) for name, own in changes.items()})
+    return (
+        directory._replace(
+            places=places,
+            owners=owners,
+            is_cached=is_cached.at[owners].get(mode="fill", fill_value=False),
+            residuals=residuals,
+        ),
+        cores,
+        rows,
+        tuple(kept),
+    )
 
-    def __init__(
-        self,
-        group_rows: int,
-        dim: int,
-        *,
-        rule: OptimizerSpec,
-        kind: type,
-        cache_size: int,
-        hashtbl_size: int,
-        max_spilled_rows: int | None,
-        is_stepped_here: bool,
-    ):
-        if group_rows >= NO_ROW:
-            raise ValueError(
-                f"a cache takes fewer than {NO_ROW} rows in a group of tables, got {group_rows}; use_cache=False."
-            )
-        self.capacity = min(group_rows, cache_size or max(LEAST_ROWS, group_rows // 1000))
-        if max_spilled_rows is None and not is_stepped_here:
-            max_spilled_rows = min(SPILLED_ROWS_TO_LOG * self.capacity, group_rows - self.capacity)
-        self.max_spilled_rows = max_spilled_rows
-        self.first_size = self.capacity + (0 if is_stepped_here else max_spilled_rows or 0)
-        self.rule: OptimizerSpec = nnx.static(rule)
-        rows, nothing = jnp.zeros((self.first_size, dim)), np.full(self.first_size, NO_ROW, np.int32)
-        self.rows = kind(rows)
-        self.state = CacheDirectory(rule.init_slots(rows))
-        self.ids = CacheDirectory(nothing)
-        self.places = CacheDirectory(np.zeros_like(nothing))
-        self.is_cached = CacheDirectory(np.zeros(self.first_size, bool))
-        self.reads = CacheDirectory(tuple(ReadCounts.empty(self._num_counts(hashtbl_size))))
-        self.totals = CacheDirectory(np.zeros(2 * len(TOTALS), np.uint32))
 
-    def _num_counts(self, wanted: int) -> int:
-        if wanted and wanted < self.capacity:
-            raise ValueError(f"hashtbl_size={wanted} must be at least cache_size={self.capacity}.")
-        if wanted >= LEAST_COUNTS_PER_ROW * self.capacity:
-            return wanted
-        num_counts = 1 << (COUNTS_PER_ROW * self.capacity - 1).bit_length()
-        if wanted:
-            warnings.warn(
-                f"hashtbl_size={wanted} counts few ids for cache_size={self.capacity}: below six times as many the hit "
-                f"rate would suffer, so {num_counts} are counted; leave it out, or say at least six times cache_size.",
-                stacklevel=4,
-            )
-        return num_counts
+def written_back(
+    specs: Sequence[TTSpec],
+    ids: Int[Array, " n"],
+    targets: Float[Array, "n dim"],
+    cores: Cores,
+    residuals: Float[Array, "2"],
+) -> tuple[Cores, Float[Array, "2"]]:
+    """Cores that give a table closer to the old one with `targets` as rows of `ids`, and the residuals after that.
 
-    def find(self, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-        """Place of every id among the rows, `NO_ROW` where it is not stored. Works under `jit`."""
-        stored = jnp.asarray(self.ids.get_value())
-        k = jnp.minimum(jnp.searchsorted(stored, ids), stored.shape[0] - 1)
-        return jnp.where(stored[k] == ids, jnp.asarray(self.places.get_value())[k], NO_ROW)
+    That is a Gauss-Newton step of the squared error of all rows. Cores stay as they are if it does not lessen it.
+    """
+    wide = tuple(core.astype(jnp.float32) for core in cores)
+    old, pull = jax.vjp(lambda cores: rows_of(specs, cores, ids), wide)
+    (downhill,) = pull(targets - old)
+    curvature = jax.grad(lambda change: squared_norm(specs, wide, change, wide) / 2)
+    along = _dot(downhill, curvature(downhill)) / jnp.maximum(_dot(downhill, downhill), jnp.finfo(jnp.float32).tiny)
 
-    def directory(self) -> tuple[Array | np.ndarray, Array | np.ndarray]:
-        """Stored ids, ascending, and their places; `NO_ROW` for ids that are not there. Values never change."""
-        return self.ids.get_value(), self.places.get_value()
+    def normal(change: Cores) -> Cores:
+        return jax.tree.map(lambda own, more: own + DAMPING * along * more, curvature(change), change)
 
-    def holds(self, directory: tuple[Array | np.ndarray, Array | np.ndarray]) -> bool:
-        """Whether places that were found with an earlier `directory` still hold the same ids."""
-        return all(
-            old is new
-            or any(isinstance(x, jax.core.Tracer) for x in (old, new))  # nothing moves inside jit
-            or np.array_equal(np.asarray(old), np.asarray(new))
-            for old, new in zip(directory, self.directory(), strict=True)
+    change, _ = jax.scipy.sparse.linalg.cg(normal, downhill, maxiter=SOLVER_STEPS)
+    new = tuple((own + more).astype(core.dtype) for own, more, core in zip(wide, change, cores, strict=True))
+    change = tuple(after.astype(jnp.float32) - before for after, before in zip(new, wide, strict=True))
+    everywhere = squared_norm(specs, wide, change, tuple(own + more for own, more in zip(wide, change, strict=True)))
+    found = rows_of(specs, new, ids)
+    error = everywhere - _dot(found - old, found - old) + _dot(found - targets, found - targets)
+    helps = error < _dot(old - targets, old - targets)
+    left = jnp.max(jnp.abs(jnp.where(helps, found, old) - targets))
+    measured = jnp.stack([left, jnp.where(helps, jnp.sqrt(everywhere), 0.0)])
+    return jax.tree.map(lambda new, old: jnp.where(helps, new, old), new, cores), jnp.maximum(residuals, measured)
+
+
+def _dot(one: Any, other: Any) -> Array:
+    """Sum of the products of all numbers."""
+    products = jax.tree.map(lambda a, b: jnp.sum(a * b), one, other)
+    return sum(jax.tree.leaves(products), start=jnp.zeros((), jnp.float32))
+
+
+def forget(directory: Directory, first: int, last: int) -> Directory:
+    """No row of the ids from `first` to before `last` is stored any more; they are counted on."""
+    ids = directory.counted.low
+    is_old = (directory.places != NO_ROW) & (ids >= first) & (ids < last)
+    is_free = is_old.at[directory.owners].get(mode="fill", fill_value=True)
+    return directory._replace(
+        places=jnp.where(is_old, NO_ROW, directory.places),
+        owners=jnp.where(is_free, NO_ROW, directory.owners),
+        is_cached=directory.is_cached & ~is_free,
+    )
+
+
+def learned(
+    directory: Directory, rows: Float[Array, "places dim"]
+) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
+    """All stored ids, ascending, and their rows, on the host."""
+    owners, ids, vectors = on_host((directory.owners, directory.counted.low, rows))
+    places = np.flatnonzero(owners != NO_ROW)
+    order = np.argsort(ids[owners[places]])
+    return ids[owners[places]][order].astype(np.int64), vectors[places[order]]
+
+
+def report(directory: Directory) -> CacheReport:
+    """Contents and sums, on the host."""
+    owners, is_cached, residuals, totals = on_host(directory[2:])
+    num_stored, num_cached = int((owners != NO_ROW).sum()), int(is_cached.sum())
+    high, low = totals.astype(np.int64).T
+    sums = ((high << 32) + low).tolist()
+    return CacheReport(num_cached, num_stored - num_cached, *residuals.tolist(), *sums)
+
+
+def on_host(values: Any) -> Any:
+    """The values as NumPy arrays. Raises: RuntimeError: they are known only inside `jit`."""
+    if is_traced(values):
+        raise RuntimeError(
+            "a tensor-train cache tells what it holds on the host: call reset_cache, cache_reports and full_weight "
+            "outside of jit, between compiled steps."
         )
-
-    def sizes(self) -> dict[str, int]:
-        """Facts that a saved state must have been made with."""
-        return {
-            "cache_size": self.capacity,
-            "first_size": self.first_size,
-            "num_counts": self.reads.get_value()[0].size,
-        }
-
-    def read_counts(self) -> ReadCounts:
-        """How often ids were read."""
-        return ReadCounts(*on_host(tuple(self.reads.get_value())))
-
-    def count(self, ids: Int[np.ndarray, " nnz"]) -> None:
-        """Counts reads, on the host."""
-        is_hit = places_in(on_host(self.ids.get_value()), ids)[1]
-        counts, num_uncounted = self.read_counts().counted(ids)
-        self.reads.set_value(tuple(counts))
-        self._add(lookups=ids.size, hits=int(is_hit.sum()), uncounted=num_uncounted)
-
-    def step(self, segment: Segment, d_outputs: Float[Array, "bags dim"], hyper: Hyperparameters) -> None:
-        """One optimizer step of the rows that were read; the others and their state keep their bits."""
-        rows, state = self.rows.get_value(), self.state.get_value()
-        rows, state = _update(rows, state, SegmentGradients([segment], [d_outputs]), Step(hyper, self.rule))
-        self._set_rows([rows, *state])
-
-    def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
-        """All stored ids, ascending, and their rows."""
-        ids, places = on_host(self.directory())
-        num = int((ids != NO_ROW).sum())
-        return ids[:num], np.asarray(self.rows.get_value())[places[:num]]
-
-    def populate(self, rows_of: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Keeps the most read ids from now on, of equals the lower; `rows_of` gives rows from the cores."""
-        stored, vectors = self.learned()
-        counts = self.read_counts()
-        ids = np.union1d(stored, counts.keys[counts.reads > 0])
-        worth, places = counts.of(ids), np.full(ids.size, -1)
-        was_cached, is_trained = np.zeros((2, ids.size), bool)
-        own = np.searchsorted(ids, stored)
-        places[own] = np.asarray(self.places.get_value())[: stored.size]
-        was_cached[own] = np.asarray(self.is_cached.get_value())[: stored.size]
-        is_trained[own] = (vectors != rows_of(stored)).any(axis=1)
-        worth[~was_cached & (worth == 0)] = -1  # a spilled row that nobody reads returns only where there is room
-        is_cached, num_held = are_largest(worth, self.capacity), 0
-        if self.max_spilled_rows is not None and (is_trained & ~is_cached).sum() > self.max_spilled_rows:
-            trained = np.flatnonzero(is_trained)
-            held = trained[are_largest(worth[trained], trained.size - self.max_spilled_rows)]
-            num_held = int((~is_cached[held]).sum())
-            worth[held] = NEVER_LEAVES
-            is_cached = are_largest(worth, self.capacity)
-        is_spilled, leaves = is_trained & ~is_cached, was_cached & ~is_cached
-        self._log_held(num_held)
-        self._add(evictions=int(leaves.sum()), spills=int((leaves & is_trained).sum()))
-        new = np.flatnonzero(is_cached & (places < 0))
-        new = new[np.argsort(-worth[new], kind="stable")]  # the most read take the first places
-        size, stays = self._size_for(int(is_spilled.sum())), is_spilled | (is_cached & (places >= 0))
-        places[new] = np.setdiff1d(np.arange(size), places[stays])[: new.size]
-        self._put(rows_of(ids[new]), places[new], size)
-        self._write_directory(*(x[is_cached | is_spilled] for x in (ids, places, is_cached)))
-
-    def _size_for(self, num_spilled: int) -> int:
-        """Rows there is to be room for: twice as many spilled ones when that is short, so that shapes change seldom."""
-        size = len(self.rows.get_value())
-        room = size - self.capacity
-        if num_spilled <= room:
-            return size
-        wanted = max(num_spilled, 2 * room)
-        if self.max_spilled_rows is not None:
-            wanted = min(wanted, self.max_spilled_rows)
-        elif room <= SPILLED_ROWS_TO_LOG * self.capacity < wanted:
-            _LOG.warning(
-                "%d rows were trained in a tensor-train cache of %d and left it; none is dropped, so they now take "
-                "more memory than %d times the cache. Raise cache_size, or bound them with max_spilled_rows.",
-                num_spilled,
-                self.capacity,
-                SPILLED_ROWS_TO_LOG,
-            )
-        return self.capacity + wanted
-
-    def _put(self, rows: np.ndarray, places: np.ndarray, size: int) -> None:
-        """New rows and the state that they start with, into arrays of `size` rows."""
-        arrays = self.rows.get_value(), *self.state.get_value()
-        changed = []
-        for array, new in zip(arrays, (rows, *self.rule.init_slots(jnp.asarray(rows))), strict=True):
-            changed.append(np.zeros((size, *array.shape[1:]), array.dtype))
-            changed[-1][: len(array)] = array
-            changed[-1][places] = new
-        self._set_rows([jnp.asarray(array) for array in changed])
-
-    def _set_rows(self, arrays: Sequence[Array]) -> None:
-        nnx.Variable.set_value(self.rows, arrays[0])
-        self.state.set_value(tuple(arrays[1:]))
-
-    def _write_directory(self, ids: np.ndarray, places: np.ndarray, is_cached: np.ndarray) -> None:
-        size = len(self.rows.get_value())
-        for variable, values, nothing in ((self.ids, ids, NO_ROW), (self.places, places, 0)):
-            variable.set_value(np.r_[values, np.full(size - values.size, nothing)].astype(np.int32))
-        self.is_cached.set_value(np.r_[is_cached, np.zeros(size - ids.size, bool)])
-
-    def _log_held(self, num_held: int) -> None:
-        if num_held and not self._totals()["held_ids"]:
-            _LOG.warning(
-                "%d trained rows keep their places in a tensor-train cache of %d although others are read more often: "
-                "max_spilled_rows=%d are used up. Raise it or cache_size, or take the learned rows out with "
-                "reset_cache().",
-                num_held,
-                self.capacity,
-                self.max_spilled_rows,
-            )
-        self._add(held_ids=num_held - self._totals()["held_ids"])
-
-    def report(self) -> CacheReport:
-        """Contents and counters."""
-        num_stored = int((on_host(self.ids.get_value()) != NO_ROW).sum())
-        num_cached = int(np.asarray(self.is_cached.get_value()).sum())
-        return CacheReport(num_cached, num_stored - num_cached, **self._totals())
-
-    def _totals(self) -> dict[str, int]:
-        """Sums in 64 bits, which JAX keeps as two words of 32."""
-        return dict(zip(TOTALS, np.array(self.totals.get_value()).view(np.int64).tolist(), strict=True))
-
-    def _add(self, **changes: int) -> None:
-        totals = [total + changes.get(name, 0) for name, total in self._totals().items()]
-        self.totals.set_value(np.asarray(totals, np.int64).view(np.uint32))
-
-    def halve_counts(self) -> None:
-        """Lets old reads fade."""
-        self.reads.set_value(tuple(self.read_counts().halved()))
-
-    def forget(self, first: int, last: int) -> None:
-        """Forgets the rows of ids from `first` to before `last`; works inside `jit`."""
-        ids, places, is_cached = (jnp.asarray(own.get_value()) for own in (self.ids, self.places, self.is_cached))
-        is_old = (ids >= first) & (ids < last)
-        ids = jnp.where(is_old, NO_ROW, ids)
-        order = jnp.argsort(ids, stable=True)
-        self.ids.set_value(ids[order])
-        self.places.set_value(places[order])
-        self.is_cached.set_value((is_cached & ~is_old)[order])
-
-    def reset(self) -> None:
-        """Forgets counts and contents, and gives the room of spilled rows back."""
-        self._set_rows([x[: self.first_size] for x in (self.rows.get_value(), *self.state.get_value())])
-        self.reads.set_value(tuple(ReadCounts.empty(self.reads.get_value()[0].size)))
-        self.totals.set_value(np.zeros(2 * len(TOTALS), np.uint32))
-        self._write_directory(*np.empty((3, 0), np.int32))
+    return jax.tree.map(np.asarray, values)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, no_type_check
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +15,45 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed import specs
 from rsembed.bags import is_traced
-from rsembed.checks import check_type
-from rsembed.initial_values import table_key
+from rsembed.checks import NonNegativeInt, PositiveInt, check_type
+from rsembed.initial_values import table_keys
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.keys import Keys
+from rsembed.optimizers import OptimizerSpec, Slots
 from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.storage.protocol import ReadAhead, Storage, on_host
-from rsembed.tt.chain import Cores
-from rsembed.tt.cores import rows as rows_of
-from rsembed.tt.decomposition import nearest_cores
-from rsembed.tt.fused import init_core_slots, step_cores
-from rsembed.tt.initial_cores import WEIGHT_DISTRIBUTIONS, init_cores
+from rsembed.storage.sharing import parts
+from rsembed.tt import hot_rows
+from rsembed.tt.chain import Cores, shared_rows
+from rsembed.tt.cores import digits_of, entries_of
+from rsembed.tt.hot_rows import Directory
+from rsembed.tt.new_cores import WEIGHT_DISTRIBUTIONS, init_cores, nearest_cores
 from rsembed.tt.spec import TTSpec
 
 
+class CachedTrain(NamedTuple):
+    """What is kept of trains with stored rows in front of them.
+
+    Attributes:
+      cores: one array per core.
+      rows: the stored rows.
+      directory: whose they are.
+    """
+
+    cores: Cores
+    rows: Float[Array, "places dim"]
+    directory: Directory
+
+
+Params = Cores | CachedTrain
+AllSlots = tuple[Any, ...]
+"""Of each core; of stored rows, a pair of these and of the rows' slots."""
+
+
 @no_type_check  # sequences become tuples in __post_init__
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TensorTrain(Storage):
     """Keeps a table as tensor-train cores, at a small part of its bytes.
 
@@ -45,6 +67,12 @@ class TensorTrain(Storage):
       tt_q_shapes: column factors; None suggests them.
       bytes: budget of the cores, instead of ranks and factors; see `TTSpec.for_budget`.
       weight_dist: distribution of the initial table, see `init_cores`. The table's own initializer has no effect.
+      cache_rows: keep so many of the most read rows as they are, in float32, and train them by themselves: they cost no
+        products. See `hot_rows`.
+      counted_ids: ids whose reads are counted, to find these rows; 0 takes 16 per row.
+      populate_every: steps after which the rows are chosen anew, and counts are halved.
+      max_spilled_rows: trained rows beside them that were read more once; None makes room for three per cached row.
+        When it is used up, the least read are written back into the cores.
 
     Raises: ValueError: neither or both of ranks and bytes are given, or the distribution is unknown.
 
@@ -63,7 +91,10 @@ class TensorTrain(Storage):
     tt_q_shapes: tuple[int, ...] | None = None
     bytes: int | None = None
     weight_dist: str = "normal"
-    sums_gradients: ClassVar[bool] = True
+    cache_rows: int = 0
+    counted_ids: int = 0
+    populate_every: int = 100
+    max_spilled_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
@@ -77,18 +108,51 @@ class TensorTrain(Storage):
         if self.weight_dist not in WEIGHT_DISTRIBUTIONS:
             known = ", ".join(WEIGHT_DISTRIBUTIONS)
             raise ValueError(f"TensorTrain: unknown weight_dist {self.weight_dist!r}; choose one of {known}.")
+        for name, kind in (
+            ("cache_rows", NonNegativeInt),
+            ("counted_ids", NonNegativeInt),
+            ("populate_every", PositiveInt),
+            ("max_spilled_rows", NonNegativeInt | None),
+        ):
+            check_type(getattr(self, name), kind, f"TensorTrain: {name}")
+
+    def __repr__(self) -> str:
+        """What files say of a table's storage: of a cache only where there is one."""
+        names = [field.name for field in dataclasses.fields(TensorTrain)]
+        shown = (f"{name}={getattr(self, name)!r}" for name in (names if self.cache_rows else names[:5]))
+        return f"TensorTrain({', '.join(shown)})"
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Stored rows are stepped one by one, where a batch reads them."""
+        return not self.cache_rows
 
     def spec_of(self, table: TableSpec) -> TTSpec:
         """The train that keeps `table`."""
-        size = table.vocabulary_size, table.embedding_dim
-        if self.tt_ranks is None:
-            return TTSpec.for_budget(*size, bytes=self.bytes, dtype=table.dtype)
-        return TTSpec.suggest(*size, self.tt_ranks, self.tt_p_shapes, self.tt_q_shapes)
+        return _train_of(self, table.vocabulary_size, table.embedding_dim, table.dtype)
+
+    def specs_of(self, table: TableSpec) -> tuple[TTSpec, ...]:
+        """The trains of all tables that share the storage."""
+        return tuple(cast(TensorTrain, own.storage).spec_of(own) for own in self.tables_of(table))
 
     def resolved(self, table: TableSpec) -> TensorTrain:
         """Ranks and factors said, however they were chosen; how cores were drawn no longer matters."""
         spec = self.spec_of(table)
-        return TensorTrain(spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes)
+        factors = {"tt_p_shapes": spec.tt_p_shapes, "tt_q_shapes": spec.tt_q_shapes}
+        return dataclasses.replace(self, tt_ranks=spec.tt_ranks, **factors, bytes=None, weight_dist="normal")  # type: ignore[arg-type]
+
+    def part_sizes(self, table: TableSpec) -> tuple[int, ...]:
+        """Its rows in each core."""
+        return self.spec_of(table).tt_p_shapes
+
+    def sharing_key(self, table: TableSpec) -> Hashable:
+        """Trains whose cores have equal slices stand one behind the other, but for those with stored rows."""
+        return None if self.cache_rows else self.spec_of(table).slice_shapes
+
+    def sharing(self, tables: Sequence[TableSpec]) -> TensorTrains:
+        """One storage for tables with equal slices, and stored rows as this one has."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(TensorTrain)}
+        return TensorTrains(**fields, tables=tuple(tables))
 
     def check(self, table: TableSpec) -> None:
         """Raises: ValueError: the factors do not fit the table, or it asks for what trains of cores cannot do."""
@@ -111,89 +175,304 @@ class TensorTrain(Storage):
 
     def init(
         self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
-    ) -> tuple[Cores, tuple[Any, ...]]:
-        """Random cores, and the slots of each."""
+    ) -> tuple[Params, AllSlots]:
+        """Random cores, and the slots of each; no stored rows."""
         del shard, num_shards
-        cores = init_cores(table_key(key, table.name), self.spec_of(table), self.weight_dist, dtype=table.dtype)
-        return cores, init_core_slots(table.optimizer, cores)
+        tables = self.tables_of(table)
+        return self.start(table_keys(key, [own.name for own in tables]), table)
+
+    def start(self, keys: PRNGKeyArray, table: TableSpec, weight_dist: str | None = None) -> tuple[Params, AllSlots]:
+        """The same, given the key of each table; `weight_dist` is of all, or each table's own."""
+        tables, by_kind = self.tables_of(table), dict[Any, list[int]]()
+        for number, own in enumerate(tables):
+            storage = cast(TensorTrain, own.storage)
+            by_kind.setdefault((storage.spec_of(own), weight_dist or storage.weight_dist), []).append(number)
+        drawn: dict[int, Cores] = {}
+        for (spec, dist), numbers in by_kind.items():  # like tables in one program
+            draw = functools.partial(init_cores, spec=spec, weight_dist=dist, dtype=table.dtype)
+            found = jax.vmap(draw)(keys[np.asarray(numbers)])
+            drawn |= {number: tuple(core[k] for core in found) for k, number in enumerate(numbers)}
+        cores = joined([drawn[number] for number in range(len(tables))])
+        return self.with_no_rows(cores, init_core_slots(table.optimizer, cores), table)
+
+    def with_no_rows(self, cores: Cores, slots: AllSlots, table: TableSpec) -> tuple[Params, AllSlots]:
+        """Parameters and slots of these cores, without stored rows where there may be some."""
+        if not self.cache_rows:
+            return cores, slots
+        capacity, num_counts = hot_rows.sizes(self.num_ids(table), self.cache_rows, self.counted_ids)
+        num_spilled = hot_rows.room_for_spilled(self.num_ids(table), capacity, self.max_spilled_rows)
+        rows = jnp.zeros((capacity + num_spilled, table.embedding_dim), jnp.float32)
+        directory = hot_rows.empty(capacity, num_spilled, num_counts)
+        return CachedTrain(cores, rows, directory), (slots, table.optimizer.init_slots(rows))
+
+    def capacity(self, table: TableSpec) -> int:
+        """Rows that are cached at most."""
+        return min(self.cache_rows, self.num_ids(table))
+
+    def num_ids(self, table: TableSpec) -> int:
+        """Rows of all tables that share the storage, which are numbered through."""
+        return sum(own.vocabulary_size for own in self.tables_of(table))
+
+    def look_up(
+        self,
+        params: Params,
+        segments: Sequence[Segment],
+        table: TableSpec,
+        *,
+        axes: tuple[str, ...] = (),
+        implementation: str | None = None,
+    ) -> list[Float[Array, "_ dim"]]:
+        """Pooled rows of every segment, float32; differentiable in cores, stored rows and weights.
+
+        Args:
+          params: as `init` returns them.
+          segments: of row numbers.
+          table: one of those that share the storage.
+          axes: of a mesh whose devices each have copies, and each make a share of the rows.
+          implementation: see `chain.pooled_rows`.
+        """
+        all_specs, sizes = self.specs_of(table), [segment.num_outputs for segment in segments]
+        rows, bags, gains = entries_of(segments)
+        digits, is_row = digits_of(all_specs, rows)
+        bags, stored = jnp.where(is_row, bags, NO_ROW), None
+        if isinstance(params, CachedTrain):
+            places = self._places(params.directory, bags, rows)
+            stored = _stored_segments(segments, places, gains)
+            bags = jnp.where(places == NO_ROW, bags, NO_ROW)
+        options: dict[str, Any] = {
+            "slice_shapes": all_specs[0].slice_shapes,
+            "num_bags": sum(sizes),
+            "implementation": implementation,
+        }
+        pooled = shared_rows(axes, cores_of(params), digits, bags, gains, **options)
+        outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
+        if not isinstance(params, CachedTrain) or stored is None:
+            return outputs
+        return [own + more for own, more in zip(outputs, api.lookup(params.rows, stored), strict=True)]
+
+    @staticmethod
+    def _places(directory: Directory, bags: Array, rows: Array) -> Int[Array, " nnz"]:
+        return hot_rows.find(directory, jnp.where(bags == NO_ROW, NO_ROW, rows))
+
+    def pooled(
+        self,
+        params: Params,
+        keys: Keys,
+        segments: Sequence[Segment],
+        table: TableSpec,
+        pool: Callable[[Array, Int[Array, " nnz"]], Any],
+        *,
+        ahead: ReadAhead | None = None,
+    ) -> tuple[Any, Int[Array, ""]]:
+        """As every storage; rows are pooled as they are made."""
+        if table.quantization_config is not None:
+            return super().pooled(params, keys, segments, table, pool, ahead=ahead)
+        return self.look_up(params, segments, table), jnp.zeros((), jnp.int32)
 
     def read(
-        self, params: Cores, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
+        self, params: Params, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
-        """Rows, float32, made of their slices."""
+        """Rows, float32, made of their slices or stored."""
         del ahead
         return self.vectors(params, _rows(keys), table), jnp.zeros((), jnp.int32)
 
-    def vectors(self, params: Cores, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
-        """Rows, float32, made of their slices."""
-        return rows_of(self.spec_of(table), params, rows)
+    def vectors(self, params: Params, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+        """Rows, float32, made of their slices or stored."""
+        return self.look_up(params, [Segment(rows, None, None, "none")], table)[0]
 
     def find(
         self, params: Any, slots: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
     ) -> tuple[Any, Any, Int[Array, " nnz"]]:
-        """Every row is there."""
-        del table, occurrences, step
-        return params, slots, _rows(keys)
+        """Every row is there; where some are stored, reads are counted and, now and then, rows chosen."""
+        rows = _rows(keys)
+        if not self.cache_rows:
+            return params, slots, rows
+        params = params._replace(directory=hot_rows.count(params.directory, rows, occurrences))
+        number = jnp.int32(0) if step.number is None else step.number
+        is_turn = (number % self.populate_every == self.populate_every - 1).astype(jnp.int32)
+        # A loop of one turn or none keeps arrays where they lie, a branch may not.
+        populate = functools.partial(self.populate, table=table)
+        return *jax.lax.fori_loop(0, is_turn, lambda _, state: populate(*state), (params, slots)), rows
+
+    def populate(self, params: CachedTrain, slots: AllSlots, table: TableSpec) -> tuple[CachedTrain, AllSlots]:
+        """Caches the most read rows from now on, and halves their counts; see `hot_rows.populate`."""
+        stored = params.directory, params.cores, params.rows, slots[1]
+        directory, cores, rows, row_slots = hot_rows.populate(
+            self.specs_of(table), *stored, table.optimizer, self.capacity(table)
+        )
+        return CachedTrain(cores, rows, hot_rows.halved(directory)), (slots[0], row_slots)
+
+    def num_to_spill(self, params: CachedTrain, table: TableSpec) -> Int[Array, ""]:
+        """Rows that are spilled after the next `populate`, if there is room."""
+        stored = params.directory, params.cores, params.rows
+        _, _, is_spilled = hot_rows.chosen(self.specs_of(table), *stored, self.capacity(table))
+        return jnp.sum(is_spilled)
 
     def step(
         self,
-        params: Cores,
-        slots: tuple[Any, ...],
+        params: Params,
+        slots: AllSlots,
         segments: Sequence[Segment],
         d_outputs: Sequence[Float[Array, "_ dim"]],
         table: TableSpec,
         *,
         step: Step,
-    ) -> tuple[Cores, tuple[Any, ...]]:
-        """One step of all cores with the gradients of rows, pulled back."""
-        return self.step_all(params, slots, self.gradients(params, segments, d_outputs, table), table, step=step)
+    ) -> tuple[Params, AllSlots]:
+        """One step of all cores with the gradients of rows, pulled back, and of the stored rows that were read."""
+        gradients = self.gradients(params, segments, d_outputs, table)
+        cores, core_slots = self.step_all(cores_of(params), self.core_slots(slots), gradients, table, step=step)
+        if not isinstance(params, CachedTrain):
+            return cores, core_slots
+        rows, row_slots = self.step_stored(params, slots[1], segments, d_outputs, step=step)
+        return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
+
+    def core_slots(self, slots: AllSlots) -> AllSlots:
+        """Those of the cores alone."""
+        return cast(AllSlots, slots[0]) if self.cache_rows else slots
+
+    def step_stored(
+        self,
+        params: CachedTrain,
+        slots: Slots,
+        segments: Sequence[Segment],
+        d_outputs: Sequence[Float[Array, "_ dim"]],
+        *,
+        step: Step,
+    ) -> tuple[Float[Array, "places dim"], Slots]:
+        """Stored rows and their slots after a step of those that were read; the others keep their bits."""
+        rows, bags, gains = entries_of(segments)
+        stored = _stored_segments(segments, self._places(params.directory, bags, rows), gains)
+        return api.update(params.rows, slots, SegmentGradients(stored, d_outputs), step)
 
     def gradients(
-        self, params: Cores, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
+        self, params: Params, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
     ) -> Cores:
-        """Those of all cores: each distinct row of the segments is pulled back once."""
-        rows, gradients = api.row_gradients(table.vocabulary_size, SegmentGradients(segments, d_outputs))
+        """Those of all cores."""
+
+        def outputs(cores: Cores) -> list[Array]:
+            own = params._replace(cores=cores) if isinstance(params, CachedTrain) else cores
+            return self.look_up(own, segments, table)
+
         # Of cores in float32, so that nothing is rounded before it is summed.
-        cores = tuple(core.astype(jnp.float32) for core in params)
-        _, pull = jax.vjp(lambda cores: rows_of(self.spec_of(table), cores, rows), cores)
-        (d_cores,) = pull(gradients)
+        _, pull = jax.vjp(outputs, tuple(core.astype(jnp.float32) for core in cores_of(params)))
+        (d_cores,) = pull([d_output.astype(jnp.float32) for d_output in d_outputs])
         return tuple(d_cores)
 
     def step_all(
-        self, params: Cores, slots: tuple[Any, ...], gradients: Cores, table: TableSpec, *, step: Step
-    ) -> tuple[Cores, tuple[Any, ...]]:
-        """One step of all cores."""
-        d_cores = [gradient.astype(core.dtype) for gradient, core in zip(gradients, params, strict=True)]
-        return step_cores(table.optimizer, params, slots, d_cores, step.hyper)
+        self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, *, step: Step
+    ) -> tuple[Cores, AllSlots]:
+        """One step of all slices of all cores, in float32, with gradients rounded as the cores are."""
+        stepped = [
+            table.optimizer.step_rows(
+                core.astype(jnp.float32), own, gradient.astype(core.dtype).astype(jnp.float32), step.hyper
+            )
+            for core, own, gradient in zip(params, slots, gradients, strict=True)
+        ]
+        cores = tuple(new.astype(core.dtype) for (new, _), core in zip(stepped, params, strict=True))
+        return cores, tuple(kept for _, kept in stepped)
 
     def with_rows(
-        self, params: Cores, slots: Any, rows: Any, table: TableSpec, num_shards: int, *, step: int | None = None
-    ) -> tuple[Any, Any]:
+        self, params: Params, slots: AllSlots, rows: Any, table: TableSpec, num_shards: int
+    ) -> tuple[Params, AllSlots]:
         """Cores in a tuple, or in a dictionary as files have them, or those closest to a whole table; slots stay.
+
+        No row is stored then.
 
         Raises: ValueError: they do not fit the table.
         """
-        del num_shards, step
-        spec, whole, dtype = self.spec_of(table), (table.vocabulary_size, table.embedding_dim), params[0].dtype
+        del num_shards
+        spec = cast(TensorTrain, table.storage).spec_of(table)
+        whole, dtype = (table.vocabulary_size, table.embedding_dim), cores_of(params)[0].dtype
         where, by_number = f"table {table.name!r}", lambda key: (len(key), key)
         cores = [rows[key] for key in sorted(rows, key=by_number)] if isinstance(rows, Mapping) else rows
         if isinstance(cores, (tuple, list)) and [np.shape(core) for core in cores] == list(spec.core_shapes):
             if not is_traced(cores):
                 cores = [as_dtype(on_host(core), dtype, where, f"core {k}") for k, core in enumerate(cores)]
-            return tuple(jnp.asarray(core, dtype) for core in cores), slots
-        if not isinstance(rows, (Mapping, tuple)) and np.shape(rows) == whole:
-            return nearest_cores(spec, as_dtype(cores, np.float32, where, "values"), dtype), slots
-        raise ValueError(
-            f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
-            f"or a tuple of cores {list(spec.core_shapes)}."
-        )
+            new = tuple(jnp.asarray(core, dtype) for core in cores)
+        elif not isinstance(rows, (Mapping, tuple)) and np.shape(rows) == whole:
+            new = nearest_cores(spec, as_dtype(cores, np.float32, where, "values"), dtype)
+        else:
+            raise ValueError(
+                f"{where} is kept as a tensor train: give a whole table {list(whole)}, for the closest train, "
+                f"or a tuple of cores {list(spec.core_shapes)}."
+            )
+        return self.with_no_rows(new, self.core_slots(slots), table)
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Numbers in the cores, and in their slots."""
-        spec = self.spec_of(table)
-        cores = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
-        slots = jax.eval_shape(lambda c: init_core_slots(table.optimizer, c), cores)
-        return spec.num_params, sum(leaf.size for leaf in jax.tree.leaves(slots))
+        """Numbers in the cores and stored rows, and in their slots."""
+        spec, rows = self.spec_of(table), min(self.cache_rows, table.vocabulary_size)
+        rows += hot_rows.room_for_spilled(table.vocabulary_size, rows, self.max_spilled_rows) if rows else 0
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
+        arrays.append(jax.ShapeDtypeStruct((rows, table.embedding_dim), jnp.float32))
+        slots = jax.eval_shape(lambda arrays: init_core_slots(table.optimizer, arrays), arrays)
+        return spec.num_params + rows * table.embedding_dim, sum(leaf.size for leaf in jax.tree.leaves(slots))
+
+    def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
+        """What a cache has done, on each shard; see `CacheReport`."""
+        if not isinstance(params, CachedTrain):
+            return {}
+        return {name: np.full(num_shards, value) for name, value in hot_rows.report(params.directory)._asdict().items()}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TensorTrains(TensorTrain):
+    """Several trains with equal slices: their cores stand one behind the other, and so do their rows' numbers.
+
+    Args:
+      tables: in that order.
+    """
+
+    tables: tuple[TableSpec, ...] = ()
+
+    def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
+        """All of them."""
+        return self.tables
+
+    def unstack(
+        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
+    ) -> list[tuple[Cores, AllSlots]]:
+        """Cores and slots of each table."""
+        del num_shards
+        sizes = [spec.tt_p_shapes for spec in self.specs_of(table)]
+        trees = cores_of(params), self.core_slots(slots)
+        return list(zip(*(parts(tree, sizes) for tree in trees), strict=True))
+
+    def stack(self, parts: Sequence[tuple[Cores, AllSlots]], like: Params, num_shards: int) -> tuple[Cores, AllSlots]:
+        """The inverse of `unstack`, of trains without stored rows."""
+        del like, num_shards
+        return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
+
+
+def joined(parts: Sequence[tuple[Any, ...]]) -> Any:
+    """What belongs to each core of several tables, one behind the other."""
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+@functools.cache
+def _train_of(storage: TensorTrain, rows: int, dim: int, dtype: str) -> TTSpec:
+    if storage.tt_ranks is None:
+        return TTSpec.for_budget(rows, dim, bytes=storage.bytes, dtype=dtype)
+    return TTSpec.suggest(rows, dim, storage.tt_ranks, storage.tt_p_shapes, storage.tt_q_shapes)
+
+
+def init_core_slots(rule: OptimizerSpec, cores: Sequence[Any]) -> tuple[Slots, ...]:
+    """Optimizer state beside each core."""
+    return tuple(rule.init_slots(core.astype(jnp.float32)) for core in cores)
+
+
+def cores_of(params: Params) -> Cores:
+    """Those of trains with or without stored rows."""
+    return params.cores if isinstance(params, CachedTrain) else params
+
+
+def _stored_segments(segments: Sequence[Segment], places: Array, gains: Array) -> list[Segment]:
+    """The segments, reading stored rows with the gains that entries have among all."""
+    ends = np.cumsum([segment.rows.shape[0] for segment in segments])[:-1].tolist()
+    pairs = zip(segments, jnp.split(places, ends), jnp.split(gains, ends), strict=True)
+    return [
+        dataclasses.replace(segment, rows=own, weights=gain, combiner="none" if segment.offsets is None else "sum")
+        for segment, own, gain in pairs
+    ]
 
 
 def _rows(keys: Keys) -> Int[Array, " nnz"]:

@@ -1,41 +1,41 @@
-"""The tables of one module: parameters, lookup, gradients and fused update; both published classes build on it."""
+"""The tables of one module, each group of which the train storage keeps; both published classes build on it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from flax.errors import TraceContextError
+from jaxtyping import Array, Float, Int
 
-from rsembed.bags import Bags, is_traced
-from rsembed.checks import NonNegativeInt, dtype_among, validated
-from rsembed.fingerprint import Fingerprint, identity
-from rsembed.kernels import api as kernels
-from rsembed.kernels.contract import NO_ROW
-from rsembed.optimizers import OptimizerSpec, Slots
-from rsembed.row_gradients import check_gradient
-from rsembed.tt.chain import AnyCores, Cores, check_implementation
-from rsembed.tt.checks import CORE_DTYPES, check_numbers, check_options
-from rsembed.tt.cores import check_cores, full_weight, rows_of
-from rsembed.tt.fused import FusedParam, FusedState, OptimType, init_core_slots, member_of, rule_of, step_cores
-from rsembed.tt.hot_rows import CacheReport, HotRows, on_host
-from rsembed.tt.initial_cores import init_cores
-from rsembed.tt.lookups import Lookups, gains_of_entries, lookups_of, with_room
-from rsembed.tt.meshes import Split, on_every_device, shared_rows
-from rsembed.tt.saved_state import check_whole, load_saved_state, saved_state
-from rsembed.tt.spec import TTSpec
-from rsembed.tt.table_bags import read_bags
+from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
+from rsembed.checks import NonNegativeInt, check_type, check_within, dtype_among, validated
+from rsembed.fingerprint import Fingerprint, check_same, identity
+from rsembed.optimizers import OptimizerSpec
+from rsembed.row_gradients import SingleUse, check_gradient
+from rsembed.specs import MAX_ROWS, TableSpec
+from rsembed.stacking import split_by_memory
+from rsembed.tt import hot_rows, programs
+from rsembed.tt.chain import AnyCores, check_implementation, on_every_device, split_axes
+from rsembed.tt.cores import Mode, check_cores, check_mode, full_weight, with_room
+from rsembed.tt.fused import FusedParam, FusedState, OptimType, member_of, rule_of
+from rsembed.tt.hot_rows import CacheReport
+from rsembed.tt.spec import CORE_DTYPES, TTSpec
+from rsembed.tt.storage import CachedTrain, TensorTrain, TensorTrains, cores_of, init_core_slots
+
+STEPPED = "this backward has already stepped the cores; look the batch up again."
+FINGERPRINT = "fingerprint"
 
 
 class TTGradients(NamedTuple):
-    """Gradients that `backward` returns with `sparse=False`, and those of weights with `sparse=True`, too.
+    """What `backward` returns with `sparse=False`, and for weights with `sparse=True`, too.
 
     Attributes:
       cores: in the structure of `core_groups`: per group of tables, one array per core; empty with `sparse=True`.
@@ -48,6 +48,17 @@ class TTGradients(NamedTuple):
     per_sample_weights: Float[Array, " nnz"] | None
 
 
+class HotRows(nnx.Module):
+    """The stored rows of one group of tables, their optimizer state, and whose they are."""
+
+    def __init__(self, params: CachedTrain, slots: Any, kind: type):
+        self.rows, self.state, self.directory = kind(params.rows), FusedState(slots), FusedState(params.directory)
+
+    def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
+        """All stored ids, ascending, and their rows; ids are row numbers plus the rows of the tables before."""
+        return hot_rows.learned(self.directory.get_value(), self.rows.get_value())
+
+
 class TTTables(nnx.Module):
     """State and behaviour that both modules share; they add the published constructor and the shape of the output.
 
@@ -57,6 +68,7 @@ class TTTables(nnx.Module):
     Attributes:
       specs: one per table.
       groups: tables of every group.
+      storages: what keeps each group.
       core_groups: per group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]` per core.
       learning_rate: of the fused update; a variable, so changing it compiles nothing.
     """
@@ -80,82 +92,123 @@ class TTTables(nnx.Module):
         use_cache: bool = False,
         cache_size: NonNegativeInt = 0,
         hashtbl_size: NonNegativeInt = 0,
-        max_spilled_rows: NonNegativeInt | None = None,
         populate_every: NonNegativeInt = 0,
-        halve_counts_every: NonNegativeInt = 0,
+        max_spilled_rows: NonNegativeInt | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        num_rows = min(spec.num_embeddings for spec in specs)
+        num_rows = [spec.num_embeddings for spec in specs]
         dtype = jnp.dtype(dtype_among(CORE_DTYPES, dtype, "dtype"))
         check_implementation(implementation)
-        check_options(num_rows, mode=mode, bounds_check=bounds_check, padding_idx=padding_idx)
-        check_numbers(learning_rate=learning_rate, eps=eps)
+        check_mode(mode)
+        if bounds_check not in ("raise", "ignore"):
+            raise ValueError(f"bounds_check must be 'raise' or 'ignore', got {bounds_check!r}.")
+        if padding_idx is not None and not 0 <= padding_idx < min(num_rows):
+            raise ValueError(f"padding_idx={padding_idx} is no row of every table; it must be an id that all have.")
+        for name, number in (("learning_rate", learning_rate), ("eps", eps)):
+            check_within("[0, inf)", number, name)
         by_shape: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
-            by_shape.setdefault((spec.tt_q_shapes, spec.tt_ranks), []).append(k)
-        rule, kind = rule_of(optimizer, eps), FusedParam if sparse else nnx.Param
+            by_shape.setdefault(spec.slice_shapes, []).append(k)
+        groups = split_by_memory(by_shape.values(), dict(enumerate(num_rows)), MAX_ROWS)
         self.specs = nnx.static(tuple(specs))
-        self.groups = nnx.static(tuple(map(tuple, by_shape.values())))
-        self.rule: OptimizerSpec = nnx.static(rule)
+        self.groups = nnx.static(tuple(map(tuple, groups)))
+        self.rule: OptimizerSpec = nnx.static(rule_of(optimizer, eps))
         self.sparse, self.mode, self.padding_idx = sparse, mode, padding_idx
         self.optimizer, self.eps = member_of(optimizer), eps
         self.bounds_check, self.include_last_offset = bounds_check, include_last_offset
         self.implementation, self.weight_dist, self.dtype = implementation, weight_dist, dtype
-        self.populate_every, self.halve_counts_every = populate_every, halve_counts_every
-        self.deterministic = False
-        cores, slots = self._draw(weight_dist, (rngs or nnx.Rngs(0)).params())
-        self.core_groups = nnx.List([nnx.List([kind(core) for core in group]) for group in cores])
-        self.slots = nnx.List([FusedState(own) for own in slots])
+        self.populate_every, self.max_spilled_rows, self.deterministic = populate_every, max_spilled_rows, False
+        cache = [(0, 0)] * len(groups)
+        if use_cache:
+            cache = [hot_rows.sizes(sum(num_rows[k] for k in own), cache_size, hashtbl_size) for own in groups]
+        kind = FusedParam if sparse else nnx.Param
+        self.storages = nnx.static(tuple(map(self._storage, groups, cache)))
+        drawn = self._draw(weight_dist, rngs)
+        self.core_groups = nnx.List([nnx.List([kind(core) for core in cores_of(params)]) for params, _ in drawn])
+        own_slots = [self._core_slots(storage, slots) for storage, (_, slots) in zip(self.storages, drawn, strict=True)]
+        self.slots = nnx.List([FusedState(slots) for slots in own_slots])
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
-        self.calls = FusedState(np.zeros(2, np.int32))
-        self.caches = nnx.List(
-            [
-                HotRows(
-                    sum(self.specs[k].num_embeddings for k in group),
-                    self.specs[group[0]].embedding_dim,
-                    rule=rule,
-                    kind=kind,
-                    cache_size=cache_size,
-                    hashtbl_size=hashtbl_size,
-                    max_spilled_rows=max_spilled_rows,
-                    is_stepped_here=sparse,
-                )
-                for group in (self.groups if use_cache else ())
-            ]
+        self.calls = FusedState(jnp.zeros((), jnp.int32))
+        self.caches = nnx.List([HotRows(params, slots[1], kind) for params, slots in drawn] if use_cache else [])
+
+    def _storage(self, group: Sequence[int], cache: tuple[int, int]) -> TensorTrains:
+        """What keeps a group of tables, given how many rows are stored and how many ids are counted."""
+        tables = []
+        for k in group:
+            spec = self.specs[k]
+            sizes = {"cache_rows": cache[0], "counted_ids": cache[1], "max_spilled_rows": self.max_spilled_rows}
+            train = TensorTrain(spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes, **sizes)  # type: ignore[arg-type]
+            size: dict[str, Any] = {"vocabulary_size": spec.num_embeddings, "embedding_dim": spec.embedding_dim}
+            tables.append(TableSpec(name=f"{k}", **size, optimizer=self.rule, dtype=self.dtype.name, storage=train))
+        return train.sharing(tables)
+
+    def _draw(self, weight_dist: str, rngs: nnx.Rngs | None) -> list[tuple[Any, Any]]:
+        """Initial parameters and slots of every group."""
+        key, num_tables = (rngs or nnx.Rngs(0)).params(), len(self.specs)
+        keys = jax.random.split(key, num_tables) if num_tables > 1 else key[None]
+        groups = zip(self.storages, self.groups, strict=True)
+        return [storage.start(keys[np.asarray(own)], storage.tables[0], weight_dist) for storage, own in groups]
+
+    def _core_slots(self, storage: TensorTrains, slots: Any) -> Any:
+        """Those of cores; an optimizer outside has its own."""
+        return storage.core_slots(slots) if self.sparse else ((),) * len(self.specs[0].tt_p_shapes)
+
+    def _state(self, g: int) -> tuple[Any, Any]:
+        """Parameters and slots of a group, as its storage has them, whole on every device.
+
+        Raises: RuntimeError: a step took arrays of the module over.
+        """
+        cores, slots = tuple(core.get_value() for core in self.core_groups[g]), self.slots[g].get_value()
+        state: Any = cores, slots
+        if self.caches:
+            cache = self.caches[g]
+            stored = CachedTrain(cores, cache.rows.get_value(), cache.directory.get_value())
+            state = stored, (slots, cache.state.get_value())
+        self._check_whole(state)
+        return on_every_device(state)
+
+    def _put(self, g: int, params: Any, slots: Any) -> None:
+        """The inverse of `_state`."""
+        for variable, core in zip(self.core_groups[g], cores_of(params), strict=True):
+            nnx.Variable.set_value(variable, core)
+        self.slots[g].set_value(self._core_slots(self.storages[g], slots))
+        if self.caches:
+            nnx.Variable.set_value(self.caches[g].rows, params.rows)
+            self.caches[g].state.set_value(slots[1])
+            self.caches[g].directory.set_value(params.directory)
+
+    def _check_whole(self, values: Any) -> None:
+        """Raises: RuntimeError: a step took arrays of the module over."""
+        way_out = (
+            "where an error or Ctrl-C broke that step off, load_state_dict of the latest checkpoint; where a copy that "
+            "shared the arrays took it, go on with the copy"
         )
-
-    def _draw(self, weight_dist: str, key: Array) -> tuple[list[Cores], list[tuple[Slots, ...]]]:
-        """Initial cores of every group, and the state that they start with."""
-        keys = list(jax.random.split(key, len(self.specs))) if len(self.specs) > 1 else [key]
-        tables = [init_cores(k, s, weight_dist, dtype=self.dtype) for k, s in zip(keys, self.specs, strict=True)]
-        cores = [tuple(map(jnp.concatenate, zip(*(tables[k] for k in group), strict=True))) for group in self.groups]
-        return cores, [init_core_slots(self.rule, group) if self.sparse else () for group in cores]
-
-    def _set_cores(self, cores: Sequence[Cores], slots: Sequence[tuple[Slots, ...]]) -> None:
-        for variables, group in zip(self.core_groups, cores, strict=True):
-            for variable, core in zip(variables, group, strict=True):
-                nnx.Variable.set_value(variable, core)
-        for state, own in zip(self.slots, slots, strict=True):
-            state.set_value(own)
+        check_not_taken(values, f"{type(self).__name__} has lost its cores", way_out)
 
     def reset_parameters(self, weight_dist: str | None = None, *, rngs: nnx.Rngs | None = None) -> None:
         """Draws all cores anew, by default as the constructor did; forgets optimizer state, counts and cached rows."""
-        self._set_cores(*self._draw(weight_dist or self.weight_dist, (rngs or nnx.Rngs(0)).params()))
-        for cache in self.caches:
-            cache.reset()
+        for g, drawn in enumerate(self._draw(weight_dist or self.weight_dist, rngs)):
+            self._put(g, *drawn)
         self.step.set_value(jnp.zeros((), jnp.int32))
 
     @validated
     def set_learning_rate(self, lr: float | Float[Array, ""]) -> None:
         """Learning rate of the fused updates from now on. Raises: ValueError: it is negative or not finite."""
-        check_numbers(learning_rate=lr)
+        check_within("[0, inf)", lr, "learning_rate")
         self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
+
+    def _place_of(self, table: int) -> tuple[int, int]:
+        """A table's group, and its number there."""
+        if not 0 <= table < len(self.specs):
+            raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
+        ((g, group),) = [(g, group) for g, group in enumerate(self.groups) if table in group]
+        return g, group.index(table)
 
     def cores_of(self, table: int = 0) -> tuple[Array, ...]:
         """The cores of one table."""
-        g, cuts = self._cuts_of(table)
-        return tuple(core.get_value()[cut] for core, cut in zip(self.core_groups[g], cuts, strict=True))
+        g, number = self._place_of(table)
+        return tuple(self.storages[g].unstack(*self._state(g), self.storages[g].tables[0], 1)[number][0])
 
     def set_cores(self, cores: AnyCores, table: int = 0) -> None:
         """Puts cores in place of those of a table, such as those of `from_dense`.
@@ -165,39 +218,23 @@ class TTTables(nnx.Module):
 
         Raises: ValueError: their shapes do not fit, or a number is not finite.
         """
-        g, cuts = self._cuts_of(table)
+        g, number = self._place_of(table)
         new = tuple(core.astype(self.dtype) for core in check_cores(self.specs[table], cores))
         for t, core in enumerate(new):
             if not is_traced(core) and not bool(jnp.isfinite(core).all()):
                 raise ValueError(f"core {t} for table {table} has a number that is not finite; clean the cores first.")
-        values, slots = list(self._core_values()), [own.get_value() for own in self.slots]
-
-        def put(old: Any, own: Any) -> Any:
-            pairs = zip(old, own, cuts, strict=True)
-            return tuple(jax.tree.map(lambda x, y, cut=cut: x.at[cut].set(y), *pair) for *pair, cut in pairs)
-
-        values[g] = put(values[g], new)
-        if self.sparse:
-            slots[g] = put(slots[g], init_core_slots(self.rule, new))
-        self._set_cores(values, slots)
+        storage, (params, slots) = self.storages[g], self._state(g)
+        parts = storage.unstack(params, slots, storage.tables[0], 1)
+        parts[number] = new, init_core_slots(self.rule, new) if self.sparse else parts[number][1]
+        all_cores, core_slots = storage.stack(parts, params, 1)
+        if not self.caches:
+            self._put(g, all_cores, core_slots)
+        else:
+            first = sum(spec.num_embeddings for spec in storage.specs_of(storage.tables[0])[:number])
+            directory = hot_rows.forget(params.directory, first, first + self.specs[table].num_embeddings)
+            self._put(g, params._replace(cores=all_cores, directory=directory), (core_slots, slots[1]))
         if len(self.specs) == 1:
             self.step.set_value(jnp.zeros((), jnp.int32))
-        if self.caches:
-            first = sum(spec.num_embeddings for spec in self._place_of(table)[1])
-            self.caches[g].forget(first, first + self.specs[table].num_embeddings)
-
-    def _cuts_of(self, table: int) -> tuple[int, list[slice]]:
-        """A table's group, and where its part of each core begins and ends there."""
-        g, before = self._place_of(table)
-        first = [sum(spec.tt_p_shapes[t] for spec in before) for t in range(self.specs[table].num_cores)]
-        return g, [slice(start, start + p) for start, p in zip(first, self.specs[table].tt_p_shapes, strict=True)]
-
-    def _place_of(self, table: int) -> tuple[int, list[TTSpec]]:
-        """A table's group, and the tables that stand before it there."""
-        if not 0 <= table < len(self.specs):
-            raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
-        ((g, group),) = [(g, group) for g, group in enumerate(self.groups) if table in group]
-        return g, [self.specs[k] for k in group[: group.index(table)]]
 
     def get_params(self) -> list[Array]:
         """The values of all cores, group after group, then those of cached rows; changes nothing."""
@@ -256,7 +293,7 @@ class TTTables(nnx.Module):
 
     @property
     def cache_weight(self) -> Any:
-        """The cached rows `[rows, dim]`, in a list where there are several groups of tables; None without a cache."""
+        """All places of stored rows `[places, dim]`, in a list of one per group of tables; None without a cache."""
         return _of_all([cache.rows.get_value() for cache in self.caches]) if self.caches else None
 
     def table_weight(self, table: int = 0) -> Float[Array, "vocab dim"]:
@@ -264,9 +301,9 @@ class TTTables(nnx.Module):
         weight = full_weight(self.specs[table], self.cores_of(table))
         if not self.caches:
             return weight
-        g, before = self._place_of(table)
+        g, number = self._place_of(table)
         ids, rows = self.caches[g].learned()
-        ids = ids - sum(spec.num_embeddings for spec in before)
+        ids = ids - sum(self.specs[k].num_embeddings for k in self.groups[g][:number])
         is_ours = (ids >= 0) & (ids < weight.shape[0])
         if not is_ours.any():
             return weight
@@ -274,48 +311,65 @@ class TTTables(nnx.Module):
         return weight.at[ids].set(jnp.where(True, rows, weight[ids]))  # `where` brings rows to the mesh of the weight
 
     def update_cache(self, indices: Any, offsets: Any = None) -> None:
-        """Counts reads without a lookup. A lookup counts as well, except inside `jit` and after `eval()`.
+        """Counts reads without a lookup. A lookup counts as well, except after `eval()`.
 
         Args:
           indices: ids as for a lookup; of one table also flat ids without offsets.
           offsets: as for a lookup.
-
-        Raises: RuntimeError: inside `jit`.
         """
-        if isinstance(indices, jax.Array):
-            indices = on_host(indices)
         if offsets is None and len(self.specs) == 1 and not isinstance(indices, Bags):
-            flat = np.asarray(indices) if all(np.ndim(own) == 0 for own in indices) else None
+            flat = jnp.asarray(indices) if all(np.ndim(own) == 0 for own in indices) else None
             indices = indices if flat is None else flat.reshape(-1, 1)
-        self._count(self._look_up(self._checked_bags(indices, offsets, None))[0])
+        self._count(self._by_group(self._read(indices, offsets, None)))
 
     def cache_populate(self) -> None:
-        """Keeps the most read rows from now on; no output changes. Warns where no read was counted. See `hot_rows`.
+        """Keeps the most read rows from now on; no output changes. See `hot_rows`.
 
-        Raises: RuntimeError: inside `jit`.
+        Where the fused update steps the rows, outside of `jit` and without `max_spilled_rows`, room for spilled rows
+        grows as needed. Elsewhere the least read are written back into the cores when it is used up.
+
+        Warns where no read was counted, which inside `jit` nobody knows.
         """
-        if self.caches and not any(cache.report().lookups for cache in self.caches):
-            warnings.warn(
-                "cache_populate: nothing was counted, so nothing is cached; lookups inside jit are not counted: call "
-                "update_cache(ids) beside compiled steps.",
-                stacklevel=2,
-            )
-        for cache, cores, group in zip(self.caches, self._core_values(), self.groups, strict=False):
-            cache.populate(functools.partial(_rows_by_number, [self.specs[k] for k in group], cores))
-        if self._is_turn(1, self.halve_counts_every):
-            for cache in self.caches:
-                cache.halve_counts()
+        totals = [cache.directory.get_value().totals for cache in self.caches]
+        if self.caches and not is_traced(totals) and not any(np.asarray(own)[0].any() for own in totals):
+            warnings.warn("cache_populate: nothing was counted, so nothing is cached.", stacklevel=2)
+        self._populate(jnp.ones((), jnp.int32))
+
+    def _populate(self, turns: Int[Array, ""]) -> None:
+        """Once or not at all."""
+        for g, storage in enumerate(self.storages if self.caches and (is_traced(turns) or int(turns)) else ()):
+            state = self._state(g)
+            if self.sparse and self.max_spilled_rows is None and not is_traced((turns, state)):
+                state = programs.with_room_to_spill(storage, self._how(None), *state)
+            self._put(g, *programs.populated(storage, self._how(None), *state, turns))
+
+    def _note(self, batch: Sequence[Bags]) -> None:
+        """Counts what a lookup reads, and populates the cache when it is time."""
+        if not self.caches or self.deterministic:
+            return
+        self._count(batch)
+        if self.populate_every:
+            self.calls.set_value((self.calls.get_value() + 1) % self.populate_every)
+            self._populate((self.calls.get_value() == 0).astype(jnp.int32))
+
+    def _count(self, batch: Sequence[Bags]) -> None:
+        for storage, cache, own in zip(self.storages if self.caches else (), self.caches, batch, strict=False):
+            self._check_whole(cache.directory.get_value())
+            counted = programs.counted(storage, self._how(None), cache.directory.get_value(), own.ids)
+            with contextlib.suppress(TraceContextError):  # a plain jit that closes over the module changes nothing
+                cache.directory.set_value(counted)
 
     def reset_cache(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Forgets counts and cached rows; returns, per group, the ids and rows that were learned."""
         learned = [cache.learned() for cache in self.caches]
-        for cache in self.caches:
-            cache.reset()
+        for g, storage in enumerate(self.storages if self.caches else ()):
+            params, slots = self._state(g)
+            self._put(g, *storage.with_no_rows(params.cores, slots[0], storage.tables[0]))
         return learned
 
     def cache_reports(self) -> list[CacheReport]:
         """Contents, hits and evictions, per group of tables."""
-        return [cache.report() for cache in self.caches]
+        return [hot_rows.report(cache.directory.get_value()) for cache in self.caches]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All there is to save, as a flat dictionary of NumPy arrays: cores, optimizer state, cached rows, counts.
@@ -323,157 +377,120 @@ class TTTables(nnx.Module):
         It is `nnx.state` by names, and what kind of module it belongs to. `np.savez`, `rsembed.checkpoint` and Orbax
         take it.
         """
-        return saved_state(self, self._fingerprint())
+        self._check_whole(nnx.state(self))
+        arrays = {name: np.asarray(leaf) for name, leaf in self._leaves().items()}
+        return arrays | {FINGERPRINT: np.frombuffer(self._fingerprint().text.encode(), np.uint8)}
+
+    def _leaves(self) -> dict[str, Any]:
+        """The arrays of all variables, by path and number of leaf."""
+        return {
+            f"{'/'.join(map(str, path))}/{k}": x
+            for path, leaf in nnx.to_flat_state(nnx.state(self))
+            for k, x in enumerate(jax.tree.leaves(leaf.get_value()))
+        }
 
     def _fingerprint(self) -> Fingerprint:
-        """Fingerprint of the arrays of a state."""
+        """What the arrays of a state mean."""
         tables = {str(k): dataclasses.asdict(spec) for k, spec in enumerate(self.specs)}
-        caches = {str(g): cache.sizes() for g, cache in enumerate(self.caches)}
+        caches = [[storage.cache_rows, storage.counted_ids] for storage in self.storages]
         rule = identity(self.rule) if self.sparse else "outside"
         return Fingerprint.of({"tables": tables, "dtype": str(self.dtype), "optimizer": rule, "caches": caches})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on, bit by bit, where the module of a `state_dict` stood; both were made with the same arguments.
 
-        Raises: ValueError: the names, the shape or dtype of an array, the tables, the optimizer or the sizes of the
-          cache are those of another module; then nothing changes.
+        Raises: TypeError: it is no mapping. ValueError: the names, the shape or dtype of an array, the tables, the
+          optimizer or the sizes of the cache are those of another module; then nothing changes.
         """
-        load_saved_state(self, state, self._fingerprint())
+        check_type(state, Mapping, "the state")
+        own = self._leaves()
+        if differ := {*own, FINGERPRINT} ^ state.keys():
+            raise ValueError(f"the state is that of another module: {sorted(differ)} are not in both.")
+        saved = {name: np.asarray(array) for name, array in state.items()}
+        for name, ours in own.items():
+            theirs = saved[name]
+            can_grow = self.sparse and self.max_spilled_rows is None and name.startswith("caches/")
+            if ours.shape[can_grow:] != theirs.shape[can_grow:]:
+                raise ValueError(f"{name} has shape {theirs.shape} in the state and {ours.shape} in this module.")
+            # NumPy files know bfloat16 only as two bytes.
+            if theirs.dtype not in (ours.dtype, np.dtype(f"V{ours.dtype.itemsize}")):
+                raise ValueError(f"{name} has dtype {theirs.dtype} in the state and {ours.dtype} in this module.")
+        check_same(
+            Fingerprint(saved[FINGERPRINT].tobytes().decode()),
+            self._fingerprint(),
+            what="the state is that of another module",
+            way_out="Make this module with the arguments of the one that was saved.",
+        )
+        leaves = [jnp.asarray(saved[name].view(ours.dtype)) for name, ours in own.items()]
+        nnx.update(self, jax.tree.unflatten(jax.tree.structure(nnx.state(self)), leaves))
 
     def lookup(self, indices: Any, offsets: Any, per_sample_weights: Any) -> list[Float[Array, "batch dim"]]:
         """Pooled rows of every table."""
-        batch, weights = self._look_up(self._checked_bags(indices, offsets, per_sample_weights))
-        split = Split.of(indices)
-        return self._pooled(split, self._with_places(batch), self._core_values(), self._cached_values(), weights)
+        batch = self._by_group(self._read(indices, offsets, per_sample_weights))
+        self._note(batch)
+        return self._outputs(self._how(indices), batch, [self._state(g)[0] for g in range(len(self.groups))])
 
     def lookup_vjp(
         self, indices: Any, offsets: Any, per_sample_weights: Any
     ) -> tuple[list[Float[Array, "batch dim"]], Callable[[Sequence[Any]], TTGradients | None]]:
         """Pooled rows of every table, and the function that takes their gradients."""
-        bags = self._checked_bags(indices, offsets, per_sample_weights)
-        batch, weights = self._look_up(bags)
-        batch = self._with_places(batch)
-        lookup = functools.partial(self._pooled, Split.of(indices), batch)
-        cores, cached = self._core_values(), self._cached_values()
-        if self.sparse:  # the cached rows are stepped where they lie, without a gradient of them all
-            outputs, pull = jax.vjp(lambda cores, weights: lookup(cores, cached, weights), cores, weights)
-        else:
-            outputs, pull = jax.vjp(lookup, cores, cached, weights)
+        bags = self._read(indices, offsets, per_sample_weights)
+        batch, how = self._by_group(bags), self._how(indices)
+        self._note(batch)
+        params = [self._state(g)[0] for g in range(len(self.groups))]
+        outputs, permit = self._outputs(how, batch, params), SingleUse(STEPPED)
         shapes = [output.shape for output in outputs]
-        directories, is_spent = [cache.directory() for cache in self.caches], False
 
         def backward(d_outputs: Sequence[Any]) -> TTGradients | None:
-            nonlocal is_spent
-            if not all(cache.holds(directory) for cache, directory in zip(self.caches, directories, strict=True)):
-                raise RuntimeError("the cache was populated or reset after this lookup; look the batch up again.")
-            if is_spent:
-                raise RuntimeError("this backward has already stepped the cores; look the batch up again.")
             for table, (d_output, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
                 check_gradient(d_output, f"d_output of table {table}")
                 if np.shape(d_output) != shape:
                     raise ValueError(f"d_output of table {table} has shape {np.shape(d_output)}, its output {shape}.")
-            d_outputs = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]
+            every = [jnp.asarray(on_every_device(d), jnp.float32) for d in d_outputs]
+            by_group = [jnp.concatenate([every[k] for k in group]) for group in self.groups]
+            given = zip(self.storages, params, batch, by_group, strict=True)
+            if self.sparse:
+                permit.use()
+                pulled = [self._step(g, how, *own) for g, own in enumerate(given)]
+                self.step.set_value(self.step.get_value() + 1)
+            else:
+                pulled = [programs.pulled(storage, how, *own) for storage, *own in given]
+            d_cores, d_rows, d_weights = zip(*pulled, strict=True)
+            d_weight = None if bags.weights is None else sum(d_weights)[: bags.ids.shape[0]]
             if not self.sparse:
-                d_cores, d_cached, d_weights = pull(d_outputs)
-                return TTGradients(d_cores, d_cached, None if d_weights is None else d_weights[: bags.ids.shape[0]])
-            is_spent = True
-            d_cores, d_weights = pull(d_outputs)
-            self._update(d_cores, batch, weights, d_outputs)
-            return None if d_weights is None else TTGradients((), (), d_weights[: bags.ids.shape[0]])
+                return TTGradients(d_cores, d_rows if self.caches else (), d_weight)
+            return None if d_weight is None else TTGradients((), (), d_weight)
 
         return outputs, backward
 
-    def _core_values(self) -> tuple[Cores, ...]:
-        cores = tuple(tuple(core.get_value() for core in group) for group in self.core_groups)
-        check_whole(self, cores)
-        return on_every_device(cores)
+    def _step(self, g: int, how: programs.How, storage: TensorTrains, *given: Any) -> tuple[Any, ...]:
+        """One optimizer step of a group; returns gradients of weights."""
+        rate, number = self.learning_rate.get_value(), self.step.get_value()
+        params, slots, d_weights = programs.stepped(storage, how, *self._state(g), *given, rate, number)
+        self._put(g, params, slots)
+        return (), (), d_weights
 
-    def _cached_values(self) -> tuple[Array, ...]:
-        return on_every_device(tuple(cache.rows.get_value() for cache in self.caches))
+    def _how(self, indices: Any) -> programs.How:
+        return programs.How(cast(Mode, self.mode), split_axes(indices), self.implementation)
 
-    def _checked_bags(self, *given: Any) -> Bags:
-        ignores, last = self.bounds_check == "ignore", self.include_last_offset
-        name = type(self).__name__
-        return read_bags(self.specs, *given, name=name, include_last_offset=last, allow_out_of_range=ignores)
-
-    def _look_up(self, bags: Bags) -> tuple[list[Lookups], Float[Array, " nnz"] | None]:
-        """Reads of a batch in every group, and its weights."""
-        bags = with_room(bags)
-        weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
-        return lookups_of(bags, self.specs, self.groups, self.padding_idx), weights
-
-    def _count(self, batch: list[Lookups]) -> None:
-        for cache, asked in zip(self.caches, batch, strict=False):
-            ids, bags = on_host((asked.ids, asked.bags))
-            cache.count(ids[bags != NO_ROW])
-
-    def _is_turn(self, which: int, every: int) -> bool:
-        """Whether one more lookup (0) or populate (1) completes a round of `every`."""
-        if not every:
-            return False
-        calls = np.array(self.calls.get_value())
-        calls[which] = (calls[which] + 1) % every
-        self.calls.set_value(calls)
-        return bool(calls[which] == 0)
-
-    def _with_places(self, batch: list[Lookups]) -> list[Lookups]:
-        """The batch, and where its cached rows are; first it is counted, and the cache populated when it is time."""
-        if not self.caches:
-            return batch
-        is_inside = any(isinstance(asked.bags, jax.core.Tracer) for asked in batch)
-        if is_inside and self.populate_every and not self.deterministic:
-            raise RuntimeError(
-                f"populate_every={self.populate_every} counts lookups on the host, which inside jit nobody does; leave "
-                "it out, and call update_cache(ids) and cache_populate() between compiled steps; or call eval()."
-            )
-        if not is_inside and not self.deterministic:
-            self._count(batch)
-            if self._is_turn(0, self.populate_every):
-                self.cache_populate()
-        return [
-            asked._replace(places=jnp.where(asked.bags == NO_ROW, NO_ROW, cache.find(jnp.asarray(asked.ids))))
-            for asked, cache in zip(batch, self.caches, strict=True)
-        ]
-
-    def _pooled(
-        self,
-        split: Split | None,
-        batch: list[Lookups],
-        cores: tuple[Cores, ...],
-        cached: tuple[Array, ...],
-        weights: Array | None,
-    ) -> list[Array]:
-        """Rows of every table: cached ones where there are such, chains of products for the others."""
+    def _outputs(self, how: programs.How, batch: Sequence[Bags], params: Sequence[Any]) -> list[Array]:
+        """Of every table: cached rows where there are such, chains of products for the others."""
         by_table: dict[int, Array] = {}
-        for g, (group, asked) in enumerate(zip(self.groups, batch, strict=True)):
-            gains = gains_of_entries(asked.bags, asked.num_bags, weights, self.mode)  # type: ignore[arg-type]
-            pooled = shared_rows(
-                split,
-                cores[g],
-                asked.digits,
-                asked.bags if asked.places is None else jnp.where(asked.places == NO_ROW, asked.bags, NO_ROW),
-                gains,
-                slice_shapes=self.specs[group[0]].slice_shapes,
-                num_bags=asked.num_bags,
-                implementation=self.implementation,
-            )
-            if asked.places is not None:
-                pooled = pooled + kernels.lookup(cached[g], [asked.cached(gains)])[0]
+        for group, *given in zip(self.groups, self.storages, params, batch, strict=True):
+            pooled = programs.looked_up(given[0], how, *given[1:])
             by_table.update(zip(group, pooled.reshape(len(group), -1, pooled.shape[1]), strict=True))
         return [by_table[k] for k in range(len(self.specs))]
 
-    def _update(self, d_cores: Any, batch: list[Lookups], weights: Array | None, d_outputs: Sequence[Array]) -> None:
-        """One optimizer step of all cores, and of the cached rows that were read."""
-        rate = self.learning_rate.get_value()
-        hyper = dataclasses.replace(self.rule, learning_rate=lambda: rate).get_hyperparameters(self.step.get_value())
-        slots = [own.get_value() for own in self.slots]
-        pairs = zip(self._core_values(), slots, d_cores, strict=True)
-        stepped = [step_cores(self.rule, *group, hyper) for group in pairs]
-        self._set_cores([cores for cores, _ in stepped], [kept for _, kept in stepped])
-        for cache, group, asked in zip(self.caches, self.groups, batch, strict=False):
-            gains = gains_of_entries(asked.bags, asked.num_bags, weights, self.mode)  # type: ignore[arg-type]
-            cache.step(asked.cached(gains), jnp.concatenate([d_outputs[k] for k in group]), hyper)
-        self.step.set_value(self.step.get_value() + 1)
+    def _by_group(self, bags: Bags) -> list[Bags]:
+        """What a batch asks every group for: rows, numbered from table to table, in the bags of its tables."""
+        sizes = tuple(spec.num_embeddings for spec in self.specs)
+        bags = with_room(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
+        return programs.rows_by_group(self.groups, (sizes, self.padding_idx), bags)
+
+    def _read(self, *given: Any) -> Bags:
+        """Checked bags, those of table 0 first."""
+        name, ignores = type(self).__name__, self.bounds_check == "ignore"
+        return programs.read_bags(self.specs, *given, name=name, last=self.include_last_offset, ignores=ignores)
 
 
 def _of_all(values: list[Any]) -> Any:
@@ -481,14 +498,3 @@ def _of_all(values: list[Any]) -> Any:
     if len(values) > 1 and (isinstance(values[0], Array) or any(value != values[0] for value in values)):
         return values
     return values[0]
-
-
-def _rows_by_number(specs: Sequence[TTSpec], cores: Cores, ids: np.ndarray) -> np.ndarray:
-    """Rows from the cores of a group, whose ids count on from table to table."""
-    # A power of two, so that few programs serve all numbers of ids.
-    padded = np.zeros(1 << max(5, (ids.size - 1).bit_length()), np.int64)
-    padded[: ids.size] = ids
-    ends = np.cumsum([spec.num_embeddings for spec in specs])
-    table = np.searchsorted(ends, padded, side="right")
-    found = rows_of(specs, cores, padded - np.r_[0, ends[:-1]][table], table, implementation="chunked")
-    return np.asarray(found)[: ids.size]

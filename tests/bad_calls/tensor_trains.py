@@ -106,7 +106,7 @@ BAD = {
     "a spec that is none": (lambda: tt.rows((9, 4), cores(), jnp.array([1])), TypeError, "TTSpec", "tuple"),
     "rows of float ids": (lambda: tt.rows(SPEC, cores(), jnp.array([1.5])), TypeError, "ids", "integers", "float32"),
     "a kernel nobody knows": (
-        lambda: tt.rows(SPEC, cores(), jnp.array([1]), implementation="fast"), ValueError, "'fast'", "chunked",
+        lambda: tt.rows(SPEC, cores(), jnp.array([1]), implementation="fast"), ValueError, "'fast'", "plain",
     ),
     "a bag's mode nobody knows": (
         lambda: tt.bag(SPEC, cores(), rs.Bags.from_lists([[1]]), mode="max"), ValueError, "mode", "'max'",
@@ -179,7 +179,7 @@ BAD = {
     "a negative spill area": (lambda: module(max_spilled_rows=-1), ValueError, "max_spilled_rows", "[0, inf)", "-1"),
     "a negative schedule": (lambda: module(populate_every=-1), ValueError, "populate_every", "[0, inf)", "-1"),
     "a truth value as a number": (
-        lambda: module(halve_counts_every=True), TypeError, "halve_counts_every", "an integer", "True",
+        lambda: module(populate_every=True), TypeError, "populate_every", "an integer", "True",
     ),
     "a cache above its count table": (
         lambda: module(use_cache=True, cache_size=4, hashtbl_size=3), ValueError, "hashtbl_size=3", "cache_size=4",
@@ -198,7 +198,7 @@ BAD = {
     ),
     "a padding id outside": (lambda: module(padding_idx=9), ValueError, "padding_idx=9", "no row"),
     "a bounds check nobody knows": (lambda: module(bounds_check="clip"), ValueError, "bounds_check", "'clip'"),
-    "a kernel of a module nobody knows": (lambda: module(implementation="fast"), ValueError, "'fast'", "chunked"),
+    "a kernel of a module nobody knows": (lambda: module(implementation="fast"), ValueError, "'fast'", "plain"),
     "renormalised rows": (lambda: module(max_norm=1.0), NotImplementedError, "max_norm=1.0"),
     "no tables": (
         lambda: tt.TableBatchedTTEmbeddingBag(0, 9, 4, tt_ranks=[2]), ValueError, "num_tables", "[1, inf)", "0",

@@ -123,12 +123,6 @@ def test_dimensions_may_differ():
     assert not (after[0] == before[0]).all()
 
 
-def test_many_ids_take_the_grouped_form_and_agree():
-    ids = np.random.default_rng(0).integers(0, np.repeat(SIZES, 50)[:, None], (200, 20))
-    found, wanted = (looked_up(mixed(implementation=form), ids) for form in ("grouped", "plain"))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-
-
 def test_a_hundred_published_tables():
     emb = TableBatchedTTEmbeddingBag(
         num_tables=100,

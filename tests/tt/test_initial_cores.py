@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rsembed.tt import TTSpec, init_cores
-from rsembed.tt.initial_cores import core_std, target_std
+from rsembed.tt.new_cores import core_std, target_std
 from tests.tt.tt_oracles import CASES, expanded
 
 SPECS = {

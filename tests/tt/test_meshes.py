@@ -124,7 +124,7 @@ def test_devices_sum_rows_and_gradients_of_cores_of_their_own_ids(mesh):
     nnx.update(emb, placed(mesh, nnx.state(emb)))
     given = placed(mesh, IDS, SPLIT), placed(mesh, np.ones((8, 4), np.float32))
     sent = collective_bytes(jitted_step.lower(emb, *given).compile().as_text(), 4)
-    assert sent == {"all-gather": 3 / 4 * IDS.size * 4, "all-reduce": 2 * 3 / 4 * 4 * (8 * 4 + SPEC.num_params)}
+    assert sent == {"all-gather": 3 / 4 * IDS.size * 4, "all-reduce": 2 * 3 / 4 * 4 * (2 * 8 * 4 + SPEC.num_params)}
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (8, 0)])

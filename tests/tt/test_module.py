@@ -237,7 +237,7 @@ def test_get_params_and_reset_parameters():
     emb = small(sparse=True, optimizer="exact_adagrad")
     assert len(emb.get_params()) == len(emb.get_params()) == 3
     cached = small(sparse=True, use_cache=True, cache_size=4)
-    assert [own.shape for own in cached.get_params()[3:]] == [(4, emb.embedding_dim)]
+    assert [own.shape for own in cached.get_params()[3:]] == [(10, emb.embedding_dim)]
     first = values(emb)
     step(emb, np.ones((1, 3), np.float32), np.asarray([[1, 2]]))
     emb.reset_parameters(rngs=nnx.Rngs(0))
@@ -266,3 +266,34 @@ def test_a_fused_step_returns_the_gradients_of_weights():
         found = module.vjp(*arguments)[1](upstream)
         np.testing.assert_allclose(found.per_sample_weights, expected, rtol=1e-4, atol=1e-7)
     assert found.cores and fused.vjp(*arguments[:2])[1](upstream) is None
+
+
+def cached(cache_size=4, hashtbl_size=64, **options):
+    options = {"cache_size": cache_size, "hashtbl_size": hashtbl_size, **options}
+    return TTEmbeddingBag(200, 4, [3], [14, 15], [2, 2], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"cache_size": 2}, r"caches is \[\[4, 64\]\], expected \[\[2, 64\]\]"),
+        ({"hashtbl_size": 256}, r"caches is \[\[4, 64\]\], expected \[\[4, 256\]\]"),
+        ({"optimizer": "exact_sgd", "dtype": jnp.bfloat16}, r"has dtype float32 in the state and bfloat16"),
+        ({"optimizer": "exact_rowwise_adagrad"}, r"slots/0/0"),
+        ({"use_cache": False}, r"caches/0/rows/0"),
+    ],
+)
+def test_the_state_of_another_kind_of_module_is_refused_and_changes_nothing(options, difference):
+    emb, other = cached(), cached(**options)
+    emb.vjp(jnp.asarray([[4], [9]]))[1](np.ones((2, 4), np.float32))
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=difference):
+        other.load_state_dict(emb.state_dict())
+    for name, value in other.state_dict().items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def test_the_state_of_other_tables_in_cores_of_the_same_shape_is_refused():
+    emb, fewer = (TTEmbeddingBag(rows, 4, [3], [30, 30], [2, 2], use_cache=False) for rows in (900, 899))
+    with pytest.raises(ValueError, match=r"tables/0/num_embeddings is 900, expected 899"):
+        fewer.load_state_dict(emb.state_dict())

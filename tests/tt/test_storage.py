@@ -18,6 +18,7 @@ from tests.parallel.hlo import collective_bytes
 
 ROWS, DIM = 60, 6
 STORAGE = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3))
+RNG = np.random.default_rng(0)
 
 
 def collection_of(*, optimizer=None, combiner="mean", storage=STORAGE, **fields):
@@ -56,7 +57,7 @@ def test_data_parallel_lookup_and_update_equal_those_of_one_device():
 
 def split_collection(devices=4, *, axis=None, **options):
     """A table read by a weighted feature and a plain one, on a mesh whose axis `y` has two devices, or on no mesh."""
-    table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, storage=STORAGE, **options)
+    table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=DIM, **{"storage": STORAGE, **options})
     features = [rs.FeatureSpec(name=name, table_spec=table) for name in ("weighted", "plain")]
     if devices is None:
         return rs.EmbeddingCollection(features)
@@ -178,3 +179,110 @@ def test_stacked_layouts_refuse_trains():
     collection = collection_of()
     with pytest.raises(NotImplementedError, match="use EmbeddingCollection"):
         rs.plan_stacking(list(collection.features.values()), num_shards=4)
+
+
+def like_tables(num_tables=3):
+    sizes = [ROWS + 7 * k for k in range(num_tables)]
+    return [
+        rs.TableSpec(
+            name=f"t{k}",
+            vocabulary_size=size,
+            embedding_dim=DIM,
+            optimizer=rs.AdagradOptimizerSpec(0.1),
+            storage=TensorTrain((3, 4), None, (1, 2, 3)),
+            combiner=combiner,
+        )
+        for k, (size, combiner) in enumerate(zip(sizes, ("sum", "mean", "sqrtn"), strict=False))
+    ]
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(num_devices, tmp_path):
+    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    features = [rs.FeatureSpec(name=f"f{k}", table_spec=table) for k, table in enumerate(like_tables())]
+    collection = rs.EmbeddingCollection(features, mesh=mesh)
+    assert [stack.name for stack in collection.plan.stacks] == ["t0_t1_t2"]
+    batch = {f.name: (RNG.integers(-1, ROWS, (4, 3)), RNG.random((4, 3), np.float32)) for f in features}
+    d_activations = {f.name: RNG.normal(size=(4, DIM)).astype(np.float32) for f in features}
+    state = collection.init(jax.random.key(0))
+    found, after = collection.lookup(state, batch), collection.update(state, batch, d_activations)
+    for feature in features:
+        own = {feature.name: batch[feature.name]}
+        alone = rs.EmbeddingCollection([feature])
+        fresh, name = alone.init(jax.random.key(0)), feature.table_spec.name
+        np.testing.assert_allclose(found[feature.name], alone.lookup(fresh, own)[feature.name], rtol=1e-5, atol=1e-7)
+        stepped = alone.update(fresh, own, {feature.name: d_activations[feature.name]})
+        for read in ("tables", "slots"):
+            of_all, of_one = (getattr(kept, read)(s)[name] for kept, s in ((collection, after), (alone, stepped)))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), of_all, of_one)
+        checkpoint.save_collection(tmp_path / name, alone, stepped)
+        moved = collection.with_tables(state, {name: stepped.tables[name]})
+        np.testing.assert_array_equal(collection.tables(moved)[name], alone.tables(stepped)[name])
+    checkpoint.save_collection(tmp_path / "all", collection, after)
+    loaded = checkpoint.load_collection(tmp_path / "all", collection)
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(after), strict=True):
+        assert one is other or jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key) or (one == other).all()
+
+
+def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_path):
+    """The table is the train's, but for the rows that are stored; those are stepped by themselves, on any mesh."""
+    storage = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3), cache_rows=4, populate_every=2)
+    ids = np.array([[7, 7], [7, 3], [9, 3], [7, 50]], np.int32)
+    results = []
+    for devices in (None, 2):
+        collection = split_collection(devices, optimizer=rs.SGDOptimizerSpec(0.5), combiner="sum", storage=storage)
+        state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
+        batch = collection.prepare({"plain": ids, "weighted": ids[:, :1]})
+        ones = {name: jnp.ones((4, DIM)) for name in batch}
+        for _ in range(2):
+            state = step(state, batch, ones)
+        before, cores = np.asarray(collection.tables(state)["t"]), state.tables["t"].cores
+        state = step(state, batch, ones)
+        after = np.asarray(collection.tables(state)["t"])
+        reads = np.bincount(np.r_[ids.ravel(), ids[:, 0]], minlength=ROWS)
+        np.testing.assert_allclose(
+            after[[3, 7, 9, 50]], before[[3, 7, 9, 50]] - 0.5 * reads[[3, 7, 9, 50], None], rtol=1e-5
+        )
+        jax.tree.map(np.testing.assert_array_equal, state.tables["t"].cores, cores)  # all that was read is stored
+        counts = collection.counts(state)["t"]
+        assert {name: int(own.sum()) for name, own in counts.items()} == {
+            "cached_ids": 4,
+            "spilled_ids": 0,
+            "residual": 0,
+            "residual_elsewhere": 0,
+            "lookups": 36,
+            "hits": 12,
+            "uncounted": 0,
+            "evictions": 0,
+            "spills": 0,
+            "written_back": 0,
+        }
+        results.append(after)
+        checkpoint.save_collection(tmp_path / str(devices), collection, state)
+        loaded = checkpoint.load_collection(tmp_path / str(devices), collection)
+        np.testing.assert_array_equal(collection.tables(loaded)["t"], after)
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [None, 2])
+@pytest.mark.parametrize("max_spilled_rows", [None, 0])
+def test_steps_that_choose_rows_lose_nothing_while_there_is_room(max_spilled_rows, devices):
+    options = {"cache_rows": 4, "populate_every": 1, "max_spilled_rows": max_spilled_rows}
+    storage = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3), **options)
+    collection = split_collection(devices, optimizer=rs.SGDOptimizerSpec(0.1), combiner="sum", storage=storage)
+    state, step = collection.init(jax.random.key(0)), jax.jit(collection.update)
+    changes = []
+    for epoch in range(4):
+        ids = (np.arange(8).reshape(4, 2) % 4 + 4 * epoch).astype(np.int32)
+        batch = collection.prepare({"plain": ids, "weighted": ids})
+        for slope in (0.0, 0.0, 0.1, 0.1):  # steps of nothing populate, too
+            before = np.asarray(collection.tables(state)["t"])
+            state = step(state, batch, {name: jnp.full((4, DIM), slope) for name in batch})
+            if not slope:
+                changes.append(np.abs(collection.tables(state)["t"] - before).max())
+    counts = {name: float(own[0]) for name, own in collection.counts(state)["t"].items()}
+    if max_spilled_rows is None:
+        assert max(changes) == 0 and counts["spilled_ids"] == 12
+    else:
+        assert 0 < max(changes) <= max(counts["residual"], counts["residual_elsewhere"]) * (1 + 1e-6)
+    assert counts["written_back"] == (0 if max_spilled_rows is None else 12)

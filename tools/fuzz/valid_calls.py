@@ -27,7 +27,6 @@ from rsembed.kernels.ids import Partitions
 from rsembed.keys import Keys
 from rsembed.places import Place
 from rsembed.tt import chain
-from rsembed.tt import native as tt_native
 from tests.kernels.test_partitions import draw_partitions
 
 Draw = np.random.Generator
@@ -330,16 +329,16 @@ def trains(shapes: Draw, draw: Draw) -> ValidCall:
     digits = tuple(jax.device_put(draw.integers(0, p, count).astype(np.int32)) for p in heights)
     bags, gains = some_rows(draw, count, num_bags), floats(draw, count)
     options = {"slice_shapes": tuple(slices), "num_bags": num_bags}
-    plain = functools.partial(chain.pooled_rows, **options, implementation="plain")
+    forms = [functools.partial(chain.pooled_rows, **options, implementation=form) for form in ("native", "plain")]
     if shapes.random() < 0.5:
-        return ValidCall(functools.partial(tt_native.pooled, **options), plain, (cores, digits, bags, gains))
+        return ValidCall(*forms, (cores, digits, bags, gains))
     d_pooled = floats(draw, num_bags, int(np.prod([q for _, q, _ in slices])))
 
-    def pull(cores: Any, digits: Any, bags: Any, gains: Any, d_pooled: Any) -> Any:
-        return jax.vjp(lambda cores, gains: plain(cores, digits, bags, gains), cores, gains)[1](d_pooled)
+    def pull(form: Any, cores: Any, digits: Any, bags: Any, gains: Any, d_pooled: Any) -> Any:
+        return jax.vjp(lambda cores, gains: form(cores, digits, bags, gains), cores, gains)[1](d_pooled)
 
-    found = functools.partial(tt_native.pull, slice_shapes=options["slice_shapes"])
-    return ValidCall(found, pull, (cores, digits, bags, gains, d_pooled))
+    found = (functools.partial(pull, form) for form in forms)
+    return ValidCall(*found, (cores, digits, bags, gains, d_pooled))
 
 
 CALLS = (

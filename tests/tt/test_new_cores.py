@@ -8,11 +8,11 @@ import pytest
 
 from rsembed.tt import (
     TTSpec,
-    decomposition,
     from_dense,
     from_tensorly,
     full_weight,
     init_cores,
+    new_cores,
     round_cores,
     to_tensorly,
 )
@@ -91,7 +91,7 @@ def test_tensorly_finds_the_same_error_at_the_same_ranks():
 def test_a_randomised_step_comes_close_to_the_exact_one(monkeypatch):
     table = random_table(400, 12, decay=0.5)
     exact = error(*from_dense(table, ranks=6), table)
-    monkeypatch.setattr(decomposition, "MAX_EXACT_SIDE", 16)
+    monkeypatch.setattr(new_cores, "MAX_EXACT_SIDE", 16)
     again = [from_dense(table, ranks=6) for _ in range(2)]
     assert error(*again[0], table) == pytest.approx(exact, rel=0.02)
     assert all((a == b).all() for a, b in zip(again[0][1], again[1][1], strict=True))

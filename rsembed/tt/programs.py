@@ -1,0 +1,304 @@
+"""What a module does with a batch: reads it, and compiles what follows for each group of tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
+from rsembed.checks import check_type
+from rsembed.kernels.contract import NO_ROW, Step
+from rsembed.parallel.agreement import check_not_forked
+from rsembed.tt import hot_rows
+from rsembed.tt.chain import Cores, on_copies, on_every_device
+from rsembed.tt.cores import Mode, segment_of
+from rsembed.tt.hot_rows import SPILLED_ROWS_PER_ROW, Directory
+from rsembed.tt.spec import TTSpec
+from rsembed.tt.storage import CachedTrain, TensorTrains, cores_of
+
+TRACED_SIZES_TO_LOG = 8
+"""Different numbers of ids in one kind of module, after which tracing is worth a word."""
+
+_TRACED_SIZES: dict[tuple[str, tuple[TTSpec, ...]], set[int]] = {}
+_LOG = logging.getLogger("rsembed")
+
+
+class How(NamedTuple):
+    """What is static in a call, beside the storage."""
+
+    mode: Mode
+    axes: tuple[str, ...]
+    implementation: str | None
+
+
+def _program(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of two things that are static and of arrays, compiled, and on a mesh with explicit axes on copies."""
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    @functools.wraps(function)
+    def run(first: Any, second: Any, *arrays: Any) -> Any:
+        return on_copies(functools.partial(function, first, second), *arrays)
+
+    return run
+
+
+@_program
+def looked_up(storage: TensorTrains, how: How, params: Any, batch: Bags) -> Float[Array, "bags dim"]:
+    """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
+    segment = segment_of(batch, batch.ids, how.mode)
+    return storage.look_up(params, [segment], storage.tables[0], axes=how.axes, implementation=how.implementation)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def pulled(storage: TensorTrains, how: How, params: Any, batch: Bags, d_output: Array) -> tuple[Any, Any, Any]:
+    """Gradients of cores, of stored rows and of weights."""
+
+    def output(cores: Cores, rows: Any, weights: Any) -> Array:
+        own = cores if rows is None else params._replace(cores=cores, rows=rows)
+        return looked_up(storage, how, own, dataclasses.replace(batch, weights=weights))
+
+    rows = params.rows if isinstance(params, CachedTrain) else None
+    return jax.vjp(output, cores_of(params), rows, batch.weights)[1](d_output)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def stepped(
+    storage: TensorTrains,
+    how: How,
+    params: Any,
+    slots: Any,
+    then: Any,
+    batch: Bags,
+    d_output: Array,
+    rate: Array,
+    number: Array,
+) -> tuple[Any, Any, Any]:
+    """Parameters and slots after a step with the gradients of a lookup in parameters `then`; gradients of weights."""
+    table, rule = storage.tables[0], storage.tables[0].optimizer
+    d_cores, _, d_weights = pulled(storage, how, then, batch, d_output)
+
+    def own(params: Any, slots: Any, d_cores: Cores, batch: Bags, d_output: Array, rate: Array, number: Array) -> Any:
+        hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
+        step = Step(hyper, rule, None, number)
+        cores, core_slots = storage.step_all(cores_of(params), storage.core_slots(slots), d_cores, table, step=step)
+        if not isinstance(params, CachedTrain):
+            return cores, core_slots
+        segments = [segment_of(batch, batch.ids, how.mode)]
+        rows, row_slots = storage.step_stored(params, slots[1], segments, [d_output], step=step)
+        return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
+
+    return *on_copies(own, params, slots, d_cores, batch, d_output, rate, number), d_weights
+
+
+@_program
+def counted(storage: TensorTrains, how: How, directory: Directory, rows: Int[Array, " nnz"]) -> Directory:
+    """See `hot_rows.count`."""
+    del storage, how
+    return hot_rows.count(directory, rows)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@_program
+def populated(storage: TensorTrains, how: How, params: Any, slots: Any, turns: Int[Array, ""]) -> tuple[Any, Any]:
+    """Parameters and slots after one populate or none; a gradient of what lies at a place then is one of that place."""
+    del how
+    populate = functools.partial(storage.populate, table=storage.tables[0])
+    return jax.lax.fori_loop(0, turns, lambda _, state: populate(*state), (params, slots))
+
+
+@populated.defjvp
+def _populated_jvp(storage: TensorTrains, how: How, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return populated(storage, how, *primals), tangents[:2]
+
+
+def with_room_to_spill(storage: TensorTrains, how: How, params: Any, slots: Any) -> tuple[Any, Any]:
+    """Parameters and slots with places for all rows that the next populate spills; outside of `jit`."""
+    num_spilled, capacity = int(_num_to_spill(storage, how, params)), storage.capacity(storage.tables[0])
+    room = params.rows.shape[0] - capacity
+    if num_spilled <= room:
+        return params, slots
+    if room <= SPILLED_ROWS_PER_ROW * capacity:
+        _LOG.warning(
+            "%d rows were trained in a tensor-train cache of %d and left it; none is dropped, so they now take "
+            "more memory than %d times the cache. Raise cache_size, or bound them with max_spilled_rows.",
+            num_spilled,
+            capacity,
+            SPILLED_ROWS_PER_ROW,
+        )
+    # Twice the room, so that shapes change seldom.
+    wanted = min(max(num_spilled, 2 * room), storage.num_ids(storage.tables[0]) - capacity)
+    enlarged: tuple[Any, Any] = _enlarged(storage, wanted - room, params, slots)
+    return enlarged
+
+
+@_program
+def _num_to_spill(storage: TensorTrains, how: How, params: Any) -> Int[Array, ""]:
+    del how
+    return storage.num_to_spill(params, storage.tables[0])
+
+
+@_program
+def _enlarged(storage: TensorTrains, num_more: int, params: Any, slots: Any) -> tuple[Any, Any]:
+    del storage
+    directory, (rows, row_slots) = hot_rows.enlarged(params.directory, (params.rows, slots[1]), num_more)
+    return params._replace(rows=rows, directory=directory), (slots[0], row_slots)
+
+
+@_program
+def rows_by_group(groups: Sequence[Sequence[int]], tables: tuple[Sequence[int], int | None], bags: Bags) -> list[Bags]:
+    """Of every group: rows, numbered from table to table, in the bags of its tables.
+
+    Args:
+      groups: tables of every group.
+      tables: rows of every table, and an id that contributes nothing.
+      bags: those of table 0, then as many of table 1, and so on.
+    """
+    sizes, padding_idx = tables
+    ids, offsets = jnp.asarray(bags.ids), jnp.asarray(bags.offsets).astype(jnp.int32)
+    batch = bags.num_bags // len(sizes)
+    ends = offsets[batch::batch] if batch else offsets[:0]
+    table = jnp.searchsorted(ends, jnp.arange(ids.shape[0], dtype=jnp.int32), side="right")
+    first_rows, group_of = np.zeros((2, len(sizes) + 1), np.int32)
+    group_of[-1] = -1  # of ids in no bag
+    for g, group in enumerate(groups):
+        group_of[list(group)] = g
+        first_rows[list(group)] = np.cumsum([0, *(sizes[k] for k in group)])[:-1]
+    is_row = (ids >= 0) & (ids < jnp.asarray([*sizes, 0], jnp.int32)[table])
+    is_row = is_row if padding_idx is None else is_row & (ids != padding_idx)
+    rows, own_group = ids + jnp.asarray(first_rows)[table], jnp.asarray(group_of)[table]
+    starts = offsets[:-1].reshape(len(sizes), batch)
+    return [
+        Bags(
+            jnp.where(is_row & (own_group == g), rows, NO_ROW),
+            jnp.concatenate([starts[np.asarray(group)].reshape(-1), offsets[-1:]]),
+            None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32),
+        )
+        for g, group in enumerate(groups)
+    ]
+
+
+def read_bags(
+    specs: Sequence[TTSpec],
+    indices: Any,
+    offsets: Any,
+    per_sample_weights: Any,
+    *,
+    name: str,
+    last: bool | None,
+    ignores: bool,
+) -> Bags:
+    """Checked bags, of which bag `b` belongs to table `b // batch`, `batch` being an equal share of them.
+
+    Of what is inside `jit` only the size is known: a step that is traced for one size after the other is logged.
+
+    Args:
+      specs: the tables, whose bags follow each other.
+      indices: flat ids with `offsets`; or, without, a dense array `[tables * batch, ids per bag]` where -1 stands for
+        no id, `Bags`, or a list of lists.
+      offsets: start of each bag; the end of the last may follow.
+      per_sample_weights: one per id, in the form of `indices`.
+      name: of the module, for messages.
+      last: whether `offsets` end with the end of the last bag. None finds out: with several tables from the number of
+        offsets, with one from the last offset being the number of ids, which needs its value.
+      ignores: warns of ids outside their table instead of refusing them.
+
+    Raises:
+      TypeError: ids or offsets are not integers.
+      ValueError: the forms do not go together, bags do not divide by tables, offsets fall, an id lies outside its
+        table, or a weight is not finite; the message names the id, the bag and the table.
+    """
+    check_not_forked(name)
+    for given, what in (((indices, offsets), "indices or offsets"), (indices, "indices")):
+        check_unmasked(given, what)
+    given = (indices, offsets, per_sample_weights)
+    indices, offsets, weights = (on_every_device(x) if isinstance(x, (jax.Array, Bags)) else x for x in given)
+    if isinstance(indices, Bags) and not (offsets is None and weights is None):
+        raise ValueError("Bags hold offsets and weights; pass neither beside them.")
+    is_nested = isinstance(indices, (list, tuple)) and any(np.ndim(row) for row in indices)
+    if not isinstance(indices, (Bags, jax.Array)) and not is_nested:
+        indices = np.asarray(indices)
+    if offsets is not None:
+        if indices.ndim != 1:
+            raise ValueError(f"offsets go with flat indices, got shape {indices.shape}; leave them out for dense ids.")
+        check_type(weights, Float[np.ndarray, " nnz"] | None, "per_sample_weights")
+        weights = np.asarray(weights, np.float32) if isinstance(weights, (list, tuple)) else weights
+        bags = Bags(indices, _with_last(offsets, indices.shape[0], len(specs), last), weights)
+    elif is_nested:
+        bags = Bags.from_lists(indices, weights)
+    elif isinstance(indices, Bags):
+        bags = as_bags(indices, feature="indices")
+    elif indices.ndim != 2:
+        raise ValueError(f"indices of shape {indices.shape} need offsets; only dense ids [bags, ids per bag] do not.")
+    else:
+        bags = Bags.from_dense(indices, weights)
+    if bags.weights is not None and bags.weights.shape != bags.ids.shape:
+        raise ValueError(f"per_sample_weights have {bags.weights.size} numbers for {bags.ids.size} indices.")
+    if bags.num_bags % len(specs):
+        raise ValueError(
+            f"{bags.num_bags} bags cannot be shared equally by {len(specs)} tables; the bags of table 0 come first, "
+            "then as many of table 1, and so on."
+        )
+    check_ids_dtype(bags, feature="indices")
+    if bags.ids.shape[0] == 0:  # of nothing, no program would know on which devices it is
+        weights = None if bags.weights is None else np.zeros(0, np.float32)
+        return Bags(np.zeros(0, np.int32), np.zeros(bags.num_bags + 1, np.int32), weights)
+    if is_traced(bags):
+        _note_size(bags.ids.shape[0], name, tuple(specs))
+    else:
+        _check_ids(bags, specs, name, ignores)
+    return bags
+
+
+def _with_last(offsets: Any, num_ids: int, num_tables: int, last: bool | None) -> Any:
+    offsets = offsets if isinstance(offsets, jax.Array) else np.asarray(offsets)
+    if offsets.ndim != 1 or not jnp.issubdtype(offsets.dtype, jnp.integer):
+        raise TypeError(f"offsets must be a flat array of integers, got {offsets.dtype} of shape {offsets.shape}.")
+    if last is None and num_tables > 1:
+        last = offsets.shape[0] % num_tables == 1
+    elif last is None and is_traced(offsets):
+        raise ValueError(
+            "inside jit the values of offsets are unknown; say include_last_offset=True or False to the module, or "
+            "pass Bags."
+        )
+    if last or (last is None and offsets.shape[0] > 1 and int(offsets[-1]) == num_ids):
+        return offsets
+    xp: Any = np if isinstance(offsets, np.ndarray) else jnp
+    return xp.concatenate([offsets, xp.full(1, num_ids, offsets.dtype)])
+
+
+def _check_ids(bags: Bags, specs: Sequence[TTSpec], name: str, ignores: bool) -> None:
+    check_bags(bags, feature="indices")
+    ids, offsets, num_outside = np.asarray(bags.ids), np.asarray(bags.offsets), 0
+    batch = bags.num_bags // len(specs)
+    for k, spec in enumerate(specs):
+        cut = offsets[k * batch : (k + 1) * batch + 1]
+        own, table = ids[cut[0] : cut[-1]], name if len(specs) == 1 else f"{name} {k}"
+        size: dict[str, Any] = {"vocabulary_size": spec.num_embeddings, "allow_out_of_range": ignores}
+        check_values(Bags(own, cut - cut[0]), feature="indices", table=table, **size)
+        num_outside += int(((own != PAD_ID) & ((own < 0) | (own >= spec.num_embeddings))).sum())
+    if num_outside:
+        warnings.warn(f"rsembed.tt: {num_outside} ids outside their table contribute nothing.", stacklevel=6)
+
+
+def _note_size(num_ids: int, name: str, specs: tuple[TTSpec, ...]) -> None:
+    sizes = _TRACED_SIZES.setdefault((name, specs), set())
+    is_new = num_ids not in sizes
+    sizes.add(num_ids)
+    if is_new and len(sizes) == TRACED_SIZES_TO_LOG:
+        _LOG.warning(
+            "a step with a %s was traced for %d different numbers of ids, the last of them %d, and is compiled for "
+            "each; pad the bags outside of it, as in Bags.from_lists(ids).pad_to(%d).",
+            name,
+            len(sizes),
+            num_ids,
+            1 << (max(sizes) - 1).bit_length(),
+        )
