@@ -163,14 +163,11 @@ class DistributedEmbedding(_Layer):
           TypeError or ValueError: naming table, position and the way out.
           RuntimeError: the table is full, see `when_full` of `rsembed.Hashed`.
         """
-        return self._pooled(keys, weights, training)[0]
+        return self._look_up((keys, weights), self._samples, self.combiner, training, -1, self.slot_num)[0]
 
     def vjp(self, keys: Any, weights: Any = None) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
         """The lookup of a training step, and `backward(d_out)`; see `__call__` for the arguments."""
-        return self._pooled(keys, weights, True)
-
-    def _pooled(self, keys: Any, weights: Any, training: bool) -> tuple[Array, StepOnce]:
-        return self._look_up((keys, weights), self._samples, self.combiner, training, -1, self.slot_num)
+        return self._look_up((keys, weights), self._samples, self.combiner, True, -1, self.slot_num)
 
     def _samples(self, given: tuple[Any, Any]) -> Bags:
         bags = self._bags(given)

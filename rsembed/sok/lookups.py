@@ -328,7 +328,7 @@ def look_up_variables(
         wanted = found[number][1]
         if not says_when_full(variable) or variable.table.grows or is_traced(wanted):
             continue
-        if (missing := _missing(_arrays_of(variable)[0].keys, wanted)).max() > 0:
+        if (missing := _missing(variable.get_value().tables[variable.table.spec.name].keys, wanted)).max() > 0:
             raise _full(variable, int(missing.clip(0).sum()))
     outputs = [iter(found[number][0]) for number in range(len(own))]
     ordered = [next(outputs[number]) for number in order]
