@@ -51,7 +51,7 @@ def initial_rows(key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"])
       ValueError: it returns another shape than it was asked for.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
-    trace = _trace(table, shape)
+    trace = traced_initializer(table, shape)
     try:
         return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:  # an orthogonal matrix, a given array, ...: build it whole and pick
@@ -66,7 +66,7 @@ def form(table: TableSpec) -> Hashable:
     one, as `[normal(0.01) for _ in tables]` are, are not compiled one by one.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
-    trace, whole = _trace(table, shape), (table.initializer, *shape)
+    trace, whole = traced_initializer(table, shape), (table.initializer, *shape)
     text = " ".join(str(trace).split())  # where its lines break depends on the length of numbers
     if _has_constants(trace) or not _is_made_by_rows(trace, shape[0]):
         return whole
@@ -121,7 +121,11 @@ def _keyed_trace(initializer: Callable[..., Any], dim: int) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
 
 
-def _trace(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
+def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
+    """The table's initializer for an array of `shape`.
+
+    Raises: TypeError, ValueError: it takes other arguments, or returns anything but one array of that shape.
+    """
     try:
         trace = jax.make_jaxpr(lambda key: table.initializer(key, shape))(jax.random.key(0))
     except TypeError as error:

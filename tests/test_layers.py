@@ -15,7 +15,7 @@ BUDGETS = {
     "fingerprint": 180,
     "jax_internals": 20,
     "checks": 250,
-    "optimizers": 1560,
+    "optimizers": 1565,
     "places": 90,
     "specs": 380,
     "stacking": 500,

@@ -67,11 +67,7 @@ class BackingStore:
             called with few different numbers of rows, of which it may be asked again. None leaves it to `arrays`.
           near_dtype: what a device rounds the first array to, if it does. A number that comes back as it left keeps
             what the store has.
-
-        Raises: ValueError: there is no array, or their numbers of rows differ.
         """
-        if len(sizes := {array.shape[0] for array in arrays}) != 1:
-            raise ValueError(f"BackingStore needs at least one array, all with equally many rows, got {sorted(sizes)}.")
         self.arrays, self._first_values, self._near_dtype = tuple(arrays), first_values, near_dtype
         self._is_written = np.zeros(0 if first_values is None else self.arrays[0].shape[0], bool)
 

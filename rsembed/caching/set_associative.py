@@ -38,11 +38,7 @@ def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " i
     Example:
       >>> set_of(np.array([0, 1, 2, 10**12]), 1000).tolist()
       [0, 604, 447, 300]
-
-    Raises: ValueError: there is no set.
     """
-    if num_sets < 1:
-        raise ValueError(f"set_of: num_sets must be at least 1, got {num_sets}.")
     return (_mixed(ids.astype(np.uint64)) % np.uint64(num_sets)).astype(np.int64)
 
 

@@ -17,7 +17,7 @@ from rsembed.collection.state import Traffic
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Step
 from rsembed.keys import Keys
-from rsembed.parallel import Asking, Question, Wanted, default_capacity, distinct
+from rsembed.parallel.exchange import Asking, Question, Wanted, default_capacity, distinct
 from rsembed.storage.hash_table import combine
 from rsembed.storage.protocol import ReadAhead
 

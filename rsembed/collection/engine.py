@@ -20,7 +20,7 @@ from rsembed.collection.stack import Stack
 from rsembed.collection.state import Activations, Batch, LookupStatistics, Traffic
 from rsembed.kernels import api
 from rsembed.keys import as_keys, num_invalid
-from rsembed.parallel import Asking, together
+from rsembed.parallel.exchange import Asking, together
 from rsembed.specs import FeatureSpec
 
 ByStack = dict[str, Any]

@@ -28,7 +28,7 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Segment, SegmentGradients, Step
 from rsembed.kernels.reference import entry_gains, gradients_of_weights
 from rsembed.keys import Keys
-from rsembed.parallel import Asking
+from rsembed.parallel.exchange import Asking
 from rsembed.specs import TableSpec
 from rsembed.storage.hash_table import entries, named, unnamed
 from rsembed.storage.protocol import ReadAhead, Storage

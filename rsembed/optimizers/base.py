@@ -266,6 +266,11 @@ class OptaxOptimizerSpec(OptimizerSpec):
         super().__post_init__()
         name = "from_optax: transformation, as optax.adam(...) makes one,"
         check_type(self.transformation, optax.GradientTransformation, name)
+        row = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        try:
+            jax.eval_shape(lambda row: self.step_rows(row, self.init_slots(row), row, (1.0,)), row)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} cannot step a row from its gradient alone: {error}") from error
 
     def _state_structure(self, dim: int) -> Any:
         row = jax.ShapeDtypeStruct((dim,), jnp.float32)

@@ -15,7 +15,7 @@ from rsembed.bags import PAD_ID, Bags, check_unmasked, device_copy
 from rsembed.checks import PositiveInt, validated
 from rsembed.collection import inputs
 from rsembed.keys import Keys, split_keys
-from rsembed.parallel import Agreement
+from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import check_gradient
 from rsembed.sok.lookups import StepOnce, checked_combiner, is_known, key_bags, look_up_variables
 from rsembed.sok.variables import EmbeddingVariable, embedding_variable

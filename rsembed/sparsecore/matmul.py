@@ -21,8 +21,7 @@ from rsembed.collection.rows import Occurrences
 from rsembed.kernels import api
 from rsembed.kernels.contract import Rounding, Segment, Step
 from rsembed.kernels.ids import Partitions
-from rsembed.parallel import default_capacity, together
-from rsembed.parallel.exchange import AxisName
+from rsembed.parallel.exchange import AxisName, default_capacity, together
 from rsembed.row_gradients import check_gradient
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,

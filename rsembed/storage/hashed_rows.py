@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from rsembed.checks import dtype_among
-from rsembed.initial_values import keyed_rows
+from rsembed.initial_values import keyed_rows, traced_initializer
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Segment, SegmentGradients, Step
 from rsembed.kernels.keyed import mix
@@ -165,12 +165,9 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
 
 
 def check(table: TableSpec) -> None:
-    """Raises: ValueError: the type of the keys is unknown, or the initializer does not make single rows."""
+    """Raises: TypeError, ValueError: the type of the keys is unknown, or the initializer does not make single rows."""
     dtype_among(KEY_DTYPES, cast(Storage, table.storage).key_dtype, f"table {table.name!r}: key_dtype")
-    one_row = (1, table.embedding_dim)
-    shape = jax.eval_shape(lambda: table.initializer(jax.random.key(0), one_row)).shape
-    if shape != one_row:
-        raise ValueError(f"table {table.name!r}: the initializer returned shape {shape} for {one_row}.")
+    traced_initializer(table, (1, table.embedding_dim))
 
 
 def initial_values(table: TableSpec, key: KeyOrKeys, keys: Keys) -> Float[Array, "nnz dim"]:

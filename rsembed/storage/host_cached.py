@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from rsembed.caching import BackingStore
+from rsembed.caching.backing import BackingStore
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import api

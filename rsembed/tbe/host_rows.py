@@ -20,17 +20,11 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from rsembed.bags import device_copy, is_traced
-from rsembed.caching import (
-    NUM_WAYS,
-    BackingStore,
-    CacheCounts,
-    CacheStatistics,
-    Generation,
-    NearRows,
-    SetAssociativeCache,
-    call_host,
-    unique_misses_by_group,
-)
+from rsembed.caching import CacheCounts, CacheStatistics, SetAssociativeCache
+from rsembed.caching.backing import BackingStore, Generation
+from rsembed.caching.near_rows import NearRows, call_host
+from rsembed.caching.set_associative import NUM_WAYS
+from rsembed.caching.statistics import unique_misses_by_group
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional

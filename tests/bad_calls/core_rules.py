@@ -98,6 +98,9 @@ BAD = {
         lambda: rs.from_optax(optax.sgd(0.1), learning_rate=NAN), ValueError, "OptaxOptimizerSpec: learning_rate",
         "nan",
     ),
+    "optax that wants the loss": (
+        lambda: rs.from_optax(optax.polyak_sgd()), TypeError, "from_optax", "from its gradient alone", "'value'",
+    ),
     "no rule": (
         lambda: custom(None), TypeError, "CustomOptimizerSpec", "custom_computation_fn", "(gradient, row, *slots, lr)",
     ),

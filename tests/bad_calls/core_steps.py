@@ -49,9 +49,9 @@ def loss_of(params, activations):
     return jnp.sum(params * activations["title"])
 
 
-def started(initializer):
+def started(initializer, **fields):
     """The state of a table with this initializer."""
-    return rs.EmbeddingCollection([feature(table_spec=table(initializer=initializer))]).init(KEY(0))
+    return rs.EmbeddingCollection([feature(table_spec=table(initializer=initializer, **fields))]).init(KEY(0))
 
 
 def by_hand(name, num_rows, dim=4):
@@ -75,6 +75,10 @@ BAD = {
     ),
     "an initializer of one argument": (
         lambda: started(lambda key: key), TypeError, "table 'word'", "initializer(key, (9, 4))", "lambda key, shape",
+    ),
+    "an initializer of keyed rows that takes one argument": (
+        lambda: started(lambda key: key, storage=rs.Hashed()), TypeError, "table 'word'",
+        "initializer(key, (1, 4))", "lambda key, shape",
     ),
     "an initializer of None": (
         lambda: started(lambda key, shape: None), ValueError, "table 'word'", "initializer returned []", "(9, 4)",

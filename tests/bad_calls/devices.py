@@ -5,12 +5,7 @@ import functools
 import numpy as np
 
 from rsembed import parallel
-from rsembed.caching import (
-    BackingStore,
-    CacheStatistics,
-    SetAssociativeCache,
-    set_of,
-)
+from rsembed.caching import CacheStatistics, SetAssociativeCache
 from rsembed.kernels import api
 from tests.bad_calls.world import mesh
 
@@ -77,11 +72,6 @@ BAD = {
     "a slot that is not there": (lambda: cache().unlock(np.array([9])), ValueError, "slots must be 0 to 3", "9"),
     "a negative slot": (lambda: cache().unlock(np.array([-2])), ValueError, "slots must be 0 to 3", "-2"),
     "slots of floats": (lambda: cache().unlock(np.array([0.5])), TypeError, "slots", "integer", "float64"),
-    "sets of none": (lambda: set_of(IDS, 0), ValueError, "num_sets", "at least 1", "0"),
-    "a store of no arrays": (lambda: BackingStore([]), ValueError, "BackingStore", "at least one"),
-    "arrays of other sizes": (
-        lambda: BackingStore([np.zeros((9, 4)), np.zeros((8, 4))]), ValueError, "BackingStore", "9", "8",
-    ),
     "counts of other groups": (
         lambda: CacheStatistics(2).record(cache().admit(IDS).counts, np.zeros(3, np.int64)), ValueError, "3 groups",
         "num_groups=2",

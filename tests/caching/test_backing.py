@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from rsembed.bags import padded_size
-from rsembed.caching import BackingStore, Generation, NearRows, SetAssociativeCache
+from rsembed.caching import SetAssociativeCache
+from rsembed.caching.backing import BackingStore, Generation
+from rsembed.caching.near_rows import NearRows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsembed.caching import Admission, CacheStatistics, SetAssociativeCache, set_of
+from rsembed.caching import Admission, CacheStatistics, SetAssociativeCache
+from rsembed.caching.set_associative import set_of
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "caching_cases.json").read_text())
 NUM_IDS = 40

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from rsembed.parallel import Agreement, agreement
+from rsembed.parallel import agreement
+from rsembed.parallel.agreement import Agreement
 
 OWN = np.arange(3)
 own_process = threading.local()

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed.kernels.contract import NO_ROW
-from rsembed.parallel import Question, ask, distinct, together
+from rsembed.parallel.exchange import Question, ask, distinct, together
 
 NUM_IDS = 24
 ROWS = 11
