@@ -136,10 +136,6 @@ BAD = {
         lambda: checkpoint.load(arrays(), like=ARRAYS | {"x": np.ones(7, np.float32)}), ValueError, "'x' is float32[6]",
         "wanted float32[7]",
     ),
-    "a template of another dtype": (
-        lambda: checkpoint.load(arrays(), like=ARRAYS | {"x": np.ones(6, int)}), ValueError, "'x' is float32[6]",
-        "wanted int64[6]",
-    ),
     "a collection as a template": (
         lambda: checkpoint.load(saved(), like=collection()), TypeError, "like", "collection.template",
         "load_collection",
@@ -159,7 +155,6 @@ BAD = {
         lambda: load_into(feature(table_spec=table(optimizer=rs.AdamOptimizerSpec(0.1))), USER), ValueError,
         "word/optimizer", "AdamOptimizerSpec",
     ),
-    "a table less than saved": (lambda: load_into(feature()), ValueError, "user is not expected"),
     "a dense table into one of keys": (
         lambda: load_into(feature(table_spec=table(storage=rs.Hashed())), USER), ValueError, "word/storage",
         "rows by key",
@@ -179,15 +174,11 @@ BAD = {
         lambda: [kept().save(ARRAYS, step=1) for _ in range(2)], FileExistsError, "step_000000001", "never replaced",
     ),
     "a step that is not there": (lambda: kept().restore(step=9), FileNotFoundError, "step_000000009"),
-    "the metadata of a step that is not there": (lambda: kept().metadata(9), FileNotFoundError, "step_000000009"),
     "a restored step as text": (lambda: kept().restore(step="9"), TypeError, "restore: step", "an integer", "'9'"),
     "a renamed step": (lambda: of_one_step("step_5").restore(), FileNotFoundError, "step_<9 digits>"),
     "a negative step to restore": (lambda: kept().restore(step=-1), ValueError, "restore: step", "[0, inf)", "-1"),
     "metadata of a step as text": (lambda: kept().metadata("1"), TypeError, "metadata: step", "an integer", "'1'"),
     "others of a tree": (lambda: kept().restore(others=ARRAYS), ValueError, "of a tree", "like alone"),
-    "a template for a collection": (
-        lambda: manager(collection=collection()).restore(like=ARRAYS), ValueError, "its own template", "others alone",
-    ),
     "a save inside jit": (
         lambda: jax.jit(lambda x: kept().save({"x": x}, step=7))(ARRAYS["x"]), RuntimeError, "'x'", "outside of jit",
     ),

@@ -41,9 +41,6 @@ BAD = {
     ),
     "masked rows": (lambda: title([np.ma.masked_equal([1, 2], 1), [3]]), TypeError, "feature 'title'", "masked array"),
     "masked ids of bags": (lambda: title(Bags(np.ma.masked_equal(IDS, 1), OFFSETS)), TypeError, "masked array"),
-    "masked weights": (
-        lambda: title((IDS, np.ma.masked_less(np.ones(3, np.float32), 0))), TypeError, "weights", "masked array",
-    ),
     "masked ids with lengths": (lambda: Bags.from_lengths(np.ma.masked_equal(IDS, 1), [3]), TypeError, "masked array"),
     "masked coordinates": (
         lambda: Bags.from_coo([0, 0, 1], np.ma.masked_equal(IDS, 1), num_samples=2), TypeError, "masked array",
@@ -78,9 +75,6 @@ BAD = {
         lambda: Bags.from_sparse_tensor(np.zeros((2, 3), int), [1, 2, 3], (2, 2)), ValueError, "indices", "[nnz, 2]",
         "(2, 3)",
     ),
-    "a sparse tensor of three axes": (
-        lambda: Bags.from_sparse_tensor([[0, 0]], [1], (4, 2, 7)), ValueError, "dense_shape", "and 3 numbers",
-    ),
     "a sparse tensor without a shape": (
         lambda: Bags.from_sparse_tensor([[0, 0]], [1], 2), TypeError, "dense_shape", "(samples, positions)", "2",
     ),
@@ -101,7 +95,6 @@ BAD = {
     ),
     "a generator for a feature": (lambda: title(i for i in (1, 2)), TypeError, "feature 'title'", "generator"),
     "ids of floats": (lambda: title(np.array([[1.0], [2.0]])), TypeError, "feature 'title'", "integers", "float64"),
-    "ids of bools": (lambda: title(np.array([[True], [False]])), TypeError, "feature 'title'", "integers", "bool"),
     "lists of texts": (lambda: title([["a"], ["b"]]), TypeError, "feature 'title'", "row 0", "integers"),
     "an array of three axes": (
         lambda: title(np.zeros((2, 1, 1), int)), ValueError, "feature 'title'", "(2, 1, 1)", "two axes",
@@ -115,9 +108,6 @@ BAD = {
     "a negative id": (
         lambda: title([[1], [-2]]), ValueError, "feature 'title'", "id -2 in sample 1", "table 'word'", "-1",
     ),
-    "an id that wraps round to a valid one": (
-        lambda: title([[2**32 + 1], [2]]), ValueError, "id 4294967297 in sample 0",
-    ),
     # Bags in a batch
     "offsets of floats": (
         lambda: title(Bags(IDS, np.array([0.0, 3.0]))), TypeError, "feature 'title'", "offsets", "float64",
@@ -125,16 +115,12 @@ BAD = {
     "offsets that do not start at 0": (
         lambda: title(Bags(IDS, np.array([1, 3]))), ValueError, "feature 'title'", "offsets must start at 0", "[1, 3]",
     ),
-    "offsets that fall": (
-        lambda: title(Bags(IDS, np.array([0, 3, 2]))), ValueError, "feature 'title'", "never fall", "[0, 3, 2]",
-    ),
     "offsets behind the ids": (
         lambda: title(Bags(IDS, np.array([0, 4]))), ValueError, "feature 'title'", "offset is 4", "3 ids",
     ),
     "ids behind the last offset": (
         lambda: title(Bags(IDS, np.array([0, 2]))), ValueError, "feature 'title'", "offset is 2", "1 would be",
     ),
-    "offsets of two axes": (lambda: title(Bags(IDS, np.array([[0, 3]]))), ValueError, "feature 'title'", "offsets"),
     # Weights
     "weights of NaN": (
         lambda: title(([[1], [2]], [[1.0], [float("nan")]])), ValueError, "feature 'title'", "weight nan in sample 1",
@@ -166,10 +152,6 @@ BAD = {
     "a key too wide for its table": (
         lambda: who(np.array([2**31]), key_dtype="int32"), ValueError, "feature 'who'", "key 2147483648",
         "key_dtype='int32'",
-    ),
-    "a key beyond int64": (
-        lambda: who(np.array([2**64 - 1], np.uint64)), ValueError, "feature 'who'", "key 18446744073709551615",
-        "uint64",
     ),
     "keys of floats": (lambda: split_keys(np.array([1.5])), TypeError, "keys", "integers", "float64"),
     "negative keys": (lambda: split_keys(np.array([3, -7])), ValueError, "keys", "key -7 at position 1", "uint64"),

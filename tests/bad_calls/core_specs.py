@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import rsembed as rs
 from rsembed.sparsecore import embedding
@@ -35,7 +34,6 @@ BAD = {
         lambda: table(initializer=0.1), TypeError, "table 'word'", "initializer", "(key, shape)", "0.1",
     ),
     "an optimizer by name": (lambda: table(optimizer="adam"), TypeError, "table 'word'", "OptimizerSpec", "from_optax"),
-    "a bare optax rule": (lambda: table(optimizer=optax.sgd(0.1)), TypeError, "table 'word'", "rsembed.from_optax"),
     "an unknown combiner": (
         lambda: table(combiner="average"), ValueError, "table 'word'", "'average'", "sum, mean, sqrtn, none",
     ),

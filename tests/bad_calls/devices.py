@@ -20,9 +20,6 @@ def cache():
 BAD = {
     # Meshes and processes
     "no device": (lambda: parallel.make_mesh(num_devices=0), ValueError, "make_mesh", "0 devices"),
-    "more devices than there are": (
-        lambda: parallel.make_mesh(num_devices=99), ValueError, "make_mesh", "99 devices", "JAX_NUM_CPU_DEVICES",
-    ),
     "devices as text": (
         lambda: parallel.make_mesh(num_devices="2"), TypeError, "make_mesh", "num_devices", "integer", "'2'",
     ),
@@ -59,8 +56,6 @@ BAD = {
     # Caches
     "no set": (lambda: SetAssociativeCache(0, num_ids=9), ValueError, "num_sets=0", "at least 1"),
     "half a set": (lambda: SetAssociativeCache(1.5, num_ids=9), TypeError, "num_sets", "integer", "1.5"),
-    "no way": (lambda: SetAssociativeCache(1, num_ways=0, num_ids=9), ValueError, "num_ways=0", "at least 1"),
-    "fewer than no ids": (lambda: SetAssociativeCache(1, num_ids=-1), ValueError, "num_ids=-1", "at least 0"),
     "more sets than a count leaves room for": (
         lambda: SetAssociativeCache(2**24 - 1, algorithm="lfu", num_ids=1), ValueError, "fewer than 16777215",
     ),
@@ -70,7 +65,6 @@ BAD = {
     "admitted floats": (lambda: cache().admit(IDS / 1), TypeError, "ids", "integer", "float64"),
     "a slot that is not locked": (lambda: cache().unlock(np.array([0])), ValueError, "slot 0 is not locked"),
     "a slot that is not there": (lambda: cache().unlock(np.array([9])), ValueError, "slots must be 0 to 3", "9"),
-    "a negative slot": (lambda: cache().unlock(np.array([-2])), ValueError, "slots must be 0 to 3", "-2"),
     "slots of floats": (lambda: cache().unlock(np.array([0.5])), TypeError, "slots", "integer", "float64"),
     "counts of other groups": (
         lambda: CacheStatistics(2).record(cache().admit(IDS).counts, np.zeros(3, np.int64)), ValueError, "3 groups",

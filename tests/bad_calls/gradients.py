@@ -69,40 +69,12 @@ BAD = {
         lambda: applied(by_hand(rows=jnp.array([1, 2]))),
         ValueError, "row gradients of stack 'word_user': rows (2,) and values",
     ),
-    "rows fewer than values": (
-        lambda: applied(by_hand(values=jnp.ones((2, 4)))),
-        ValueError, "row gradients of stack 'word_user': rows (1,) and values",
-    ),
-    "rows outside": (
-        lambda: applied(by_hand(rows=jnp.array([14]))),
-        ValueError, "row gradients of stack 'word_user': rows (1,) and values",
-    ),
-    "rows negative": (
-        lambda: applied(by_hand(rows=jnp.array([-1]))),
-        ValueError, "row gradients of stack 'word_user': rows (1,) and values",
-    ),
-    "rows twice": (
-        lambda: applied(by_hand(rows=jnp.array([1,1]), values=jnp.ones((2,4)))),
-        ValueError, "row gradients of stack 'word_user': rows (2,) and values",
-    ),
-    "rows descending": (
-        lambda: applied(by_hand(rows=jnp.array([2,1]), values=jnp.ones((2,4)))),
-        ValueError, "row gradients of stack 'word_user': rows (2,) and values",
-    ),
     "rows list": (
         lambda: applied(by_hand(rows=[1])), ValueError, "row gradients of stack 'word_user': rows () and values (1,",
     ),
     "rows text": (
         lambda: applied(by_hand(rows="1")),
         TypeError, "RowGradients: rows['word_user'] must be an array of", "got '1' (str)",
-    ),
-    "rows None in dict": (
-        lambda: applied(rgs(rows={"word_user": None})),
-        TypeError, "RowGradients: rows['word_user'] must be an array of", "got None (NoneType)",
-    ),
-    "values other dim": (
-        lambda: applied(by_hand(values=jnp.ones((1, 3)))),
-        ValueError, "row gradients of stack 'word_user': rows (1,) and values",
     ),
     "values one axis": (
         lambda: applied(by_hand(values=jnp.ones(4))),
@@ -114,9 +86,6 @@ BAD = {
     ),
     "values missing": (
         lambda: applied(rgs(values={})), ValueError, "row gradients of stack 'word_user': rows (6,) and values ()",
-    ),
-    "rows missing": (
-        lambda: applied(rgs(rows={})), ValueError, "row gradients of stack 'word_user': rows () and values (6,",
     ),
     "rows of other name": (
         lambda: applied(rgs(rows={"x": jnp.array([1])}, values={"x": jnp.ones((1,4))})),
@@ -136,59 +105,13 @@ BAD = {
     "keyed values other dim": (
         lambda: krep(values=jnp.ones((1,3))), ValueError, "row gradients of stack 'client': rows (1, 3) and values (1,",
     ),
-    "keyed values more": (
-        lambda: krep(values=jnp.ones((7,4))), ValueError, "row gradients of stack 'client': rows (1, 3) and values (7,",
-    ),
-    "combine hand lens": (
-        lambda: rs.combine(by_hand(), by_hand(rows=jnp.array([1,2]))),
-        ValueError, "row gradients of stack 'word_user': rows (2,) and values",
-    ),
-    "combine missing stack": (
-        lambda: rs.combine(row_gradients(), rgs(values={})),
-        ValueError, "row gradients of stack 'word_user': rows (6,) and values ()",
-    ),
     "stacked rg": (
         lambda: applied(jax.tree.map(lambda x: jnp.stack([x, x]), row_gradients())),
         ValueError, "row gradients of stack 'word_user': rows (2, 6) and values",
     ),
-    "averaged rg": (
-        lambda: applied(jax.tree.map(lambda x: jnp.mean(x, axis=0), row_gradients())),
-        TypeError, "RowGradients: rows['word_user'] must be an array of",
-    ),
-    "halved rg": (
-        lambda: applied(jax.tree.map(lambda x: x * 0.5, row_gradients())),
-        TypeError, "RowGradients: rows['word_user'] must be an array of",
-    ),
-    "loss returns None": (
-        lambda: grad(lambda p, a: None, has_aux=False),
-        TypeError, "value_and_grad: the loss must be a scalar of floats, got", "got None (NoneType); take its mean",
-    ),
-    "loss returns text": (
-        lambda: grad(lambda p, a: "x", has_aux=False),
-        TypeError, "value_and_grad: the loss must be a scalar of floats, got", "got 'x' (str); take its mean",
-    ),
-    "loss returns python int": (
-        lambda: grad(lambda p, a: 1, has_aux=False),
-        TypeError, "value_and_grad: the loss must be a scalar of floats, got 1", "got 1 (int); take its mean",
-    ),
-    "loss returns complex": (
-        lambda: grad(lambda p, a: jnp.sum(a["title"]) * 1j, has_aux=False),
-        TypeError, "value_and_grad: the loss must be a scalar of floats, got an",
-    ),
-    "loss returns dict": (
-        lambda: grad(lambda p, a: {"loss": jnp.sum(a["title"])}, has_aux=False),
-        TypeError, "value_and_grad: the loss must be a scalar of floats, got",
-    ),
-    "loss returns pair without aux": (
-        lambda: grad(L, has_aux=False), TypeError, "value_and_grad: the loss must be a scalar of floats, got",
-    ),
     "params int": (
         lambda: rs.value_and_grad(L, collection())(jnp.ones(4, int), state(), batch()),
         TypeError, "value_and_grad: params must hold floats, got an array of",
-    ),
-    "params text": (
-        lambda: rs.value_and_grad(lambda p, a: (jnp.sum(a["title"]), None), collection())("w", state(), batch()),
-        TypeError, "value_and_grad: params must hold floats, got 'w' (str);",
     ),
     "params key": (
         lambda: rs.value_and_grad(lambda p, a: (a["title"].sum(), None), collection())({"k": KEY(0)}, state(), batch()),

@@ -62,17 +62,13 @@ def windows(**options):
 
 BAD = {
     # Generated data
-    "ids of no vocabulary": (lambda: datasets.zipf_ids(5, 0, seed=0), ValueError, "vocabulary_size", "0"),
     "fewer ids than none": (lambda: datasets.zipf_ids(-1, 9, seed=0), ValueError, "zipf_ids: num_ids", "-1"),
     "ids as text": (lambda: datasets.zipf_ids("5", 9, seed=0), TypeError, "zipf_ids: num_ids", "an integer", "'5'"),
-    "an exponent of NaN": (lambda: datasets.zipf_ids(5, 9, seed=0, exponent=NAN), ValueError, "exponent must", "nan"),
     "a negative exponent": (
         lambda: datasets.zipf_probabilities(9, exponent=-1.0), ValueError, "exponent", "[0, inf)", "-1.0",
     ),
     "a negative seed": (lambda: datasets.zipf_ids(5, 9, seed=-1), ValueError, "zipf_ids: seed", "-1"),
     "no samples": (lambda: clicks(0), ValueError, "synthetic_clicks: num_samples", "[1, inf)"),
-    "half a sample": (lambda: clicks(2.5), TypeError, "synthetic_clicks: num_samples", "integer", "2.5"),
-    "a feature of no ids": (lambda: clicks(vocabulary_sizes=(9, 0)), ValueError, "vocabulary_size", "0"),
     "fewer dense features than none": (lambda: clicks(num_dense=-1), ValueError, "synthetic_clicks: num_dense", "-1"),
     "too few items": (
         lambda: datasets.generated_ratings(5, 9, seed=0), ValueError, "generated_ratings: num_items", "[40, inf)", "9",
@@ -111,7 +107,6 @@ BAD = {
     ),
     "users between numbers": (lambda: odds([0.5], [1.0]), TypeError, "log_odds: users", "integers", "0.5"),
     "users outside": (lambda: odds([5], [1.0]), ValueError, "log_odds", "0 to 4"),
-    "fewer days than users": (lambda: odds([0, 1], [1.0]), ValueError, "log_odds", "as many days"),
     # Batches of words
     "words beyond int32": (
         lambda: datasets.word_id_batches(WORDS + 2**40, 1, 2, 3), ValueError, "word_id_batches: word_ids", "int32",
@@ -139,15 +134,11 @@ BAD = {
     "ids outside a picture": (
         lambda: plot.id_counts(WORDS, 9), ValueError, "id_counts: ids reach from 0 to 19", "vocabulary_size=9",
     ),
-    "coverage of nothing": (lambda: plot.coverage_curve(np.zeros(3)), ValueError, "coverage_curve", "above 0"),
     "a share above all": (
         lambda: plot.coverage_curve(COUNTS).of_rows(2.0), ValueError, "row_fraction", "[0, 1]", "2.0",
     ),
     "a law of one row": (lambda: plot.zipf_exponent(np.array([3])), ValueError, "zipf_exponent", "two rows"),
     "a mean over no steps": (lambda: plot.running_mean(np.ones(3), 0), ValueError, "window", "0"),
-    "more neighbours than rows": (
-        lambda: plot.nearest_neighbours(np.eye(3), [0], 9), ValueError, "nearest_neighbours", "k", "9",
-    ),
     "neighbours of a row that is not there": (
         lambda: plot.nearest_neighbours(np.eye(3), [9], 1), ValueError, "nearest_neighbours", "9", "0 to 2",
     ),
@@ -158,10 +149,6 @@ BAD = {
         lambda: plot.plot_loss([1.0], ax=plt.subplots(2)[1]), TypeError, "plot_loss: ax", "Axes", "shape (2,)",
     ),
     "ids of floats in a picture": (lambda: plot.id_counts([1.5], 9), TypeError, "id_counts: ids", "integers", "1.5"),
-    "coverage of NaN": (lambda: plot.coverage_curve([NAN, 1.0]), ValueError, "coverage_curve: counts", "finite"),
-    "a plane of NaN": (
-        lambda: plot.principal_plane([[NAN, 1.0], [2.0, 3.0]]), ValueError, "principal_plane", "finite",
-    ),
     "a loss by name": (lambda: plot.plot_loss("loss"), TypeError, "plot_loss: losses", "'loss'"),
     "steps of other losses": (lambda: plot.plot_loss([1.0, 2.0], steps=[1]), ValueError, "1 steps for 2 losses"),
     "limits of other batches": (lambda: plot.plot_limits([1, 2, 3], [1, 2]), ValueError, "2 limits for 3 batches"),
@@ -171,7 +158,6 @@ BAD = {
         "buffer_places", "must not fall",
     ),
     # The command line
-    "a command nobody knows": (lambda: command("docter"), CommandError, "docter", "doctor"),
     "no command": (lambda: command(), CommandError, "command"),
     "a notebook nobody has": (
         lambda: command("run", "99_nothing"), CommandError, "no notebook '99_nothing'", "01_shakespeare",
@@ -196,9 +182,6 @@ BAD = {
     ),
     "a script nobody has": (lambda: command("launch", "nothing.py"), CommandError, "no script 'nothing.py'"),
     "no processes": (lambda: command("launch", "--processes", "0", "x.py"), CommandError, "num_processes", "0"),
-    "processes in words": (
-        lambda: command("launch", "--processes", "two", "x.py"), CommandError, "--processes", "'two'",
-    ),
 }  # fmt: skip
 
 ACCEPTED = {

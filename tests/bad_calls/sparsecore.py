@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from rsembed import Bags
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
 from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
-from rsembed.sparsecore.linen import embed as linen
 from rsembed.sparsecore.nnx import embed
 from rsembed.tt import TensorTrain
 from tests.bad_calls.world import KEY, mesh
@@ -123,10 +122,6 @@ def init(key=None, given=None, where=None):
     return embedding.init_embedding_variables(key, tables, where)
 
 
-def linen_layer(**options):
-    return linen.SparseCoreEmbed(feature_specs=specs(), mesh=mesh(1, "x"), **options).init(KEY(0), processed())
-
-
 def layer(**options):
     return embed.SparseCoreEmbed(specs(), **{"sharding_axis": "x", "mesh": mesh(1, "x"), "rngs": nnx.Rngs(0)} | options)
 
@@ -149,16 +144,12 @@ def guess(**options):
 BAD = {
     # Placing tables
     "no devices": (lambda: auto(0, 1), ValueError, "global_device_count", "[1, inf)", "0"),
-    "devices as text": (lambda: auto("1", 1), TypeError, "global_device_count", "integer", "'1'"),
     "half a core": (lambda: auto(1, 1.5), TypeError, "num_sc_per_device", "integer", "1.5"),
     "limits in the place of the rotation": (
         lambda: auto(1, 1, lambda name, size: 8), TypeError, "rotation", "stack_to_max_ids_per_partition=",
     ),
     "a limit that is no function": (
         lambda: auto(stack_to_max_ids_per_partition=64), TypeError, "stack_to_max_ids_per_partition", "function", "64",
-    ),
-    "tables in place of features": (
-        lambda: table_stacking.auto_stack_tables([made().table_spec], 1, 1), TypeError, "FeatureSpec", "TableSpec",
     ),
     "features without a batch": (
         lambda: embedding.prepare_feature_specs_for_training(
@@ -174,7 +165,6 @@ BAD = {
     ),
     "an unknown table in a stack": (lambda: stack(["a", "x"]), ValueError, "'x'", "'a'", "'b'"),
     "a table twice in a stack": (lambda: stack(["a", "a"]), ValueError, "'a'"),
-    "one name in place of a list": (lambda: stack("ab"), TypeError, "table_names", "list", "'ab'"),
     "a stack of nothing": (lambda: stack([]), ValueError, "no feature reads tables []", "'a'"),
     "tables of other optimizers in a stack": (
         lambda: stack(["a", "b"], made("a"), made("b", optimizer=embedding_spec.AdamOptimizerSpec())), ValueError,
@@ -194,12 +184,6 @@ BAD = {
     ),
     "a limit callable that gives no room": (
         lambda: stack(stack_to_max_ids_per_partition=lambda *_: 0), ValueError, "limit of ids", "[1, inf)",
-    ),
-    "a limit callable that gives a fraction": (
-        lambda: stack(stack_to_max_ids_per_partition=lambda *_: 2.5), TypeError, "stack 'a_b'", "integer", "2.5",
-    ),
-    "a limit callable that gives a text": (
-        lambda: auto(stack_to_max_unique_ids_per_partition=lambda *_: "7"), TypeError, "stack 'a_b'", "integer", "'7'",
     ),
     "other tables on other cores": (
         lambda: _stacked_again(), ValueError, "table 'a'", "another number of shards: 4, not 8", "devices times cores",
@@ -222,34 +206,23 @@ BAD = {
         lambda: embedding.preprocess_sparse_dense_matmul_input({"f": IDS}, None, specs(), 1, 1), ValueError, "features",
         "tree structure",
     ),
-    "too many features": (
-        lambda: embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, specs(), 1, 1), ValueError, "features",
-        "tree structure",
-    ),
     "masked ids": (
         lambda: run(np.ma.masked_equal(IDS, 1)), TypeError, "feature 'f_word'", "masked array", "filled(-1)",
     ),
     "masked rows": (
         lambda: run([np.ma.masked_equal([1, 2], 1)] * 8), TypeError, "feature 'f_word'", "masked array",
     ),
-    "ids of floats": (lambda: run(IDS / 2), TypeError, "feature 'f_word'", "integers", "float64"),
     "ids of one axis": (lambda: run(np.zeros(8, int)), ValueError, "feature 'f_word'", "1 dimensions", "reshape"),
-    "ids of None": (lambda: run(None), TypeError, "feature 'f_word'", "one list of ids for each bag", "None"),
     "an id outside": (
         lambda: run(IDS + 17), ValueError, "feature 'f_word'", "id 32 in sample 7", "table 'word'",
         "vocabulary_size=32",
     ),
-    "a negative id": (lambda: run(IDS - 1), ValueError, "feature 'f_word'", "id -1 in sample 0", "table 'word'"),
     "ids behind the last offset": (
         lambda: run(Bags(np.arange(9), np.arange(9))), ValueError, "feature 'f_word'", "offset is 8", "9 ids",
     ),
-    "an id that wraps round": (lambda: run(IDS + 2**32), ValueError, "feature 'f_word'", "id 4294967311 in sample 7"),
     "an id beyond 64 bits": (lambda: run([[2**70, 1]] * 8), TypeError, "feature 'f_word'", "fit 64 bits", "hash"),
-    "ids of bools": (lambda: run(IDS % 2 == 0), TypeError, "feature 'f_word'", "integers", "bool"),
     "ids of texts": (lambda: run([["a", "b"]] * 8), TypeError, "feature 'f_word'", "integers"),
     "lists of no depth": (lambda: run(list(range(8))), TypeError, "feature 'f_word'", "row 0 must be a flat list"),
-    "lists of lists of lists": (lambda: run([[[0]], [[1]]] * 4), TypeError, "feature 'f_word'", "row 0", "too deeply"),
-    "lists of other depth": (lambda: run([[0, [1]]] * 8), TypeError, "feature 'f_word'", "row 0 must be a flat list"),
     "a batch of another size": (
         lambda: run(np.zeros((9, 2), int)), ValueError, "feature 'f_word'", "9 samples", "batch of 8",
     ),
@@ -270,7 +243,6 @@ BAD = {
         lambda: run(IDS, np.full((8, 2), NAN)), ValueError, "feature 'f_word'", "weight nan in sample 0",
     ),
     "too few weights": (lambda: run(IDS, np.ones((8, 1))), ValueError, "feature 'f_word'", "(8, 1)", "(8, 2)"),
-    "a strategy nobody knows": (lambda: run(sharding_strategy="DIV"), ValueError, "sharding strategy 'DIV'", "MOD"),
     "more local devices than all": (lambda: run(local=2), ValueError, "local_device_count=2", "global_device_count=1"),
     "local devices as text": (lambda: run(local="1"), TypeError, "local_device_count", "integer", "'1'"),
     "a limit too low": (
@@ -304,10 +276,6 @@ BAD = {
     "a part of a stack's tables": (
         lambda: init(given={"a": _stacked_pair()[0].table_spec}), ValueError, "stack 'a_b'", "has 64 rows", "have 32",
     ),
-    "a variable of a storage of its own": (
-        lambda: init(given=[made(storage=TensorTrain((4,))).table_spec]), NotImplementedError, "table 'word'",
-        "storage=TensorTrain",
-    ),
     "a seed for Rngs": (lambda: layer(rngs=0), TypeError, "rngs", "nnx.Rngs(0)", "int"),
     "no Rngs": (lambda: layer(rngs=None), ValueError, "needs rngs", "nnx.Rngs(0)"),
     "an unknown axis": (lambda: layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
@@ -321,22 +289,9 @@ BAD = {
         lambda: look_up(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), ()))), ValueError,
         "stack 'word'", "(16, 8)", "(32, 8)",
     ),
-    "a step of a table of another shape": (
-        lambda: update(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), ()))), ValueError,
-        "stack 'word'", "(16, 8)", "(32, 8)",
-    ),
     "devices without a shard_map": (lambda: _look_up_for_two_devices(), ValueError, "inside jax.shard_map"),
-    "raw ids in place of an input": (
-        lambda: look_up([IDS]), TypeError, "preprocessed_inputs", "PreprocessedInput", "list",
-    ),
     "an input of other specs": (
         lambda: look_up(given=placed(made("user"))), ValueError, "preprocessed for stacks ['word']", "['user']",
-    ),
-    "a number of devices that does not fit": (
-        lambda: look_up(global_device_count=3), ValueError, "table 'word'", "2, not 6",
-    ),
-    "no devices to look up on": (
-        lambda: look_up(global_device_count=0), ValueError, "global_device_count", "[1, inf)", "0",
     ),
     "other cores than preprocessed": (
         lambda: look_up(num_sc_per_device=4), ValueError, "num_sc_per_device=4", "with 2",
@@ -359,17 +314,8 @@ BAD = {
     "gradients of another batch": (
         lambda: update([jnp.ones((4, 8))], global_device_count=1), ValueError, "feature 'f_word'", "(4, 8)", "(8, 8)",
     ),
-    "gradients of other columns": (
-        lambda: update([jnp.ones((8, 9))], global_device_count=1), ValueError, "feature 'f_word'", "(8, 9)", "(8, 8)",
-    ),
-    "gradients narrower than the features": (
-        lambda: update([jnp.ones((8, 4))]), ValueError, "feature 'f_word'", "(8, 4)", "(8, 8)",
-    ),
     "gradients of integers": (
         lambda: update([jnp.ones((8, 8), int)]), TypeError, "feature 'f_word'", "gradients", "floats", "int32",
-    ),
-    "gradients of more samples than the global batch": (
-        lambda: update([jnp.ones((16, 8))]), ValueError, "feature 'f_word'", "(16, 8)", "global batch has 8",
     ),
     "stacked gradients of more samples than the global batch": (
         lambda: update({"word": jnp.ones((16, 8))}, perform_stacking=False), ValueError, "stack 'word'", "(16, 8)",
@@ -377,15 +323,6 @@ BAD = {
     ),
     "stacked gradients of integers": (
         lambda: update({"word": jnp.ones((8, 8), int)}, perform_stacking=False), TypeError, "stack 'word'", "floats",
-    ),
-    "masked gradients": (
-        lambda: update([np.ma.masked_equal(np.eye(8), 1)]), TypeError, "feature 'f_word'", "masked array",
-    ),
-    "gradients of text": (
-        lambda: update(["ones"], global_device_count=1), TypeError, "feature 'f_word'", "gradient", "str",
-    ),
-    "limits of no stack": (
-        lambda: update(embedding_var_limits={}), ValueError, "embedding_var_limits", "every stack", "word",
     ),
     "limits of NaN": (
         lambda: update(embedding_var_limits={"word": (NAN, None)}), ValueError, "stack 'word'", "minimum", "nan",
@@ -425,10 +362,6 @@ BAD = {
         lambda: embedding.logical_tables({"a": variables(), "b": variables()}, specs()), ValueError, "stack 'word'",
         "there twice",
     ),
-    "tables of other devices": (
-        lambda: embedding.logical_tables(variables(), placed(devices=8, cores=8)), ValueError, "stack 'word'",
-        "another number of devices or cores",
-    ),
     "a table of other rows to stack": (
         lambda: table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.ones((16, 8))}, 2),
         ValueError, "table 'word'", "16 rows", "vocabulary_size=32",
@@ -440,10 +373,6 @@ BAD = {
     "a table of texts": (
         lambda: embedding.with_logical_tables(variables(), specs(), {"word": np.full((32, 8), "a")}), TypeError,
         "table 'word'", "numbers", "<U1",
-    ),
-    "shards of another number": (
-        lambda: table_stacking.stack_and_shard_tables([specs()[0].table_spec], {"word": np.ones((32, 8))}, 3),
-        ValueError, "another number of shards",
     ),
     "a table that is not given": (
         lambda: table_stacking.stack_and_shard_tables([specs()[0].table_spec], {}, 2), ValueError, "tables",
@@ -479,11 +408,6 @@ BAD = {
         "[1, inf)",
     ),
     "a hot shard above all": (lambda: guess(hot_shard_fraction=2.0), ValueError, "hot_shard_fraction", "[0, 1]", "2.0"),
-    "a linen layer of another axis": (lambda: linen_layer(sharding_axis="y"), ValueError, "'y'", "not in the mesh"),
-    "a linen layer of an unknown strategy": (
-        lambda: linen_layer(table_sharding_strategy="DIV"), ValueError, "sharding strategy 'DIV'",
-    ),
-    "raw ids for a layer": (lambda: trained()([IDS]), TypeError, "PreprocessedInput", "list"),
 }  # fmt: skip
 
 ACCEPTED = {

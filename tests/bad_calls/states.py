@@ -62,10 +62,6 @@ def donated():
 
 
 BAD = {
-    "update serving": (
-        lambda: collection().update(serving(), batch(), gradients()),
-        ValueError, "the state does not belong to this collection: slots are {},",
-    ),
     "update serving adam": (
         lambda: serve_adam()[0].update(serve_adam()[1], b1, g1),
         ValueError, "the state does not belong to this collection: slots are {},",
@@ -77,10 +73,6 @@ BAD = {
     "state tables list": (
         lambda: collection().lookup(state()._replace(tables=[jnp.ones((14,4))]), batch()),
         ValueError, "the state does not belong to this collection: tables are",
-    ),
-    "state slots None": (
-        lambda: collection().update(state()._replace(slots=None), batch(), gradients()),
-        ValueError, "the state does not belong to this collection: slots are",
     ),
     "state step None": (
         lambda: collection().update(state()._replace(step=None), batch(), gradients()),
@@ -98,50 +90,12 @@ BAD = {
         lambda: collection().update(state()._replace(step=jnp.zeros(2, jnp.int32)), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
-    "state tuple": (
-        lambda: collection().lookup(tuple(state()), batch()),
-        TypeError, "the state, which collection.init makes, must be of type", "got a value of type tuple",
-    ),
     "donated lookup": (
         lambda: donated()[0].lookup(donated()[1], b1),
         RuntimeError, "the state has lost its tables to a step that took its",
     ),
-    "donated counts": (
-        lambda: donated()[0].counts(donated()[1]),
-        RuntimeError, "the state has lost its tables to a step that took its",
-    ),
-    "init rngs": (
-        lambda: collection().init(__import__("flax").nnx.Rngs(0)),
-        TypeError, "init: key must be a PRNG key, such as jax.random.key(0),", "got a value of type Rngs",
-    ),
-    "lookup_vjp None": (
-        lambda: collection().lookup_vjp(None, batch()),
-        TypeError, "the state, which collection.init makes, must be of type", "got None (NoneType)",
-    ),
-    "pullback activations of loss": (
-        lambda: collection().lookup_vjp(state(), batch())[1](gradients(title=None)),
-        TypeError, "feature 'title': the activation gradient must be an array", "got None (NoneType)",
-    ),
-    "pullback traced int": (
-        lambda: jax.jit(lambda g: collection().lookup_vjp(state(), batch())[1](gradients(title=g)))(
-            np.ones((2, 4), int)
-        ),
-        TypeError, "feature 'title': the activation gradient must be an array",
-    ),
-    "update grads None": (
-        lambda: collection().update(state(), batch(), None),
-        TypeError, "the activation gradients, with one entry for each of", "got None (NoneType)",
-    ),
-    "update object": (
-        lambda: collection().update(state(), batch(), gradients(title=np.full((2,4), None))),
-        TypeError, "feature 'title': the activation gradient must be an array",
-    ),
     "with_tables text": (
         lambda: wt(word="x"), TypeError, "table 'word': its values must be an array of numbers, got", "got 'x' (str)",
-    ),
-    "with_tables complex": (
-        lambda: wt(word=np.ones((9,4), complex)),
-        TypeError, "table 'word': its values must be an array of numbers, got",
     ),
     "with_tables stack name": (
         lambda: wt(word_user=np.ones((14,4))), ValueError, "unknown table 'word_user' (did you mean 'word'?); the",
@@ -149,10 +103,6 @@ BAD = {
     "kt keys text": (
         lambda: kt(keys=["a","b"]),
         TypeError, "table 'client': its keys must be an array of numbers, got", "got ['a', 'b'] (list)",
-    ),
-    "kt values None": (
-        lambda: kt(values=None),
-        TypeError, "table 'client': its values must be an array of numbers, got", "got None (NoneType)",
     ),
     "kt slot unknown": (
         lambda: kt(slot_momentum=np.ones((2,4))), ValueError, "table 'client': cannot import ['slot_momentum']; it has",
@@ -179,14 +129,6 @@ BAD = {
     ),
     "tables jit keyed": (
         lambda: jax.jit(keyed().tables)(keyed_state()),
-        RuntimeError, "rows by key, and counts, come to the host; read them",
-    ),
-    "slots jit keyed": (
-        lambda: jax.jit(keyed().slots)(keyed_state()),
-        RuntimeError, "rows by key, and counts, come to the host; read them",
-    ),
-    "tables jit near": (
-        lambda: jax.jit(near().tables)(near_state()),
         RuntimeError, "rows by key, and counts, come to the host; read them",
     ),
     "prefetch outside": (

@@ -1,10 +1,8 @@
 """Bad storages and optimizers of tables."""
 
-import numpy as np
-
 import rsembed as rs
 from rsembed.tt import TensorTrain
-from tests.bad_calls.world import KEY, NAN, feature, table
+from tests.bad_calls.world import feature, table
 
 
 def stored(storage, rows=9, **fields):
@@ -20,18 +18,6 @@ BAD = {
         lambda: stored(rs.Hashed(when_full="evict", eviction=None)),
         ValueError, "table 'word': eviction None is not one of lru, lfu, age, l2.",
     ),
-    "hashed admission text": (
-        lambda: stored(rs.Hashed(admission_count="2")),
-        TypeError, "table 'word': admission_count must be an integer, got '2'", "got '2' (str)",
-    ),
-    "hashed admission None": (
-        lambda: stored(rs.Hashed(admission_count=None)),
-        TypeError, "table 'word': admission_count must be an integer, got None", "got None (NoneType)",
-    ),
-    "hashed admission huge": (
-        lambda: stored(rs.Hashed(admission_count=2**40)),
-        ValueError, "table 'word': admission_count must be in [0, 2147483648),", "got 1099511627776",
-    ),
     "hashed capacity float": (
         lambda: stored(rs.Hashed(admission_count=2, admission_capacity=1.5)),
         TypeError, "table 'word': admission_capacity must be an integer, got", "got 1.5 (float)",
@@ -44,29 +30,13 @@ BAD = {
         lambda: stored(rs.Hashed(admission_probability="0.5")),
         TypeError, "table 'word': admission_probability must be a number, got", "got '0.5' (str)",
     ),
-    "hashed prob None": (
-        lambda: stored(rs.Hashed(admission_probability=None)),
-        TypeError, "table 'word': admission_probability must be a number, got", "got None (NoneType)",
-    ),
     "hashed key bool": (
         lambda: stored(rs.Hashed(key_dtype=bool)),
         ValueError, "table 'word': key_dtype 'bool' is not one of int32, int64,",
     ),
-    "host cache neg": (
-        lambda: stored(rs.HostCached(cache_rows=-1)),
-        ValueError, "table 'word': cache_rows must be in [1, inf), got -1.",
-    ),
-    "host cache True": (
-        lambda: stored(rs.HostCached(cache_rows=True)),
-        TypeError, "table 'word': cache_rows must be an integer, got True", "got True (bool)",
-    ),
     "host evict list": (
         lambda: stored(rs.HostCached(cache_rows=2, eviction=["lru"])),
         ValueError, "table 'word': eviction ['lru'] is not one of lru, lfu.",
-    ),
-    "tt ranks number": (
-        lambda: stored(TensorTrain(4)),
-        TypeError, "TensorTrain: tt_ranks must be a list (each an integer) or", "got 4 (int)",
     ),
     "tt ranks zero": (
         lambda: stored(TensorTrain((0,))),
@@ -76,13 +46,6 @@ BAD = {
         lambda: stored(TensorTrain((2.5,))),
         TypeError, "TensorTrain: tt_ranks[0] must be an integer, got 2.5", "got 2.5 (float)",
     ),
-    "tt ranks texts": (
-        lambda: stored(TensorTrain(("4",))), TypeError, "TensorTrain: tt_ranks[0] must be an integer, got '4' (str).",
-    ),
-    "tt p shapes small": (
-        lambda: stored(TensorTrain((2,), tt_p_shapes=(2,2))),
-        ValueError, "table 'word': tt_p_shapes [2, 2] make 4 rows, fewer than",
-    ),
     "tt q shapes text": (
         lambda: stored(TensorTrain((2,), tt_q_shapes="22")),
         TypeError, "TensorTrain: tt_q_shapes must be a list (each an integer)", "got '22' (str)",
@@ -91,32 +54,17 @@ BAD = {
         lambda: stored(TensorTrain(bytes="1kB")),
         TypeError, "TTSpec.for_budget: bytes must be an integer or None, got", "got '1kB' (str)",
     ),
-    "tt bytes and ranks": (
-        lambda: stored(TensorTrain((2,), bytes=1000)), ValueError, "TensorTrain needs either tt_ranks or bytes.",
-    ),
     "tt dist None": (
         lambda: stored(TensorTrain((2,), weight_dist=None)),
         ValueError, "TensorTrain: unknown weight_dist None; choose one of",
-    ),
-    "tt with_tables NaN": (
-        lambda: (lambda c: c.with_tables(c.init(KEY(0)), {"word": np.full((9,4), NAN)}))(stored(TensorTrain((2,)))),
-        ValueError, "the table of shape (9, 4) must hold numbers that are",
     ),
     "sgd rate None": (
         lambda: rs.SGDOptimizerSpec(None),
         TypeError, "SGDOptimizerSpec: learning_rate must be a number or a", "got None (NoneType)",
     ),
-    "sgd rate complex": (
-        lambda: rs.SGDOptimizerSpec(1j),
-        TypeError, "SGDOptimizerSpec: learning_rate must be a number, got 1j", "got 1j (complex)",
-    ),
     "adam beta 1": (
         lambda: rs.AdamOptimizerSpec(0.1, beta_1=1.0),
         ValueError, "AdamOptimizerSpec: beta_1 must be in [0, 1), got 1.0.",
-    ),
-    "adam beta neg": (
-        lambda: rs.AdamOptimizerSpec(0.1, beta_2=-0.1),
-        ValueError, "AdamOptimizerSpec: beta_2 must be in [0, 1), got -0.1.",
     ),
     "adagrad init neg": (
         lambda: rs.AdagradOptimizerSpec(0.1, initial_accumulator_value=-1.0),
@@ -129,10 +77,6 @@ BAD = {
     "lamb none": (
         lambda: rs.LAMBOptimizerSpec(0.1, weight_decay=None),
         TypeError, "LAMBOptimizerSpec: weight_decay must be a number, got None", "got None (NoneType)",
-    ),
-    "from_optax None": (
-        lambda: rs.from_optax(None),
-        TypeError, "from_optax: transformation, as optax.adam(...) makes one,", "got None (NoneType)",
     ),
     "from_optax rate text": (
         lambda: rs.from_optax(__import__("optax").sgd(0.1), learning_rate="x"),
