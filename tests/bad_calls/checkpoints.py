@@ -11,6 +11,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import checkpoint
+from tests.bad_calls.leaves import file
 from tests.bad_calls.world import FOLDER, collection, feature, keyed_state, new_path, other, other_state, state, table
 
 ARRAYS = {"x": np.arange(6.0, dtype=np.float32), "y": np.ones((2, 2), np.float32)}
@@ -187,6 +188,50 @@ BAD = {
         lambda: manager(read_only=True).save(ARRAYS, step=1), RuntimeError, "only reads", "without read_only=True",
     ),
     "a closed manager": (lambda: closed().save(ARRAYS, step=1), RuntimeError, "closed", "another CheckpointManager"),
+    "a leaf of objects": (
+        lambda: checkpoint.save(fresh(), {"x": np.array([None])}),
+        TypeError, "checkpoint: leaf 'x' is object, made of a ndarray; only",
+    ),
+    "a masked leaf": (
+        lambda: checkpoint.save(fresh(), {"x": np.ma.masked_equal([1,2], 1)}),
+        TypeError, "checkpoint: leaf 'x' is a masked array, whose mask would be",
+    ),
+    "metadata with a set": (
+        lambda: checkpoint.save(fresh(), ARRAYS, metadata={"x": {1}}),
+        TypeError, "checkpoint: metadata must be what JSON can hold: Object of",
+    ),
+    "a state without slots": (
+        lambda: checkpoint.save_collection(fresh(), collection(), state()._replace(slots={})),
+        ValueError, "the state does not belong to this collection: slots are {},",
+    ),
+    "a state whose slots are None": (
+        lambda: checkpoint.save_collection(fresh(), collection(), state()._replace(slots=None)),
+        ValueError, "the state does not belong to this collection: slots are",
+    ),
+    "a text beside the tables": (
+        lambda: checkpoint.save_collection(fresh(), collection(), state(), others={"x": "text"}),
+        TypeError, "checkpoint: leaf 'others/x' is <U4, made of a str; only",
+    ),
+    "bytes in place of a folder": (
+        lambda: checkpoint.load(file("a.bin", b"1")),
+        FileNotFoundError, "is no checkpoint: it has no manifest.json. An interrupted",
+    ),
+    "no collection to load into": (
+        lambda: checkpoint.load_collection(saved(), None),
+        TypeError, "load_collection: collection must be of type", "got None (NoneType)",
+    ),
+    "others that the file has not": (
+        lambda: checkpoint.load_collection(saved(), collection(), others="w"),
+        ValueError, "does not match: 'others' is missing; 'others/w' is not",
+    ),
+    "truth in place of a number to keep": (
+        lambda: manager(max_to_keep=True),
+        TypeError, "CheckpointManager: max_to_keep must be an integer or None,", "got True (bool)",
+    ),
+    "a step of a state given twice": (
+        lambda: manager(collection=collection()).save(ARRAYS, step=1),
+        ValueError, "a state has its own step; leave step out.",
+    ),
 }  # fmt: skip
 
 

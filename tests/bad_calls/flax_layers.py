@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
@@ -63,6 +64,23 @@ def create(**options):
     return linen.TrainState.create(**given | options)
 
 
+def stacked():
+    """Two batches on a leading axis."""
+    return {"title": jnp.array([[[1], [2]]] * 2), "author": jnp.array([[1, 2]] * 2)}
+
+
+def mapped_loss(model, given):
+    return jax.vmap(lambda batch: loss_of(model, batch))(stacked()).sum()
+
+
+def scanned(apply, given):
+    return jax.lax.scan(lambda total, batch: (total + apply(batch).sum(), None), 0.0, stacked())[0]
+
+
+def mapped(apply, given):
+    return jax.vmap(lambda batch: apply(batch).sum())(stacked()).sum()
+
+
 BAD = {
     # NNX
     "a layer of a table": (lambda: layer(collection="word"), TypeError, "collection", "EmbeddingCollection", "'word'"),
@@ -99,6 +117,40 @@ BAD = {
     "variables in place of the train state": (
         lambda: linen.value_and_grad(lambda apply, given: apply(given).sum())(variables(), batch()), TypeError,
         "TrainState", "dict",
+    ),
+    "a key in place of rngs": (
+        lambda: layer(rngs=KEY(0)), TypeError, "Embeddings: rngs must be of type Rngs, as in nnx.Rngs(0),",
+    ),
+    "a lookup in vmap": (
+        lambda: nnx.value_and_grad(mapped_loss)(model(), batch()),
+        RuntimeError, "the loss looks up rows of the layers ['words'], or of some,",
+    ),
+    "gradients inside gradients": (
+        lambda: nnx.value_and_grad(lambda m, g: nnx.value_and_grad(loss_of)(m, g)[0])(model(), batch()),
+        RuntimeError, "value_and_grad of a model inside its own value_and_grad",
+    ),
+    "row gradients of None": (
+        lambda: gradients().with_rows(None),
+        TypeError, "Gradients.with_rows: rows must be a mapping (each of type", "got None (NoneType)",
+    ),
+    "a Linen layer frozen by text": (
+        lambda: linen.Embeddings(collection(), frozen="no").init(KEY(0), batch()),
+        TypeError, "Embeddings: frozen must be True or False, got 'no' (str).",
+    ),
+    "a train state without a transformation": (
+        lambda: create(tx=None), TypeError, "TrainState.create: tx must be of type", "got None (NoneType)",
+    ),
+    "has_aux as a number": (
+        lambda: linen.value_and_grad(lambda a, g: a(g).sum(), has_aux=1),
+        TypeError, "value_and_grad: has_aux must be True or False, got 1 (int).",
+    ),
+    "a Linen lookup in scan": (
+        lambda: linen.value_and_grad(scanned)(train_state(), batch()),
+        RuntimeError, "the loss looks up rows of the layers ['words'], or of some,",
+    ),
+    "a Linen lookup in vmap": (
+        lambda: linen.value_and_grad(mapped)(train_state(), batch()),
+        RuntimeError, "the loss looks up rows of the layers ['words'], or of some,",
     ),
 }  # fmt: skip
 

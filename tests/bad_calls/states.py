@@ -21,117 +21,109 @@ from tests.bad_calls.world import (
 )
 
 
-def serving():
-    return state()._replace(slots={})
+def adam_without_slots():
+    made = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rs.AdamOptimizerSpec(0.1)))])
+    return made, made.init(KEY(0))._replace(slots={})
 
 
-def adam():
-    c = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rs.AdamOptimizerSpec(0.1)))])
-    return c
+BATCH = {"title": [[1]]}
+GRADIENTS = {"title": np.ones((1, 4), np.float32)}
 
 
-def serve_adam():
-    c = adam()
-    s = c.init(KEY(0))
-    return c, s._replace(slots={})
+def evicted(**reason):
+    return keyed().evict(keyed().init(KEY(0)), "client", **reason)
 
 
-b1 = {"title": [[1]]}
-g1 = {"title": np.ones((1, 4), np.float32)}
+def with_tables(**tables):
+    return collection().with_tables(state(), tables)
 
 
-def ev(*a, **k):
-    return keyed().evict(keyed().init(KEY(0)), *a, **k)
-
-
-def wt(**t):
-    return collection().with_tables(state(), t)
-
-
-def kt(**c):
+def with_keys(**arrays):
     return keyed().with_tables(
-        keyed_state(), {"client": {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | c}
+        keyed_state(), {"client": {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | arrays}
     )
 
 
 def donated():
-    c = other()
-    s = c.init(KEY(0))
-    jax.jit(lambda s: c.update(s, b1, g1), donate_argnums=0)(s)
-    return c, s
+    state = other().init(KEY(0))
+    jax.jit(lambda state: other().update(state, BATCH, GRADIENTS), donate_argnums=0)(state)
+    return state
 
 
 BAD = {
-    "update serving adam": (
-        lambda: serve_adam()[0].update(serve_adam()[1], b1, g1),
+    "a step without slots": (
+        lambda: adam_without_slots()[0].update(adam_without_slots()[1], BATCH, GRADIENTS),
         ValueError, "the state does not belong to this collection: slots are {},",
     ),
-    "prefetch serving near": (
+    "a prefetch without slots": (
         lambda: near().prefetch(near_state()._replace(slots={}), {"what": [[1]]}),
         ValueError, "table 'item' is on the host, where optimizer state moves",
     ),
-    "state tables list": (
+    "tables as a list": (
         lambda: collection().lookup(state()._replace(tables=[jnp.ones((14,4))]), batch()),
         ValueError, "the state does not belong to this collection: tables are",
     ),
-    "state step None": (
+    "a step number of None": (
         lambda: collection().update(state()._replace(step=None), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
-    "state step text": (
+    "a step number as text": (
         lambda: collection().update(state()._replace(step="3"), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
-    "state step float": (
+    "a step number of floats": (
         lambda: collection().update(state()._replace(step=jnp.ones(())), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
-    "state step vector": (
+    "several step numbers": (
         lambda: collection().update(state()._replace(step=jnp.zeros(2, jnp.int32)), batch(), gradients()),
         ValueError, "the state does not belong to this collection: step are",
     ),
-    "donated lookup": (
-        lambda: donated()[0].lookup(donated()[1], b1),
+    "a state that was given away": (
+        lambda: other().lookup(donated(), BATCH),
         RuntimeError, "the state has lost its tables to a step that took its",
     ),
-    "with_tables text": (
-        lambda: wt(word="x"), TypeError, "table 'word': its values must be an array of numbers, got", "got 'x' (str)",
+    "a table as text": (
+        lambda: with_tables(word="x"),
+        TypeError, "table 'word': its values must be an array of numbers, got", "got 'x' (str)",
     ),
-    "with_tables stack name": (
-        lambda: wt(word_user=np.ones((14,4))), ValueError, "unknown table 'word_user' (did you mean 'word'?); the",
+    "a stack by name in place of its tables": (
+        lambda: with_tables(word_user=np.ones((14,4))),
+        ValueError, "unknown table 'word_user' (did you mean 'word'?); the",
     ),
-    "kt keys text": (
-        lambda: kt(keys=["a","b"]),
+    "keys of rows as text": (
+        lambda: with_keys(keys=["a","b"]),
         TypeError, "table 'client': its keys must be an array of numbers, got", "got ['a', 'b'] (list)",
     ),
-    "kt slot unknown": (
-        lambda: kt(slot_momentum=np.ones((2,4))), ValueError, "table 'client': cannot import ['slot_momentum']; it has",
+    "a slot that the rule has not": (
+        lambda: with_keys(slot_momentum=np.ones((2,4))),
+        ValueError, "table 'client': cannot import ['slot_momentum']; it has",
     ),
-    "evict two reasons": (
-        lambda: ev("client", keep=1, unused_for=1),
+    "an eviction for two reasons": (
+        lambda: evicted(keep=1, unused_for=1),
         ValueError, "evict from table 'client': give one of keep, unused_for,",
     ),
-    "evict float": (
-        lambda: ev("client", keep=1.5),
+    "an eviction that keeps half a row": (
+        lambda: evicted(keep=1.5),
         TypeError, "evict from table 'client': keep must be an integer, got 1.5", "got 1.5 (float)",
     ),
-    "evict norm text": (
-        lambda: ev("client", norm_below="1"),
+    "an eviction by a norm as text": (
+        lambda: evicted(norm_below="1"),
         TypeError, "evict from table 'client': norm_below must be a number, got", "got '1' (str)",
     ),
-    "evict other state": (
+    "an eviction from another state": (
         lambda: keyed().evict(state(), "client", keep=1),
         ValueError, "the state does not belong to this collection: client is",
     ),
-    "counts jit": (
+    "counts inside jit": (
         lambda: jax.jit(keyed().counts)(keyed_state()),
         RuntimeError, "rows by key, and counts, come to the host; read them",
     ),
-    "tables jit keyed": (
+    "tables of keys inside jit": (
         lambda: jax.jit(keyed().tables)(keyed_state()),
         RuntimeError, "rows by key, and counts, come to the host; read them",
     ),
-    "prefetch outside": (
+    "a prefetch of an id outside": (
         lambda: near().prefetch(near_state(), {"what": [[9]]}),
         ValueError, "feature 'what': id 9 in sample 0 is outside table 'item'",
     ),

@@ -5,7 +5,7 @@ import numpy as np
 import rsembed as rs
 from rsembed import fdo
 from rsembed.fdo import LimitsPolicy, SparseDenseMatmulInputStats
-from tests.bad_calls.world import FOLDER, feature
+from tests.bad_calls.world import FOLDER, NAN, feature, table
 
 
 def statistics(**changes):
@@ -66,6 +66,46 @@ BAD = {
     ),
     "a report of features without a place": (
         lambda: fdo.report([feature()], {}, 1), TypeError, "SparseDenseMatmulInputStats", "dict",
+    ),
+    "statistics as a list": (
+        lambda: statistics(max_ids_per_partition=[8]),
+        TypeError, "SparseDenseMatmulInputStats: max_ids_per_partition must be", "got [8] (list)",
+    ),
+    "counts as text": (
+        lambda: statistics(max_ids_per_partition={"word": "8"}),
+        TypeError, "max_ids_per_partition of stack 'word' must be an array of", "got '8' (str)",
+    ),
+    "negative counts": (
+        lambda: client("n1").record(statistics(max_ids_per_partition={"word": [-1, 2]})),
+        ValueError, "max_ids_per_partition of stack 'word' must be counts from 0", "got [-1, 2] (list)",
+    ),
+    "counts of NaN": (
+        lambda: client("n3").record(statistics(max_ids_per_partition={"word": [NAN, 2]})),
+        ValueError, "max_ids_per_partition of stack 'word' must be counts from 0", "got [nan, 2] (list)",
+    ),
+    "counts that are texts": (
+        lambda: client("n4").record(statistics(max_ids_per_partition={"word": ["a"]})),
+        TypeError, "max_ids_per_partition of stack 'word' must be an array of", "got ['a'] (list)",
+    ),
+    "limits of table specs": (
+        lambda: limits(stacks=[table()]),
+        TypeError, "limits_from_statistics: stacks[0] must be of type", "got a value of type TableSpec",
+    ),
+    "limits of cores as text": (
+        lambda: limits(num_sc_per_device="1"),
+        TypeError, "limits_from_statistics: num_sc_per_device must be an", "got '1' (str)",
+    ),
+    "a buffer as text": (
+        lambda: statistics().set_required_buffer_size_per_device("word", "8", 1),
+        TypeError, "SparseDenseMatmulInputStats.set_required_buffer_size_per_dev", "got '8' (str)",
+    ),
+    "a buffer of no cores": (
+        lambda: statistics().set_required_buffer_size_per_device("word", 8, 0),
+        ValueError, "SparseDenseMatmulInputStats.set_required_buffer_size_per_dev", "got 0",
+    ),
+    "a report of no cores": (
+        lambda: fdo.report([feature()], statistics(), 0),
+        ValueError, "report: num_sc_per_device must be in [1, inf), got 0.",
     ),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed.sparsecore import embedding
-from tests.bad_calls.world import feature, mesh, table
+from tests.bad_calls.world import NAN, feature, mesh, table
 
 
 def one(**options):
@@ -135,6 +135,76 @@ BAD = {
     "a table nobody knows": (lambda: plan().table("wrod"), KeyError, "'wrod'", "'s'", "'t'"),
     "the load of unknown features": (lambda: plan().shard_load({"x": [1]}), ValueError, "'x'", "'a'", "'b'"),
     "the load of ids as text": (lambda: plan().shard_load({"a": ["x"]}), ValueError, "feature 'a'", "integers", "'x'"),
+    "a dim as text": (
+        lambda: table(embedding_dim="4"),
+        TypeError, "table 'word': embedding_dim must be an integer, got '4'", "got '4' (str)",
+    ),
+    "a list of combiners": (
+        lambda: table(combiner=["sum"]), ValueError, "table 'word': unknown combiner ['sum']; choose one of sum,",
+    ),
+    "no dtype": (lambda: table(dtype=None), ValueError, "table 'word': dtype None is not one of float32, bfloat16,"),
+    "a list of dtypes": (
+        lambda: table(dtype=["float32"]), ValueError, "table 'word': dtype ['float32'] is not one of float32,",
+    ),
+    "an optimizer that was not made": (
+        lambda: table(optimizer=rs.SGDOptimizerSpec), TypeError, "table 'word': optimizer must be made first, as in",
+    ),
+    "a storage as a dict": (
+        lambda: table(storage={}),
+        TypeError, "table 'word': storage, such as rsembed.Hashed(...), must be", "got {} (dict)",
+    ),
+    "a limit of None": (
+        lambda: table(max_ids_per_partition=None),
+        TypeError, "table 'word': max_ids_per_partition must be an integer, got", "got None (NoneType)",
+    ),
+    "a negative buffer": (
+        lambda: table(suggested_coo_buffer_size_per_device=-1),
+        ValueError, "table 'word': suggested_coo_buffer_size_per_device must be", "got -1",
+    ),
+    "quantization from NaN on": (
+        lambda: rs.QuantizationConfig(NAN, 1.0, 4),
+        ValueError, "QuantizationConfig: min_value nan must be below max_value",
+    ),
+    "quantization bounds as text": (
+        lambda: rs.QuantizationConfig("0", 1.0, 4),
+        TypeError, "QuantizationConfig: min_value must be a number, got '0'", "got '0' (str)",
+    ),
+    "a nested input shape": (
+        lambda: feature(input_shape=((8, 2),)),
+        TypeError, "feature 'title': input_shape must be an integer, got (8, 2)", "got (8, 2) (tuple)",
+    ),
+    "an output of no columns": (
+        lambda: feature(output_shape=(8, 0)), ValueError, "feature 'title': output_shape must be in [1, inf), got 0.",
+    ),
+    "a mesh as a tuple": (
+        lambda: one(mesh=(2,)),
+        TypeError, "EmbeddingCollection: mesh must be a mesh (jax.make_mesh", "got (2,) (tuple)",
+    ),
+    "no axis to shard by": (
+        lambda: one(mesh=mesh(), sharding_axis=()),
+        ValueError, "sharding_axis=() must name axes of the mesh once each,",
+    ),
+    "a placement as a number": (
+        lambda: one(mesh=mesh(), placement=1),
+        TypeError, "EmbeddingCollection: placement must be a text or a mapping", "got 1 (int)",
+    ),
+    "no bounds check": (
+        lambda: one(bounds_check=None),
+        TypeError, "EmbeddingCollection: bounds_check must be a text, got None", "got None (NoneType)",
+    ),
+    "groups that are names": (
+        lambda: plan(groups=["s", "t"]),
+        TypeError, "plan_stacking: groups[0] must be a list (each a text), got", "got 's' (str)",
+    ),
+    "groups of specs": (
+        lambda: plan(groups=[[table("s"), table("t")]]),
+        TypeError, "plan_stacking: groups[0][0] must be a text, got a value of", "got a value of type TableSpec",
+    ),
+    "memory of half a byte": (
+        lambda: plan(activation_mem_bytes_limit=1.5),
+        TypeError, "plan_stacking: activation_mem_bytes_limit must be an", "got 1.5 (float)",
+    ),
+    "a stack by number": (lambda: plan().stack(0), KeyError, "no stack 0; the plan has ['s_t']."),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import rsembed as rs
-from rsembed import optimizers
+from rsembed import optimizers, tt
 from tests.bad_calls.world import (
     KEY,
     feature,
@@ -184,6 +184,78 @@ BAD = {
     "host rows of another shape": (
         lambda: near().with_tables(near_state(), {"item": np.ones((9, 3))}), ValueError, "table 'item'", "(9, 4)",
         "(9, 3)",
+    ),
+    "no policy": (
+        lambda: stored(rs.Hashed(when_full=None)),
+        ValueError, "table 'word': when_full None is not one of error, grow,",
+    ),
+    "no eviction": (
+        lambda: stored(rs.Hashed(when_full="evict", eviction=None)),
+        ValueError, "table 'word': eviction None is not one of lru, lfu, age, l2.",
+    ),
+    "room to wait for half a key": (
+        lambda: stored(rs.Hashed(admission_count=2, admission_capacity=1.5)),
+        TypeError, "table 'word': admission_capacity must be an integer, got", "got 1.5 (float)",
+    ),
+    "a chance of zero": (
+        lambda: stored(rs.Hashed(admission_probability=0.0)),
+        ValueError, "table 'word': admission_probability must be in (0, 1], got", "got 0.0",
+    ),
+    "a chance as text": (
+        lambda: stored(rs.Hashed(admission_probability="0.5")),
+        TypeError, "table 'word': admission_probability must be a number, got", "got '0.5' (str)",
+    ),
+    "keys of truth values": (
+        lambda: stored(rs.Hashed(key_dtype=bool)),
+        ValueError, "table 'word': key_dtype 'bool' is not one of int32, int64,",
+    ),
+    "a list of evictions": (
+        lambda: stored(rs.HostCached(cache_rows=2, eviction=["lru"])),
+        ValueError, "table 'word': eviction ['lru'] is not one of lru, lfu.",
+    ),
+    "a train of rank zero": (
+        lambda: stored(tt.TensorTrain((0,))),
+        ValueError, "table 'word': tt_ranks must hold integers of at least 1,", "got 0",
+    ),
+    "a train of half a rank": (
+        lambda: stored(tt.TensorTrain((2.5,))),
+        TypeError, "TensorTrain: tt_ranks[0] must be an integer, got 2.5", "got 2.5 (float)",
+    ),
+    "factors of a train as text": (
+        lambda: stored(tt.TensorTrain((2,), tt_q_shapes="22")),
+        TypeError, "TensorTrain: tt_q_shapes must be a list (each an integer)", "got '22' (str)",
+    ),
+    "bytes of a train as text": (
+        lambda: stored(tt.TensorTrain(bytes="1kB")),
+        TypeError, "TTSpec.for_budget: bytes must be an integer or None, got", "got '1kB' (str)",
+    ),
+    "a train of no distribution": (
+        lambda: stored(tt.TensorTrain((2,), weight_dist=None)),
+        ValueError, "TensorTrain: unknown weight_dist None; choose one of",
+    ),
+    "no learning rate": (
+        lambda: rs.SGDOptimizerSpec(None),
+        TypeError, "SGDOptimizerSpec: learning_rate must be a number or a", "got None (NoneType)",
+    ),
+    "a decay of one": (
+        lambda: rs.AdamOptimizerSpec(0.1, beta_1=1.0),
+        ValueError, "AdamOptimizerSpec: beta_1 must be in [0, 1), got 1.0.",
+    ),
+    "a negative accumulator": (
+        lambda: rs.AdagradOptimizerSpec(0.1, initial_accumulator_value=-1.0),
+        ValueError, "AdagradOptimizerSpec: initial_accumulator_value must be in", "got -1.0",
+    ),
+    "a power as text": (
+        lambda: rs.FTRLOptimizerSpec(0.1, learning_rate_power="x"),
+        TypeError, "FTRLOptimizerSpec: learning_rate_power must be a number,", "got 'x' (str)",
+    ),
+    "no weight decay": (
+        lambda: rs.LAMBOptimizerSpec(0.1, weight_decay=None),
+        TypeError, "LAMBOptimizerSpec: weight_decay must be a number, got None", "got None (NoneType)",
+    ),
+    "optax with a rate as text": (
+        lambda: rs.from_optax(optax.sgd(0.1), learning_rate="x"),
+        TypeError, "OptaxOptimizerSpec: learning_rate must be a number, got 'x'", "got 'x' (str)",
     ),
 }  # fmt: skip
 
