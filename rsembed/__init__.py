@@ -7,6 +7,7 @@ from rsembed.bags import Bags as Bags
 from rsembed.collection import EmbeddingCollection as EmbeddingCollection
 from rsembed.collection import EmbeddingState as EmbeddingState
 from rsembed.collection import LookupStatistics as LookupStatistics
+from rsembed.collection import for_serving as for_serving
 from rsembed.collection import value_and_grad as value_and_grad
 from rsembed.interaction import pairwise_interaction as pairwise_interaction
 from rsembed.optimizers import AdagradMomentumOptimizerSpec as AdagradMomentumOptimizerSpec

@@ -229,7 +229,7 @@ def test_the_programs_of_the_page_on_optimizers_run_as_printed():
 
 
 def test_the_programs_of_the_page_on_long_runs_save_what_they_say(capsys):
-    assert run_programs("reliability.md")[1] == 2
+    assert run_programs("reliability.md")[1] == 3
     assert capsys.readouterr().out == "step_000000000 {'input': 4096}\n"
 
 

@@ -28,7 +28,7 @@ BUDGETS = {
     "storage": 2235,
     "row_gradients": 275,
     "parallel": 960,
-    "collection": 3130,
+    "collection": 3255,
     "taps": 160,
     "nnx": 210,
     "linen": 190,

@@ -5,6 +5,7 @@ embeddings.py   what users call; every method is one function of what a single d
 ├─ inputs.py    batches in canonical form: bags on one device, padded arrays split by sample on a mesh
 ├─ devices.py   the mesh: which axes, how functions run on every device, what is gathered
 ├─ engine.py    lookups, row gradients and steps of all stacks, each one function on every device
+├─ serving.py   lookups that need nothing of this library, for files and other devices
 └─ stack.py     rows of one table or several, the features that read them, and the tables by name
      keyed_stack.py   of tables with keys
      host_stack.py    of a table on the host, whose rows travel
@@ -15,6 +16,7 @@ embeddings.py   what users call; every method is one function of what a single d
 """
 
 from rsembed.collection.embeddings import EmbeddingCollection as EmbeddingCollection
+from rsembed.collection.serving import for_serving as for_serving
 from rsembed.collection.state import EmbeddingState as EmbeddingState
 from rsembed.collection.state import LookupStatistics as LookupStatistics
 from rsembed.collection.training import value_and_grad as value_and_grad

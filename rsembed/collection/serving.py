@@ -1,0 +1,136 @@
+"""Lookups for serving: plain JAX, which `jax.export` writes into a file for any platform."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from rsembed.bags import Bags, as_bags
+from rsembed.checks import dtype_among, validated
+from rsembed.collection.embeddings import EmbeddingCollection
+from rsembed.collection.inputs import check_names
+from rsembed.collection.state import Activations, Batch, EmbeddingState
+from rsembed.kernels import reference
+from rsembed.kernels.contract import NO_ROW
+from rsembed.keys import Keys, as_keys, split_keys
+from rsembed.specs import FeatureSpec
+
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+
+ServedTable = dict[str, Array]
+"""A table as it is served: `rows`, with `int8` the `scales` of rows, and of keys the lanes `high` and `low`."""
+
+
+@validated
+def for_serving(
+    collection: EmbeddingCollection, state: EmbeddingState, *, dtype: str | None = None
+) -> tuple[Callable[..., Activations], dict[str, ServedTable]]:
+    """A lookup of plain JAX and the tables that it reads, for `jax.export` and for processes without this library.
+
+    Args:
+      collection: whose features.
+      state: whose tables, on any mesh. Not inside `jit`.
+      dtype: "float32", "bfloat16", "float16" or "int8", which has a scale for each row; None keeps that of the tables.
+
+    Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and these tables: one copy of
+      each, trains and rows on the host written out. Ids outside their table contribute nothing.
+
+    Raises: TypeError or ValueError: `dtype` is unknown, or the state is not the collection's.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, rsembed as rs
+      >>> table = rs.TableSpec(name="word", vocabulary_size=100, embedding_dim=4)
+      >>> collection = rs.EmbeddingCollection([rs.FeatureSpec(name="context", table_spec=table)])
+      >>> lookup, tables = rs.for_serving(collection, collection.init(jax.random.key(0)), dtype="int8")
+      >>> lookup(tables, {"context": jnp.array([[1, 2], [3, -1]])})["context"].shape
+      (2, 4)
+    """
+    tables = {name: _served(values, dtype, name) for name, values in collection.tables(state).items()}
+    return partial(lookup, collection.features), tables
+
+
+def _served(values: Any, dtype: str | None, table: str) -> ServedTable:
+    """What `EmbeddingCollection.tables` returns of a table, as it is served."""
+    keys: ServedTable = {}
+    if isinstance(values, Mapping):
+        lanes = split_keys(values["keys"])
+        keys, values = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}, values["values"]
+    rows = jnp.asarray(values)
+    if dtype is None:
+        return {"rows": rows} | keys
+    if dtype_among(DTYPES, dtype, f"for_serving: dtype of table {table!r}") != "int8":
+        return {"rows": rows.astype(dtype)} | keys
+    rows = rows.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(rows), axis=1) / 127.0
+    steps = jnp.round(rows / jnp.where(scales == 0.0, 1.0, scales)[:, None])
+    return {"rows": steps.astype(jnp.int8), "scales": scales} | keys
+
+
+def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch) -> Activations:
+    """Activations of every feature, as `EmbeddingCollection.lookup` has them; ids outside contribute nothing."""
+    check_names(features, batch, "batch")
+    return {name: _activation(feature, tables, batch[name]) for name, feature in features.items()}
+
+
+def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Any) -> Array:
+    bags = as_bags(ids, feature=feature.name)
+    combiner, table = feature.table_spec.combiner, tables[feature.table_spec.name]
+    rows, is_id = _rows_of_keys(table, as_keys(bags.ids)) if "high" in table else _rows_of_ids(table, bags.ids)
+    (vectors,) = reference.gather_rows((table["rows"],), rows)
+    vectors = vectors.astype(jnp.float32)
+    if "scales" in table:
+        vectors = vectors * reference.gather_rows((table["scales"],), rows)[0][:, None]
+    pool, is_inside = _pooling(bags)
+    gains = jnp.where(is_id & is_inside, 1.0 if bags.weights is None else jnp.asarray(bags.weights), 0.0)
+    terms = gains[:, None] * vectors
+    if combiner == "none":
+        return terms if bags.dense_shape is None else terms.reshape(*bags.dense_shape, terms.shape[1])
+    if combiner == "sum":
+        return pool(terms)
+    divisor = pool(gains) if combiner == "mean" else jnp.sqrt(pool(gains * gains))
+    return pool(terms) * jnp.where(divisor == 0.0, 0.0, 1.0 / jnp.where(divisor == 0.0, 1.0, divisor))[:, None]
+
+
+def _pooling(bags: Bags) -> tuple[Callable[[Array], Array], Array | bool]:
+    """Sums over the entries of each bag, and which entries lie in one; without a call that needs a known size."""
+    if bags.dense_shape is not None:
+        shape = (bags.dense_shape[0], math.prod(bags.dense_shape[1:]))
+        return lambda terms: jnp.sum(terms.reshape(*shape, *terms.shape[1:]), axis=1), True
+    offsets, position = jnp.asarray(bags.offsets), jnp.arange(bags.ids.shape[0], dtype=jnp.int32)
+    bag = jnp.cumsum(jnp.zeros_like(position).at[offsets[:-1]].add(1, mode="drop")) - 1
+    is_inside = (bag >= 0) & (position < offsets[-1])
+    return lambda terms: jax.ops.segment_sum(terms, bag, bags.num_bags), is_inside
+
+
+def _rows_of_ids(table: ServedTable, ids: Any) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
+    """The row of each id, and which ids have one."""
+    ids = jnp.asarray(ids)
+    is_id = (ids >= 0) & (ids < table["rows"].shape[0])
+    return jnp.where(is_id, ids, NO_ROW).astype(jnp.int32), is_id
+
+
+def _rows_of_keys(table: ServedTable, keys: Keys) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
+    """The row of each key by binary search, and which are keys; those without a row read zeros."""
+    num_rows = table["rows"].shape[0]
+
+    def halved(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        first, last = bounds
+        middle = (first + last) // 2
+        high, low = table["high"][middle], table["low"][middle]
+        is_behind = (high < keys.high) | ((high == keys.high) & (low < keys.low))
+        return jnp.where(is_behind, middle + 1, first), jnp.where(is_behind, last, middle)
+
+    if num_rows == 0:
+        return jnp.full_like(keys.low, NO_ROW, jnp.int32), keys.is_key
+    bounds = jnp.zeros_like(keys.low, jnp.int32), jnp.full_like(keys.low, num_rows, jnp.int32)
+    row, _ = jax.lax.fori_loop(0, int(np.ceil(np.log2(num_rows))) + 1, halved, bounds)
+    place = jnp.minimum(row, num_rows - 1)
+    is_there = keys.is_key & (table["high"][place] == keys.high) & (table["low"][place] == keys.low)
+    return jnp.where(is_there, row, NO_ROW), keys.is_key

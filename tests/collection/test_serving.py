@@ -1,0 +1,114 @@
+"""Lookups for serving: the collection's numbers, in any process and for any platform."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import rsembed as rs
+from rsembed.kernels.contract import Segment
+from rsembed.tt import TensorTrain
+from tests.oracles import pooled_lookup
+
+ROWS, SHAPE = 50, (6, 3)
+STORAGES = {"keys": rs.Hashed(key_dtype="uint64"), "host": rs.HostCached(cache_rows=20), "train": TensorTrain((2,))}
+COMBINERS = {"sum": "sum", "mean": "mean", "sqrtn": "sqrtn", "none": "none"} | dict.fromkeys(STORAGES, "mean")
+IDS = {
+    name: np.random.default_rng(number).integers(-1, ROWS, SHAPE).astype(np.int32)
+    for number, name in enumerate(COMBINERS)
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A collection with every storage and combiner, and its state after a step."""
+    features = [
+        rs.FeatureSpec(
+            name=name,
+            table_spec=rs.TableSpec(
+                name=name,
+                vocabulary_size=ROWS,
+                embedding_dim=4,
+                combiner=combiner,
+                storage=STORAGES.get(name),
+                optimizer=rs.SGDOptimizerSpec(0.1),
+            ),
+        )
+        for name, combiner in COMBINERS.items()
+    ]
+    collection = rs.EmbeddingCollection(features)
+    state = collection.init(jax.random.key(0))
+    ones = {name: np.ones_like(a) for name, a in collection.lookup(state, IDS).items()}
+    return collection, collection.update(state, IDS, ones)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "int8"])
+def test_activations_are_those_of_the_collection_up_to_what_the_dtype_can_hold(trained, dtype):
+    collection, state = trained
+    lookup, tables = rs.for_serving(collection, state, dtype=dtype)
+    found = jax.jit(lookup)(tables, IDS)
+    for name, expected in collection.lookup(state, IDS).items():
+        largest = np.abs(np.asarray(tables[name]["rows"], np.float32)).max()
+        largest = largest if dtype != "int8" else 127 * np.asarray(tables[name]["scales"]).max()
+        error = {None: 1e-7, "float16": 2**-11, "bfloat16": 2**-8, "int8": 0.51 / 127}[dtype]
+        times = {"sum": 3, "sqrtn": 3**0.5}.get(name, 1)
+        np.testing.assert_allclose(found[name], expected, atol=2 * times * error * largest)
+
+
+def test_ragged_bags_with_weights_and_ids_outside_pool_as_numpy_does(trained):
+    lookup, tables = rs.for_serving(*trained)
+    ids, offsets = np.array([3, 60, 7, -1, 7, 2], np.int32), np.array([0, 2, 2, 5])
+    weights = np.array([0.5, 1.0, 2.0, 1.0, -1.0, 9.0], np.float32)
+    found = lookup(tables, dict.fromkeys(COMBINERS, rs.Bags(ids, offsets, weights)))
+    for name in ("sum", "mean", "sqrtn"):
+        expected = pooled_lookup(tables[name]["rows"], Segment(ids, offsets, weights, name))
+        np.testing.assert_allclose(found[name], expected, atol=1e-6)
+
+
+def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(trained):
+    collection, state = trained
+    keys = np.array([5, 2**32 + 5, 2**63 + 1, 2**32 + 6], np.uint64)
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    state = collection.with_tables(state, {"keys": {"keys": keys[:3], "values": values}})
+    lookup, tables = rs.for_serving(collection, state)
+    found = jax.jit(lookup)(tables, collection.prepare(IDS | {"keys": keys}))["keys"]
+    np.testing.assert_array_equal(found, np.concatenate([values, np.zeros((1, 4))]))
+
+
+READER = """
+import sys
+sys.modules["rsembed"] = None  # an import of it fails
+import jax, numpy as np
+from jax import export
+folder = sys.argv[1]
+served = export.deserialize(open(folder + "/lookup.bin", "rb").read())
+ids = dict(np.load(folder + "/ids.npz"))
+np.savez(folder + "/found.npz", **served.call(ids))
+"""
+
+
+def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_and_platform(trained, tmp_path):
+    lookup, tables = rs.for_serving(*trained)
+    (batch,) = export.symbolic_shape("batch")
+    shapes = dict.fromkeys(COMBINERS, jax.ShapeDtypeStruct((batch, SHAPE[1]), jnp.int32))
+    exported = export.export(jax.jit(lambda ids: lookup(tables, ids)), platforms=("cpu", "cuda", "tpu"))(shapes)
+    assert "rsembed" not in exported.mlir_module()
+    (tmp_path / "lookup.bin").write_bytes(exported.serialize())
+    for count in (1, 6):
+        ids = {name: own[:count] for name, own in IDS.items()}
+        np.savez(tmp_path / "ids.npz", **ids)
+        subprocess.run([sys.executable, "-c", READER, str(tmp_path)], check=True)
+        for name, values in np.load(tmp_path / "found.npz").items():
+            np.testing.assert_allclose(values, lookup(tables, ids)[name], atol=1e-7)
+
+
+def test_what_cannot_be_served_is_named(trained):
+    with pytest.raises(ValueError, match="for_serving: dtype of table 'sum' 'int4' is not one of"):
+        rs.for_serving(*trained, dtype="int4")
+    lookup, tables = rs.for_serving(*trained)
+    with pytest.raises(ValueError, match="missing \\['sum'\\]"):
+        lookup(tables, {name: ids for name, ids in IDS.items() if name != "sum"})
