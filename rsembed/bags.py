@@ -211,7 +211,8 @@ def _flat_ids(row: Any, position: int) -> np.ndarray:
     if array.dtype == object and all(isinstance(own, int) for own in array.ravel()):
         raise TypeError(f"row {position} holds ids that do not fit 64 bits, such as {max(array, key=abs)}; hash them.")
     if array.ndim != 1 or array.dtype == object:
-        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; the input is nested too deeply.")
+        wrong = "a missing value is -1" if None in array.ravel() else "the input is nested too deeply"
+        raise TypeError(f"row {position} must be a flat list of ids, got {row!r}; {wrong}.")
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"row {position} holds {array.dtype} values; ids must be integers, so hash strings first.")
     return array
@@ -240,13 +241,16 @@ def _floats(weights: Any, where: str) -> np.ndarray:
 def as_bags(value: Any, *, feature: str) -> Bags:
     """Bags from any accepted form: `Bags`, a dense array, nested lists, or a pair `(ids, weights)` of the latter.
 
+    What numpy reads counts as an array: columns of pandas, polars and Arrow, of which a column of lists has a bag in
+    each row, and tensors in host memory.
+
     Raises: TypeError or ValueError, naming the feature.
     """
     try:
         if isinstance(value, Bags):
             _check_arrays(value)
             return value
-        ids, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        ids, weights = map(_as_array, value if isinstance(value, tuple) and len(value) == 2 else (value, None))
         _check_weights_are_floats(weights)
         if weights is not None and not isinstance(weights, (list, tuple, jax.Array, np.ndarray)):
             raise TypeError(f"weights must be in the form of the ids, got {describe(weights)}.")
@@ -267,6 +271,12 @@ def as_bags(value: Any, *, feature: str) -> Bags:
     except (TypeError, ValueError) as error:
         raise type(error)(f"feature {feature!r}: {error}") from error
     raise TypeError(f"feature {feature!r}: ids must be Bags, an integer array or lists, got {type(ids).__name__}.")
+
+
+def _as_array(value: Any) -> Any:
+    """What numpy reads as an array of it; an array, and what is none, as it is."""
+    is_foreign = hasattr(value, "__array__") and not isinstance(value, (Keys, jax.Array, np.ndarray))
+    return np.asarray(value) if is_foreign else value
 
 
 def _check_weights_are_floats(weights: Any) -> None:
@@ -371,7 +381,8 @@ def check_ids_dtype(bags: Bags, *, feature: str) -> None:
         raise TypeError(f"feature {feature!r}: its table has no storage that takes Keys; give it rsembed.Hashed.")
     if not jnp.issubdtype(bags.ids.dtype, jnp.integer):
         raise TypeError(
-            f"feature {feature!r}: ids must be integers, got {bags.ids.dtype}; convert them, or hash strings."
+            f"feature {feature!r}: ids must be integers, got {bags.ids.dtype}; convert them (a missing value is -1), "
+            "or hash strings."
         )
 
 

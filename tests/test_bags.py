@@ -9,6 +9,16 @@ from rsembed.bags import Bags, as_bags
 ROWS = [[3, 1], [], [4], [2, 2, 0]]
 
 
+class Column:
+    """What other libraries have, as numpy sees it."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.values, dtype, copy=copy)
+
+
 def same(bags, rows):
     assert bags.to_lists() == rows
 
@@ -27,6 +37,8 @@ def test_every_form_of_input_gives_the_same_bags():
     same(as_bags(np.asarray(ROWS, dtype=object), feature="f"), ROWS)
     same(as_bags(dense, feature="f"), ROWS)
     same(as_bags([3, 1], feature="f"), [[3], [1]])
+    same(as_bags(Column(dense), feature="f"), ROWS)
+    same(as_bags(Column(np.asarray(ROWS, dtype=object)), feature="f"), ROWS)
     same(jax.jit(Bags.from_dense)(jnp.asarray(dense)), ROWS)
 
 

@@ -222,6 +222,24 @@ def run_programs(page):
     return names, len(programs)
 
 
+LOADERS = re.split(r"\n## ", (ROOT / "docs" / "loaders.md").read_text())
+
+
+@pytest.mark.parametrize("loader", LOADERS[1:-1], ids=lambda section: section.splitlines()[0])
+def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
+    names = {"__name__": "page"}
+    for section in (LOADERS[0], loader):
+        for program in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+            try:
+                exec(compile(program, "docs/loaders.md", "exec"), names)
+            except ImportError as error:
+                pytest.skip(f"not installed: {error.name}")
+    if "activations" in names:
+        assert {name: a.shape for name, a in names["activations"].items()} == {"user": (128, 8), "seen": (128, 8)}
+    else:
+        np.testing.assert_array_equal(names["collection"].tables(names["state"])["film"][7], np.ones(8))
+
+
 def test_the_programs_of_the_page_on_optimizers_run_as_printed():
     names, count = run_programs("optimizers.md")
     assert count == 3

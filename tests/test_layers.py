@@ -20,7 +20,7 @@ BUDGETS = {
     "specs": 380,
     "stacking": 500,
     "keys": 210,
-    "bags": 450,
+    "bags": 458,
     "kernels": 3180,
     "interaction": 45,
     "initial_values": 270,

@@ -331,7 +331,7 @@ class EmbeddingCollection:
 
         Args:
           batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is no id), nested lists,
-            or a pair `(ids, weights)`. Inside `jit` on a mesh, arrays only.
+            a column of a data frame, or a pair `(ids, weights)`. Inside `jit` on a mesh, arrays only.
 
         Raises: TypeError or ValueError, naming feature, sample, id, table and the way out.
         """

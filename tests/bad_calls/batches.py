@@ -31,6 +31,7 @@ BAD = {
     "a text for rows": (lambda: Bags.from_lists("ab"), TypeError, "rows", "one list of ids for each bag", "'ab'"),
     "rows of floats": (lambda: Bags.from_lists([[1], [1.5]]), TypeError, "row 1", "float64", "integers"),
     "rows nested too deeply": (lambda: Bags.from_lists([[[1]]]), TypeError, "row 0", "nested too deeply"),
+    "an id that is missing": (lambda: title([[1, None]]), TypeError, "row 0", "[1, None]", "a missing value is -1"),
     "ids beyond 64 bits": (lambda: Bags.from_lists([[2**70]]), TypeError, "row 0", str(2**70), "64 bits"),
     "weights of other rows": (lambda: Bags.from_lists([[1], [2]], [[1.0]]), ValueError, "1 rows", "ids 2"),
     "too few weights": (lambda: Bags.from_lists([[1, 2]], [[1.0]]), ValueError, "row 0", "2 ids", "1 weights"),
