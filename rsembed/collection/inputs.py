@@ -89,7 +89,7 @@ def prepare(
 def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
     bags, storage = as_bags(value, feature=feature.name), feature.table_spec.storage
     # Whoever differentiates by weights hides these alone.
-    visible = dataclasses.replace(bags, weights=None) if is_traced(bags.weights) else bags
+    visible = dataclasses.replace(bags, weights=None) if isinstance(bags.weights, jax.core.Tracer) else bags
     if storage is not None and storage.key_dtype is not None:
         if not is_unknown(visible):
             check_bags(visible, feature=feature.name)
@@ -109,7 +109,8 @@ def _checked(feature: FeatureSpec, value: Any, bounds_check: str) -> Bags:
 
 def is_unknown(given: Any) -> bool:
     """Whether values cannot be read here: inside `jit`, or because other processes hold some of them."""
-    return is_traced(given) or any(map(is_global, jax.tree.leaves(given)))
+    arrays = [leaf for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)]
+    return bool(arrays) and (is_traced(arrays) or any(map(is_global, arrays)))
 
 
 def _canonical(feature: FeatureSpec, bags: Bags) -> Any:
