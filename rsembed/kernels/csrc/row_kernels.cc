@@ -103,9 +103,13 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 // --- lookup ---------------------------------------------------------------------------------------------------------
 
-// Frequent rows are in some cache, rare ones are not: only a long look ahead overlaps enough of the rare ones.
-constexpr int64_t kEntriesAhead = 20;
-constexpr int64_t kBytesAhead = 16 << 10;  // half a first-level cache
+inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+// Frequent rows are in some cache, rare ones are not: only a long look ahead overlaps enough of the rare ones. What was
+// asked for has to stay in half a first-level cache until it is read.
+inline int64_t rows_ahead(int64_t row_bytes, int64_t bytes, int64_t least, int64_t most) {
+  return row_bytes == 0 ? 0 : clamp(bytes / row_bytes, least, most);
+}
 
 template <typename T, bool kWeighted>
 struct TableRows {
@@ -132,8 +136,6 @@ struct TableRows {
     }
   }
 };
-
-inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 struct EntryRange {
   int64_t first;
@@ -182,7 +184,7 @@ template <typename T, bool kWeighted>
 void pool_segment(const Table& table, const Segment& segment, int64_t first_output, int64_t last_output) {
   const uint32_t num_rows = static_cast<uint32_t>(segment.num_rows);
   const int64_t row_bytes = table.dim * static_cast<int64_t>(sizeof(T));
-  const int64_t entries_ahead = row_bytes == 0 ? 0 : clamp(kBytesAhead / row_bytes, 1, kEntriesAhead);
+  const int64_t entries_ahead = rows_ahead(row_bytes, 16 << 10, 1, 64);
   const TableRows<T, kWeighted> source = {rows_of<T>(table, segment), segment.rows, segment.weights,
                                           segment.num_entries, num_rows, table.dim, entries_ahead};
   for (int64_t output = first_output; output < last_output; ++output) {
@@ -222,12 +224,14 @@ void weight_gradients(const Table& table, const Segment& segment, int64_t first_
 
 // --- row gradients --------------------------------------------------------------------------------------------------
 
-constexpr int64_t kItemsAhead = 8;
+// A step reads gradients, rows and their state.
+inline int64_t steps_ahead(int64_t dim) { return rows_ahead(dim * sizeof(float), 4 << 10, 8, 24); }
 
 template <bool kGained>
 struct OutputGradients {
   static constexpr bool kHasGains = kGained;
   const SortedEntries& entries;
+  int64_t items_ahead = steps_ahead(entries.dim);
 
   const float* row(int64_t i) const {
     const uint32_t source = entries.items[i].source;
@@ -236,8 +240,8 @@ struct OutputGradients {
   float gain(int64_t i) const { return kGained ? entries.gained[entries.items[i].source].gain : 1.0f; }
   template <int64_t kColumns>
   RSEMBED_PREFETCHING void prefetch(int64_t i) const {
-    if (i + kItemsAhead < entries.num_items) {
-      RSEMBED_ISA::prefetch<0, kColumns * sizeof(float)>(row(i + kItemsAhead), entries.dim * sizeof(float));
+    if (i + items_ahead < entries.num_items) {
+      RSEMBED_ISA::prefetch<0, kColumns * sizeof(float)>(row(i + items_ahead), entries.dim * sizeof(float));
     }
   }
 };
@@ -432,7 +436,7 @@ void update_groups_of(const Table& table, const SortedEntries& entries, int64_t 
   Stepper<T, kRule> stepper(table);
   int64_t ahead = first;
   for_groups(entries, first, last, [&](uint32_t row, int64_t begin, int64_t end) {
-    const int64_t want = end + kItemsAhead < entries.num_items ? end + kItemsAhead : entries.num_items;
+    const int64_t want = clamp(end + source.items_ahead, 0, entries.num_items);
     for (ahead = ahead < begin ? begin : ahead; ahead < want; ++ahead) {
       const uint32_t next = entries.items[ahead].row;
       if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, next);
@@ -460,10 +464,11 @@ void update_groups(const Table& table, const SortedEntries& entries, int64_t fir
 template <typename T, Rule kRule>
 void step_rows(const Table& table, const int32_t* rows, const float* gradients, int64_t first, int64_t last) {
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
+  const int64_t ahead = steps_ahead(table.dim);
   Stepper<T, kRule> stepper(table);
   for (int64_t i = first; i < last; ++i) {
-    if (i + kItemsAhead < last && static_cast<uint32_t>(rows[i + kItemsAhead]) < num_rows) {
-      prefetch_table_row<T, kRule>(table, rows[i + kItemsAhead]);
+    if (i + ahead < last && static_cast<uint32_t>(rows[i + ahead]) < num_rows) {
+      prefetch_table_row<T, kRule>(table, rows[i + ahead]);
     }
     if (static_cast<uint32_t>(rows[i]) < num_rows) stepper.step(rows[i], gradients + i * table.dim);
   }
