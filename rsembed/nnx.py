@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.extend.core import get_opaque_trace_state
 
 from rsembed import taps
 from rsembed.checks import validated
@@ -44,6 +46,8 @@ _WAY_OUT = (
 
 _LEFT_BEHIND = re.compile(r"mutate Calls|\['calls'\]\.value")
 """How Flax and JAX name the record of lookups where one was made inside a transformation of theirs."""
+_places: ContextVar[list[Any]] = ContextVar("places of the lookups of a loss")
+"""The trace of each lookup while a loss is recorded: `nnx.scan` drops the record of a model that it only reads."""
 
 
 class Embeddings(nnx.Module):
@@ -85,6 +89,7 @@ class Embeddings(nnx.Module):
             return self.collection.lookup(self.state, batch)
         if self.taps is None:
             return taps.look_up_guarded(self.collection, self.state, batch, self.guard.get_value(), _WAY_OUT)
+        _places.get().append(get_opaque_trace_state(convention="nnx"))
         own, earlier = self.taps.get_value(), self.calls.get_value()
         activations, calls = taps.look_up(self.collection, self.state, batch, own, earlier)
         self.calls.set_value(calls)
@@ -133,8 +138,14 @@ def value_and_grad(
             layers = _trained_layers(copy)
             for layer in layers.values():
                 layer.taps, layer.calls = Taps(()), Calls(())
+            _places.set([])
+            here = get_opaque_trace_state(convention="nnx")
             check_loss(loss_fn(copy, *more, **named), has_aux=has_aux)
-            return {name: layer.calls.get_value() for name, layer in layers.items()}
+            recorded = {name: layer.calls.get_value() for name, layer in layers.items()}
+            num_inside = sum(place != here for place in _places.get())
+            if num_inside and sum(map(len, recorded.values())) <= len(_places.get()) - num_inside:
+                raise taps.in_another_transformation(layers)
+            return recorded
 
         layers = _trained_layers(model)
         if any(layer.taps is not None for layer in layers.values()):
@@ -172,7 +183,7 @@ class Optimizer(nnx.Module):
     """
 
     @validated
-    def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
+    def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param):
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
 
     def update(self, model: Any, gradients: Any, **kwargs: Any) -> None:

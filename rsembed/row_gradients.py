@@ -109,6 +109,7 @@ def check_arrays(row_gradients: RowGradients, axes: Mapping[str, tuple[int, int]
         found = row_gradients.rows.get(name)
         rows, values = (getattr(own, "shape", ()) for own in (found, row_gradients.values.get(name)))
         fits = len(values) > 1 and rows[: len(values) - 1] == values[:-1]
+        fits = fits and (len(rows) < len(values) or rows[-1:] > (2,))  # both halves of a key, and how often it occurred
         fits = fits and (axes is None or (len(rows), *values[-1:]) == axes[name])
         if fits and row_gradients.layout is None and len(rows) == 1 and not is_traced(found):
             numbers = np.asarray(found, np.int64)

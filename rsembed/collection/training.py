@@ -62,6 +62,8 @@ def check_loss(result: Any, *, has_aux: bool) -> Any:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError("value_and_grad: loss_fn must return (loss, aux); or pass has_aux=False.")
     loss = result[0] if has_aux else result
+    if isinstance(loss, tuple) and not has_aux:
+        raise TypeError("value_and_grad: loss_fn returns a tuple; for (loss, aux), pass has_aux=True.")
     if getattr(loss, "shape", ()) or not jnp.issubdtype(getattr(loss, "dtype", type(loss)), jnp.floating):
         raise TypeError(f"value_and_grad: the loss must be a scalar of floats, got {describe(loss)}; take its mean.")
     return result

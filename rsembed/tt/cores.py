@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
 from rsembed.bags import Bags, is_traced, narrow_ids
-from rsembed.checks import check_type
+from rsembed.checks import check_type, validated
 from rsembed.kernels.contract import NO_ROW, Segment
 from rsembed.tt.chain import AnyCores, Cores, on_every_device, pooled_rows, varying_zero
 from rsembed.tt.spec import TTSpec
@@ -118,6 +118,7 @@ def bag(
     return pooled_rows(cores, digits, outputs, gains, **shapes, implementation=implementation)
 
 
+@validated
 @functools.partial(jax.jit, static_argnums=0)
 def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
     """The whole table, written block after block of equal first digits; needs the table and one block of memory."""
@@ -138,7 +139,8 @@ def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
 
 def weight_block(spec: TTSpec, cores: AnyCores, first_digit: Int[Array, ""] | int) -> Float[Array, "block dim"]:
     """Rows `first_digit * strides[0]` and following, as many as share that digit, padding rows included."""
-    p, shapes, cores = spec.tt_p_shapes, spec.slice_shapes, check_cores(spec, cores)
+    cores = check_cores(spec, cores)
+    p, shapes = spec.tt_p_shapes, spec.slice_shapes
     product = cores[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])  # [rows, columns, rank]
     for t in range(1, spec.num_cores):
         core = cores[t].astype(jnp.float32).reshape(p[t], *shapes[t])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -273,8 +273,9 @@ def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
         return TTMatrix(_unstored(spec, check_cores(spec, cores)))
 
 
+@validated
 def from_tensorly(
-    tt_matrix: Any, num_embeddings: int | None = None, *, dtype: Any = jnp.float32
+    tt_matrix: Iterable[Any], num_embeddings: int | None = None, *, dtype: Any = jnp.float32
 ) -> tuple[TTSpec, Cores]:
     """Spec and cores of a `TTMatrix`, or of any sequence of arrays `[R_{t-1}, p_t, q_t, R_t]`.
 

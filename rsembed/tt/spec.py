@@ -348,6 +348,7 @@ def _entropy(factors: tuple[float, ...]) -> float:
     return round(-sum(x / total * math.log(x / total) for x in factors), 12)
 
 
+@validated
 def cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:
     """Row factors whose cores hold the fewest numbers, `sum(p * slice_size)`, at given slice sizes.
 

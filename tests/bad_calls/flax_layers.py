@@ -90,6 +90,10 @@ BAD = {
     "gradients that forget the tables": (
         lambda: flax_nnx.grad(loss_of)(model(), batch()), RuntimeError, "'word'", "untrained", "rs.nnx.value_and_grad",
     ),
+    "an optimizer of a class": (lambda: nnx.Optimizer(Model, optax.sgd(0.1)), TypeError, "Optimizer: model", "Module"),
+    "a pair without has_aux": (
+        lambda: nnx.value_and_grad(lambda m, b: (loss_of(m, b), 1))(model(), batch()), TypeError, "has_aux=True",
+    ),
     "an optimizer by name": (lambda: nnx.Optimizer(model(), "sgd"), TypeError, "tx", "GradientTransformation", "'sgd'"),
     "an update with nothing": (
         lambda: optimizer().update(model(), None), TypeError, "gradients", "NoneType", "rs.nnx.value_and_grad",

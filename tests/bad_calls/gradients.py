@@ -105,6 +105,9 @@ BAD = {
         lambda: changed_keys(rows=jnp.array([1])),
         ValueError, "row gradients of stack 'client': rows (1,) and values (1,",
     ),
+    "keys of which a half is missing": (
+        lambda: changed_keys(rows=jnp.ones((1, 1), jnp.uint32)), ValueError, "stack 'client'", "rows (1, 1)",
+    ),
     "rows of keys of another dim": (
         lambda: changed_keys(values=jnp.ones((1,3))),
         ValueError, "row gradients of stack 'client': rows (1, 3) and values (1,",

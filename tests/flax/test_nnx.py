@@ -207,6 +207,9 @@ def test_an_optimizer_of_flax_takes_the_dense_gradients():
 LOOPS = {
     "jax.lax.scan": lambda m, b: jax.lax.scan(lambda total, _: (total + loss_fn(m, b), None), 0.0, length=2)[0],
     "nnx.scan": lambda m, b: nnx.scan(lambda m, _: (m, loss_fn(m, b)), in_axes=(nnx.Carry, 0))(m, jnp.ones(2))[1].sum(),
+    "nnx.scan, of a model that is only read": lambda m, b: (
+        loss_fn(m, b) + nnx.scan(lambda m, _: loss_fn(m, b), in_axes=(None, 0), out_axes=0)(m, jnp.ones(2)).sum()
+    ),
     "nnx.vmap": lambda m, b: nnx.vmap(loss_fn, in_axes=(None, 0))(
         m, jax.tree.map(lambda x: jnp.stack([x] * 2), b)
     ).sum(),
@@ -222,6 +225,24 @@ def test_a_lookup_in_a_loop_of_the_loss_works_or_is_refused_by_name(loop):
     with pytest.raises(RuntimeError, match=r"rows of the layers \['embeddings'\].* call the layer before it"):
         rs.nnx.value_and_grad(LOOPS[loop])(model, batch)
     assert model.embeddings.taps is None and model.embeddings.calls is None
+
+
+ONCE = {
+    "nnx.remat": lambda m, b: nnx.remat(loss_fn)(m, b),
+    "nnx.jit": lambda m, b: nnx.jit(loss_fn)(m, b),
+    "nnx.cond": lambda m, b: nnx.cond(True, loss_fn, lambda m, b: 0.0 * loss_fn(m, b), m, b),
+}
+
+
+@pytest.mark.parametrize("once", ONCE)
+def test_a_lookup_in_a_transformation_that_hands_the_model_back_trains_as_one_outside(once):
+    _, (batch, *_), model, _ = new("dense")
+    (loss, found), (expected, wanted) = (rs.nnx.value_and_grad(f)(model, batch) for f in (ONCE[once], loss_fn))
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    state = model.embeddings.state
+    for name, rows in model.embeddings.collection.tables(wanted.step("embeddings", state)).items():
+        stepped = model.embeddings.collection.tables(found.step("embeddings", state))[name]
+        np.testing.assert_allclose(stepped, rows, rtol=1e-6)
 
 
 class Noisy(nnx.Module):

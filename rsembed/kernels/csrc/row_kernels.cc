@@ -105,8 +105,7 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-// Frequent rows are in some cache, rare ones are not: only a long look ahead overlaps enough of the rare ones. What was
-// asked for has to stay in half a first-level cache until it is read.
+// Only a long look ahead overlaps enough of the rare rows, which are in no cache. They fit half a first-level cache.
 inline int64_t rows_ahead(int64_t row_bytes, int64_t bytes, int64_t least, int64_t most) {
   return row_bytes == 0 ? 0 : clamp(bytes / row_bytes, least, most);
 }
