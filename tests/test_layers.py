@@ -28,7 +28,7 @@ BUDGETS = {
     "storage": 2235,
     "row_gradients": 275,
     "parallel": 960,
-    "collection": 3255,
+    "collection": 3265,
     "taps": 160,
     "nnx": 215,
     "linen": 190,

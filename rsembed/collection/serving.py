@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from rsembed.bags import Bags, as_bags
+from rsembed.bags import Bags, as_bags, check_ids_dtype
 from rsembed.checks import dtype_among, validated
 from rsembed.collection.embeddings import EmbeddingCollection
 from rsembed.collection.inputs import check_names
@@ -82,7 +82,11 @@ def lookup(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Any) -> Array:
     bags = as_bags(ids, feature=feature.name)
     combiner, table = feature.table_spec.combiner, tables[feature.table_spec.name]
-    rows, is_id = _rows_of_keys(table, as_keys(bags.ids)) if "high" in table else _rows_of_ids(table, bags.ids)
+    if "high" in table:
+        rows, is_id = _rows_of_keys(table, as_keys(bags.ids))
+    else:
+        check_ids_dtype(bags, feature=feature.name)
+        rows, is_id = _rows_of_ids(table, bags.ids)
     (vectors,) = reference.gather_rows((table["rows"],), rows)
     vectors = vectors.astype(jnp.float32)
     if "scales" in table:

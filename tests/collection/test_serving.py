@@ -112,3 +112,5 @@ def test_what_cannot_be_served_is_named(trained):
     lookup, tables = rs.for_serving(*trained)
     with pytest.raises(ValueError, match="missing \\['sum'\\]"):
         lookup(tables, {name: ids for name, ids in IDS.items() if name != "sum"})
+    with pytest.raises(TypeError, match="feature 'sum': ids must be integers, got float32"):
+        lookup(tables, IDS | {"sum": np.ones(SHAPE, np.float32)})
