@@ -49,12 +49,12 @@ class Devices:
         """The mesh, if there is one and it is not abstract."""
         return self.mesh if isinstance(self.mesh, Mesh) else None
 
-    @property
+    @functools.cached_property
     def num_devices(self) -> int:
         """Parts into which samples and tables are split."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
 
-    @property
+    @functools.cached_property
     def num_processes(self) -> int:
         """Processes that each bring their own samples."""
         mesh = self.known_mesh

@@ -49,21 +49,22 @@ OPT_IN = (sparsecore.NAME, gpu.NAME)
 
 def implementation_states() -> list[tuple[str, str]]:
     """Every implementation by name, with "live" or the reason why it is not."""
-    return [(module.NAME, _not_chosen_because(module) or "live") for module in IMPLEMENTATIONS]
+    opt_in = "opt-in, because no chip has run these kernels yet: pass implementation={0!r} or set RSEMBED_KERNELS={0}"
+    asked = _asked(None)
+    return [
+        (m.NAME, m.unavailable_because() or ("live" if m in asked else opt_in.format(m.NAME))) for m in IMPLEMENTATIONS
+    ]
 
 
-def _not_chosen_because(module: Any) -> str | None:
-    """Why an implementation is passed over by callers who name none; read when a call is traced."""
+def _asked(implementation: str | None) -> list[Any]:
+    """The implementation of that name; of callers who name none, those that are no opt-in, when a call is traced."""
     wanted = [name.strip() for name in os.environ.get("RSEMBED_KERNELS", "").split(",") if name.strip()]
     if unknown := set(wanted) - set(OPT_IN):
         raise ValueError(f"RSEMBED_KERNELS names {', '.join(sorted(unknown))}; it knows {', '.join(OPT_IN)}.")
-    reason = module.unavailable_because()
-    if reason is None and module.NAME in OPT_IN and module.NAME not in wanted:
-        return (
-            f"opt-in, because no chip has run these kernels yet: pass implementation={module.NAME!r} or set "
-            f"RSEMBED_KERNELS={module.NAME}"
-        )
-    return reason
+    passed_over = set(OPT_IN) - set(wanted)
+    return [
+        m for m in IMPLEMENTATIONS if implementation == m.NAME or (not implementation and m.NAME not in passed_over)
+    ]
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -85,11 +86,8 @@ def dispatch(function: str, implementation: str | None, *args: Any, **kwargs: An
     """
     check_implementation(implementation)
     reasons = []
-    for module in IMPLEMENTATIONS:
-        if implementation not in (None, module.NAME):
-            continue
-        reason = None if implementation else _not_chosen_because(module)
-        if reason is None:
+    for module in _asked(implementation):
+        if (reason := module.unavailable_because()) is None:
             try:
                 return getattr(module, function)(*args, **kwargs)
             except NotImplementedError as error:
