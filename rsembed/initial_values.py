@@ -8,7 +8,6 @@ Stacking, sharding and device count therefore never change a table, and building
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 import zlib
@@ -102,19 +101,6 @@ def keyed_form(initializer: Callable[..., Any], dim: int) -> Hashable:
     """Key that is equal for initializers that make the same rows in `keyed_rows`."""
     trace = _keyed_trace(initializer, dim)
     return (initializer if _has_constants(trace) else str(trace)), dim
-
-
-@dataclasses.dataclass(frozen=True)
-class SameRows:
-    """An initializer that equals every other one of its `keyed_form`."""
-
-    form: Hashable
-    initializer: Callable[..., Any] = dataclasses.field(compare=False)
-
-    def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], *args: Any) -> Array:
-        """Values of the initializer."""
-        values: Array = self.initializer(key, shape, *args)
-        return values
 
 
 def _keyed_trace(initializer: Callable[..., Any], dim: int) -> ClosedJaxpr:

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import struct, traverse_util
 from flax.core.scope import union_filters
 from jax.extend.core import get_opaque_trace_state
+from jaxtyping import PyTree
 
 from rsembed import taps
 from rsembed.checks import check_fields, check_type, validated
@@ -87,16 +88,16 @@ class TrainState(struct.PyTreeNode):
 
     step: Any
     apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
-    params: Any
+    params: PyTree
     embeddings: dict[str, EmbeddingState]
     variables: dict[str, Any]
     tx: optax.GradientTransformation = struct.field(pytree_node=False)
-    opt_state: Any
+    opt_state: PyTree
 
     @classmethod
     @validated
     def create(
-        cls, *, apply_fn: Callable[..., Any], variables: Mapping[str, Any], tx: optax.GradientTransformation
+        cls, *, apply_fn: Callable[..., Any], variables: Mapping[str, PyTree], tx: optax.GradientTransformation
     ) -> TrainState:
         """The state before the first step, of what the model's `init` returned.
 
@@ -147,7 +148,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     def with_gradients(state: TrainState, *args: Any) -> tuple[Any, Gradients]:
         check_type(state, TrainState, "value_and_grad: the first argument, which rs.linen.TrainState.create makes,")
 
-        def run(params: Any, own_taps: dict[str, taps.Taps], embeddings: Any) -> tuple[Any, Any]:
+        def run(params: PyTree, own_taps: dict[str, taps.Taps], embeddings: Any) -> tuple[PyTree, PyTree]:
             calls: dict[str, Any] = {}  # nested, as later calls of `apply` go on from it
             trace = get_opaque_trace_state(convention="flax")
             variables = state.variables | {_TAPS: _nested(own_taps)}
@@ -174,7 +175,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     return with_gradients
 
 
-def _by_layer(variables: Mapping[str, Any]) -> dict[str, Any]:
+def _by_layer(variables: Mapping[str, PyTree]) -> dict[str, Any]:
     """The variable of every layer in a variable collection, by the layer's path."""
     flat = traverse_util.flatten_dict(variables, sep="/")
     return {path.rpartition("/")[0]: own for path, own in flat.items()}

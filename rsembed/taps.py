@@ -18,7 +18,7 @@ from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import did_you_mean, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
@@ -94,12 +94,12 @@ class Gradients:
       changed: `RowGradients` that somebody put in the place of those that follow from the calls, by layer.
     """
 
-    dense: Any
+    dense: PyTree
     calls: dict[str, Calls]
     changed: dict[str, RowGradients] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(dense: Any, recorded: Mapping[str, Calls], d_taps: Mapping[str, Taps]) -> Gradients:
+    def of(dense: PyTree, recorded: Mapping[str, Calls], d_taps: Mapping[str, Taps]) -> Gradients:
         """From what layers recorded, and the gradients of their taps."""
         calls = {
             name: tuple(dataclasses.replace(call, activations=d) for call, d in zip(own, d_taps[name], strict=True))

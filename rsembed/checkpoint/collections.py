@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from rsembed.checkpoint.files import Contents, check_owners, manifest, nested, placed, restored, write
 from rsembed.checkpoint.states import logical, tables_of, with_states
@@ -22,7 +23,7 @@ def save_collection(
     collection: EmbeddingCollection,
     state: EmbeddingState,
     *,
-    others: Any = None,
+    others: PyTree = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Saves every table and its slots by table name, with step and key, and what else belongs to the instant.
@@ -46,7 +47,7 @@ def save_collection(
 
 
 def contents_of(
-    collection: EmbeddingCollection, state: EmbeddingState, *, others: Any, metadata: Mapping[str, Any] | None
+    collection: EmbeddingCollection, state: EmbeddingState, *, others: PyTree, metadata: Mapping[str, Any] | None
 ) -> Contents:
     """Contents of the checkpoint that `save_collection` writes."""
     collection.check_state(state)
@@ -60,7 +61,7 @@ def contents_of(
 
 @validated
 def load_collection(
-    path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: Any = None, same_rules: bool = True
+    path: str | os.PathLike[str], collection: EmbeddingCollection, *, others: PyTree = None, same_rules: bool = True
 ) -> Any:
     """The state of a saved collection, for one with the same tables, stacked and placed as it may be.
 

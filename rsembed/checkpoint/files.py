@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from rsembed.checkpoint.arrays import as_saved, check_entry, copied, open_array, write_arrays
 from rsembed.checkpoint.states import (
@@ -87,7 +88,7 @@ def encoded(body: Mapping[str, Any]) -> bytes:
     return json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1).encode()
 
 
-def flattened(tree: Any) -> dict[tuple[str, ...], Any]:
+def flattened(tree: PyTree) -> dict[tuple[str, ...], Any]:
     """The leaves by their path."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     leaves = {_parts(keys): leaf for keys, leaf in found}
@@ -130,7 +131,7 @@ def nested(path: Path, entries: Sequence[Mapping[str, Any]]) -> Any:
     return arrays[()] if () in arrays else unflatten_dict(arrays)
 
 
-def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: Any) -> Any:
+def restored(path: Path, entries: Sequence[Mapping[str, Any]], like: PyTree) -> Any:
     """The arrays of some entries of a manifest in the structure of `like`, which has no states in it; see `load`.
 
     In place of the rows of tables stand those on the disk, for `with_states`.
@@ -207,7 +208,7 @@ class Contents(NamedTuple):
     body: dict[str, Any]
 
     @staticmethod
-    def of(tree: Any, owners: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None) -> Contents:
+    def of(tree: PyTree, owners: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None) -> Contents:
         """Contents that hold a tree.
 
         Raises: TypeError, ValueError: as `save`.
@@ -357,14 +358,14 @@ class Checkpoint(NamedTuple):
       metadata: as given to `save`.
     """
 
-    tree: Any
+    tree: PyTree
     step: int
     metadata: dict[str, Any]
 
 
 @validated
 def save(
-    path: str | os.PathLike[str], tree: Any, *, step: NonNegativeInt = 0, metadata: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], tree: PyTree, *, step: NonNegativeInt = 0, metadata: Mapping[str, Any] | None = None
 ) -> None:
     """Writes a checkpoint folder; it appears complete or not at all.
 
@@ -388,7 +389,7 @@ def save(
 
 
 @validated
-def load(path: str | os.PathLike[str], like: Any = None) -> Checkpoint:
+def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Args:

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from rsembed.checkpoint.collections import contents_of, load_collection
 from rsembed.checkpoint.files import (
@@ -121,10 +122,10 @@ class CheckpointManager:
     @validated
     def save(
         self,
-        tree: Any,
+        tree: PyTree,
         *,
         step: NonNegativeInt | None = None,
-        others: Any = None,
+        others: PyTree = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Begins a checkpoint `step_<step>` of one instant; the one before is waited for.
@@ -228,7 +229,7 @@ class CheckpointManager:
         return None
 
     @validated
-    def restore(self, like: Any = None, *, others: Any = None, step: NonNegativeInt | None = None) -> Any:
+    def restore(self, like: PyTree = None, *, others: PyTree = None, step: NonNegativeInt | None = None) -> Any:
         """The state that was saved at a step, or that of the largest step whose checkpoint is good.
 
         A run that goes back to an earlier step for good removes the folders of later ones.
@@ -305,7 +306,7 @@ class CheckpointManager:
         _remove(path)
         return path.exists()
 
-    def _contents(self, tree: Any, step: int | None, others: Any, metadata: Mapping[str, Any] | None) -> Contents:
+    def _contents(self, tree: PyTree, step: int | None, others: PyTree, metadata: Mapping[str, Any] | None) -> Contents:
         if self.collection is not None:
             if step is not None:
                 raise ValueError("a state has its own step; leave step out.")

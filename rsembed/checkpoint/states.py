@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from rsembed.collection import EmbeddingState
 from rsembed.collection.dense_rows import Place
@@ -147,19 +148,19 @@ def is_state(node: Any) -> TypeGuard[EmbeddingState]:
     return isinstance(node, EmbeddingState) and node.layout is not None
 
 
-def logical(tree: Any) -> Any:
+def logical(tree: PyTree) -> Any:
     """The tree with dicts of tables and slots by table name in place of states; nothing is copied."""
     return jax.tree.map(lambda node: _by_table(node) if is_state(node) else node, tree, is_leaf=is_state)
 
 
-def with_states(like: Any, tree: Any) -> Any:
+def with_states(like: PyTree, tree: PyTree) -> Any:
     """The inverse of `logical`: the tree with states laid out as those of `like` in place of such dicts."""
     return jax.tree.map(
         lambda node, value: _laid_out(node, value) if is_state(node) else value, like, tree, is_leaf=is_state
     )
 
 
-def belongings(tree: Any) -> dict[str, Any]:
+def belongings(tree: PyTree) -> dict[str, Any]:
     """By path, what states and other owners of a `Fingerprint` in the tree belong to, wherever it lies."""
     try:
         leaves, _ = jax.tree_util.tree_flatten_with_path(

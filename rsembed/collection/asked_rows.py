@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.collection.dense_rows import read_from
 from rsembed.collection.rows import LookupResult, Occurrences, Rows, keys_of_rows, row_by_row
@@ -42,7 +42,7 @@ class AskedRows(Rows):
         """How many devices share the rows."""
         return self.devices.num_devices
 
-    def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> Asking[LookupResult]:
+    def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> Asking[LookupResult]:
         """See `Rows`."""
 
         def answer(num_unknown: Array, question: Any) -> tuple[Array, Array]:
@@ -67,7 +67,7 @@ class AskedRows(Rows):
         if not takes_keys:
             num_places = min(num_places, -(-self.storage.num_ids(self.table) // self.num_shards))
 
-        def collect(state: Any, arrived: tuple[Any, Array]) -> tuple[Any, None]:
+        def collect(state: PyTree, arrived: tuple[Any, Array]) -> tuple[Any, None]:
             (count, all_rows, all_values), (question, gradients) = state, arrived
             keys, occurrences, first_of = self._received(question)
             if first_of is not None:
@@ -95,7 +95,7 @@ class AskedRows(Rows):
         return rows, values
 
     def update(
-        self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
+        self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
     ) -> Asking[tuple[Any, Any]]:
         """See `Rows`."""
 
@@ -139,7 +139,9 @@ class AskedRows(Rows):
         keys = keys_of_rows(question)
         return keys, keys.is_key.astype(jnp.int32), None
 
-    def _find_arrived(self, params: Any, slots: Any, question: Any, step: Step) -> tuple[Any, Any, Int[Array, " nnz"]]:
+    def _find_arrived(
+        self, params: PyTree, slots: PyTree, question: Any, step: Step
+    ) -> tuple[Any, Any, Int[Array, " nnz"]]:
         """As `_find`, for keys of all devices, in their order."""
         keys, occurrences, first_of = self._received(question)
         if first_of is None:
@@ -160,7 +162,7 @@ class AskedRows(Rows):
         is_key, occurrences, *lanes = api.gather_rows((keys.is_key, occurrences, *keys.lanes), order.first_of)
         return Keys.of_lanes(lanes, is_key), occurrences, order
 
-    def _held(self, params: Any, wanted: Wanted, step: Step) -> Asking[Any]:
+    def _held(self, params: PyTree, wanted: Wanted, step: Step) -> Asking[Any]:
         """Parameters in which no key of this batch can lose its row to a key of an earlier round."""
         if not self.storage.makes_room or self._capacity(wanted) == wanted.entry_of.shape[0]:
             return params
@@ -180,7 +182,7 @@ class AskedRows(Rows):
         return jax.ShapeDtypeStruct((self.table.embedding_dim,), self.storage.vector_dtype(self.table))
 
     def _question(
-        self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: Any, *, reply: Any = None
+        self, wanted: Wanted, payload: Any, answer: Callable[..., Any], state: PyTree, *, reply: Any = None
     ) -> Question:
         return Question(wanted, payload, answer, state, self._capacity(wanted), reply)
 

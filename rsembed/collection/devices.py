@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.kernels.contract import Segment
 from rsembed.kernels.cpu_threads import check_threads
@@ -71,14 +71,14 @@ class Devices:
             raise ValueError("one device alone has no sharding.")
         return NamedSharding(self.mesh, partition)
 
-    def place(self, tree: Any, partition: PartitionSpec) -> Any:
+    def place(self, tree: PyTree, partition: PartitionSpec) -> Any:
         """Arrays laid out as `partition` says; unchanged on one device."""
         if self.mesh is None:
             return tree
         # Not device_put, which knows only devices of this process.
         return jax.jit(_same, out_shardings=self.sharding(partition))(tree)
 
-    def place_from_host(self, tree: Any, partition: PartitionSpec) -> Any:
+    def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> Any:
         """Whole arrays of numpy, equal in every process, laid out as `partition` says; JAX's stay where they are."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)
@@ -121,7 +121,7 @@ class Devices:
         """Number of this device."""
         return jnp.zeros((), jnp.int32) if self.mesh is None else jax.lax.axis_index(self.axes)
 
-    def total(self, tree: Any) -> Any:
+    def total(self, tree: PyTree) -> Any:
         """Sums over devices."""
         return tree if self.mesh is None else jax.lax.psum(tree, self.axes)
 
@@ -154,5 +154,5 @@ class Devices:
         return Segment(rows, offsets, weights, segment.combiner)
 
 
-def _same(tree: Any) -> Any:
+def _same(tree: PyTree) -> Any:
     return tree

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import check_not_taken, is_traced
 from rsembed.checks import PositiveInt, check_type, validated
@@ -276,7 +276,7 @@ class EmbeddingCollection:
         return {name: slots for own in found for name, slots in own.items()}
 
     @validated
-    def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
+    def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
         """The state with some tables replaced, for example by pretrained vectors; slots stay as they are.
 
         A table with keys takes what `tables` returns of it, and needs only `keys` and `values`: slots that are left out
@@ -390,7 +390,7 @@ class EmbeddingCollection:
         numbers = dict.fromkeys(self._stacks, state.step)
         return self._engine.lookup(state.tables, batch, numbers)[0], partial(self.row_gradients, batch)
 
-    def row_gradients(self, batch: Batch, d_activations: Mapping[str, Any]) -> RowGradients:
+    def row_gradients(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> RowGradients:
         """The gradients of distinct rows that follow from those of a batch's activations; no table is read."""
         batch = self.prepare(batch)
         d_outputs = self._d_outputs(batch, d_activations)
@@ -414,14 +414,14 @@ class EmbeddingCollection:
         gradients = {name: (row_gradients.rows[name], row_gradients.values[name]) for name in self._stacks}
         return self._stepped(state, row_gradients.rows, self._engine.apply, gradients)
 
-    def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, Any]) -> EmbeddingState:
+    def update(self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]) -> EmbeddingState:
         """Row gradients and optimizer step in one kernel: the same numbers as `apply(state, pullback(...))`."""
         batch = self.prepare(batch)
         d_outputs = self._d_outputs(batch, d_activations)
         self.check_state(state)
         return self._stepped(state, dict.fromkeys(self._on_host, batch), self._engine.update, batch, d_outputs)
 
-    def _d_outputs(self, batch: Batch, d_activations: Mapping[str, Any]) -> dict[str, Array]:
+    def _d_outputs(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> dict[str, Array]:
         inputs.check_names(self.features, d_activations, "the activation gradients")
         bags = all_as_bags(batch)
         return {

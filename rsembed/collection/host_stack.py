@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import as_bags, padded_size
 from rsembed.caching.backing import Generation
@@ -58,7 +58,7 @@ class HostStack(RowNumberStack):
         self.store = self.storage.backing_store(self.table, jax.random.wrap_key_data(on_host(data)[0], impl=kind))
         return self.of_new_time(params)
 
-    def check(self, params: CachedRows, slots: Any = ()) -> None:
+    def check(self, params: CachedRows, slots: PyTree = ()) -> None:
         """Whether the store is the state's.
 
         Raises:
@@ -73,7 +73,7 @@ class HostStack(RowNumberStack):
         self.generation.check(on_host(params.generation))
 
     def with_places(
-        self, params: CachedRows, slots: Any, batch: Mapping[str, Any] | Array
+        self, params: CachedRows, slots: PyTree, batch: Mapping[str, Any] | Array
     ) -> tuple[CachedRows, list[np.ndarray]]:
         """Parameters with places for the rows of a batch, or for those that row gradients are of, and what must move.
 
@@ -93,7 +93,7 @@ class HostStack(RowNumberStack):
         return found._replace(near=found.near._replace(rows=params.near.rows)), moves
 
     def moved(
-        self, params: CachedRows, slots: Any, moves: Sequence[np.ndarray], *, donates: bool
+        self, params: CachedRows, slots: PyTree, moves: Sequence[np.ndarray], *, donates: bool
     ) -> tuple[CachedRows, Any]:
         """Parameters and slots after the moves that `with_places` returned. `donates` gives the given arrays away.
 
@@ -118,18 +118,18 @@ class HostStack(RowNumberStack):
         (generation,) = self._placed([np.full(params.generation.shape, self.generation.number, np.uint32)])
         return params._replace(generation=generation)
 
-    def values(self, params: CachedRows, slots: Any) -> dict[str, Any]:
+    def values(self, params: CachedRows, slots: PyTree) -> dict[str, Any]:
         return {self.table.name: self._arrays(params, slots)[0]}
 
-    def slots(self, params: CachedRows, slots: Any) -> dict[str, Any]:
+    def slots(self, params: CachedRows, slots: PyTree) -> dict[str, Any]:
         own = tuple(map(jnp.asarray, self._arrays(params, slots)[1:]))
         return {self.table.name: self.rule.pack_slots(own)}
 
-    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         refuse_traced(table, values, step)
         return [self.as_whole(params, slots, table, values), *self._arrays(params, slots)[1:]]
 
-    def replaced(self, params: CachedRows, slots: Any, values: Mapping[str, Any]) -> tuple[CachedRows, Any]:
+    def replaced(self, params: CachedRows, slots: PyTree, values: Mapping[str, Any]) -> tuple[CachedRows, Any]:
         """A fresh store with these rows and slots, none of which is near."""
         empty = self.devices.on_each(self.storage.emptied, (self.partition,), self.partition)
         params = self.begin(jax.jit(empty)(params))
@@ -137,7 +137,7 @@ class HostStack(RowNumberStack):
         self.store.write(np.arange(self.table.vocabulary_size), arrays)
         return params, slots
 
-    def saved(self, params: CachedRows, slots: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def saved(self, params: CachedRows, slots: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
         return self._by_name(self._arrays(params, slots))
 
     def template(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -147,11 +147,11 @@ class HostStack(RowNumberStack):
         num_rows = self.table.vocabulary_size
         return self._by_name([np.broadcast_to(np.zeros((), kind), (num_rows, *shape[1:])) for shape, kind in shapes])
 
-    def restored(self, tables: Mapping[str, Any], slots: Mapping[str, Any]) -> tuple[Any, Any]:
+    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
         name = self.table.name
         return self.replaced(*self.fresh(), {name: [tables[name], *(slots[name][own] for own in self._slot_names)]})
 
-    def _arrays(self, params: CachedRows, slots: Any) -> list[np.ndarray]:
+    def _arrays(self, params: CachedRows, slots: PyTree) -> list[np.ndarray]:
         """All rows and slots of the table, in the order of ids, on the host."""
         self.check(params, slots)
         starts = range(0, self.table.vocabulary_size, ROWS_PER_BLOCK)
@@ -209,10 +209,10 @@ def with_new_generation(on_host: Mapping[str, HostStack], state: EmbeddingState)
     return state._replace(tables={**state.tables, **tables})
 
 
-def _gather(params: CachedRows, slots: Any, rows: Array) -> tuple[Array, ...]:
+def _gather(params: CachedRows, slots: PyTree, rows: Array) -> tuple[Array, ...]:
     return api.gather_rows((params.near.rows, *slots), rows)
 
 
-def _scatter(params: CachedRows, slots: Any, rows: Array, values: tuple[Array, ...]) -> tuple[CachedRows, Any]:
+def _scatter(params: CachedRows, slots: PyTree, rows: Array, values: tuple[Array, ...]) -> tuple[CachedRows, Any]:
     table, *kept = api.scatter_rows((params.near.rows, *slots), rows, values)
     return params._replace(near=params.near._replace(rows=table)), tuple(kept)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.bags import (
     PAD_ID,
@@ -185,7 +185,7 @@ def _split(bags: Bags, width: int, devices: Devices) -> Any:
     return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, np.asarray(array)), arrays)
 
 
-def padded(bags: Bags, width: int) -> tuple[Any, Any]:
+def padded(bags: Bags, width: int) -> tuple[PyTree, PyTree]:
     """Ids `[bags, width]` (or of the shape they had) filled up with `-1`, and weights filled up with 0."""
     ids = narrow_ids(bags.ids)
     weights = None if bags.weights is None else bags.weights.astype(np.float32)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, Integer
+from jaxtyping import Array, Int, Integer, PyTree
 
 from rsembed.bags import Bags, padded_size
 from rsembed.collection.dense_rows import RowLayout
@@ -66,17 +66,17 @@ class KeyedStack(Stack):
             features.append((keys, Segment(keys.low.astype(jnp.int32), offsets, weights, feature.combiner)))
         return Occurrences.of(features)
 
-    def values(self, params: Any, slots: Any) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         num_shards = self.rows.num_shards
         parts = self.storage.unstack(params, () if slots is None else slots, self.table, num_shards)
         return {t.name: self.storage.rows(*own, t, num_shards) for t, own in zip(self.tables, parts, strict=True)}
 
-    def slots(self, params: Any, slots: Any) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         by_table = self.values(params, slots)
         names = {name: [part for part in rows if part.startswith("slot_")] for name, rows in by_table.items()}
         return {n: self.rule.pack_slots(tuple(jnp.asarray(by_table[n][part]) for part in names[n])) for n in by_table}
 
-    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         refuse_traced(table, values, step)
         if not isinstance(values, Mapping):
             values = {"keys": np.arange(len(values)), "values": values}
@@ -85,7 +85,7 @@ class KeyedStack(Stack):
         # They count as used now: else they would be the first to go.
         return {**values, "last_step": np.full(np.shape(values.get("keys", ())), int(on_host(step)))}
 
-    def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
+    def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
         tables, num_shards = self.tables, self.rows.num_shards
         counts = self.storage.counts(params, num_shards * len(tables))
         return {
@@ -93,14 +93,14 @@ class KeyedStack(Stack):
             for k, table in enumerate(tables)
         }
 
-    def saved(self, params: Any, slots: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def saved(self, params: PyTree, slots: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
         keys = on_host(jax.random.key_data(params.key))  # of all shards, which have the same ones
         impl = jax.random.key_impl(params.key)
         first = (jax.random.wrap_key_data(jnp.asarray(own), impl=impl) for own in keys)
         tables = {name: rows | {FIRST_KEY: next(first)} for name, rows in self.values(params, slots).items()}
         return tables, {name: {} for name in tables}
 
-    def restored(self, tables: Mapping[str, Any], slots: Mapping[str, Any]) -> tuple[Any, Any]:
+    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
         (params, fresh_slots), own = self.fresh(), [tables[table.name] for table in self.tables]
         keys = [rows[FIRST_KEY] for rows in own]
         data = np.stack([np.asarray(jax.random.key_data(key)) for key in keys] * self.rows.num_shards)
@@ -112,7 +112,7 @@ class KeyedStack(Stack):
     # Rows that leave
 
     def evicted(
-        self, params: Any, slots: Any, table: TableSpec, step: Int[Array, ""], reason: Mapping[str, Any]
+        self, params: PyTree, slots: PyTree, table: TableSpec, step: Int[Array, ""], reason: Mapping[str, Any]
     ) -> tuple[Any, dict[str, np.ndarray]]:
         """The parameters without some keys of a table, and their rows; see `EmbeddingCollection.evict`.
 
@@ -147,7 +147,7 @@ class KeyedStack(Stack):
         )
 
     def _taken_out(
-        self, params: DynamicTable, slots: Any, table: TableSpec, number: int, keys: Integer[np.ndarray, " n"]
+        self, params: DynamicTable, slots: PyTree, table: TableSpec, number: int, keys: Integer[np.ndarray, " n"]
     ) -> tuple[DynamicTable, dict[str, np.ndarray]]:
         """The parameters without distinct keys, and their rows by key, in ascending order."""
         rows, (gather, release, _) = params.rows, self._programs[number]
@@ -187,7 +187,7 @@ def _bare(params: DynamicTable) -> DynamicTable:
     return params._replace(rows=nothing)
 
 
-def _gather(rows: Array, slots: Any, places: Array) -> tuple[Array, ...]:
+def _gather(rows: Array, slots: PyTree, places: Array) -> tuple[Array, ...]:
     return api.gather_rows((rows, *slots), places)
 
 

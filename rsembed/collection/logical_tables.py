@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Num
+from jaxtyping import Num, PyTree
 
 from rsembed.bags import is_traced
 from rsembed.checks import check_type, did_you_mean
@@ -35,7 +35,7 @@ class LogicalTables:
         """Stacks whose arrays mean nothing to a file: rows found by key, or on the host."""
         self._stack_of = {table.name: name for name, s in stacks.items() for table in s.layout.stack.tables}
 
-    def with_tables(self, state: EmbeddingState, tables: Mapping[str, Any]) -> EmbeddingState:
+    def with_tables(self, state: EmbeddingState, tables: Mapping[str, PyTree]) -> EmbeddingState:
         """See `EmbeddingCollection.with_tables`."""
         new: dict[str, dict[str, Any]] = {}
         for table_name, values in tables.items():
@@ -91,7 +91,7 @@ class LogicalTables:
         return _united([own.template() for own in self.on_host.values()])
 
     def whole(
-        self, state: EmbeddingState, tables: Mapping[str, Any], slots: Mapping[str, Any], layout: Fingerprint
+        self, state: EmbeddingState, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree], layout: Fingerprint
     ) -> EmbeddingState:
         """The inverse of `parted`."""
         all_tables, all_slots = dict(state.tables), dict(state.slots)

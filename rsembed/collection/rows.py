@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.collection.dense_rows import read_from
 from rsembed.collection.devices import Devices
@@ -126,13 +126,13 @@ class Rows:
         """How many devices share the rows."""
         return 1
 
-    def init(self, key: PRNGKeyArray) -> tuple[Any, Any]:
+    def init(self, key: PRNGKeyArray) -> tuple[PyTree, PyTree]:
         """Parameters and slots; `key` is the model's."""
         shard = self.devices.index() if self.splits_columns else self._shard
         return self.storage.init(key, self.table, shard=shard, num_shards=self.num_shards)
 
     @without_questions
-    def look_up(self, params: Any, batch: Occurrences, number: Int[Array, ""] | None) -> LookupResult:
+    def look_up(self, params: PyTree, batch: Occurrences, number: Int[Array, ""] | None) -> LookupResult:
         """A lookup that changes nothing; ahead of the step of this number, if there is going to be one."""
         if self.splits_columns:
             return self._look_up_columns(params, batch)
@@ -147,7 +147,7 @@ class Rows:
         pooled, num_unknown = self.storage.pooled(params, keys, batch.segments, self.table, pool, ahead=ahead)
         return pooled, num_unknown, Traffic.of(0, 0)
 
-    def _look_up_columns(self, params: Any, batch: Occurrences) -> LookupResult:
+    def _look_up_columns(self, params: PyTree, batch: Occurrences) -> LookupResult:
         outputs = self._pooled(params, self.devices.gather_segments(batch.segments))
         num_values = sum(own.rows.size * (1 if own.weights is None else 2) for own in batch.segments)
         num_values += sum(output.size for output in outputs) // self.devices.num_devices
@@ -170,7 +170,7 @@ class Rows:
         norm: Array = api.dispatch("squared_norm", self.implementation, num_rows, gradients)
         return norm
 
-    def weight_gradients(self, params: Any, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
+    def weight_gradients(self, params: PyTree, batch: Occurrences, d_outputs: Sequence[Array]) -> Asking[list[Array]]:
         """Gradients of the weights of a batch, or of ones where a segment has none; rows are read as by a lookup."""
         entries = [row_by_row(segment.rows) for segment in batch.segments]
         vectors, _, _ = yield from self.look_up(params, batch._replace(segments=entries), None)
@@ -185,8 +185,8 @@ class Rows:
 
     @without_questions
     def update(
-        self, params: Any, slots: Any, batch: Occurrences, d_outputs: Sequence[Array], step: Step
-    ) -> tuple[Any, Any]:
+        self, params: PyTree, slots: PyTree, batch: Occurrences, d_outputs: Sequence[Array], step: Step
+    ) -> tuple[PyTree, PyTree]:
         """Keys without a row get one, and all rows of the batch are stepped."""
         if self.storage.sums_gradients:
             return self._step_all(params, slots, batch.segments, d_outputs, step)
@@ -197,7 +197,7 @@ class Rows:
         params, slots, rows = self._find(params, slots, keys, jnp.ones(keys.shape, jnp.int32), step)
         return self._step(params, slots, _reading(self.storage, rows, batch), d_outputs, step)
 
-    def apply(self, params: Any, slots: Any, rows: Array, values: Array, step: Step) -> tuple[Any, Any]:
+    def apply(self, params: PyTree, slots: PyTree, rows: Array, values: Array, step: Step) -> tuple[PyTree, PyTree]:
         """One step with the gradients of distinct ids or keys, as `row_gradients` returns them."""
         if self.storage.sums_gradients:  # every device has them all, and takes its share
             is_own = jnp.arange(rows.shape[0]) % self.devices.num_devices == self.devices.index()
@@ -237,18 +237,18 @@ class Rows:
         return keys.only(~((first == jnp.inf) & (first == -jnp.inf)))
 
     def _find(
-        self, params: Any, slots: Any, keys: Keys, occurrences: Array, step: Step
+        self, params: PyTree, slots: PyTree, keys: Keys, occurrences: Array, step: Step
     ) -> tuple[Any, Any, Int[Array, " nnz"]]:
         return self.storage.find(params, slots, keys, self.table, occurrences=occurrences, step=step)
 
     def _step(
-        self, params: Any, slots: Any, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
-    ) -> tuple[Any, Any]:
+        self, params: PyTree, slots: PyTree, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
+    ) -> tuple[PyTree, PyTree]:
         return self.storage.step(params, slots, segments, d_outputs, self.table, step=self._how(step))
 
     def _step_all(
-        self, params: Any, slots: Any, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
-    ) -> tuple[Any, Any]:
+        self, params: PyTree, slots: PyTree, segments: Sequence[Segment], d_outputs: Sequence[Array], step: Step
+    ) -> tuple[PyTree, PyTree]:
         """One step of all parameters, with segments of which each device has its own."""
         gradients = self.devices.total(self.storage.gradients(params, segments, d_outputs, self.table))
         return self.storage.step_all(params, slots, gradients, self.table, step=self._how(step))

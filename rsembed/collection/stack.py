@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import Bags, is_traced
 from rsembed.collection.dense_rows import RowLayout
@@ -61,21 +61,21 @@ class Stack(abc.ABC):
         """The ids of the stack's features; those outside their table are none."""
 
     @abc.abstractmethod
-    def values(self, params: Any, slots: Any) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         """The rows of every table, as `EmbeddingCollection.tables` returns them."""
 
     @abc.abstractmethod
-    def slots(self, params: Any, slots: Any) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         """The optimizer state of every table, as `EmbeddingCollection.slots` returns it."""
 
     @abc.abstractmethod
-    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         """New rows of a table as `replaced` takes them; nothing has changed yet.
 
         Raises: ValueError: they do not fit. RuntimeError: this is inside `jit`, where the storage cannot take them.
         """
 
-    def replaced(self, params: Any, slots: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
         """Parameters and slots with what `checked` returned of some tables."""
         num_shards = self.rows.num_shards
         parts = self.storage.unstack(params, slots, self.table, num_shards)
@@ -86,11 +86,11 @@ class Stack(abc.ABC):
         placed: tuple[Any, Any] = self.devices.place_from_host(written, self.partition)
         return placed
 
-    def counts(self, params: Any) -> dict[str, dict[str, np.ndarray]]:
+    def counts(self, params: PyTree) -> dict[str, dict[str, np.ndarray]]:
         """Counters of every device by table; empty for storages that count nothing."""
         return {self.table.name: self.storage.counts(params, self.rows.num_shards)}
 
-    def fresh(self) -> tuple[Any, Any]:
+    def fresh(self) -> tuple[PyTree, PyTree]:
         """Parameters and slots of a state of which all will be replaced."""
         part = self.partition
         start = self.devices.on_each(self.rows.init, PartitionSpec(), (part, part))
@@ -122,7 +122,7 @@ class Stack(abc.ABC):
         whole[keys] = as_dtype(values, whole.dtype, f"table {table.name!r}", "values")
         return whole
 
-    def as_whole(self, params: Any, slots: Any, table: TableSpec, values: Any) -> Any:
+    def as_whole(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any) -> Any:
         """All rows of a table, from an array of them or from some by key."""
         if isinstance(values, Mapping):
             values = self.with_rows_of_keys(table, np.array(self.values(params, slots)[table.name]), values)
@@ -140,17 +140,17 @@ class ArrayStack(Stack):
     def occurrences(self, bags: Mapping[str, Bags]) -> Occurrences:
         return Occurrences(self.layout.segments(bags))
 
-    def values(self, params: Any, slots: Any) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         return self._copies(params)
 
-    def slots(self, params: Any, slots: Any) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         copies = [self._copies(slot) for slot in slots]
         return {t.name: self.rule.pack_slots(tuple(own[t.name] for own in copies)) for t in self.layout.stack.tables}
 
-    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         return self.as_whole(params, slots, table, values)
 
-    def replaced(self, params: Any, slots: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    def replaced(self, params: PyTree, slots: PyTree, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
         params = self.devices.place(params, PartitionSpec())
         for name, own in values.items():
             params = params.at[self.layout.all_rows(name, len(own))].set(jnp.asarray(own, params.dtype))
@@ -181,18 +181,18 @@ class TrainStack(RowNumberStack):
         own = [functools.partial(self._all_rows_here, number=number) for number in range(len(self.tables))]
         self._all_rows = [jax.jit(self.devices.on_each(of_table, everywhere, everywhere)) for of_table in own]
 
-    def values(self, params: Any, slots: Any) -> dict[str, Any]:
+    def values(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         return {table.name: rows(params) for table, rows in zip(self.tables, self._all_rows, strict=True)}
 
-    def slots(self, params: Any, slots: Any) -> dict[str, Any]:
+    def slots(self, params: PyTree, slots: PyTree) -> dict[str, Any]:
         parts = self.storage.unstack(params, slots, self.table, self.rows.num_shards)
         copies = [self.devices.place(jax.tree.map(jnp.copy, own), PartitionSpec()) for _, own in parts]
         return dict(zip((table.name for table in self.tables), copies, strict=True))
 
-    def checked(self, params: Any, slots: Any, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
+    def checked(self, params: PyTree, slots: PyTree, table: TableSpec, values: Any, step: Int[Array, ""]) -> Any:
         return values
 
-    def _all_rows_here(self, params: Any, *, number: int) -> Array:
+    def _all_rows_here(self, params: PyTree, *, number: int) -> Array:
         """One device's part of a program. Blocks of rows are written into one array: nothing else is as large."""
         sizes, storage = [table.vocabulary_size for table in self.tables], self.storage
         first_row, num_rows, size = sum(sizes[:number]), sizes[number], min(sizes[number], ROWS_PER_BLOCK)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped, UInt32
 
 from rsembed.kernels.contract import NO_ROW
@@ -114,7 +115,7 @@ def _ordered_lanes(queue: Queue, entries: Int[Array, "*places"]) -> list[UInt32[
     return [lane if lane.dtype == jnp.uint32 else lane.astype(jnp.uint32) ^ jnp.uint32(2**31) for lane in lanes]
 
 
-def word_dtype(dtype: Any, is_lane: bool) -> Any:
+def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:
     """Dtype in which an array travels: all lanes of 32 bits as uint32."""
     return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, Shaped, UInt32
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, Shaped, UInt32
 
 from rsembed.kernels.contract import NO_ROW, KeyOrKeys
 from rsembed.keys import Keys
@@ -266,7 +266,7 @@ Probe = Callable[[Any, _Seekers, Array, Array], tuple[Any, Array, Array]]
 
 
 def _probe_all(
-    probe: Probe, state: Any, keys: Keys, homes: Int[Array, " nnz"], size: int
+    probe: Probe, state: PyTree, keys: Keys, homes: Int[Array, " nnz"], size: int
 ) -> tuple[Any, Int[Array, " nnz"]]:
     """Moves every key from its home, among the `size` slots of its table, from slot to slot until `probe` is done.
 

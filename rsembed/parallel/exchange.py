@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped, UInt32
+from jaxtyping import Array, Int, PyTree, Shaped, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.blocks import Queue, word_dtype
@@ -139,7 +139,7 @@ class Question(NamedTuple):
     wanted: Wanted
     payload: Any
     answer: Callable[[Any, Any], tuple[Any, Any]]
-    state: Any
+    state: PyTree
     capacity: int
     reply: Any = None
 
@@ -167,7 +167,7 @@ class Answers(NamedTuple):
       num_rounds: in which questions travelled.
     """
 
-    state: Any
+    state: PyTree
     replies: Any
     num_rounds: Int[Array, ""]
 
@@ -212,7 +212,7 @@ class _Progress(NamedTuple):
     """Progress of one question: how many entries of each owner have travelled, and the answers so far."""
 
     cursor: Int[Array, " devices"]
-    state: Any
+    state: PyTree
     replies: Any
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from rsembed import checkpoint
 from rsembed.checkpoint.files import opened
@@ -62,7 +63,7 @@ def _make_room(variable: EmbeddingVariable, rows: Mapping[str, Any]) -> None:
 
 
 @validated
-def dump(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) -> None:
+def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: Any = None) -> None:
     """Writes keys, rows, optimizer state and step of tables, all of one instant, as a checksummed checkpoint.
 
     Args:
@@ -87,7 +88,7 @@ def dump(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) ->
 
 
 @validated
-def load(path: str | os.PathLike[str], variables: Any, optimizer: Any = None) -> None:
+def load(path: str | os.PathLike[str], variables: PyTree, optimizer: Any = None) -> None:
     """Makes tables what they were at the time of a `dump`, on this run's devices, however many there were then.
 
     Rows are read a few MiB at a time.
@@ -173,7 +174,7 @@ def _description(table: VariableTable) -> dict[str, Any]:
     }
 
 
-def _by_name(variables: Any) -> dict[str, EmbeddingVariable]:
+def _by_name(variables: PyTree) -> dict[str, EmbeddingVariable]:
     if isinstance(variables, EmbeddingVariable):
         variables = [variables]
     if not isinstance(variables, Sequence):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import check_not_taken
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, check_within, dtype_among, validated
@@ -196,8 +196,8 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int, num_waiting: 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _grown(table: VariableTable, capacity: int, num_waiting: int, params: Any, slots: Any) -> Any:
-    def on_device(params: Any, slots: Any) -> Any:
+def _grown(table: VariableTable, capacity: int, num_waiting: int, params: PyTree, slots: PyTree) -> Any:
+    def on_device(params: PyTree, slots: PyTree) -> Any:
         return hashed_rows.grow(params, slots, table.spec, capacity, num_waiting)
 
     devices = table.context.devices
@@ -283,7 +283,7 @@ def embedding_variable(
 
 
 def split_embedding_variable_from_others(
-    variables: Any,
+    variables: PyTree,
 ) -> tuple[tuple[EmbeddingVariable, ...], tuple[Any, ...]]:
     """The embedding variables among `variables`, and all others, each in their order.
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.sparsecore.layout import Nested
 from rsembed.sparsecore.mesh_lookup import MeshTables, table_mesh
@@ -47,7 +47,7 @@ class LastStepInput(NamedTuple):
     """Batch `i - 1`, looked up in the last cycle: what the dense step takes now, and its ids for the update."""
 
     sparse_inputs: Any
-    embedding_activations: Any
+    embedding_activations: PyTree
     dense_inputs: Any
     sc_fwd_aux: Any
 
@@ -56,7 +56,7 @@ class StepBeforeLastStepInput(NamedTuple):
     """Batch `i - 2`: ids and gradients for the update."""
 
     sparse_inputs: Any
-    embedding_gradients: Any
+    embedding_gradients: PyTree
     tc_aux: Any
 
 
@@ -82,7 +82,7 @@ class PipelineState(NamedTuple):
 class ScFwdStageFun(Protocol):
     """The lookup: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
 
-    def __call__(self, sparse_inputs: Any, embedding_variables: Any) -> tuple[Any, Any]: ...
+    def __call__(self, sparse_inputs: Any, embedding_variables: PyTree) -> tuple[PyTree, PyTree]: ...
 
 
 @runtime_checkable
@@ -90,7 +90,7 @@ class TcStageFun(Protocol):
     """The dense step: returns activation gradients, output, new train state, and aux for the update."""
 
     def __call__(
-        self, embedding_activations: Any, dense_inputs: Any, train_state: Any, sc_fwd_aux: Any
+        self, embedding_activations: PyTree, dense_inputs: Any, train_state: PyTree, sc_fwd_aux: Any
     ) -> tuple[Any, Any, Any, Any]: ...
 
 
@@ -103,8 +103,8 @@ class ScBwdStageFun(Protocol):
     """
 
     def __call__(
-        self, sparse_inputs: Any, embedding_gradients: Any, embedding_variables: Any, tc_aux: Any
-    ) -> tuple[Any, Any]: ...
+        self, sparse_inputs: Any, embedding_gradients: PyTree, embedding_variables: PyTree, tc_aux: Any
+    ) -> tuple[PyTree, PyTree]: ...
 
 
 def get_pipeline_train_steps(num_steps: int) -> int:
@@ -120,7 +120,7 @@ def is_output_valid(pipeline_step: int, num_steps: int) -> bool:
 def get_initial_state(
     pipeline_input: CurrentStepInput,
     tc_train_state: Any,
-    embedding_variables: Any,
+    embedding_variables: PyTree,
     sc_fwd_function: ScFwdStageFun,
     tc_function: TcStageFun,
     dense_input_sharding: Sharding | None = None,
@@ -160,7 +160,7 @@ def get_initial_state(
     )
 
 
-def _zeros(tree: Any, sharding: Sharding | None = None) -> Any:
+def _zeros(tree: PyTree, sharding: Sharding | None = None) -> Any:
     def zeros(leaf: Any) -> Array:
         is_cut = sharding is not None and leaf.ndim > 0
         return jnp.zeros(leaf.shape, leaf.dtype, device=sharding if is_cut else None)
@@ -203,7 +203,7 @@ def get_pipeline_state_sharding(
 def step(
     pipeline_input: CurrentStepInput,
     tc_train_state: Any,
-    embedding_variables: Any,
+    embedding_variables: PyTree,
     pipeline_state: PipelineState,
     sc_fwd_function: ScFwdStageFun,
     tc_function: TcStageFun,
@@ -247,7 +247,7 @@ def step(
 
 
 def _dense_step(
-    tc_function: TcStageFun, train_state: Any, state: PipelineState, is_fake: bool | Array
+    tc_function: TcStageFun, train_state: PyTree, state: PipelineState, is_fake: bool | Array
 ) -> tuple[Any, Any, Any, Any]:
     last = state.last_step_inputs
     inputs = (last.embedding_activations, last.dense_inputs, train_state, last.sc_fwd_aux)
@@ -278,7 +278,7 @@ def get_default_sc_fwd_function(
     """
     tables = _tables(feature_specs, global_mesh, sharding_axis, enable_minibatching)
 
-    def look_up(sparse_inputs: Any, embedding_variables: Any) -> tuple[Any, None]:
+    def look_up(sparse_inputs: Any, embedding_variables: PyTree) -> tuple[Any, None]:
         return tables.look_up(embedding_variables, sparse_inputs), None
 
     return look_up
@@ -310,8 +310,8 @@ def get_default_sc_bwd_function(
 
     def update(
         sparse_inputs: Any,
-        embedding_gradients: Any,
-        embedding_variables: Any,
+        embedding_gradients: PyTree,
+        embedding_variables: PyTree,
         tc_aux: Any = None,
         step: Any = None,
         has_gradients: Any = True,
@@ -325,7 +325,7 @@ def get_default_sc_bwd_function(
             )
         number = None if frozen_step or step is None else jnp.asarray(step, jnp.float32)
 
-        def stepped(variables: Any) -> Any:
+        def stepped(variables: PyTree) -> Any:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
         if not moves_all_rows:  # without gradients it steps no rows, and needs no branch

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from rsembed.checks import PositiveInt, check_type
 from rsembed.collection.dense_rows import RowLayout
@@ -151,7 +151,7 @@ class StackLayout:
         """Index of a table's rows in the array of the stack, in the order of ids."""
         return self.row_layout.all_rows(table.name, table.vocabulary_size)
 
-    def checked_activations(self, activations: Any) -> Any:
+    def checked_activations(self, activations: PyTree) -> Any:
         """Stacked activations of one device, or gradients of them. Raises: ValueError: they have another shape."""
         shape = (self.samples_per_core * self.num_cores, self.spec.stack_embedding_dim)
         if activations.shape != shape:
@@ -343,13 +343,13 @@ _PLACE_ANEW = (
 )
 
 
-def leaves_like(specs: Any, tree: Any, name: str) -> list[Any]:
+def leaves_like(specs: Any, tree: PyTree, name: str) -> list[Any]:
     """The leaves of `tree` in the order of those of `specs`, matched by path: what kind of container is no matter.
 
     Raises: ValueError: something is missing, or left over.
     """
 
-    def inside(paths: list[tuple[Any, ...]], tree: Any, where: str) -> list[Any]:
+    def inside(paths: list[tuple[Any, ...]], tree: PyTree, where: str) -> list[Any]:
         if paths == [()]:
             return [tree]
         keys = list(dict.fromkeys(path[0] for path in paths))

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import check_type, check_within
 from rsembed.collection.devices import Devices
@@ -89,7 +89,7 @@ def sparse_dense_matmul(
 
 
 def sparse_dense_matmul_grad(
-    activation_gradients: Any,
+    activation_gradients: PyTree,
     preprocessed_inputs: PreprocessedInput | SparseDenseMatmulInput,
     embedding_variables: Mapping[str, tuple[Any, ...]],
     feature_specs: Nested[FeatureSpec],
@@ -154,7 +154,7 @@ def sparse_dense_matmul_grad(
     return updated
 
 
-def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, Any]) -> EmbeddingVariables:
+def _variables_of(layout: StackLayout, embedding_variables: Mapping[str, PyTree]) -> EmbeddingVariables:
     check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
     if layout.name not in embedding_variables:
         raise ValueError(
@@ -197,7 +197,7 @@ def unstack_embedding_activations(
 
 
 def stack_embedding_gradients(
-    activation_gradients: Any,
+    activation_gradients: PyTree,
     feature_specs: Nested[FeatureSpec],
     num_sc_per_device: int | None = None,
     global_device_count: int | None = None,
@@ -232,14 +232,14 @@ def _stacked(layout: StackLayout, by_feature: Mapping[str, Array]) -> Float[Arra
     return jnp.concatenate(pieces, axis=1).reshape(-1, width)
 
 
-def _gradient_leaves(activation_gradients: Any, feature_specs: Any) -> list[Any]:
+def _gradient_leaves(activation_gradients: PyTree, feature_specs: Any) -> list[Any]:
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     for feature, leaf in zip(features_of(feature_specs), leaves, strict=True):
         check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
     return [jnp.asarray(leaf) for leaf in leaves]
 
 
-def _num_devices(activation_gradients: Any, feature_specs: Any, perform_stacking: bool) -> int:
+def _num_devices(activation_gradients: PyTree, feature_specs: Any, perform_stacking: bool) -> int:
     feature, stack = features_of(feature_specs)[0], placed_stack(features_of(feature_specs)[0].table_spec)
     if perform_stacking:
         where, declared = f"feature {feature.name!r}", feature.num_samples or 0

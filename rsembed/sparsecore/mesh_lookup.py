@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
@@ -72,21 +72,21 @@ class MeshTables:
     def look_up(self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput) -> Any:
         """Activations of the global batch, in a tree like the feature specs."""
 
-        def on_device(variables: Any, inputs: PreprocessedInput) -> Any:
+        def on_device(variables: PyTree, inputs: PreprocessedInput) -> Any:
             return sparse_dense_matmul(inputs, variables, self.feature_specs, **self._options())
 
         part = self.devices.split
         return self._sharded(on_device, part, part)(variables, inputs)
 
     def update(
-        self, d_activations: Any, variables: Mapping[str, EmbeddingVariables], step: Any, inputs: PreprocessedInput
+        self, d_activations: PyTree, variables: Mapping[str, EmbeddingVariables], step: Any, inputs: PreprocessedInput
     ) -> Any:
         """The variables after one optimizer step of every row that `inputs` look up, in the container they came in.
 
         The step counts from 0; None hides it from the optimizers.
         """
 
-        def on_device(d_activations: Any, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
+        def on_device(d_activations: PyTree, variables: PyTree, step: Any, inputs: PreprocessedInput) -> Any:
             specs = self.feature_specs
             return sparse_dense_matmul_grad(d_activations, inputs, variables, specs, step=step, **self._options())
 
@@ -102,7 +102,7 @@ class MeshTables:
         leaves = {name: iter(jax.tree.leaves(own)) for name, own in updated.items()}
         return jax.tree_util.tree_map_with_path(lambda path, _: next(leaves[path[0].key]), variables)
 
-    def train(self, variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
+    def train(self, variables: PyTree, step: Any, inputs: PreprocessedInput) -> Any:
         """A lookup whose "gradients" are the variables and the step after one update.
 
         The step is a counter of floats, or autodiff would not ask for its gradient.
@@ -110,13 +110,13 @@ class MeshTables:
         check_type(inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,")
 
         @jax.custom_vjp
-        def lookup(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
+        def lookup(variables: PyTree, step: Any, inputs: PreprocessedInput) -> Any:
             return self.look_up(variables, inputs)
 
-        def forward(variables: Any, step: Any, inputs: PreprocessedInput) -> Any:
+        def forward(variables: PyTree, step: Any, inputs: PreprocessedInput) -> Any:
             return self.look_up(variables, inputs), (variables, step, inputs)
 
-        def backward(saved: Any, d_activations: Any) -> Any:
+        def backward(saved: Any, d_activations: PyTree) -> Any:
             variables, step, inputs = saved
             return self.update(d_activations, variables, step_number(step), inputs), next_step(step), None
 

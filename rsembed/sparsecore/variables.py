@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, Num, PRNGKeyArray
+from jaxtyping import Array, Int, Num, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
 from rsembed.checks import check_type
@@ -220,7 +220,7 @@ def _check_slots(slot: Any, rule: OptimizerSpec, shape: tuple[int, int], *, wher
 # Tables by name
 
 
-def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, Array]:
+def logical_tables(tree: PyTree, feature_specs: Nested[FeatureSpec]) -> dict[str, Array]:
     """Every table as `[vocabulary, dim]`, by table name.
 
     Args:
@@ -234,14 +234,14 @@ def logical_tables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, A
     return {name: variables.table for name, variables in logical_variables(tree, feature_specs).items()}
 
 
-def logical_variables(tree: Any, feature_specs: Nested[FeatureSpec]) -> dict[str, EmbeddingVariables]:
+def logical_variables(tree: PyTree, feature_specs: Nested[FeatureSpec]) -> dict[str, EmbeddingVariables]:
     """`EmbeddingVariables` of every table alone, in the form of `logical_tables`, by table name."""
     stacks = stacks_of(tables_of(feature_specs).values())
     found = _stacks_in(tree, stacks)
     return {name: own for stack, layout in stacks.items() for name, own in unstacked(layout, found[stack]).items()}
 
 
-def unstacked(layout: StackLayout, stacked: Any) -> dict[str, Any]:
+def unstacked(layout: StackLayout, stacked: PyTree) -> dict[str, Any]:
     """The tables of a stack by name, in the order of ids and without padding, out of a tree of flat arrays."""
 
     def logical_rows(table: TableSpec, rows: Any, array: Any) -> Any:
@@ -254,7 +254,7 @@ def unstacked(layout: StackLayout, stacked: Any) -> dict[str, Any]:
     }
 
 
-def with_logical_tables(tree: Any, feature_specs: Nested[FeatureSpec], tables: Mapping[str, Any]) -> Any:
+def with_logical_tables(tree: PyTree, feature_specs: Nested[FeatureSpec], tables: Mapping[str, PyTree]) -> Any:
     """A copy of `tree` in which some tables have new values; everything else, padding included, is as before.
 
     Args:
@@ -317,7 +317,7 @@ def _last_name(path: Any) -> Any:
     return getattr(path[-1], "key", None) if path else None
 
 
-def _stacks_in(tree: Any, wanted: Mapping[str, StackLayout]) -> dict[str, EmbeddingVariables]:
+def _stacks_in(tree: PyTree, wanted: Mapping[str, StackLayout]) -> dict[str, EmbeddingVariables]:
     """The variables of every stack, wherever they lie in `tree`."""
     found: dict[str, EmbeddingVariables] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variables):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.checks import PositiveInt, check_type
 from rsembed.initial_values import keyed_form, table_key, table_keys
@@ -39,21 +39,21 @@ class RowsByKey(Storage):
         return hashed_rows.read(params, rows)
 
     def step(
-        self, params: Any, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
+        self, params: PyTree, slots: Slots, segments: Sequence[Segment], d_outputs: Any, table: TableSpec, *, step: Step
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step(params, slots, segments, d_outputs, step)
 
     def step_distinct(
-        self, params: Any, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
+        self, params: PyTree, slots: Slots, rows: Any, gradients: Any, table: TableSpec, *, step: Step
     ) -> tuple[DynamicTable, Slots]:
         return hashed_rows.step_distinct(params, slots, rows, gradients, step)
 
-    def rows(self, params: DynamicTable, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+    def rows(self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         return logical_rows.export(params, slots, table, num_shards)
 
     def with_rows(
-        self, params: DynamicTable, slots: Any, rows: Any, table: TableSpec, num_shards: int
-    ) -> tuple[Any, Any]:
+        self, params: DynamicTable, slots: PyTree, rows: Any, table: TableSpec, num_shards: int
+    ) -> tuple[PyTree, PyTree]:
         if not isinstance(rows, Mapping):
             raise ValueError(
                 f"table {table.name!r} has keys: give a dictionary of 'keys' [n] and 'values' "
@@ -217,7 +217,7 @@ class Hashed(RowsByKey):
         return jax.lax.cond(num_absent == 0, lambda: (pool(params.rows, rows), varying_zero(rows)), with_strangers)
 
     def find(
-        self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
+        self, params: PyTree, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
     ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
         """As every storage: new keys get rows in the order of their first occurrence.
 
@@ -344,10 +344,10 @@ class HashedTables(Hashed):
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         return self.tables
 
-    def unstack(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
         return hashed_rows.unstack((params, slots), len(self.tables), num_shards)
 
-    def stack(self, parts: Sequence[tuple[Any, Any]], like: Any, num_shards: int) -> tuple[Any, Any]:
+    def stack(self, parts: Sequence[tuple[Any, Any]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
         written, slots = hashed_rows.stack(parts, num_shards)
         return written._replace(key=like.key), slots  # as it lies on the devices
 

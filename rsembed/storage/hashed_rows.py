@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from rsembed.checks import dtype_among
 from rsembed.initial_values import keyed_rows, traced_initializer
@@ -122,7 +122,7 @@ def empty(
     return DynamicTable(keys, rows, waiting, Counters.zeros(*Counters._fields, num_tables=len(capacities)), own), slots
 
 
-def unstack(tree: Any, num_tables: int, num_shards: int) -> list[Any]:
+def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[Any]:
     """Parameters or slots of all shards, on the host, as those of each table."""
 
     def parted(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import is_traced
 from rsembed.kernels.contract import NO_ROW, Rounding, Segment, Step
@@ -102,12 +102,12 @@ class Storage(abc.ABC):
         del table
         return None
 
-    def unstack(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
+    def unstack(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> list[tuple[Any, Any]]:
         """`params` and slots of all shards as those of each of `tables_of`; of several, outside `jit`."""
         del table, num_shards
         return [(params, slots)]
 
-    def stack(self, parts: Sequence[tuple[Any, Any]], like: Any, num_shards: int) -> tuple[Any, Any]:
+    def stack(self, parts: Sequence[tuple[Any, Any]], like: PyTree, num_shards: int) -> tuple[PyTree, PyTree]:
         """The inverse of `unstack`; `like` are `params` as they were."""
         del like, num_shards
         return parts[0]
@@ -151,12 +151,14 @@ class Storage(abc.ABC):
         return rounding
 
     @abc.abstractmethod
-    def init(self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int) -> tuple[Any, Any]:
+    def init(
+        self, key: PRNGKeyArray, table: TableSpec, *, shard: Int[Array, ""], num_shards: int
+    ) -> tuple[PyTree, PyTree]:
         """Initial `params` and slots of one of the shards. `key` is the model's, equal for all of them."""
 
     @abc.abstractmethod
     def read(
-        self, params: Any, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
+        self, params: PyTree, keys: Keys, table: TableSpec, *, ahead: ReadAhead | None = None
     ) -> tuple[Float[Array, "nnz dim"], Int[Array, ""]]:
         """Rows, zeros for what is no key or has no row; and how many distinct keys have none.
 
@@ -166,7 +168,7 @@ class Storage(abc.ABC):
 
     def pooled(
         self,
-        params: Any,
+        params: PyTree,
         keys: Keys,
         segments: Sequence[Segment],
         table: TableSpec,
@@ -183,16 +185,23 @@ class Storage(abc.ABC):
         return pool(vectors, jnp.where(keys.is_key, jnp.arange(keys.shape[0], dtype=jnp.int32), NO_ROW)), num_unknown
 
     @abc.abstractmethod
-    def vectors(self, params: Any, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
+    def vectors(self, params: PyTree, rows: Int[Array, " nnz"], table: TableSpec) -> Float[Array, "nnz dim"]:
         """The rows that `find` gave; zeros for `NO_ROW`."""
 
     @abc.abstractmethod
     def find(
-        self, params: Any, slots: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        keys: Keys,
+        table: TableSpec,
+        *,
+        occurrences: Int[Array, " nnz"],
+        step: Step,
     ) -> tuple[Any, Any, Int[Array, " nnz"]]:
         """Before a step: the row of every key, after giving one to those without; `NO_ROW` where there is none."""
 
-    def hold(self, params: Any, keys: Keys, step: Step) -> Any:
+    def hold(self, params: PyTree, keys: Keys, step: Step) -> Any:
         """`params`, in which the rows (and counts) of these keys stay where they are until the step is done."""
         del keys, step
         return params
@@ -200,54 +209,58 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def step(
         self,
-        params: Any,
-        slots: Any,
+        params: PyTree,
+        slots: PyTree,
         segments: Sequence[Segment],
         d_outputs: Sequence[Float[Array, "_ dim"]],
         table: TableSpec,
         *,
         step: Step,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         """One optimizer step of the rows that segments read, as `find` gave them, with gradients of their outputs."""
 
     def step_distinct(
         self,
-        params: Any,
-        slots: Any,
+        params: PyTree,
+        slots: PyTree,
         rows: Int[Array, " n"],
         gradients: Float[Array, "n dim"],
         table: TableSpec,
         *,
         step: Step,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         """One optimizer step of rows of which none comes twice."""
         return self.step(params, slots, [Segment(rows, None, None, "none")], [gradients], table, step=step)
 
     def gradients(
-        self, params: Any, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
+        self, params: PyTree, segments: Sequence[Segment], d_outputs: Sequence[Float[Array, "_ dim"]], table: TableSpec
     ) -> Any:
         """Where it `sums_gradients`: those of all `params`, float32, from gradients of what segments of ids read."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
-    def step_all(self, params: Any, slots: Any, gradients: Any, table: TableSpec, *, step: Step) -> tuple[Any, Any]:
+    def step_all(
+        self, params: PyTree, slots: PyTree, gradients: Any, table: TableSpec, *, step: Step
+    ) -> tuple[PyTree, PyTree]:
         """One optimizer step of all `params` with their gradients."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, of which a step touches single rows.")
 
-    def rows(self, params: Any, slots: Any, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
+    def rows(self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int) -> dict[str, np.ndarray]:
         """Rows by key with what belongs to them, from all shards, in ascending order of the keys, on the host."""
         raise NotImplementedError(f"table {table.name!r} is kept as {self}, which has no rows to be taken out.")
 
-    def with_rows(self, params: Any, slots: Any, rows: Any, table: TableSpec, num_shards: int) -> tuple[Any, Any]:
+    def with_rows(
+        self, params: PyTree, slots: PyTree, rows: Any, table: TableSpec, num_shards: int
+    ) -> tuple[PyTree, PyTree]:
         """`params` and slots of all shards with some rows written by key, as `rows` returns them; outside `jit`."""
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."
         )
 
-    def check_step(self, before: Any, after: Any, table: TableSpec) -> None:
+    def check_step(self, before: PyTree, after: PyTree, table: TableSpec) -> None:
         """Raises: RuntimeError: between two states of a step outside `jit`, something was lost that must not be."""
         del before, after, table
 
-    def counts(self, params: Any, num_shards: int) -> dict[str, np.ndarray]:
+    def counts(self, params: PyTree, num_shards: int) -> dict[str, np.ndarray]:
         """Counters of every shard, on the host; empty for storages that count nothing."""
         del params, num_shards
         return {}

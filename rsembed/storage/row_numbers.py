@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import PAD_ID
 from rsembed.initial_values import table_key
@@ -88,7 +88,7 @@ class RowNumbers(RowsByKey):
         return hashed_rows.read(params, rows), jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
     def find(
-        self, params: Any, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
+        self, params: PyTree, slots: Slots, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
     ) -> tuple[DynamicTable, Slots, Int[Array, " nnz"]]:
         del table, occurrences, step
         return params, slots, self._rows(params, keys)

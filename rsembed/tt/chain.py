@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags
 from rsembed.kernels import native
@@ -164,7 +164,7 @@ def _attributes(shapes: SliceShapes) -> dict[str, np.ndarray | np.int64]:
 # type of the ids splits them.
 
 
-def on_every_device(tree: Any) -> Any:
+def on_every_device(tree: PyTree) -> Any:
     """The tree, in which arrays lie whole on every device of a mesh with explicit axes: their own, or that is set."""
     return jax.tree.map(_whole, tree)
 

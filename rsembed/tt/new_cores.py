@@ -9,15 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rsembed.checks import dtype_among, validated
+from rsembed.checks import describe, dtype_among, validated
 from rsembed.progress import progress
 from rsembed.tt.chain import AnyCores, Cores
 from rsembed.tt.cores import check_cores
@@ -48,7 +49,7 @@ def core_std(spec: TTSpec) -> float:
 
 @validated
 def init_cores(
-    key: PRNGKeyArray, spec: TTSpec, weight_dist: str = "normal", *, dtype: Any = jnp.float32
+    key: PRNGKeyArray, spec: TTSpec, weight_dist: str = "normal", *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Array, ...]:
     """Random cores.
 
@@ -150,7 +151,7 @@ def from_dense(
     num_cores: int = 2,
     tt_p_shapes: Integers | None = None,
     tt_q_shapes: Integers | None = None,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     allow_larger: bool = False,
 ) -> tuple[TTSpec, Cores]:
     """The cores of a tensor train close to a table, by TT-SVD.
@@ -251,7 +252,7 @@ def _ranks_of(ranks: Any, num_cores: int) -> list[int] | None:
     return [int(ranks)] * (num_cores - 1) if np.ndim(ranks) == 0 else [int(rank) for rank in ranks]
 
 
-def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], dtype: Any = jnp.float32) -> Cores:
+def nearest_cores(spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], dtype: DTypeLike = jnp.float32) -> Cores:
     """Cores of a given train close to a table, see `from_dense`; ranks above its need are filled with zeros."""
     found, cores = from_dense(
         table, ranks=spec.tt_ranks, tt_p_shapes=spec.tt_p_shapes, tt_q_shapes=spec.tt_q_shapes, dtype=dtype
@@ -273,9 +274,8 @@ def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
         return TTMatrix(_unstored(spec, check_cores(spec, cores)))
 
 
-@validated
 def from_tensorly(
-    tt_matrix: Iterable[Any], num_embeddings: int | None = None, *, dtype: Any = jnp.float32
+    tt_matrix: Any, num_embeddings: int | None = None, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[TTSpec, Cores]:
     """Spec and cores of a `TTMatrix`, or of any sequence of arrays `[R_{t-1}, p_t, q_t, R_t]`.
 
@@ -284,8 +284,10 @@ def from_tensorly(
       num_embeddings: rows of the table when fewer than the row factors make.
       dtype: of the cores.
 
-    Raises: ValueError: the arrays have other axes.
+    Raises: ValueError: the arrays have other axes. TypeError: there are none.
     """
+    if not hasattr(tt_matrix, "__getitem__"):
+        raise TypeError(f"from_tensorly: tt_matrix must be a TTMatrix or a list of arrays, got {describe(tt_matrix)}.")
     parts = [np.asarray(core) for core in tt_matrix]
     if not parts or any(part.ndim != 4 for part in parts):
         shapes = [part.shape for part in parts]
@@ -334,7 +336,7 @@ def _unstored(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
     return [np.asarray(core, np.float32).reshape(p, *shape).transpose(1, 0, 2, 3) for core, p, shape in shapes]
 
 
-def _stored(num_embeddings: int, parts: Sequence[np.ndarray], dtype: Any) -> tuple[TTSpec, Cores]:
+def _stored(num_embeddings: int, parts: Sequence[np.ndarray], dtype: DTypeLike) -> tuple[TTSpec, Cores]:
     p, q = (tuple(part.shape[axis] for part in parts) for axis in (1, 2))
     spec = TTSpec(num_embeddings, p, q, tuple(part.shape[3] for part in parts[:-1]))
     arrays = (part.transpose(1, 0, 2, 3).reshape(shape) for part, shape in zip(parts, spec.core_shapes, strict=True))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_bags, check_ids_dtype, check_unmasked, check_values, is_traced
 from rsembed.checks import check_type
@@ -52,14 +52,14 @@ def _program(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_program
-def looked_up(storage: TensorTrains, how: How, params: Any, batch: Bags) -> Float[Array, "bags dim"]:
+def looked_up(storage: TensorTrains, how: How, params: PyTree, batch: Bags) -> Float[Array, "bags dim"]:
     """Pooled rows of a group: stored rows where there are such, chains of products for the others."""
     segment = segment_of(batch, batch.ids, how.mode)
     return storage.look_up(params, [segment], storage.tables[0], axes=how.axes, implementation=how.implementation)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def pulled(storage: TensorTrains, how: How, params: Any, batch: Bags, d_output: Array) -> tuple[Any, Any, Any]:
+def pulled(storage: TensorTrains, how: How, params: PyTree, batch: Bags, d_output: Array) -> tuple[Any, Any, Any]:
     """Gradients of cores, of stored rows and of weights."""
 
     def output(cores: Cores, rows: Any, weights: Any) -> Array:
@@ -74,8 +74,8 @@ def pulled(storage: TensorTrains, how: How, params: Any, batch: Bags, d_output: 
 def stepped(
     storage: TensorTrains,
     how: How,
-    params: Any,
-    slots: Any,
+    params: PyTree,
+    slots: PyTree,
     then: Any,
     batch: Bags,
     d_output: Array,
@@ -86,7 +86,9 @@ def stepped(
     table, rule = storage.tables[0], storage.tables[0].optimizer
     d_cores, _, d_weights = pulled(storage, how, then, batch, d_output)
 
-    def own(params: Any, slots: Any, d_cores: Cores, batch: Bags, d_output: Array, rate: Array, number: Array) -> Any:
+    def own(
+        params: PyTree, slots: PyTree, d_cores: Cores, batch: Bags, d_output: Array, rate: Array, number: Array
+    ) -> Any:
         hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
         step = Step(hyper, rule, None, number)
         cores, core_slots = storage.step_all(cores_of(params), storage.core_slots(slots), d_cores, table, step=step)
@@ -108,7 +110,9 @@ def counted(storage: TensorTrains, how: How, directory: Directory, rows: Int[Arr
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 @_program
-def populated(storage: TensorTrains, how: How, params: Any, slots: Any, turns: Int[Array, ""]) -> tuple[Any, Any]:
+def populated(
+    storage: TensorTrains, how: How, params: PyTree, slots: PyTree, turns: Int[Array, ""]
+) -> tuple[PyTree, PyTree]:
     """Parameters and slots after one populate or none; a gradient of what lies at a place then is one of that place."""
     del how
     populate = functools.partial(storage.populate, table=storage.tables[0])
@@ -116,11 +120,11 @@ def populated(storage: TensorTrains, how: How, params: Any, slots: Any, turns: I
 
 
 @populated.defjvp
-def _populated_jvp(storage: TensorTrains, how: How, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _populated_jvp(storage: TensorTrains, how: How, primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
     return populated(storage, how, *primals), tangents[:2]
 
 
-def with_room_to_spill(storage: TensorTrains, how: How, params: Any, slots: Any) -> tuple[Any, Any]:
+def with_room_to_spill(storage: TensorTrains, how: How, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
     """Parameters and slots with places for all rows that the next populate spills; outside of `jit`."""
     num_spilled, capacity = int(_num_to_spill(storage, how, params)), storage.capacity(storage.tables[0])
     room = params.rows.shape[0] - capacity
@@ -141,13 +145,13 @@ def with_room_to_spill(storage: TensorTrains, how: How, params: Any, slots: Any)
 
 
 @_program
-def _num_to_spill(storage: TensorTrains, how: How, params: Any) -> Int[Array, ""]:
+def _num_to_spill(storage: TensorTrains, how: How, params: PyTree) -> Int[Array, ""]:
     del how
     return storage.num_to_spill(params, storage.tables[0])
 
 
 @_program
-def _enlarged(storage: TensorTrains, num_more: int, params: Any, slots: Any) -> tuple[Any, Any]:
+def _enlarged(storage: TensorTrains, num_more: int, params: PyTree, slots: PyTree) -> tuple[PyTree, PyTree]:
     del storage
     directory, (rows, row_slots) = hot_rows.enlarged(params.directory, (params.rows, slots[1]), num_more)
     return params._replace(rows=rows, directory=directory), (slots[0], row_slots)

@@ -12,6 +12,7 @@ from typing import Any, Literal, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from rsembed.checks import PositiveInt, check_type, check_within, dtype_among, validated
 from rsembed.specs import TABLE_DTYPES
@@ -102,7 +103,7 @@ class TTSpec:
         bytes: int | None = None,
         ratio: float | None = None,
         num_cores: int | Literal["auto"] = "auto",
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ) -> TTSpec:
         """The greatest equal ranks that fit a budget, with the row factors that cost least.
 
@@ -200,7 +201,7 @@ class TTSpec:
         q = self.tt_q_shapes
         return sum(2 * math.prod(q[:t]) * math.prod(self.slice_shapes[t]) for t in range(1, self.num_cores))
 
-    def num_bytes(self, dtype: Any = jnp.float32) -> int:
+    def num_bytes(self, dtype: DTypeLike = jnp.float32) -> int:
         """Bytes of the cores."""
         return self.num_params * jnp.dtype(dtype).itemsize
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed import specs
 from rsembed.bags import is_traced
@@ -281,7 +281,14 @@ class TensorTrain(Storage):
         return self.look_up(params, [Segment(rows, None, None, "none")], table)[0]
 
     def find(
-        self, params: Any, slots: Any, keys: Keys, table: TableSpec, *, occurrences: Int[Array, " nnz"], step: Step
+        self,
+        params: PyTree,
+        slots: PyTree,
+        keys: Keys,
+        table: TableSpec,
+        *,
+        occurrences: Int[Array, " nnz"],
+        step: Step,
     ) -> tuple[Any, Any, Int[Array, " nnz"]]:
         """Every row is there; where some are stored, reads are counted and, now and then, rows chosen."""
         rows = _rows(keys)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import Bags, check_not_taken, is_traced, narrow_ids
 from rsembed.checks import NonNegativeInt, check_type, check_within, dtype_among, validated
@@ -51,7 +51,7 @@ class TTGradients(NamedTuple):
 class HotRows(nnx.Module):
     """The stored rows of one group of tables, their optimizer state, and whose they are."""
 
-    def __init__(self, params: CachedTrain, slots: Any, kind: type):
+    def __init__(self, params: CachedTrain, slots: PyTree, kind: type):
         self.rows, self.state, self.directory = kind(params.rows), FusedState(slots), FusedState(params.directory)
 
     def learned(self) -> tuple[Int[np.ndarray, " ids"], Float[np.ndarray, "ids dim"]]:
@@ -150,17 +150,17 @@ class TTTables(nnx.Module):
         groups = zip(self.storages, self.groups, strict=True)
         return [storage.start(keys[np.asarray(own)], storage.tables[0], weight_dist) for storage, own in groups]
 
-    def _core_slots(self, storage: TensorTrains, slots: Any) -> Any:
+    def _core_slots(self, storage: TensorTrains, slots: PyTree) -> Any:
         """Those of cores; an optimizer outside has its own."""
         return storage.core_slots(slots) if self.sparse else ((),) * len(self.specs[0].tt_p_shapes)
 
-    def _state(self, g: int) -> tuple[Any, Any]:
+    def _state(self, g: int) -> tuple[PyTree, PyTree]:
         """Parameters and slots of a group, as its storage has them, whole on every device.
 
         Raises: RuntimeError: a step took arrays of the module over.
         """
         cores, slots = tuple(core.get_value() for core in self.core_groups[g]), self.slots[g].get_value()
-        state: Any = cores, slots
+        state: PyTree = cores, slots
         if self.caches:
             cache = self.caches[g]
             stored = CachedTrain(cores, cache.rows.get_value(), cache.directory.get_value())
@@ -168,7 +168,7 @@ class TTTables(nnx.Module):
         self._check_whole(state)
         return on_every_device(state)
 
-    def _put(self, g: int, params: Any, slots: Any) -> None:
+    def _put(self, g: int, params: PyTree, slots: PyTree) -> None:
         """The inverse of `_state`."""
         for variable, core in zip(self.core_groups[g], cores_of(params), strict=True):
             nnx.Variable.set_value(variable, core)
@@ -396,7 +396,7 @@ class TTTables(nnx.Module):
         rule = identity(self.rule) if self.sparse else "outside"
         return Fingerprint.of({"tables": tables, "dtype": str(self.dtype), "optimizer": rule, "caches": caches})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, PyTree]) -> None:
         """Goes on, bit by bit, where the module of a `state_dict` stood; both were made with the same arguments.
 
         Raises: TypeError: it is no mapping. ValueError: the names, the shape or dtype of an array, the tables, the

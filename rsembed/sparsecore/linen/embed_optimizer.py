@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+from jaxtyping import PyTree
 
 from rsembed.sparsecore.linen.embed import EMBEDDING_PARAM_NAME, STEP_PARAM_NAME
 
@@ -13,7 +14,7 @@ _OWN_PARAM_NAMES = {EMBEDDING_PARAM_NAME, STEP_PARAM_NAME}
 
 
 def create_optimizer_for_sc_model(
-    params: Any, tc_optimizer: optax.GradientTransformation
+    params: PyTree, tc_optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """`tc_optimizer` for all parameters but those of `SparseCoreEmbed`, which pass through unchanged.
 
@@ -25,7 +26,7 @@ def create_optimizer_for_sc_model(
     return optax.multi_transform({"tables": optax.identity(), "dense": tc_optimizer}, labels)
 
 
-def apply_updates_for_sc_model(params: Any, updates: Any) -> Any:
+def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> Any:
     """New parameters: tables, slots and step counters are replaced by their updates, all others are added to.
 
     Args:

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from rsembed.checks import validated
 from rsembed.sparsecore.layout import Nested, cores_of, sharding_strategy_to_enum
@@ -152,7 +152,7 @@ class PartitionedOptimizer(nnx.Module):
     def __init__(self, model: nnx.Module, dense_optimizer: optax.GradientTransformation):
         self.dense = nnx.Optimizer(model, dense_optimizer, wrt=nnx.All(nnx.Param, is_non_embedding_variables))
 
-    def update(self, model: nnx.Module, grads: Any) -> None:
+    def update(self, model: nnx.Module, grads: PyTree) -> None:
         """Applies what `nnx.grad` of the model returned, in place."""
         nnx.update(model, nnx.state(grads, is_embedding_variables))
         # optax mixes its integer step counts with floats, whatever the user's promotion setting is.
