@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from rsembed.caching import (
 from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import CacheArguments, TBEStatsReporterConfig
+from rsembed.tbe.arguments import Arguments, RecordCacheMetrics, TBEStatsReporterConfig
 from rsembed.tbe.batches import feature_starts
 from rsembed.tbe.functional import TBEState
 from rsembed.tbe.plan import (
@@ -67,7 +67,7 @@ class HostRows:
     Raises: ValueError: there is no room for a set of each cache.
     """
 
-    def __init__(self, plan: TBEPlan, caching: CacheArguments):
+    def __init__(self, plan: TBEPlan, caching: Arguments):
         cached = [(number, group) for number, group in enumerate(plan.groups) if group.table.is_cached]
         caches = _caches_of([group for _, group in cached], caching)
         self.plan, self.caching = plan, caching
@@ -289,7 +289,7 @@ def _memory_of_device() -> dict[str, int] | None:
     return memory if "bytes_limit" in memory else None
 
 
-def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[SetAssociativeCache]:
+def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssociativeCache]:
     """Caches of the groups: `cache_load_factor` of their rows in sets of 32, one set at least.
 
     Beyond one set each, caches get the share of what they ask for that fits the free memory, where the device tells it.
@@ -351,23 +351,30 @@ def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, de
     return state._replace(generation=jnp.asarray(host_rows.generation.number, jnp.uint32))
 
 
-def warn_of_arguments(plan: TBEPlan, caching: CacheArguments, given: Mapping[str, Any]) -> None:
-    """Warns of those of the constructor's arguments that change nothing."""
-    specs = given["embedding_specs"]
+_OF_CACHES = (
+    *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision", "enforce_hbm"),
+    *("prefetch_pipeline", "multipass_prefetch_config", "gather_uvm_cache_stats", "record_cache_metrics"),
+)
+
+
+def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
+    """Warns of arguments that change nothing."""
+    specs = given.embedding_specs
+
+    def unused(*names: str) -> list[str]:
+        return [name for name in names if getattr(given, name) not in (given.defaults[name], RecordCacheMetrics())]
+
     if not plan.has_cache:
-        unused = [own.name for own in dataclasses.fields(caching) if getattr(caching, own.name) != own.default]
-        why = "as no table has EmbeddingLocation.MANAGED_CACHING"
+        names, why = unused(*_OF_CACHES), "as no table has EmbeddingLocation.MANAGED_CACHING"
         if EmbeddingLocation.MANAGED_CACHING in {location for _, _, location, _ in specs}:
-            unused, why = [name for name in unused if name != "enforce_hbm"], "as enforce_hbm is set"
-        warn_of_no_effect(unused, why)
-    elif caching.cache_reserved_memory and caching.cache_sets:
+            names, why = [name for name in names if name != "enforce_hbm"], "as enforce_hbm is set"
+        warn_of_no_effect(names, why)
+    elif given.cache_reserved_memory and given.cache_sets:
         warn_of_no_effect(["cache_reserved_memory"], "as cache_sets says how large caches are")
-    elif caching.cache_reserved_memory and _memory_of_device() is None:
+    elif given.cache_reserved_memory and _memory_of_device() is None:
         warn_of_no_effect(["cache_reserved_memory"], "as this device does not tell how much memory it has")
-    of_others = ("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
-    unused = [name for name in of_others if given[name]]
-    unused += ["max_gradient"] if not given["gradient_clipping"] and given["max_gradient"] != 1.0 else []
-    warn_of_no_effect(unused, "here")
+    names = unused("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
+    warn_of_no_effect(names + ([] if given.gradient_clipping else unused("max_gradient")), "here")
     platforms = {ComputeDevice.CUDA: "gpu", ComputeDevice.TPU: "tpu"}
     named = {compute_device for _, _, _, compute_device in specs}
     elsewhere = sorted({c.name for c in named if platforms.get(c, default_platform()) != default_platform()})
@@ -376,10 +383,6 @@ def warn_of_arguments(plan: TBEPlan, caching: CacheArguments, given: Mapping[str
 
 
 # Reports
-
-
-MAX_MEMORY_REPORTS = 10
-"""Sizes of tables do not change: the original reports them ten times as well."""
 
 
 PUBLISHED_COUNTS = (
@@ -399,15 +402,8 @@ class StatisticsReporter:
     def __init__(self, config: TBEStatsReporterConfig):
         self.config = config
         self.prefetch_seconds = 0.0
-        self.prefetched_ids = self.prefetched_bytes = 0
-        self._num_steps = self._num_reports = 0
+        self._num_steps = 0
         self._reported = CacheCounts()
-
-    def note_prefetch(self, ids: Any, seconds: float) -> None:
-        """A prefetch, for the next report."""
-        self.prefetch_seconds += seconds
-        self.prefetched_ids += ids.size
-        self.prefetched_bytes += ids.nbytes
 
     def step(self, plan: TBEPlan, state: TBEState, host_rows: HostRows | None, batch: Any, output: Any) -> None:
         """Counts a training step, and reports if it is time; warns of steps inside `jit`, which it never sees."""
@@ -421,40 +417,30 @@ class StatisticsReporter:
         self._num_steps += 1
         if self._num_steps % self.config.interval:
             return
-        outputs, given = jax.tree.leaves(output), jax.tree.leaves(batch.ids)
-        figures: dict[str, float] = {
-            "total_prefetch_duration": self.prefetch_seconds,
-            "bwd_wait_for_prefetch": 0.0,  # prefetches end before they return
-            "tbe.prefetch_input_count": self.prefetched_ids,
-            "tbe.prefetch_input_size": self.prefetched_bytes,
-            "tbe.fwd_input_count": sum(leaf.size for leaf in given),
-            "tbe.fwd_input_size": sum(leaf.nbytes for leaf in given),
-            "tbe.fwd_output_count": sum(leaf.size for leaf in outputs),
-            "tbe.fwd_output_size": sum(leaf.nbytes for leaf in outputs),
-        }
-        self.prefetch_seconds, self.prefetched_ids, self.prefetched_bytes = 0.0, 0, 0
-        if self._num_reports < MAX_MEMORY_REPORTS:
-            figures |= _memory(plan, state)
+        # Prefetches end before they return.
+        figures = {"total_prefetch_duration": self.prefetch_seconds, "bwd_wait_for_prefetch": 0.0}
+        for name, arrays in (("input", jax.tree.leaves(batch.ids)), ("output", jax.tree.leaves(output))):
+            figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
+            figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
+        self.prefetch_seconds = 0.0
+        figures |= _memory(plan, state)
         if host_rows is not None:
-            counts = host_rows.statistics.totals
-            figures |= {f"tbe.prefetch.cache_stats.{name}": value for name, value in counts._asdict().items()}
-            figures |= self._row_bytes(host_rows, counts)
-        self._num_reports += 1
+            figures |= self._row_bytes(host_rows)
         if self.config.report is not None:
             self.config.report(int(state.step), figures)
         else:
             text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
             logging.getLogger("rsembed").info("step %d: %s", int(state.step), text)
 
-    def _row_bytes(self, host_rows: HostRows, counts: CacheCounts) -> dict[str, float]:
+    def _row_bytes(self, host_rows: HostRows) -> dict[str, float]:
         """Counts of a step, on average since the last report, times the bytes of the longest cached row."""
         tables = [host_rows.plan.groups[own.number].table for own in host_rows.groups]
         row = max(table.dim * host_rows.caching.near_dtype(table.dtype).itemsize for table in tables)
-        since = [max(new - old, 0) for new, old in zip(counts, self._reported, strict=True)]  # less after a reset
-        self._reported = counts
-        named = zip(PUBLISHED_COUNTS, since, strict=False)
-        interval = self.config.interval
-        return {f"tbe.prefetch.cache_stats_by_data_size.{name}": count * row / interval for name, count in named}
+        since = zip(host_rows.statistics.totals, self._reported, strict=True)
+        counts = [max(new - old, 0) / self.config.interval for new, old in since]  # less after a reset
+        self._reported = host_rows.statistics.totals
+        named = zip(PUBLISHED_COUNTS, counts, strict=False)
+        return {f"tbe.prefetch.cache_stats_by_data_size.{name}": count * row for name, count in named}
 
 
 def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
@@ -479,7 +465,7 @@ def _memory(plan: TBEPlan, state: TBEState) -> dict[str, float]:
     for kind, is_cached in (("hbm", False), ("uvm", True)):
         own = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
         weights, states = (sum(size[what] for size in own) for what in ("weights", "optimizer_states"))
-        figures[f"tbe.{kind}.embeddings"], figures[f"tbe.{kind}.optimizer_states"] = weights, states
-        figures[f"tbe.{kind}.total_static_sparse"] = weights + states + (0 if is_cached else cache)
-        figures[f"tbe.total_{kind}_usage"] = weights + states + (0 if is_cached else cache)
+        total = weights + states + (0 if is_cached else cache)
+        figures |= {f"tbe.{kind}.embeddings": weights, f"tbe.{kind}.optimizer_states": states}
+        figures |= {f"tbe.{kind}.total_static_sparse": total, f"tbe.total_{kind}_usage": total}
     return figures

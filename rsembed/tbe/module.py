@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,13 @@ from jaxtyping import Array
 
 from rsembed import optimizers as core
 from rsembed.bags import is_traced
-from rsembed.checks import check_within, dtype_among, validated
+from rsembed.checks import NonNegativeInt, dtype_among, validated
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.optimizers import WeightDecayMode
 from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
-from rsembed.tbe.arguments import CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, TableOptimizer
+from rsembed.tbe.arguments import Arguments, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, TableOptimizer
 from rsembed.tbe.batches import BoundsCheckMode, PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
@@ -141,9 +142,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         embedding_specs: Sequence[plans.EmbeddingSpec],
         feature_table_map: Sequence[int] | None = None,
         cache_algorithm: CacheAlgorithm | str | int = CacheAlgorithm.LRU,
-        cache_load_factor: float = 0.2,
-        cache_sets: int = 0,
-        cache_reserved_memory: float = 0.0,
+        cache_load_factor: Annotated[float, "[0, 1]"] = 0.2,
+        cache_sets: NonNegativeInt = 0,
+        cache_reserved_memory: Annotated[float, "[0, inf)"] = 0.0,
         cache_precision: SparseType | str | None = None,
         weights_precision: SparseType | str | int = SparseType.FP32,
         output_dtype: SparseType | str | int = SparseType.FP32,
@@ -153,16 +154,16 @@ class TableBatchedEmbeddingBags(TrainedTables):
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
         gradient_clipping: bool = False,
-        max_gradient: float = 1.0,
-        max_norm: float = 0.0,
+        max_gradient: Annotated[float, "(0, inf]"] = 1.0,
+        max_norm: Annotated[float, "[0, inf]"] = 0.0,
         learning_rate: Any = 0.01,
         eps: float = 1e-8,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
+        momentum: Annotated[float, "[0, 1]"] = 0.9,
+        weight_decay: Annotated[float, "[0, inf)"] = 0.0,
         weight_decay_mode: WeightDecayMode | str | int = WeightDecayMode.NONE,
-        eta: float = 0.001,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
+        eta: Annotated[float, "[0, inf)"] = 0.001,
+        beta1: Annotated[float, "[0, 1)"] = 0.9,
+        beta2: Annotated[float, "[0, 1)"] = 0.999,
         ensemble_mode: core.EnsembleModeDefinition | None = None,
         counter_based_regularization: core.CounterBasedRegularizationDefinition | None = None,
         cowclip_regularization: core.CowClipDefinition | None = None,
@@ -183,9 +184,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         embedding_table_offset_type: Any = np.int64,
         emainplace_mode: core.EmainplaceModeDefinition | None = None,
         extra_optimizer_config: arguments.UserEnabledConfigDefinition | None = None,
-        ar_alpha: float = 0.0,
-        ema_beta: float = 0.99,
-        min_shrinkage: float = 0.1,
+        ar_alpha: Annotated[float, "[0, inf)"] = 0.0,
+        ema_beta: Annotated[float, "[0, 1]"] = 0.99,
+        min_shrinkage: Annotated[float, "[0, 1]"] = 0.1,
         feature_names: Sequence[str] | None = None,
         mesh: Mesh | None = None,
         sharding_axis: str | Sequence[str] | None = None,
@@ -194,23 +195,17 @@ class TableBatchedEmbeddingBags(TrainedTables):
     ):
         dtype_among(("int32", "int64"), embedding_table_index_type, "embedding_table_index_type")
         dtype_among(("int32", "int64"), embedding_table_offset_type, "embedding_table_offset_type")
-        given = arguments.with_members(locals())
-        if given["cache_precision"] == given["weights_precision"]:
-            given["cache_precision"] = None  # no other one
-        check_within("(0, inf]", max_gradient, "max_gradient")
-        # Each table has its own learning rate.
-        of_optimizers = arguments.chosen(arguments.OptimizerArguments, given | {"learning_rate": None})
-        self.caching = arguments.chosen(arguments.CacheArguments, given)
+        given = Arguments.of(locals(), inspect.signature(TableBatchedEmbeddingBags.__init__))
+        self.arguments = nnx.static(given)
         self.bounds_check_mode = batches.bounds_check_mode(bounds_check_mode)
-        self.plan = plans.make_plan(given, of_optimizers)
+        self.plan = plans.make_plan(given)
         self.feature_names = self.plan.feature_names
-        host_rows.warn_of_arguments(self.plan, self.caching, given)
-        self.output_dtype = arguments.dtype_of(given["output_dtype"], "output_dtype").name
+        host_rows.warn_of_arguments(self.plan, given)
+        self.output_dtype = arguments.dtype_of(given.output_dtype, "output_dtype").name
         self.max_gradient = max_gradient if gradient_clipping else None
         self.reporter = None if stats_reporter_config is None else host_rows.StatisticsReporter(stats_reporter_config)
         self.deterministic = self._has_warned = False
-        self.optimizer_arguments = nnx.static(of_optimizers)
-        self._host_rows = HostRows(self.plan, self.caching) if self.plan.has_cache else None
+        self._host_rows = HostRows(self.plan, given) if self.plan.has_cache else None
         key = (rngs or nnx.Rngs(0)).params()
         self.state = TBEVariable(host_rows.first_state(self.plan, key, self._host_rows, plans.device_of(device)))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
@@ -323,7 +318,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
         self.state.set_value(host.prefetch(self.state.get_value(), batch))
         if self.reporter is not None:
-            self.reporter.note_prefetch(batch.ids, time.perf_counter() - started)
+            self.reporter.prefetch_seconds += time.perf_counter() - started
 
     def _read(self, *arguments: Any) -> AnyBatch:
         """The checked batch of a call; the module notes how many ids and offsets had to be corrected."""

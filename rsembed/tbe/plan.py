@@ -7,7 +7,7 @@ import enum
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -32,7 +32,7 @@ from rsembed.optimizers import (
 from rsembed.specs import TableSpec
 from rsembed.stacking import split_by_memory
 from rsembed.tbe import arguments as by_name
-from rsembed.tbe.arguments import EmbOptimType, OptimizerArguments, PoolingMode, TableOptimizer, unused_arguments
+from rsembed.tbe.arguments import Arguments, CacheAlgorithm, EmbOptimType, PoolingMode, TableOptimizer
 
 
 class EmbeddingLocation(enum.IntEnum):
@@ -82,8 +82,7 @@ class TablePlan(NamedTuple):
       whole_table_mode: what happens to all rows before the lookup of a step.
       copy_dtypes: of the copies of the table that this keeps, behind the slots of the rule.
       keeps_first_gradients: rows are stepped with the gradient of the first bag that reads them, not with the sum.
-      state_names: names of its optimizer states.
-      torch_state_names: the same, after torch's optimizers.
+      torch_state_names: what torch's optimizers call its optimizer states.
     """
 
     name: str
@@ -99,8 +98,12 @@ class TablePlan(NamedTuple):
     whole_table_mode: EnsembleModeDefinition | EmainplaceModeDefinition | None = None
     copy_dtypes: tuple[str, ...] = ()
     keeps_first_gradients: bool = False
-    state_names: tuple[str, ...] = ()
     torch_state_names: tuple[str, ...] = ()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of its optimizer states."""
+        return by_name.state_names(self.optimizer, self.torch_state_names)
 
     @property
     def is_cached(self) -> bool:
@@ -135,7 +138,7 @@ class TablePlan(NamedTuple):
         )
         return spec if self.rule is None else dataclasses.replace(spec, optimizer=self.rule)
 
-    def trained(self, arguments: OptimizerArguments) -> TablePlan:
+    def trained(self, arguments: Arguments) -> TablePlan:
         """The table with what its optimizer makes of the arguments that it reads.
 
         Raises: ValueError: arguments do not go together. NotImplementedError: a table on the host would have to be
@@ -370,37 +373,41 @@ def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
         warnings.warn(f"{', '.join(arguments)}: no effect, {reason}.", stacklevel=5)
 
 
-def make_plan(given: Mapping[str, Any], arguments: OptimizerArguments) -> TBEPlan:
-    """The plan of a module with these of the constructor's arguments, whose enums are members.
+def make_plan(given: Arguments) -> TBEPlan:
+    """The plan of a module with these arguments.
 
     Raises: ValueError: a table or feature cannot be what it is declared as, or arguments do not go together; says which
       and why. NotImplementedError: tables need what their placement cannot do.
     """
-    specs: Sequence[EmbeddingSpec] = given["embedding_specs"]
-    names = tuple(given["table_names"] or (f"table_{t}" for t in range(len(specs))))
-    features = tuple(range(len(names)) if given["feature_table_map"] is None else given["feature_table_map"])
-    feature_names = tuple(given["feature_names"] or _default_feature_names(features, names))
+    specs: Sequence[EmbeddingSpec] = given.embedding_specs
+    names = tuple(given.table_names or (f"table_{t}" for t in range(len(specs))))
+    features = tuple(range(len(names)) if given.feature_table_map is None else given.feature_table_map)
+    feature_names = tuple(given.feature_names or _default_feature_names(features, names))
     _check_specs(specs, features, names, feature_names)
+    if given.prefetch_pipeline and given.cache_algorithm != CacheAlgorithm.LRU:
+        raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
     optimizers: list[TableOptimizer] = [
         own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own)
-        for own in per_table(given["optimizer"], len(names), "optimizer")
+        for own in per_table(given.optimizer, len(names), "optimizer")
     ]
     rates = [
         own.learning_rate if isinstance(own, OptimizerSpec) else rate
-        for own, rate in zip(optimizers, per_table(given["learning_rate"], len(names), "learning_rate"), strict=True)
+        for own, rate in zip(optimizers, per_table(given.learning_rate, len(names), "learning_rate"), strict=True)
     ]
     for rate in rates:
         check_type(rate, float | Callable, "learning_rate")
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
         raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
-    mesh, device, devices = given["mesh"], given["device"], Devices.of(given["mesh"], given["sharding_axis"])
-    if mesh is not None and device is not None:
-        raise ValueError(f"device={device!r} and a mesh do not go together; the tables are on the devices of the mesh.")
-    unread = set.intersection(*(set(unused_arguments(own, arguments)) for own in optimizers))
+    devices = Devices.of(given.mesh, given.sharding_axis)
+    if given.mesh is not None and given.device is not None:
+        raise ValueError(
+            f"device={given.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
+        )
+    unread = set.intersection(*(set(by_name.unused_arguments(own, given)) for own in optimizers))
     warn_of_no_effect(sorted(unread), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.
-        by_name.check_arguments(optimizers[0], arguments)
+        by_name.check_arguments(optimizers[0], given)
     tables = [
         TablePlan(
             name=name,
@@ -408,19 +415,19 @@ def make_plan(given: Mapping[str, Any], arguments: OptimizerArguments) -> TBEPla
             num_rows=rows,
             dim=dim,
             learning_rate=rate if callable(rate) else float(rate),
-            dtype=by_name.dtype_of(given["weights_precision"], "weights_precision").name,
-            placement=_placement(location, enforce_hbm=given["enforce_hbm"]),
-            rounds_stochastically=given["stochastic_rounding"],
-        ).trained(arguments)
+            dtype=by_name.dtype_of(given.weights_precision, "weights_precision").name,
+            placement=_placement(location, enforce_hbm=given.enforce_hbm),
+            rounds_stochastically=given.stochastic_rounding,
+        ).trained(given)
         for name, own, rate, (rows, dim, location, _) in zip(names, optimizers, rates, specs, strict=True)
     ]
-    if mesh is not None:
-        _check_shared(tables, given["pooling_mode"])
-    core_specs = {} if mesh is None else {table.name: table.spec() for table in tables}
-    placements = placement_of_tables(core_specs, devices, given["placement"])
+    if given.mesh is not None:
+        _check_shared(tables, given.pooling_mode)
+    core_specs = {} if given.mesh is None else {table.name: table.spec() for table in tables}
+    placements = placement_of_tables(core_specs, devices, given.placement)
     shared = tuple(table._replace(shared_by=placements.get(table.name, "replicated")) for table in tables)
-    pooling = given["pooling_mode"].name.lower()
-    return TBEPlan(shared, features, pooling, feature_names, None if mesh is None else devices)
+    pooling = given.pooling_mode.name.lower()
+    return TBEPlan(shared, features, pooling, feature_names, None if given.mesh is None else devices)
 
 
 def _default_feature_names(features: Sequence[int], names: Sequence[str]) -> list[str]:

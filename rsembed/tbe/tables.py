@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,20 @@ from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, unused_arguments
+from rsembed.tbe.arguments import Arguments, read_arguments
 from rsembed.tbe.functional import TBEState, everywhere, rows_of
 from rsembed.tbe.host_rows import HostRows, state_bytes
 from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
 
 ROWS_PER_BLOCK = 1 << 16
 _OPTIONAL = {"step", "passed_step", "learning_rate", "max_counter", "key", "contents"}
-HYPER_PARAMETERS = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")
+HYPER_PARAMETERS: dict[str, Any] = {
+    "eps": float,
+    "beta1": Annotated[float, "[0, 1)"],
+    "beta2": Annotated[float, "[0, 1)"],
+    "weight_decay": Annotated[float, "[0, inf)"],
+    "lower_bound": float,
+}
 
 learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
@@ -52,14 +58,12 @@ class TrainedTables(nnx.Module):
     Attributes:
       plan: the tables.
       state: all that training changes and a device has.
-      caching: arguments of caches.
-      optimizer_arguments: of all tables.
+      arguments: those of the constructor, with later hyperparameters.
     """
 
     plan: TBEPlan
     state: TBEVariable
-    caching: CacheArguments
-    optimizer_arguments: OptimizerArguments
+    arguments: Arguments
     _host_rows: HostRows | None
 
     @property
@@ -119,22 +123,22 @@ class TrainedTables(nnx.Module):
             raise NotImplementedError(
                 f"setting hyper-parameter {unknown[0]!r} is not supported; there are lr, {', '.join(HYPER_PARAMETERS)}."
             )
-        arguments = self.optimizer_arguments
-        unread = [n for n in parameters if not any(_reads(table, n, arguments) for table in self.plan.tables)]
-        warn_of_no_effect(unread, "no table's optimizer uses them")
-        for name, value in parameters.items():
-            if name in unread:
-                continue
-            change: dict[str, Any] = {name: value}
-            if name == "lower_bound":
-                decay = dataclasses.replace(arguments.global_weight_decay, lower_bound=value)  # type: ignore[type-var]
-                change = {"global_weight_decay": decay}
-            arguments = dataclasses.replace(arguments, **change)
+        arguments, has_decay = self.arguments, any(table.global_decay is not None for table in self.plan.tables)
+        read = {"lower_bound"} if has_decay else set[str]()
+        read = read.union(*(read_arguments(table.optimizer, arguments) for table in self.plan.tables))
+        warn_of_no_effect([name for name in parameters if name not in read], "no table's optimizer uses them")
+        changes: dict[str, Any] = {name: value for name, value in parameters.items() if name in read}
+        for name, value in changes.items():
+            check_type(value, HYPER_PARAMETERS[name], name)
+        if "lower_bound" in changes:
+            bound = changes.pop("lower_bound")
+            changes["global_weight_decay"] = dataclasses.replace(arguments.global_weight_decay, lower_bound=bound)
+        arguments = arguments.changed(**changes)
         tables = tuple(table.trained(arguments) for table in self.plan.tables)
         if rates is not None:
             self.set_learning_rate(rates)
         if parameters:
-            self.plan, self.optimizer_arguments = dataclasses.replace(self.plan, tables=tables), nnx.static(arguments)
+            self.plan, self.arguments = dataclasses.replace(self.plan, tables=tables), nnx.static(arguments)
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
 
@@ -358,7 +362,7 @@ class TrainedTables(nnx.Module):
         return self._statistics("record_tablewise_cache_miss").unique_misses_by_group.copy()
 
     def _statistics(self, argument: str) -> CacheStatistics:
-        asked = vars(self.caching) | vars(self.caching.record_cache_metrics)
+        asked = vars(self.arguments) | vars(self.arguments.record_cache_metrics)
         if self.host_rows is None or not asked[argument]:
             raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
         return self.host_rows.statistics
@@ -464,11 +468,3 @@ def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
     whole, flat = (table.num_rows, table.dim), (table.num_rows,)
     entries = [jax.ShapeDtypeStruct(flat if is_flat else whole, dtype) for is_flat, dtype in kinds]
     return dict(zip(labels, entries, strict=True))
-
-
-def _reads(table: TablePlan, name: str, arguments: OptimizerArguments) -> bool:
-    if name == "lower_bound":
-        return table.global_decay is not None
-    # Whatever differs from its default and is not read is reported as unused.
-    changed: dict[str, Any] = {name: -1.0}
-    return name not in unused_arguments(table.optimizer, dataclasses.replace(arguments, **changed))

@@ -157,8 +157,7 @@ def test_figures_are_reported_every_so_many_steps_to_a_function_or_the_log(caplo
         train(module, np.array([1, 2], np.int32), np.array([0, 1, 2]))
     assert [step for step, _ in reports] == [2, 4]
     figures = reports[0][1]
-    assert figures["tbe.prefetch_input_count"] == 2 and figures["tbe.prefetch_input_size"] == 8
-    assert reports[1][1]["tbe.prefetch_input_count"] == 0
+    assert figures["total_prefetch_duration"] > reports[1][1]["total_prefetch_duration"] == 0
     row_bytes = 4 * 4  # of a table of four columns; two batches make one a step
     assert reports[1][1]["tbe.prefetch.cache_stats_by_data_size.num_calls"] == row_bytes
     assert reports[1][1]["tbe.prefetch.cache_stats_by_data_size.num_unique_indices"] == 2 * row_bytes
