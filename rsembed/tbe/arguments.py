@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import inspect
 import math
+import os
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
@@ -50,6 +51,7 @@ class EmbOptimType(enum.Enum):
 
 OptimType = EmbOptimType
 TableOptimizer = EmbOptimType | OptimizerSpec
+AnyOptimizer = TableOptimizer | str
 
 
 class SparseType(enum.Enum):
@@ -163,7 +165,20 @@ class TBEStatsReporterConfig:
     report: Callable[[int, Mapping[str, float]], None] | None = None
 
 
+class BoundsCheckMode(enum.IntEnum):
+    """Treatment of ids and offsets outside their range; each V2 member means the same as its namesake."""
+
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+    NONE = 3
+    V2_IGNORE = 4
+    V2_WARNING = 5
+    V2_FATAL = 6
+
+
 _ENUMS: dict[str, type[enum.Enum]] = {
+    "bounds_check_mode": BoundsCheckMode,
     "cache_algorithm": CacheAlgorithm,
     "cache_precision": SparseType,
     "weights_precision": SparseType,
@@ -180,7 +195,14 @@ class Arguments(types.SimpleNamespace):
 
     @staticmethod
     def of(given: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
-        """All arguments, with members of enums for their names and values. Raises: ValueError: as `member`."""
+        """All arguments, with members of enums for their names and values, and the bounds check that is in force.
+
+        Raises: ValueError: as `member`.
+        """
+        given = {
+            **given,
+            "bounds_check_mode": os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", given["bounds_check_mode"]),
+        }
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = {name: given[name] for name in defaults if name not in ("self", "rngs")}
         own |= {name: member(kind, given[name]) for name, kind in _ENUMS.items() if given[name] is not None}

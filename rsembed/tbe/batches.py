@@ -6,9 +6,7 @@ What the caller passed stays as it is: ids and offsets outside their range are r
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, no_type_check
 
@@ -24,33 +22,12 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import check_gradient
-from rsembed.tbe.arguments import member
+from rsembed.tbe.arguments import BoundsCheckMode
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.plan import TBEPlan
 
-
-class BoundsCheckMode(enum.IntEnum):
-    """Treatment of ids and offsets outside their range; each V2 member means the same as its namesake."""
-
-    FATAL = 0
-    WARNING = 1
-    IGNORE = 2
-    NONE = 3
-    V2_IGNORE = 4
-    V2_WARNING = 5
-    V2_FATAL = 6
-
-
 _WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
 _FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
-
-
-def bounds_check_mode(given: BoundsCheckMode | str | int) -> BoundsCheckMode:
-    """The mode, or that of the environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE`, which overrules it.
-
-    Raises: ValueError: as `member`.
-    """
-    return member(BoundsCheckMode, os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", given))
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it

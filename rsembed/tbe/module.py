@@ -25,8 +25,8 @@ from rsembed.optimizers import WeightDecayMode
 from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
-from rsembed.tbe.arguments import Arguments, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, TableOptimizer
-from rsembed.tbe.batches import BoundsCheckMode, PreparedBatch, is_by_feature
+from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
+from rsembed.tbe.batches import PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
@@ -149,7 +149,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         weights_precision: SparseType | str | int = SparseType.FP32,
         output_dtype: SparseType | str | int = SparseType.FP32,
         enforce_hbm: bool = False,
-        optimizer: TableOptimizer | str | Sequence[TableOptimizer | str] = EmbOptimType.EXACT_SGD,
+        optimizer: arguments.AnyOptimizer | Sequence[arguments.AnyOptimizer] = EmbOptimType.EXACT_SGD,
         record_cache_metrics: arguments.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
@@ -197,7 +197,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         dtype_among(("int32", "int64"), embedding_table_offset_type, "embedding_table_offset_type")
         given = Arguments.of(locals(), inspect.signature(TableBatchedEmbeddingBags.__init__))
         self.arguments = nnx.static(given)
-        self.bounds_check_mode = batches.bounds_check_mode(bounds_check_mode)
+        self.bounds_check_mode = given.bounds_check_mode
         self.plan = plans.make_plan(given)
         self.feature_names = self.plan.feature_names
         host_rows.warn_of_arguments(self.plan, given)

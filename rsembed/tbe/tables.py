@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from rsembed.bags import is_taken
@@ -25,7 +26,9 @@ from rsembed.tbe.host_rows import HostRows, state_bytes
 from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
 
 ROWS_PER_BLOCK = 1 << 16
-_OPTIONAL = {"step", "passed_step", "learning_rate", "max_counter", "key", "contents"}
+_STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
+_NUMBERS: dict[str, Any] = {"step": _STEP, "passed_step": _STEP, "max_counter": Annotated[float, "[0, inf)"]}
+_OPTIONAL = {*_NUMBERS, "learning_rate", "key", "contents"}
 HYPER_PARAMETERS: dict[str, Any] = {
     "eps": float,
     "beta1": Annotated[float, "[0, 1)"],
@@ -198,11 +201,7 @@ class TrainedTables(nnx.Module):
         if self.plan.tables[0].rule is None:
             raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
         self.flush()
-        found = []
-        for number, table in enumerate(self.plan.tables):
-            arrays = zip(self._read_table(number), _entries(table).values(), strict=True)
-            found.append([array.reshape(entry.shape) for array, entry in arrays][1:])
-        return found
+        return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
 
     def get_optimizer_state(self) -> list[dict[str, Any]]:
         """Optimizer states by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
@@ -224,12 +223,11 @@ class TrainedTables(nnx.Module):
         if state == "iter":
             return self.step.reshape(1)
         wanted = state.removesuffix("_dev").removesuffix("_host").removesuffix("_uvm")
+        known = {"iter"}.union(*(table.state_names for table in self.plan.tables))
+        if wanted not in known:
+            raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(sorted(known))}.")
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
-        named = [pair for table, states in by_table for pair in zip(table.state_names, states, strict=True)]
-        found = [own for name, own in named if name == wanted]
-        if not found:
-            known = sorted({name for name, _ in named} | {"iter"})
-            raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(known)}.")
+        found = [own[table.state_names.index(wanted)] for table, own in by_table if wanted in table.state_names]
         return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -237,11 +235,10 @@ class TrainedTables(nnx.Module):
 
         `contents` tells what it belongs to, for `load_state_dict` to compare.
         """
-        state, plan, found = self.whole_state, self.plan, {}
+        state, plan, found = self.whole_state, self.plan, dict[str, np.ndarray]()
         self.flush()
         for number, table in enumerate(plan.tables):
-            for (name, entry), array in zip(_entries(table).items(), self._read_table(number), strict=True):
-                found[name] = np.array(array).reshape(entry.shape)
+            found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
         rates = np.asarray(state.learning_rates)
         found["step"] = np.asarray(state.step)
         if plan.has_passes and state.passed_step != state.step:  # a lookup to be trained has begun the next step
@@ -316,14 +313,8 @@ class TrainedTables(nnx.Module):
             pruned.append((table, own))
         self.reset_cache_states()
         for table, own in pruned:
-            number, first_row = self.plan.places[table]
-            if self.plan.tables[table].is_cached:
-                for stored in self.host_rows.arrays_of(table):  # type: ignore[union-attr]
-                    stored[own + first_row] = 0
-                continue
-            state = self.whole_state
-            arrays = [array.at[rows_of(self.plan, table, own)].set(0) for array in state.arrays(number)]
-            self.state.set_value(state.with_arrays(number, arrays))
+            for array in range(1 + len(self.plan.tables[table].torch_state_names)):
+                self._write_rows(table, array, own, np.zeros((own.size, 1)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
@@ -367,49 +358,44 @@ class TrainedTables(nnx.Module):
             raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
         return self.host_rows.statistics
 
-    def _write_table(self, table: int, rows: Callable[[int, int], Any], *, array: int = 0) -> None:
+    def _write_table(self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0) -> None:
         """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
-        state = self.whole_state
-        number, first_row = self.plan.places[table]
         num_rows = self.plan.tables[table].num_rows
-        blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
         if self.plan.tables[table].is_cached:
             self.reset_cache_states()
-            stored = self.host_rows.arrays_of(table)[array]  # type: ignore[union-attr]
-            for first, last in blocks:
-                stored[first_row + first : first_row + last] = rows(first, last)
+        for first in range(0, num_rows, ROWS_PER_BLOCK):
+            last = min(first + ROWS_PER_BLOCK, num_rows)
+            self._write_rows(table, array, np.arange(first, last), np.array(rows(first, last)))
+
+    def _write_rows(self, table: int, array: int, ids: np.ndarray, values: np.ndarray) -> None:
+        state, (number, first_row) = self.whole_state, self.plan.places[table]
+        if self.plan.tables[table].is_cached:
+            self.host_rows.arrays_of(table)[array][first_row + ids] = values  # type: ignore[union-attr]
             return
         arrays = list(state.arrays(number))
-        for first, last in blocks:
-            places = rows_of(self.plan, table, np.arange(first, last))
-            arrays[array] = _put_rows(arrays[array], np.array(rows(first, last)), places)
+        arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, ids))
         self.state.set_value(state.with_arrays(number, arrays))
 
-    def _read_table(self, table: int) -> list[Any]:
-        """Weights and states of one table, after `flush`."""
-        state = self.whole_state
-        (number, first_row), num_rows = self.plan.places[table], self.plan.tables[table].num_rows
-        if self.plan.tables[table].is_cached:
-            views = [stored[first_row : first_row + num_rows] for stored in self.host_rows.arrays_of(table)]  # type: ignore[union-attr]
-            for view in views:
-                view.flags.writeable = False
-            return views
-        rows = rows_of(self.plan, table, np.arange(num_rows))
-        found: list[Any] = everywhere(self.plan, [array[rows] for array in state.arrays(number)])
-        return found
+    def _read_table(self, table: int) -> list[Array | np.ndarray]:
+        """Weights and states of one table in the form of a state dict, after `flush`."""
+        state, own, (number, first_row) = self.whole_state, self.plan.tables[table], self.plan.places[table]
+        arrays: Sequence[Any] = state.arrays(number)
+        if own.is_cached:
+            stored = self.host_rows.arrays_of(table)  # type: ignore[union-attr]
+            arrays = [array[first_row : first_row + own.num_rows] for array in stored]
+            for array in arrays:
+                array.flags.writeable = False
+        else:
+            rows = rows_of(self.plan, table, np.arange(own.num_rows))
+            arrays = everywhere(self.plan, [array[rows] for array in arrays])
+        return [array.reshape(entry.shape) for array, entry in zip(arrays, _entries(own).values(), strict=True)]
 
     def _numbers_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one is of another kind."""
         plan, changes = self.plan, dict[str, Any]()
-
-        for name in {"step", "passed_step", "max_counter"} & set(given):
-            value, is_count = np.asarray(given[name]), name != "max_counter"
-            if value.shape != () or not np.issubdtype(value.dtype, np.number):
-                raise ValueError(f"{name!r} must be one number, got {value.dtype} of shape {value.shape}.")
-            check_within(f"[0, {np.iinfo(np.int32).max}]" if is_count else "[0, inf)", value.item(), repr(name))
-            if is_count and value != value.astype(np.int32):
-                raise ValueError(f"{name!r} must be an integer, got {value.item()}.")
-            changes[name] = jnp.asarray(value, jnp.int32 if is_count else jnp.float32)
+        for name in _NUMBERS.keys() & set(given):
+            check_type(given[name], _NUMBERS[name], repr(name))
+            changes[name] = jnp.asarray(given[name], jnp.float32 if name == "max_counter" else jnp.int32)
         if "step" in changes:
             changes.setdefault("passed_step", changes["step"] + 0)
         if "key" in given:
