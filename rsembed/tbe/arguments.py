@@ -216,10 +216,6 @@ class Arguments(types.SimpleNamespace):
         """The arguments with other values of some."""
         return Arguments(**{**vars(self), **changes})
 
-    def near_dtype(self, dtype: str) -> jnp.dtype:
-        """Dtype in which weights of a dtype are cached."""
-        return jnp.dtype(dtype) if self.cache_precision is None else dtype_of(self.cache_precision, "cache_precision")
-
 
 class _Optimizer(NamedTuple):
     """An optimizer that is offered, EXACT_ROWWISE_ADAGRAD in one of its modes of weight decay.

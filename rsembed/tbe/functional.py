@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.bags import is_taken, is_traced
 from rsembed.collection.dense_rows import numbers_of_rows
@@ -83,7 +84,7 @@ def num_rows(plan: TBEPlan) -> tuple[int, ...]:
 
 def everywhere(plan: TBEPlan, tree: Any) -> Any:
     """Numbers of a state, where the devices want them."""
-    return tree if plan.devices is None else tables_on_mesh(plan).everywhere(tree)
+    return tree if plan.devices is None else plan.devices.place(tree, PartitionSpec())
 
 
 def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
@@ -109,19 +110,20 @@ def _here(plan: TBEPlan, batch: JaggedBatch) -> JaggedBatch:
     return batch
 
 
-def init_state(plan: TBEPlan, key: PRNGKeyArray, rows: Sequence[int] | None = None) -> TBEState:
+def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] | None = None) -> TBEState:
     """A state with zero weights, as the original starts.
 
     Args:
       plan: the tables.
       key: see `TBEState`.
-      rows: of every group's array; None takes all rows of its tables.
+      num_places: of the caches of groups; the arrays of all others have all rows of their tables.
     """
     weights, slots, resident = [], [], []
-    for number, (group, size) in enumerate(zip(plan.groups, rows or num_rows(plan), strict=True)):
+    for number, (group, all_rows) in enumerate(zip(plan.groups, num_rows(plan), strict=True)):
+        size = (num_places or {}).get(number, all_rows)
         allocate: Any = api.allocate if plan.devices is None else functools.partial(tables_on_mesh(plan).empty, number)
         table, first = group.table, group.table.first_slots()
-        weights.append(allocate((size, table.dim), jnp.dtype(table.dtype), 0.0))
+        weights.append(allocate((size, table.dim), jnp.dtype(table.near_dtype), 0.0))
         slots.append(tuple(allocate((size, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
         resident.append(jnp.full(size, NO_ROW, jnp.int32) if table.is_cached else None)
     rates = [group.table.learning_rate for group in plan.groups]
@@ -221,7 +223,8 @@ def row_gradients(
     flat, shardings = _flat(d_output, max_gradient), None
     if isinstance(batch, SplitBatch):
         tables = tables_on_mesh(plan)
-        found, shardings = tables.row_gradients(batch, flat), tables.gradient_shardings()
+        by_stack = tables.engine.row_gradients(tables.with_gains(batch), tables.by_feature(flat))
+        found, shardings = tables.by_group(by_stack), tables.gradient_shardings()
     else:
         batch = _here(plan, batch)
         found = [
@@ -286,7 +289,10 @@ def update(
     """
     flat = _flat(d_output)
     if isinstance(batch, SplitBatch):
-        return _step_on_mesh(plan, state, rates, tables_on_mesh(plan).update, batch, flat)
+        tables = tables_on_mesh(plan)
+        return _step_on_mesh(
+            plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat)
+        )
     batch = _here(plan, batch)
     for number, group in enumerate(plan.groups):
         if group.table.rule is not None:
@@ -308,7 +314,8 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
             )
     gradients = [(row_gradients.rows[group.name], row_gradients.values[group.name]) for group in plan.groups]
     if plan.devices is not None:
-        return _step_on_mesh(plan, state, rates, tables_on_mesh(plan).apply, gradients)
+        tables = tables_on_mesh(plan)
+        return _step_on_mesh(plan, state, rates, tables.engine.apply, tables.by_name(gradients))
     for number, gradient in enumerate(gradients):
         state = _step_group(plan, number, state, rates[number], api.apply_rows, gradient)
     return state._replace(step=state.step + 1)
@@ -327,10 +334,10 @@ def _step_group(
 
 
 def _step_on_mesh(
-    plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., Any], *gradients: Any
+    plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., Any], *gradients: PyTree
 ) -> TBEState:
-    """The state after `function` has stepped rows of all groups, which one exchange brings to their owners."""
-    steps = []
+    """The state after a function of the engine has stepped all groups, by one exchange."""
+    steps, tables = [], tables_on_mesh(plan)
     for group, rate in zip(plan.groups, rates, strict=True):
         rule, hyper = _rule_and_hyper(group, state, rate)
         rounds = group.table.rounds_stochastically and group.table.dtype != "float32"
@@ -338,9 +345,9 @@ def _step_on_mesh(
         rounding = api.stochastic_rounding(key) if rounds else None
         steps.append(Step(hyper, rule, rounding, state.step))
     slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
-    weights, stepped = function(state.weights, slots, *gradients, steps)
-    all_slots = tuple((*own, *copy) for own, copy in zip(stepped, copies, strict=True))
-    return state._replace(weights=tuple(weights), slots=all_slots, step=state.step + 1)
+    weights, stepped = function(*map(tables.by_name, (state.weights, slots)), *gradients, tables.by_name(steps))
+    all_slots = tuple((*own, *copy) for own, copy in zip(tables.by_group(stepped), copies, strict=True))
+    return state._replace(weights=tuple(tables.by_group(weights)), slots=all_slots, step=state.step + 1)
 
 
 def _rule_and_hyper(group: GroupPlan, state: TBEState, rate: Array) -> tuple[Any, Hyperparameters]:

@@ -72,8 +72,7 @@ class HostRows:
         caches = _caches_of([group for _, group in cached], caching)
         self.plan, self.caching = plan, caching
         self.groups = [
-            NearRows(number, cache, _backing_of(group, caching.near_dtype(group.table.dtype)))
-            for (number, group), cache in zip(cached, caches, strict=True)
+            NearRows(number, cache, _backing_of(group)) for (number, group), cache in zip(cached, caches, strict=True)
         ]
         self.statistics = CacheStatistics(len(plan.features))
         self.prefetched: collections.deque[tuple[np.ndarray, list[list[np.ndarray]]]] = collections.deque()
@@ -300,7 +299,7 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
     set_bytes = [
         NUM_WAYS
         * (
-            group.table.dim * caching.near_dtype(group.table.dtype).itemsize
+            group.table.dim * jnp.dtype(group.table.near_dtype).itemsize
             + sum(slot.nbytes for slot in group.table.first_slots())
         )
         for group in groups
@@ -326,28 +325,23 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
     ]
 
 
-def _backing_of(group: GroupPlan, near: Any) -> BackingStore:
-    table = group.table
+def _backing_of(group: GroupPlan) -> BackingStore:
+    table, near = group.table, group.table.near_dtype
     first = [np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()]
     shapes = [(group.num_rows, *row.shape[1:]) for row in first]
     # Zeros take memory when they are first written.
     zeros = (np.zeros(shape, row.dtype) for shape, row in zip(shapes, first, strict=True))
     arrays = [np.full_like(own, row) if row.any() else own for own, row in zip(zeros, first, strict=True)]
-    return BackingStore(arrays, near_dtype=None if near in (jnp.float32, jnp.dtype(table.dtype)) else near)
+    return BackingStore(arrays, near_dtype=None if near in ("float32", table.dtype) else jnp.dtype(near))
 
 
 def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None) -> TBEState:
     """The state before any training, on `device`."""
-    rows, cached = [*functional.num_rows(plan)], [] if host_rows is None else host_rows.groups
-    for group in cached:
-        rows[group.number] = group.num_places
-    state = functional.init_state(plan, key, rows)
+    cached = [] if host_rows is None else host_rows.groups
+    state = functional.init_state(plan, key, {group.number: group.num_places for group in cached})
     state = state if device is None else jax.device_put(state, device)
     if host_rows is None:
         return state
-    for group in cached:
-        dtype = host_rows.caching.near_dtype(plan.groups[group.number].table.dtype)
-        state = state.with_group(group.number, weights=state.weights[group.number].astype(dtype))
     return state._replace(generation=jnp.asarray(host_rows.generation.number, jnp.uint32))
 
 
@@ -435,7 +429,7 @@ class StatisticsReporter:
     def _row_bytes(self, host_rows: HostRows) -> dict[str, float]:
         """Counts of a step, on average since the last report, times the bytes of the longest cached row."""
         tables = [host_rows.plan.groups[own.number].table for own in host_rows.groups]
-        row = max(table.dim * host_rows.caching.near_dtype(table.dtype).itemsize for table in tables)
+        row = max(table.dim * jnp.dtype(table.near_dtype).itemsize for table in tables)
         since = zip(host_rows.statistics.totals, self._reported, strict=True)
         counts = [max(new - old, 0) / self.config.interval for new, old in since]  # less after a reset
         self._reported = host_rows.statistics.totals

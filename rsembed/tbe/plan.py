@@ -74,6 +74,7 @@ class TablePlan(NamedTuple):
       dim: columns.
       learning_rate: initial rate, or a callable of nothing or of the 0-based step.
       dtype: of the stored rows.
+      near_dtype: of its rows on the device, which in a cache may be another one.
       rule: how touched rows are stepped; None only returns their gradients.
       placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
         rows to the device and back.
@@ -91,6 +92,7 @@ class TablePlan(NamedTuple):
     dim: int
     learning_rate: LearningRate
     dtype: str
+    near_dtype: str
     rule: OptimizerSpec | None = None
     placement: Placement = "device"
     shared_by: str = "replicated"
@@ -408,6 +410,9 @@ def make_plan(given: Arguments) -> TBEPlan:
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.
         by_name.check_arguments(optimizers[0], given)
+    dtype = by_name.dtype_of(given.weights_precision, "weights_precision").name
+    near_dtype = by_name.dtype_of(given.cache_precision or given.weights_precision, "cache_precision").name
+    placed = [_placement(location, enforce_hbm=given.enforce_hbm) for _, _, location, _ in specs]
     tables = [
         TablePlan(
             name=name,
@@ -415,11 +420,12 @@ def make_plan(given: Arguments) -> TBEPlan:
             num_rows=rows,
             dim=dim,
             learning_rate=rate if callable(rate) else float(rate),
-            dtype=by_name.dtype_of(given.weights_precision, "weights_precision").name,
-            placement=_placement(location, enforce_hbm=given.enforce_hbm),
+            dtype=dtype,
+            near_dtype=dtype if placement == "device" else near_dtype,
+            placement=placement,
             rounds_stochastically=given.stochastic_rounding,
         ).trained(given)
-        for name, own, rate, (rows, dim, location, _) in zip(names, optimizers, rates, specs, strict=True)
+        for name, own, rate, placement, (rows, dim, _, _) in zip(names, optimizers, rates, placed, specs, strict=True)
     ]
     if given.mesh is not None:
         _check_shared(tables, given.pooling_mode)
