@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from rsembed import optimizers as core
@@ -168,7 +169,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         counter_based_regularization: core.CounterBasedRegularizationDefinition | None = None,
         cowclip_regularization: core.CowClipDefinition | None = None,
         pooling_mode: PoolingMode | str | int = PoolingMode.SUM,
-        device: Any = None,
+        device: jax.Device | str | int | None = None,
         bounds_check_mode: BoundsCheckMode | str | int = BoundsCheckMode.WARNING,
         uvm_non_rowwise_momentum: bool = False,
         use_experimental_tbe: bool = False,
@@ -180,8 +181,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         global_weight_decay: core.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
-        embedding_table_index_type: Any = np.int64,
-        embedding_table_offset_type: Any = np.int64,
+        embedding_table_index_type: DTypeLike = np.int64,
+        embedding_table_offset_type: DTypeLike = np.int64,
         emainplace_mode: core.EmainplaceModeDefinition | None = None,
         extra_optimizer_config: arguments.UserEnabledConfigDefinition | None = None,
         ar_alpha: Annotated[float, "[0, inf)"] = 0.0,

@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ class ComputeDevice(enum.IntEnum):
 
 EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 Placement = Literal["device", "cached", "host"]
+Value = TypeVar("Value")
 BagSizes = tuple[tuple[int, ...], ...]
 """Bags of feature f from rank r, as `sizes[f][r]`."""
 
@@ -309,42 +310,39 @@ class TBEPlan:
 def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Block, ...]:
     """A block for each feature, of each rank with `sizes`. Raises: ValueError: the number of offsets does not fit."""
     num_features = len(plan.features)
-    bags = [(num_offsets - 1) // num_features] * num_features if sizes is None else [sum(own) for own in sizes]
-    if sizes is not None and (len(sizes) != num_features or len({len(own) for own in sizes}) > 1):
+    by_rank = [((num_offsets - 1) // num_features,)] * num_features if sizes is None else sizes
+    bags = [sum(own) for own in by_rank]
+    if len(by_rank) != num_features or len({len(own) for own in by_rank}) > 1:
         raise ValueError(
             f"batch_size_per_feature_per_rank must have {num_features} rows, one per feature, of equal length; "
-            f"got lengths {[len(own) for own in sizes]}."
-        )
-    if sizes is not None and sum(bags) + 1 != num_offsets:
-        raise ValueError(
-            f"batch_size_per_feature_per_rank adds up to {sum(bags)} bags, which needs as many offsets plus 1, but "
-            f"there are {num_offsets}."
+            f"got lengths {[len(own) for own in by_rank]}."
         )
     if num_offsets < 1 or sum(bags) + 1 != num_offsets:
+        if sizes is not None:
+            raise ValueError(
+                f"batch_size_per_feature_per_rank adds up to {sum(bags)} bags, which needs as many offsets plus 1, but "
+                f"there are {num_offsets}."
+            )
         raise ValueError(
             f"offsets has {num_offsets} entries, which is not batch size * {num_features} features + 1; pass one "
             "offset per bag, feature after feature, and the end of the last bag."
         )
-    blocks = [
-        Block(first_bag, num_bags, *plan.places[table], plan.tables[table].num_rows)
-        for table, first_bag, num_bags in zip(plan.features, itertools.accumulate(bags, initial=0), bags, strict=False)
-    ]
-    if sizes is None:
-        return tuple(blocks)
+    *first_bags, _ = itertools.accumulate(bags, initial=0)
     return tuple(
-        block._replace(first_bag=block.first_bag + sum(own[:rank]), num_bags=own[rank])
-        for rank in range(len(sizes[0]))
-        for block, own in zip(blocks, sizes, strict=True)
+        Block(first_bag + sum(own[:rank]), own[rank], *plan.places[table], plan.tables[table].num_rows)
+        for rank in range(len(by_rank[0]))
+        for table, first_bag, own in zip(plan.features, first_bags, by_rank, strict=True)
     )
 
 
-def per_table(value: Any, num_tables: int, what: str) -> list[Any]:
+def per_table(value: Value | Sequence[Value], num_tables: int, what: str) -> list[Value]:
     """One value per table, from one for all or a sequence. Raises: ValueError: another number of values."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * num_tables
-    if len(value) != num_tables:
-        raise ValueError(f"{what} has {len(value)} entries for {num_tables} tables; give one for all, or one each.")
-    return list(value)
+    if np.ndim(value) == 0:  # type: ignore[arg-type]
+        return [value] * num_tables  # type: ignore[list-item]
+    values: list[Value] = list(value)  # type: ignore[arg-type]
+    if len(values) != num_tables:
+        raise ValueError(f"{what} has {len(values)} entries for {num_tables} tables; give one for all, or one each.")
+    return values
 
 
 def default_platform() -> str:
@@ -352,7 +350,7 @@ def default_platform() -> str:
     return jax.default_backend()
 
 
-def device_of(device: Any) -> jax.Device | None:
+def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
     """A JAX device from one, its number, or a name such as `cpu`, `cuda:1` or `tpu`.
 
     Raises: ValueError: there is no such device.
@@ -384,7 +382,11 @@ def make_plan(given: Arguments) -> TBEPlan:
     specs: Sequence[EmbeddingSpec] = given.embedding_specs
     names = tuple(given.table_names or (f"table_{t}" for t in range(len(specs))))
     features = tuple(range(len(names)) if given.feature_table_map is None else given.feature_table_map)
-    feature_names = tuple(given.feature_names or _default_feature_names(features, names))
+    # Tables that no feature can read are refused below.
+    readers = [names[t] if 0 <= t < len(names) else f"feature_{feature}" for feature, t in enumerate(features)]
+    numbered = [f"{name}_{readers[:f].count(name)}" for f, name in enumerate(readers)]
+    default = [name if readers.count(name) == 1 else own for name, own in zip(readers, numbered, strict=True)]
+    feature_names = tuple(given.feature_names or default)
     _check_specs(specs, features, names, feature_names)
     if given.prefetch_pipeline and given.cache_algorithm != CacheAlgorithm.LRU:
         raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
@@ -434,15 +436,6 @@ def make_plan(given: Arguments) -> TBEPlan:
     shared = tuple(table._replace(shared_by=placements.get(table.name, "replicated")) for table in tables)
     pooling = given.pooling_mode.name.lower()
     return TBEPlan(shared, features, pooling, feature_names, None if given.mesh is None else devices)
-
-
-def _default_feature_names(features: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Table names; those of tables with several features are numbered."""
-    found = []
-    for feature, t in enumerate(features):
-        name = names[t] if 0 <= t < len(names) else f"feature_{feature}"  # an error that _check_specs explains
-        found.append(f"{name}_{features[:feature].count(t)}" if features.count(t) > 1 else name)
-    return found
 
 
 def _check_specs(
