@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.bags import is_taken, is_traced
@@ -22,7 +23,13 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import CounterAdagradOptimizerSpec, Hyperparameters, Slots, global_decay_factor
+from rsembed.optimizers import (
+    CounterAdagradOptimizerSpec,
+    Hyperparameters,
+    OptimizerSpec,
+    Slots,
+    global_decay_factor,
+)
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, looked_up, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
@@ -55,9 +62,9 @@ class TBEState(NamedTuple):
     generation: UInt32[Array, ""] | None = None
     layout: Fingerprint | None = None
 
-    def with_group(self, number: int, **arrays: Any) -> TBEState:
+    def with_group(self, number: int, **arrays: PyTree) -> TBEState:
         """The state with other arrays of one group, by the name of their field."""
-        changed: dict[str, Any] = {}
+        changed: dict[str, PyTree] = {}
         for name, array in arrays.items():
             old = getattr(self, name)
             changed[name] = (*old[:number], array, *old[number + 1 :])
@@ -82,7 +89,7 @@ def num_rows(plan: TBEPlan) -> tuple[int, ...]:
     return tuple(stack.layout.num_rows for stack in tables_on_mesh(plan).stacks)
 
 
-def everywhere(plan: TBEPlan, tree: Any) -> Any:
+def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
     """Numbers of a state, where the devices want them."""
     return tree if plan.devices is None else plan.devices.place(tree, PartitionSpec())
 
@@ -127,7 +134,7 @@ def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] |
         slots.append(tuple(allocate((size, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
         resident.append(jnp.full(size, NO_ROW, jnp.int32) if table.is_cached else None)
     rates = [group.table.learning_rate for group in plan.groups]
-    numbers: tuple[Any, ...] = (
+    numbers: tuple[PyTree, ...] = (
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
         jnp.asarray([0.0 if callable(rate) else rate for rate in rates], jnp.float32),
@@ -245,7 +252,7 @@ def weight_gradients(
     rates: Float[Array, " groups"],
     *,
     max_gradient: float | None = None,
-) -> Any:
+) -> PyTree:
     """Gradients of the weights of the ids, in their form, where rows are those of `state`."""
     if isinstance(batch, SplitBatch):
         return tables_on_mesh(plan).weight_gradients(state.weights, batch, _flat(d_output, max_gradient))
@@ -322,7 +329,7 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
 
 def _step_group(
-    plan: TBEPlan, number: int, state: TBEState, rate: Array, kernel: Callable[..., Any], gradient: tuple[Any, ...]
+    plan: TBEPlan, number: int, state: TBEState, rate: Array, kernel: Callable[..., PyTree], gradient: PyTree
 ) -> TBEState:
     """The state after `kernel` has stepped rows of one group."""
     group, weights = plan.groups[number], state.weights[number]
@@ -334,7 +341,7 @@ def _step_group(
 
 
 def _step_on_mesh(
-    plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., Any], *gradients: PyTree
+    plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., PyTree], *gradients: PyTree
 ) -> TBEState:
     """The state after a function of the engine has stepped all groups, by one exchange."""
     steps, tables = [], tables_on_mesh(plan)
@@ -350,7 +357,7 @@ def _step_on_mesh(
     return state._replace(weights=tuple(tables.by_group(weights)), slots=all_slots, step=state.step + 1)
 
 
-def _rule_and_hyper(group: GroupPlan, state: TBEState, rate: Array) -> tuple[Any, Hyperparameters]:
+def _rule_and_hyper(group: GroupPlan, state: TBEState, rate: Array) -> tuple[OptimizerSpec, Hyperparameters]:
     """The rule of a group that has one, and its numbers in this step."""
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
     if isinstance(group.table.rule, CounterAdagradOptimizerSpec):
@@ -378,7 +385,7 @@ _STORE = 2**32 - 2
 """Number of a table that nobody has: noise of rounding outside of steps, which differs from that of steps."""
 
 
-def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
+def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None) -> Rounding | None:
     """How rows of a group become `dtype`; None to nearest. They may be in a cache, whose dtype is not the tables'."""
     group, resident_rows = plan.groups[number], state.resident_rows[number]
     if not group.table.rounds_stochastically or dtype == jnp.float32:
@@ -387,7 +394,7 @@ def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: i
     key = key if use is None else jax.random.fold_in(key, use)
     names, first_rows = [plan.tables[t].name for t in group.tables], jnp.asarray(group.first_rows, jnp.int32)
 
-    def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
+    def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
         own = rows if resident_rows is None else resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
         member = jnp.searchsorted(first_rows, own, side="right") - 1
         rows = numbers_of_rows(names, member, own - first_rows[member])
@@ -427,7 +434,7 @@ def backward(
     *,
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
-) -> tuple[TBEState, Any]:
+) -> tuple[TBEState, PyTree]:
     """`update`, and before it the gradients of the ids' weights, if somebody reads them."""
     flat = _flat(d_output, max_gradient)
     if not wants_weight_gradients:

@@ -11,13 +11,12 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import device_copy, is_traced
 from rsembed.caching import (
@@ -35,8 +34,9 @@ from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments, RecordCacheMetrics, TBEStatsReporterConfig
-from rsembed.tbe.batches import feature_starts
+from rsembed.tbe.batches import AnyArray, feature_starts
 from rsembed.tbe.functional import TBEState
+from rsembed.tbe.meshes import AnyBatch
 from rsembed.tbe.plan import (
     ComputeDevice,
     EmbeddingLocation,
@@ -148,7 +148,7 @@ class HostRows:
         state = self._advanced(state)
         for first in range(0, max(num_ids, 1), size):
             ids, ends = batch.ids[first : first + size], np.clip(offsets - first, 0, size)
-            self._find(self.plan.bags_of(batch), ids, ends, admit=True, lock=lock, is_prefetch=True)
+            self._find(self.plan.bags_of(batch), np.asarray(ids), ends, admit=True, lock=lock, is_prefetch=True)
             state = self._moved(state)
             locked.append([group.places for group in self.groups] if lock else [])
         self.prefetched.append((_ids_in_bags(batch.ids, offsets), locked))
@@ -168,14 +168,14 @@ class HostRows:
             for group, places in zip(self.groups, part, strict=False):
                 group.cache.unlock(places)
 
-    def _moved(self, state: TBEState, moves: Any = None, capacity: int | None = None) -> TBEState:
+    def _moved(self, state: TBEState, moves: PyTree = None, capacity: int | None = None) -> TBEState:
         """The state after the moves of all groups, by default those of the last batch."""
         for group, own in zip(self.groups, moves or [group.moves(None) for group in self.groups], strict=True):
             arrays = group.bring(state.arrays(group.number), own, self._leaving(state, group), capacity)
             state = state.with_arrays(group.number, arrays)
         return state
 
-    def _leaving(self, state: TBEState, group: NearRows) -> Any:
+    def _leaving(self, state: TBEState, group: NearRows) -> Callable[[Array], tuple[Array, ...]]:
         return functools.partial(_stored_rows, self.plan, group.number, state)
 
     def write_back(self, state: TBEState) -> TBEState:
@@ -215,11 +215,11 @@ class HostRows:
     # On the host
 
     def _find_in_turn(
-        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Any, ids: Any, offsets: Any
+        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Array, *batch: AnyArray
     ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
         """Ids with places instead of rows, and for every group which places are left and taken."""
         self.generation.advance(generation)
-        ids, offsets = np.asarray(ids), np.asarray(offsets)
+        ids, offsets = map(np.asarray, batch)
         admits = admit and not self._take_prefetched(_ids_in_bags(ids, offsets))
         self._find(num_bags, ids, offsets, admit=admits)
         translated = ids.astype(np.int32)
@@ -227,9 +227,11 @@ class HostRows:
             np.copyto(translated, group.places, where=group.rows >= 0, casting="same_kind")
         return translated, [group.moves(capacity) for group in self.groups]
 
-    def _find(self, num_bags: tuple[int, ...], ids: Any, offsets: Any, *, admit: bool, **how: bool) -> None:
+    def _find(
+        self, num_bags: tuple[int, ...], ids: np.ndarray, offsets: np.ndarray, *, admit: bool, **how: bool
+    ) -> None:
         """Finds the rows of a batch their places."""
-        starts = feature_starts(offsets, num_bags)
+        starts = np.asarray(feature_starts(offsets, num_bags))
         for group in self.groups:
             rows = np.full(ids.size, -1, np.int64)
             for table, (first, last) in zip(self.plan.features, itertools.pairwise(starts.tolist()), strict=True):
@@ -242,7 +244,7 @@ class HostRows:
         if admit:
             self._record(ids, starts)
 
-    def _store_scratch(self, generation: Any, values: Sequence[Any]) -> tuple[()]:
+    def _store_scratch(self, generation: Array, values: Sequence[PyTree]) -> tuple[()]:
         self.generation.advance(generation)
         for group, own in zip(self.groups, values, strict=True):
             group.store_scratch(own)
@@ -263,7 +265,7 @@ class HostRows:
         self.statistics.record(total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique), by_feature)
 
 
-def _ids_in_bags(ids: Any, offsets: Any) -> np.ndarray:
+def _ids_in_bags(ids: AnyArray, offsets: AnyArray) -> np.ndarray:
     """Ids without the room behind them, which a prepared batch has."""
     return np.asarray(ids)[: int(offsets[-1])]
 
@@ -399,7 +401,7 @@ class StatisticsReporter:
         self._num_steps = 0
         self._reported = CacheCounts()
 
-    def step(self, plan: TBEPlan, state: TBEState, host_rows: HostRows | None, batch: Any, output: Any) -> None:
+    def step(self, plan: TBEPlan, state: TBEState, host_rows: HostRows | None, batch: AnyBatch, output: PyTree) -> None:
         """Counts a training step, and reports if it is time; warns of steps inside `jit`, which it never sees."""
         if is_traced(batch):
             warnings.warn(

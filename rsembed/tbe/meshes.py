@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, no_type_check
+from typing import TypeAlias, TypeVar, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import global_array_to_host_local_array
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from rsembed.bags import PAD_ID, Bags
 from rsembed.collection import inputs
@@ -83,7 +84,7 @@ class MeshTables:
 
     # Arrays of groups
 
-    def empty(self, group: int, shape: Sequence[int], dtype: Any, fill: float) -> Array:
+    def empty(self, group: int, shape: Sequence[int], dtype: DTypeLike, fill: float) -> Array:
         """An array with `shape[1:]` for each row of a group, laid out over the devices."""
         stack = self.stacks[group]
         whole = functools.partial(jnp.full, (stack.layout.num_rows, *shape[1:]), fill, dtype)
@@ -101,7 +102,7 @@ class MeshTables:
             bags[name] = Bags(ids[own], ends - ends[0], weights)
         return self.read(bags)
 
-    def read(self, bags: Mapping[str, Any]) -> SplitBatch:
+    def read(self, bags: Mapping[str, PyTree]) -> SplitBatch:
         """Whatever the core takes for a batch, split by sample. Raises: as `prepare` of the core; ValueError."""
         given = inputs.prepare(self.features, bags, self.devices, bounds_check="ignore")
         pairs = [own if isinstance(own, tuple) else (own, None) for own in map(given.__getitem__, self.features)]
@@ -166,7 +167,7 @@ class MeshTables:
         counts = [jnp.sum((ids >= 0) & (ids < rows), axis=1, keepdims=True) for ids, rows in pairs]
         return [1.0 / jnp.maximum(count, 1).astype(jnp.float32) for count in counts]
 
-    def with_gains(self, batch: SplitBatch) -> dict[str, Any]:
+    def with_gains(self, batch: SplitBatch) -> dict[str, PyTree]:
         """The batch as the engine takes it, whose tables add up."""
         weights: Sequence[Array] | None = batch.weights
         if self.plan.pooling == "mean":
@@ -195,14 +196,14 @@ def looked_up(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch)
     return jnp.concatenate([activations[name] for name in tables.features], axis=1)
 
 
-def _lookup_forward(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch) -> Any:
+def _lookup_forward(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch) -> PyTree:
     return looked_up(tables, weights, batch), (weights, batch)
 
 
-def _lookup_backward(tables: MeshTables, saved: Any, d_output: Array) -> Any:
+def _lookup_backward(tables: MeshTables, saved: PyTree, d_output: Array) -> PyTree:
     weights, batch = saved
     d_weights = None if batch.weights is None else tables.weight_gradients(weights, batch, d_output)
-    no_gradient: Any = tuple(np.zeros(ids.shape, jax.dtypes.float0) for ids in batch.ids)
+    no_gradient: PyTree = tuple(np.zeros(ids.shape, jax.dtypes.float0) for ids in batch.ids)
     return None, SplitBatch(no_gradient, d_weights)
 
 

@@ -16,7 +16,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
+from numpy.typing import ArrayLike
 
 from rsembed import optimizers as core
 from rsembed.bags import is_traced
@@ -213,13 +214,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def __call__(
         self,
-        indices: Any,
-        offsets: Any = None,
-        per_sample_weights: Any = None,
-        feature_requires_grad: Any = None,
+        indices: PyTree,
+        offsets: ArrayLike | None = None,
+        per_sample_weights: ArrayLike | None = None,
+        feature_requires_grad: ArrayLike | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Looks up, and changes no weight, state or step.
 
         Args:
@@ -240,13 +241,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def vjp(
         self,
-        indices: Any,
-        offsets: Any = None,
-        per_sample_weights: Any = None,
-        feature_requires_grad: Any = None,
+        indices: PyTree,
+        offsets: ArrayLike | None = None,
+        per_sample_weights: ArrayLike | None = None,
+        feature_requires_grad: ArrayLike | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> tuple[Any, TablesBackward]:
+    ) -> tuple[PyTree, TablesBackward]:
         """The lookup of a training step, and the function that trains with the gradient of its output.
 
         Arguments are those of `__call__`. `feature_requires_grad` has 1 or 0 per feature; 0 makes the gradients of its
@@ -281,7 +282,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         state = _apply(self.plan, state, row_gradients, rates)
         self.state.set_value(state if host is None else host.write_back(state))
 
-    def prepare(self, indices: Any, offsets: Any = None, per_sample_weights: Any = None) -> PreparedBatch:
+    def prepare(
+        self, indices: PyTree, offsets: ArrayLike | None = None, per_sample_weights: ArrayLike | None = None
+    ) -> PreparedBatch:
         """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
 
         On a mesh its samples are split, which inside `jit` cannot be done, and each process gives its own. On one
@@ -299,9 +302,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def prefetch(
         self,
-        indices: Any,
-        offsets: Any,
-        forward_stream: Any = None,
+        indices: PyTree,
+        offsets: ArrayLike,
+        forward_stream: object = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Brings rows of a later batch into the cache; other batches may be looked up in between.
@@ -360,7 +363,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.state.set_value(state)
         return near
 
-    def _pooled(self, batch: AnyBatch, *, by_feature: bool) -> Any:
+    def _pooled(self, batch: AnyBatch, *, by_feature: bool) -> PyTree:
         """The output of a lookup in the form that the caller expects."""
         # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
         output = _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
@@ -382,7 +385,7 @@ class TablesBackward:
         module: TableBatchedEmbeddingBags,
         batch: AnyBatch,
         near: AnyBatch,
-        mask: Any,
+        mask: PyTree,
         bound: int | None,
         *,
         by_feature: bool,
@@ -394,7 +397,7 @@ class TablesBackward:
         self._generation = module.state.get_value().generation
         self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
 
-    def __call__(self, d_output: Any, *, per_sample_weights_grad: bool = True) -> Any:
+    def __call__(self, d_output: PyTree, *, per_sample_weights_grad: bool = True) -> PyTree:
         """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
 
         Args:
@@ -427,7 +430,7 @@ class TablesBackward:
             module.reporter.step(module.plan, module.state.get_value(), host, self._batch, d_output)
         return None if d_weights is None else self._in_form(d_weights)
 
-    def weight_gradients(self, d_output: Any) -> Any:
+    def weight_gradients(self, d_output: PyTree) -> PyTree:
         """The gradient of `per_sample_weights`, changing nothing: for OptimType.NONE, and beside `row_gradients`.
 
         Of a prepared batch on a mesh `{feature: [bags, ids]}`, else in the form of the weights.
@@ -446,7 +449,7 @@ class TablesBackward:
         given = module.plan, module.whole_state, self._near, gradient, self._rates
         return self._in_form(_weight_gradients(*given, max_gradient=module.max_gradient))
 
-    def row_gradients(self, d_output: Any) -> RowGradients:
+    def row_gradients(self, d_output: PyTree) -> RowGradients:
         """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
 
         Args:
@@ -464,7 +467,7 @@ class TablesBackward:
         self._permit.use()
         return gradients
 
-    def _gradient(self, d_output: Any, *, trains: bool = False) -> Array:
+    def _gradient(self, d_output: PyTree, *, trains: bool = False) -> Array:
         """The gradient in the form of an output that is no dict, of a backward that may still be used.
 
         Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
@@ -486,7 +489,7 @@ class TablesBackward:
         if self._module.state.get_value().generation is not self._generation:
             self._near = self._module._brought(self._batch, admit=False)
 
-    def _in_form(self, d_weights: Any) -> Any:
+    def _in_form(self, d_weights: PyTree) -> PyTree:
         """Gradients of weights in the form in which these were given, 0 where the mask is."""
         plan = self._module.plan
         if plan.devices is not None and isinstance(self._batch, JaggedBatch):

@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ class TablePlan(NamedTuple):
         """The decay that untouched rows owe, and that lookups see."""
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagradOptimizerSpec) else None
 
-    def contents(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, object]:
         """Facts that give the numbers their meaning: they may not change between runs, as hyperparameters may."""
         states, own = list(self.state_names), self.optimizer
         optimizer = own.name if isinstance(own, EmbOptimType) else own.identity
@@ -260,7 +260,7 @@ class TBEPlan:
             {"dtype": table.dtype, "placement": table.placement, **table.contents(), **self._place_facts(t)}
             for t, table in enumerate(self.tables)
         ]
-        facts: dict[str, Any] = {"tables": dict(zip((table.name for table in self.tables), stored, strict=True))}
+        facts: dict[str, object] = {"tables": dict(zip((table.name for table in self.tables), stored, strict=True))}
         if self.has_cache:
             names = [table.name for table in self.tables if table.is_cached]
             facts[ELSEWHERE] = f"rows of tables {names} are on the host, beside their cache; save module.state_dict()."
@@ -271,10 +271,10 @@ class TBEPlan:
         """Fingerprint of a state dict, equal wherever the tables lie and whatever they are stored in."""
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
-    def _place_facts(self, table: int) -> dict[str, Any]:
+    def _place_facts(self, table: int) -> dict[str, object]:
         group, first_row = self.places[table]
         rows, dim = self.tables[table].num_rows, self.tables[table].dim
-        facts: dict[str, Any] = {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
+        facts: dict[str, object] = {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
         if self.devices is not None:
             facts |= {"shared_by": self.tables[table].shared_by, "num_devices": self.devices.num_devices}
         return facts

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Num, PRNGKeyArray
+from numpy.typing import ArrayLike
 
 from rsembed.bags import is_taken
 from rsembed.caching import CacheCounts, CacheStatistics
@@ -27,9 +27,9 @@ from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
 
 ROWS_PER_BLOCK = 1 << 16
 _STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
-_NUMBERS: dict[str, Any] = {"step": _STEP, "passed_step": _STEP, "max_counter": Annotated[float, "[0, inf)"]}
+_NUMBERS: dict[str, object] = {"step": _STEP, "passed_step": _STEP, "max_counter": Annotated[float, "[0, inf)"]}
 _OPTIONAL = {*_NUMBERS, "learning_rate", "key", "contents"}
-HYPER_PARAMETERS: dict[str, Any] = {
+HYPER_PARAMETERS: dict[str, object] = {
     "eps": float,
     "beta1": Annotated[float, "[0, 1)"],
     "beta2": Annotated[float, "[0, 1)"],
@@ -41,7 +41,7 @@ learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _uniform_rows(key: PRNGKeyArray, first_row: Any, num_rows: int, dim: int, low: Any, high: Any) -> Array:
+def _uniform_rows(key: PRNGKeyArray, first_row: Array | int, num_rows: int, dim: int, low: Array, high: Array) -> Array:
     rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
     return jax.vmap(lambda row: low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,)))(rows)
 
@@ -130,7 +130,7 @@ class TrainedTables(nnx.Module):
         read = {"lower_bound"} if has_decay else set[str]()
         read = read.union(*(read_arguments(table.optimizer, arguments) for table in self.plan.tables))
         warn_of_no_effect([name for name in parameters if name not in read], "no table's optimizer uses them")
-        changes: dict[str, Any] = {name: value for name, value in parameters.items() if name in read}
+        changes: dict[str, object] = {name: value for name, value in parameters.items() if name in read}
         for name, value in changes.items():
             check_type(value, HYPER_PARAMETERS[name], name)
         if "lower_bound" in changes:
@@ -163,17 +163,17 @@ class TrainedTables(nnx.Module):
             own_key = jax.random.fold_in(key, number)
 
             # Block by block, every row from its own key: no second table is ever needed.
-            def rows(first: int, last: int, own_key: Any = own_key, dim: int = table.dim) -> Array:
+            def rows(first: int, last: int, own_key: PRNGKeyArray = own_key, dim: int = table.dim) -> Array:
                 return _uniform_rows(own_key, first, last - first, dim, *bounds)
 
             self._write_table(number, rows)
 
-    def split_embedding_weights(self) -> list[Any]:
+    def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
         self.flush()
         return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
 
-    def set_embedding_weights(self, table: int | str, weights: Any) -> None:
+    def set_embedding_weights(self, table: int | str, weights: ArrayLike) -> None:
         """Overwrites the weights of one table; optimizer states stay.
 
         Args:
@@ -193,7 +193,7 @@ class TrainedTables(nnx.Module):
         values = as_dtype(values, self.plan.tables[number].dtype, f"table {names[number]!r}", "weights")
         self._write_table(number, lambda first, last: values[first:last])
 
-    def split_optimizer_states(self) -> list[list[Any]]:
+    def split_optimizer_states(self) -> list[list[Array | np.ndarray]]:
         """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
 
         Raises: NotImplementedError: OptimType.NONE has none.
@@ -203,7 +203,7 @@ class TrainedTables(nnx.Module):
         self.flush()
         return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
 
-    def get_optimizer_state(self) -> list[dict[str, Any]]:
+    def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """Optimizer states by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
 
         Where there is `prev_iter`, which is counted in them, the number of steps is there, too, as `iter`.
@@ -249,7 +249,7 @@ class TrainedTables(nnx.Module):
         found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)  # numbers, which any file can hold
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
         """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
 
         Raises: ValueError: an entry is missing, unknown, of another shape or out of range, or `contents` has other
@@ -285,10 +285,10 @@ class TrainedTables(nnx.Module):
 
     def reset_embedding_weight_momentum(
         self,
-        pruned_indices: Any,
-        pruned_indices_offsets: Any,
-        logical_table_ids: Any,
-        buffer_ids: Any = None,
+        pruned_indices: ArrayLike,
+        pruned_indices_offsets: ArrayLike,
+        logical_table_ids: ArrayLike,
+        buffer_ids: object = None,
     ) -> None:
         """Zeroes rows and all their optimizer states.
 
@@ -379,20 +379,19 @@ class TrainedTables(nnx.Module):
     def _read_table(self, table: int) -> list[Array | np.ndarray]:
         """Weights and states of one table in the form of a state dict, after `flush`."""
         state, own, (number, first_row) = self.whole_state, self.plan.tables[table], self.plan.places[table]
-        arrays: Sequence[Any] = state.arrays(number)
+        arrays: list[Array | np.ndarray] = []
         if own.is_cached:
-            stored = self.host_rows.arrays_of(table)  # type: ignore[union-attr]
-            arrays = [array[first_row : first_row + own.num_rows] for array in stored]
-            for array in arrays:
-                array.flags.writeable = False
+            for stored in self.host_rows.arrays_of(table):  # type: ignore[union-attr]
+                arrays.append(view := stored[first_row : first_row + own.num_rows])
+                view.flags.writeable = False
         else:
             rows = rows_of(self.plan, table, np.arange(own.num_rows))
-            arrays = everywhere(self.plan, [array[rows] for array in arrays])
+            arrays = everywhere(self.plan, [array[rows] for array in state.arrays(number)])
         return [array.reshape(entry.shape) for array, entry in zip(arrays, _entries(own).values(), strict=True)]
 
-    def _numbers_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _numbers_of(self, given: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one is of another kind."""
-        plan, changes = self.plan, dict[str, Any]()
+        plan, changes = self.plan, dict[str, Array]()
         for name in _NUMBERS.keys() & set(given):
             check_type(given[name], _NUMBERS[name], repr(name))
             changes[name] = jnp.asarray(given[name], jnp.float32 if name == "max_counter" else jnp.int32)
