@@ -9,8 +9,8 @@ from flax import nnx
 from rsembed import tbe as rt
 from rsembed.kernels import native
 from rsembed.tbe import functional
-from tests.tbe.oracle import Oracle, assert_same_bits, make, tables_of, train
-from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, sgd
+from tests.tbe.oracle import Oracle, assert_same_bits, gradient_like, make, tables_of, train
+from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS
 
 Optim, Pooling = rt.OptimType, rt.PoolingMode
 ROWWISE = Optim.EXACT_ROWWISE_ADAGRAD
@@ -20,27 +20,19 @@ SPECS = ((5, 4), (6, 3))
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
 
 
-def gradient_like(output, seed=0):
-    return np.random.default_rng(seed).normal(size=output.shape).astype(np.float32)
-
-
 # Gradients of weights, masks, clipping
 
 
 @pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.MEAN])
-def test_the_gradient_of_weights_is_that_of_autodiff_and_of_loops_also_for_weighted_means(pooling):
+def test_the_gradient_of_weights_is_that_of_autodiff_also_for_weighted_means(pooling):
     module = make(SPECS, pooling_mode=pooling)
-    oracle = Oracle(module, (0, 1), pooling.name.lower(), sgd, {})
     d_output = gradient_like(module(IDS, OFFSETS))
     autodiff = jax.grad(lambda w: jnp.vdot(module(IDS, OFFSETS, w), d_output))(jnp.asarray(WEIGHTS))
     loss = nnx.jit(nnx.grad(lambda weights, module: jnp.vdot(module(IDS, OFFSETS, weights), d_output)))
     compiled = loss(jnp.asarray(WEIGHTS), module)
-    _, returned = train(module, IDS, OFFSETS, WEIGHTS, d_output)
-    d_bags = [*d_output[:, :4], *d_output[:, 4:]]
-    wanted = oracle.backward(IDS, OFFSETS, WEIGHTS, [2, 2], d_bags)
-    np.testing.assert_allclose(returned, wanted, **CLOSE)
-    np.testing.assert_allclose(autodiff, wanted, **CLOSE)
-    np.testing.assert_allclose(compiled, wanted, **CLOSE)
+    _, returned = train(module, IDS, OFFSETS, WEIGHTS, d_output)  # which loops confirm elsewhere
+    np.testing.assert_allclose(autodiff, returned, **CLOSE)
+    np.testing.assert_allclose(compiled, returned, **CLOSE)
 
 
 def test_masked_features_have_no_gradient_of_weights_but_are_trained_also_behind_a_late_first_bag():
@@ -50,13 +42,6 @@ def test_masked_features_have_no_gradient_of_weights_but_are_trained_also_behind
     np.testing.assert_array_equal(found, np.where(np.arange(7) < 3, everything, 0.0))
     assert np.flatnonzero(everything).tolist() == [2, 3, 4, 5, 6]
     assert_same_bits(module, unmasked)
-
-
-def test_gradients_are_clipped_entry_by_entry_also_for_optimizer_none():
-    module = make(((3, 2),), optimizer=Optim.NONE, gradient_clipping=True, max_gradient=0.5)
-    _, returned = train(module, np.array([1, 1]), np.array([0, 1, 2]), d_output=np.array([[9, -0.25], [0.25, -7.0]]))
-    (step,) = returned.to_dense().values()
-    np.testing.assert_allclose(step, [[0, 0], [0.75, -0.75], [0, 0]], atol=1e-6)
 
 
 # Optimizers and rates per table, steps
@@ -70,7 +55,7 @@ def test_every_table_may_have_its_own_optimizer_and_rate():
         module.set_embedding_weights(0, weights)
     assert together.get_learning_rate() == rates
     for k in range(2):
-        d_output = np.random.default_rng(k).normal(size=(3, 12)).astype(np.float32)
+        d_output = gradient_like(np.zeros((3, 12)), k)
         train(together, np.tile(ids, 3), np.arange(10), d_output=d_output)
         for t, module in enumerate(alone):
             train(module, ids, np.arange(4), d_output=d_output[:, 4 * t : 4 * t + 4])
@@ -179,8 +164,7 @@ def test_a_compiled_step_has_the_bits_of_an_eager_one(variant):
         return output
 
     for k in range(3):
-        d_output = np.random.default_rng(k).normal(size=(2, 6)).astype(np.float32)
-        ids = (IDS + k) % 5
+        d_output, ids = gradient_like(np.zeros((2, 6)), k), (IDS + k) % 5
         wanted, _ = train(eager, ids, OFFSETS, d_output=d_output)
         np.testing.assert_array_equal(step(compiled, ids.astype(np.int32), OFFSETS.astype(np.int32), d_output), wanted)
     assert_same_bits(eager, compiled)
