@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,13 +24,7 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import (
-    CounterAdagradOptimizerSpec,
-    Hyperparameters,
-    OptimizerSpec,
-    Slots,
-    global_decay_factor,
-)
+from rsembed.optimizers import CounterAdagradOptimizerSpec, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, looked_up, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
@@ -62,14 +57,6 @@ class TBEState(NamedTuple):
     generation: UInt32[Array, ""] | None = None
     layout: Fingerprint | None = None
 
-    def with_group(self, number: int, **arrays: PyTree) -> TBEState:
-        """The state with other arrays of one group, by the name of their field."""
-        changed: dict[str, PyTree] = {}
-        for name, array in arrays.items():
-            old = getattr(self, name)
-            changed[name] = (*old[:number], array, *old[number + 1 :])
-        return self._replace(**changed)
-
     def arrays(self, number: int) -> tuple[Array, ...]:
         """All arrays of a group: weights, slots and, where it has them, resident rows."""
         resident = self.resident_rows[number]
@@ -79,7 +66,10 @@ class TBEState(NamedTuple):
         """The state with other `arrays` of one group."""
         weights, *others = arrays
         resident = None if self.resident_rows[number] is None else others.pop()
-        return self.with_group(number, weights=weights, slots=tuple(others), resident_rows=resident)
+        changes = (("weights", weights), ("slots", tuple(others)), ("resident_rows", resident))
+        old: dict[str, PyTree] = self._asdict()
+        changed: PyTree = {name: (*old[name][:number], new, *old[name][number + 1 :]) for name, new in changes}
+        return self._replace(**changed)
 
 
 def num_rows(plan: TBEPlan) -> tuple[int, ...]:
@@ -185,7 +175,7 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
             slots, copies = _parted(group, state.slots[number])
             run = functools.partial(mode.before_step, t=t)
             weights, copies = jax.lax.cond(is_new, run, lambda *old: old, state.weights[number], copies)
-            state = state.with_group(number, weights=weights, slots=slots + copies)
+            state = state.with_arrays(number, (weights, *slots, *copies))
     rules = {number: group.table.rule for number, group in enumerate(plan.groups)}
     counting = {number: rule for number, rule in rules.items() if isinstance(rule, CounterAdagradOptimizerSpec)}
     if counting:
@@ -297,15 +287,9 @@ def update(
     flat = _flat(d_output)
     if isinstance(batch, SplitBatch):
         tables = tables_on_mesh(plan)
-        return _step_on_mesh(
-            plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat)
-        )
-    batch = _here(plan, batch)
-    for number, group in enumerate(plan.groups):
-        if group.table.rule is not None:
-            gradient = (_gradients_of(plan, number, batch, flat),)
-            state = _step_group(plan, number, state, rates[number], api.update, gradient)
-    return state._replace(step=state.step + 1)
+        return _stepped(plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat))
+    gradients = [_gradients_of(plan, number, _here(plan, batch), flat) for number in range(len(plan.groups))]
+    return _stepped(plan, state, rates, api.update, gradients)
 
 
 def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
@@ -313,57 +297,44 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
     Raises: ValueError: a table has no optimizer.
     """
-    for group in plan.groups:
-        if group.table.rule is None:
-            raise ValueError(
-                f"tables {group.name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to "
-                "them; construct the module with one."
-            )
-    gradients = [(row_gradients.rows[group.name], row_gradients.values[group.name]) for group in plan.groups]
-    if plan.devices is not None:
-        tables = tables_on_mesh(plan)
-        return _step_on_mesh(plan, state, rates, tables.engine.apply, tables.by_name(gradients))
-    for number, gradient in enumerate(gradients):
-        state = _step_group(plan, number, state, rates[number], api.apply_rows, gradient)
-    return state._replace(step=state.step + 1)
+    rows, values = ([own[group.name] for group in plan.groups] for own in (row_gradients.rows, row_gradients.values))
+    if plan.devices is None:
+        return _stepped(plan, state, rates, api.apply_rows, rows, values)
+    tables = tables_on_mesh(plan)
+    return _stepped(plan, state, rates, tables.engine.apply, tables.by_name(zip(rows, values, strict=True)))
 
 
-def _step_group(
-    plan: TBEPlan, number: int, state: TBEState, rate: Array, kernel: Callable[..., PyTree], gradient: PyTree
-) -> TBEState:
-    """The state after `kernel` has stepped rows of one group."""
-    group, weights = plan.groups[number], state.weights[number]
-    slots, copies = _parted(group, state.slots[number])
-    rule, hyper = _rule_and_hyper(group, state, rate)
-    step = Step(hyper, rule, _rounding(plan, number, state, weights.dtype, use=None))
-    weights, slots = kernel(weights, slots, *gradient, step)
-    return state.with_group(number, weights=weights, slots=slots + copies)
-
-
-def _step_on_mesh(
+def _stepped(
     plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., PyTree], *gradients: PyTree
 ) -> TBEState:
-    """The state after a function of the engine has stepped all groups, by one exchange."""
-    steps, tables = [], tables_on_mesh(plan)
-    for group, rate in zip(plan.groups, rates, strict=True):
-        rule, hyper = _rule_and_hyper(group, state, rate)
-        rounds = group.table.rounds_stochastically and group.table.dtype != "float32"
-        key = jax.random.fold_in(state.key, state.step)
-        rounding = api.stochastic_rounding(key) if rounds else None
-        steps.append(Step(hyper, rule, rounding, state.step))
+    """The state after a step of all groups, by a kernel for each, or by a function of the engine for all."""
+    steps = [_step_of(plan, number, state, rate) for number, rate in enumerate(rates)]
     slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
-    weights, stepped = function(*map(tables.by_name, (state.weights, slots)), *gradients, tables.by_name(steps))
-    all_slots = tuple((*own, *copy) for own, copy in zip(tables.by_group(stepped), copies, strict=True))
-    return state._replace(weights=tuple(tables.by_group(weights)), slots=all_slots, step=state.step + 1)
+    if plan.devices is None:
+        given = zip(state.weights, slots, *gradients, steps, strict=True)
+        found: PyTree = zip(*itertools.starmap(function, given), strict=True)
+    else:
+        tables = tables_on_mesh(plan)
+        by_name = function(*map(tables.by_name, (state.weights, slots)), *gradients, tables.by_name(steps))
+        found = map(tables.by_group, by_name)
+    weights, stepped = found
+    all_slots = tuple((*own, *copy) for own, copy in zip(stepped, copies, strict=True))
+    return state._replace(weights=tuple(weights), slots=all_slots, step=state.step + 1)
 
 
-def _rule_and_hyper(group: GroupPlan, state: TBEState, rate: Array) -> tuple[OptimizerSpec, Hyperparameters]:
-    """The rule of a group that has one, and its numbers in this step."""
+def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
+    """The rule of a group, and its numbers in this step. Raises: ValueError: it has none."""
+    group = plan.groups[number]
+    if (rule := group.table.rule) is None:
+        raise ValueError(
+            f"tables {group.name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to "
+            "them; construct the module with one."
+        )
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
-    if isinstance(group.table.rule, CounterAdagradOptimizerSpec):
+    if isinstance(rule, CounterAdagradOptimizerSpec):
         changes["max_counter"] = lambda: state.max_counter
-    rule: Any = group.table.rule
-    return rule, dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
+    hyper = dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
+    return Step(hyper, rule, _rounding(plan, number, state, state.weights[number].dtype, use=None), state.step)
 
 
 def _owed_factors(
@@ -392,6 +363,8 @@ def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, 
         return None
     key = jax.random.fold_in(state.key, state.step)
     key = key if use is None else jax.random.fold_in(key, use)
+    if plan.devices is not None:  # where rows come with their numbers
+        return api.stochastic_rounding(key)
     names, first_rows = [plan.tables[t].name for t in group.tables], jnp.asarray(group.first_rows, jnp.int32)
 
     def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:

@@ -204,7 +204,7 @@ class HostRows:
         for group in self.groups:
             group.cache.reset()
             nobody = jnp.full(state.weights[group.number].shape[0], NO_ROW, jnp.int32)
-            state = state.with_group(group.number, resident_rows=nobody)
+            state = state.with_arrays(group.number, (*state.arrays(group.number)[:-1], nobody))
         return self._advanced(state)
 
     def arrays_of(self, table: int) -> tuple[np.ndarray, ...]:
