@@ -30,7 +30,7 @@ from rsembed.caching import (
     call_host,
     unique_misses_by_group,
 )
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
+from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments, RecordCacheMetrics, TBEStatsReporterConfig
@@ -107,8 +107,12 @@ class HostRows:
             shapes = (flat, [[flat, flat]] * len(self.groups))
         places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
         state = self._moved(self._advanced(state, is_inside=capacity is not None), moves, capacity)
-        num_places = tuple(weights.shape[0] for weights in state.weights)
-        blocks = _near_blocks(self.plan, batch.blocks, num_places)
+        blocks = tuple(
+            block._replace(first_row=0, num_rows=state.weights[block.table].shape[0])
+            if self.plan.groups[block.table].table.is_cached
+            else block
+            for block in batch.blocks
+        )
         return state, dataclasses.replace(batch, ids=device_copy(places, jnp.int32), blocks=blocks)
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
@@ -268,17 +272,6 @@ class HostRows:
 def _ids_in_bags(ids: AnyArray, offsets: AnyArray) -> np.ndarray:
     """Ids without the room behind them, which a prepared batch has."""
     return np.asarray(ids)[: int(offsets[-1])]
-
-
-@functools.lru_cache(maxsize=256)
-def _near_blocks(plan: TBEPlan, blocks: tuple[Block, ...], num_places: tuple[int, ...]) -> tuple[Block, ...]:
-    """Blocks of a batch with places, in arrays of so many places, for ids of cached tables."""
-    return tuple(
-        block._replace(first_row=0, num_rows=num_places[block.table])
-        if plan.groups[block.table].table.is_cached
-        else block
-        for block in blocks
-    )
 
 
 # Caches and stores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import time
 import warnings
@@ -264,7 +265,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             self.state.set_value(_begin_step(self.plan, self.whole_state))
         near, by_feature = self._brought(batch), is_by_feature(indices)
         output = self._pooled(near, by_feature=by_feature)
-        return output, TablesBackward(self, batch, near, mask, total_unique_indices, by_feature=by_feature)
+        return output, TablesBackward(self, batch, near, mask, total_unique_indices, by_feature)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
@@ -374,27 +375,24 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 """The original's name."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
     """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`.
 
     `backward.weight_gradients(d_out)` before that gives the gradients of `per_sample_weights` alone.
     """
 
-    def __init__(
-        self,
-        module: TableBatchedEmbeddingBags,
-        batch: AnyBatch,
-        near: AnyBatch,
-        mask: PyTree,
-        bound: int | None,
-        *,
-        by_feature: bool,
-    ):
-        self._module, self._batch, self._near, self._by_feature = module, batch, near, by_feature
-        self._mask, self._bound = mask, bound
+    _module: TableBatchedEmbeddingBags
+    _batch: AnyBatch
+    _near: AnyBatch
+    _mask: PyTree
+    _bound: int | None
+    _by_feature: bool
+
+    def __post_init__(self) -> None:
         # The rate of this step is the one that its lookup saw.
-        self._rates = learning_rates(module.plan, module.whole_state)
-        self._generation = module.state.get_value().generation
+        self._rates = learning_rates(self._module.plan, self._module.whole_state)
+        self._generation = self._module.state.get_value().generation
         self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
 
     def __call__(self, d_output: PyTree, *, per_sample_weights_grad: bool = True) -> PyTree:
