@@ -95,14 +95,16 @@ def test_tables_live_on_the_device_that_was_asked_for():
         assert module.state.get_value().weights[0].devices() == {other}
 
 
-def test_sixteen_bit_states_are_kept_as_asked_behind_a_cache_too():
-    asked = {"momentum1": rt.SparseType.BF16, "momentum2": rt.SparseType.FP16}
-    for location in (Location.DEVICE, CACHED):
-        module = make(((40, 4),), optimizer=Optim.ADAM, optimizer_state_dtypes=asked, location=location)
-        train(module, np.array([1]), np.array([0, 1]))
-        first, second = module.split_optimizer_states()[0]
-        assert (first.dtype.name, second.dtype.name) == ("bfloat16", "float16")
-        np.testing.assert_allclose(np.asarray(first, np.float32)[1], 0.1, rtol=2**-8)
+@pytest.mark.parametrize("location", [Location.DEVICE, CACHED])
+@pytest.mark.parametrize(("optimizer", "sums"), [("ADAM", 0.1), ("EXACT_ADAGRAD", 1.0), ("EXACT_ROWWISE_ADAGRAD", 1.0)])
+def test_sixteen_bit_states_are_kept_as_asked(optimizer, sums, location):
+    asked = {"momentum1": rt.SparseType.BF16} | ({"momentum2": rt.SparseType.FP16} if optimizer == "ADAM" else {})
+    module = make(((40, 4),), optimizer=optimizer, optimizer_state_dtypes=asked, location=location)
+    train(module, np.array([1]), np.array([0, 1]))
+    (states,) = module.split_optimizer_states()
+    assert [state.dtype.name for state in states] == ["bfloat16", "float16"][: len(asked)]
+    assert states[0].shape == ((40,) if "ROWWISE" in optimizer else (40, 4))
+    np.testing.assert_allclose(np.asarray(states[0], np.float32)[1], sums, rtol=2**-8)
 
 
 def test_state_bytes_are_those_of_the_arrays_also_of_a_slow_copy_in_16_bits():
