@@ -5,7 +5,6 @@ Ids are translated to places before the kernels see them, so that these compute 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -75,8 +74,8 @@ class HostRows:
             NearRows(number, cache, _backing_of(group)) for (number, group), cache in zip(cached, caches, strict=True)
         ]
         self.statistics = CacheStatistics(len(plan.features))
-        self.prefetched: collections.deque[tuple[np.ndarray, list[list[np.ndarray]]]] = collections.deque()
-        """Ids of batches whose rows wait in the cache, and the places they lock, by part of the batch and by group."""
+        self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
+        """Ids of batches whose rows wait in the cache, and the places that they lock."""
         self.generation = Generation(_REFUSAL)
 
     def settle(self, state: TBEState) -> None:
@@ -142,7 +141,7 @@ class HostRows:
                 f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often, or other "
                 "batches are looked up."
             )
-        locked: list[list[np.ndarray]] = []
+        locked: list[tuple[SetAssociativeCache, np.ndarray]] = []
         config, lock = self.caching.multipass_prefetch_config, self.caching.prefetch_pipeline
         num_ids, offsets = len(batch.ids), np.asarray(batch.offsets)
         size = max(num_ids, 1)
@@ -154,7 +153,7 @@ class HostRows:
             ids, ends = batch.ids[first : first + size], np.clip(offsets - first, 0, size)
             self._find(self.plan.bags_of(batch), np.asarray(ids), ends, admit=True, lock=lock, is_prefetch=True)
             state = self._moved(state)
-            locked.append([group.places for group in self.groups] if lock else [])
+            locked += [(group.cache, group.places) for group in self.groups if lock]
         self.prefetched.append((_ids_in_bags(batch.ids, offsets), locked))
         return state
 
@@ -163,14 +162,10 @@ class HostRows:
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
                 del self.prefetched[number]
-                self._unlock(locked)
+                for cache, places in locked:
+                    cache.unlock(places)
                 return True
         return False
-
-    def _unlock(self, locked: list[list[np.ndarray]]) -> None:
-        for part in locked:
-            for group, places in zip(self.groups, part, strict=False):
-                group.cache.unlock(places)
 
     def _moved(self, state: TBEState, moves: PyTree = None, capacity: int | None = None) -> TBEState:
         """The state after the moves of all groups, by default those of the last batch."""
@@ -204,7 +199,7 @@ class HostRows:
         jax.effects_barrier()
         self.generation.advance(self.generation.number)
         while self.prefetched:
-            self._unlock(self.prefetched.popleft()[1])
+            self._take_prefetched(self.prefetched[0][0])
         for group in self.groups:
             group.cache.reset()
             nobody = jnp.full(state.weights[group.number].shape[0], NO_ROW, jnp.int32)
