@@ -40,6 +40,7 @@ from rsembed.tbe.plan import (
     ComputeDevice,
     EmbeddingLocation,
     GroupPlan,
+    TablePlan,
     TBEPlan,
     default_platform,
     warn_of_no_effect,
@@ -286,14 +287,7 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
     Raises: ValueError: there is no room for a set of each.
     Source: FBGEMM, size rule of the row cache.
     """
-    set_bytes = [
-        NUM_WAYS
-        * (
-            group.table.dim * jnp.dtype(group.table.near_dtype).itemsize
-            + sum(slot.nbytes for slot in group.table.first_slots())
-        )
-        for group in groups
-    ]
+    set_bytes = [NUM_WAYS * sum(_row_bytes(own.table, own.table.near_dtype)) for own in groups]
     sets = [caching.cache_sets or -(-int(own.num_rows * caching.cache_load_factor) // NUM_WAYS) or 1 for own in groups]
     # Rows that visit for one batch take the least that a cache can have.
     sets = [1 if own.table.placement == "host" else n for own, n in zip(groups, sets, strict=True)]
@@ -315,14 +309,19 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
     ]
 
 
+def _row_bytes(table: TablePlan, dtype: str) -> tuple[int, int]:
+    """Bytes of a row's weights in a dtype, and of its optimizer states."""
+    return table.dim * jnp.dtype(dtype).itemsize, sum(slot.nbytes for slot in table.first_slots())
+
+
 def _backing_of(group: GroupPlan) -> BackingStore:
-    table, near = group.table, group.table.near_dtype
-    first = [np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()]
-    shapes = [(group.num_rows, *row.shape[1:]) for row in first]
-    # Zeros take memory when they are first written.
-    zeros = (np.zeros(shape, row.dtype) for shape, row in zip(shapes, first, strict=True))
-    arrays = [np.full_like(own, row) if row.any() else own for own, row in zip(zeros, first, strict=True)]
-    return BackingStore(arrays, near_dtype=None if near in ("float32", table.dtype) else jnp.dtype(near))
+    table, arrays = group.table, []
+    for row in (np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()):
+        arrays.append(own := np.zeros((group.num_rows, *row.shape[1:]), row.dtype))
+        if row.any():  # zeros take memory when they are first written
+            own[:] = row
+    rounds = table.near_dtype not in ("float32", table.dtype)
+    return BackingStore(arrays, near_dtype=jnp.dtype(table.near_dtype) if rounds else None)
 
 
 def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None) -> TBEState:
@@ -346,7 +345,8 @@ def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
     specs = given.embedding_specs
 
     def unused(*names: str) -> list[str]:
-        return [name for name in names if getattr(given, name) not in (given.defaults[name], RecordCacheMetrics())]
+        usual = (None, RecordCacheMetrics())
+        return [name for name in names if getattr(given, name) not in (*usual, given.defaults[name])]
 
     if not plan.has_cache:
         names, why = unused(*_OF_CACHES), "as no table has EmbeddingLocation.MANAGED_CACHING"
@@ -419,7 +419,7 @@ class StatisticsReporter:
     def _row_bytes(self, host_rows: HostRows) -> dict[str, float]:
         """Counts of a step, on average since the last report, times the bytes of the longest cached row."""
         tables = [host_rows.plan.groups[own.number].table for own in host_rows.groups]
-        row = max(table.dim * jnp.dtype(table.near_dtype).itemsize for table in tables)
+        row = max(_row_bytes(table, table.near_dtype)[0] for table in tables)
         since = zip(host_rows.statistics.totals, self._reported, strict=True)
         counts = [max(new - old, 0) / self.config.interval for new, old in since]  # less after a reset
         self._reported = host_rows.statistics.totals
@@ -431,10 +431,8 @@ def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
     """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
     found: dict[str, dict[str, int]] = {}
     for table in plan.tables:
-        found[table.name] = {
-            "weights": table.num_rows * table.dim * jnp.dtype(table.dtype).itemsize,
-            "optimizer_states": table.num_rows * sum(slot.nbytes for slot in table.first_slots()),
-        }
+        weights, states = _row_bytes(table, table.dtype)
+        found[table.name] = {"weights": table.num_rows * weights, "optimizer_states": table.num_rows * states}
     total = {what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")}
     if plan.has_cache:
         cached = [number for number, group in enumerate(plan.groups) if group.table.is_cached]
