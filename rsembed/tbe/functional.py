@@ -26,7 +26,7 @@ from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
 from rsembed.optimizers import CounterAdagradOptimizerSpec, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.meshes import AnyBatch, SplitBatch, looked_up, tables_on_mesh
+from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
 
 
@@ -195,7 +195,7 @@ def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = 
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
     if isinstance(batch, SplitBatch):
         check_state(plan, state)
-        return looked_up(tables_on_mesh(plan), state.weights, batch).astype(output_dtype)
+        return tables_on_mesh(plan).lookup(state.weights, batch).astype(output_dtype)
     factors = _owed_factors(plan, state, _here(plan, batch), learning_rates(plan, state))
     output = api.lookup_jagged(state.weights, _weighted(batch, factors))
     return output.astype(output_dtype).reshape(output_shape(plan, batch))
@@ -245,7 +245,10 @@ def weight_gradients(
 ) -> PyTree:
     """Gradients of the weights of the ids, in their form, where rows are those of `state`."""
     if isinstance(batch, SplitBatch):
-        return tables_on_mesh(plan).weight_gradients(state.weights, batch, _flat(d_output, max_gradient))
+        output, pull_back = jax.vjp(
+            lambda own: lookup(plan, state, dataclasses.replace(batch, weights=own)), batch.weights
+        )
+        return pull_back(_flat(d_output, max_gradient).reshape(output.shape))[0]
     d_weights = api.weight_gradients(state.weights, _here(plan, batch), _flat(d_output, max_gradient))
     factors = _owed_factors(plan, state, batch, rates)
     return d_weights if factors is None else factors * d_weights

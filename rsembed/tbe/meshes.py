@@ -29,7 +29,6 @@ from rsembed.specs import FeatureSpec
 from rsembed.stacking import plan_stacking
 from rsembed.tbe.plan import TBEPlan
 
-Arrays = Sequence[Array]
 Group = TypeVar("Group")
 
 
@@ -124,7 +123,7 @@ class MeshTables:
             ids.append(jnp.where(is_outside, 0, own))
         return dataclasses.replace(batch, ids=tuple(ids)), num_outside
 
-    def in_order(self, by_feature: Arrays, batch: JaggedBatch) -> Float[Array, " nnz"]:
+    def in_order(self, by_feature: Sequence[Array], batch: JaggedBatch) -> Float[Array, " nnz"]:
         """Values of the ids of a split batch, in the order of the batch before it was split; 0 for ids in no bag."""
         offsets, mesh = np.asarray(batch.offsets), self.devices.known_mesh
         local = [global_array_to_host_local_array(own, mesh, self.devices.split) for own in by_feature]  # type: ignore[arg-type]
@@ -145,15 +144,10 @@ class MeshTables:
         """Values of stacks in the order of groups."""
         return [by_name[name] for name in self.names]
 
-    def weight_gradients(
-        self, weights: Arrays, batch: SplitBatch, d_output: Array
-    ) -> tuple[Float[Array, "bags _"], ...]:
-        """Gradients of the weights of the ids, by feature."""
-        found = self.engine.weight_gradients(self.by_name(weights), self.with_gains(batch), self.by_feature(d_output))
-        d_gains = [found[name].reshape(ids.shape) for name, ids in zip(self.features, batch.ids, strict=True)]
-        if self.plan.pooling == "mean":
-            d_gains = [own * share for own, share in zip(d_gains, self._shares(batch), strict=True)]
-        return tuple(d_gains)
+    def lookup(self, weights: Sequence[Array], batch: SplitBatch) -> Float[Array, "bags dims"]:
+        """Pooled rows, features side by side; differentiable in the weights of the ids."""
+        activations, _ = self.engine.lookup(self.by_name(weights), self.with_gains(batch))
+        return jnp.concatenate([activations[name] for name in self.features], axis=1)
 
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...]:
         """How rows and values of `RowGradients` are split, by name of the group."""
@@ -161,18 +155,14 @@ class MeshTables:
         found = zip(self.plan.groups, self.by_group(by_stack), strict=True)
         return tuple(sorted((group.name, rows, values) for group, (rows, values) in found))
 
-    def _shares(self, batch: SplitBatch) -> list[Float[Array, "bags 1"]]:
-        """One over the number of ids in each bag: a mean divides by that, whatever the weights."""
-        pairs = zip(batch.ids, self.num_rows, strict=True)
-        counts = [jnp.sum((ids >= 0) & (ids < rows), axis=1, keepdims=True) for ids, rows in pairs]
-        return [1.0 / jnp.maximum(count, 1).astype(jnp.float32) for count in counts]
-
     def with_gains(self, batch: SplitBatch) -> dict[str, PyTree]:
         """The batch as the engine takes it, whose tables add up."""
         weights: Sequence[Array] | None = batch.weights
-        if self.plan.pooling == "mean":
-            shares, ones = self._shares(batch), [jnp.ones(ids.shape) for ids in batch.ids]
-            weights = [own * share for own, share in zip(weights or ones, shares, strict=True)]
+        if self.plan.pooling == "mean":  # which divides by the number of ids in a bag, whatever the weights
+            is_id = [(ids >= 0) & (ids < rows) for ids, rows in zip(batch.ids, self.num_rows, strict=True)]
+            counts = [jnp.maximum(jnp.sum(own, axis=1, keepdims=True), 1).astype(jnp.float32) for own in is_id]
+            ones = [jnp.ones(ids.shape) for ids in batch.ids]
+            weights = [own / count for own, count in zip(weights or ones, counts, strict=True)]
         if weights is None:
             return dict(zip(self.features, batch.ids, strict=True))
         return dict(zip(self.features, zip(batch.ids, weights, strict=True), strict=True))
@@ -187,24 +177,3 @@ class MeshTables:
 def tables_on_mesh(plan: TBEPlan) -> MeshTables:
     """The tables of a plan on its devices, looked up and trained by the core's engine."""
     return MeshTables(plan)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def looked_up(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch) -> Float[Array, "bags dims"]:
-    """Pooled rows, features side by side; differentiable in the weights of the ids."""
-    activations, _ = tables.engine.lookup(tables.by_name(weights), tables.with_gains(batch))
-    return jnp.concatenate([activations[name] for name in tables.features], axis=1)
-
-
-def _lookup_forward(tables: MeshTables, weights: tuple[Array, ...], batch: SplitBatch) -> PyTree:
-    return looked_up(tables, weights, batch), (weights, batch)
-
-
-def _lookup_backward(tables: MeshTables, saved: PyTree, d_output: Array) -> PyTree:
-    weights, batch = saved
-    d_weights = None if batch.weights is None else tables.weight_gradients(weights, batch, d_output)
-    no_gradient: PyTree = tuple(np.zeros(ids.shape, jax.dtypes.float0) for ids in batch.ids)
-    return None, SplitBatch(no_gradient, d_weights)
-
-
-looked_up.defvjp(_lookup_forward, _lookup_backward)

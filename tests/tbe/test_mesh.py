@@ -137,8 +137,14 @@ def test_row_gradients_and_states_of_another_mesh_are_refused():
         module.vjp(*draw(0, features=(0, 1, 2)))
 
 
-def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff():
-    one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
+@pytest.mark.parametrize(
+    "shared", [{"mesh": (4,)}, {"mesh": (2, 4), "sharding_axis": "x", "placement": "table", "pooling_mode": "MEAN"}]
+)
+def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff(shared):
+    one, many = (
+        make(SPECS, pooling_mode=shared.get("pooling_mode", 0)),
+        make(SPECS, **shared | {"mesh": mesh_of(*shared["mesh"])}),
+    )
     ids, offsets, weights = draw(5, features=(0, 1, 2))
     gradient, mask = gradient_like(one(ids, offsets)), np.asarray([1, 0, 1])
     _, backward = one.vjp(ids, offsets, weights, mask)
