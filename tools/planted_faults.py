@@ -106,11 +106,22 @@ sparsecore/partitioner.py  sparsecore/test_native_partitioner.py
     sample + placement.row_offset // num_shards => sample
 sparsecore/mesh_lookup.py  sparsecore/test_flax_layers.py
     inputs), next_step(step), None => inputs), step, None
-tbe/batches.py  tbe/test_bounds.py
+tbe/batches.py  tbe/test_bounds.py tbe/test_mesh.py
+    return batch if mode in _FATAL else repaired => return repaired
     ends = xp.where(is_last, => ends = xp.where(~is_last,
+tbe/batches.py  tbe/test_states.py -k behind
+    xp.where(is_used, xp.asarray(own.ids), PAD_ID) => xp.asarray(own.ids)
 tbe/functional.py  tbe/test_states.py tbe/test_mesh.py
     is_new = state.passed_step != t => is_new = state.passed_step == t
-tbe/arguments.py  tbe/test_rules.py tbe/test_surface.py tbe/test_cases.py
+tbe/meshes.py  tbe/test_mesh.py -k dense
+    (own >= num_rows) => (own > num_rows)
+tbe/plan.py  tbe/test_rounding.py
+    near_dtype=dtype if placement == "device" else near_dtype, => near_dtype=dtype,
+tbe/module.py  tbe/test_module.py -k without_an_optimizer
+    self.state.set_value(state)  # the host => pass  # the host
+tbe/arguments.py  tbe/test_rules.py tbe/test_surface.py tbe/test_cases.py tbe/test_construction.py
+    fixed={"is_per_row": False} => fixed={"is_per_row": True}
+    if has_no_mode else read => if False else read
     EmbOptimType.LAMB: _Optimizer(_LAMB_RULE => EmbOptimType.LAMB: _Optimizer(_ADAM_RULE
 tbe/host_rows.py  tbe/test_caching.py
     np.where(is_valid, own + first_row, => np.where(is_valid, own,

@@ -11,6 +11,7 @@ from rsembed.optimizers import LearningRateMode as LearningRateMode
 from rsembed.optimizers import StepMode as StepMode
 from rsembed.optimizers import TailIdThreshold as TailIdThreshold
 from rsembed.optimizers import WeightDecayMode as WeightDecayMode
+from rsembed.tbe.arguments import BoundsCheckMode as BoundsCheckMode
 from rsembed.tbe.arguments import CacheAlgorithm as CacheAlgorithm
 from rsembed.tbe.arguments import EmbOptimType as EmbOptimType
 from rsembed.tbe.arguments import MultiPassPrefetchConfig as MultiPassPrefetchConfig
@@ -20,7 +21,6 @@ from rsembed.tbe.arguments import RecordCacheMetrics as RecordCacheMetrics
 from rsembed.tbe.arguments import SparseType as SparseType
 from rsembed.tbe.arguments import TBEStatsReporterConfig as TBEStatsReporterConfig
 from rsembed.tbe.arguments import UserEnabledConfigDefinition as UserEnabledConfigDefinition
-from rsembed.tbe.batches import BoundsCheckMode as BoundsCheckMode
 from rsembed.tbe.functional import TBEState as TBEState
 from rsembed.tbe.module import SplitTableBatchedEmbeddingBagsCodegen as SplitTableBatchedEmbeddingBagsCodegen
 from rsembed.tbe.module import TableBatchedEmbeddingBags as TableBatchedEmbeddingBags

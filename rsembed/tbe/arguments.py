@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import math
-from collections.abc import Callable, Container, Mapping, Set
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
 import rsembed.optimizers as core
-from rsembed.checks import check_within, validated, within
+from rsembed.checks import validated, within
 from rsembed.optimizers import LearningRate, OptimizerSpec, WeightDecayMode
 
 
@@ -48,6 +51,7 @@ class EmbOptimType(enum.Enum):
 
 OptimType = EmbOptimType
 TableOptimizer = EmbOptimType | OptimizerSpec
+AnyOptimizer = TableOptimizer | str
 
 
 class SparseType(enum.Enum):
@@ -120,47 +124,6 @@ class UserEnabledConfigDefinition:
     precompute_writeback: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class OptimizerArguments:
-    """The arguments of `TableBatchedEmbeddingBags` that concern optimizers, with their defaults."""
-
-    learning_rate: LearningRate = 0.01
-    eps: float = 1e-8
-    momentum: float = within("[0, 1]", default=0.9)
-    eta: float = within("[0, inf)", default=0.001)
-    beta1: float = within("[0, 1)", default=0.9)
-    beta2: float = within("[0, 1)", default=0.999)
-    weight_decay: float = within("[0, inf)", default=0.0)
-    weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE
-    max_norm: float = within("[0, inf]", default=0.0)
-    counter_based_regularization: core.CounterBasedRegularizationDefinition | None = None
-    cowclip_regularization: core.CowClipDefinition | None = None
-    ensemble_mode: core.EnsembleModeDefinition | None = None
-    emainplace_mode: core.EmainplaceModeDefinition | None = None
-    global_weight_decay: core.GlobalWeightDecayDefinition | None = None
-    ar_alpha: float = within("[0, inf)", default=0.0)
-    ema_beta: float = within("[0, 1]", default=0.99)
-    min_shrinkage: float = within("[0, 1]", default=0.1)
-    extra_optimizer_config: UserEnabledConfigDefinition = UserEnabledConfigDefinition()
-    optimizer_state_dtypes: Mapping[str, SparseType] | None = None
-
-
-Record = TypeVar("Record")
-
-
-def chosen(record: type[Record], given: Mapping[str, Any]) -> Record:
-    """A record of those of the constructor's arguments that are its fields; None stands for the default."""
-    names = {field.name for field in dataclasses.fields(record)}  # type: ignore[arg-type]
-    return record(**{name: value for name, value in given.items() if name in names and value is not None})
-
-
-def check_intervals(record: Any, names: Container[str] | None = None) -> None:
-    """Raises: TypeError, ValueError: a field (one of `names`, if given) is outside its interval."""
-    for field in dataclasses.fields(record):
-        if "interval" in field.metadata and (names is None or field.name in names):
-            check_within(field.metadata["interval"], getattr(record, field.name), field.name)
-
-
 class PoolingMode(enum.IntEnum):
     """How the rows of a bag become one vector. NONE: one output row per id."""
 
@@ -202,32 +165,20 @@ class TBEStatsReporterConfig:
     report: Callable[[int, Mapping[str, float]], None] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheArguments:
-    """The arguments of `TableBatchedEmbeddingBags` that concern caches alone, with their defaults."""
+class BoundsCheckMode(enum.IntEnum):
+    """Treatment of ids and offsets outside their range; each V2 member means the same as its namesake."""
 
-    cache_algorithm: CacheAlgorithm = CacheAlgorithm.LRU
-    cache_load_factor: float = within("[0, 1]", default=0.2)
-    cache_sets: int = within("[0, inf)", default=0)
-    cache_reserved_memory: float = within("[0, inf)", default=0.0)
-    cache_precision: SparseType | None = None
-    enforce_hbm: bool = False
-    prefetch_pipeline: bool = False
-    multipass_prefetch_config: MultiPassPrefetchConfig | None = None
-    gather_uvm_cache_stats: bool = False
-    record_cache_metrics: RecordCacheMetrics = RecordCacheMetrics()
-
-    def __post_init__(self) -> None:
-        check_intervals(self)
-        if self.prefetch_pipeline and self.cache_algorithm != CacheAlgorithm.LRU:
-            raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
-
-    def near_dtype(self, dtype: str) -> jnp.dtype:
-        """Dtype in which weights of a dtype are cached."""
-        return jnp.dtype(dtype) if self.cache_precision is None else dtype_of(self.cache_precision, "cache_precision")
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+    NONE = 3
+    V2_IGNORE = 4
+    V2_WARNING = 5
+    V2_FATAL = 6
 
 
 _ENUMS: dict[str, type[enum.Enum]] = {
+    "bounds_check_mode": BoundsCheckMode,
     "cache_algorithm": CacheAlgorithm,
     "cache_precision": SparseType,
     "weights_precision": SparseType,
@@ -237,82 +188,96 @@ _ENUMS: dict[str, type[enum.Enum]] = {
 }
 
 
-def with_members(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments with members of enums for names and values. Raises: ValueError: as `member`."""
-    return {**given, **{name: member(kind, given[name]) for name, kind in _ENUMS.items() if given[name] is not None}}
+class Arguments(types.SimpleNamespace):
+    """The constructor's arguments by name, and `defaults`: those of its signature. Two are equal if they are one."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
+
+    @staticmethod
+    def of(given: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
+        """All arguments, with members of enums for their names and values, and the bounds check that is in force.
+
+        Raises: ValueError: as `member`.
+        """
+        given = {
+            **given,
+            "bounds_check_mode": os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", given["bounds_check_mode"]),
+        }
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        own = {name: given[name] for name in defaults if name not in ("self", "rngs")}
+        own |= {name: member(kind, given[name]) for name, kind in _ENUMS.items() if given[name] is not None}
+        own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
+        own["extra_optimizer_config"] = given["extra_optimizer_config"] or UserEnabledConfigDefinition()
+        if own["cache_precision"] == own["weights_precision"]:
+            own["cache_precision"] = None  # no other one
+        return Arguments(**own, defaults=defaults)
+
+    def changed(self, **changes: object) -> Arguments:
+        """The arguments with other values of some."""
+        return Arguments(**{**vars(self), **changes})
 
 
 class _Optimizer(NamedTuple):
-    """An optimizer that is offered.
+    """An optimizer that is offered, EXACT_ROWWISE_ADAGRAD in one of its modes of weight decay.
 
     Args:
       rule: the core's, which takes those arguments and options that are its fields; None returns row gradients.
-      states: names of its states, and what torch's optimizers call them.
-      arguments: which of `OptimizerArguments` it reads, beside those that all have.
+      states: what torch's optimizers call its states, apart by spaces.
+      arguments: which of the constructor's arguments it reads.
       options: which options of `extra_optimizer_config` it reads.
       fixed: fields of `rule` that no argument sets.
       fused: a rule with a native kernel and the same numbers while the fields that it lacks have their defaults.
     """
 
     rule: type[OptimizerSpec] | None
-    states: Mapping[str, str] = {}
+    states: str = ""
     arguments: Set[str] = frozenset()
     options: Set[str] = frozenset()
     fixed: Mapping[str, bool] = {}
     fused: type[OptimizerSpec] | None = None
 
 
-class _DecayMode(NamedTuple):
-    """A mode of weight decay of EXACT_ROWWISE_ADAGRAD with a record, a rule, and states beside the optimizer's."""
-
-    record: str
-    rule: type[OptimizerSpec]
-    states: tuple[str, ...]
-
-
-_ADAGRAD, _ADAM_RULE, _LAMB_RULE = core.DecayedAdagradOptimizerSpec, core.AdamWOptimizerSpec, core.LAMBOptimizerSpec
-_DECAY_MODES = {
-    WeightDecayMode.COUNTER: _DecayMode(
-        "counter_based_regularization", core.CounterAdagradOptimizerSpec, ("prev_iter", "row_counter")
-    ),
-    WeightDecayMode.COWCLIP: _DecayMode(
-        "cowclip_regularization", core.CowClipAdagradOptimizerSpec, ("prev_iter", "row_counter")
-    ),
-    WeightDecayMode.DECOUPLE_GLOBAL: _DecayMode("global_weight_decay", _ADAGRAD, ("prev_iter",)),
+_RECORDS = {
+    WeightDecayMode.COUNTER: "counter_based_regularization",
+    WeightDecayMode.COWCLIP: "cowclip_regularization",
+    WeightDecayMode.DECOUPLE_GLOBAL: "global_weight_decay",
 }
-_SUM, _MOMENTS = {"momentum1": "sum"}, {"momentum1": "exp_avg", "momentum2": "exp_avg_sq"}
+_ADAGRAD, _ADAM_RULE, _LAMB_RULE = core.DecayedAdagradOptimizerSpec, core.AdamWOptimizerSpec, core.LAMBOptimizerSpec
+_FUSED_ROWWISE, _LARS = core.RowWiseAdagradOptimizerSpec, core.LARSOptimizerSpec
 _ADAM = {"eps", "beta1", "beta2", "weight_decay"}
+_COUNTED = {"eps", "weight_decay", "weight_decay_mode", *_RECORDS.values()}
 _ROWWISE = {"eps", "weight_decay", "weight_decay_mode", "max_norm"}
-_WITH_RECORDS = _ROWWISE | {mode.record for mode in _DECAY_MODES.values()}
 _RMSPROP = {"eps", "ar_alpha", "ema_beta", "min_shrinkage"}
 _WRITEBACK = {"use_writeback_bwd_prehook", "writeback_first_feature_only", "precompute_writeback"}
 _BY_ROW, _PARTIAL = {"use_rowwise_bias_correction"}, {"has_row_wise_second_moment": True}
-_FUSED_ROWWISE = core.RowWiseAdagradOptimizerSpec
 _OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: _Optimizer(core.SGDOptimizerSpec, options=_WRITEBACK),
     EmbOptimType.EXACT_ADAGRAD: _Optimizer(
-        _ADAGRAD, _SUM, {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagradOptimizerSpec
+        _ADAGRAD, "sum", {"eps"}, fixed={"is_per_row": False}, fused=core.TorchAdagradOptimizerSpec
     ),
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _Optimizer(_ADAGRAD, _SUM, _WITH_RECORDS, fused=_FUSED_ROWWISE),
-    EmbOptimType.ADAM: _Optimizer(_ADAM_RULE, _MOMENTS, _ADAM, _BY_ROW, fused=core.AdamOptimizerSpec),
-    EmbOptimType.LAMB: _Optimizer(_LAMB_RULE, _MOMENTS, _ADAM),
-    EmbOptimType.LARS_SGD: _Optimizer(
-        core.LARSOptimizerSpec, {"momentum1": "momentum1"}, {"momentum", "eta", "weight_decay"}
-    ),
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _Optimizer(_ADAM_RULE, _MOMENTS, _ADAM, fixed=_PARTIAL),
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _Optimizer(_LAMB_RULE, _MOMENTS, _ADAM, fixed=_PARTIAL),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _Optimizer(_ADAGRAD, "sum", _ROWWISE | _COUNTED, fused=_FUSED_ROWWISE),
+    EmbOptimType.ADAM: _Optimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, _BY_ROW, fused=core.AdamOptimizerSpec),
+    EmbOptimType.LAMB: _Optimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM),
+    EmbOptimType.LARS_SGD: _Optimizer(_LARS, "momentum1", {"momentum", "eta", "weight_decay"}),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _Optimizer(_ADAM_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _Optimizer(_LAMB_RULE, "exp_avg exp_avg_sq", _ADAM, fixed=_PARTIAL),
     EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _Optimizer(
-        _ADAGRAD, _SUM | {"momentum2": "sparse_ema"}, _ROWWISE | {"ensemble_mode"}, fused=_FUSED_ROWWISE
+        _ADAGRAD, "sum sparse_ema", _ROWWISE | {"ensemble_mode"}, fused=_FUSED_ROWWISE
     ),
     EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: _Optimizer(
-        _ADAGRAD, _SUM, _ROWWISE | {"emainplace_mode"}, fused=_FUSED_ROWWISE
+        _ADAGRAD, "sum", _ROWWISE | {"emainplace_mode"}, fused=_FUSED_ROWWISE
     ),
-    EmbOptimType.ROWWISE_RMSPROP_AR: _Optimizer(
-        core.RowWiseRMSPropOptimizerSpec, _SUM | {"prev_iter": "prev_iter"}, _RMSPROP
-    ),
-    EmbOptimType.FTRL: _Optimizer(core.FTRLOptimizerSpec, _SUM | {"momentum2": "linear"}),
+    EmbOptimType.ROWWISE_RMSPROP_AR: _Optimizer(core.RowWiseRMSPropOptimizerSpec, "sum prev_iter", _RMSPROP),
+    EmbOptimType.FTRL: _Optimizer(core.FTRLOptimizerSpec, "sum linear"),
     EmbOptimType.NONE: _Optimizer(None),
 }
+_MODES = {
+    WeightDecayMode.COUNTER: _Optimizer(core.CounterAdagradOptimizerSpec, "sum prev_iter row_counter", _COUNTED),
+    WeightDecayMode.COWCLIP: _Optimizer(core.CowClipAdagradOptimizerSpec, "sum prev_iter row_counter", _COUNTED),
+    WeightDecayMode.DECOUPLE_GLOBAL: _Optimizer(_ADAGRAD, "sum prev_iter", _ROWWISE | _COUNTED),
+}
+"""EXACT_ROWWISE_ADAGRAD with the modes of weight decay that need a record and keep more states."""
+_OF_OPTIMIZERS = frozenset[str]().union(*(own.arguments for own in _OPTIMIZERS.values()))
 _WHOLE_TABLES = {"ensemble_mode": core.EnsembleModeDefinition(), "emainplace_mode": core.EmainplaceModeDefinition()}
 """Arguments that say what happens to all rows before the lookup of a step, and what they are by default."""
 _FIELDS = {
@@ -326,100 +291,109 @@ _FIELDS = {
 """Arguments and options that rules call otherwise."""
 
 
-def _offered(optimizer: TableOptimizer) -> _Optimizer:
+def _offered(optimizer: TableOptimizer, mode: WeightDecayMode) -> _Optimizer:
     if isinstance(optimizer, OptimizerSpec):
         if optimizer.slot_type is tuple:
             raise NotImplementedError(
                 f"optimizer {name_of(optimizer)}: states of another package have no names here, and may be no rows; "
                 "use rsembed.EmbeddingCollection, or a rule of rsembed."
             )
-        names: tuple[str, ...] = optimizer.slot_type._fields  # type: ignore[attr-defined]
-        return _Optimizer(type(optimizer), {name: name for name in names})
+        return _Optimizer(type(optimizer), " ".join(optimizer.slot_type._fields))  # type: ignore[attr-defined]
     if optimizer not in _OPTIMIZERS:
         offered = ", ".join(member.name for member in _OPTIMIZERS)
         raise ValueError(f"optimizer {name_of(optimizer)} is deprecated and not offered; choose one of {offered}.")
+    if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+        return _MODES.get(mode, _OPTIMIZERS[optimizer])
     return _OPTIMIZERS[optimizer]
 
 
-def unused_arguments(optimizer: TableOptimizer, arguments: OptimizerArguments) -> list[str]:
-    """Names of arguments that differ from their default although `optimizer` does not read them.
+def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[str, ...]:
+    """Names of an optimizer's states from those of torch: `momentum1`, `momentum2`, ...; counts keep their names."""
+    if isinstance(optimizer, OptimizerSpec):
+        return tuple(torch_names)
+    counts = {"prev_iter", "row_counter"}
+    return tuple(name if name in counts else f"momentum{number}" for number, name in enumerate(torch_names, 1))
 
-    The options of `extra_optimizer_config` are judged one by one. `weight_decay` counts as unread while a
-    `weight_decay_mode` is needed and missing.
+
+def read_arguments(optimizer: TableOptimizer, arguments: Arguments) -> Set[str]:
+    """Names of the arguments that an optimizer reads, `weight_decay` only with the `weight_decay_mode` that it needs.
 
     Raises: ValueError: the optimizer can be named, but not used.
     """
-    offered, mode = _offered(optimizer), arguments.weight_decay_mode
-    used = {"learning_rate", "optimizer_state_dtypes", "extra_optimizer_config", *offered.arguments}
-    if "weight_decay_mode" in used and mode == WeightDecayMode.NONE:
-        used.remove("weight_decay")
-    if mode in (WeightDecayMode.COUNTER, WeightDecayMode.COWCLIP):
-        used.discard("max_norm")
-    if optimizer == EmbOptimType.NONE:
-        used.remove("learning_rate")
-    fields = [own for own in dataclasses.fields(OptimizerArguments) if own.name not in used]
-    unused = [own.name for own in fields if getattr(arguments, own.name) != own.default]
+    read = _offered(optimizer, arguments.weight_decay_mode).arguments
+    has_no_mode = "weight_decay_mode" in read and arguments.weight_decay_mode == WeightDecayMode.NONE
+    return read - {"weight_decay"} if has_no_mode else read
+
+
+def unused_arguments(optimizer: TableOptimizer, arguments: Arguments) -> list[str]:
+    """Names of arguments that differ from their default although `optimizer` does not read them.
+
+    The options of `extra_optimizer_config` are judged one by one.
+    """
+    unread, offered = _OF_OPTIMIZERS - read_arguments(optimizer, arguments), _offered(optimizer, WeightDecayMode.NONE)
+    unused = [name for name in sorted(unread) if getattr(arguments, name) != arguments.defaults[name]]
     options = vars(arguments.extra_optimizer_config)
     return unused + [f"extra_optimizer_config.{n}" for n, on in options.items() if on and n not in offered.options]
 
 
-def check_arguments(optimizer: TableOptimizer, arguments: OptimizerArguments) -> None:
+def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
     """Raises: ValueError: the optimizer is not offered, or arguments do not go together; says what to change."""
-    read, mode = _offered(optimizer).arguments, arguments.weight_decay_mode
-    if mode in _DECAY_MODES and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+    mode = arguments.weight_decay_mode
+    offered = _offered(optimizer, mode)
+    if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         raise ValueError(
             f"weight_decay_mode {mode.name} exists for EXACT_ROWWISE_ADAGRAD only, not for {name_of(optimizer)}; "
             "change the optimizer or the mode."
         )
-    for own_mode, (record, *_) in _DECAY_MODES.items():
+    for own_mode, record in _RECORDS.items():
         is_given = getattr(arguments, record) is not None
         if is_given != (mode == own_mode):
             raise ValueError(
                 f"{record} and weight_decay_mode=WeightDecayMode.{own_mode.name} need each other, but the mode is "
                 f"{mode.name} and {record} is {'given' if is_given else 'None'}; set both or neither."
             )
-    if "eps" in read and not 0 < arguments.eps < math.inf:
+    if "eps" in offered.arguments and not 0 < arguments.eps < math.inf:
         raise ValueError(
             f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
             "use a small number such as 1e-10."
         )
-    check_intervals(arguments, read)
-    names = [name for name in _offered(optimizer).states if name.startswith("momentum")]
-    names = [] if optimizer == EmbOptimType.FTRL else names
+    names = state_names(optimizer, offered.states.split()) if optimizer != EmbOptimType.FTRL else ()
+    names = tuple(name for name in names if name.startswith("momentum"))
     for name in arguments.optimizer_state_dtypes or {}:
         if name not in names:
-            offered = f"choose among {', '.join(names)}" if names else "leave the argument out"
+            choice = f"choose among {', '.join(names)}" if names else "leave the argument out"
             raise ValueError(
-                f"optimizer_state_dtypes: {name_of(optimizer)} has no state {name!r} with a dtype to choose; {offered}."
+                f"optimizer_state_dtypes: {name_of(optimizer)} has no state {name!r} with a dtype to choose; {choice}."
             )
 
 
 def _rule_of(
-    optimizer: TableOptimizer, given: OptimizerArguments, slot_dtypes: tuple[str | None, ...]
+    optimizer: TableOptimizer, rate: LearningRate, given: Arguments, slot_dtypes: tuple[str | None, ...]
 ) -> OptimizerSpec | None:
     """The row rule of `optimizer`, with a fused native kernel where numbers are the same; None for NONE."""
     if isinstance(optimizer, OptimizerSpec):
-        return dataclasses.replace(optimizer, learning_rate=given.learning_rate)
-    own, mode = _offered(optimizer), _DECAY_MODES.get(given.weight_decay_mode)
-    if own.rule is None:
+        return dataclasses.replace(optimizer, learning_rate=rate)
+    offered = _offered(optimizer, given.weight_decay_mode)
+    if offered.rule is None:
         return None
-    read = {name: getattr(given, name) for name in own.arguments}
-    read |= {name: getattr(given.extra_optimizer_config, name) for name in own.options}
+    read = {name: getattr(given, name) for name in offered.arguments}
+    read |= {name: getattr(given.extra_optimizer_config, name) for name in offered.options}
     settings = {_FIELDS.get(name, name): value for name, value in read.items() if value is not None}
-    settings |= {**own.fixed, "learning_rate": given.learning_rate, "slot_dtypes": slot_dtypes}
-    if mode is None and not given.weight_decay:
-        settings.pop("weight_decay_mode", None)
-    rule: Any = own.rule if mode is None else mode.rule
-    defaults: dict[str, Any] = {**{field.name: field.default for field in dataclasses.fields(rule)}, **own.fixed}
-    if own.fused is not None and rule is own.rule:
-        own_fields = {field.name for field in dataclasses.fields(own.fused)}
-        if all(name in own_fields or value == defaults.get(name, value) for name, value in settings.items()):
-            rule, defaults = own.fused, dict.fromkeys(own_fields)
-    made: OptimizerSpec = rule(**{name: value for name, value in settings.items() if name in defaults})
-    return made
+    settings |= {"learning_rate": rate, "slot_dtypes": slot_dtypes}
+
+    def made(rule: type[OptimizerSpec], fields_of: type[OptimizerSpec], **fixed: bool) -> OptimizerSpec:
+        names = {field.name for field in dataclasses.fields(fields_of)}
+        return rule(**{name: value for name, value in settings.items() if name in names}, **fixed)
+
+    if offered.fused is not None:
+        if not given.weight_decay:
+            settings.pop("weight_decay_mode", None)
+        if made(offered.rule, offered.fused, **offered.fixed) == made(offered.rule, offered.rule, **offered.fixed):
+            return made(offered.fused, offered.fused)
+    return made(offered.rule, offered.rule, **offered.fixed)
 
 
-def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments: OptimizerArguments) -> dict[str, Any]:
+def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments: Arguments) -> dict[str, Any]:
     """The fields of a `TablePlan` that its optimizer decides, from those of the arguments that it reads.
 
     What ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD do to whole tables is up to their records.
@@ -432,28 +406,24 @@ def trained_by(optimizer: TableOptimizer, learning_rate: LearningRate, arguments
             "extra_optimizer_config: writeback_first_feature_only and precompute_writeback are not offered; "
             "use_writeback_bwd_prehook alone keeps the first gradient of each row."
         )
-    unread = unused_arguments(optimizer, arguments)
-    read = {name: value for name, value in vars(arguments).items() if name not in unread}
-    own = OptimizerArguments(**{**read, "learning_rate": learning_rate})
+    unread = _OF_OPTIMIZERS - read_arguments(optimizer, arguments)
+    own = arguments.changed(**{name: arguments.defaults[name] for name in unread})
     check_arguments(optimizer, own)
-    extra: tuple[str, ...] = ()
-    if optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and own.weight_decay_mode in _DECAY_MODES:
-        extra = _DECAY_MODES[own.weight_decay_mode].states
-    elif optimizer == EmbOptimType.ADAM and options.use_rowwise_bias_correction:
-        extra = ("row_counter",)
-    states = {**_offered(optimizer).states, **{name: name for name in extra}}
+    offered = _offered(optimizer, own.weight_decay_mode)
+    states = offered.states.split()
+    if optimizer == EmbOptimType.ADAM and options.use_rowwise_bias_correction:
+        states.append("row_counter")
     asked = {
         name: dtype_of(sparse_type, f"optimizer_state_dtypes[{name!r}]").name
         for name, sparse_type in (own.optimizer_state_dtypes or {}).items()
     }
     has_copy = optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD  # of the table, momentum2: no slot of the rule
-    dtypes = tuple(asked.get(name) for name in states)[: 1 if has_copy else None]
-    modes = {name: getattr(own, name) or mode for name, mode in _WHOLE_TABLES.items()}
+    dtypes = tuple(map(asked.get, state_names(optimizer, states)))[: 1 if has_copy else None]
+    modes = (getattr(own, name) or mode for name, mode in _WHOLE_TABLES.items() if name in offered.arguments)
     return {
-        "rule": _rule_of(optimizer, own, dtypes if set(dtypes) - {None, "float32"} else ()),
-        "whole_table_mode": next((modes[name] for name in modes if name in _offered(optimizer).arguments), None),
+        "rule": _rule_of(optimizer, learning_rate, own, dtypes if set(dtypes) - {None, "float32"} else ()),
+        "whole_table_mode": next(modes, None),
         "copy_dtypes": (asked.get("momentum2", "float32"),) if has_copy else (),
         "keeps_first_gradients": optimizer == EmbOptimType.EXACT_SGD and options.use_writeback_bwd_prehook,
-        "state_names": tuple(states),
-        "torch_state_names": tuple(states.values()),
+        "torch_state_names": tuple(states),
     }

@@ -6,16 +6,15 @@ What the caller passed stays as it is: ids and offsets outside their range are r
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
-import os
 from collections.abc import Mapping, Sequence
-from typing import Any, no_type_check
+from typing import Any, TypeAlias, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
+from numpy.typing import ArrayLike
 
 from rsembed.bags import PAD_ID, Bags, as_bags, check_end, check_unmasked, is_traced, narrow_ids, padded_size
 from rsembed.checks import check_type
@@ -24,33 +23,14 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import check_gradient
-from rsembed.tbe.arguments import member
+from rsembed.tbe.arguments import BoundsCheckMode
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.plan import TBEPlan
 
-
-class BoundsCheckMode(enum.IntEnum):
-    """Treatment of ids and offsets outside their range; each V2 member means the same as its namesake."""
-
-    FATAL = 0
-    WARNING = 1
-    IGNORE = 2
-    NONE = 3
-    V2_IGNORE = 4
-    V2_WARNING = 5
-    V2_FATAL = 6
-
-
+AnyArray: TypeAlias = Array | np.ndarray
+Count: TypeAlias = int | np.integer | Array
 _WARNING = (BoundsCheckMode.WARNING, BoundsCheckMode.V2_WARNING)
 _FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
-
-
-def bounds_check_mode(given: BoundsCheckMode | str | int) -> BoundsCheckMode:
-    """The mode, or that of the environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE`, which overrules it.
-
-    Raises: ValueError: as `member`.
-    """
-    return member(BoundsCheckMode, os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", given))
 
 
 @no_type_check  # a pytree holds placeholders while JAX transforms it
@@ -70,7 +50,7 @@ class PreparedBatch:
     layout: Fingerprint = dataclasses.field(metadata={"static": True})
 
 
-def is_by_feature(indices: Any) -> bool:
+def is_by_feature(indices: PyTree) -> bool:
     """Whether the output of a call with these is `{feature: array}`."""
     return indices.is_by_feature if isinstance(indices, PreparedBatch) else isinstance(indices, Mapping)
 
@@ -78,11 +58,11 @@ def is_by_feature(indices: Any) -> bool:
 def read(
     plan: TBEPlan,
     mode: BoundsCheckMode,
-    indices: Any,
-    offsets: Any,
-    per_sample_weights: Any = None,
+    indices: PyTree,
+    offsets: ArrayLike | None,
+    per_sample_weights: ArrayLike | None = None,
     batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
-) -> tuple[AnyBatch, Any, str | None]:
+) -> tuple[AnyBatch, Count, str | None]:
     """A batch (in numpy unless traced), how many ids and offsets WARNING had to correct, and the first in words.
 
     `TableBatchedEmbeddingBags.__call__` says what the arguments mean. Inside `jit` nothing can be raised: FATAL then
@@ -107,7 +87,7 @@ def read(
         return _checked(plan, mode, _jagged(plan, *given))
 
 
-def _split_unseen(plan: TBEPlan, mode: BoundsCheckMode, indices: Any) -> tuple[SplitBatch, Any]:
+def _split_unseen(plan: TBEPlan, mode: BoundsCheckMode, indices: PyTree) -> tuple[SplitBatch, Count]:
     """A batch on a mesh whose ids cannot be read here, and how many of them WARNING or FATAL find outside."""
     if not isinstance(indices, Mapping):
         raise ValueError(
@@ -122,7 +102,7 @@ def _split_unseen(plan: TBEPlan, mode: BoundsCheckMode, indices: Any) -> tuple[S
     return batch if mode in _FATAL else repaired, num_corrected if mode in _WARNING + _FATAL else 0
 
 
-def _flat(feature_names: Sequence[str], bags_by_feature: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+def _flat(feature_names: Sequence[str], bags_by_feature: Mapping[str, PyTree]) -> tuple[PyTree, ...]:
     """The arguments of a flat call for `{feature: Bags}` (or anything `as_bags` takes)."""
     check_names(dict.fromkeys(feature_names), bags_by_feature, "batch")
     bags = [as_bags(bags_by_feature[name], feature=name) for name in feature_names]
@@ -146,7 +126,7 @@ def _flat(feature_names: Sequence[str], bags_by_feature: Mapping[str, Any]) -> t
     return xp.concatenate(ids), xp.concatenate(ends), xp.concatenate(weights) if has_weights else None, sizes
 
 
-def _jagged(plan: TBEPlan, indices: Any, offsets: Any, weights: Any, sizes: Any) -> JaggedBatch:
+def _jagged(plan: TBEPlan, indices: PyTree, offsets: PyTree, weights: PyTree, sizes: PyTree) -> JaggedBatch:
     """The arguments of a flat call as one batch, whose values nobody has looked at."""
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets, or {feature: Bags}.")
@@ -184,9 +164,9 @@ def _jagged(plan: TBEPlan, indices: Any, offsets: Any, weights: Any, sizes: Any)
     return plan.batch(ids, ends, weights, sizes)
 
 
-def _integers(values: Any, what: str) -> Any:
+def _integers(values: ArrayLike, what: str) -> AnyArray:
     check_unmasked(values, what)
-    array: Any = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
+    array: AnyArray = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
         array = array.astype(np.int32)  # an empty list would become float64
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
@@ -194,8 +174,9 @@ def _integers(values: Any, what: str) -> Any:
     return array
 
 
-def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[JaggedBatch, Any, str | None]:
-    is_known, mistake, num_corrected = not is_traced((batch.ids, batch.offsets)), None, 0
+def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[JaggedBatch, Count, str | None]:
+    is_known, mistake = not is_traced((batch.ids, batch.offsets)), None
+    num_corrected: Count = 0
     if is_known and mode in _FATAL and batch.weights is not None and not is_traced(batch.weights):
         weights = np.asarray(batch.weights)
         if not np.isfinite(weights).all():
@@ -216,12 +197,12 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: JaggedBatch) -> tuple[
 # Bounds
 
 
-def feature_starts(offsets: Any, num_bags: Sequence[int]) -> Any:
+def feature_starts(offsets: AnyArray, num_bags: Sequence[int]) -> AnyArray:
     """Where the ids of every feature begin, and where those of the last one end."""
     return offsets[np.asarray([0, *itertools.accumulate(num_bags)])]
 
 
-def repeat_by_feature(values: Any, starts: Any, num_ids: int) -> Any:
+def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyArray:
     """For every id the value of its feature, from `values[1:]`; `values[0]` for those in front of the first bag."""
     if isinstance(starts, np.ndarray):
         return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
@@ -229,7 +210,7 @@ def repeat_by_feature(values: Any, starts: Any, num_ids: int) -> Any:
     return jnp.repeat(values, lengths, total_repeat_length=num_ids)
 
 
-def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Any]:
+def _repaired(plan: TBEPlan, batch: JaggedBatch) -> tuple[JaggedBatch, Count]:
     """The batch with ids and offsets inside their range, and how many of them had to be changed.
 
     The last offset becomes the number of ids, the others are clipped to it and never fall; an id outside its table
@@ -298,7 +279,7 @@ def with_room(batch: JaggedBatch) -> JaggedBatch:
     return dataclasses.replace(batch, ids=bags.ids, weights=bags.weights)
 
 
-def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: Any) -> Any:
+def mask_of_ids(plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike) -> PyTree:
     """`feature_requires_grad` by id. Raises: ValueError: it has another length than there are features."""
     num_features, mask = len(plan.features), jnp.asarray(feature_requires_grad, jnp.float32)
     if mask.shape != (num_features,):
@@ -326,7 +307,7 @@ def output_by_feature(plan: TBEPlan, output: Array, batch: AnyBatch) -> dict[str
     return {name: part.reshape(-1, dim) for name, part, dim in zip(plan.feature_names, parts, dims, strict=True)}
 
 
-def gradient_of_dict(names: Sequence[str], d_output: Any, *, is_flat: bool) -> Array:
+def gradient_of_dict(names: Sequence[str], d_output: PyTree, *, is_flat: bool) -> Array:
     """The other way round. Raises: ValueError: not a dict of exactly these features."""
     if not isinstance(d_output, Mapping) or set(d_output) != set(names):
         raise ValueError(f"the output was {{feature: array}}; its gradient needs the features {sorted(names)}.")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.bags import is_taken, is_traced
 from rsembed.collection.dense_rows import numbers_of_rows
@@ -21,9 +24,9 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, JaggedBatch, JaggedGradients, Step
 from rsembed.kernels.reference import Rounding, jagged_segment
-from rsembed.optimizers import CounterAdagradOptimizerSpec, Hyperparameters, Slots, global_decay_factor
+from rsembed.optimizers import CounterAdagradOptimizerSpec, Slots, global_decay_factor
 from rsembed.row_gradients import RowGradients
-from rsembed.tbe.meshes import AnyBatch, SplitBatch, looked_up, tables_on_mesh
+from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.plan import GroupPlan, TBEPlan
 
 
@@ -54,14 +57,6 @@ class TBEState(NamedTuple):
     generation: UInt32[Array, ""] | None = None
     layout: Fingerprint | None = None
 
-    def with_group(self, number: int, **arrays: Any) -> TBEState:
-        """The state with other arrays of one group, by the name of their field."""
-        changed: dict[str, Any] = {}
-        for name, array in arrays.items():
-            old = getattr(self, name)
-            changed[name] = (*old[:number], array, *old[number + 1 :])
-        return self._replace(**changed)
-
     def arrays(self, number: int) -> tuple[Array, ...]:
         """All arrays of a group: weights, slots and, where it has them, resident rows."""
         resident = self.resident_rows[number]
@@ -71,7 +66,10 @@ class TBEState(NamedTuple):
         """The state with other `arrays` of one group."""
         weights, *others = arrays
         resident = None if self.resident_rows[number] is None else others.pop()
-        return self.with_group(number, weights=weights, slots=tuple(others), resident_rows=resident)
+        changes = (("weights", weights), ("slots", tuple(others)), ("resident_rows", resident))
+        old: dict[str, PyTree] = self._asdict()
+        changed: PyTree = {name: (*old[name][:number], new, *old[name][number + 1 :]) for name, new in changes}
+        return self._replace(**changed)
 
 
 def num_rows(plan: TBEPlan) -> tuple[int, ...]:
@@ -81,9 +79,9 @@ def num_rows(plan: TBEPlan) -> tuple[int, ...]:
     return tuple(stack.layout.num_rows for stack in tables_on_mesh(plan).stacks)
 
 
-def everywhere(plan: TBEPlan, tree: Any) -> Any:
+def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
     """Numbers of a state, where the devices want them."""
-    return tree if plan.devices is None else tables_on_mesh(plan).everywhere(tree)
+    return tree if plan.devices is None else plan.devices.place(tree, PartitionSpec())
 
 
 def rows_of(plan: TBEPlan, table: int, ids: Int[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
@@ -109,23 +107,24 @@ def _here(plan: TBEPlan, batch: JaggedBatch) -> JaggedBatch:
     return batch
 
 
-def init_state(plan: TBEPlan, key: PRNGKeyArray, rows: Sequence[int] | None = None) -> TBEState:
+def init_state(plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] | None = None) -> TBEState:
     """A state with zero weights, as the original starts.
 
     Args:
       plan: the tables.
       key: see `TBEState`.
-      rows: of every group's array; None takes all rows of its tables.
+      num_places: of the caches of groups; the arrays of all others have all rows of their tables.
     """
     weights, slots, resident = [], [], []
-    for number, (group, size) in enumerate(zip(plan.groups, rows or num_rows(plan), strict=True)):
+    for number, (group, all_rows) in enumerate(zip(plan.groups, num_rows(plan), strict=True)):
+        size = (num_places or {}).get(number, all_rows)
         allocate: Any = api.allocate if plan.devices is None else functools.partial(tables_on_mesh(plan).empty, number)
         table, first = group.table, group.table.first_slots()
-        weights.append(allocate((size, table.dim), jnp.dtype(table.dtype), 0.0))
+        weights.append(allocate((size, table.dim), jnp.dtype(table.near_dtype), 0.0))
         slots.append(tuple(allocate((size, *v.shape[1:]), v.dtype, float(v[0, 0])) for v in first))
         resident.append(jnp.full(size, NO_ROW, jnp.int32) if table.is_cached else None)
     rates = [group.table.learning_rate for group in plan.groups]
-    numbers: tuple[Any, ...] = (
+    numbers: tuple[PyTree, ...] = (
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
         jnp.asarray([0.0 if callable(rate) else rate for rate in rates], jnp.float32),
@@ -176,7 +175,7 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
             slots, copies = _parted(group, state.slots[number])
             run = functools.partial(mode.before_step, t=t)
             weights, copies = jax.lax.cond(is_new, run, lambda *old: old, state.weights[number], copies)
-            state = state.with_group(number, weights=weights, slots=slots + copies)
+            state = state.with_arrays(number, (weights, *slots, *copies))
     rules = {number: group.table.rule for number, group in enumerate(plan.groups)}
     counting = {number: rule for number, rule in rules.items() if isinstance(rule, CounterAdagradOptimizerSpec)}
     if counting:
@@ -196,7 +195,7 @@ def lookup(plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = 
     """Pooled rows, `[bags, sum of dims]`, `[nnz, longest dim]` or flat; differentiable in the weights of the ids."""
     if isinstance(batch, SplitBatch):
         check_state(plan, state)
-        return looked_up(tables_on_mesh(plan), state.weights, batch).astype(output_dtype)
+        return tables_on_mesh(plan).lookup(state.weights, batch).astype(output_dtype)
     factors = _owed_factors(plan, state, _here(plan, batch), learning_rates(plan, state))
     output = api.lookup_jagged(state.weights, _weighted(batch, factors))
     return output.astype(output_dtype).reshape(output_shape(plan, batch))
@@ -221,7 +220,8 @@ def row_gradients(
     flat, shardings = _flat(d_output, max_gradient), None
     if isinstance(batch, SplitBatch):
         tables = tables_on_mesh(plan)
-        found, shardings = tables.row_gradients(batch, flat), tables.gradient_shardings()
+        by_stack = tables.engine.row_gradients(tables.with_gains(batch), tables.by_feature(flat))
+        found, shardings = tables.by_group(by_stack), tables.gradient_shardings()
     else:
         batch = _here(plan, batch)
         found = [
@@ -242,10 +242,13 @@ def weight_gradients(
     rates: Float[Array, " groups"],
     *,
     max_gradient: float | None = None,
-) -> Any:
+) -> PyTree:
     """Gradients of the weights of the ids, in their form, where rows are those of `state`."""
     if isinstance(batch, SplitBatch):
-        return tables_on_mesh(plan).weight_gradients(state.weights, batch, _flat(d_output, max_gradient))
+        output, pull_back = jax.vjp(
+            lambda own: lookup(plan, state, dataclasses.replace(batch, weights=own)), batch.weights
+        )
+        return pull_back(_flat(d_output, max_gradient).reshape(output.shape))[0]
     d_weights = api.weight_gradients(state.weights, _here(plan, batch), _flat(d_output, max_gradient))
     factors = _owed_factors(plan, state, batch, rates)
     return d_weights if factors is None else factors * d_weights
@@ -286,13 +289,10 @@ def update(
     """
     flat = _flat(d_output)
     if isinstance(batch, SplitBatch):
-        return _step_on_mesh(plan, state, rates, tables_on_mesh(plan).update, batch, flat)
-    batch = _here(plan, batch)
-    for number, group in enumerate(plan.groups):
-        if group.table.rule is not None:
-            gradient = (_gradients_of(plan, number, batch, flat),)
-            state = _step_group(plan, number, state, rates[number], api.update, gradient)
-    return state._replace(step=state.step + 1)
+        tables = tables_on_mesh(plan)
+        return _stepped(plan, state, rates, tables.engine.update, tables.with_gains(batch), tables.by_feature(flat))
+    gradients = [_gradients_of(plan, number, _here(plan, batch), flat) for number in range(len(plan.groups))]
+    return _stepped(plan, state, rates, api.update, gradients)
 
 
 def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]) -> TBEState:
@@ -300,56 +300,44 @@ def apply(plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Fl
 
     Raises: ValueError: a table has no optimizer.
     """
-    for group in plan.groups:
-        if group.table.rule is None:
-            raise ValueError(
-                f"tables {group.name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to "
-                "them; construct the module with one."
-            )
-    gradients = [(row_gradients.rows[group.name], row_gradients.values[group.name]) for group in plan.groups]
-    if plan.devices is not None:
-        return _step_on_mesh(plan, state, rates, tables_on_mesh(plan).apply, gradients)
-    for number, gradient in enumerate(gradients):
-        state = _step_group(plan, number, state, rates[number], api.apply_rows, gradient)
-    return state._replace(step=state.step + 1)
+    rows, values = ([own[group.name] for group in plan.groups] for own in (row_gradients.rows, row_gradients.values))
+    if plan.devices is None:
+        return _stepped(plan, state, rates, api.apply_rows, rows, values)
+    tables = tables_on_mesh(plan)
+    return _stepped(plan, state, rates, tables.engine.apply, tables.by_name(zip(rows, values, strict=True)))
 
 
-def _step_group(
-    plan: TBEPlan, number: int, state: TBEState, rate: Array, kernel: Callable[..., Any], gradient: tuple[Any, ...]
+def _stepped(
+    plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., PyTree], *gradients: PyTree
 ) -> TBEState:
-    """The state after `kernel` has stepped rows of one group."""
-    group, weights = plan.groups[number], state.weights[number]
-    slots, copies = _parted(group, state.slots[number])
-    rule, hyper = _rule_and_hyper(group, state, rate)
-    step = Step(hyper, rule, _rounding(plan, number, state, weights.dtype, use=None))
-    weights, slots = kernel(weights, slots, *gradient, step)
-    return state.with_group(number, weights=weights, slots=slots + copies)
-
-
-def _step_on_mesh(
-    plan: TBEPlan, state: TBEState, rates: Float[Array, " groups"], function: Callable[..., Any], *gradients: Any
-) -> TBEState:
-    """The state after `function` has stepped rows of all groups, which one exchange brings to their owners."""
-    steps = []
-    for group, rate in zip(plan.groups, rates, strict=True):
-        rule, hyper = _rule_and_hyper(group, state, rate)
-        rounds = group.table.rounds_stochastically and group.table.dtype != "float32"
-        key = jax.random.fold_in(state.key, state.step)
-        rounding = api.stochastic_rounding(key) if rounds else None
-        steps.append(Step(hyper, rule, rounding, state.step))
+    """The state after a step of all groups, by a kernel for each, or by a function of the engine for all."""
+    steps = [_step_of(plan, number, state, rate) for number, rate in enumerate(rates)]
     slots, copies = zip(*map(_parted, plan.groups, state.slots), strict=True)
-    weights, stepped = function(state.weights, slots, *gradients, steps)
+    if plan.devices is None:
+        given = zip(state.weights, slots, *gradients, steps, strict=True)
+        found: PyTree = zip(*itertools.starmap(function, given), strict=True)
+    else:
+        tables = tables_on_mesh(plan)
+        by_name = function(*map(tables.by_name, (state.weights, slots)), *gradients, tables.by_name(steps))
+        found = map(tables.by_group, by_name)
+    weights, stepped = found
     all_slots = tuple((*own, *copy) for own, copy in zip(stepped, copies, strict=True))
     return state._replace(weights=tuple(weights), slots=all_slots, step=state.step + 1)
 
 
-def _rule_and_hyper(group: GroupPlan, state: TBEState, rate: Array) -> tuple[Any, Hyperparameters]:
-    """The rule of a group that has one, and its numbers in this step."""
+def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
+    """The rule of a group, and its numbers in this step. Raises: ValueError: it has none."""
+    group = plan.groups[number]
+    if (rule := group.table.rule) is None:
+        raise ValueError(
+            f"tables {group.name!r} have no optimizer (OptimType.NONE), so row gradients cannot be applied to "
+            "them; construct the module with one."
+        )
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
-    if isinstance(group.table.rule, CounterAdagradOptimizerSpec):
+    if isinstance(rule, CounterAdagradOptimizerSpec):
         changes["max_counter"] = lambda: state.max_counter
-    rule: Any = group.table.rule
-    return rule, dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
+    hyper = dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
+    return Step(hyper, rule, _rounding(plan, number, state, state.weights[number].dtype, use=None), state.step)
 
 
 def _owed_factors(
@@ -371,16 +359,18 @@ _STORE = 2**32 - 2
 """Number of a table that nobody has: noise of rounding outside of steps, which differs from that of steps."""
 
 
-def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: Any, *, use: int | None) -> Rounding | None:
+def _rounding(plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None) -> Rounding | None:
     """How rows of a group become `dtype`; None to nearest. They may be in a cache, whose dtype is not the tables'."""
     group, resident_rows = plan.groups[number], state.resident_rows[number]
     if not group.table.rounds_stochastically or dtype == jnp.float32:
         return None
     key = jax.random.fold_in(state.key, state.step)
     key = key if use is None else jax.random.fold_in(key, use)
+    if plan.devices is not None:  # where rows come with their numbers
+        return api.stochastic_rounding(key)
     names, first_rows = [plan.tables[t].name for t in group.tables], jnp.asarray(group.first_rows, jnp.int32)
 
-    def round_rows(values: Array, dtype: Any, rows: Array) -> Array:
+    def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
         own = rows if resident_rows is None else resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
         member = jnp.searchsorted(first_rows, own, side="right") - 1
         rows = numbers_of_rows(names, member, own - first_rows[member])
@@ -420,7 +410,7 @@ def backward(
     *,
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
-) -> tuple[TBEState, Any]:
+) -> tuple[TBEState, PyTree]:
     """`update`, and before it the gradients of the ids' weights, if somebody reads them."""
     flat = _flat(d_output, max_gradient)
     if not wants_weight_gradients:

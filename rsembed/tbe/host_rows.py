@@ -5,19 +5,17 @@ Ids are translated to places before the kernels see them, so that these compute 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.bags import device_copy, is_traced
 from rsembed.caching import CacheCounts, CacheStatistics, SetAssociativeCache
@@ -25,16 +23,18 @@ from rsembed.caching.backing import BackingStore, Generation
 from rsembed.caching.near_rows import NearRows, call_host
 from rsembed.caching.set_associative import NUM_WAYS
 from rsembed.caching.statistics import unique_misses_by_group
-from rsembed.kernels.contract import NO_ROW, Block, JaggedBatch
+from rsembed.kernels.contract import NO_ROW, JaggedBatch
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import CacheArguments, TBEStatsReporterConfig
-from rsembed.tbe.batches import feature_starts
+from rsembed.tbe.arguments import Arguments, RecordCacheMetrics, TBEStatsReporterConfig
+from rsembed.tbe.batches import AnyArray, feature_starts
 from rsembed.tbe.functional import TBEState
+from rsembed.tbe.meshes import AnyBatch
 from rsembed.tbe.plan import (
     ComputeDevice,
     EmbeddingLocation,
     GroupPlan,
+    TablePlan,
     TBEPlan,
     default_platform,
     warn_of_no_effect,
@@ -61,17 +61,16 @@ class HostRows:
     Raises: ValueError: there is no room for a set of each cache.
     """
 
-    def __init__(self, plan: TBEPlan, caching: CacheArguments):
+    def __init__(self, plan: TBEPlan, caching: Arguments):
         cached = [(number, group) for number, group in enumerate(plan.groups) if group.table.is_cached]
         caches = _caches_of([group for _, group in cached], caching)
         self.plan, self.caching = plan, caching
         self.groups = [
-            NearRows(number, cache, _backing_of(group, caching.near_dtype(group.table.dtype)))
-            for (number, group), cache in zip(cached, caches, strict=True)
+            NearRows(number, cache, _backing_of(group)) for (number, group), cache in zip(cached, caches, strict=True)
         ]
         self.statistics = CacheStatistics(len(plan.features))
-        self.prefetched: collections.deque[tuple[np.ndarray, list[list[np.ndarray]]]] = collections.deque()
-        """Ids of batches whose rows wait in the cache, and the places they lock, by part of the batch and by group."""
+        self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
+        """Ids of batches whose rows wait in the cache, and the places that they lock."""
         self.generation = Generation(_REFUSAL)
 
     def settle(self, state: TBEState) -> None:
@@ -102,8 +101,12 @@ class HostRows:
             shapes = (flat, [[flat, flat]] * len(self.groups))
         places, moves = call_host(find, shapes, state.generation, batch.ids, batch.offsets)
         state = self._moved(self._advanced(state, is_inside=capacity is not None), moves, capacity)
-        num_places = tuple(weights.shape[0] for weights in state.weights)
-        blocks = _near_blocks(self.plan, batch.blocks, num_places)
+        blocks = tuple(
+            block._replace(first_row=0, num_rows=state.weights[block.table].shape[0])
+            if self.plan.groups[block.table].table.is_cached
+            else block
+            for block in batch.blocks
+        )
         return state, dataclasses.replace(batch, ids=device_copy(places, jnp.int32), blocks=blocks)
 
     def bring_rows(self, state: TBEState, row_gradients: RowGradients) -> tuple[TBEState, RowGradients]:
@@ -133,7 +136,7 @@ class HostRows:
                 f"{MAX_PREFETCHES} prefetched batches wait for their lookup: prefetch() is called too often, or other "
                 "batches are looked up."
             )
-        locked: list[list[np.ndarray]] = []
+        locked: list[tuple[SetAssociativeCache, np.ndarray]] = []
         config, lock = self.caching.multipass_prefetch_config, self.caching.prefetch_pipeline
         num_ids, offsets = len(batch.ids), np.asarray(batch.offsets)
         size = max(num_ids, 1)
@@ -143,9 +146,9 @@ class HostRows:
         state = self._advanced(state)
         for first in range(0, max(num_ids, 1), size):
             ids, ends = batch.ids[first : first + size], np.clip(offsets - first, 0, size)
-            self._find(self.plan.bags_of(batch), ids, ends, admit=True, lock=lock, is_prefetch=True)
+            self._find(self.plan.bags_of(batch), np.asarray(ids), ends, admit=True, lock=lock, is_prefetch=True)
             state = self._moved(state)
-            locked.append([group.places for group in self.groups] if lock else [])
+            locked += [(group.cache, group.places) for group in self.groups if lock]
         self.prefetched.append((_ids_in_bags(batch.ids, offsets), locked))
         return state
 
@@ -154,23 +157,19 @@ class HostRows:
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
                 del self.prefetched[number]
-                self._unlock(locked)
+                for cache, places in locked:
+                    cache.unlock(places)
                 return True
         return False
 
-    def _unlock(self, locked: list[list[np.ndarray]]) -> None:
-        for part in locked:
-            for group, places in zip(self.groups, part, strict=False):
-                group.cache.unlock(places)
-
-    def _moved(self, state: TBEState, moves: Any = None, capacity: int | None = None) -> TBEState:
+    def _moved(self, state: TBEState, moves: PyTree = None, capacity: int | None = None) -> TBEState:
         """The state after the moves of all groups, by default those of the last batch."""
         for group, own in zip(self.groups, moves or [group.moves(None) for group in self.groups], strict=True):
             arrays = group.bring(state.arrays(group.number), own, self._leaving(state, group), capacity)
             state = state.with_arrays(group.number, arrays)
         return state
 
-    def _leaving(self, state: TBEState, group: NearRows) -> Any:
+    def _leaving(self, state: TBEState, group: NearRows) -> Callable[[Array], tuple[Array, ...]]:
         return functools.partial(_stored_rows, self.plan, group.number, state)
 
     def write_back(self, state: TBEState) -> TBEState:
@@ -195,11 +194,11 @@ class HostRows:
         jax.effects_barrier()
         self.generation.advance(self.generation.number)
         while self.prefetched:
-            self._unlock(self.prefetched.popleft()[1])
+            self._take_prefetched(self.prefetched[0][0])
         for group in self.groups:
             group.cache.reset()
             nobody = jnp.full(state.weights[group.number].shape[0], NO_ROW, jnp.int32)
-            state = state.with_group(group.number, resident_rows=nobody)
+            state = state.with_arrays(group.number, (*state.arrays(group.number)[:-1], nobody))
         return self._advanced(state)
 
     def arrays_of(self, table: int) -> tuple[np.ndarray, ...]:
@@ -210,11 +209,11 @@ class HostRows:
     # On the host
 
     def _find_in_turn(
-        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Any, ids: Any, offsets: Any
+        self, num_bags: tuple[int, ...], admit: bool, capacity: int | None, generation: Array, *batch: AnyArray
     ) -> tuple[np.ndarray, list[list[np.ndarray]]]:
         """Ids with places instead of rows, and for every group which places are left and taken."""
         self.generation.advance(generation)
-        ids, offsets = np.asarray(ids), np.asarray(offsets)
+        ids, offsets = map(np.asarray, batch)
         admits = admit and not self._take_prefetched(_ids_in_bags(ids, offsets))
         self._find(num_bags, ids, offsets, admit=admits)
         translated = ids.astype(np.int32)
@@ -222,9 +221,11 @@ class HostRows:
             np.copyto(translated, group.places, where=group.rows >= 0, casting="same_kind")
         return translated, [group.moves(capacity) for group in self.groups]
 
-    def _find(self, num_bags: tuple[int, ...], ids: Any, offsets: Any, *, admit: bool, **how: bool) -> None:
+    def _find(
+        self, num_bags: tuple[int, ...], ids: np.ndarray, offsets: np.ndarray, *, admit: bool, **how: bool
+    ) -> None:
         """Finds the rows of a batch their places."""
-        starts = feature_starts(offsets, num_bags)
+        starts = np.asarray(feature_starts(offsets, num_bags))
         for group in self.groups:
             rows = np.full(ids.size, -1, np.int64)
             for table, (first, last) in zip(self.plan.features, itertools.pairwise(starts.tolist()), strict=True):
@@ -237,7 +238,7 @@ class HostRows:
         if admit:
             self._record(ids, starts)
 
-    def _store_scratch(self, generation: Any, values: Sequence[Any]) -> tuple[()]:
+    def _store_scratch(self, generation: Array, values: Sequence[PyTree]) -> tuple[()]:
         self.generation.advance(generation)
         for group, own in zip(self.groups, values, strict=True):
             group.store_scratch(own)
@@ -258,20 +259,9 @@ class HostRows:
         self.statistics.record(total._replace(calls=1, requested_ids=ids.size, unique_ids=num_unique), by_feature)
 
 
-def _ids_in_bags(ids: Any, offsets: Any) -> np.ndarray:
+def _ids_in_bags(ids: AnyArray, offsets: AnyArray) -> np.ndarray:
     """Ids without the room behind them, which a prepared batch has."""
     return np.asarray(ids)[: int(offsets[-1])]
-
-
-@functools.lru_cache(maxsize=256)
-def _near_blocks(plan: TBEPlan, blocks: tuple[Block, ...], num_places: tuple[int, ...]) -> tuple[Block, ...]:
-    """Blocks of a batch with places, in arrays of so many places, for ids of cached tables."""
-    return tuple(
-        block._replace(first_row=0, num_rows=num_places[block.table])
-        if plan.groups[block.table].table.is_cached
-        else block
-        for block in blocks
-    )
 
 
 # Caches and stores
@@ -283,7 +273,7 @@ def _memory_of_device() -> dict[str, int] | None:
     return memory if "bytes_limit" in memory else None
 
 
-def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[SetAssociativeCache]:
+def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssociativeCache]:
     """Caches of the groups: `cache_load_factor` of their rows in sets of 32, one set at least.
 
     Beyond one set each, caches get the share of what they ask for that fits the free memory, where the device tells it.
@@ -291,14 +281,7 @@ def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[Set
     Raises: ValueError: there is no room for a set of each.
     Source: FBGEMM, size rule of the row cache.
     """
-    set_bytes = [
-        NUM_WAYS
-        * (
-            group.table.dim * caching.near_dtype(group.table.dtype).itemsize
-            + sum(slot.nbytes for slot in group.table.first_slots())
-        )
-        for group in groups
-    ]
+    set_bytes = [NUM_WAYS * sum(_row_bytes(own.table, own.table.near_dtype)) for own in groups]
     sets = [caching.cache_sets or -(-int(own.num_rows * caching.cache_load_factor) // NUM_WAYS) or 1 for own in groups]
     # Rows that visit for one batch take the least that a cache can have.
     sets = [1 if own.table.placement == "host" else n for own, n in zip(groups, sets, strict=True)]
@@ -320,48 +303,56 @@ def _caches_of(groups: Sequence[GroupPlan], caching: CacheArguments) -> list[Set
     ]
 
 
-def _backing_of(group: GroupPlan, near: Any) -> BackingStore:
-    table = group.table
-    first = [np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()]
-    shapes = [(group.num_rows, *row.shape[1:]) for row in first]
-    # Zeros take memory when they are first written.
-    zeros = (np.zeros(shape, row.dtype) for shape, row in zip(shapes, first, strict=True))
-    arrays = [np.full_like(own, row) if row.any() else own for own, row in zip(zeros, first, strict=True)]
-    return BackingStore(arrays, near_dtype=None if near in (jnp.float32, jnp.dtype(table.dtype)) else near)
+def _row_bytes(table: TablePlan, dtype: str) -> tuple[int, int]:
+    """Bytes of a row's weights in a dtype, and of its optimizer states."""
+    return table.dim * jnp.dtype(dtype).itemsize, sum(slot.nbytes for slot in table.first_slots())
+
+
+def _backing_of(group: GroupPlan) -> BackingStore:
+    table, arrays = group.table, []
+    for row in (np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()):
+        arrays.append(own := np.zeros((group.num_rows, *row.shape[1:]), row.dtype))
+        if row.any():  # zeros take memory when they are first written
+            own[:] = row
+    rounds = table.near_dtype not in ("float32", table.dtype)
+    return BackingStore(arrays, near_dtype=jnp.dtype(table.near_dtype) if rounds else None)
 
 
 def first_state(plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None) -> TBEState:
     """The state before any training, on `device`."""
-    rows, cached = [*functional.num_rows(plan)], [] if host_rows is None else host_rows.groups
-    for group in cached:
-        rows[group.number] = group.num_places
-    state = functional.init_state(plan, key, rows)
+    cached = [] if host_rows is None else host_rows.groups
+    state = functional.init_state(plan, key, {group.number: group.num_places for group in cached})
     state = state if device is None else jax.device_put(state, device)
     if host_rows is None:
         return state
-    for group in cached:
-        dtype = host_rows.caching.near_dtype(plan.groups[group.number].table.dtype)
-        state = state.with_group(group.number, weights=state.weights[group.number].astype(dtype))
     return state._replace(generation=jnp.asarray(host_rows.generation.number, jnp.uint32))
 
 
-def warn_of_arguments(plan: TBEPlan, caching: CacheArguments, given: Mapping[str, Any]) -> None:
-    """Warns of those of the constructor's arguments that change nothing."""
-    specs = given["embedding_specs"]
+_OF_CACHES = (
+    *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision", "enforce_hbm"),
+    *("prefetch_pipeline", "multipass_prefetch_config", "gather_uvm_cache_stats", "record_cache_metrics"),
+)
+
+
+def warn_of_arguments(plan: TBEPlan, given: Arguments) -> None:
+    """Warns of arguments that change nothing."""
+    specs = given.embedding_specs
+
+    def unused(*names: str) -> list[str]:
+        usual = (None, RecordCacheMetrics())
+        return [name for name in names if getattr(given, name) not in (*usual, given.defaults[name])]
+
     if not plan.has_cache:
-        unused = [own.name for own in dataclasses.fields(caching) if getattr(caching, own.name) != own.default]
-        why = "as no table has EmbeddingLocation.MANAGED_CACHING"
+        names, why = unused(*_OF_CACHES), "as no table has EmbeddingLocation.MANAGED_CACHING"
         if EmbeddingLocation.MANAGED_CACHING in {location for _, _, location, _ in specs}:
-            unused, why = [name for name in unused if name != "enforce_hbm"], "as enforce_hbm is set"
-        warn_of_no_effect(unused, why)
-    elif caching.cache_reserved_memory and caching.cache_sets:
+            names, why = [name for name in names if name != "enforce_hbm"], "as enforce_hbm is set"
+        warn_of_no_effect(names, why)
+    elif given.cache_reserved_memory and given.cache_sets:
         warn_of_no_effect(["cache_reserved_memory"], "as cache_sets says how large caches are")
-    elif caching.cache_reserved_memory and _memory_of_device() is None:
+    elif given.cache_reserved_memory and _memory_of_device() is None:
         warn_of_no_effect(["cache_reserved_memory"], "as this device does not tell how much memory it has")
-    of_others = ("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
-    unused = [name for name in of_others if given[name]]
-    unused += ["max_gradient"] if not given["gradient_clipping"] and given["max_gradient"] != 1.0 else []
-    warn_of_no_effect(unused, "here")
+    names = unused("uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped")
+    warn_of_no_effect(names + ([] if given.gradient_clipping else unused("max_gradient")), "here")
     platforms = {ComputeDevice.CUDA: "gpu", ComputeDevice.TPU: "tpu"}
     named = {compute_device for _, _, _, compute_device in specs}
     elsewhere = sorted({c.name for c in named if platforms.get(c, default_platform()) != default_platform()})
@@ -370,10 +361,6 @@ def warn_of_arguments(plan: TBEPlan, caching: CacheArguments, given: Mapping[str
 
 
 # Reports
-
-
-MAX_MEMORY_REPORTS = 10
-"""Sizes of tables do not change: the original reports them ten times as well."""
 
 
 PUBLISHED_COUNTS = (
@@ -393,17 +380,10 @@ class StatisticsReporter:
     def __init__(self, config: TBEStatsReporterConfig):
         self.config = config
         self.prefetch_seconds = 0.0
-        self.prefetched_ids = self.prefetched_bytes = 0
-        self._num_steps = self._num_reports = 0
+        self._num_steps = 0
         self._reported = CacheCounts()
 
-    def note_prefetch(self, ids: Any, seconds: float) -> None:
-        """A prefetch, for the next report."""
-        self.prefetch_seconds += seconds
-        self.prefetched_ids += ids.size
-        self.prefetched_bytes += ids.nbytes
-
-    def step(self, plan: TBEPlan, state: TBEState, host_rows: HostRows | None, batch: Any, output: Any) -> None:
+    def step(self, plan: TBEPlan, state: TBEState, host_rows: HostRows | None, batch: AnyBatch, output: PyTree) -> None:
         """Counts a training step, and reports if it is time; warns of steps inside `jit`, which it never sees."""
         if is_traced(batch):
             warnings.warn(
@@ -415,50 +395,38 @@ class StatisticsReporter:
         self._num_steps += 1
         if self._num_steps % self.config.interval:
             return
-        outputs, given = jax.tree.leaves(output), jax.tree.leaves(batch.ids)
-        figures: dict[str, float] = {
-            "total_prefetch_duration": self.prefetch_seconds,
-            "bwd_wait_for_prefetch": 0.0,  # prefetches end before they return
-            "tbe.prefetch_input_count": self.prefetched_ids,
-            "tbe.prefetch_input_size": self.prefetched_bytes,
-            "tbe.fwd_input_count": sum(leaf.size for leaf in given),
-            "tbe.fwd_input_size": sum(leaf.nbytes for leaf in given),
-            "tbe.fwd_output_count": sum(leaf.size for leaf in outputs),
-            "tbe.fwd_output_size": sum(leaf.nbytes for leaf in outputs),
-        }
-        self.prefetch_seconds, self.prefetched_ids, self.prefetched_bytes = 0.0, 0, 0
-        if self._num_reports < MAX_MEMORY_REPORTS:
-            figures |= _memory(plan, state)
+        # Prefetches end before they return.
+        figures = {"total_prefetch_duration": self.prefetch_seconds, "bwd_wait_for_prefetch": 0.0}
+        for name, arrays in (("input", jax.tree.leaves(batch.ids)), ("output", jax.tree.leaves(output))):
+            figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
+            figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
+        self.prefetch_seconds = 0.0
+        figures |= _memory(plan, state)
         if host_rows is not None:
-            counts = host_rows.statistics.totals
-            figures |= {f"tbe.prefetch.cache_stats.{name}": value for name, value in counts._asdict().items()}
-            figures |= self._row_bytes(host_rows, counts)
-        self._num_reports += 1
+            figures |= self._row_bytes(host_rows)
         if self.config.report is not None:
             self.config.report(int(state.step), figures)
         else:
             text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
             logging.getLogger("rsembed").info("step %d: %s", int(state.step), text)
 
-    def _row_bytes(self, host_rows: HostRows, counts: CacheCounts) -> dict[str, float]:
+    def _row_bytes(self, host_rows: HostRows) -> dict[str, float]:
         """Counts of a step, on average since the last report, times the bytes of the longest cached row."""
         tables = [host_rows.plan.groups[own.number].table for own in host_rows.groups]
-        row = max(table.dim * host_rows.caching.near_dtype(table.dtype).itemsize for table in tables)
-        since = [max(new - old, 0) for new, old in zip(counts, self._reported, strict=True)]  # less after a reset
-        self._reported = counts
-        named = zip(PUBLISHED_COUNTS, since, strict=False)
-        interval = self.config.interval
-        return {f"tbe.prefetch.cache_stats_by_data_size.{name}": count * row / interval for name, count in named}
+        row = max(_row_bytes(table, table.near_dtype)[0] for table in tables)
+        since = zip(host_rows.statistics.totals, self._reported, strict=True)
+        counts = [max(new - old, 0) / self.config.interval for new, old in since]  # less after a reset
+        self._reported = host_rows.statistics.totals
+        named = zip(PUBLISHED_COUNTS, counts, strict=False)
+        return {f"tbe.prefetch.cache_stats_by_data_size.{name}": count * row for name, count in named}
 
 
 def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
     """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
     found: dict[str, dict[str, int]] = {}
     for table in plan.tables:
-        found[table.name] = {
-            "weights": table.num_rows * table.dim * jnp.dtype(table.dtype).itemsize,
-            "optimizer_states": table.num_rows * sum(slot.nbytes for slot in table.first_slots()),
-        }
+        weights, states = _row_bytes(table, table.dtype)
+        found[table.name] = {"weights": table.num_rows * weights, "optimizer_states": table.num_rows * states}
     total = {what: sum(own[what] for own in found.values()) for what in ("weights", "optimizer_states")}
     if plan.has_cache:
         cached = [number for number, group in enumerate(plan.groups) if group.table.is_cached]
@@ -473,7 +441,7 @@ def _memory(plan: TBEPlan, state: TBEState) -> dict[str, float]:
     for kind, is_cached in (("hbm", False), ("uvm", True)):
         own = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
         weights, states = (sum(size[what] for size in own) for what in ("weights", "optimizer_states"))
-        figures[f"tbe.{kind}.embeddings"], figures[f"tbe.{kind}.optimizer_states"] = weights, states
-        figures[f"tbe.{kind}.total_static_sparse"] = weights + states + (0 if is_cached else cache)
-        figures[f"tbe.total_{kind}_usage"] = weights + states + (0 if is_cached else cache)
+        total = weights + states + (0 if is_cached else cache)
+        figures |= {f"tbe.{kind}.embeddings": weights, f"tbe.{kind}.optimizer_states": states}
+        figures |= {f"tbe.{kind}.total_static_sparse": total, f"tbe.total_{kind}_usage": total}
     return figures

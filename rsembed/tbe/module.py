@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +16,20 @@ import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
+from numpy.typing import ArrayLike
 
 from rsembed import optimizers as core
 from rsembed.bags import is_traced
-from rsembed.checks import check_within, dtype_among, validated
+from rsembed.checks import NonNegativeInt, dtype_among, validated
 from rsembed.kernels.contract import JaggedBatch
 from rsembed.optimizers import WeightDecayMode
 from rsembed.row_gradients import RowGradients, SingleUse, check_belong, check_gradient
 from rsembed.tbe import arguments, batches, functional, host_rows
 from rsembed.tbe import plan as plans
-from rsembed.tbe.arguments import CacheAlgorithm, EmbOptimType, PoolingMode, SparseType, TableOptimizer
-from rsembed.tbe.batches import BoundsCheckMode, PreparedBatch, is_by_feature
+from rsembed.tbe.arguments import Arguments, BoundsCheckMode, CacheAlgorithm, EmbOptimType, PoolingMode, SparseType
+from rsembed.tbe.batches import PreparedBatch, is_by_feature
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.meshes import AnyBatch, SplitBatch, tables_on_mesh
 from rsembed.tbe.tables import TBEVariable, TrainedTables, learning_rates
@@ -141,33 +145,33 @@ class TableBatchedEmbeddingBags(TrainedTables):
         embedding_specs: Sequence[plans.EmbeddingSpec],
         feature_table_map: Sequence[int] | None = None,
         cache_algorithm: CacheAlgorithm | str | int = CacheAlgorithm.LRU,
-        cache_load_factor: float = 0.2,
-        cache_sets: int = 0,
-        cache_reserved_memory: float = 0.0,
+        cache_load_factor: Annotated[float, "[0, 1]"] = 0.2,
+        cache_sets: NonNegativeInt = 0,
+        cache_reserved_memory: Annotated[float, "[0, inf)"] = 0.0,
         cache_precision: SparseType | str | None = None,
         weights_precision: SparseType | str | int = SparseType.FP32,
         output_dtype: SparseType | str | int = SparseType.FP32,
         enforce_hbm: bool = False,
-        optimizer: TableOptimizer | str | Sequence[TableOptimizer | str] = EmbOptimType.EXACT_SGD,
+        optimizer: arguments.AnyOptimizer | Sequence[arguments.AnyOptimizer] = EmbOptimType.EXACT_SGD,
         record_cache_metrics: arguments.RecordCacheMetrics | None = None,
         gather_uvm_cache_stats: bool | None = False,
         stochastic_rounding: bool = True,
         gradient_clipping: bool = False,
-        max_gradient: float = 1.0,
-        max_norm: float = 0.0,
+        max_gradient: Annotated[float, "(0, inf]"] = 1.0,
+        max_norm: Annotated[float, "[0, inf]"] = 0.0,
         learning_rate: Any = 0.01,
         eps: float = 1e-8,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
+        momentum: Annotated[float, "[0, 1]"] = 0.9,
+        weight_decay: Annotated[float, "[0, inf)"] = 0.0,
         weight_decay_mode: WeightDecayMode | str | int = WeightDecayMode.NONE,
-        eta: float = 0.001,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
+        eta: Annotated[float, "[0, inf)"] = 0.001,
+        beta1: Annotated[float, "[0, 1)"] = 0.9,
+        beta2: Annotated[float, "[0, 1)"] = 0.999,
         ensemble_mode: core.EnsembleModeDefinition | None = None,
         counter_based_regularization: core.CounterBasedRegularizationDefinition | None = None,
         cowclip_regularization: core.CowClipDefinition | None = None,
         pooling_mode: PoolingMode | str | int = PoolingMode.SUM,
-        device: Any = None,
+        device: jax.Device | str | int | None = None,
         bounds_check_mode: BoundsCheckMode | str | int = BoundsCheckMode.WARNING,
         uvm_non_rowwise_momentum: bool = False,
         use_experimental_tbe: bool = False,
@@ -179,13 +183,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
         global_weight_decay: core.GlobalWeightDecayDefinition | None = None,
         uvm_host_mapped: bool = False,
         *,
-        embedding_table_index_type: Any = np.int64,
-        embedding_table_offset_type: Any = np.int64,
+        embedding_table_index_type: DTypeLike = np.int64,
+        embedding_table_offset_type: DTypeLike = np.int64,
         emainplace_mode: core.EmainplaceModeDefinition | None = None,
         extra_optimizer_config: arguments.UserEnabledConfigDefinition | None = None,
-        ar_alpha: float = 0.0,
-        ema_beta: float = 0.99,
-        min_shrinkage: float = 0.1,
+        ar_alpha: Annotated[float, "[0, inf)"] = 0.0,
+        ema_beta: Annotated[float, "[0, 1]"] = 0.99,
+        min_shrinkage: Annotated[float, "[0, 1]"] = 0.1,
         feature_names: Sequence[str] | None = None,
         mesh: Mesh | None = None,
         sharding_axis: str | Sequence[str] | None = None,
@@ -194,36 +198,30 @@ class TableBatchedEmbeddingBags(TrainedTables):
     ):
         dtype_among(("int32", "int64"), embedding_table_index_type, "embedding_table_index_type")
         dtype_among(("int32", "int64"), embedding_table_offset_type, "embedding_table_offset_type")
-        given = arguments.with_members(locals())
-        if given["cache_precision"] == given["weights_precision"]:
-            given["cache_precision"] = None  # no other one
-        check_within("(0, inf]", max_gradient, "max_gradient")
-        # Each table has its own learning rate.
-        of_optimizers = arguments.chosen(arguments.OptimizerArguments, given | {"learning_rate": None})
-        self.caching = arguments.chosen(arguments.CacheArguments, given)
-        self.bounds_check_mode = batches.bounds_check_mode(bounds_check_mode)
-        self.plan = plans.make_plan(given, of_optimizers)
+        given = Arguments.of(locals(), inspect.signature(TableBatchedEmbeddingBags.__init__))
+        self.arguments = nnx.static(given)
+        self.bounds_check_mode = given.bounds_check_mode
+        self.plan = plans.make_plan(given)
         self.feature_names = self.plan.feature_names
-        host_rows.warn_of_arguments(self.plan, self.caching, given)
-        self.output_dtype = arguments.dtype_of(given["output_dtype"], "output_dtype").name
+        host_rows.warn_of_arguments(self.plan, given)
+        self.output_dtype = arguments.dtype_of(given.output_dtype, "output_dtype").name
         self.max_gradient = max_gradient if gradient_clipping else None
         self.reporter = None if stats_reporter_config is None else host_rows.StatisticsReporter(stats_reporter_config)
         self.deterministic = self._has_warned = False
-        self.optimizer_arguments = nnx.static(of_optimizers)
-        self._host_rows = HostRows(self.plan, self.caching) if self.plan.has_cache else None
+        self._host_rows = HostRows(self.plan, given) if self.plan.has_cache else None
         key = (rngs or nnx.Rngs(0)).params()
         self.state = TBEVariable(host_rows.first_state(self.plan, key, self._host_rows, plans.device_of(device)))
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
 
     def __call__(
         self,
-        indices: Any,
-        offsets: Any = None,
-        per_sample_weights: Any = None,
-        feature_requires_grad: Any = None,
+        indices: PyTree,
+        offsets: ArrayLike | None = None,
+        per_sample_weights: ArrayLike | None = None,
+        feature_requires_grad: ArrayLike | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Looks up, and changes no weight, state or step.
 
         Args:
@@ -244,13 +242,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def vjp(
         self,
-        indices: Any,
-        offsets: Any = None,
-        per_sample_weights: Any = None,
-        feature_requires_grad: Any = None,
+        indices: PyTree,
+        offsets: ArrayLike | None = None,
+        per_sample_weights: ArrayLike | None = None,
+        feature_requires_grad: ArrayLike | None = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
-    ) -> tuple[Any, TablesBackward]:
+    ) -> tuple[PyTree, TablesBackward]:
         """The lookup of a training step, and the function that trains with the gradient of its output.
 
         Arguments are those of `__call__`. `feature_requires_grad` has 1 or 0 per feature; 0 makes the gradients of its
@@ -267,7 +265,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             self.state.set_value(_begin_step(self.plan, self.whole_state))
         near, by_feature = self._brought(batch), is_by_feature(indices)
         output = self._pooled(near, by_feature=by_feature)
-        return output, TablesBackward(self, batch, near, mask, total_unique_indices, by_feature=by_feature)
+        return output, TablesBackward(self, batch, near, mask, total_unique_indices, by_feature)
 
     def apply(self, row_gradients: RowGradients) -> None:
         """One optimizer step of every row in `row_gradients`, which `backward.row_gradients` returned.
@@ -285,7 +283,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         state = _apply(self.plan, state, row_gradients, rates)
         self.state.set_value(state if host is None else host.write_back(state))
 
-    def prepare(self, indices: Any, offsets: Any = None, per_sample_weights: Any = None) -> PreparedBatch:
+    def prepare(
+        self, indices: PyTree, offsets: ArrayLike | None = None, per_sample_weights: ArrayLike | None = None
+    ) -> PreparedBatch:
         """Checks a batch on the host and brings it to the devices: goes in place of `indices`, into `jit` too.
 
         On a mesh its samples are split, which inside `jit` cannot be done, and each process gives its own. On one
@@ -303,9 +303,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def prefetch(
         self,
-        indices: Any,
-        offsets: Any,
-        forward_stream: Any = None,
+        indices: PyTree,
+        offsets: ArrayLike,
+        forward_stream: object = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Brings rows of a later batch into the cache; other batches may be looked up in between.
@@ -323,7 +323,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             raise RuntimeError("prefetch works beside compiled programs; call it outside of jit.")
         self.state.set_value(host.prefetch(self.state.get_value(), batch))
         if self.reporter is not None:
-            self.reporter.note_prefetch(batch.ids, time.perf_counter() - started)
+            self.reporter.prefetch_seconds += time.perf_counter() - started
 
     def _read(self, *arguments: Any) -> AnyBatch:
         """The checked batch of a call; the module notes how many ids and offsets had to be corrected."""
@@ -364,7 +364,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.state.set_value(state)
         return near
 
-    def _pooled(self, batch: AnyBatch, *, by_feature: bool) -> Any:
+    def _pooled(self, batch: AnyBatch, *, by_feature: bool) -> PyTree:
         """The output of a lookup in the form that the caller expects."""
         # Arrays of numpy go into compiled functions as they are, which is faster than turning them into JAX's first.
         output = _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
@@ -375,30 +375,27 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 """The original's name."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
     """Trains the tables of one `vjp` call: `backward(d_out)` once, or `backward.row_gradients(d_out)`.
 
     `backward.weight_gradients(d_out)` before that gives the gradients of `per_sample_weights` alone.
     """
 
-    def __init__(
-        self,
-        module: TableBatchedEmbeddingBags,
-        batch: AnyBatch,
-        near: AnyBatch,
-        mask: Any,
-        bound: int | None,
-        *,
-        by_feature: bool,
-    ):
-        self._module, self._batch, self._near, self._by_feature = module, batch, near, by_feature
-        self._mask, self._bound = mask, bound
+    _module: TableBatchedEmbeddingBags
+    _batch: AnyBatch
+    _near: AnyBatch
+    _mask: PyTree
+    _bound: int | None
+    _by_feature: bool
+
+    def __post_init__(self) -> None:
         # The rate of this step is the one that its lookup saw.
-        self._rates = learning_rates(module.plan, module.whole_state)
-        self._generation = module.state.get_value().generation
+        self._rates = learning_rates(self._module.plan, self._module.whole_state)
+        self._generation = self._module.state.get_value().generation
         self._permit = SingleUse("this backward was used already; a second step needs its own vjp.")
 
-    def __call__(self, d_output: Any, *, per_sample_weights_grad: bool = True) -> Any:
+    def __call__(self, d_output: PyTree, *, per_sample_weights_grad: bool = True) -> PyTree:
         """One optimizer step of every row that was looked up, with its gradients summed over the whole call.
 
         Args:
@@ -431,7 +428,7 @@ class TablesBackward:
             module.reporter.step(module.plan, module.state.get_value(), host, self._batch, d_output)
         return None if d_weights is None else self._in_form(d_weights)
 
-    def weight_gradients(self, d_output: Any) -> Any:
+    def weight_gradients(self, d_output: PyTree) -> PyTree:
         """The gradient of `per_sample_weights`, changing nothing: for OptimType.NONE, and beside `row_gradients`.
 
         Of a prepared batch on a mesh `{feature: [bags, ids]}`, else in the form of the weights.
@@ -450,7 +447,7 @@ class TablesBackward:
         given = module.plan, module.whole_state, self._near, gradient, self._rates
         return self._in_form(_weight_gradients(*given, max_gradient=module.max_gradient))
 
-    def row_gradients(self, d_output: Any) -> RowGradients:
+    def row_gradients(self, d_output: PyTree) -> RowGradients:
         """The summed gradient of every looked-up row, changing nothing: to be clipped, accumulated and applied later.
 
         Args:
@@ -468,7 +465,7 @@ class TablesBackward:
         self._permit.use()
         return gradients
 
-    def _gradient(self, d_output: Any, *, trains: bool = False) -> Array:
+    def _gradient(self, d_output: PyTree, *, trains: bool = False) -> Array:
         """The gradient in the form of an output that is no dict, of a backward that may still be used.
 
         Raises: TypeError, ValueError: it has another form. RuntimeError: this was used, or the module never trains.
@@ -490,7 +487,7 @@ class TablesBackward:
         if self._module.state.get_value().generation is not self._generation:
             self._near = self._module._brought(self._batch, admit=False)
 
-    def _in_form(self, d_weights: Any) -> Any:
+    def _in_form(self, d_weights: PyTree) -> PyTree:
         """Gradients of weights in the form in which these were given, 0 where the mask is."""
         plan = self._module.plan
         if plan.devices is not None and isinstance(self._batch, JaggedBatch):

@@ -7,8 +7,8 @@ import enum
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from rsembed.optimizers import (
 from rsembed.specs import TableSpec
 from rsembed.stacking import split_by_memory
 from rsembed.tbe import arguments as by_name
-from rsembed.tbe.arguments import EmbOptimType, OptimizerArguments, PoolingMode, TableOptimizer, unused_arguments
+from rsembed.tbe.arguments import Arguments, CacheAlgorithm, EmbOptimType, PoolingMode, TableOptimizer
 
 
 class EmbeddingLocation(enum.IntEnum):
@@ -60,6 +60,7 @@ class ComputeDevice(enum.IntEnum):
 
 EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
 Placement = Literal["device", "cached", "host"]
+Value = TypeVar("Value")
 BagSizes = tuple[tuple[int, ...], ...]
 """Bags of feature f from rank r, as `sizes[f][r]`."""
 
@@ -74,6 +75,7 @@ class TablePlan(NamedTuple):
       dim: columns.
       learning_rate: initial rate, or a callable of nothing or of the 0-based step.
       dtype: of the stored rows.
+      near_dtype: of its rows on the device, which in a cache may be another one.
       rule: how touched rows are stepped; None only returns their gradients.
       placement: `device`; `cached`, on the host behind a cache on the device; or `host`, where every batch takes its
         rows to the device and back.
@@ -82,8 +84,7 @@ class TablePlan(NamedTuple):
       whole_table_mode: what happens to all rows before the lookup of a step.
       copy_dtypes: of the copies of the table that this keeps, behind the slots of the rule.
       keeps_first_gradients: rows are stepped with the gradient of the first bag that reads them, not with the sum.
-      state_names: names of its optimizer states.
-      torch_state_names: the same, after torch's optimizers.
+      torch_state_names: what torch's optimizers call its optimizer states.
     """
 
     name: str
@@ -92,6 +93,7 @@ class TablePlan(NamedTuple):
     dim: int
     learning_rate: LearningRate
     dtype: str
+    near_dtype: str
     rule: OptimizerSpec | None = None
     placement: Placement = "device"
     shared_by: str = "replicated"
@@ -99,8 +101,12 @@ class TablePlan(NamedTuple):
     whole_table_mode: EnsembleModeDefinition | EmainplaceModeDefinition | None = None
     copy_dtypes: tuple[str, ...] = ()
     keeps_first_gradients: bool = False
-    state_names: tuple[str, ...] = ()
     torch_state_names: tuple[str, ...] = ()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of its optimizer states."""
+        return by_name.state_names(self.optimizer, self.torch_state_names)
 
     @property
     def is_cached(self) -> bool:
@@ -112,7 +118,7 @@ class TablePlan(NamedTuple):
         """The decay that untouched rows owe, and that lookups see."""
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagradOptimizerSpec) else None
 
-    def contents(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, object]:
         """Facts that give the numbers their meaning: they may not change between runs, as hyperparameters may."""
         states, own = list(self.state_names), self.optimizer
         optimizer = own.name if isinstance(own, EmbOptimType) else own.identity
@@ -135,7 +141,7 @@ class TablePlan(NamedTuple):
         )
         return spec if self.rule is None else dataclasses.replace(spec, optimizer=self.rule)
 
-    def trained(self, arguments: OptimizerArguments) -> TablePlan:
+    def trained(self, arguments: Arguments) -> TablePlan:
         """The table with what its optimizer makes of the arguments that it reads.
 
         Raises: ValueError: arguments do not go together. NotImplementedError: a table on the host would have to be
@@ -254,7 +260,7 @@ class TBEPlan:
             {"dtype": table.dtype, "placement": table.placement, **table.contents(), **self._place_facts(t)}
             for t, table in enumerate(self.tables)
         ]
-        facts: dict[str, Any] = {"tables": dict(zip((table.name for table in self.tables), stored, strict=True))}
+        facts: dict[str, object] = {"tables": dict(zip((table.name for table in self.tables), stored, strict=True))}
         if self.has_cache:
             names = [table.name for table in self.tables if table.is_cached]
             facts[ELSEWHERE] = f"rows of tables {names} are on the host, beside their cache; save module.state_dict()."
@@ -265,10 +271,10 @@ class TBEPlan:
         """Fingerprint of a state dict, equal wherever the tables lie and whatever they are stored in."""
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
-    def _place_facts(self, table: int) -> dict[str, Any]:
+    def _place_facts(self, table: int) -> dict[str, object]:
         group, first_row = self.places[table]
         rows, dim = self.tables[table].num_rows, self.tables[table].dim
-        facts: dict[str, Any] = {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
+        facts: dict[str, object] = {"group": group, "first_row": first_row, "rows": rows, "dim": dim}
         if self.devices is not None:
             facts |= {"shared_by": self.tables[table].shared_by, "num_devices": self.devices.num_devices}
         return facts
@@ -304,42 +310,39 @@ class TBEPlan:
 def _blocks(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Block, ...]:
     """A block for each feature, of each rank with `sizes`. Raises: ValueError: the number of offsets does not fit."""
     num_features = len(plan.features)
-    bags = [(num_offsets - 1) // num_features] * num_features if sizes is None else [sum(own) for own in sizes]
-    if sizes is not None and (len(sizes) != num_features or len({len(own) for own in sizes}) > 1):
+    by_rank = [((num_offsets - 1) // num_features,)] * num_features if sizes is None else sizes
+    bags = [sum(own) for own in by_rank]
+    if len(by_rank) != num_features or len({len(own) for own in by_rank}) > 1:
         raise ValueError(
             f"batch_size_per_feature_per_rank must have {num_features} rows, one per feature, of equal length; "
-            f"got lengths {[len(own) for own in sizes]}."
-        )
-    if sizes is not None and sum(bags) + 1 != num_offsets:
-        raise ValueError(
-            f"batch_size_per_feature_per_rank adds up to {sum(bags)} bags, which needs as many offsets plus 1, but "
-            f"there are {num_offsets}."
+            f"got lengths {[len(own) for own in by_rank]}."
         )
     if num_offsets < 1 or sum(bags) + 1 != num_offsets:
+        if sizes is not None:
+            raise ValueError(
+                f"batch_size_per_feature_per_rank adds up to {sum(bags)} bags, which needs as many offsets plus 1, but "
+                f"there are {num_offsets}."
+            )
         raise ValueError(
             f"offsets has {num_offsets} entries, which is not batch size * {num_features} features + 1; pass one "
             "offset per bag, feature after feature, and the end of the last bag."
         )
-    blocks = [
-        Block(first_bag, num_bags, *plan.places[table], plan.tables[table].num_rows)
-        for table, first_bag, num_bags in zip(plan.features, itertools.accumulate(bags, initial=0), bags, strict=False)
-    ]
-    if sizes is None:
-        return tuple(blocks)
+    *first_bags, _ = itertools.accumulate(bags, initial=0)
     return tuple(
-        block._replace(first_bag=block.first_bag + sum(own[:rank]), num_bags=own[rank])
-        for rank in range(len(sizes[0]))
-        for block, own in zip(blocks, sizes, strict=True)
+        Block(first_bag + sum(own[:rank]), own[rank], *plan.places[table], plan.tables[table].num_rows)
+        for rank in range(len(by_rank[0]))
+        for table, first_bag, own in zip(plan.features, first_bags, by_rank, strict=True)
     )
 
 
-def per_table(value: Any, num_tables: int, what: str) -> list[Any]:
+def per_table(value: Value | Sequence[Value], num_tables: int, what: str) -> list[Value]:
     """One value per table, from one for all or a sequence. Raises: ValueError: another number of values."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * num_tables
-    if len(value) != num_tables:
-        raise ValueError(f"{what} has {len(value)} entries for {num_tables} tables; give one for all, or one each.")
-    return list(value)
+    if np.ndim(value) == 0:  # type: ignore[arg-type]
+        return [value] * num_tables  # type: ignore[list-item]
+    values: list[Value] = list(value)  # type: ignore[arg-type]
+    if len(values) != num_tables:
+        raise ValueError(f"{what} has {len(values)} entries for {num_tables} tables; give one for all, or one each.")
+    return values
 
 
 def default_platform() -> str:
@@ -347,7 +350,7 @@ def default_platform() -> str:
     return jax.default_backend()
 
 
-def device_of(device: Any) -> jax.Device | None:
+def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
     """A JAX device from one, its number, or a name such as `cpu`, `cuda:1` or `tpu`.
 
     Raises: ValueError: there is no such device.
@@ -370,37 +373,48 @@ def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
         warnings.warn(f"{', '.join(arguments)}: no effect, {reason}.", stacklevel=5)
 
 
-def make_plan(given: Mapping[str, Any], arguments: OptimizerArguments) -> TBEPlan:
-    """The plan of a module with these of the constructor's arguments, whose enums are members.
+def make_plan(given: Arguments) -> TBEPlan:
+    """The plan of a module with these arguments.
 
     Raises: ValueError: a table or feature cannot be what it is declared as, or arguments do not go together; says which
       and why. NotImplementedError: tables need what their placement cannot do.
     """
-    specs: Sequence[EmbeddingSpec] = given["embedding_specs"]
-    names = tuple(given["table_names"] or (f"table_{t}" for t in range(len(specs))))
-    features = tuple(range(len(names)) if given["feature_table_map"] is None else given["feature_table_map"])
-    feature_names = tuple(given["feature_names"] or _default_feature_names(features, names))
+    specs: Sequence[EmbeddingSpec] = given.embedding_specs
+    names = tuple(given.table_names or (f"table_{t}" for t in range(len(specs))))
+    features = tuple(range(len(names)) if given.feature_table_map is None else given.feature_table_map)
+    # Tables that no feature can read are refused below.
+    readers = [names[t] if 0 <= t < len(names) else f"feature_{feature}" for feature, t in enumerate(features)]
+    numbered = [f"{name}_{readers[:f].count(name)}" for f, name in enumerate(readers)]
+    default = [name if readers.count(name) == 1 else own for name, own in zip(readers, numbered, strict=True)]
+    feature_names = tuple(given.feature_names or default)
     _check_specs(specs, features, names, feature_names)
+    if given.prefetch_pipeline and given.cache_algorithm != CacheAlgorithm.LRU:
+        raise ValueError("prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches.")
     optimizers: list[TableOptimizer] = [
         own if isinstance(own, OptimizerSpec) else by_name.member(EmbOptimType, own)
-        for own in per_table(given["optimizer"], len(names), "optimizer")
+        for own in per_table(given.optimizer, len(names), "optimizer")
     ]
     rates = [
         own.learning_rate if isinstance(own, OptimizerSpec) else rate
-        for own, rate in zip(optimizers, per_table(given["learning_rate"], len(names), "learning_rate"), strict=True)
+        for own, rate in zip(optimizers, per_table(given.learning_rate, len(names), "learning_rate"), strict=True)
     ]
     for rate in rates:
         check_type(rate, float | Callable, "learning_rate")
     if len({own == EmbOptimType.NONE for own in optimizers}) > 1:
         raise ValueError("OptimType.NONE returns gradients instead of applying them: use it for all tables or none.")
-    mesh, device, devices = given["mesh"], given["device"], Devices.of(given["mesh"], given["sharding_axis"])
-    if mesh is not None and device is not None:
-        raise ValueError(f"device={device!r} and a mesh do not go together; the tables are on the devices of the mesh.")
-    unread = set.intersection(*(set(unused_arguments(own, arguments)) for own in optimizers))
+    devices = Devices.of(given.mesh, given.sharding_axis)
+    if given.mesh is not None and given.device is not None:
+        raise ValueError(
+            f"device={given.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
+        )
+    unread = set.intersection(*(set(by_name.unused_arguments(own, given)) for own in optimizers))
     warn_of_no_effect(sorted(unread), f"optimizer {by_name.name_of(optimizers[0])} does not use them")
     if len(set(optimizers)) == 1:
         # What does not go together is refused before unread arguments are left out.
-        by_name.check_arguments(optimizers[0], arguments)
+        by_name.check_arguments(optimizers[0], given)
+    dtype = by_name.dtype_of(given.weights_precision, "weights_precision").name
+    near_dtype = by_name.dtype_of(given.cache_precision or given.weights_precision, "cache_precision").name
+    placed = [_placement(location, enforce_hbm=given.enforce_hbm) for _, _, location, _ in specs]
     tables = [
         TablePlan(
             name=name,
@@ -408,28 +422,20 @@ def make_plan(given: Mapping[str, Any], arguments: OptimizerArguments) -> TBEPla
             num_rows=rows,
             dim=dim,
             learning_rate=rate if callable(rate) else float(rate),
-            dtype=by_name.dtype_of(given["weights_precision"], "weights_precision").name,
-            placement=_placement(location, enforce_hbm=given["enforce_hbm"]),
-            rounds_stochastically=given["stochastic_rounding"],
-        ).trained(arguments)
-        for name, own, rate, (rows, dim, location, _) in zip(names, optimizers, rates, specs, strict=True)
+            dtype=dtype,
+            near_dtype=dtype if placement == "device" else near_dtype,
+            placement=placement,
+            rounds_stochastically=given.stochastic_rounding,
+        ).trained(given)
+        for name, own, rate, placement, (rows, dim, _, _) in zip(names, optimizers, rates, placed, specs, strict=True)
     ]
-    if mesh is not None:
-        _check_shared(tables, given["pooling_mode"])
-    core_specs = {} if mesh is None else {table.name: table.spec() for table in tables}
-    placements = placement_of_tables(core_specs, devices, given["placement"])
+    if given.mesh is not None:
+        _check_shared(tables, given.pooling_mode)
+    core_specs = {} if given.mesh is None else {table.name: table.spec() for table in tables}
+    placements = placement_of_tables(core_specs, devices, given.placement)
     shared = tuple(table._replace(shared_by=placements.get(table.name, "replicated")) for table in tables)
-    pooling = given["pooling_mode"].name.lower()
-    return TBEPlan(shared, features, pooling, feature_names, None if mesh is None else devices)
-
-
-def _default_feature_names(features: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Table names; those of tables with several features are numbered."""
-    found = []
-    for feature, t in enumerate(features):
-        name = names[t] if 0 <= t < len(names) else f"feature_{feature}"  # an error that _check_specs explains
-        found.append(f"{name}_{features[:feature].count(t)}" if features.count(t) > 1 else name)
-    return found
+    pooling = given.pooling_mode.name.lower()
+    return TBEPlan(shared, features, pooling, feature_names, None if given.mesh is None else devices)
 
 
 def _check_specs(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
+from numpy.typing import ArrayLike
 
 from rsembed.bags import is_taken
 from rsembed.caching import CacheCounts, CacheStatistics
@@ -19,20 +20,28 @@ from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import CacheArguments, OptimizerArguments, unused_arguments
+from rsembed.tbe.arguments import Arguments, read_arguments
 from rsembed.tbe.functional import TBEState, everywhere, rows_of
 from rsembed.tbe.host_rows import HostRows, state_bytes
 from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
 
 ROWS_PER_BLOCK = 1 << 16
-_OPTIONAL = {"step", "passed_step", "learning_rate", "max_counter", "key", "contents"}
-HYPER_PARAMETERS = ("eps", "beta1", "beta2", "weight_decay", "lower_bound")
+_STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
+_NUMBERS: dict[str, object] = {"step": _STEP, "passed_step": _STEP, "max_counter": Annotated[float, "[0, inf)"]}
+_OPTIONAL = {*_NUMBERS, "learning_rate", "key", "contents"}
+HYPER_PARAMETERS: dict[str, object] = {
+    "eps": float,
+    "beta1": Annotated[float, "[0, 1)"],
+    "beta2": Annotated[float, "[0, 1)"],
+    "weight_decay": Annotated[float, "[0, inf)"],
+    "lower_bound": float,
+}
 
 learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _uniform_rows(key: PRNGKeyArray, first_row: Any, num_rows: int, dim: int, low: Any, high: Any) -> Array:
+def _uniform_rows(key: PRNGKeyArray, first_row: Array | int, num_rows: int, dim: int, low: Array, high: Array) -> Array:
     rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
     return jax.vmap(lambda row: low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,)))(rows)
 
@@ -52,14 +61,12 @@ class TrainedTables(nnx.Module):
     Attributes:
       plan: the tables.
       state: all that training changes and a device has.
-      caching: arguments of caches.
-      optimizer_arguments: of all tables.
+      arguments: those of the constructor, with later hyperparameters.
     """
 
     plan: TBEPlan
     state: TBEVariable
-    caching: CacheArguments
-    optimizer_arguments: OptimizerArguments
+    arguments: Arguments
     _host_rows: HostRows | None
 
     @property
@@ -119,22 +126,22 @@ class TrainedTables(nnx.Module):
             raise NotImplementedError(
                 f"setting hyper-parameter {unknown[0]!r} is not supported; there are lr, {', '.join(HYPER_PARAMETERS)}."
             )
-        arguments = self.optimizer_arguments
-        unread = [n for n in parameters if not any(_reads(table, n, arguments) for table in self.plan.tables)]
-        warn_of_no_effect(unread, "no table's optimizer uses them")
-        for name, value in parameters.items():
-            if name in unread:
-                continue
-            change: dict[str, Any] = {name: value}
-            if name == "lower_bound":
-                decay = dataclasses.replace(arguments.global_weight_decay, lower_bound=value)  # type: ignore[type-var]
-                change = {"global_weight_decay": decay}
-            arguments = dataclasses.replace(arguments, **change)
+        arguments, has_decay = self.arguments, any(table.global_decay is not None for table in self.plan.tables)
+        read = {"lower_bound"} if has_decay else set[str]()
+        read = read.union(*(read_arguments(table.optimizer, arguments) for table in self.plan.tables))
+        warn_of_no_effect([name for name in parameters if name not in read], "no table's optimizer uses them")
+        changes: dict[str, object] = {name: value for name, value in parameters.items() if name in read}
+        for name, value in changes.items():
+            check_type(value, HYPER_PARAMETERS[name], name)
+        if "lower_bound" in changes:
+            bound = changes.pop("lower_bound")
+            changes["global_weight_decay"] = dataclasses.replace(arguments.global_weight_decay, lower_bound=bound)
+        arguments = arguments.changed(**changes)
         tables = tuple(table.trained(arguments) for table in self.plan.tables)
         if rates is not None:
             self.set_learning_rate(rates)
         if parameters:
-            self.plan, self.optimizer_arguments = dataclasses.replace(self.plan, tables=tables), nnx.static(arguments)
+            self.plan, self.arguments = dataclasses.replace(self.plan, tables=tables), nnx.static(arguments)
             if self.host_rows is not None:
                 self.host_rows.plan = self.plan
 
@@ -156,17 +163,17 @@ class TrainedTables(nnx.Module):
             own_key = jax.random.fold_in(key, number)
 
             # Block by block, every row from its own key: no second table is ever needed.
-            def rows(first: int, last: int, own_key: Any = own_key, dim: int = table.dim) -> Array:
+            def rows(first: int, last: int, own_key: PRNGKeyArray = own_key, dim: int = table.dim) -> Array:
                 return _uniform_rows(own_key, first, last - first, dim, *bounds)
 
             self._write_table(number, rows)
 
-    def split_embedding_weights(self) -> list[Any]:
+    def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, `[rows, dim]`: copies; of tables on the host, read-only views of the store."""
         self.flush()
         return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
 
-    def set_embedding_weights(self, table: int | str, weights: Any) -> None:
+    def set_embedding_weights(self, table: int | str, weights: ArrayLike) -> None:
         """Overwrites the weights of one table; optimizer states stay.
 
         Args:
@@ -186,7 +193,7 @@ class TrainedTables(nnx.Module):
         values = as_dtype(values, self.plan.tables[number].dtype, f"table {names[number]!r}", "weights")
         self._write_table(number, lambda first, last: values[first:last])
 
-    def split_optimizer_states(self) -> list[list[Any]]:
+    def split_optimizer_states(self) -> list[list[Array | np.ndarray]]:
         """The states of every table, in the order of its optimizer's `state_names`; row-wise ones are `[rows]`.
 
         Raises: NotImplementedError: OptimType.NONE has none.
@@ -194,13 +201,9 @@ class TrainedTables(nnx.Module):
         if self.plan.tables[0].rule is None:
             raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
         self.flush()
-        found = []
-        for number, table in enumerate(self.plan.tables):
-            arrays = zip(self._read_table(number), _entries(table).values(), strict=True)
-            found.append([array.reshape(entry.shape) for array, entry in arrays][1:])
-        return found
+        return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
 
-    def get_optimizer_state(self) -> list[dict[str, Any]]:
+    def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """Optimizer states by the names of torch's optimizers, such as `sum`, `exp_avg` and `exp_avg_sq`.
 
         Where there is `prev_iter`, which is counted in them, the number of steps is there, too, as `iter`.
@@ -220,12 +223,11 @@ class TrainedTables(nnx.Module):
         if state == "iter":
             return self.step.reshape(1)
         wanted = state.removesuffix("_dev").removesuffix("_host").removesuffix("_uvm")
+        known = {"iter"}.union(*(table.state_names for table in self.plan.tables))
+        if wanted not in known:
+            raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(sorted(known))}.")
         by_table = zip(self.plan.tables, self.split_optimizer_states(), strict=True)
-        named = [pair for table, states in by_table for pair in zip(table.state_names, states, strict=True)]
-        found = [own for name, own in named if name == wanted]
-        if not found:
-            known = sorted({name for name, _ in named} | {"iter"})
-            raise ValueError(f"no optimizer state is called {state!r}; there are {', '.join(known)}.")
+        found = [own[table.state_names.index(wanted)] for table, own in by_table if wanted in table.state_names]
         return jnp.concatenate([jnp.asarray(own).reshape(-1) for own in found])
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -233,11 +235,10 @@ class TrainedTables(nnx.Module):
 
         `contents` tells what it belongs to, for `load_state_dict` to compare.
         """
-        state, plan, found = self.whole_state, self.plan, {}
+        state, plan, found = self.whole_state, self.plan, dict[str, np.ndarray]()
         self.flush()
         for number, table in enumerate(plan.tables):
-            for (name, entry), array in zip(_entries(table).items(), self._read_table(number), strict=True):
-                found[name] = np.array(array).reshape(entry.shape)
+            found |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
         rates = np.asarray(state.learning_rates)
         found["step"] = np.asarray(state.step)
         if plan.has_passes and state.passed_step != state.step:  # a lookup to be trained has begun the next step
@@ -248,7 +249,7 @@ class TrainedTables(nnx.Module):
         found["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)  # numbers, which any file can hold
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> None:
         """Takes over a `state_dict`, of a module with other hyperparameters, precision or placement too.
 
         Raises: ValueError: an entry is missing, unknown, of another shape or out of range, or `contents` has other
@@ -284,10 +285,10 @@ class TrainedTables(nnx.Module):
 
     def reset_embedding_weight_momentum(
         self,
-        pruned_indices: Any,
-        pruned_indices_offsets: Any,
-        logical_table_ids: Any,
-        buffer_ids: Any = None,
+        pruned_indices: ArrayLike,
+        pruned_indices_offsets: ArrayLike,
+        logical_table_ids: ArrayLike,
+        buffer_ids: object = None,
     ) -> None:
         """Zeroes rows and all their optimizer states.
 
@@ -312,14 +313,8 @@ class TrainedTables(nnx.Module):
             pruned.append((table, own))
         self.reset_cache_states()
         for table, own in pruned:
-            number, first_row = self.plan.places[table]
-            if self.plan.tables[table].is_cached:
-                for stored in self.host_rows.arrays_of(table):  # type: ignore[union-attr]
-                    stored[own + first_row] = 0
-                continue
-            state = self.whole_state
-            arrays = [array.at[rows_of(self.plan, table, own)].set(0) for array in state.arrays(number)]
-            self.state.set_value(state.with_arrays(number, arrays))
+            for array in range(1 + len(self.plan.tables[table].torch_state_names)):
+                self._write_rows(table, array, own, np.zeros((own.size, 1)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of `weights`, `optimizer_states` and, where there is one, `cache`, of every table and as `total`."""
@@ -358,54 +353,48 @@ class TrainedTables(nnx.Module):
         return self._statistics("record_tablewise_cache_miss").unique_misses_by_group.copy()
 
     def _statistics(self, argument: str) -> CacheStatistics:
-        asked = vars(self.caching) | vars(self.caching.record_cache_metrics)
+        asked = vars(self.arguments) | vars(self.arguments.record_cache_metrics)
         if self.host_rows is None or not asked[argument]:
             raise RuntimeError(f"needs a table with MANAGED_CACHING, and {argument}=True at construction.")
         return self.host_rows.statistics
 
-    def _write_table(self, table: int, rows: Callable[[int, int], Any], *, array: int = 0) -> None:
+    def _write_table(self, table: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0) -> None:
         """Overwrites a table (or with `array` k its k-th state) with `rows(first, last)`, in blocks."""
-        state = self.whole_state
-        number, first_row = self.plan.places[table]
         num_rows = self.plan.tables[table].num_rows
-        blocks = [(first, min(first + ROWS_PER_BLOCK, num_rows)) for first in range(0, num_rows, ROWS_PER_BLOCK)]
         if self.plan.tables[table].is_cached:
             self.reset_cache_states()
-            stored = self.host_rows.arrays_of(table)[array]  # type: ignore[union-attr]
-            for first, last in blocks:
-                stored[first_row + first : first_row + last] = rows(first, last)
+        for first in range(0, num_rows, ROWS_PER_BLOCK):
+            last = min(first + ROWS_PER_BLOCK, num_rows)
+            self._write_rows(table, array, np.arange(first, last), np.array(rows(first, last)))
+
+    def _write_rows(self, table: int, array: int, ids: np.ndarray, values: np.ndarray) -> None:
+        state, (number, first_row) = self.whole_state, self.plan.places[table]
+        if self.plan.tables[table].is_cached:
+            self.host_rows.arrays_of(table)[array][first_row + ids] = values  # type: ignore[union-attr]
             return
         arrays = list(state.arrays(number))
-        for first, last in blocks:
-            places = rows_of(self.plan, table, np.arange(first, last))
-            arrays[array] = _put_rows(arrays[array], np.array(rows(first, last)), places)
+        arrays[array] = _put_rows(arrays[array], values, rows_of(self.plan, table, ids))
         self.state.set_value(state.with_arrays(number, arrays))
 
-    def _read_table(self, table: int) -> list[Any]:
-        """Weights and states of one table, after `flush`."""
-        state = self.whole_state
-        (number, first_row), num_rows = self.plan.places[table], self.plan.tables[table].num_rows
-        if self.plan.tables[table].is_cached:
-            views = [stored[first_row : first_row + num_rows] for stored in self.host_rows.arrays_of(table)]  # type: ignore[union-attr]
-            for view in views:
+    def _read_table(self, table: int) -> list[Array | np.ndarray]:
+        """Weights and states of one table in the form of a state dict, after `flush`."""
+        state, own, (number, first_row) = self.whole_state, self.plan.tables[table], self.plan.places[table]
+        arrays: list[Array | np.ndarray] = []
+        if own.is_cached:
+            for stored in self.host_rows.arrays_of(table):  # type: ignore[union-attr]
+                arrays.append(view := stored[first_row : first_row + own.num_rows])
                 view.flags.writeable = False
-            return views
-        rows = rows_of(self.plan, table, np.arange(num_rows))
-        found: list[Any] = everywhere(self.plan, [array[rows] for array in state.arrays(number)])
-        return found
+        else:
+            rows = rows_of(self.plan, table, np.arange(own.num_rows))
+            arrays = everywhere(self.plan, [array[rows] for array in state.arrays(number)])
+        return [array.reshape(entry.shape) for array, entry in zip(arrays, _entries(own).values(), strict=True)]
 
-    def _numbers_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _numbers_of(self, given: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Numbers of a state dict beside its tables. Raises: ValueError, TypeError: one is of another kind."""
-        plan, changes = self.plan, dict[str, Any]()
-
-        for name in {"step", "passed_step", "max_counter"} & set(given):
-            value, is_count = np.asarray(given[name]), name != "max_counter"
-            if value.shape != () or not np.issubdtype(value.dtype, np.number):
-                raise ValueError(f"{name!r} must be one number, got {value.dtype} of shape {value.shape}.")
-            check_within(f"[0, {np.iinfo(np.int32).max}]" if is_count else "[0, inf)", value.item(), repr(name))
-            if is_count and value != value.astype(np.int32):
-                raise ValueError(f"{name!r} must be an integer, got {value.item()}.")
-            changes[name] = jnp.asarray(value, jnp.int32 if is_count else jnp.float32)
+        plan, changes = self.plan, dict[str, Array]()
+        for name in _NUMBERS.keys() & set(given):
+            check_type(given[name], _NUMBERS[name], repr(name))
+            changes[name] = jnp.asarray(given[name], jnp.float32 if name == "max_counter" else jnp.int32)
         if "step" in changes:
             changes.setdefault("passed_step", changes["step"] + 0)
         if "key" in given:
@@ -464,11 +453,3 @@ def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
     whole, flat = (table.num_rows, table.dim), (table.num_rows,)
     entries = [jax.ShapeDtypeStruct(flat if is_flat else whole, dtype) for is_flat, dtype in kinds]
     return dict(zip(labels, entries, strict=True))
-
-
-def _reads(table: TablePlan, name: str, arguments: OptimizerArguments) -> bool:
-    if name == "lower_bound":
-        return table.global_decay is not None
-    # Whatever differs from its default and is not read is reported as unused.
-    changed: dict[str, Any] = {name: -1.0}
-    return name not in unused_arguments(table.optimizer, dataclasses.replace(arguments, **changed))

@@ -24,10 +24,14 @@ def tables_of(module):
     return weights, [[np.array(s) for s in states] for states in module.split_optimizer_states()]
 
 
-def assert_same_bits(module, other):
-    mine, yours = (jax.tree.leaves(tables_of(each)) for each in (module, other))
-    for one, two in zip(mine, yours, strict=True):
-        np.testing.assert_array_equal(one, two)
+def assert_same_bits(module, other, *, rtol=0, atol=0):
+    """Tables and states of two modules are equal, or as close as is said."""
+    for one, two in zip(*(jax.tree.leaves(tables_of(each)) for each in (module, other)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=rtol, atol=atol)
+
+
+def gradient_like(output, seed=0):
+    return np.random.default_rng(seed).normal(size=output.shape).astype(np.float32)
 
 
 def train(module, ids, offsets, weights=None, d_output=None, **arguments):

@@ -169,63 +169,6 @@ VARIANTS = {
     ),
     "ensemble": (Optim.ENSEMBLE_ROWWISE_ADAGRAD, {"weight_decay": 0.5, "max_norm": 2.0, **L2}, rowwise_adagrad),
     "emainplace": (Optim.EMAINPLACE_ROWWISE_ADAGRAD, {"weight_decay": 0.5, **DECOUPLE}, rowwise_adagrad),
-    "counter": (ROWWISE, counting(), counter_adagrad),
-    "counter_l2": (ROWWISE, counting(counter_weight_decay_mode=Decay.L2, counter_halflife=4), counter_adagrad),
-    "counter_decouple": (
-        ROWWISE,
-        counting(counter_weight_decay_mode=Decay.DECOUPLE, counter_halflife=10, adjustment_iter=FIRST_STEP + 1),
-        counter_adagrad,
-    ),
-    "counter_adagradw": (
-        ROWWISE,
-        counting(counter_weight_decay_mode=Decay.ADAGRADW, adjustment_iter=FIRST_STEP),
-        counter_adagrad,
-    ),
-    "counter_adagradw_bounded": (
-        ROWWISE,
-        counting(counter_weight_decay_mode=Decay.ADAGRADW, counter_halflife=-2, adjustment_ub=0.3),
-        counter_adagrad,
-    ),
-    "counter_adagradw_increase": (
-        ROWWISE,
-        counting(
-            counter_weight_decay_mode=Decay.ADAGRADW,
-            counter_halflife=30,
-            learning_rate_mode=Rate.TAIL_ID_LR_INCREASE,
-            adjustment_ub=2.0,
-        ),
-        counter_adagrad,
-    ),
-    "counter_decrease": (
-        ROWWISE,
-        counting(
-            learning_rate_mode=Rate.TAIL_ID_LR_DECREASE,
-            adjustment_ub=4.0,
-            tail_id_threshold=TailIdThreshold(0.25, True),
-        ),
-        counter_adagrad,
-    ),
-    "counter_sgd": (
-        ROWWISE,
-        counting(learning_rate_mode=Rate.COUNTER_SGD, adjustment_ub=0.7, tail_id_threshold=TailIdThreshold(0.7, True)),
-        counter_adagrad,
-    ),
-    "counter_sgd_tail": (
-        ROWWISE,
-        counting(learning_rate_mode=Rate.COUNTER_SGD, tail_id_threshold=TailIdThreshold(2.25)),
-        counter_adagrad,
-    ),
-    "cowclip": (ROWWISE, clipping(counter_halflife=0, weight_norm_coefficient=0.5, lower_bound=0.01), cowclip_adagrad),
-    "cowclip_l2": (
-        ROWWISE,
-        clipping(counter_weight_decay_mode=Decay.L2, counter_halflife=3, lower_bound=0.2),
-        cowclip_adagrad,
-    ),
-    "cowclip_decouple": (
-        ROWWISE,
-        clipping(counter_weight_decay_mode=Decay.DECOUPLE, weight_norm_coefficient=0.1),
-        cowclip_adagrad,
-    ),
     "adam": (Optim.ADAM, {"beta1": 0.8, "beta2": 0.99, "eps": 1e-4}, adam),
     "adamw": (Optim.ADAM, {"weight_decay": 0.3, "beta1": 0.0}, adam),
     "adam_by_row": (Optim.ADAM, {"extra_optimizer_config": BY_ROW, "beta2": 0.99}, adam),
@@ -235,6 +178,35 @@ VARIANTS = {
     "lars": (Optim.LARS_SGD, {"momentum": 0.8, "eta": 0.2, "weight_decay": 0.3}, lars),
     "rmsprop": (Optim.ROWWISE_RMSPROP_AR, {"ar_alpha": 2.0, "ema_beta": 0.9, "min_shrinkage": 0.3}, rmsprop),
 }
+COUNTERS = {
+    "counter": {},
+    "counter_l2": {"counter_weight_decay_mode": Decay.L2, "counter_halflife": 4},
+    "counter_decouple": dict(
+        counter_weight_decay_mode=Decay.DECOUPLE, counter_halflife=10, adjustment_iter=FIRST_STEP + 1
+    ),
+    "counter_adagradw": {"counter_weight_decay_mode": Decay.ADAGRADW, "adjustment_iter": FIRST_STEP},
+    "counter_adagradw_bounded": dict(counter_weight_decay_mode=Decay.ADAGRADW, counter_halflife=-2, adjustment_ub=0.3),
+    "counter_adagradw_increase": {
+        "counter_weight_decay_mode": Decay.ADAGRADW,
+        "counter_halflife": 30,
+        "learning_rate_mode": Rate.TAIL_ID_LR_INCREASE,
+        "adjustment_ub": 2.0,
+    },
+    "counter_decrease": dict(
+        learning_rate_mode=Rate.TAIL_ID_LR_DECREASE, adjustment_ub=4.0, tail_id_threshold=TailIdThreshold(0.25, True)
+    ),
+    "counter_sgd": dict(
+        learning_rate_mode=Rate.COUNTER_SGD, adjustment_ub=0.7, tail_id_threshold=TailIdThreshold(0.7, True)
+    ),
+    "counter_sgd_tail": {"learning_rate_mode": Rate.COUNTER_SGD, "tail_id_threshold": TailIdThreshold(2.25)},
+}
+CLIPS = {
+    "cowclip": {"counter_halflife": 0, "weight_norm_coefficient": 0.5, "lower_bound": 0.01},
+    "cowclip_l2": {"counter_weight_decay_mode": Decay.L2, "counter_halflife": 3, "lower_bound": 0.2},
+    "cowclip_decouple": {"counter_weight_decay_mode": Decay.DECOUPLE, "weight_norm_coefficient": 0.1},
+}
+VARIANTS |= {name: (ROWWISE, counting(**config), counter_adagrad) for name, config in COUNTERS.items()}
+VARIANTS |= {name: (ROWWISE, clipping(**config), cowclip_adagrad) for name, config in CLIPS.items()}
 DEFAULTS = {"eps": 1e-8, "momentum": 0.9, "eta": 0.001, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
 DEFAULTS |= {"weight_decay_mode": WeightDecayMode.NONE, "max_norm": 0.0}
 DEFAULTS |= {"ar_alpha": 0.0, "ema_beta": 0.99, "min_shrinkage": 0.1}

@@ -51,24 +51,6 @@ def test_row_gradients_of_another_shape_are_refused_and_cost_no_table(location, 
     np.testing.assert_array_equal(tables_of(module)[0][0][:4, 0], [0, -1, -1, 0])
 
 
-OTHERS = {
-    "other_rows": {"specs": ((20, 4), (10, 4))},
-    "other_dim": {"specs": ((10, 8), (20, 8))},
-    "other_names": {"table_names": ["x", "table_1"]},
-    "other_groups": {"learning_rate": [0.1, 0.2]},
-}
-
-
-@pytest.mark.parametrize("location", [DEVICE, CACHED])
-@pytest.mark.parametrize("other", OTHERS)
-def test_row_gradients_of_another_module_are_refused_by_name(other, location):
-    module = make(((10, 4), (20, 4)), location=location)
-    arguments = {"specs": ((10, 4), (20, 4)), **OTHERS[other]}
-    output, backward = make(arguments.pop("specs"), location=location, **arguments).vjp(IDS, OFFSETS)
-    with pytest.raises(ValueError, match=r"the row gradients do not belong to this module: .*Apply them to the module"):
-        module.apply(backward.row_gradients(jnp.ones_like(output)))
-
-
 def test_row_gradients_of_a_module_with_another_rule_may_be_applied():
     source, module = make(((10, 4),), optimizer=Optim.NONE), make(((10, 4),), learning_rate=1.0, uniform=None)
     output, backward = source.vjp(np.array([3]), np.array([0, 1]))
@@ -76,11 +58,13 @@ def test_row_gradients_of_a_module_with_another_rule_may_be_applied():
     assert tables_of(module)[0][0].sum(axis=1).tolist() == [-4.0 if row == 3 else 0.0 for row in range(10)]
 
 
-STATES = {
+OTHERS = {
     "rows": {"specs": ((20, 4), (10, 4))},
+    "dim": {"specs": ((10, 8), (20, 8))},
+    "tables": {"table_names": ["x", "table_1"]},
+    "group": {"learning_rate": [0.1, 0.2]},
     "optimizer": {"optimizer": Optim.LAMB},
     "dtype": {"weights_precision": rt.SparseType.FP16},
-    "dim": {"specs": ((10, 8), (20, 8))},
 }
 ENTRIES = {
     "lookup": lambda module: module(IDS, OFFSETS),
@@ -92,10 +76,14 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("fact", STATES)
-def test_the_nnx_state_of_another_module_is_refused_by_name(fact):
-    arguments = {"specs": ((10, 4), (20, 4)), "optimizer": Optim.ADAM, **STATES[fact]}
-    other, module = make(**arguments), make(((10, 4), (20, 4)), optimizer=Optim.ADAM)
+@pytest.mark.parametrize("fact", OTHERS)
+def test_states_and_row_gradients_of_another_module_are_refused_by_name(fact):
+    arguments = {"specs": ((10, 4), (20, 4)), "optimizer": Optim.ADAM}
+    other, module = make(**{**arguments, **OTHERS[fact]}), make(**arguments)
+    output, backward = other.vjp(IDS, OFFSETS)
+    if fact not in ("optimizer", "dtype"):  # rows and dims are the same
+        with pytest.raises(ValueError, match=rf"row gradients do not belong to this module: .*{fact}.*Apply"):
+            module.apply(backward.row_gradients(jnp.ones_like(output)))
     nnx.update(module, jax.tree.map(jnp.copy, nnx.state(other)))
     for run in ENTRIES.values():
         with pytest.raises(ValueError, match=f"the state does not belong to this module: .*{fact}.*state_dict"):

@@ -10,7 +10,7 @@ from rsembed import tbe as rt
 from rsembed.tbe import plan
 from rsembed.tbe.host_rows import MAX_PREFETCHES
 from tests.caching.test_set_associative import DumbCache
-from tests.tbe.oracle import assert_same_bits, make, tables_of, train
+from tests.tbe.oracle import assert_same_bits, gradient_like, make, tables_of, train
 from tests.tbe.row_formulas import VARIANTS
 
 CACHED, LFU = rt.EmbeddingLocation.MANAGED_CACHING, rt.CacheAlgorithm.LFU
@@ -40,7 +40,7 @@ def pair(variant="rowwise", specs=SPECS, features=FEATURES, **caching):
 
 def step(module, batch, seed=0):
     output, backward = module.vjp(*batch)
-    backward(np.random.default_rng(seed).normal(size=output.shape).astype(np.float32))
+    backward(gradient_like(output, seed))
     return output
 
 

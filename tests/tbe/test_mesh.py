@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 from rsembed import clip_by_global_norm, combine
 from rsembed import tbe as rt
 from rsembed.tbe import functional
-from tests.parallel.hlo import collective_bytes
-from tests.tbe.oracle import make, tables_of, train
+from tests.tbe.oracle import assert_same_bits, gradient_like, make, train
 from tests.tbe.row_formulas import VARIANTS
 
 Optim = rt.OptimType
@@ -21,7 +20,6 @@ SPECS = ((50, 4), (30, 4), (40, 8))
 FEATURES = (0, 1, 2, 0)
 BAGS, DIMS = 8, [SPECS[t][1] for t in FEATURES]
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-MANAGED_CACHING = rt.EmbeddingLocation.MANAGED_CACHING
 
 
 @functools.cache
@@ -37,15 +35,6 @@ def draw(seed, *, specs=SPECS, features=FEATURES, bags=BAGS):
     rows = np.repeat([specs[t][0] for t in features], lengths.reshape(len(features), bags).sum(axis=1))
     ids = rng.integers(-1, rows)
     return ids, np.r_[0, np.cumsum(lengths)], rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
-
-
-def gradient_like(output, seed=0):
-    return np.random.default_rng(seed).normal(size=output.shape).astype(np.float32)
-
-
-def same_tables(module, other, **close):
-    for one, two in zip(*(jax.tree.leaves(tables_of(each)) for each in (module, other)), strict=True):
-        np.testing.assert_allclose(one, two, **(close or CLOSE))
 
 
 # Against one device, which test_random_configurations.py holds against loops in float64
@@ -85,7 +74,7 @@ def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
     shared = {key: arguments.pop(key) for key in ("mesh", "sharding_axis", "placement") if key in arguments}
     one = make(SPECS, **arguments)
     many = make(SPECS, **arguments, **shared | {"mesh": mesh_of(*shared.get("mesh", (4,)))})
-    same_tables(one, many, rtol=0)
+    assert_same_bits(one, many)
     for seed in range(3):
         ids, offsets, weights = draw(seed)
         weights = weights if seed == 0 or many.plan.pooling == "sum" else None
@@ -96,7 +85,7 @@ def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
         assert (d_weights is None) == (d_weights_many is None) == (weights is None)
         if weights is not None:
             np.testing.assert_allclose(d_weights_many, d_weights, rtol=2e-4, atol=2e-5)
-    same_tables(one, many)
+    assert_same_bits(one, many, **CLOSE)
     assert int(many.step) == 3
 
 
@@ -108,7 +97,7 @@ def test_rows_are_rounded_by_the_noise_of_one_device():
         gradient = np.random.default_rng(seed).integers(-8, 9, (BAGS, 16)).astype(np.float32) / 16  # sums are exact
         for module in (one, many):
             train(module, ids, offsets, d_output=gradient)
-    same_tables(one, many, rtol=0)
+    assert_same_bits(one, many)
 
 
 # Row gradients, gradients of weights
@@ -126,7 +115,7 @@ def test_row_gradients_are_clipped_added_and_applied_as_on_one_device():
         found.append((module, {name: int(num) for name, num in total.num_touched().items()}))
     (one, touched), (many, touched_many) = found
     assert touched == touched_many
-    same_tables(one, many)
+    assert_same_bits(one, many, **CLOSE)
 
 
 def test_a_bound_on_unique_indices_cuts_no_gradient_of_a_mesh():
@@ -135,7 +124,7 @@ def test_a_bound_on_unique_indices_cuts_no_gradient_of_a_mesh():
     for module in (one, many):
         output, backward = module.vjp(ids, offsets, total_unique_indices=16)
         module.apply(backward.row_gradients(np.ones(output.shape, np.float32)))
-    same_tables(one, many)
+    assert_same_bits(one, many, **CLOSE)
 
 
 def test_row_gradients_and_states_of_another_mesh_are_refused():
@@ -148,8 +137,14 @@ def test_row_gradients_and_states_of_another_mesh_are_refused():
         module.vjp(*draw(0, features=(0, 1, 2)))
 
 
-def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff():
-    one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
+@pytest.mark.parametrize(
+    "shared", [{"mesh": (4,)}, {"mesh": (2, 4), "sharding_axis": "x", "placement": "table", "pooling_mode": "MEAN"}]
+)
+def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff(shared):
+    one, many = (
+        make(SPECS, pooling_mode=shared.get("pooling_mode", 0)),
+        make(SPECS, **shared | {"mesh": mesh_of(*shared["mesh"])}),
+    )
     ids, offsets, weights = draw(5, features=(0, 1, 2))
     gradient, mask = gradient_like(one(ids, offsets)), np.asarray([1, 0, 1])
     _, backward = one.vjp(ids, offsets, weights, mask)
@@ -200,7 +195,7 @@ def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_whe
         kept = many.state.get_value().weights
         np.testing.assert_allclose(step(many, many.prepare(ids, offsets, weights)), (expected**2).sum(), rtol=1e-5)
         assert all(old.is_deleted() for old in kept)
-    same_tables(one, many)
+    assert_same_bits(one, many, **CLOSE)
     assert len(traces) <= 2  # of bags of up to 4 ids, and of up to 2
 
 
@@ -212,14 +207,14 @@ def test_prepared_batches_on_one_device_have_few_sizes_and_the_same_numbers():
         sizes.add(batch.batch.ids.shape)
         output, _ = train(module, batch, None)
         np.testing.assert_array_equal(output, train(again, ids, offsets, weights)[0])
-    same_tables(module, again, rtol=0)
+    assert_same_bits(module, again)
     assert len(sizes) <= 2
     names = {name: [[1, 2], [3]] for name in module.feature_names}
     assert module(module.prepare(names))["table_0"].shape == (2, 4)
 
 
 def test_dense_arrays_may_come_in_inside_jit_and_bad_ids_are_treated_as_they_are_outside():
-    names, ids = [f"table_{t}" for t in range(3)], np.asarray([[1, 2], [3, 99], [-7, -1], [4, 5]])
+    names, ids = [f"table_{t}" for t in range(3)], np.asarray([[1, 2], [3, 50], [-7, -1], [4, 5]])
     batch = {name: ids for name in names}
     for mode in ("WARNING", "FATAL", "IGNORE"):
         one, many = make(SPECS, bounds_check_mode=mode), make(SPECS, bounds_check_mode=mode, mesh=mesh_of(4))
@@ -229,17 +224,6 @@ def test_dense_arrays_may_come_in_inside_jit_and_bad_ids_are_treated_as_they_are
         assert int(num_corrected) == int(num_corrected_many) == (0 if mode == "IGNORE" else 6)
         for name in names:
             np.testing.assert_allclose(found[name], expected[name], **CLOSE)
-
-
-def test_no_table_travels():
-    module = make(((4000, 8),), mesh=mesh_of(4), optimizer=Optim.EXACT_ROWWISE_ADAGRAD)
-    state, plan = module.state.get_value(), module.plan
-    batch = module.prepare({"table_0": np.arange(16).reshape(8, 2)}).batch
-    rates = functional.learning_rates(plan, state)
-    step = jax.jit(functional.backward, static_argnums=0, donate_argnums=1)
-    text = step.lower(plan, state, batch, jnp.ones((8, 8)), rates).compile().as_text()
-    sent = collective_bytes(text, 4)
-    assert 0 < sum(sent.values()) < 4000 * 8  # a quarter of the table's bytes
 
 
 # Whole tables
@@ -254,7 +238,7 @@ def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
         module.set_learning_rate(0.5)
         module.set_optimizer_step(11)
         train(module, *draw(1, features=(0, 1, 2)))
-    same_tables(one, many)
+    assert_same_bits(one, many, **CLOSE)
     assert int(many.step) == 12 and many.get_learning_rate() == 0.5
     np.testing.assert_allclose(many.get_optimizer_buffer("momentum1"), one.get_optimizer_buffer("momentum1"), **CLOSE)
     assert many.state_bytes() == one.state_bytes()
@@ -263,45 +247,31 @@ def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
 # What is refused
 
 
-def test_what_a_mesh_cannot_do_is_refused_by_name():
-    mesh, batch = mesh_of(4), draw(0, features=(0, 1, 2))
-    refused = {
-        r"'table_0' cannot be shared.*HostCached": {"location": MANAGED_CACHING},
-        "PoolingMode.NONE has one row per id": {"pooling_mode": "NONE"},
-        "DECOUPLE_GLOBAL owes decay": {
-            "optimizer": Optim.EXACT_ROWWISE_ADAGRAD,
-            "weight_decay_mode": "DECOUPLE_GLOBAL",
-            "weight_decay": 0.1,
-            "global_weight_decay": rt.GlobalWeightDecayDefinition(),
-        },
-        "the write-back hook": {
-            "extra_optimizer_config": rt.UserEnabledConfigDefinition(use_writeback_bwd_prehook=True)
-        },
-    }
-    for message, arguments in refused.items():
-        with pytest.raises(NotImplementedError, match=message):
-            make(SPECS, mesh=mesh, **arguments)
-    for message, arguments in {
-        "'table_0': placement 'rows' is not one of row, table": {"mesh": mesh, "placement": "rows"},
-        "placement='row' needs a mesh": {"placement": "row"},
-        "sharding_axis='x' needs a mesh": {"sharding_axis": "x"},
-        "device='cpu' and a mesh do not go together": {"mesh": mesh, "device": "cpu"},
-        r"\['table_0', 'table_1'\] cannot be placed 'column': .*steps whole rows": {
-            "mesh": mesh,
-            "placement": "column",
-            "optimizer": Optim.EXACT_ROWWISE_ADAGRAD,
-        },
-        "cannot be placed 'column': stochastic rounding draws for whole rows": {
-            "mesh": mesh,
-            "placement": "column",
-            "weights_precision": "BF16",
-        },
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            make(SPECS, **arguments)
-    with pytest.raises(ValueError, match="'table_0' has no rows, which a mesh could share"):
-        make(((0, 4),), mesh=mesh, uniform=None)
-    module = make(SPECS, mesh=mesh)
+HOOK = rt.UserEnabledConfigDefinition(use_writeback_bwd_prehook=True)
+REFUSED = {
+    r"'table_0' cannot be shared.*HostCached": {"location": rt.EmbeddingLocation.MANAGED_CACHING},
+    "PoolingMode.NONE has one row per id": {"pooling_mode": "NONE"},
+    "DECOUPLE_GLOBAL owes decay": variant("global"),
+    "the write-back hook": {"extra_optimizer_config": HOOK},
+    "'table_0': placement 'rows' is not one of row, table": {"placement": "rows"},
+    "placement='row' needs a mesh": {"placement": "row", "mesh": None},
+    "sharding_axis='x' needs a mesh": {"sharding_axis": "x", "mesh": None},
+    "device='cpu' and a mesh do not go together": {"device": "cpu"},
+    r"'table_0', 'table_1'.*'column': .*steps whole rows": variant("rowwise") | {"placement": "column"},
+    "cannot be placed 'column': stochastic rounding": {"placement": "column", "weights_precision": "BF16"},
+    "'table_0' has no rows, which a mesh could share": {"specs": ((0, 4),)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_mesh_cannot_do_is_refused_by_name(message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        make(**{"specs": SPECS, "mesh": mesh_of(4), **REFUSED[message]})
+
+
+def test_batches_that_a_mesh_cannot_split_are_refused_by_name():
+    batch = draw(0, features=(0, 1, 2))
+    module = make(SPECS, mesh=mesh_of(4))
     with pytest.raises(ValueError, match=r"indices and offsets cannot be split inside jit; .*module.prepare"):
         nnx.jit(lambda module, ids: module(ids, batch[1]))(module, jnp.asarray(batch[0]))
     with pytest.raises(RuntimeError, match="call it outside of jit"):
@@ -323,7 +293,7 @@ def test_a_batch_without_bags_or_ids_changes_nothing():
     for num_bags in (0, 8):
         output, _ = train(module, np.zeros(0, int), np.zeros(3 * num_bags + 1, int))
         assert output.shape == (num_bags, 16)
-    same_tables(module, untouched, rtol=0)
+    assert_same_bits(module, untouched)
 
 
 def test_prepared_batches_belong_to_where_they_were_prepared():

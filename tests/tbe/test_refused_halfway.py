@@ -72,11 +72,11 @@ def test_a_module_whose_arrays_a_copy_trains_says_so_and_takes_a_state_dict(num_
     [
         ("learning_rate", [0.1, 0.2], "share an array and so one learning rate"),
         ("learning_rate", [0.1, 0.2, 0.3], r"'learning_rate' has shape \(3,\)"),
-        ("step", np.ones(2, np.int32), "'step' must be one number"),
+        ("step", np.ones(2, np.int32), "'step' must be an integer"),
         ("step", 1.5, "'step' must be an integer"),
         ("step", -5, "'step'"),
         ("step", 2**31, "'step'"),
-        ("max_counter", np.ones(3), "'max_counter' must be one number"),
+        ("max_counter", np.ones(3), "'max_counter' must be a number"),
         ("key", np.zeros(3, np.uint32), "'key' must be integers of shape"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_state_dict_with_one_wrong_number_changes_nothing(num_devices, name, v
     module, other = module_of(num_devices), module_of(num_devices)
     train(module, IDS, OFFSETS)
     before = module.state_dict()
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises((TypeError, ValueError), match=error):
         module.load_state_dict({**other.state_dict(), name: np.asarray(value)})
     assert_same(module.state_dict(), before)
 

@@ -51,8 +51,10 @@ def test_a_lookup_through_a_narrower_cache_changes_no_bit_of_the_table(weights, 
     caching = {"location": rt.EmbeddingLocation.MANAGED_CACHING, "cache_sets": 1, "cache_precision": cache}
     module = make(((NUM_ROWS, DIM),), uniform=(-1, 1), weights_precision=weights, **caching)
     (before,) = module.split_embedding_weights()
-    for first in (0, 30, 60):  # rows leave for others, and all come storage in the end
-        module(np.arange(first, first + 30), np.array([0, 30]))
+    narrow = {FP16: jnp.float16, BF16: jnp.bfloat16}[cache]
+    for first in (0, 30, 60):  # rows leave for others, and all come home in the end
+        found = module(np.arange(first, first + 30), np.arange(31))
+        np.testing.assert_array_equal(found, np.asarray(before)[first : first + 30].astype(narrow).astype(np.float32))
     np.testing.assert_array_equal(module.split_embedding_weights()[0], before)
 
 
