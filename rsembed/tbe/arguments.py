@@ -177,17 +177,6 @@ class BoundsCheckMode(enum.IntEnum):
     V2_FATAL = 6
 
 
-_ENUMS: dict[str, type[enum.Enum]] = {
-    "bounds_check_mode": BoundsCheckMode,
-    "cache_algorithm": CacheAlgorithm,
-    "cache_precision": SparseType,
-    "weights_precision": SparseType,
-    "output_dtype": SparseType,
-    "weight_decay_mode": WeightDecayMode,
-    "pooling_mode": PoolingMode,
-}
-
-
 class Arguments(types.SimpleNamespace):
     """The constructor's arguments by name, and `defaults`: those of its signature. Two are equal if they are one."""
 
@@ -199,13 +188,12 @@ class Arguments(types.SimpleNamespace):
 
         Raises: ValueError: as `member`.
         """
-        given = {
-            **given,
-            "bounds_check_mode": os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", given["bounds_check_mode"]),
-        }
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
         own = {name: given[name] for name in defaults if name not in ("self", "rngs")}
-        own |= {name: member(kind, given[name]) for name, kind in _ENUMS.items() if given[name] is not None}
+        own["bounds_check_mode"] = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", own["bounds_check_mode"])
+        kinds = {name: type(default) for name, default in defaults.items() if isinstance(default, enum.Enum)}
+        kinds |= {} if given["cache_precision"] is None else {"cache_precision": SparseType}
+        own |= {name: member(kind, own[name]) for name, kind in kinds.items() if name != "optimizer"}
         own["record_cache_metrics"] = given["record_cache_metrics"] or RecordCacheMetrics()
         own["extra_optimizer_config"] = given["extra_optimizer_config"] or UserEnabledConfigDefinition()
         if own["cache_precision"] == own["weights_precision"]:
