@@ -20,7 +20,7 @@ from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import Arguments, read_arguments
+from rsembed.tbe.arguments import Arguments, offered_optimizer
 from rsembed.tbe.functional import TBEState, everywhere, rows_of
 from rsembed.tbe.host_rows import HostRows, state_bytes
 from rsembed.tbe.plan import TablePlan, TBEPlan, per_table, warn_of_no_effect
@@ -128,7 +128,8 @@ class TrainedTables(nnx.Module):
             )
         arguments, has_decay = self.arguments, any(table.global_decay is not None for table in self.plan.tables)
         read = {"lower_bound"} if has_decay else set[str]()
-        read = read.union(*(read_arguments(table.optimizer, arguments) for table in self.plan.tables))
+        mode = arguments.weight_decay_mode
+        read = read.union(*(offered_optimizer(table.optimizer, mode).arguments for table in self.plan.tables))
         warn_of_no_effect([name for name in parameters if name not in read], "no table's optimizer uses them")
         changes: dict[str, object] = {name: value for name, value in parameters.items() if name in read}
         for name, value in changes.items():
