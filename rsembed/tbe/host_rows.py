@@ -79,15 +79,6 @@ class HostRows:
         """Ids of batches whose rows wait in the cache, and the places that they lock."""
         self.generation = Generation(_REFUSAL)
 
-    def settle(self, state: TBEState) -> None:
-        """Waits until compiled programs are done here, and sees that `state` is what they left.
-
-        Raises: RuntimeError: the state is of another time, or of another module.
-        """
-        jax.effects_barrier()
-        if not is_traced(state.generation):
-            self.generation.check(state.generation)
-
     def _advanced(self, state: TBEState, *, is_inside: bool = False) -> TBEState:
         generation = state.generation + 1 if is_inside else self.generation.number  # type: ignore[operator]
         return state._replace(generation=jnp.asarray(generation, jnp.uint32))

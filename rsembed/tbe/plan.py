@@ -414,7 +414,11 @@ def make_plan(given: Arguments) -> TBEPlan:
         by_name.check_arguments(optimizers[0], given)
     dtype = by_name.dtype_of(given.weights_precision, "weights_precision").name
     near_dtype = by_name.dtype_of(given.cache_precision or given.weights_precision, "cache_precision").name
-    placed = [_placement(location, enforce_hbm=given.enforce_hbm) for _, _, location, _ in specs]
+    # CPUs have one kind of memory, so that there only caching makes a difference.
+    elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
+    special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}
+    special[EmbeddingLocation.MANAGED_CACHING] = "device" if given.enforce_hbm else "cached"
+    placed = [special.get(location, elsewhere) for _, _, location, _ in specs]
     tables = [
         TablePlan(
             name=name,
@@ -467,13 +471,6 @@ def _check_specs(
     unread = [names[t] for t in range(len(specs)) if t not in features]
     if unread:
         raise ValueError(f"tables {unread} have no feature; each table needs one in feature_table_map.")
-
-
-def _placement(location: EmbeddingLocation, *, enforce_hbm: bool) -> Placement:
-    """Where a table lives. CPUs have one kind of memory, so that there only caching makes a difference."""
-    if location == EmbeddingLocation.MANAGED_CACHING:
-        return "device" if enforce_hbm else "cached"
-    return "device" if location == EmbeddingLocation.DEVICE or default_platform() == "cpu" else "host"
 
 
 def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.bags import is_taken
+from rsembed.bags import is_taken, is_traced
 from rsembed.caching import CacheCounts, CacheStatistics
 from rsembed.checks import NonNegativeInt, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
@@ -83,7 +83,9 @@ class TrainedTables(nnx.Module):
         Raises: RuntimeError: the module's state is of another time, or of another module.
         """
         if self._host_rows is not None:
-            self._host_rows.settle(self.state.get_value())
+            jax.effects_barrier()  # until compiled programs are done here
+            if not is_traced(generation := self.state.get_value().generation):
+                self._host_rows.generation.check(generation)
         return self._host_rows
 
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
