@@ -35,7 +35,7 @@ BUDGETS = {
     "checkpoint": 1685,
     "fdo": 700,
     "sparsecore": 4370,
-    "tbe": 3246,
+    "tbe": 3243,
     "tt": 3209,
     "sok": 1760,
     "plot": 1160,
